@@ -1,13 +1,13 @@
-"""Plans against processes on the CPU: 32 shapes, 12 of them of 1 GiB and more, two steps each, random weights.
+"""Compares memory plans with real runs on the CPU: 32 shapes, 12 of 1 GiB and more, two steps each, random weights.
 
     python benches/memory.py target/release/ft [--only NAME ..] [--budgets]
 
-For each shape: what the plan said before the model was loaded, what the engine's allocations came to at their
-fullest, and, with what the allocator holds, the largest resident size of the process less what it held before
-loading. A mixture's plan is of tokens spread evenly over the experts, beside a reserve for where they are not, which it
-tells apart: "routing" says how much of the reserve was taken, and "apart" is what lies outside of the two. Less than the plan is
-taken where experts stay idle. Shapes whose rows are one token over and over send all tokens to the same experts. --budgets runs each of the smaller shapes again with less memory than it took, and says
-whether the process kept within. Needs 4 GiB of memory and Python's standard library.
+Prints for each shape: planned bytes, peak of the engine's allocations, and growth of the process's resident size over
+the size before loading (engine plus allocator overhead). The plan of a mixture assumes tokens spread evenly over the
+experts, plus a separate reserve for uneven routing: "routing" is the used part of the reserve, "apart" the deviation
+beyond plan and reserve. Idle experts take less than planned. In shapes with rows of a single repeated token, all tokens
+choose the same experts. --budgets runs the smaller shapes again with less memory and checks the process against the
+budget. Needs 4 GiB of memory and Python's standard library.
 """
 import argparse
 import json
@@ -37,7 +37,7 @@ TOP = '[[train]]\nmodules = ["experts", "router"]\nlayers = "-2:"\nmethod = "ful
 SMALL, LARGE = dense(12, 768, 2304, 16000), dense(16, 1152, 3456, 16000, heads=18)
 MOE = mixture(8, 768, 512, 16000, 32, 4)
 
-# name: config, rules, lengths of rows (repeated), overrides
+# name: (config, rules, row lengths in tokens (repeated), overrides)
 SHAPES = {
     "full": (SMALL, ALL, [256], ["memory.recompute=none"]),
     "LoRA": (LARGE, LORA, [256], ["memory.recompute=none"]),
@@ -74,7 +74,7 @@ def rows(n):
     return [f"run.micro_rows={n}", f"run.batch_rows={n}"]
 
 
-# what attacks on the plan tried, and what stands beside it: many and long rows, small models, uneven routing
+# hard cases for the plan: many and long rows, small models, uneven routing
 SHAPES |= {
     "many rows a step": (TINY, LORA, [512], ["run.batch_rows=1024"]),
     "many rows a step, shuffled": (TINY, ALL, [300, 512, 40], ["run.batch_rows=600", "data.shuffle=true", "run.micro_rows=2"]),
@@ -144,7 +144,7 @@ def run(ft, config, rules, lengths, overrides):
 
 
 def budgets(ft, names):
-    """Runs with less memory than a shape takes when it may choose: what is accepted keeps within."""
+    """Runs shapes under budgets below their free choice, and compares the process size with the budget."""
     print("| shape | budget | choices | process | of the budget |\n|---|---|---|---|---|", flush=True)
     worst = 0
     for name in names:
@@ -164,7 +164,7 @@ def budgets(ft, names):
 
 
 def beside(taken, planned, reserve):
-    """Share of the plan by which what was taken lies outside of it."""
+    """Deviation of `taken` from the range [planned, planned + reserve], as a share of the plan."""
     return (taken - min(max(taken, planned), planned + reserve)) / planned
 
 
@@ -184,7 +184,7 @@ def main():
         planned, counted, ours, process, memory, plan = run(a.ft, *SHAPES[name])
         reserve = plan["device"].get("routing_reserve", 0)
         mixture = "experts" in json.dumps(SHAPES[name][0])
-        # a plan with a reserve is met from its bytes without to those with it
+        # with a reserve, anything between plan and plan + reserve is a match
         apart = [beside(counted, planned, reserve), beside(process, ours, reserve)]
         worst[mixture] = [max(w, abs(x)) for w, x in zip(worst[mixture], apart)]
         over = max(over, counted / (planned + reserve) - 1)

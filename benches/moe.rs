@@ -1,10 +1,10 @@
-//! Forward and backward of a mixture layer against a dense layer of the active size: the same tokens, LoRA on all linears of
-//! frozen weights or all weights in full, in f32 and in bf16, in turn in one run.
+//! Forward and backward pass of a mixture layer against a dense layer of the active size: same tokens,
+//! LoRA on all linears or full training, f32 and bf16, alternating in one process.
 //!
 //!     cargo bench --bench moe [-- ROUNDS]
 //!
-//! A line for each shape: both times (the fastest of the rounds) and the median of the rounds' ratios, with the lowest and
-//! the highest; 1.2 is the most that the median may be. `RAYON_NUM_THREADS` sets the threads.
+//! Prints per shape: both times (fastest round), and median, minimum and maximum of the rounds' ratios.
+//! The median must not exceed 1.2. `RAYON_NUM_THREADS` sets the number of threads.
 
 use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
@@ -18,19 +18,19 @@ use ft::model::moe::Mixture;
 use ft::model::sink::{Sink, Slot};
 use std::time::{Duration, Instant};
 
-// what a run allocates with, and its buffers are kept
+// the allocator of `ft run`, with freed buffers kept for reuse
 #[global_allocator]
 static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
 
 const RANK: usize = 16;
 
-/// A mixture: tokens, width, experts, how many a token has, width of each.
+/// A mixture: tokens, hidden size, experts, top-k, expert width.
 type Sizes = (usize, usize, usize, usize, usize);
 
 /// Few large experts, and many small ones.
 const SIZES: [Sizes; 3] = [(512, 768, 8, 2, 1024), (4096, 768, 8, 2, 1024), (4096, 512, 64, 4, 256)];
 
-/// Makes linears, their gradients end to end in one buffer.
+/// Creates linears with their gradients consecutive in one buffer.
 struct Maker {
     slots: Vec<Slot>,
     len: usize,
@@ -88,7 +88,7 @@ fn time(f: impl FnOnce() -> Result<()>) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// Times both layers and prints their line.
+/// Times both layers and prints a line.
 fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> {
     let (tokens, width, experts, top_k, inner) = sizes;
     let cpu = &Device::Cpu;
@@ -106,7 +106,7 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
     let dense = make.mlp(width, top_k * inner)?;
     let dense_grads = make.grads()?;
 
-    // gradients of a step's only micro-batch
+    // gradients as for a step's only micro-batch
     fn sink((grads, slots): &(Vec<Option<Tensor>>, Vec<Slot>)) -> Sink<'_> {
         Sink::new(grads, slots.len()).over(slots)
     }
@@ -120,7 +120,7 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
             let (_, saved) = mixture.forward(&x, &ctx, None)?;
             mixture.backward(saved, &dy, &ctx, &sink(&mixture_grads), None).map(drop)
         })?;
-        // the first round warms up
+        // round 0 is warm-up
         if round > 0 {
             best = [best[0].min(one), best[1].min(other)];
             ratios.push(other.as_secs_f64() / one.as_secs_f64());
@@ -144,7 +144,8 @@ fn main() -> Result<()> {
     let rounds = std::env::args().filter_map(|a| a.parse().ok()).next().unwrap_or(7usize).max(1);
     println!("{} threads, products of bf16: {}", rayon::current_num_threads(), pairs::path()?.text());
     println!("tokens, width, experts; dtype; what trains; dense of the active size, mixture; ratio");
-    // as under a plan with room for all that is freed; on a thread of the pool, as a run computes
+    // keep all freed buffers, as in a plan with enough memory; run inside the thread pool, as `ft run`
+    // does
     ft::log::memory::keep_within(1 << 32);
     rayon::scope(|_| {
         for sizes in SIZES {

@@ -1,10 +1,12 @@
-//! A training step of LoRA on a 4-bit base against the same step on a dense f32 base, in turn in one run.
+//! LoRA training step on a 4-bit base against the same step on a dense f32 base, alternating in one
+//! process.
 //!
 //!     cargo bench --bench nf4 [-- ROUNDS]
 //!
-//! 107 M parameters (12 layers of 768, inner 2304, 12 query and 4 key/value heads of 64, vocabulary 32,000), rank 16
-//! on all linears, one row of 512 tokens a step, random weights. Prints both medians and the ratio of each round's
-//! pair; 1.1 is the most that its median may be. Then one token at a time, as generation has it, dequantized and dense.
+//! 107 M parameters (12 layers, hidden size 768, feed-forward 2304, 12 query and 4 key-value heads of 64
+//! channels, vocabulary 32,000), random weights, LoRA rank 16 on all linears, one row of 512 tokens a
+//! step. Prints both medians and the ratios of the rounds; the median ratio must not exceed 1.1. Then the
+//! same for single tokens, as in generation.
 
 use candle_core::{DType, Device};
 use ft::data::Dataset;
@@ -50,7 +52,7 @@ recompute = "none"
     Ok(Recipe::parse(&text, "bench.toml", &[])?)
 }
 
-/// A step of a model that is built; gives its seconds.
+/// Loads a model and returns a closure that runs one training step and gives its seconds.
 fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::Result<f64>> {
     let plan = job.plan(|recipe| Workload::of_data(recipe, data, None))?;
     let (decoder, params) = job.load(true)?;
@@ -97,7 +99,7 @@ fn main() -> anyhow::Result<()> {
     let (dense, four_bit) = (dense?, four_bit?);
     let data = dense.train_data()?;
     let (mut a, mut b) = (stepper(&dense, &data)?, stepper(&four_bit, &data)?);
-    // the first of each warms up
+    // the first round is warm-up
     a()?;
     b()?;
     let pairs = (0..rounds).map(|_| Ok((a()?, b()?))).collect::<anyhow::Result<Vec<_>>>()?;

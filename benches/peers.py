@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A training step of `ft` and of PyTorch with PEFT in turn, on the same random model and the same number of tokens.
+"""Compares training steps of `ft` and of PyTorch with PEFT: alternating runs, same random model, same number of tokens.
 
     python benches/peers.py target/release/ft [--shape q100m] [--layers N] [--tokens 512] [--rounds 3] [--dtype f32]
                             [--base plain|nf4] [--train lora|full] [--recompute none|all] [--device cpu|cuda]
                             [--threads 1 2 ..]
 
-Needs torch, transformers and peft beside it (this Python's), and bitsandbytes for `--base nf4`. Recompute is the same for both.
-Prints a line a run and, for each number of threads, the ratio of the medians: tokens a second, and the peak of memory (of the
-process on the CPU, of the device on CUDA), and the same as a line of JSON. Shapes: benches/shapes.py; dense ones only.
+Needs torch, transformers and peft in this Python, and bitsandbytes for `--base nf4`. `--recompute` applies to both.
+Prints a line per run. Then, per thread count, prints the ratios of median tokens per second and of peak memory (process on
+the CPU, device on CUDA), as text and as a line of JSON. Supports the dense shapes of benches/shapes.py.
 """
 import argparse, json, os, resource, statistics, subprocess, sys, tempfile, time
 
@@ -19,7 +19,7 @@ STEPS = 5
 
 
 def in_4_bits(model, dtype, device):
-    """The linears of the layers as bitsandbytes stores them."""
+    """Replaces the linears of the layers by bitsandbytes 4-bit ones."""
     import bitsandbytes as bnb
     import torch
 
@@ -35,7 +35,7 @@ def in_4_bits(model, dtype, device):
 
 
 def torch_steps(a):
-    """In a process of its own: seconds of each step after the first, and the peak of memory."""
+    """Runs the PyTorch side in this process: seconds of each step after the first, and peak memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,7 +139,7 @@ def compare(a):
     peaks = {"ft": 0, "torch": 0}
     how = "widened"
     for i in range(a.rounds):
-        # what is named last counts
+        # the last --threads wins
         same = ["torch", *sys.argv[2:], "--threads", str(a.threads[0])]
         other = subprocess.run([sys.executable, __file__, *same], check=True, stdout=subprocess.PIPE, text=True)
         for name, r in (("ft", ft_steps(a.ft, a)), ("torch", json.loads(other.stdout.splitlines()[-1]))):

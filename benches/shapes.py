@@ -1,4 +1,4 @@
-"""The published shapes that figures are taken on, as Hugging Face configs; layers can be left out, for smaller cards."""
+"""Model shapes of the benchmarks as Hugging Face configs; the number of layers can be reduced for smaller cards."""
 import json, os
 
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6,
@@ -7,7 +7,7 @@ SHAPES = {
     # 107 M parameters
     "q100m": dict(QWEN3, num_hidden_layers=12, hidden_size=768, intermediate_size=2304, num_attention_heads=12,
                   num_key_value_heads=4, head_dim=64, vocab_size=32000, tie_word_embeddings=True),
-    # for rehearsals: seconds on an emulated device
+    # for dry runs: seconds on an emulated device
     "tiny": dict(QWEN3, num_hidden_layers=2, hidden_size=128, intermediate_size=192, num_attention_heads=2,
                  num_key_value_heads=1, head_dim=64, vocab_size=256, tie_word_embeddings=False),
     "tiny-moe": dict(QWEN3, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_hidden_layers=2, hidden_size=128,
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def write(folder, shape, layers=None):
-    """A folder that `model.source` names, with `model.weights = "random"`."""
+    """Writes a model folder for `model.source`, for use with `model.weights = "random"`."""
     os.makedirs(folder, exist_ok=True)
     config = dict(SHAPES[shape])
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]

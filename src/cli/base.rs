@@ -1,4 +1,4 @@
-//! The base that an adapter belongs to: where it is, whether it is 4-bit, and what a 4-bit one was made from.
+//! Finds the base model of an adapter, and the original of a 4-bit base.
 
 use ft_engine::adapt::{self, Adapter};
 use ft_engine::base::layout;
@@ -13,16 +13,16 @@ use crate::train::job;
 use serde_json::Map;
 use std::path::Path;
 
-/// The key of config.json that names what a model was made from: `ft quantize` writes it, and transformers did.
+/// Key of config.json with the source of a quantized model, as written by `ft quantize` and transformers.
 pub(super) const MADE_FROM: &str = "_name_or_path";
-/// Share of a tensor's 4-bit codes that quantizing its original gives again, at least. bitsandbytes on another device,
-/// or from f16, differs in a few of thousands; a model that was trained further, in many.
+/// Smallest share of equal 4-bit codes for a model to count as the original. Codes by bitsandbytes on
+/// another device or from f16 differ in some thousandths; after further training many codes differ.
 const SAME_CODES: f64 = 0.98;
 
-/// The base that an adapter was trained on, or the one that was named.
+/// The base named on the command line, or the one named in the adapter's config.
 ///
 /// # Errors
-/// A base that cannot be found.
+/// A missing base.
 pub(super) fn base_of(
     settings: &Settings,
     adapter: &Adapter,
@@ -51,11 +51,11 @@ pub(super) fn base_of(
     Ok(model)
 }
 
-/// Whether a base becomes NF4 while it is loaded: as the option says, else as it was when the adapter was trained,
-/// and then that is told.
+/// Whether to quantize the base to NF4 while loading: as the option says, or as in the adapter's
+/// training. Prints a message in the latter case.
 ///
 /// # Errors
-/// An adapter whose metadata has a word that is not known.
+/// An adapter with unknown quantization metadata.
 pub(super) fn quantized(
     option: Option<&str>,
     adapter: Option<&Adapter>,
@@ -63,7 +63,7 @@ pub(super) fn quantized(
 ) -> ft_base::Result<bool> {
     let trained = adapter.map_or(Ok(Quantize::None), Adapter::quantize)?;
     let chosen = option.and_then(Quantize::from_word);
-    // a 4-bit checkpoint is what it is
+    // a 4-bit checkpoint is never quantized again
     if config.four_bit {
         return Ok(false);
     }
@@ -73,11 +73,11 @@ pub(super) fn quantized(
     Ok(chosen.unwrap_or(trained) == Quantize::Nf4)
 }
 
-/// The model that a 4-bit checkpoint was made from, if its config names one: found, and its weights compared with the
-/// codes, so that no other model is taken for it.
+/// The original of a 4-bit checkpoint if the config names one, verified by quantizing some of its
+/// weights.
 ///
 /// # Errors
-/// A model that cannot be had, or is not the original; each with what to do instead.
+/// An original that cannot be fetched or does not match, with a hint.
 pub(super) fn original(
     settings: &Settings,
     model: &ModelDir,
@@ -114,8 +114,8 @@ fn same_folder(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// Why a model's weights are not those that a 4-bit checkpoint has codes of; `None` if they are. One linear of each
-/// layer is compared.
+/// Why the weights do not match the codes of a 4-bit checkpoint; `None` if they do. Compares one linear
+/// per layer.
 fn other_weights(
     config: &Config,
     four: &TensorFiles,

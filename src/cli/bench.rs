@@ -1,4 +1,4 @@
-//! `ft bench`
+//! `ft bench`: throughput and memory on synthetic rows.
 
 use super::RecipeArgs;
 use ft_base::terminal::tell;
@@ -18,7 +18,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Measures, and prints what was measured.
+/// Runs the benchmark and prints the result.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let measured = bench::run(recipe, args.steps as usize)?;

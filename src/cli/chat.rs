@@ -1,4 +1,4 @@
-//! `ft chat`: talks to a model in the form that it was trained in.
+//! `ft chat`: chats with a model in the format of the training data.
 
 use super::base::{base_of, quantized};
 use super::given::Given;
@@ -85,7 +85,7 @@ pub struct Loading {
     quantize: Option<String>,
 }
 
-/// A word of `--device`.
+/// Parses a value of `--device`.
 pub(super) fn device_word(word: &str) -> Result<String, String> {
     match word == DeviceName::Auto.word() || OneDevice::from_word(word).is_some() {
         true => Ok(word.into()),
@@ -93,10 +93,10 @@ pub(super) fn device_word(word: &str) -> Result<String, String> {
     }
 }
 
-/// The device of such a word.
+/// Opens the device of a `--device` value.
 ///
 /// # Errors
-/// One that is not there.
+/// A device not present.
 pub(super) fn device(word: &str) -> ft_base::Result<Device> {
     Ok(match OneDevice::from_word(word).filter(|_| word != DeviceName::Cuda.word()) {
         Some(device) => job::one_device(device)?,
@@ -105,22 +105,22 @@ pub(super) fn device(word: &str) -> ft_base::Result<Device> {
 }
 
 impl Loading {
-    /// The compute dtype, where it is named.
+    /// Compute dtype, if given.
     pub(super) fn dtype(&self) -> Option<Dtype> {
         self.dtype.as_deref().and_then(Dtype::from_word)
     }
 
-    /// The quantization, where it is named.
+    /// Quantization, if given.
     #[cfg(feature = "serve")]
     pub(super) fn quantize(&self) -> Option<Quantize> {
         self.quantize.as_deref().and_then(Quantize::from_word)
     }
 }
 
-/// Answers one prompt, or each line of stdin until it ends or says `/exit`.
+/// Answers one prompt, or every line of stdin until the end or `/exit`.
 ///
 /// # Errors
-/// A model or adapter that cannot be found or used; a template that refuses the conversation.
+/// A missing or unusable model or adapter; a template that rejects the conversation.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut variables = variables(&args.template)?;
     let device = device(&args.device)?;
@@ -167,10 +167,10 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
 }
 
-/// What a line can say instead of a message.
+/// Commands in place of a message.
 const COMMANDS: &str = "/clear begins anew, /exit ends";
 
-/// Reads prompts line by line.
+/// Reads and answers prompts line by line.
 fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<()> {
     let fail = |e: io::Error| super::usage(format!("stdin: {e}"));
     let mut lines = Lines::open("chat-history").map_err(fail)?;
@@ -187,7 +187,7 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<(
                     "no command is called {other}: {COMMANDS}\n  hint: a space before it makes it a message"
                 ));
             }
-            // white space counts in a text that is continued
+            // keep the white space of a text to continue
             trimmed => {
                 let prompt = if chat.form == Form::Text { line.as_str() } else { trimmed };
                 if !chat.answer(prompt, sampler)? {
@@ -199,19 +199,19 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<(
     Ok(())
 }
 
-/// Whether a line looks like a command: a slash and a word.
+/// Whether a line looks like a command: a slash followed by letters.
 fn is_command(line: &str) -> bool {
     let word = line.trim_end().strip_prefix('/');
     word.is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_alphabetic()))
 }
 
-/// A conversation, and the model that has read it.
+/// A conversation and its key-value cache.
 struct Chat<'a> {
     reader: Reader<'a>,
     tokenizer: &'a Tokenizer,
     form: Form,
     system: Option<&'a str>,
-    /// What every conversation begins with.
+    /// Initial messages of every conversation.
     first: Vec<Value>,
     messages: Vec<Value>,
     variables: Map<String, Value>,
@@ -220,7 +220,7 @@ struct Chat<'a> {
 }
 
 impl Chat<'_> {
-    /// Answers on stdout, piece by piece. Gives whether anybody listens.
+    /// Streams the answer to stdout. Returns whether stdout is still open.
     fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
         let ids = if self.form == Form::Chat {
@@ -254,7 +254,7 @@ impl Chat<'_> {
     }
 }
 
-/// The form to ask in: as an option says, else as was trained.
+/// Prompt form: from the options, or from the training.
 fn form(args: &Args, trained: Option<&Trained>) -> ft_base::Result<Form> {
     let named = if args.raw { Some(Form::Text) } else { args.form.as_deref().and_then(Form::from_word) };
     let template =
@@ -279,7 +279,7 @@ fn form(args: &Args, trained: Option<&Trained>) -> ft_base::Result<Form> {
     Ok(form)
 }
 
-/// The model's folder with its weights, and the adapter.
+/// Fetches the model with its weights, and opens the adapter.
 pub(super) fn find(model: &Given, adapter: Option<&Given>) -> ft_base::Result<(ModelDir, Option<Adapter>)> {
     let settings = Settings::from_env();
     let named = match adapter {
@@ -300,13 +300,13 @@ pub(super) fn find(model: &Given, adapter: Option<&Given>) -> ft_base::Result<(M
     Ok((model, named))
 }
 
-/// The chat template that goes before the base's own: the one that was named, else what the adapter was trained with.
+/// Chat template to use instead of the base's own: the given one, or the adapter's.
 pub(super) fn template(named: Option<&PathBuf>, adapter: Option<&Adapter>) -> Option<PathBuf> {
     let beside = adapter.map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
     named.cloned().or(beside)
 }
 
-/// A model that is found, with the adapter over it, unmerged, and that fits.
+/// A model with an unmerged adapter, checked to fit the devices.
 pub(super) struct Opened<'a> {
     base: Base,
     selection: Selection,
@@ -315,10 +315,10 @@ pub(super) struct Opened<'a> {
 }
 
 impl<'a> Opened<'a> {
-    /// Opens one that devices are to have.
+    /// Opens a model for the given devices.
     ///
     /// # Errors
-    /// A model or adapter that cannot be used, or is too large for one of the devices.
+    /// An unusable model or adapter, or one too large for a device.
     pub fn new(
         args: &Loading,
         model: &ModelDir,
@@ -342,13 +342,12 @@ impl<'a> Opened<'a> {
         Ok(Self { base: base.in_nf4(nf4), selection, adapter, dtype })
     }
 
-    /// Its config.
     #[cfg(feature = "serve")]
     pub fn config(&self) -> &Config {
         &self.base.config
     }
 
-    /// Loads it.
+    /// Loads the model onto a device.
     ///
     /// # Errors
     /// As [`Build::run`].
@@ -358,8 +357,8 @@ impl<'a> Opened<'a> {
     }
 }
 
-/// Refuses what one of the devices has no memory for, before anything is loaded; says so where a conversation ends before
-/// the model does.
+/// Checks the model against the memory of all devices before loading. Prints a message if memory limits
+/// the context length.
 pub(super) fn fits(
     config: &Config,
     (selection, dir): (&Selection, &Path),
@@ -396,7 +395,7 @@ pub(super) fn fits(
     Ok(())
 }
 
-/// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.
+/// Parses `KEY=VALUE` template variables; values are TOML, bare words are strings.
 pub(super) fn variables(set: &[String]) -> ft_base::Result<Map<String, Value>> {
     let mut out = Map::new();
     for text in set {
@@ -408,11 +407,11 @@ pub(super) fn variables(set: &[String]) -> ft_base::Result<Map<String, Value>> {
     Ok(out)
 }
 
-/// Temperatures below this draw the likeliest token, as 0 does: dividing by them leaves the range of f32.
+/// Temperatures below this sample greedily: dividing by them would overflow f32.
 const COLDEST: f64 = 1e-6;
 
-/// How tokens are drawn: as temperature, top-p, top-k and a seed say, else as the model's `generation_config.json` does, else the
-/// likeliest each time.
+/// Sampling from explicit options, with the model's `generation_config.json` for missing ones; greedy by
+/// default.
 pub(super) fn sampler(
     (temperature, top_p, top_k, seed): (Option<f64>, Option<f64>, Option<usize>, u64),
     dir: &Path,

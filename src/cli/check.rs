@@ -1,4 +1,4 @@
-//! `ft check`: every problem of a recipe, its model and its data at once, without loading weights.
+//! `ft check`: all problems of a recipe, the model and the data at once, without loading weights.
 
 use super::RecipeArgs;
 use ft_engine::adapt::build::check_full;
@@ -18,7 +18,7 @@ use candle_core::{DType, Device};
 use std::collections::HashSet;
 use std::fmt::Write;
 
-/// Problems of the data that are shown.
+/// Most data problems shown.
 const SHOWN: usize = 20;
 
 /// Arguments of `ft check`.
@@ -28,7 +28,7 @@ pub struct Args {
     recipe: RecipeArgs,
 }
 
-/// Checks, and prints a summary if all is well. Gives the problems in their order.
+/// Runs all checks, and prints a summary if they pass. Returns the problems in order.
 pub fn run(args: &Args) -> Vec<Error> {
     let mut recipe = match Recipe::load(&args.recipe.recipe, &args.recipe.set) {
         Ok(recipe) => recipe,
@@ -49,23 +49,23 @@ pub fn run(args: &Args) -> Vec<Error> {
     {
         check.errors.push(e);
     }
-    // training and evaluation data may lack the same thing
+    // training and evaluation data may report the same problem
     let mut told = HashSet::new();
     check.errors.retain(|e| told.insert(e.to_string()));
     check.errors
 }
 
-/// What a check goes through, and what it meets.
+/// State of a check.
 struct Check<'a> {
     recipe: &'a Recipe,
-    /// Whether the sources of its data were found.
+    /// Whether all data sources were resolved.
     rows: bool,
     errors: Vec<Error>,
-    /// What could not be checked, and why.
+    /// Checks not possible, with reasons.
     unchecked: Vec<String>,
 }
 
-/// What a check found out; what it could not is missing.
+/// Results of the checks; failed or skipped parts are `None`.
 #[derive(Default)]
 struct Found {
     compute: Option<(Device, DType)>,
@@ -79,12 +79,12 @@ struct Found {
 }
 
 impl Check<'_> {
-    /// Keeps a problem, and gives what there is otherwise.
+    /// Records an error, or returns the value.
     fn keep<T>(&mut self, outcome: ft_base::Result<T>) -> Option<T> {
         outcome.map_err(|e| self.errors.push(e)).ok()
     }
 
-    /// As [`Check::keep`], but what is on the hub and cannot be had from here is no problem of the recipe.
+    /// Like [`Check::keep`], but an unreachable hub is recorded as "not checked" instead of an error.
     fn reach<T>(&mut self, what: &str, outcome: ft_base::Result<T>) -> Option<T> {
         match outcome {
             Err(e)
@@ -140,7 +140,7 @@ impl Check<'_> {
             return found;
         };
         self.keep(job::routers(recipe, config).map_err(Error::from));
-        // without rules, the adapter says what trains
+        // without rules, the adapter determines the trained modules
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
@@ -159,7 +159,8 @@ impl Check<'_> {
         found
     }
 
-    /// The tokenizer, none if the model has none; nothing if it cannot be had.
+    /// The tokenizer; the outer `Option` is `None` if it cannot be fetched, the inner if the model has
+    /// none.
     fn tokenizer(&mut self, settings: &Settings, adapter: Option<&Adapter>) -> Option<Option<Tokenizer>> {
         let recipe = self.recipe;
         let model = job::model(settings, recipe, Want::Tokenizer, true);
@@ -167,7 +168,7 @@ impl Check<'_> {
         self.keep(job::tokenizer(recipe, &model.dir, adapter))
     }
 
-    /// Without a tokenizer: whether the files are there.
+    /// Without a tokenizer, checks only that the data files exist.
     fn sources(&mut self) {
         let d = &self.recipe.data;
         let sources = d.train.iter().chain(&d.eval);
@@ -210,14 +211,14 @@ impl Check<'_> {
         }
     }
 
-    /// Names and shapes of the weights' tensors, where they are on this machine already.
+    /// Checks names and shapes of the weights' tensors, if they are on this machine.
     fn weights(&mut self, settings: &Settings, found: &mut Found, adapter: Option<&Adapter>) {
         let (Some(config), recipe) = (&found.config, self.recipe) else { return };
         if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
             self.keep(adapter.check_against(selection, &selection.trained()));
             self.keep(adapter.check_values());
         }
-        // what the checkpoint itself has in 4 bits is not known before it is here
+        // 4-bit weights of the checkpoint itself are unknown before it is downloaded
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
             let initials = self.keep(initial::initials(recipe, selection).map_err(Error::from)).flatten();
@@ -310,7 +311,7 @@ fn rows(s: &Stats) -> String {
     format!("{} samples{left} in {} rows, {} tokens, {} supervised", s.examples, s.rows, s.tokens, s.targets)
 }
 
-/// One line for each group and the way it trains.
+/// One line per module group and training method.
 fn groups(s: &Selection) -> Vec<String> {
     let mut sizes = std::collections::HashMap::new();
     for t in s.trained() {

@@ -1,4 +1,4 @@
-//! `ft completions` and `ft man`: what shells and readers want to know of the command line.
+//! `ft completions` and `ft man`: shell completions and manual pages.
 
 use clap_complete::Shell;
 use std::io::Write;
@@ -11,20 +11,20 @@ pub struct Args {
     dir: PathBuf,
 }
 
-/// Prints a script that completes verbs and options in a shell.
+/// Prints a completion script for a shell.
 ///
 /// # Errors
-/// A stdout that takes no more.
+/// A write error on stdout.
 pub fn completions(shell: Shell, command: &mut clap::Command) -> ft_base::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, command, "ft", &mut script);
     super::print(&String::from_utf8_lossy(&script))
 }
 
-/// Writes a manual page for `ft` and one for each verb.
+/// Writes a manual page for `ft` and one per subcommand.
 ///
 /// # Errors
-/// A folder that cannot be written.
+/// A write error.
 pub fn man(args: &Args, command: clap::Command) -> ft_base::Result<()> {
     let at = |path: &Path, e| ft_base::store::Error::write("write", path, None, e);
     std::fs::create_dir_all(&args.dir).map_err(|e| at(&args.dir, e))?;

@@ -1,4 +1,4 @@
-//! `ft data`: rows as text, what is supervised in them, and statistics.
+//! `ft data`: rows as text with supervision marks, and statistics.
 
 use super::RecipeArgs;
 use ft_data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
@@ -25,10 +25,10 @@ pub struct Args {
     json: bool,
 }
 
-/// Reads the data as a run does, and shows it. Of the model only config and tokenizer are needed.
+/// Reads the data as a run does, and prints it. Needs only config and tokenizer of the model.
 ///
 /// # Errors
-/// What a run would stop with before it loads weights, as far as it is about the data.
+/// Any data error a run would report before loading weights.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let settings = Settings::from_env();
@@ -58,7 +58,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         let value = json(&dataset, &recipe, shared);
         return super::print(&format!("{value:#}\n"));
     }
-    // every text of the data is escaped on its way
+    // all data text is escaped
     let mut out = io::BufWriter::new(io::stdout().lock());
     let (rows, color) = (args.rows, color_on_stdout());
     let limit = (recipe.data.max_length, recipe.data.over_length);
@@ -66,14 +66,14 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     Ok(ft_recipe::Error::of_print(outcome)?)
 }
 
-/// Prints the first `rows` rows of a dataset and its statistics.
+/// Prints the first `rows` rows of a dataset, and the statistics.
 ///
-/// Each line of text begins with `>` where it is supervised and with `.` where it is only read, so the difference
-/// does not hang on colour; with `color`, supervised text is green. Without a tokenizer, ids stand for the text. `limit` is
-/// `data.max_length`, and what becomes of longer samples.
+/// Supervised lines start with `>`, other lines with `.`, readable without color; with `color`,
+/// supervised text is green. Without a tokenizer, token ids are printed. `limit` is `data.max_length`
+/// with `data.over_length`.
 ///
 /// # Errors
-/// What `out` gives.
+/// Write errors of `out`, and read errors of the dataset.
 pub fn show(
     dataset: &Dataset,
     tokenizer: Option<&Tokenizer>,
@@ -142,7 +142,7 @@ fn document(
     Ok(())
 }
 
-/// A line with its end shown, and control characters spelled: data must not steer a terminal.
+/// A line with a visible end and escaped control characters, so that data cannot control the terminal.
 fn visible(line: &str) -> String {
     escape(line).replace('\n', "↵")
 }
@@ -179,7 +179,7 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
             whole.min, whole.median, whole.p95, whole.max
         )?;
     }
-    // of what stops a run nothing is lost
+    // with `data.over_length = "error"` nothing is cut
     let lost = if limit.1 == OverLength::Error { "beyond it" } else { "lost" };
     for (max, tokens, samples) in cuts(s, limit) {
         let all = s.whole.tokens() as usize;
@@ -193,13 +193,14 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
     writeln!(out, "hash         {}", dataset.hash)
 }
 
-/// What some values of `data.max_length` would cut or leave out, as far as that is anything: the value, tokens, samples.
+/// Effect of some values of `data.max_length`, as (value, tokens lost, samples affected); empty if no
+/// value loses tokens.
 fn cuts(s: &Stats, (max_length, over): (usize, OverLength)) -> Vec<(usize, usize, usize)> {
     let mut values: Vec<usize> = (8..18).map(|n| 1 << n).chain([max_length]).collect();
     values.sort_unstable();
     values.dedup();
     let all = values.into_iter().map(|max| (max, s.whole.over(max, over))).map(|(max, (t, n))| (max, t, n));
-    // up to the first that cuts nothing
+    // up to the first value without losses
     let mut out = Vec::new();
     for cut in all {
         out.push(cut);
@@ -210,7 +211,7 @@ fn cuts(s: &Stats, (max_length, over): (usize, OverLength)) -> Vec<(usize, usize
     if out.iter().all(|c| c.1 == 0) { Vec::new() } else { out }
 }
 
-/// The statistics as JSON; `shared` are samples of the evaluation that are trained on.
+/// The statistics as JSON; `shared` counts evaluation samples also present in the training data.
 fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json::Value {
     let s = &dataset.stats;
     let lengths = |l: &Lengths| json!({"min": l.min, "median": l.median, "p95": l.p95, "max": l.max});

@@ -1,4 +1,5 @@
-//! `ft eval`: loss and perplexity on the evaluation data, and scores of answers where the recipe asks for them.
+//! `ft eval`: loss and perplexity on the evaluation data, and scores of generated answers if the recipe
+//! asks for them.
 
 use super::RecipeArgs;
 use super::given::{Given, recipe_of};
@@ -23,12 +24,12 @@ pub struct Args {
     json: bool,
 }
 
-/// Evaluates the base, or base and adapter, and prints what came out.
+/// Evaluates the base, with an adapter if given, and prints the result.
 ///
 /// # Errors
-/// Problems of recipe, model, adapter and data; a loss that is not finite.
+/// Errors in recipe, model, adapter or data; a non-finite loss.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    // of a run, its recipe on what it trained
+    // a run folder provides recipe and result
     let run = recipe_of(&args.recipe.recipe);
     let mut recipe = Recipe::load(run.as_ref().unwrap_or(&args.recipe.recipe), &args.recipe.set)?;
     if !recipe.data.evaluates() {

@@ -1,4 +1,4 @@
-//! `ft export`: an adapter, or a model, in the layout of another program.
+//! `ft export`: an adapter or a model in another program's format.
 
 use super::base::{base_of, quantized};
 use super::gguf::Gguf;
@@ -21,9 +21,9 @@ use ft_engine::walk;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
 
-/// Relative L2 distance of logits that counts as equal.
+/// Largest relative L2 distance of equal logits.
 const BAR: f64 = 1e-5;
-/// Tokens that the logits are compared on.
+/// Number of tokens in the logit comparison.
 const PROBE: u32 = 48;
 
 /// Arguments of `ft export`.
@@ -51,11 +51,11 @@ pub struct Args {
     pre: Option<String>,
 }
 
-/// Writes the export, reads it back, compares its logits, gives it its name, and prints the folder.
+/// Writes the export, reads it back, compares logits, renames it into place, and prints the folder.
 ///
 /// # Errors
-/// A base or adapter that cannot be found or does not fit; something that the target cannot hold; a folder that is
-/// not empty; an export that computes something else.
+/// A missing or mismatched base or adapter; features the target does not support; a
+/// nonempty folder; an export with different logits.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     if args.to == "gguf" {
         if args.quantize.is_some() {
@@ -92,7 +92,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     Export::new(config, &adapter, &selection)?.write(target, &out)?;
     Trained::copy(&adapter.dir, &out)?;
 
-    // any tokens do, as long as they are many: experts that none of them chooses would go unseen
+    // any tokens will do, but many: experts without tokens would go unchecked
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();
     let logits = |selection: &Selection, adapter: &Adapter| {
         Build::new(&base, selection).adapter(Some(adapter)).shown("checking").logits(&ids)
@@ -121,7 +121,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     super::print(&format!("{}\n", args.out.display()))
 }
 
-/// The export as ft reads it, whole.
+/// Reads the complete export back.
 fn read_back(
     target: Target,
     config: &Config,

@@ -15,9 +15,9 @@ use candle_core::{DType, Device};
 use serde_json::Map;
 use std::path::Path;
 
-/// What is exported, and how.
+/// Options of the export.
 pub(super) struct Gguf<'a> {
-    /// A folder, or a hub id, of an adapter or a model.
+    /// Folder or hub id of an adapter or a model.
     pub source: &'a str,
     pub out: &'a Path,
     pub base: Option<&'a str>,
@@ -30,10 +30,10 @@ enum Found {
     Model(ModelDir),
 }
 
-/// Writes `adapter.gguf` or `model.gguf` into a new folder, reads its header back, and prints the file.
+/// Writes `adapter.gguf` or `model.gguf` into a new folder, reads the header back, and prints the file.
 ///
 /// # Errors
-/// What cannot be found, what llama.cpp cannot hold; a folder that is not empty.
+/// A missing source; features unsupported by llama.cpp; a nonempty folder.
 pub(super) fn run(args: &Gguf<'_>) -> ft_base::Result<()> {
     let new = NewFolder::begin_named(args.out)?;
     new.refuse_occupied("another folder")?;
@@ -81,7 +81,7 @@ pub(super) fn run(args: &Gguf<'_>) -> ft_base::Result<()> {
     super::print(&format!("{}\n", args.out.join(name).display()))
 }
 
-/// An adapter, if a folder says so or the hub has one of that name, else a model.
+/// Resolves a source: an adapter if the folder or the hub has one under this name, else a model.
 fn find(settings: &Settings, source: &str) -> ft_base::Result<Found> {
     let dir = Path::new(source);
     let is_adapter = dir.join("adapter_config.json").is_file();
@@ -97,7 +97,7 @@ fn find(settings: &Settings, source: &str) -> ft_base::Result<Found> {
     Ok(Found::Model(model))
 }
 
-/// Reads what was written with candle's reader: every tensor must lie within the file.
+/// Reads the file back with candle's reader and checks that every tensor lies within the file.
 fn check(path: &Path) -> ft_base::Result<()> {
     let mut file = std::fs::File::open(path).map_err(|e| store::Error::read(path, e))?;
     let bytes = file.metadata().map_err(|e| store::Error::read(path, e))?.len();

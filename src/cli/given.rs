@@ -1,4 +1,4 @@
-//! What verbs are given in place of a model or an adapter: the folder of a run, or one of its checkpoints.
+//! Resolves run folders and checkpoints given in place of a model or an adapter.
 
 use ft_engine::adapt;
 use ft_data::hub::Want;
@@ -8,19 +8,19 @@ use crate::train::{Job, latest, output};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// A folder that holds an adapter or a model, or a name that may be one on the hub.
+/// A folder with an adapter or a model, or a name to look up on the hub.
 pub(super) struct Given {
-    /// As it is to be named from here on.
+    /// Path or name to use from here on.
     pub name: String,
-    /// As it is told.
+    /// Path or name for messages.
     pub shown: String,
-    /// The folder of the run that it is of, where that is known.
+    /// Run folder, if known.
     pub run: Option<PathBuf>,
-    /// Where a checkpoint's was written, until the verb ends.
+    /// Temporary folder of a converted checkpoint, removed on drop.
     _made: Option<TempDir>,
 }
 
-/// The recipe of a run, where a folder is one's or is in one's.
+/// The recipe.toml of a run, given the run folder or a folder up to two levels below.
 pub(super) fn recipe_of(folder: &Path) -> Option<PathBuf> {
     folder
         .is_dir()
@@ -28,10 +28,11 @@ pub(super) fn recipe_of(folder: &Path) -> Option<PathBuf> {
 }
 
 impl Given {
-    /// What a name means: of a run's folder its result, or the newest checkpoint where it has not ended.
+    /// Resolves a name. A run folder stands for its result, or for the newest checkpoint if the run has
+    /// not ended.
     ///
     /// # Errors
-    /// A run that has neither; a checkpoint that cannot be used.
+    /// A run without result and checkpoint; an unusable checkpoint.
     pub fn find(name: &str) -> ft_base::Result<Self> {
         let dir = Path::new(name);
         if is_checkpoint(dir) {
@@ -71,7 +72,7 @@ impl Given {
         let run =
             run.ok_or_else(|| why("a checkpoint is used with its run's recipe.toml, two folders above"))?;
         let mut recipe = latest::recipe_of(run)?;
-        // it is read on the host
+        // conversion runs on the CPU
         recipe.run.device = ft_recipe::Device::Cpu;
         let job = Job::open(recipe, Want::Tokenizer, false)?;
         let made = tempfile::tempdir().map_err(|e| why(&format!("no folder for what it holds: {e}")))?;
@@ -82,13 +83,13 @@ impl Given {
         Ok(Self { name, shown, run: Some(run.into()), _made: Some(made) })
     }
 
-    /// Whether it is a whole model, as far as a folder shows.
+    /// Whether the folder holds a whole model.
     pub fn is_model(&self) -> bool {
         Path::new(&self.name).join("config.json").is_file()
     }
 }
 
-/// Whether a folder is that of a run.
+/// Whether a folder is a run folder.
 pub(super) fn is_run(dir: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl"].iter().all(|f| dir.join(f).is_file())
 }

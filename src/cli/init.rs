@@ -1,4 +1,5 @@
-//! `ft init`: asks what a recipe needs, and writes one.
+//! `ft init`: asks some questions and writes a recipe.
+
 use ft_base::terminal::{shell_word, tell};
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
@@ -7,7 +8,7 @@ use ft_base::store;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
-/// How a model is trained, and on what card that is usual.
+/// Training methods with descriptions.
 const METHODS: &[(&str, &str)] = &[
     ("lora", "adapters on the base as it is"),
     ("qlora", "adapters on a 4-bit base: the least memory"),
@@ -37,10 +38,10 @@ pub struct Args {
     overwrite: bool,
 }
 
-/// Asks for what was not given, on stdin, and writes the recipe.
+/// Asks on stdin for missing options, and writes the recipe.
 ///
 /// # Errors
-/// Answers that make no recipe; a file that is there already; a stdin that ends.
+/// Invalid answers; an existing file; a closed stdin.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let path = PathBuf::from(format!("{}.toml", args.name.trim_end_matches(".toml")));
     if path.exists() && !args.overwrite {
@@ -63,10 +64,10 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         let source = format!("{{ source = {}{more} }}", toml::Value::from(data.as_str()));
         text(&model, &source, &method, &memory, has)
     };
-    // what cannot be meant is told before anything is written
+    // invalid answers are reported before anything is written
     let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
     let more = recipe.data.train.first().and_then(|s| ft_data::to_write(s, &|s| recipe.resolve(s)));
-    // a model that cannot be had yet is no reason to write nothing: `ft check` says what is wrong with it
+    // an unavailable model is no error here: `ft check` reports it
     let has = source::find(&recipe).ok().map(|found| groups(&found.config));
     let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
@@ -74,7 +75,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     super::print(&format!("{}\n", path.display()))
 }
 
-/// An answer from stdin; an empty line is the default.
+/// Reads an answer from stdin; an empty line gives the default.
 fn answer(question: &str, default: &str) -> ft_base::Result<String> {
     let cannot = |e: io::Error| super::usage(format!("cannot ask: {e}"));
     let mut err = io::stderr();
@@ -82,7 +83,7 @@ fn answer(question: &str, default: &str) -> ft_base::Result<String> {
     let mut line = String::new();
     let read = io::stdin().lock().read_line(&mut line).map_err(cannot)?;
     if !io::stdin().is_terminal() {
-        // what was typed is not seen
+        // echo the missing line break, as the answer was not typed
         let _ = writeln!(err);
     }
     if read == 0 {
@@ -93,8 +94,8 @@ fn answer(question: &str, default: &str) -> ft_base::Result<String> {
     Ok(if line.is_empty() { default.into() } else { line.into() })
 }
 
-/// The groups that a method trains, of those that the model has; without these, of a dense model's. Adapters go on the
-/// linears of the layers, but for routers, which few fine-tune.
+/// Module groups trained by a method, out of the model's groups (by default a dense model's). Adapters go
+/// on attention, feed-forward and expert linears; routers are rarely fine-tuned.
 fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     let dense = [Group::Attention, Group::Mlp, Group::Norms, Group::Embedding, Group::Head];
     let adapted = |g: &Group| matches!(g, Group::Attention | Group::Mlp | Group::Experts);
@@ -102,7 +103,8 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
 }
 
-/// The recipe, with what its keys mean. `has` are the groups of the model's modules, where its config is at hand.
+/// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
+/// available.
 fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Group]>) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
     let mut out = format!("[model]\nsource = {}\n", quote(model));

@@ -1,4 +1,4 @@
-//! Lines that somebody types: edited and remembered on a terminal, as they come from a pipe.
+//! Line input: with editing and history on a terminal, plain from a pipe.
 
 use ft_base::store;
 use rustyline::config::Configurer;
@@ -8,22 +8,23 @@ use rustyline::{DefaultEditor, Editor};
 use std::io::{self, BufRead, IsTerminal};
 use std::path::PathBuf;
 
-/// Lines that are remembered from one time to the next.
+/// Most lines of saved history.
 const REMEMBERED: usize = 1000;
 
-/// Where lines come from.
+/// Source of lines.
 pub enum Lines {
-    /// A terminal; what was typed is kept in the file.
+    /// A terminal, and the history file.
     Terminal(Box<Editor<(), DefaultHistory>>, Option<PathBuf>),
-    /// Anything else.
+    /// Any other stdin.
     Pipe(io::Lines<io::StdinLock<'static>>),
 }
 
 impl Lines {
-    /// Those of stdin. What is typed is remembered in the cache folder as `name`; a line that begins with a space is not.
+    /// Opens stdin. On a terminal, history is saved as `name` in the cache folder; lines starting with a
+    /// space are not saved.
     ///
     /// # Errors
-    /// A terminal that cannot be set up.
+    /// A terminal setup error.
     pub fn open(name: &str) -> io::Result<Self> {
         // the prompt is drawn on stdout
         if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
@@ -34,21 +35,21 @@ impl Lines {
         editor.set_history_ignore_space(true);
         let kept = store::cache_folder().map(|dir| dir.join(name));
         if let Some(kept) = &kept {
-            // none yet is as good as one that cannot be read
+            // a missing or unreadable history is empty
             let _ = editor.load_history(kept);
         }
         Ok(Lines::Terminal(Box::new(editor), kept))
     }
 
-    /// Whether somebody sits there.
+    /// Whether input comes from a terminal.
     pub fn typed(&self) -> bool {
         matches!(self, Lines::Terminal(..))
     }
 
-    /// The next line; none at the end. A line that was given up (Ctrl-C) is empty.
+    /// The next line; `None` at the end of input, and an empty line after Ctrl-C.
     ///
     /// # Errors
-    /// What the system says.
+    /// A read error.
     pub fn next(&mut self, prompt: &str) -> io::Result<Option<String>> {
         match self {
             Lines::Pipe(lines) => lines.next().transpose(),
@@ -56,7 +57,7 @@ impl Lines {
                 Ok(line) => {
                     let new = editor.add_history_entry(&line).unwrap_or(false);
                     if let Some(kept) = kept.as_ref().filter(|_| new && !line.trim().is_empty()) {
-                        // what cannot be remembered was said all the same
+                        // a failure to save history is harmless
                         let _ = kept.parent().map(std::fs::create_dir_all);
                         let _ = editor.append_history(kept);
                     }

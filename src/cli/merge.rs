@@ -41,11 +41,11 @@ fn open(model: &ModelDir) -> ft_base::Result<Base> {
     Ok(Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?)
 }
 
-/// Merges, compares, and prints the folder.
+/// Merges, compares logits, and prints the folder.
 ///
 /// # Errors
-/// A base or adapter that cannot be found or does not fit; a folder that is not empty; a merged model that
-/// computes something else.
+/// A missing or mismatched base or adapter; a nonempty folder; a merged model with
+/// different logits.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let settings = Settings::from_env();
     let given = Given::find(&args.adapter)?;
@@ -55,7 +55,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let made_4bit = adapter.quantize()? == Quantize::Nf4 && !base.config.four_bit;
     let named = if args.base.is_some() { "--base" } else { "adapter_config.json" };
     let what = &model.source;
-    // what is merged onto and its folder, and what was trained on if that is something else
+    // target of the merge, its folder, and the base of the training if different
     let as_is = |base: &Base| (base.clone(), model.dir.clone(), None);
     let (onto, dir, trained) = match (args.onto.as_str(), base.config.four_bit) {
         ("4bit", four_bit) => {
@@ -106,7 +106,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     super::print(&format!("{}\n", out.display()))
 }
 
-/// What was measured.
+/// Prints the measured deviations.
 fn report(m: &Merged) {
     if m.untied {
         tell(
@@ -143,7 +143,7 @@ fn report(m: &Merged) {
     }
 }
 
-/// Starts the folder of the merged model; refuses one that is not empty, unless its model may be replaced.
+/// Creates the output folder. Refuses an input folder, and a nonempty folder without `overwrite`.
 fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> ft_base::Result<NewFolder> {
     let same =
         |input: &&&Path| matches!((input.canonicalize(), out.canonicalize()), (Ok(a), Ok(b)) if a == b);

@@ -1,4 +1,4 @@
-//! The command line: one file a verb.
+//! Command line: one file per subcommand.
 
 mod base;
 pub mod bench;
@@ -108,14 +108,15 @@ enum Verb {
     Man(completions::Args),
 }
 
-/// Bytes of stack that a verb has at least: what Linux gives the first thread of a process by default.
+/// Minimum stack of a subcommand in bytes: the default of Linux for the main thread.
 const STACK: usize = 8 << 20;
 
-/// Runs the command line of this process and gives its exit code.
+/// Runs the command line of this process and returns the exit code.
 ///
-/// Under limits the verb runs on a thread of its own: the first one's stack is as large as the shell says (`ulimit -s`),
-/// and grows while it is used; where the system has no memory for that (`ulimit -v`), it ends the process with a signal.
-/// Without limits it does not, for the allocator holds more for two threads.
+/// With a small `ulimit -s` or any `ulimit -v` the subcommand runs on a thread with a stack of fixed
+/// size: the main thread's stack grows on demand, and the kernel kills the process if the limit leaves no
+/// memory for it. Without limits the subcommand runs on the main thread, since a second thread costs
+/// allocator memory.
 pub fn main() -> ExitCode {
     let work = || call(std::env::args_os());
     if !is_limited() {
@@ -124,7 +125,7 @@ pub fn main() -> ExitCode {
     let thread = memory::room_for_thread(STACK)
         .and_then(|()| std::thread::Builder::new().stack_size(STACK).spawn(work));
     let code = match thread {
-        // a panic was told
+        // the panic hook has reported it
         Ok(thread) => thread.join().unwrap_or(ft_base::ExitCode::Internal as u8),
         Err(e) => {
             tell(&format!("error: out of memory: no thread to work on: {e}"));
@@ -134,14 +135,15 @@ pub fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Whether the shell limits the stack to less than a verb has, or the memory of the process.
+/// Whether the shell limits the stack below [`STACK`], or the address space.
 fn is_limited() -> bool {
     let limit = |what| getrlimit(what).current;
     limit(Resource::Stack).is_some_and(|b| b < STACK as u64) || limit(Resource::As).is_some()
 }
 
-/// Parses a command line, whose first word is the program's name, runs the verb, prints the error, and gives the
-/// exit code. A panic is told in one line, and is an internal error, or one of memory.
+/// Parses a command line (the first word is the program name), runs the subcommand, prints the error if
+/// any, and returns the exit code. A panic is reported in one line, as an internal or an out-of-memory
+/// error.
 pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     panics::install();
     train::exhausted::tell_failures();
@@ -152,14 +154,14 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         Err(e) => {
-            // help and version go to stdout and are no error
+            // help and version go to stdout and are no errors
             let code = if e.use_stderr() { ft_base::ExitCode::Usage as u8 } else { 0 };
             let plain = e.render().to_string();
             match escape(&plain) {
                 Cow::Borrowed(_) => {
                     let _ = e.print();
                 }
-                // what was typed holds control characters
+                // the arguments contain control characters
                 Cow::Owned(text) => tell_escaped(text.trim_end()),
             }
             return code;
@@ -168,7 +170,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     if let Err(e) = train::exhausted::start_threads() {
         return exit(&[e.into()]);
     }
-    // a variable that cannot be meant, before anything is done
+    // reject an invalid environment variable before any work
     if let Err(e) = pairs::path() {
         return exit(&[usage(e.to_string())]);
     }
@@ -197,8 +199,8 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     exit(outcome.err().as_slice())
 }
 
-/// Runs a verb on one of the threads that it computes on, which need not wake another to begin. Under limits it stays where
-/// it is: each thread reserves addresses.
+/// Runs a subcommand on a thread of the compute pool, so that parallel work starts without waking another
+/// thread. Under limits it runs on the caller's thread, because each thread reserves address space.
 fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Result<()> {
     if is_limited() {
         return verb();
@@ -214,12 +216,12 @@ fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Resu
     })
 }
 
-/// A command that cannot be meant.
+/// An invalid command.
 fn usage(message: impl Into<String>) -> Error {
     train::Error::Usage(message.into()).into()
 }
 
-/// Prints errors; the first gives the exit code.
+/// Prints errors; the first determines the exit code.
 fn exit(errors: &[Error]) -> u8 {
     for e in errors {
         tell_escaped(&render(e, color_on_stderr()));
@@ -227,7 +229,8 @@ fn exit(errors: &[Error]) -> u8 {
     errors.first().map_or(0, |e| e.exit_code() as u8)
 }
 
-/// `error: ..`, and each hint on a line that begins with `hint:`; escaped, with our own colours.
+/// Formats `error: ...` with each hint on a line starting with `hint:`; the text is escaped before
+/// coloring.
 fn render(error: &Error, color: bool) -> String {
     let (red, cyan, reset) = if color { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
     if let Some(e) = error.of::<ft_recipe::Error>()
@@ -248,12 +251,12 @@ fn render(error: &Error, color: bool) -> String {
     out
 }
 
-/// Prints a result on stdout. A reader that has gone away (`| head`) is no error.
+/// Prints a result on stdout. A closed pipe (`| head`) is no error.
 fn print(text: &str) -> ft_base::Result<()> {
     Ok(ft_recipe::Error::of_print(ft_base::terminal::print(text))?)
 }
 
-/// The words of a recipe key as the values of an option.
+/// The values of a recipe key as possible values of an option.
 fn words(words: &'static [(&'static str, &'static str)]) -> PossibleValuesParser {
     PossibleValuesParser::new(words.iter().map(|(w, _)| *w))
 }

@@ -1,4 +1,4 @@
-//! `ft plan`
+//! `ft plan`: a recipe's memory plan.
 
 use super::RecipeArgs;
 use ft_data::hub::Settings;
@@ -18,14 +18,14 @@ pub struct Args {
     json: bool,
 }
 
-/// Prints what a recipe would take; an error when it does not fit.
+/// Prints the plan of a recipe; returns an error if it does not fit.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     gemm::read_caches_ahead();
     let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
-    // a plan needs no rows: what is not here does not count
+    // a plan needs no data: missing sources are ignored
     sources::settle(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
-    // whether the device is there decides what is free, not what is planned
+    // device presence affects free memory only, not the plan
     let cuda = match recipe.run.device {
         Device::Cpu => false,
         Device::Cuda => true,
@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }
 }
 
-/// The time of a step, where `ft bench` measured a rate.
+/// Predicted time of a step, if `ft bench` has measured this kind of machine.
 pub fn time(plan: &Plan) -> Option<rates::Range> {
     rates::range(rates::find(plan.machine)?, plan.step_work())
 }

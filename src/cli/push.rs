@@ -1,4 +1,4 @@
-//! `ft push`: an adapter or a model goes to the hub, with a card.
+//! `ft push`: uploads an adapter or a model to the hub, with a model card.
 
 use super::given::Given;
 use ft_data::hub::{self, Push, Settings};
@@ -30,17 +30,17 @@ pub struct Args {
     dry_run: bool,
 }
 
-/// Uploads, and prints the repository's address; with `--dry-run` prints what would go.
+/// Uploads and prints the repository's address; with `--dry-run` lists the files and prints the card.
 ///
 /// # Errors
-/// A folder without a result; what the hub refuses.
+/// A folder without a result; a request refused by the hub.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     hub::check_name(&args.repository, &args.revision).map_err(|e| super::usage(e.to_string()))?;
     let given = Given::find(&args.dir)?;
     let dir = result(&given)?;
     let run = given.run.as_deref();
     let (mut files, left) = files(dir)?;
-    // the one that a run leaves does not know the repository
+    // a generated card does not know the repository: regenerate it
     let own = store::read_plain_text(&dir.join(CARD), store::LARGEST).is_ok_and(|text| !is_untouched(&text));
     let mut texts = Vec::new();
     if !own {
@@ -90,10 +90,10 @@ fn result(given: &Given) -> ft_base::Result<&Path> {
     )))
 }
 
-/// Names and paths of the files that go.
+/// Names and paths of files to upload.
 type Files = Vec<(String, PathBuf)>;
 
-/// The files of a folder that go, and the names of what stays.
+/// Files of a folder to upload, and names of all other entries.
 fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
     let fail = |e| store::Error::read(dir, e);
     let (mut go, mut left) = (Vec::new(), Vec::new());
@@ -105,7 +105,7 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
             || name == CARD
             || name.ends_with(".gguf")
             || name.starts_with("LICENSE");
-        // a link could lead to a private file
+        // a symlink could point to a private file
         match entry.file_type().map_err(fail)?.is_file() && ours {
             true => go.push((name, entry.path())),
             false => left.push(name),
@@ -116,7 +116,7 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
     Ok((go, left))
 }
 
-/// Says that an adapter names a base that is a folder of this machine.
+/// Warns if an adapter names a local folder as base.
 fn local_base(dir: &Path) {
     let path = dir.join("adapter_config.json");
     let Ok(bytes) = store::read_plain(&path, store::LARGEST) else { return };

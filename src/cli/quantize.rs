@@ -1,4 +1,4 @@
-//! `ft quantize`
+//! `ft quantize`: writes a model in NF4.
 
 use super::base::MADE_FROM;
 use ft_data::hub::{self, Want};
@@ -23,11 +23,11 @@ pub struct Args {
     no_double_quant: bool,
 }
 
-/// Writes the checkpoint, and says on stdout where it is.
+/// for `ft merge`, to find the original weights of an adapter's base
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let model = hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
     let mut config = Config::load(&model.dir, &serde_json::Map::new())?;
-    // so that `ft merge` finds the original weights of an adapter's base
+    // Writes the checkpoint and prints the folder.
     let source = match model.revision {
         Some(_) => model.source.clone(),
         None => model.dir.canonicalize().unwrap_or_else(|_| model.dir.clone()).display().to_string(),

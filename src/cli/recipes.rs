@@ -1,11 +1,11 @@
-//! `ft recipes`: the recipes that are built into the binary.
+//! `ft recipes`: recipes built into the binary.
 
 use ft_recipe::{SHIPPED, Shipped};
 
-/// The verb: lists the shipped recipes, or prints the one called `name`, on stdout.
+/// Lists the shipped recipes, or prints the one called `name`, on stdout.
 ///
 /// # Errors
-/// A name that no shipped recipe has; a stdout that takes no more.
+/// An unknown name; a write error on stdout.
 pub fn run(name: Option<&str>) -> Result<(), ft_base::Error> {
     super::print(&match name {
         Some(name) => Shipped::find(name)?.text.to_string(),
@@ -13,7 +13,7 @@ pub fn run(name: Option<&str>) -> Result<(), ft_base::Error> {
     })
 }
 
-/// One line a recipe: its name, and what it is.
+/// One line per recipe: name and title.
 fn list() -> String {
     let width = SHIPPED.iter().map(|s| s.name.len()).max().unwrap_or(0);
     SHIPPED.iter().map(|s| format!("{:<width$}  {}\n", s.name, s.title())).collect()

@@ -1,4 +1,4 @@
-//! `ft report`: a run, or several side by side, as one HTML file.
+//! `ft report`: one run, or a comparison of several, as one HTML file.
 
 use crate::report;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub struct Args {
     out: Option<PathBuf>,
 }
 
-/// Writes the report and prints its path.
+/// Writes the report and prints the path.
 ///
 /// # Errors
 /// A folder without metrics; a file that cannot be written.

@@ -1,4 +1,4 @@
-//! `ft routes`: how often each expert of each layer is chosen on the training data.
+//! `ft routes`: expert load per layer on the training data.
 
 use super::RecipeArgs;
 use ft_data::Micro;
@@ -28,10 +28,10 @@ pub struct Args {
     json: bool,
 }
 
-/// Runs the model that training starts from over the training rows, forward only, and prints the load of its experts.
+/// Runs the initial model forward over the training rows and prints the expert load.
 ///
 /// # Errors
-/// A model without experts; whatever is wrong with recipe, model or data.
+/// A model without experts; errors in recipe, model or data.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
@@ -71,14 +71,14 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     Ok(ft_recipe::Error::of_print(outcome)?)
 }
 
-/// Experts of a layer, the most used first; of two that are equally used, the lower.
+/// Experts of a layer by descending load, lower index first on ties.
 fn ranked(counts: &[u64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..counts.len()).collect();
     order.sort_by_key(|e| std::cmp::Reverse(counts[*e]));
     order
 }
 
-/// Prints a table of the load and the rules that train the most used experts.
+/// Prints a table of the load, and `[[train]]` rules for the most used experts.
 fn show(load: &Load, tokens: usize, experts: usize, out: &mut dyn Write) -> io::Result<()> {
     writeln!(
         out,

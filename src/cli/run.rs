@@ -1,4 +1,4 @@
-//! `ft run`
+//! `ft run`: trains as a recipe says.
 
 use super::RecipeArgs;
 use ft_base::terminal::{hush, tell};
@@ -25,11 +25,11 @@ pub struct Args {
     accept_change: Vec<String>,
 }
 
-/// Trains, and says where the result is.
+/// Trains, and prints the folder of the result.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     Launch::check().map_err(super::usage)?;
     if Launch::of_env().is_some_and(|l| l.rank > 0) {
-        // the first process says the same
+        // rank 0 prints the same messages
         hush();
     }
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;

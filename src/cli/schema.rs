@@ -1,4 +1,4 @@
-//! `ft schema`: the JSON schema of recipes, or a reference of their keys, on stdout.
+//! `ft schema`: the JSON schema of recipes, or a Markdown reference of all keys, on stdout.
 use std::io::{self, Write};
 
 /// Arguments of `ft schema`.
@@ -9,19 +9,19 @@ pub struct Args {
     markdown: bool,
 }
 
-/// Prints the JSON schema of recipes to `out`.
+/// Writes the JSON schema of recipes to `out`.
 ///
 /// # Errors
-/// Those of writing to `out`.
+/// Write errors of `out`.
 pub fn show(out: &mut dyn Write) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, &ft_recipe::schema())?;
     writeln!(out)
 }
 
-/// The verb: prints to stdout.
+/// Prints to stdout.
 ///
 /// # Errors
-/// A stdout that takes no more; a reader that goes away (`ft schema | head`) is no error.
+/// A write error on stdout, except a closed pipe (`ft schema | head`).
 pub fn run(args: &Args) -> Result<(), ft_base::Error> {
     if args.markdown {
         return super::print(&ft_recipe::page());

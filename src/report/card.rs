@@ -1,4 +1,4 @@
-//! The model card of an adapter or a model: the README.md that the hub shows.
+//! Model card (README.md on the hub) of an adapter or a model.
 
 use super::read::{Metrics, text};
 use ft_data::holds_rows;
@@ -9,35 +9,36 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// What the card of a folder says of it.
+/// Contents of a card, gathered from a folder and its run.
 struct About {
     adapter: bool,
-    /// The base as the files name it.
+    /// Base model as named in the files.
     base: Option<String>,
-    /// How the texts of the training were made.
+    /// Prompt form of the training data.
     form: Option<String>,
-    /// What it was trained by, without paths of this machine.
+    /// Training recipe without local paths.
     recipe: Option<Recipe>,
     metrics: Option<Metrics>,
     license: Option<String>,
 }
 
-/// The card of the adapter or model in `folder`, which will be `repository` on the hub. What the run of it was is read
-/// from `run`, if there is one.
+/// Model card of the adapter or model in `folder`, for hub repository `repository`. Training facts come
+/// from the run folder `run`, if given.
 ///
 /// # Errors
-/// A recipe or metrics that are there and cannot be read.
+/// A recipe or metrics file that exists but cannot be read.
 pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Result<String> {
     let about = About::read(folder, run)?;
     Ok(about.render(repository))
 }
 
-/// Its file.
+/// File name of the card.
 pub const CARD: &str = "README.md";
-/// What ends a card that nobody has changed, before the hash of what stands above it.
+/// Start of the last line of a generated card; the hash of the text above follows.
 const MADE: &str = "<!-- made by ft, ";
 
-/// Leaves the card of a run's result in `folder`, before it becomes `target`; one that somebody has changed there is kept.
+/// Writes the card of a run's result into `folder`, soon to be renamed to `target`. A user-edited card in
+/// `target` is kept.
 ///
 /// # Errors
 /// As [`card`]; a file that cannot be written.
@@ -54,14 +55,14 @@ pub fn leave_card(folder: &Path, run: &Path, name: &str, target: &Path) -> ft_ba
     Ok(store::write_atomic(&folder.join(CARD), text.as_bytes())?)
 }
 
-/// Whether a card is as [`leave_card`] left it.
+/// Whether a card is unchanged since [`leave_card`] wrote it.
 pub fn is_untouched(text: &str) -> bool {
     text.rsplit_once(MADE).is_some_and(|(text, rest)| {
         rest.trim_end().strip_suffix(" -->") == Some(&*blake3::hash(text.as_bytes()).to_hex())
     })
 }
 
-/// Whether a source is a repository on the hub, not a folder of the machine that trained.
+/// Whether a source is a hub repository, not a local path.
 pub fn is_hub_id(source: &str) -> bool {
     let plain = |part: &str| {
         !part.is_empty()
@@ -100,7 +101,7 @@ impl About {
     }
 
     fn render(&self, repository: &str) -> String {
-        // JSON's strings are YAML's
+        // JSON strings are valid YAML
         let quoted = |s: &str| json!(s).to_string();
         let hub_base = self.base.as_deref().filter(|b| is_hub_id(b));
         let mut out = String::from("---\n");
@@ -128,7 +129,7 @@ impl About {
         let name = repository.rsplit('/').next().unwrap_or(repository);
         let _ = writeln!(out, "---\n\n# {name}\n");
         let what = if self.adapter { "An adapter (PEFT)" } else { "A model" };
-        // a path of the machine that trained says nothing to others
+        // a local path is useless to other people
         let of = hub_base.map_or(String::new(), |b| format!(" of [{b}](https://huggingface.co/{b})"));
         let _ = writeln!(out, "{what}{of}, trained with ft {}.\n", env!("CARGO_PKG_VERSION"));
         if !data.is_empty() {
@@ -143,7 +144,7 @@ impl About {
         self.usage(&mut out, repository, hub_base);
         if let Some(recipe) = &self.recipe {
             let recipe = recipe.to_toml();
-            // a fence that the recipe does not hold
+            // longer than any backtick run in the recipe
             let fence = "`".repeat(3 + longest_run(&recipe, '`'));
             let _ = writeln!(out, "## Recipe\n\n{fence}toml\n{}\n{fence}", escape(recipe.trim_end()));
         }
@@ -202,8 +203,8 @@ impl About {
     }
 }
 
-/// A recipe whose paths of this machine are cut to their last part: the others say nothing to others, and where somebody
-/// works is nobody's business. Nor does it say where a run wrote: equal runs have equal cards.
+/// Replaces local paths in a recipe by their last component, for privacy, and resets the output folder,
+/// so that equal runs have equal cards.
 fn without_paths(mut recipe: Recipe) -> Recipe {
     let source = |s: &mut String| {
         if !is_hub_id(s) {
@@ -232,7 +233,7 @@ fn longest_run(text: &str, c: char) -> usize {
     text.split(|x| x != c).map(str::len).max().unwrap_or(0)
 }
 
-/// The licence that the card of a base's folder names.
+/// License named in the model card of the base folder.
 fn license(base: &Path) -> Option<String> {
     let card = store::read_plain_text(&base.join("README.md"), 1 << 20).ok()?;
     let head = card.strip_prefix("---\n")?.split("\n---").next()?;

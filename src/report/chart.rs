@@ -1,7 +1,7 @@
-//! Line charts: numbers to places on paper. The template draws what is here and computes nothing.
+//! Layout of line charts: data to SVG coordinates. The template draws the result and computes nothing.
 //!
-//! A chart is 760 x 260 units; its lines are SVG paths. What it says in colours it also says by the kind of
-//! line, in words, and in a table.
+//! A chart is 760 x 260 units with SVG paths as lines. Color is never the only carrier of information:
+//! line style, a text summary and a table repeat it.
 
 use super::series::{POINTS, ROWS, Series, evenly, grouped, short};
 use serde::{Serialize, Serializer};
@@ -13,21 +13,21 @@ const LEFT: f64 = 70.0;
 const RIGHT: f64 = 16.0;
 const TOP: f64 = 14.0;
 const BOTTOM: f64 = 40.0;
-/// How far apart the ends of an axis are for it to be logarithmic.
+/// Ratio of largest to smallest value for a logarithmic axis.
 const LOGARITHMIC: f64 = 100.0;
 
-/// How a line looks; the page's style knows it by its [`Display`](fmt::Display).
+/// Line style; its [`Display`](fmt::Display) text is the CSS class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     /// Thin and pale.
     Raw,
     /// Thick.
     Main,
-    /// Dashed, a circle at each point.
+    /// Dashed, with a circle at each point.
     Dots,
-    /// As one of several runs, by its number.
+    /// Color of the n-th of several runs.
     Run(usize),
-    /// As [`Look::Run`], a circle at each point.
+    /// Like [`Look::Run`], with a circle at each point.
     RunDots(usize),
 }
 
@@ -49,7 +49,6 @@ impl Serialize for Look {
 }
 
 impl Look {
-    /// Whether its points are circles.
     fn dotted(self) -> bool {
         matches!(self, Look::Dots | Look::RunDots(_))
     }
@@ -58,31 +57,28 @@ impl Look {
 /// One line of a chart.
 #[derive(Clone, Debug)]
 pub struct Curve<'a> {
-    /// What it is.
     pub label: &'a str,
-    /// How it looks.
     pub look: Look,
-    /// Its points.
     pub points: Series,
 }
 
-/// What the charts of a run have in common.
+/// Settings common to all charts of a run.
 #[derive(Clone, Debug)]
 pub struct Frame<'a> {
-    /// First and last step of the run, so that all charts have one scale.
+    /// First and last step of the run, so that all charts have the same x axis.
     pub span: (u64, u64),
-    /// Steps from which the run went on.
+    /// Steps the run resumed from.
     pub resumed: &'a [u64],
 }
 
-/// A short line with a text beside an axis.
+/// A tick mark with a label.
 #[derive(Clone, Debug, Serialize)]
 pub struct Tick {
     at: f64,
     text: String,
 }
 
-/// A line that is laid out.
+/// A line in SVG coordinates.
 #[derive(Clone, Debug, Serialize)]
 pub struct Line {
     label: String,
@@ -92,25 +88,22 @@ pub struct Line {
     dots: Vec<(f64, f64)>,
 }
 
-/// Numbers in rows, for eyes that do not see the chart.
+/// The numbers of a chart as a table, for accessibility.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Table {
-    /// Titles of the columns.
     pub head: Vec<String>,
-    /// Rows.
     pub rows: Vec<Vec<String>>,
-    /// What is left out.
+    /// Notice about omitted rows.
     pub note: String,
 }
 
-/// A chart that is laid out.
+/// A chart in SVG coordinates.
 #[derive(Clone, Debug, Serialize)]
 pub struct Chart {
-    /// A name for links inside the page.
+    /// Anchor for links inside the page.
     pub id: &'static str,
-    /// Title.
     pub title: &'static str,
-    /// The chart in words.
+    /// Text summary of the chart.
     pub about: String,
     notes: Vec<String>,
     width: f64,
@@ -122,14 +115,14 @@ pub struct Chart {
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
-    /// Steps from which the run went on.
+    /// Steps the run resumed from.
     resumed: Vec<Tick>,
-    /// Where there is no number.
+    /// Positions of steps without a finite value.
     gaps: Vec<f64>,
     table: Table,
 }
 
-/// Round numbers from `low` to `high`, some five of them.
+/// About five round numbers from `low` to `high`.
 fn round_numbers(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 5.0;
     if !(rough.is_finite() && rough > 0.0) {
@@ -143,7 +136,7 @@ fn round_numbers(low: f64, high: f64) -> Vec<f64> {
     (first..=last.min(first.saturating_add(20))).map(|i| i as f64 * step).collect()
 }
 
-/// 1, 2 and 5 times powers of ten between `low` and `high`; only powers where these would be many.
+/// 1, 2 and 5 times powers of ten between `low` and `high`; powers of ten alone if the range is wide.
 fn powers(low: f64, high: f64) -> Vec<f64> {
     let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
     let few = high / low < 1e4;
@@ -158,7 +151,7 @@ fn powers(low: f64, high: f64) -> Vec<f64> {
         .collect()
 }
 
-/// An axis: what stands where.
+/// Maps values to coordinates.
 #[derive(Clone, Copy, Debug)]
 struct Axis {
     low: f64,
@@ -174,7 +167,7 @@ impl Axis {
             true => (v / self.low).ln() / (self.high / self.low).ln(),
             false => (v - self.low) / (self.high - self.low),
         };
-        // tenths are finer than a screen
+        // finer than a screen pixel
         ((self.from + share * (self.to - self.from)) * 10.0).round() / 10.0
     }
 
@@ -187,7 +180,7 @@ impl Axis {
             let high = if high == 0.0 { 1.0 } else { 1.25 * high };
             return Self { low: 0.0, high, logarithmic: false, from, to };
         }
-        // from 0 on, where that does not waste most of the paper
+        // start at 0 unless this wastes half of the height
         let base = if low >= 0.0 && low < 0.5 * high { 0.0 } else { low };
         let room = 0.05 * (high - base);
         let (low, high) = match room > 0.0 {
@@ -207,7 +200,7 @@ impl Axis {
             true => powers(self.low, self.high),
             false => round_numbers(self.low, self.high),
         };
-        // as many decimals as tell neighbours apart
+        // enough decimals to distinguish adjacent ticks
         let step = values.windows(2).map(|w| w[1] - w[0]).fold(f64::INFINITY, f64::min);
         let whole = |d: &usize| {
             let unit = step * 10f64.powi(*d as i32);
@@ -242,7 +235,7 @@ fn path(points: &Series, x: &Axis, y: &Axis) -> String {
             continue;
         }
         let _ = write!(out, "{}{} {}", if down { 'L' } else { 'M' }, x.place(*step as f64), y.place(*value));
-        // a point alone, between gaps, is a dot
+        // an isolated point becomes a dot
         if !down && points.0.get(i + 1).is_none_or(|next| !next.1.is_finite()) {
             out.push_str("h0");
         }
@@ -251,7 +244,7 @@ fn path(points: &Series, x: &Axis, y: &Axis) -> String {
     out
 }
 
-/// "a, b, c and 4 more".
+/// Formats up to six steps, e.g. "a, b, c, d, e, f and 4 more".
 pub fn some(steps: &[u64]) -> String {
     let shown: Vec<String> = steps.iter().take(6).map(u64::to_string).collect();
     match steps.len() {
@@ -310,7 +303,7 @@ fn table(curves: &[Curve<'_>]) -> Table {
 }
 
 impl Chart {
-    /// Lays a chart out; none where no curve has a number.
+    /// Lays out a chart; `None` if no curve has a finite value.
     pub fn new(
         id: &'static str,
         title: &'static str,
@@ -322,7 +315,7 @@ impl Chart {
         let low = all().map(|p| p.1).reduce(f64::min)?;
         let high = all().map(|p| p.1).reduce(f64::max)?;
         let (first, last) = frame.span;
-        // a schedule is read by its shape
+        // the shape of a schedule needs a linear scale
         let (x, y) = (Axis::x(first, last), Axis::y(low, high, id == "lr"));
         let mut notes: Vec<String> = notes.iter().map(|n| n.to_string()).collect();
         if y.logarithmic {

@@ -1,25 +1,25 @@
-//! What lies in a run folder beside its metrics.
+//! Files of a run folder besides its metrics.
 
 use ft_plan::report::bytes;
 use std::path::Path;
 
-/// The largest recipe that is shown, in bytes.
+/// Largest recipe shown, in bytes.
 const RECIPE: u64 = 1 << 20;
-/// Files that are listed.
+/// Most checkpoints listed.
 const LISTED: usize = 60;
 
-/// The recipe, and the files that a reader may look for.
+/// The recipe, and a listing of results and checkpoints.
 #[derive(Clone, Debug, Default)]
 pub struct Files {
-    /// `recipe.toml`; none where it cannot be read.
+    /// Text of `recipe.toml`, if readable.
     pub recipe: Option<String>,
-    /// `adapter` or `model`, where it is there.
+    /// Folder of the result (`adapter` or `model`), if present.
     pub result: Option<String>,
     /// Path inside the folder, and size in words.
     pub rows: Vec<Vec<String>>,
 }
 
-/// Bytes of all files in a folder and below it; links are not followed.
+/// Bytes of all files in a folder, down to `depth` levels, not following links.
 fn size(dir: &Path, depth: usize) -> u64 {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries
@@ -32,7 +32,7 @@ fn size(dir: &Path, depth: usize) -> u64 {
 }
 
 impl Files {
-    /// Looks into the folder of a run; what is not there is left out.
+    /// Inspects a run folder; missing files are skipped.
     pub fn look(run: &Path) -> Self {
         let recipe = run.join("recipe.toml");
         let recipe = ft_base::store::read_plain(&recipe, RECIPE).ok();
@@ -50,7 +50,7 @@ impl Files {
         let mut steps: Vec<_> = entries
             .filter(|e| e.file_name().to_string_lossy().starts_with("step-"))
             .map(|e| {
-                // the marker is written last
+                // COMPLETE is written last
                 let whole = e.path().join("COMPLETE").is_file();
                 let name = format!("checkpoints/{}/", e.file_name().to_string_lossy());
                 vec![if whole { name } else { format!("{name} (not whole)") }, bytes(size(&e.path(), 1))]

@@ -1,4 +1,4 @@
-//! The load of the experts as a heat map: a row a layer, a column an expert, darker where more tokens went.
+//! Expert load as a heat map: a row per layer, a column per expert, darker for more tokens.
 
 use super::chart::Table;
 use super::read::Layer;
@@ -6,46 +6,46 @@ use super::series::short;
 use serde::Serialize;
 use std::fmt::Write;
 
-/// Columns at the most; where there are more experts, neighbours share one.
+/// Most columns; adjacent experts share one if there are more.
 const COLUMNS: usize = 128;
-/// Rows at the most.
+/// Most rows.
 const ROWS: usize = 160;
-/// Upper ends of the shades, in multiples of the even load; the last shade has none.
+/// Upper bounds of the shades, in multiples of the even load; the last shade is unbounded.
 const SHADES: [f64; 6] = [0.25, 0.5, 0.8, 1.25, 2.0, 4.0];
 const LEFT: f64 = 70.0;
 const TOP: f64 = 8.0;
 const WIDTH: f64 = 674.0;
 
-/// A shade, and the cells that have it as one SVG path.
+/// A shade, with all its cells in one SVG path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Shade {
-    /// Its number, from the palest.
+    /// From 0, the palest.
     number: usize,
-    /// What it stands for.
+    /// Legend text.
     label: String,
     path: String,
 }
 
-/// A text beside a row.
+/// Label of a row.
 #[derive(Clone, Debug, Serialize)]
 struct Name {
     at: f64,
     text: String,
 }
 
-/// A heat map that is laid out.
+/// A heat map in SVG coordinates.
 #[derive(Clone, Debug, Serialize)]
 pub struct Heat {
-    /// Over which steps.
+    /// Range of steps.
     pub title: String,
-    /// The map in words.
+    /// Text summary of the map.
     about: String,
     height: f64,
     right: f64,
     bottom: f64,
     left: f64,
     shades: Vec<Shade>,
-    /// Crosses where no token went.
+    /// SVG path of crosses on experts without tokens.
     dead: String,
     names: Vec<Name>,
     notes: Vec<String>,
@@ -64,7 +64,7 @@ fn label(number: usize) -> String {
     }
 }
 
-/// Loads by column, in multiples of the even load; of experts that share a column, the highest.
+/// Loads by column in multiples of the even load; the highest if several experts share a column.
 fn columns(l: &Layer, columns: usize) -> Vec<f64> {
     let even = l.tokens.iter().sum::<u64>() as f64 / l.tokens.len() as f64;
     let load = |n: u64| if even > 0.0 { n as f64 / even } else { 0.0 };
@@ -73,7 +73,7 @@ fn columns(l: &Layer, columns: usize) -> Vec<f64> {
     (0..columns).map(|c| load(of(c).iter().copied().max().unwrap_or(0))).collect()
 }
 
-/// The busiest expert of a layer, and how many have no token.
+/// Busiest expert of a layer, and all experts without tokens.
 fn extremes(l: &Layer) -> (usize, Vec<u64>) {
     let busiest = (0..l.tokens.len()).rev().max_by_key(|e| l.tokens[*e]).unwrap_or(0);
     let dead = l.tokens.iter().enumerate().filter(|(_, n)| **n == 0).map(|(e, _)| e as u64).collect();
@@ -91,7 +91,7 @@ fn row(l: &Layer) -> Vec<String> {
 }
 
 impl Heat {
-    /// Lays a map of these layers out; none where there are none.
+    /// Lays out a heat map; `None` without layers.
     pub fn new(title: String, layers: &[Layer]) -> Option<Self> {
         let experts = layers.iter().map(|l| l.tokens.len()).max()?;
         let shown = &layers[..layers.len().min(ROWS)];
@@ -112,7 +112,7 @@ impl Heat {
             let loads = columns(l, l.tokens.len().min(count));
             let mut c = 0;
             while c < loads.len() {
-                // neighbours of one shade are one piece
+                // adjacent cells of one shade form one rectangle
                 let (number, from) = (shade(loads[c]), c);
                 let is_dead = |c: usize| loads[c] == 0.0;
                 while c < loads.len() && shade(loads[c]) == number {

@@ -1,4 +1,4 @@
-//! Memory: what the plan said by component, and what was measured.
+//! Memory section: planned bytes by component, and measured bytes.
 
 use super::read::{Metrics, count};
 use ft_plan::Component;
@@ -7,32 +7,32 @@ use ft_engine::walk::Recomputed;
 use serde::Serialize;
 use serde_json::Value;
 
-/// One row: a name, bytes in words, and how long its bar is in percent.
+/// One table row: name, bytes in words, bar lengths in percent.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Row {
     name: String,
     planned: String,
     measured: String,
-    /// Measured against planned.
+    /// Deviation of measured from planned.
     apart: String,
     planned_bar: Option<f64>,
     measured_bar: Option<f64>,
 }
 
-/// The section on memory.
+/// The memory section of a report.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Memory {
-    /// What the plan lists at its peak.
+    /// Components at the planned peak.
     planned: Vec<Row>,
-    /// Plan and measurement side by side, by what the engine can tell apart.
+    /// Plan and measurement of each component the engine can measure.
     compared: Vec<Row>,
-    /// The same by phase of a step, where it was measured.
+    /// Plan and measurement by phase, if measured.
     phases: Vec<Row>,
-    /// The host's.
+    /// Host memory.
     host: Vec<Row>,
-    /// Where the peak is, how much is recomputed, on which device.
+    /// Place of the peak, recomputed layers, device.
     facts: Vec<String>,
-    /// In words, for who does not see the bars.
+    /// Text summary, for accessibility.
     about: String,
 }
 
@@ -42,7 +42,7 @@ struct Bar {
     measured: Option<u64>,
 }
 
-/// Rows whose longest bar is whole.
+/// Converts to rows; the longest bar is 100%.
 fn rows(bars: Vec<Bar>) -> Vec<Row> {
     let most = bars.iter().flat_map(|b| [b.planned, b.measured]).flatten().max().unwrap_or(0).max(1);
     let bar = |n: Option<u64>| n.map(|n| (n as f64 / most as f64 * 1000.0).round() / 10.0);
@@ -62,7 +62,7 @@ fn rows(bars: Vec<Bar>) -> Vec<Row> {
         .collect()
 }
 
-/// Planned and measured bytes of what either names; what is nothing in both is left out.
+/// Pairs planned and measured bytes by name, dropping names with zero in both.
 fn beside(planned: &Value, measured: &Value) -> Vec<Bar> {
     let (planned, measured) = (parts(planned), parts(measured));
     let of = |list: &[(&str, u64)], key: &str| list.iter().find(|(k, _)| *k == key).map(|(_, b)| *b);
@@ -79,19 +79,19 @@ fn component(key: &str) -> Option<Component> {
     Component::ALL.into_iter().find(|c| c.key() == key)
 }
 
-/// A component's name in tables, whatever wrote the file.
+/// Label of a component; unknown keys are shown with spaces for underscores.
 fn name(key: &str) -> String {
     component(key).map_or_else(|| key.replace('_', " "), |c| c.label().to_string())
 }
 
-/// Bytes by name of an object.
+/// Reads a JSON object of byte counts, at most 64 entries.
 fn parts(v: &Value) -> Vec<(&str, u64)> {
     let map = v.as_object();
     map.into_iter().flatten().filter_map(|(k, b)| Some((k.as_str(), b.as_u64()?))).take(64).collect()
 }
 
 impl Memory {
-    /// From a run's metrics; none where nothing was planned or measured.
+    /// From a run's metrics; `None` if nothing was planned or measured.
     pub fn new(m: &Metrics) -> Option<Self> {
         let plan = &m.start["plan"];
         let device = parts(&plan["device"]);

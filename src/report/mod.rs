@@ -1,16 +1,16 @@
-//! `ft report`: a run folder as one HTML file that stands alone.
+//! `ft report`: a run folder as one self-contained HTML file.
 //!
 //! ```text
-//! card     a run as the model card of its result
-//! read     metrics.jsonl -> each step once;   files: what else lies in the folder
-//! series   numbers by step: smoothed, thinned out, in words
-//! chart    curves -> places on paper;   heat: load of the experts;   memory: plan beside measurement
-//! view     all that the page says;   several: the page of several runs
-//! base.html, page.html, several.html, page.css   how it looks: filled in by minijinja, which escapes every text
+//! card     model card of a run's result
+//! read     metrics.jsonl -> deduplicated steps;   files: other files of the run folder
+//! series   numbers by step: smoothing, thinning, formatting
+//! chart    curves -> SVG coordinates;   heat: expert load;   memory: plan and measurement
+//! view     all contents of the page;   several: the page of several runs
+//! base.html, page.html, several.html, page.css   layout, rendered by minijinja with HTML escaping
 //! ```
 //!
-//! The page asks for nothing from outside and runs no script; samples and names in it are text, whatever they
-//! hold. It says the same each time it is made from the same folder.
+//! The page loads nothing from outside and runs no script; samples and names are escaped text. The same
+//! folder always gives the same page.
 
 mod card;
 mod chart;
@@ -33,7 +33,7 @@ use minijinja::value::Serde;
 use minijinja::{AutoEscape, Environment, UndefinedBehavior, context};
 use std::path::{Path, PathBuf};
 
-/// Why there is no report.
+/// Why no report was written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The folder has no metrics.
@@ -42,27 +42,26 @@ pub enum Error {
         path.display()
     )]
     NoMetrics {
-        /// The file that is wanted.
+        /// Path of the missing metrics file.
         path: PathBuf,
-        /// What the system said.
         source: std::io::Error,
     },
-    /// The metrics hold no event.
+    /// The metrics file has no event.
     #[error("{}: no event of a run is in it; the file is empty, or another program's", path.display())]
     Nothing {
-        /// The file.
+        /// The metrics file.
         path: PathBuf,
     },
-    /// More runs than lines that eyes tell apart.
+    /// More runs than distinguishable line styles.
     #[error("{runs} runs: one page shows {} at the most", several::MOST)]
     Many {
-        /// How many.
+        /// Number of runs given.
         runs: usize,
     },
     /// A file that could not be read or written.
     #[error(transparent)]
     Store(#[from] store::Error),
-    /// The template failed: a bug of ours.
+    /// A template error: a bug in ft.
     #[error("the page of the report: {0}\n  this is a bug in ft: please report it")]
     Page(#[from] minijinja::Error),
 }
@@ -84,11 +83,11 @@ impl Failure for Error {
     }
 }
 
-/// Writes the report of the run in folder `run` to `out`, by default `report.html` in that folder; gives the
-/// file's path.
+/// Writes the report of the run in folder `run` to `out`, by default `report.html` in the run folder, and
+/// returns the file's path.
 ///
 /// # Errors
-/// A folder without `metrics.jsonl`, one that holds no event, a file that cannot be written.
+/// A folder without `metrics.jsonl`, a metrics file without events, a file that cannot be written.
 pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     let page = page(run)?;
     let out = out.map_or_else(|| run.join("report.html"), Path::to_path_buf);
@@ -96,7 +95,7 @@ pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     Ok(out)
 }
 
-/// Writes one page of several runs, each in its folder, to `out`; gives the file's path.
+/// Writes one page for several runs to `out` and returns the file's path.
 ///
 /// # Errors
 /// As [`write()`]; more runs than a page shows.

@@ -1,8 +1,8 @@
-//! What `metrics.jsonl` of a run says: each step once, in order.
+//! Parser of a run's `metrics.jsonl`: each step once, in order.
 //!
-//! A run may have been killed while it wrote a line, and a resumed run goes through steps again. So lines that
-//! cannot be read are left out and counted; of a step that is there twice the later one holds; and a line that
-//! says "resumed from step n" takes what came after n with it, as the engine does when it resumes.
+//! A run may have been killed while writing a line, and a resumed run repeats steps. Unreadable lines are
+//! skipped and counted. A repeated step overrides the earlier one. A "resume" event at step n discards
+//! everything after n, as the engine does.
 
 use super::Error;
 use ft_base::store;
@@ -12,70 +12,65 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// One optimizer step; what is missing or not finite is NaN, bytes are 0.
+/// One optimizer step. Missing or non-finite numbers are NaN, missing bytes 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    /// Mean loss of the step's targets.
+    /// Mean loss over the targets of the step.
     pub loss: f64,
     /// Load-balancing loss, before its coefficient.
     pub aux_loss: f64,
-    /// z-loss of the routers, before its coefficient.
+    /// Router z-loss, before its coefficient.
     pub z_loss: f64,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
-    /// Learning rate.
     pub lr: f64,
-    /// Tokens that went through the model.
+    /// Tokens processed.
     pub tokens: f64,
-    /// Supervised ones.
+    /// Supervised tokens.
     pub targets: f64,
-    /// Duration.
     pub seconds: f64,
-    /// Tokens a second.
+    /// Tokens per second.
     pub rate: f64,
-    /// Highest use of the device so far.
+    /// Peak of device bytes so far.
     pub device_bytes: u64,
-    /// Highest resident size so far.
+    /// Peak resident size so far.
     pub host_bytes: u64,
 }
 
-/// What the model said at one time.
+/// A generated sample.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Steps that were done.
+    /// Completed steps.
     pub step: u64,
-    /// The question.
     pub prompt: String,
-    /// The answer.
     pub reply: String,
 }
 
-/// How tokens spread over the experts in the steps before a line.
+/// Expert load over the steps before an "experts" event.
 #[derive(Clone, Copy, Debug)]
 pub struct Spread {
-    /// Mean entropy of the layers over its highest value.
+    /// Mean over layers of the load's entropy, normalized to 1.
     pub entropy: f64,
     /// Load of the busiest expert over the even load.
     pub peak: f64,
     /// Experts without a token.
     pub dead: f64,
-    /// Steps that it is of.
+    /// Number of steps covered.
     pub steps: u64,
-    /// Where the line begins in the file: the counts by layer are read again where they are shown.
+    /// Byte offset of the line; per-layer counts are read again when shown.
     at: u64,
 }
 
 /// Tokens by expert of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
-    /// Its number.
+    /// Index of the layer.
     pub layer: u64,
-    /// Tokens of each expert.
     pub tokens: Vec<u64>,
 }
 
 impl Layer {
-    /// Entropy of the load over its highest value: 1 is even.
+    /// Entropy of the load, normalized: 1 is even.
     pub fn entropy(&self) -> f64 {
         walk::entropy(&self.tokens)
     }
@@ -86,63 +81,62 @@ impl Layer {
     }
 }
 
-/// Why a run stopped before its end.
+/// Why a run stopped early.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stopped {
-    /// Steps that were done.
+    /// Completed steps.
     pub step: u64,
-    /// The exit code.
+    /// Exit code.
     pub code: u64,
-    /// What was said.
+    /// Error message.
     pub why: String,
-    /// Seconds after 1970, where it was written.
+    /// Unix time, if recorded.
     pub time: Option<u64>,
-    /// Planned and measured memory; null where it was not written.
+    /// Planned and measured memory; null if not recorded.
     pub memory: Value,
 }
 
-/// What answers are scored by, in the order of [`Metrics::scores`].
+/// Score names, in the order of [`Metrics::scores`].
 pub const SCORES: [&str; 3] = ["exact match", "ROUGE-L", "regex match"];
 
-/// The whole of a run's metrics.
+/// All metrics of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
-    /// The line that opens the run; null where there is none.
+    /// The "start" event; null if missing.
     pub start: Value,
-    /// Steps by their number, from 1.
+    /// Steps by number, from 1.
     pub steps: BTreeMap<u64, Step>,
-    /// Loss on the evaluation data, by the steps that were done.
+    /// Evaluation loss, by completed steps.
     pub evals: BTreeMap<u64, f64>,
-    /// Scores of answers there, by the same steps: exact match, ROUGE-L, regex match; NaN for what was not asked for.
+    /// Scores of generated answers, by completed steps, in the order of [`SCORES`]; NaN if not requested.
     pub scores: BTreeMap<u64, [f64; 3]>,
     /// Samples by step and prompt.
     pub samples: BTreeMap<(u64, String), Sample>,
-    /// Load of the experts, by step.
+    /// Expert load, by step.
     pub spread: BTreeMap<u64, Spread>,
-    /// Steps from which the run went on.
+    /// Steps the run resumed from.
     pub resumed: Vec<u64>,
-    /// The line that closes the run.
+    /// The "end" event.
     pub end: Option<Value>,
-    /// Why it stopped before.
     pub stopped: Option<Stopped>,
-    /// Numbers of lines that cannot be read, from 1; not the last one of a run that was killed.
+    /// Numbers of unreadable lines, from 1, except a truncated last line.
     pub damaged: Vec<u64>,
-    /// Whether the last line is cut short.
+    /// Whether the last line is truncated.
     pub cut_short: bool,
 }
 
-/// A number of an event; NaN where it has none.
+/// A number of an event; NaN if missing.
 pub fn number(v: &Value, key: &str) -> f64 {
-    // what is as large as that has no place on an axis
+    // larger values would break the axes
     v.get(key).and_then(Value::as_f64).filter(|n| n.abs() < 1e300).unwrap_or(f64::NAN)
 }
 
-/// A count of an event; 0 where it has none.
+/// A count of an event; 0 if missing.
 pub fn count(v: &Value, key: &str) -> u64 {
     v.get(key).and_then(Value::as_u64).unwrap_or(0)
 }
 
-/// A text of an event; empty where it has none.
+/// A text of an event; empty if missing.
 pub fn text<'a>(v: &'a Value, key: &str) -> &'a str {
     v.get(key).and_then(Value::as_str).unwrap_or("")
 }
@@ -151,7 +145,7 @@ impl Metrics {
     /// Reads a metrics file.
     ///
     /// # Errors
-    /// A file that cannot be read, or that holds no event at all.
+    /// A read error, or a file without events.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let fail = |e| store::Error::run(path, e);
         let mut file =
@@ -195,7 +189,7 @@ impl Metrics {
                 if self.start.is_null() {
                     self.start = e;
                 } else {
-                    // the run may have been made longer, and its plan is made anew
+                    // a resumed run may have more steps, and has a new plan
                     for key in ["steps", "plan"] {
                         if let Some(v) = e.get(key) {
                             self.start[key] = v.clone();
@@ -253,7 +247,7 @@ impl Metrics {
         }
     }
 
-    /// Forgets what came after `step`: the run goes through it again.
+    /// Discards everything after `step`, to be run again.
     fn back_to(&mut self, step: u64) {
         let after = step.saturating_add(1);
         self.steps.split_off(&after);
@@ -265,7 +259,7 @@ impl Metrics {
         (self.end, self.stopped) = (None, None);
     }
 
-    /// Planned and measured memory, as it was written when the run ended or stopped.
+    /// Planned and measured memory, as recorded at the end or stop of the run.
     pub fn recorded(&self) -> &Value {
         match (&self.end, &self.stopped) {
             (Some(end), _) => &end["memory"],
@@ -274,21 +268,21 @@ impl Metrics {
         }
     }
 
-    /// The last step that was done.
+    /// Last completed step.
     pub fn last_step(&self) -> u64 {
         self.steps.last_key_value().map_or(0, |(s, _)| *s)
     }
 
-    /// Steps that the run was to have; 0 where it is not known.
+    /// Planned number of steps; 0 if unknown.
     pub fn total_steps(&self) -> u64 {
         count(&self.start, "steps")
     }
 }
 
-/// The counts by layer of one line on experts.
+/// Per-layer counts of one "experts" event.
 ///
 /// # Errors
-/// A file that changed since it was read first.
+/// A file that changed since the first read.
 pub fn layers(path: &Path, spread: &Spread) -> Result<Vec<Layer>, Error> {
     let fail = |e| store::Error::run(path, e);
     let mut file = BufReader::new(ft_base::store::open_plain(path).map_err(fail)?);

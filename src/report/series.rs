@@ -1,36 +1,36 @@
-//! Series of numbers by step: made smooth, made few, put in words.
+//! Series of numbers by step: smoothing, thinning, formatting.
 
-/// Points of a line that is drawn; a series with more is thinned out.
+/// Most points of a drawn line; longer series are thinned.
 pub const POINTS: usize = 1000;
-/// Rows of a table behind a chart.
+/// Most rows of the table behind a chart.
 pub const ROWS: usize = 40;
 
-/// A number by step; what is not finite is a gap.
+/// Values by step; non-finite values are gaps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series(pub Vec<(u64, f64)>);
 
 impl Series {
-    /// Those that are finite.
+    /// Finite points.
     pub fn finite(&self) -> impl DoubleEndedIterator<Item = (u64, f64)> + '_ {
         self.0.iter().copied().filter(|(_, y)| y.is_finite())
     }
 
-    /// Steps whose number is missing or not finite.
+    /// Steps with a missing or non-finite value.
     pub fn gaps(&self) -> Vec<u64> {
         self.0.iter().filter(|(_, y)| !y.is_finite()).map(|(x, _)| *x).collect()
     }
 
-    /// The point with the lowest number, the first of equals.
+    /// Point with the lowest value, the first of equals.
     pub fn lowest(&self) -> Option<(u64, f64)> {
         self.finite().reduce(|a, b| if b.1 < a.1 { b } else { a })
     }
 
-    /// The point with the highest number, the first of equals.
+    /// Point with the highest value, the first of equals.
     pub fn highest(&self) -> Option<(u64, f64)> {
         self.finite().reduce(|a, b| if b.1 > a.1 { b } else { a })
     }
 
-    /// The middle one of the numbers.
+    /// Median of the finite values.
     pub fn median(&self) -> Option<f64> {
         let mut all: Vec<f64> = self.finite().map(|(_, y)| y).collect();
         all.sort_unstable_by(f64::total_cmp);
@@ -42,8 +42,8 @@ impl Series {
         }
     }
 
-    /// The mean of what came before, weighted `exp(-distance / over)` in points: it is not pulled towards
-    /// where the series began.
+    /// Mean of all points so far with weights `exp(-distance / over)`, distance in points. Normalized,
+    /// hence without bias towards the first value.
     pub fn smooth(&self, over: f64) -> Series {
         let keep = (-1.0 / over.max(1e-9)).exp();
         let (mut sum, mut weight) = (0.0, 0.0);
@@ -57,8 +57,8 @@ impl Series {
         Series(self.0.iter().map(smooth).collect())
     }
 
-    /// At most about `points` points that look the same: of each range its lowest and its highest, and a
-    /// gap where it has one; the first and the last point stay.
+    /// At most about `points` points with the same look: minimum, maximum and a gap of each range, plus
+    /// the first and last point.
     pub fn thin(&self, points: usize) -> Series {
         let n = self.0.len();
         if n <= points || points < 8 {
@@ -82,7 +82,7 @@ impl Series {
     }
 }
 
-/// Numbers of `count` things of which `rows` are shown: the first, the last, and evenly between.
+/// Indices of `rows` out of `count` items: first, last, and evenly spaced between.
 pub fn evenly(count: usize, rows: usize) -> Vec<usize> {
     if count <= rows || rows < 2 {
         return (0..count.min(rows.max(1))).collect();
@@ -90,7 +90,7 @@ pub fn evenly(count: usize, rows: usize) -> Vec<usize> {
     (0..rows).map(|r| r * (count - 1) / (rows - 1)).collect()
 }
 
-/// A number with four digits that count; "none" where it is not finite.
+/// Formats with four significant digits; "none" if not finite.
 pub fn short(y: f64) -> String {
     if !y.is_finite() {
         return "none".into();
@@ -106,7 +106,7 @@ pub fn short(y: f64) -> String {
     }
 }
 
-/// A whole number with a thin space between its thousands.
+/// Formats an integer with thin spaces between thousands.
 pub fn grouped(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() * 2);
@@ -119,7 +119,7 @@ pub fn grouped(n: u64) -> String {
     out
 }
 
-/// A duration in words.
+/// Formats a duration.
 pub fn duration(seconds: f64) -> String {
     if !seconds.is_finite() {
         return "unknown".into();
@@ -132,9 +132,9 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// A moment, seconds after 1970, as date and time in UTC.
+/// Formats a Unix time as date and time in UTC.
 pub fn moment(seconds: u64) -> String {
-    // days since 1970 to a date: Howard Hinnant's civil_from_days, for years after 1970
+    // Howard Hinnant's civil_from_days, for years after 1970
     let z = seconds / 86_400 + 719_468;
     let day_of_era = z % 146_097;
     let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;

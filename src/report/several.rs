@@ -1,4 +1,4 @@
-//! Several runs in one page: their curves over one another, and what their recipes have different.
+//! One page for several runs: overlaid curves, and recipe differences.
 
 use super::chart::{Chart, Curve, Frame, Look, Table};
 use super::files::Files;
@@ -10,24 +10,21 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Runs that one page shows: as many as there are lines that eyes tell apart.
+/// Most runs on a page, limited by distinguishable line styles.
 pub const MOST: usize = 8;
-/// Characters of a value.
+/// Most characters of a value.
 const LONGEST: usize = 300;
-/// Keys of a run's first line that are not what it was given.
+/// Keys of the "start" event that are not inputs of the run.
 const NOT_GIVEN: &[&str] = &["event", "name", "time", "command", "plan", "step", "steps"];
 
-/// A run, and what it is called beside the others.
+/// A run and its label on the page.
 pub struct Run {
-    /// Its name.
     pub name: String,
-    /// What it recorded.
     pub metrics: Metrics,
-    /// What lies in its folder.
     pub files: Files,
 }
 
-/// The whole page.
+/// The page's contents.
 #[derive(Clone, Debug, Serialize)]
 pub struct Several {
     title: String,
@@ -38,7 +35,7 @@ pub struct Several {
 }
 
 impl Several {
-    /// The page of some runs.
+    /// Builds the page of `runs`.
     pub fn new(runs: &[Run]) -> Self {
         let names: Vec<&str> = runs.iter().map(|r| r.name.as_str()).collect();
         let recipes = runs.iter().map(|r| r.files.recipe.as_deref().map(keys).unwrap_or_default());
@@ -72,7 +69,7 @@ const COLUMNS: [&str; 9] = [
     "peak of the device",
 ];
 
-/// A run in a line.
+/// Summary row of a run.
 fn row(run: &Run) -> Vec<String> {
     let m = &run.metrics;
     let last = |s: &Series| s.finite().next_back().map(|(_, y)| short(y)).unwrap_or_default();
@@ -132,7 +129,7 @@ fn charts(runs: &[Run]) -> Vec<Chart> {
 
 type Keys = BTreeMap<String, String>;
 
-/// The keys of a resolved recipe, but for what it is called and where it writes.
+/// Keys of a resolved recipe, without name and output folder.
 fn keys(recipe: &str) -> Keys {
     let Ok(table) = recipe.parse::<toml::Table>() else { return Keys::new() };
     let Ok(value) = serde_json::to_value(table) else { return Keys::new() };
@@ -142,7 +139,7 @@ fn keys(recipe: &str) -> Keys {
     out.into_iter().filter(|f| !named(f)).map(|f| (f.name, f.value)).collect()
 }
 
-/// What a run found when it began: versions, hashes, its device.
+/// Inputs recorded at the start: versions, hashes, device.
 fn given(start: &Value) -> Keys {
     let mut out = Vec::new();
     let map = start.as_object().into_iter().flatten();
@@ -150,7 +147,7 @@ fn given(start: &Value) -> Keys {
     out.into_iter().map(|f| (f.name, f.value)).collect()
 }
 
-/// The keys that not all have alike.
+/// Table of the keys with differing values.
 fn different(names: &[&str], all: &[Keys]) -> Table {
     let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).collect();
     let count = keys.len();

@@ -1,4 +1,4 @@
-//! Reports of runs that ended well, were killed, were resumed, or lie.
+//! Reports of finished, killed and resumed runs, and of hostile metrics.
 
 use super::read::{Layer, Metrics};
 use super::series::{Series, duration, evenly, grouped, moment, short};
@@ -7,7 +7,7 @@ use ft_base::error::Failure;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-/// A run folder with these lines as metrics.
+/// A run folder with the given metrics lines.
 fn folder(lines: &[Value]) -> Result<tempfile::TempDir> {
     let dir = tempfile::tempdir()?;
     let text: String = lines.iter().map(|l| format!("{l}\n")).collect();
@@ -57,7 +57,7 @@ fn end(steps: u64) -> Value {
     })
 }
 
-/// The page of a folder, after it was found to be whole: every tag closed, nothing asked for from outside.
+/// The page of a folder, checked for closed tags and no external requests.
 #[track_caller]
 fn whole(dir: &tempfile::TempDir) -> Result<String> {
     let html = page(dir.path())?;
@@ -70,7 +70,7 @@ fn whole(dir: &tempfile::TempDir) -> Result<String> {
     Ok(html)
 }
 
-/// Every tag is closed by its own, in order, and every attribute is quoted.
+/// Checks that tags are properly nested and attributes quoted.
 fn balanced(html: &str) -> Result<()> {
     let mut open: Vec<&str> = Vec::new();
     let mut rest = html;
@@ -159,7 +159,7 @@ fn a_finished_run() -> Result<()> {
     );
     says(&html, &["source = &quot;small&quot;", "adapter&#x2f;", "2.00 KiB"]);
     assert!(!html.contains("id=\"experts\"") && !html.contains("Resumed"), "{html}");
-    // the same again, byte for byte; and where it is wanted
+    // deterministic, and written to the requested path
     assert_eq!(html, page(dir.path())?);
     assert_eq!(write(dir.path(), None)?, dir.path().join("report.html"));
     let out = dir.path().join("other.html");
@@ -185,10 +185,11 @@ fn no_text_becomes_markup() -> Result<()> {
     let html = page(dir.path())?;
     balanced(&html)?;
     for bad in ["<script", "<img", "onerror=\"", "49"] {
-        // 49: a template in a text would have been computed
+        // 49: the result of an evaluated template expression
         assert!(!html.split("</style>").skip(1).any(|t| t.contains(bad)), "{bad:?}");
     }
-    // name (title and heading), device, dtype, place, component, hash name and twice its value, prompt, reply, why, recipe
+    // name (title and heading), device, dtype, place, component, hash name and twice the hash value,
+    // prompt, reply, why, recipe
     assert!(html.matches("&lt;script&gt;alert(1)&lt;&#x2f;script&gt;").count() >= 12);
     Ok(())
 }
@@ -229,7 +230,7 @@ fn why_a_run_stopped() -> Result<()> {
     Ok(())
 }
 
-/// Scores of answers stand beside the loss, where there are any, and those of a step that is done again are forgotten.
+/// Answer scores are shown next to the loss if present; scores of repeated steps are dropped.
 #[test]
 fn scores_of_answers_are_shown() -> Result<()> {
     let scored = |step: u64, rouge: f64| {
@@ -251,10 +252,10 @@ fn scores_of_answers_are_shown() -> Result<()> {
     Ok(())
 }
 
-/// Of a step that is there twice the later one holds, and a resume takes back what it will do again.
+/// A repeated step overrides the earlier one, and a resume discards later steps.
 #[test]
 fn a_resumed_run_counts_each_step_once() -> Result<()> {
-    // the first start was of a shorter run
+    // the first start had fewer steps
     let resume = |step: u64| json!({"event": "resume", "step": step, "steps": 6});
     let mut lines = vec![start(5)];
     lines.extend((1..=5).map(|s| step(s, 10.0 + s as f64)));
@@ -268,7 +269,7 @@ fn a_resumed_run_counts_each_step_once() -> Result<()> {
     assert!(m.samples.is_empty() && m.end.is_none());
     let html = whole(&dir)?;
     says(&html, &["Resumed 1 time, from step 3.", "resumed from step 3", "not finished: step 4 of 6"]);
-    // a run that begins anew forgets the one before
+    // a fresh start discards the previous run
     lines.extend([start(2), step(1, 1.0)]);
     let m = Metrics::read(&folder(&lines)?.path().join("metrics.jsonl"))?;
     assert_eq!((m.steps.len(), m.resumed.len()), (1, 0));
@@ -335,7 +336,7 @@ fn thinning_keeps_extremes_gaps_and_ends() {
     assert_eq!((thin.0[0].0, thin.0.last().map(|p| p.0)), (0, Some(49_999)));
     assert!(thin.0.windows(2).all(|w| w[0].0 < w[1].0));
     assert_eq!(s.thin(50_000).0.len(), 50_000);
-    // a constant has one point a range
+    // a constant keeps one point per range
     assert!(Series((0..10_000).map(|i| (i, 1.0)).collect()).thin(300).0.len() <= 202);
 }
 
@@ -345,7 +346,7 @@ fn series_in_numbers_and_words() {
     assert_eq!((s.median(), Series::default().median()), (Some(2.0), None));
     let constant = Series((0..9).map(|i| (i, 3.0)).collect());
     assert!(constant.smooth(5.0).0.iter().all(|p| (p.1 - 3.0).abs() < 1e-12));
-    // the first point is itself; a gap keeps the mean
+    // the first point is unchanged; a gap keeps the mean
     let smooth = s.smooth(1.0);
     let e = (-1f64).exp();
     assert_eq!((smooth.0[0].1, smooth.0[1].1), (4.0, 4.0));
@@ -408,7 +409,7 @@ fn experts_are_told_by_layer() -> Result<()> {
             "class=\"dead\"",
         ],
     );
-    // each shade by its load: 4 and more, none, and 1.6 and 0.8 times
+    // shades by load: 4 and more, zero, 1.6 and 0.8 times the even load
     let last = html.split("id=\"heat2\"").nth(1).context("a second map")?;
     for shade in [
         "s6\" d=\"M70.0 8h168.5v22h-168.5z\"",
@@ -417,7 +418,7 @@ fn experts_are_told_by_layer() -> Result<()> {
     ] {
         assert!(last.contains(shade), "{shade} is not in the map");
     }
-    // many of them still are a small page, with neighbours in one column
+    // many experts and layers still give a small page, with shared columns
     let many: Value = (0..100)
         .map(|l| json!({"layer": l, "tokens": (0..512).map(|e| (e * 31 + l) % 97).collect::<Vec<u64>>()}))
         .collect();
@@ -446,7 +447,7 @@ fn what_is_no_run_is_refused_by_name() -> Result<()> {
         assert!(matches!(e, Error::Nothing { .. }) && e.to_string().contains("metrics.jsonl"), "{e}");
         assert_eq!(e.exit_code(), ExitCode::Storage);
     }
-    // without a recipe there is a page that says so
+    // a missing recipe is reported on the page
     let dir = folder(&[start(1), step(1, 1.0)])?;
     std::fs::remove_file(dir.path().join("recipe.toml"))?;
     says(&whole(&dir)?, &["recipe.toml is not in the run folder"]);
@@ -455,7 +456,7 @@ fn what_is_no_run_is_refused_by_name() -> Result<()> {
     Ok(())
 }
 
-/// Several runs side by side: a line each, and what their recipes do not have alike.
+/// Several runs: a summary row per run, and recipe differences.
 #[test]
 fn several_runs_are_compared() -> Result<()> {
     let of = |name: &str, rank: u32, loss: f64| -> Result<tempfile::TempDir> {
@@ -485,7 +486,7 @@ fn several_runs_are_compared() -> Result<()> {
         ensure!(html.contains(wanted), "no {wanted:?} in {html}");
     }
     ensure!(!html.contains("run.output") && !html.contains("<b>"), "what is only a name");
-    // two of one name go by their folders
+    // runs of equal name are labeled by folder
     write_several(&[runs[0].clone(), runs[0].clone()], &out)?;
     let html = std::fs::read_to_string(&out)?;
     let folder = runs[0].display().to_string().replace('/', "&#x2f;");

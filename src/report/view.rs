@@ -1,4 +1,4 @@
-//! What stands in a report: everything that the template shows, in words and places.
+//! Contents of a report page: texts and coordinates for the template.
 
 use super::chart::{Chart, Curve, Frame, Look, Table};
 use super::files::Files;
@@ -9,30 +9,29 @@ use super::series::{Series, duration, evenly, grouped, moment, short};
 use serde::Serialize;
 use serde_json::Value;
 
-/// Samples that are shown of each prompt.
+/// Most samples per prompt.
 const SAMPLES: usize = 24;
-/// Prompts that are shown.
+/// Most prompts.
 const PROMPTS: usize = 12;
-/// Characters of a text that a file brings along; what is longer is cut.
+/// Most characters of a text from a file.
 const LONGEST: usize = 4000;
-/// Characters of the recipe.
+/// Most characters of the recipe.
 const RECIPE: usize = 200_000;
 
-/// A number that a reader looks for first.
+/// A key figure at the top of the page.
 #[derive(Clone, Debug, Serialize)]
 struct Headline {
     name: &'static str,
     value: String,
-    /// What it is made of.
+    /// Details below the figure.
     more: String,
 }
 
-/// A name and what it is.
+/// A name and a value.
 #[derive(Clone, Debug, Serialize)]
 pub struct Fact {
-    /// Its dotted path.
+    /// Dotted path.
     pub name: String,
-    /// In words.
     pub value: String,
 }
 
@@ -44,19 +43,19 @@ struct Samples {
     note: String,
 }
 
-/// How the run stands.
+/// Status of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct State {
-    /// finished, stopped or open.
+    /// `finished`, `stopped` or `open`.
     kind: &'static str,
-    /// A sign before the words.
+    /// Symbol before the headline.
     pub sign: &'static str,
-    /// What is to be said first.
+    /// Headline.
     pub words: String,
     more: Vec<String>,
 }
 
-/// The whole page.
+/// The page's contents.
 #[derive(Clone, Debug, Serialize)]
 pub struct View {
     title: String,
@@ -73,7 +72,7 @@ pub struct View {
     files: Vec<Vec<String>>,
 }
 
-/// A text, cut where it is longer than a page can show.
+/// Truncates a text, with a notice.
 pub fn cut(text: &str, longest: usize) -> String {
     match text.char_indices().nth(longest) {
         Some((at, _)) => format!("{} (cut: {} more bytes)", &text[..at], text.len() - at),
@@ -85,7 +84,7 @@ fn plural(n: u64, what: &str) -> String {
     if n == 1 { format!("1 {what}") } else { format!("{} {what}s", grouped(n)) }
 }
 
-/// How a run stands, and where its result lies.
+/// Status of a run; `result` is the folder of the result.
 pub fn state(m: &Metrics, result: Option<&str>) -> State {
     let (last, total) = (m.last_step(), m.total_steps());
     let of = if total > 0 { format!("{last} of {total}") } else { last.to_string() };
@@ -132,19 +131,19 @@ pub fn of_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Series {
     Series(m.steps.iter().map(|(step, s)| (*step, f(s))).collect())
 }
 
-/// As [`of_steps`], for what only some runs have: none where no step has it.
+/// Like [`of_steps`]; `None` if no step has the number.
 fn some_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Option<Series> {
     let s = of_steps(m, f);
     let any = s.finite().next().is_some();
     any.then_some(s)
 }
 
-/// The losses on the evaluation data.
+/// Evaluation losses.
 pub fn evals(m: &Metrics) -> Series {
     Series(m.evals.iter().map(|(s, l)| (*s, *l)).collect())
 }
 
-/// Steps over which the loss is smoothed: a fiftieth of the run.
+/// Smoothing window of the loss: a fiftieth of the run, in steps.
 pub fn over(m: &Metrics) -> f64 {
     (m.steps.len() as f64 / 50.0).round().clamp(1.0, 500.0)
 }
@@ -186,7 +185,7 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
     out
 }
 
-/// First and last step that anything is recorded of.
+/// Range of all recorded steps.
 fn frame(m: &Metrics) -> Frame<'_> {
     let ends = |first: Option<&u64>, last: Option<&u64>| first.copied().zip(last.copied());
     let span = [ends(m.steps.keys().next(), m.steps.keys().next_back())]
@@ -292,7 +291,7 @@ fn samples(m: &Metrics) -> Vec<Samples> {
         .collect()
 }
 
-/// Names and values of an object, however deep, by dotted path; entries of a list of objects go by their numbers.
+/// Flattens an object to dotted paths; list entries of objects are named by index.
 pub fn flat(prefix: &str, v: &Value, out: &mut Vec<Fact>) {
     let name = |k: &str| if prefix.is_empty() { k.to_string() } else { format!("{prefix}.{k}") };
     match v {
@@ -313,7 +312,7 @@ fn plain(v: &Value) -> String {
     v.as_str().map_or_else(|| v.to_string(), String::from)
 }
 
-/// The line that opens the run as facts; its plan has a section of its own.
+/// Facts of the "start" event, except the plan.
 fn facts(m: &Metrics) -> Vec<Fact> {
     let mut out = Vec::new();
     let Some(start) = m.start.as_object() else { return out };
@@ -334,7 +333,7 @@ fn facts(m: &Metrics) -> Vec<Fact> {
 }
 
 impl View {
-    /// The page of a run; `heats` are the maps of its experts.
+    /// Builds the page of a run; `heats` are expert load maps.
     pub fn new(name: &str, m: &Metrics, heats: Vec<Heat>, files: Files) -> Self {
         let own = text(&m.start, "name");
         Self {
@@ -354,7 +353,7 @@ impl View {
     }
 }
 
-/// Steps that a line on experts is of, in words.
+/// Range of steps covered by an "experts" event, in words.
 pub fn steps_of(step: u64, s: &Spread) -> String {
     let from = step.saturating_sub(s.steps.saturating_sub(1)).max(1);
     if from == step { format!("step {step}") } else { format!("steps {from} to {step}") }

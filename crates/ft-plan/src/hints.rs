@@ -1,4 +1,4 @@
-//! When nothing fits: the smallest changes that would.
+//! Hints for plans over budget: the smallest single change of each kind to make the run fit.
 
 use super::search::choose;
 use super::{Inputs, Machine, Plan, Prepared, Workloads};
@@ -6,20 +6,20 @@ use ft_engine::adapt::Selection;
 use ft_recipe::{Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
 use serde::Serialize;
 
-/// A change that would make a recipe fit.
+/// A recipe change to make the run fit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Hint {
-    /// The settings, as the command line takes them.
+    /// Settings in command-line form, e.g. `run.micro_rows=1`.
     pub set: Vec<String>,
-    /// What it was and becomes, and whether that fits.
+    /// The change in words, with its cost and the bytes saved.
     pub text: String,
-    /// Bytes of the device then.
+    /// Device peak in bytes after the change.
     pub total: u64,
-    /// Whether `ft run` builds it.
+    /// Whether `ft run` supports these settings.
     pub built: bool,
 }
 
-/// The smallest changes that would make a recipe fit, one of each kind.
+/// Tries each kind of change and returns the smallest setting within the budget.
 pub fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let Some(budget) = i.budget else { return Vec::new() };
     let mut out = Vec::new();
@@ -67,7 +67,7 @@ pub fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             add(vec![set.into()], change.into(), "; weights are dequantized in each product", t);
         }
     }
-    // where the plan chooses them, it has chosen the fewest
+    // with "auto" the plan has already tried the smallest micro-batch
     let fewer =
         if r.run.micro_rows.is_auto() { Vec::new() } else { divisors_below(r.run.micro_rows.count()) };
     if let Some((n, t)) = first(fewer, budget, |n| {
@@ -169,7 +169,7 @@ pub fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         if let Some((n, t)) = first(worlds, budget, |n| {
             let mut c = r.clone();
             (c.parallel.data, c.parallel.zero) = (n, 3);
-            // ranks that are threads of a process share its threads
+            // ranks run as threads of one process and split its CPU threads
             let threads = c.parallel.threads(i.machine.threads as usize) as u64;
             changed(i, &c, Machine { threads, ..i.machine }, i.selection)
         }) {
@@ -213,12 +213,12 @@ fn rules(r: &Recipe, method: Method) -> impl Iterator<Item = usize> + '_ {
     r.train.iter().enumerate().filter(move |(_, x)| x.is(method)).map(|(k, _)| k)
 }
 
-/// Numbers below `n` that divide it, the largest first: a batch that divides by `n` divides by them too.
+/// Divisors of `n` below `n`, largest first, at most 8. A batch divisible by `n` is divisible by them.
 fn divisors_below(n: usize) -> Vec<usize> {
     (1..n.min(1 << 12)).rev().filter(|d| n.is_multiple_of(*d)).take(8).collect()
 }
 
-/// The first of `values`, each of which takes less than those before it, whose total fits.
+/// First of `values` with a total within the budget. Totals must decrease along `values`.
 fn first(values: Vec<usize>, budget: u64, total: impl Fn(usize) -> u64) -> Option<(usize, u64)> {
     let last = *values.last()?;
     let least = (last, total(last));
@@ -228,12 +228,12 @@ fn first(values: Vec<usize>, budget: u64, total: impl Fn(usize) -> u64) -> Optio
     values[..values.len() - 1].iter().map(|n| (*n, total(*n))).find(|(_, t)| *t <= budget).or(Some(least))
 }
 
-/// Bytes that a recipe with other settings and the same rules would take.
+/// Device peak in bytes with another recipe and the same `[[train]]` rules.
 fn with(i: &Inputs<'_>, r: &Recipe) -> u64 {
     changed(i, r, i.machine, i.selection)
 }
 
-/// Bytes that a recipe with other rules would take; more than there can be where they choose nothing.
+/// Device peak in bytes with other `[[train]]` rules; `u64::MAX` if they select nothing.
 fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
     match Selection::from_rules(i.config, &r.train) {
         Ok(s) => changed(i, r, i.machine, &s),
@@ -242,22 +242,23 @@ fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
 }
 
 fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
-    // a shorter max_length only bounds what the data gives
+    // a smaller max_length can only shrink the measured micro-batches
     let bounded = Workloads::new(|r| i.workloads.of(i.recipe, r.run.micro_rows.count()).under(r));
     let same = r.data.max_length == i.recipe.data.max_length;
     let workloads = if same { i.workloads } else { &bounded };
     let inputs = Inputs { recipe: r, selection, machine, workloads, ..*i };
-    // more than there can be where a rank's part of the model makes no sense
+    // `u64::MAX` if the model cannot be sharded this way
     let decision = Prepared::new(&inputs).and_then(|p| Ok(choose(&p)?.peak.bytes.total()));
     decision.unwrap_or(u64::MAX)
 }
 
-/// Whether `ft run` builds what a setting asks for: the recipe's own table of what is not built decides.
+/// Whether `ft run` supports a setting: it must pass the recipe checks on top of a minimal recipe.
 pub fn is_built(setting: &str) -> bool {
     const LEAST: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\n\
         [[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\nmethod = \"full\"\n\
         [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n[run]\nbatch_rows = 1024\n";
-    // of rules, only the first ones are in this recipe; what they can say does not depend on their number
+    // the minimal recipe has four rules; support does not depend on the index, so rule 0 stands in for
+    // any
     let setting = match setting.strip_prefix("train.").and_then(|s| s.split_once('.')) {
         Some((_, rest)) => format!("train.0.{rest}"),
         None => setting.to_string(),

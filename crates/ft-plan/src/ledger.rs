@@ -1,63 +1,55 @@
-//! What bytes of a device are for, and where they are at their most.
+//! Device bytes by component, and the peak.
 
 use ft_kernels::Role;
 use ft_kernels::ledger::ROLES;
 pub use ft_base::memory::place::Phase;
 
-/// What bytes are for. The order is that of tables and charts.
+/// Purpose of device bytes, in the order of tables and charts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Component {
-    /// Frozen token embedding.
     Embedding,
-    /// Frozen attention linears.
     Attention,
-    /// Frozen dense feed-forward linears.
     Mlp,
-    /// Frozen experts.
     Experts,
-    /// Frozen routers.
     Router,
-    /// Frozen norms.
     Norms,
-    /// Frozen output head.
     Head,
-    /// Scales of quantized blocks.
+    /// Scales of 4-bit quantization blocks.
     QuantConstants,
-    /// Weights that train in full, in the compute dtype.
+    /// Fully trained weights, in the compute dtype.
     Trained,
-    /// LoRA's matrices and DoRA's magnitudes, in the compute dtype.
+    /// LoRA matrices and DoRA magnitudes, in the compute dtype.
     Adapters,
-    /// Gradients.
     #[default]
     Gradients,
-    /// f32 copies of what trains, where the compute dtype is another.
+    /// f32 master weights, if the compute dtype is 16-bit.
     Master,
-    /// The optimizer's moments.
+    /// Optimizer moments.
     Moments,
     /// Token ids, positions and rotary tables of the micro-batch.
     Batch,
-    /// What layers keep from forward to backward.
+    /// Saved activations, from forward to backward.
     Activations,
-    /// Temporaries of the layer that is at work, or of whatever the phase does.
+    /// Temporaries of the current layer, or of the current phase.
     Workspace,
-    /// Weights dequantized from 4 bits, or gathered from other ranks, while they are used.
+    /// Weights dequantized from 4 bits or gathered from other ranks, for the duration of a visit.
     InFlight,
-    /// The chunk of logits that exists.
+    /// The current logit chunk.
     Logits,
-    /// Keys and values of what was read, while the model answers.
+    /// Key-value cache during generation.
     Cache,
-    /// Buffers of collectives, and of what is on its way to or from the host.
+    /// Buffers of collectives, and staging buffers for host transfers.
     Communication,
-    /// What a mixture takes more where all tokens choose the same experts.
+    /// Extra bytes of a mixture if all tokens choose the same experts.
     Routing,
-    /// What the allocator holds beyond what was asked for.
+    /// Bytes held by the allocator beyond the requested ones.
     AllocatorOverhead,
-    /// The driver's context and the libraries' own workspaces.
+    /// CUDA context and workspaces of the libraries.
     Context,
 }
 
 impl Component {
-    /// All of them.
+    /// All components, in declaration order.
     pub const ALL: [Component; 23] = {
         use Component::*;
         [
@@ -87,7 +79,7 @@ impl Component {
         ]
     };
 
-    /// The name in `ft plan --json`.
+    /// Key in `ft plan --json`.
     pub fn key(self) -> &'static str {
         use Component::*;
         match self {
@@ -117,7 +109,7 @@ impl Component {
         }
     }
 
-    /// The name in tables.
+    /// Label in tables.
     pub fn label(self) -> &'static str {
         use Component::*;
         match self {
@@ -147,7 +139,7 @@ impl Component {
         }
     }
 
-    /// The recipe keys that make it smaller.
+    /// Recipe keys to change to shrink it.
     pub fn keys_to_change(self) -> &'static str {
         use Component::*;
         match self {
@@ -182,22 +174,22 @@ impl Bytes {
         self.0[c.index()]
     }
 
-    /// Adds to a component.
+    /// Adds bytes to a component.
     pub fn add(&mut self, c: Component, bytes: u64) {
         self.0[c.index()] += bytes;
     }
 
-    /// Adds each component of another.
+    /// Adds `other` component by component.
     pub fn add_all(&mut self, other: &Bytes) {
         self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a += b);
     }
 
-    /// Sum of all.
+    /// Sum over all components.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
     }
 
-    /// Components that are not zero, in order.
+    /// Nonzero components, in declaration order.
     pub fn iter(&self) -> impl Iterator<Item = (Component, u64)> + '_ {
         Component::ALL.into_iter().map(|c| (c, self.get(c))).filter(|(_, b)| *b > 0)
     }
@@ -224,29 +216,25 @@ impl From<[u64; ROLES]> for Bytes {
     }
 }
 
-/// One allocation of a plan, and where the engine makes it.
+/// One planned allocation, and the engine's place for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Listed {
-    /// Doing what.
     pub phase: Phase,
-    /// At which unit, as in [`Peak`].
+    /// Unit of the walk, as in [`Peak::unit`].
     pub unit: usize,
-    /// What for.
     pub component: Component,
-    /// Its bytes.
     pub bytes: u64,
 }
 
-/// Where the sum was highest.
+/// The peak of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peak {
-    /// Doing what.
     pub phase: Phase,
-    /// At which unit of the walk: 0 the embedding, then the layers, the last is the head.
+    /// Unit of the walk: 0 is the embedding, then come the layers, the last is the head.
     pub unit: usize,
-    /// What it was made of.
+    /// Bytes held at the peak.
     pub bytes: Bytes,
-    /// The highest sum of each phase, in the order of [`Phase::ALL`].
+    /// Highest sum of each phase, in the order of [`Phase::ALL`].
     pub phases: [u64; Phase::ALL.len()],
 }
 

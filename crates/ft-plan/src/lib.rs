@@ -1,22 +1,23 @@
-//! What a recipe means: recipe + model config + world -> who owns which bytes, when. No weights, no GPU.
+//! Memory plan: recipe + model config + world -> bytes of each rank by component, and the peak. Needs no
+//! weights and no GPU.
 //!
-//! The way of a plan:
+//! Modules, in the order of the work:
 //!
 //! ```text
-//! source    the model's config: a folder, the hub's cache, or built in
-//! shape     the model as ghosts: the engine's own modules, one layer of each kind
-//! statics   weights and optimizer states of a rank: device, host
-//! space     host memory, disks, shared memory: what is taken and what there is
-//! step      the walk's visits on them, each kind once, and a whole run as their sum;   ledger: what bytes are for
-//! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
-//! search    the fastest that fits;   hints: what would make it fit
-//! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
-//! reading   what a model takes that only answers: `ft chat`, and the server beside a run
+//! source    model config from a folder, the hub's cache, or built in
+//! shape     shape-only model (ghosts): the engine's own modules, one layer of each kind
+//! statics   weights and optimizer states of a rank, on device and host
+//! space     host memory, disks, shared memory: required and available bytes
+//! step      each kind of visit once on ghosts, a whole run as their sum;   ledger: components
+//! work      FLOPs and other time costs of a step;   rates: throughput measured by `ft bench`
+//! search    fastest execution that fits;   hints: changes that would make it fit
+//! theory    the 16 bytes a parameter of the literature;   report: text and JSON
+//! reading   memory for inference: `ft chat`, and the server of `serve.devices`
 //! ```
 //!
-//! What an operation allocates and computes is said where it is, in `kernel`: a plan runs the engine's own `forward` and
-//! `backward` on ghosts ([`ft_kernels::tensor`]). That they agree is tested on runs: on the CPU the peak of a run's
-//! allocations is within 1% of its plan.
+//! Each operation of `kernel` accounts for its own allocations and FLOPs: the plan runs the engine's
+//! `forward` and `backward` on ghosts ([`ft_kernels::tensor`]). Tests compare plans with real runs: on
+//! the CPU the measured peak is within 1% of the plan.
 
 pub mod hints;
 pub mod ledger;
@@ -64,13 +65,13 @@ use std::path::Path;
 use step::{Answers, Levels, Parts, StepInputs};
 use work::Work;
 
-/// Why a run cannot go ahead.
+/// Why a run is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It takes more than there is.
+    /// It needs more memory or disk than available.
     #[error("{0}")]
     DoesNotFit(String),
-    /// The recipe asks for what would not be done.
+    /// The recipe asks for something the engine would ignore.
     #[error("{0}")]
     Ignored(String),
 }
@@ -84,19 +85,19 @@ impl Failure for Error {
     }
 }
 
-/// How many tokens a micro-batch has, by its rows: each number of rows is counted once.
+/// Workloads by micro-batch size, each size measured once and cached.
 pub struct Workloads<'a> {
     count: Box<dyn Fn(&Recipe) -> Workload + 'a>,
     counted: RefCell<BTreeMap<usize, Workload>>,
 }
 
 impl<'a> Workloads<'a> {
-    /// Counted by `count` for a recipe's `micro_rows`.
+    /// Measures with `count`, called with a recipe and its `run.micro_rows`.
     pub fn new(count: impl Fn(&Recipe) -> Workload + 'a) -> Self {
         Self { count: Box::new(count), counted: RefCell::default() }
     }
 
-    /// For micro-batches of `rows` rows.
+    /// Workload for micro-batches of `rows` rows.
     pub fn of(&self, recipe: &Recipe, rows: usize) -> Workload {
         if let Some(w) = self.counted.borrow().get(&rows) {
             return *w;
@@ -109,121 +110,115 @@ impl<'a> Workloads<'a> {
     }
 }
 
-/// What a plan is made from.
+/// Inputs of a plan.
 #[derive(Clone)]
 pub struct Inputs<'a> {
-    /// The recipe.
     pub recipe: &'a Recipe,
-    /// The model.
     pub config: &'a Config,
-    /// What trains.
+    /// Modules and adapters that train.
     pub selection: &'a Selection,
-    /// Where it would run.
     pub machine: Machine,
-    /// Tokens.
     pub workloads: &'a Workloads<'a>,
-    /// Bytes of the device that may be used, if known.
+    /// Usable device bytes of a rank, if known.
     pub budget: Option<u64>,
-    /// Bytes of the host that a rank may use beside a device, if known.
+    /// Usable host bytes of a rank besides its CUDA device, if known.
     pub host: Option<u64>,
 }
 
-/// Who owns which bytes, when.
+/// Memory plan of one rank, and the execution chosen for it.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Ranks in all.
+    /// World size.
     pub ranks: u64,
-    /// Of these, those that are threads of one process.
+    /// Ranks in this process, as threads.
     pub local: u64,
-    /// Bytes of tensors that come to a rank from the others in a step.
+    /// Tensor bytes received by a rank per step.
     pub wire: u64,
-    /// Where it would run.
     pub machine: Machine,
-    /// Parameters of the model, and those that train.
+    /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),
-    /// The device at its peak.
+    /// Device peak of a rank.
     pub peak: Peak,
-    /// Bytes of the device that may be used.
+    /// Usable device bytes, if known.
     pub budget: Option<u64>,
-    /// Host, disks and shared memory.
+    /// Host memory, disks and shared memory.
     pub space: Space,
-    /// The server beside it, whose host memory `space` has too.
+    /// The inference server of `serve.devices`; `space` includes its host memory.
     pub server: Option<Server>,
     /// Whether the model is a mixture of experts.
     pub mixture: bool,
-    /// Layers of the model.
+    /// Number of layers.
     pub layers: usize,
-    /// Layers that backward walks.
+    /// Layers walked backward.
     pub walked: usize,
-    /// What the engine obeys.
+    /// Chosen execution settings.
     pub execution: Execution,
-    /// Why.
+    /// Reason for each choice.
     pub reasons: Reasons,
-    /// Tokens.
     pub workload: Workload,
-    /// Micro-batches of a step, a rank.
+    /// Micro-batches per step and rank.
     pub micro_batches: u64,
-    /// Whether gradients are there from loading on; else each layer's live in its backward pass.
+    /// Whether gradient buffers live from loading on. If not, a unit holds gradients during its backward
+    /// visit only.
     pub keeps_gradients: bool,
-    /// Why what trains in full has no f32 master weights, where it has none.
+    /// Why fully trained weights have no f32 master weights; `None` if they have.
     pub no_master: Option<&'static str>,
-    /// Arithmetic of a micro-batch.
+    /// Work of a micro-batch.
     pub work: Work,
-    /// The learning rates of what trains, the highest first.
+    /// Learning rates of the trained parameters, highest first.
     pub learning_rates: Vec<LearningRate>,
-    /// The textbook's figures.
+    /// Textbook estimate, for comparison.
     pub theory: Theory,
-    /// What would make it fit.
+    /// Changes to make the run fit.
     pub hints: Vec<Hint>,
 }
 
 impl Plan {
-    /// Bytes of the device at its peak.
+    /// Device peak in bytes.
     pub fn total(&self) -> u64 {
         self.peak.bytes.total()
     }
 
-    /// Of these, the engine's own: without what the allocator holds beside them, and without the reserve for uneven
-    /// routing.
+    /// Device peak of the engine alone, without allocator overhead and routing reserve.
     pub fn engine(&self) -> u64 {
         self.total()
             - self.peak.bytes.get(Component::AllocatorOverhead)
             - self.peak.bytes.get(Component::Routing)
     }
 
-    /// Bytes of the process beyond what it held before loading; on the CPU, where they are the engine's and the
-    /// allocator's.
+    /// CPU only: growth of the process over its size before loading, as engine bytes plus allocator
+    /// overhead.
     pub fn process(&self) -> Option<u64> {
         (!self.machine.cuda).then(|| self.total() - self.peak.bytes.get(Component::Routing))
     }
 
-    /// Counted bytes that the CPU's allocator keeps used and freed blocks within: the process's, without small blocks.
+    /// Bound on used plus reusable freed blocks of the CPU allocator, small blocks excluded.
     pub fn reused_within(&self) -> u64 {
         self.engine() + statics::reuse(self.engine())
     }
 
-    /// Bytes of the budget that the choices try to leave free, and those that they do.
+    /// Bytes of the budget to leave free, and bytes left free by the plan.
     pub fn kept_back(&self) -> Option<(u64, u64)> {
         let budget = self.budget?;
         Some((search::reserve(self.machine, budget), budget.saturating_sub(self.total())))
     }
 
-    /// Whether it fits the device's budget; without one nothing speaks against it.
+    /// Whether the device peak is within the budget; true without a budget.
     pub fn fits_device(&self) -> bool {
         self.budget.is_none_or(|b| self.total() <= b)
     }
 
-    /// Whether it fits the device, the host and the disks, as far as they are known.
+    /// Whether the run fits device, host and disks, as far as they are known.
     pub fn fits(&self) -> bool {
         self.fits_device() && self.space.fits() && self.fits_server()
     }
 
-    /// Whether the server's devices have room.
+    /// Whether the server fits its devices.
     pub fn fits_server(&self) -> bool {
         self.server.as_ref().is_none_or(Server::fits)
     }
 
-    /// Takes down what host, disks and shared memory have, and what would make room there.
+    /// Records available host memory, disk space and shared memory, and adds hints for what lacks room.
     pub fn look(&mut self, r: &Recipe, room: &Room<'_>) {
         let total = self.total();
         self.space.look(r, self.machine, total, room);
@@ -231,18 +226,19 @@ impl Plan {
         self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total, built: true }));
     }
 
-    /// Work of a rank's optimizer step: its time is this over the rate that `ft bench` measures.
+    /// Work of a rank's step. Time is this divided by the rate measured by `ft bench`.
     pub fn step_work(&self) -> f64 {
         self.work.total() * self.micro_batches as f64
     }
 
-    /// Tokens of an optimizer step, over all ranks, at the most.
+    /// Upper bound on the tokens of a step over all ranks.
     pub fn tokens_per_step(&self, data_ranks: u64) -> u64 {
         self.workload.train.tokens.saturating_mul(self.micro_batches).saturating_mul(data_ranks)
     }
 }
 
-/// Where a recipe would run: the compute dtype by device, unless it says; matrices are not stored in less: see [`stored`].
+/// Machine of a recipe. The compute dtype defaults to bf16 on CUDA and f32 on the CPU; [`stored`] sets
+/// the width of stored weights.
 pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
     let width = match recipe.model.dtype {
         Some(Dtype::F32) => 4,
@@ -254,7 +250,7 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
     Machine { cuda, width, stored: width, threads: threads as u64 }
 }
 
-/// The same machine, for the weights of a recipe's model, which may be in `dir`.
+/// Sets the stored weight width from the model's checkpoint; `dir` is its folder, if downloaded.
 pub fn stored(machine: Machine, recipe: &Recipe, config: &Config, dir: Option<&Path>) -> Machine {
     match recipe.model.weights {
         Weights::Random => machine,
@@ -262,8 +258,9 @@ pub fn stored(machine: Machine, recipe: &Recipe, config: &Config, dir: Option<&P
     }
 }
 
-/// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is what this process may hold
-/// of `host` memory in all, less what it takes of it beside the device's bytes, and less what a server does.
+/// Usable device bytes of a rank: `memory.budget`, or 95% of free memory. On the CPU this is the
+/// process's limit of `host` memory minus host-only bytes (process, checkpoint writer, tokenized data,
+/// server), split over local ranks.
 pub fn budget(
     recipe: &Recipe,
     machine: Machine,
@@ -278,14 +275,14 @@ pub fn budget(
                 (all, statics::PROCESS + statics::WRITER + workload.resident().unwrap_or(0) + server)
             }
         };
-        // others live here too
-        // ranks that are threads share the host, and each has a device of its own
+        // 5% stay free for other processes; on CUDA each rank has a device, on the CPU ranks share the
+        // host
         let sharing = if machine.cuda { 1 } else { recipe.parallel.local() };
         Some((free / 20 * 19).saturating_sub(beside) / sharing)
     })
 }
 
-/// A plan's parts that do not depend on what is chosen.
+/// Plan state independent of the search: shapes and static bytes.
 pub struct Prepared<'a> {
     inputs: &'a Inputs<'a>,
     shape: Shape,
@@ -293,7 +290,7 @@ pub struct Prepared<'a> {
 }
 
 impl<'a> Prepared<'a> {
-    /// Prepares a plan.
+    /// Builds the shape-only model and the static bytes.
     pub fn new(inputs: &'a Inputs<'a>) -> ft_base::Result<Self> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
@@ -317,30 +314,31 @@ impl<'a> Prepared<'a> {
         Ok(Self { inputs, shape, statics })
     }
 
-    /// Layers that backward walks.
+    /// Layers walked backward.
     pub fn walked(&self) -> usize {
         self.shape.walked()
     }
 
-    /// Logits of a token.
+    /// Vocabulary size.
     pub fn vocab(&self) -> u64 {
         self.shape.head.vocab as u64
     }
 
-    /// Whether any weight is in 4 bits.
+    /// Whether any weight is 4-bit.
     pub fn packed(&self) -> bool {
         self.shape.kinds.iter().any(Layer::is_packed)
     }
 
-    /// Whether the head's chunks change no bits: nothing there trains (a gradient is a sum over chunks), and its
-    /// products are not so small that their number of rows decides the order of their sums.
+    /// Whether the logit chunk size leaves results bitwise equal: the head must not train (gradients are
+    /// sums over chunks), and hidden size must exceed 64 (row count changes the summation order of
+    /// smaller products).
     pub fn head_is_free(&self) -> bool {
         let s = &self.shape;
         !s.head.trains() && s.d > 64
     }
 
-    /// Whether the plan says where inputs of recomputed layers wait: on another device than the host, in one stage, where the
-    /// recipe neither says that nor what is recomputed, and both memories are known.
+    /// Whether the plan may move inputs of recomputed layers to the host: on CUDA without pipeline
+    /// stages, with both budgets known and `memory.offload` and `memory.recompute` left to the plan.
     pub fn inputs_are_open(&self) -> bool {
         let (i, r) = (self.inputs, self.inputs.recipe);
         let known = i.budget.is_some() && i.host.is_some() && i.machine.cuda;
@@ -348,31 +346,31 @@ impl<'a> Prepared<'a> {
         known && auto && r.parallel.pipeline == 1
     }
 
-    /// Whether the host has room for inputs that the plan moves there, beside what else a rank has there.
+    /// Whether offloaded layer inputs stay within their share of the host memory left to the rank.
     pub fn host_has_room(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> bool {
         let beside = space::sum(&self.statics.host) + w.resident().unwrap_or(0);
         let left = self.inputs.host.unwrap_or(0).saturating_sub(beside);
         self.host_activations(w, recompute, inputs) <= left / search::OF_THE_HOST
     }
 
-    /// Tokens of micro-batches of `rows` rows.
+    /// Workload for micro-batches of `rows` rows.
     pub fn workload(&self, rows: usize) -> Workload {
         self.inputs.workloads.of(self.inputs.recipe, rows)
     }
 
-    /// This rank's part of a micro-batch.
+    /// This rank's part of a micro-batch under context parallelism.
     fn part(&self, t: Tokens) -> Tokens {
         t.split(self.inputs.recipe.parallel.context as u64)
     }
 
-    /// The longest answer to an evaluation's samples: one process gives it alone.
+    /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
     fn answers(&self, eval: Tokens) -> Answers {
         let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
         let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, self.shape.dtype) * c.layers;
         Answers::new(eval.longest, most as u64, token as u64)
     }
 
-    /// What a run with these tokens allocates; `heads` are the head's chunks that may be chosen.
+    /// Simulates a run with this workload; `heads` are candidate logit chunk sizes in targets.
     pub fn parts(&self, w: Workload, heads: &[u64]) -> candle_core::Result<Parts<'_>> {
         let r = self.inputs.recipe;
         let run = StepInputs {
@@ -381,7 +379,7 @@ impl<'a> Prepared<'a> {
             train: self.part(w.train),
             eval: w.eval.map(|t| self.part(t)),
             answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
-            // on CUDA they are the host's
+            // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
             neftune: r.data.neftune,
             skewed: false,
@@ -390,7 +388,7 @@ impl<'a> Prepared<'a> {
         Parts::new(run, heads)
     }
 
-    /// Bytes of tensors that come to a rank from the others in a step.
+    /// Tensor bytes received by a rank per step.
     fn wire(&self, micro_batches: u64) -> u64 {
         let (s, outline) = (&self.statics, self.shape.outline());
         let each = |v| outline.needs([v]).into_iter().filter_map(|u| s.comes.get(u)).sum::<u64>();
@@ -398,12 +396,12 @@ impl<'a> Prepared<'a> {
         (s.wire[0] + gathered) * micro_batches + s.wire[1]
     }
 
-    /// Bytes of inputs of recomputed layers that wait on the host, where that is not the device.
+    /// Host bytes of offloaded layer inputs; 0 on the CPU.
     fn host_activations(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> u64 {
         if !self.inputs.machine.cuda || !inputs.on_host {
             return 0;
         }
-        // the topmost stays
+        // the topmost layer's input stays on the device
         let waiting = recompute.layers().min(self.walked().saturating_sub(1)) as u64;
         self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
@@ -413,7 +411,7 @@ impl Plan {
     /// Plans a recipe.
     ///
     /// # Errors
-    /// Sizes of the model, or of a rank's part of it, that do not go together.
+    /// Inconsistent sizes of the model or of a rank's shard.
     pub fn new(i: &Inputs<'_>) -> ft_base::Result<Self> {
         let prepared = Prepared::new(i)?;
         let decision = search::choose(&prepared)?;
@@ -434,7 +432,7 @@ impl Plan {
             host.push(("offloaded_activations", activations));
         }
         if let Some(server) = &server {
-            // ranks of a machine share it
+            // ranks of a machine share one server
             host.push(("server", server.on_host.div_ceil(p.local())));
         }
         let unit = (d.execution.micro_rows * p.data).max(1);
@@ -466,16 +464,15 @@ impl Plan {
     }
 }
 
-/// Plans a recipe from its model's config alone, as `ft plan` does. `cuda` says for which device.
+/// Plans a recipe from its model's config alone, as `ft plan` does, for CUDA if `cuda` is set.
 ///
 /// # Errors
-/// A model that cannot be found or is not supported, a rule that matches nothing, an adapter that cannot be
-/// read.
+/// An unknown or unsupported model, a rule without matches, an unreadable adapter.
 pub fn of_recipe(recipe: &Recipe, cuda: bool) -> ft_base::Result<(Plan, source::Found)> {
     of_recipe_in(recipe, cuda, &Room::of(machine(recipe, cuda)))
 }
 
-/// As [`of_recipe`], for a machine that has `room`.
+/// Like [`of_recipe`], with explicit free memory and disk space.
 ///
 /// # Errors
 /// As [`of_recipe`].
@@ -510,7 +507,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> ft_base::Re
     Ok((plan, found))
 }
 
-/// What the engine allocates with a plan's choices, and where.
+/// Lists the engine's allocations under the given execution settings.
 ///
 /// # Errors
 /// As [`Plan::new`].
@@ -520,7 +517,7 @@ pub fn allocations(i: &Inputs<'_>, c: &Execution) -> ft_base::Result<Vec<Listed>
     Ok(prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
 }
 
-/// Why what trains in full has no f32 master weights, where it has none.
+/// Why fully trained weights have no f32 master weights; `None` if they have.
 fn no_master(i: &Inputs<'_>) -> Option<&'static str> {
     let rounded = statics::rounded(i.recipe, i.selection, i.machine, &i.selection.parts());
     rounded.contains(&true).then_some(match i.recipe.optimizer.master {

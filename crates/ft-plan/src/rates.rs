@@ -1,4 +1,4 @@
-//! How fast this machine is: measured by `ft bench`, kept for plans.
+//! Throughput measured by `ft bench`, stored for later plans.
 
 use super::Machine;
 use ft_base::store;
@@ -6,31 +6,29 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// How far a step's time may be from what the measured rate says, either way: the range that plans give.
+/// Relative uncertainty of a predicted step time; plans print a range of ±30%.
 const SPREAD: f64 = 0.3;
 
-/// What `ft bench` measured on one kind of device and dtype.
+/// Throughput of one kind of device and dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rate {
-    /// Floating-point operations a second of a large matrix product.
+    /// Floating-point operations per second of a large matrix product.
     pub matmul: f64,
-    /// Work ([`super::work`]) of a whole training step a second.
+    /// Work ([`super::work`]) per second of a whole training step.
     pub step: f64,
-    /// Bytes a second that a large copy reads and writes together.
+    /// Bytes read plus written per second by a large copy.
     #[serde(default)]
     pub copy: f64,
 }
 
-/// Seconds, from and to.
+/// A time range in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Range {
-    /// At the best.
     pub low: f64,
-    /// At the worst.
     pub high: f64,
 }
 
-/// The file of measured rates, in `ft`'s cache folder.
+/// File of measured rates in the cache folder of `ft`.
 pub fn path() -> Option<PathBuf> {
     Some(store::cache_folder()?.join("rates.json"))
 }
@@ -47,15 +45,15 @@ fn read(path: &std::path::Path) -> BTreeMap<String, Rate> {
         .unwrap_or_default()
 }
 
-/// The rate that was measured on a machine like this one.
+/// Rate measured on a machine of this kind, if any.
 pub fn find(m: Machine) -> Option<Rate> {
     read(&path()?).remove(&key(m))
 }
 
-/// Keeps a measured rate.
+/// Stores a measured rate and returns the file, or `None` without a cache folder.
 ///
 /// # Errors
-/// A cache that cannot be written.
+/// A cache folder or file that cannot be written.
 pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
     let Some(path) = path() else { return Ok(None) };
     if let Some(dir) = path.parent() {

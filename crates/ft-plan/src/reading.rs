@@ -1,4 +1,4 @@
-//! What a model takes that only reads and answers: its weights, and a cache that grows with what it has read.
+//! Memory for inference: weights, and a key-value cache that grows with the context.
 
 use super::report::bytes;
 use super::statics::{self, Statics};
@@ -10,50 +10,48 @@ use ft_recipe::{Dtype, OneDevice, Quantize, Recipe};
 use candle_core::DType;
 use std::fmt::Write;
 
-/// Tokens of a cache that a model is loaded for at the least, and that its bytes are told by.
+/// Smallest cache, in tokens, a model is loaded for; also the unit of reported cache sizes.
 const TOKENS: u64 = 1000;
 
-/// A recipe that asks for nothing: what it says of training is not looked at.
+/// Minimal recipe for memory queries; its training keys are not used.
 const NOTHING: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"/.*/\"]\n[[data.train]]\nsource = \"d.jsonl\"\n\
     format = \"text\"\n";
 
-/// How a model is to be loaded.
+/// Model and load options.
 #[derive(Clone, Copy, Debug)]
 pub struct Loaded<'a> {
-    /// The model.
     pub config: &'a Config,
-    /// Its modules, and the adapters on them.
+    /// Modules and their adapters.
     pub selection: &'a Selection,
-    /// Of the linears.
+    /// Quantization of the linear layers.
     pub quantize: Quantize,
-    /// Compute dtype, where it is not the device's own.
+    /// Compute dtype, if not the device's default.
     pub dtype: Option<Dtype>,
-    /// Bytes of a value of its matrices as they are stored.
+    /// Bytes per stored matrix value.
     pub stored: u64,
 }
 
-/// What it takes to read with it.
+/// Memory requirements of inference.
 #[derive(Clone, Debug)]
 pub struct Reading {
-    /// Where.
     pub machine: Machine,
     /// Bytes of all weights.
     pub weights: u64,
-    /// The driver's context and the libraries' workspaces, and what the allocator holds beside all else.
+    /// Bytes of CUDA context, library workspaces and allocator overhead.
     pub context: u64,
-    /// What loading takes beside them for a while.
+    /// Temporary bytes during loading, on top of the weights.
     pub loading: u64,
-    /// Bytes of the cache of a token.
+    /// Cache bytes per token, over all layers.
     pub token: u64,
-    /// Bytes of the device that may be used, if known.
+    /// Usable device bytes, if known.
     pub budget: Option<u64>,
 }
 
 impl Reading {
-    /// On the CPU or on CUDA.
+    /// Computes the requirements on the CPU or on CUDA.
     ///
     /// # Errors
-    /// Keys that do not go together.
+    /// Conflicting settings.
     pub fn new(of: Loaded<'_>, cuda: bool) -> ft_base::Result<Self> {
         let quantize = if of.config.four_bit { Quantize::Nf4 } else { of.quantize };
         let mut keys = vec![format!("model.quantize={}", quantize.word())];
@@ -71,22 +69,22 @@ impl Reading {
         Ok(Self { machine, weights, context, loading: s.load_transient, token: token as u64, budget })
     }
 
-    /// Bytes of the device with a cache of so many tokens.
+    /// Device bytes with a cache of `tokens` tokens.
     pub fn total(&self, tokens: u64) -> u64 {
         self.weights + self.context + self.loading.max(self.token.saturating_mul(tokens))
     }
 
-    /// Whether it can be loaded, and read a little.
+    /// Whether weights and a cache of 1,000 tokens fit.
     pub fn fits(&self) -> bool {
         self.budget.is_none_or(|b| self.total(TOKENS) <= b)
     }
 
-    /// Tokens that there is room for beside the weights.
+    /// Tokens of cache the remaining budget holds.
     pub fn tokens(&self) -> Option<u64> {
         Some(self.budget?.saturating_sub(self.weights + self.context) / self.token.max(1))
     }
 
-    /// What it takes, in words.
+    /// The requirements in words.
     pub fn text(&self) -> String {
         let cache = bytes(self.token * TOKENS);
         let (weights, context) = (bytes(self.weights), bytes(self.context));
@@ -97,7 +95,8 @@ impl Reading {
         if self.machine.cuda { "context, libraries and allocator" } else { "workspace and allocator" }
     }
 
-    /// Why it does not fit, with what would: an option, and what it takes with that.
+    /// Error for a model over budget; `others` are alternatives as (option, requirements), listed
+    /// if they fit.
     pub fn refusal(&self, others: &[(&str, Self)]) -> Error {
         let mut s = format!(
             "this model needs {} to read 1,000 tokens ({}), and {} is available",
@@ -123,24 +122,24 @@ impl Reading {
     }
 }
 
-/// What the server of `serve.devices` takes: a process of its own, which reads with copies of what a run trains.
+/// Memory of the `serve.devices` server, a separate process with copies of the model for inference.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
-    /// Where its copies are.
+    /// Devices of the copies.
     pub devices: Vec<OneDevice>,
-    /// Bytes of each CUDA device; those of the CPU's copy are the host's.
+    /// Bytes on each CUDA device; a CPU copy counts in `on_host`.
     pub on_device: u64,
     /// Bytes of host memory.
     pub on_host: u64,
-    /// Bytes of a CUDA device that may be used, where the recipe says it.
+    /// Usable bytes of a CUDA device, if `memory.budget` is set.
     pub budget: Option<u64>,
 }
 
 impl Server {
-    /// That of a recipe, if it asks for one.
+    /// The server of a recipe, if it has one.
     ///
     /// # Errors
-    /// Keys that do not go together.
+    /// Conflicting settings.
     pub fn of(
         r: &Recipe,
         config: &Config,
@@ -162,12 +161,12 @@ impl Server {
         Ok(Some(Self { devices: r.serve.devices.clone(), on_device, on_host, budget }))
     }
 
-    /// Whether each of its devices has room, as far as that is known.
+    /// Whether the server fits its devices; true without a budget.
     pub fn fits(&self) -> bool {
         self.budget.is_none_or(|b| self.on_device <= b)
     }
 
-    /// What it takes, in words.
+    /// The requirements in words.
     pub fn text(&self) -> String {
         let words = |d: &&OneDevice| **d != OneDevice::Cpu;
         let cuda: Vec<String> = self.devices.iter().filter(words).map(|d| d.word()).collect();
@@ -200,7 +199,7 @@ mod tests {
         )
     }
 
-    /// Of Qwen3-30B-A3B: 30.5 billion weights in bf16, and 48 layers of 4 heads of 128 channels.
+    /// Qwen3-30B-A3B: 30.5 billion parameters in bf16; 48 layers, 4 key-value heads of 128 channels.
     #[test]
     fn weights_and_cache_are_those_of_the_config() -> ft_base::Result<()> {
         let r = of("Qwen/Qwen3-30B-A3B", Quantize::None, None, true)?;
@@ -210,7 +209,7 @@ mod tests {
         assert!((0.26..0.29).contains(&(four.weights as f64 / r.weights as f64)), "{}", four.weights);
         let wide = of("Qwen/Qwen3-30B-A3B", Quantize::None, None, false)?;
         assert_eq!((wide.token, wide.machine.width), (2 * r.token, 4));
-        // but for norms they stay as they are stored
+        // all but the norms keep their stored width
         assert!((wide.weights as f64 / r.weights as f64 - 1.0).abs() < 0.001, "{}", wide.weights);
         Ok(())
     }
@@ -235,7 +234,7 @@ mod tests {
         assert!(said.contains(&four_bit) && !said.contains("--device cpu"), "{said}");
         let none = r.refusal(&[]).to_string();
         assert!(none.contains("hint: a smaller model"), "{none}");
-        // what is left of the budget, in tokens
+        // tokens of cache in the remaining budget
         let left = (24u64 << 30) - four.weights - four.context;
         assert_eq!(four.tokens(), Some(left / four.token));
         Ok(())

@@ -1,4 +1,4 @@
-//! A plan for eyes, and as JSON.
+//! A plan as text and as JSON.
 
 use super::ledger::{Component, Peak, Phase};
 use super::rates::Range;
@@ -6,10 +6,10 @@ use super::{Hint, Plan, Theory};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Width of the longest bar.
+/// Width of the longest bar, in characters.
 const BAR: usize = 36;
 
-/// Bytes in words, in binary units.
+/// Formats bytes in binary units.
 pub fn bytes(n: u64) -> String {
     const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     match UNITS.iter().find(|(_, size)| n >= *size) {
@@ -18,7 +18,7 @@ pub fn bytes(n: u64) -> String {
     }
 }
 
-/// A count in words, with thousands as K, M, B.
+/// Formats a count with K, M or B for thousands, millions, billions.
 fn count(n: u64) -> String {
     match n {
         0..1_000 => n.to_string(),
@@ -36,12 +36,12 @@ fn seconds(s: f64) -> String {
     }
 }
 
-/// Where a peak is, in words.
+/// Describes the place of a peak.
 pub fn place(peak: &Peak, layers: usize) -> String {
     spot(peak.phase, peak.unit, layers)
 }
 
-/// A phase and a unit of the walk, in words.
+/// Describes a phase and a unit of the walk.
 pub fn spot(phase: Phase, unit: usize, layers: usize) -> String {
     let unit = match (phase, unit) {
         (Phase::Load | Phase::Step | Phase::Save, _) => return phase.word().into(),
@@ -53,7 +53,7 @@ pub fn spot(phase: Phase, unit: usize, layers: usize) -> String {
 }
 
 impl Plan {
-    /// What `ft plan --json` prints; `range` is the time of a step, where a rate was measured.
+    /// Output of `ft plan --json`; `range` is the predicted time of a step, if a rate was measured.
     pub fn json(&self, data_ranks: u64, range: Option<Range>) -> Value {
         let mut device: Map<String, Value> =
             self.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
@@ -99,7 +99,7 @@ impl Plan {
         out
     }
 
-    /// What was chosen, with reasons: for `ft plan --json` and `metrics.jsonl`.
+    /// Chosen settings with reasons, for `ft plan --json` and `metrics.jsonl`.
     pub fn choices_json(&self) -> Value {
         let (c, why) = (&self.execution, &self.reasons);
         let mut all = json!({
@@ -236,7 +236,7 @@ impl Plan {
         s
     }
 
-    /// What of the budget stays free, where some is to be kept back.
+    /// Describes the free part of the budget if a reserve applies.
     fn left(&self) -> String {
         match self.kept_back() {
             Some((wanted, left)) if wanted > left => {
@@ -247,7 +247,7 @@ impl Plan {
         }
     }
 
-    /// Why a run that does not fit stops before it starts, with what would make it fit.
+    /// Error for a run that does not fit, with hints.
     pub fn refusal(&self) -> super::Error {
         let mut s = self.lacks();
         for h in &self.hints {
@@ -256,12 +256,12 @@ impl Plan {
         super::Error::DoesNotFit(s)
     }
 
-    /// Why a run does not fit.
+    /// Error for a run that does not fit, without hints.
     pub fn verdict(&self) -> super::Error {
         super::Error::DoesNotFit(self.lacks())
     }
 
-    /// What does not fit, a line each.
+    /// Shortages, one per line.
     fn lacks(&self) -> String {
         let mut lines = Vec::new();
         if !self.fits_device() {

@@ -1,9 +1,10 @@
-//! What the plan chooses: the fastest by its own account of time that fits the budget.
+//! Search for the fastest execution that fits the budget, by the plan's own cost model.
 //!
-//! Five things are open: how much of how many layers is computed again, where the inputs of those wait, how their 4-bit weights
-//! are dequantized, how many logits exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
-//! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time, but for the
-//! hundredth that inputs on the host have to save.
+//! Five settings are open: recompute level of the layers, place of the recomputed layers' inputs,
+//! dequantization of 4-bit weights, logit chunk size, and micro-batch rows if `run.micro_rows` is
+//! "auto". The search compares all combinations and takes the fitting one with the least [`Work`] per
+//! row. A larger budget therefore never costs time, except that inputs move to the host only to save at
+//! least 1%.
 
 use super::ledger::Peak;
 use super::report::bytes;
@@ -16,76 +17,71 @@ use ft_recipe::{Offload, Recompute};
 use ft_engine::walk::{Dequantize, Execution, Inputs, Recomputed};
 use candle_core::Result;
 
-/// Tokens of a micro-batch beyond which a larger one spares nothing worth having.
+/// Tokens of a micro-batch beyond which larger ones save no relevant time.
 const ENOUGH: u64 = 1 << 16;
-/// Micro-batches that are compared at the most.
+/// Largest number of micro-batch sizes compared.
 const SIZES: usize = 24;
-/// The head's chunks that are compared, as shares of the usual one.
+/// Logit chunk sizes compared, as fractions of the default.
 const CHUNKS: [(u64, u64); 6] = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)];
-/// Fewest rows of a chunk.
+/// Smallest logit chunk, in rows.
 const FEWEST: u64 = 16;
 
-/// Parts of a CUDA device's budget, of which one is kept back where the choices allow it: no GPU has confirmed what the
-/// allocator is planned to hold.
+/// Divisor of a CUDA budget for the reserve: 1/25 stays free if possible, since the planned allocator
+/// overhead is unconfirmed on GPUs.
 const KEPT_BACK: u64 = 25;
 
-/// Part of the host's memory that inputs take at the most where nobody said that they wait there: others live there too, and
-/// page-locked memory is nobody else's.
+/// Divisor of host memory for automatically offloaded inputs: at most 1/2, since page-locked memory is
+/// lost to other processes.
 pub const OF_THE_HOST: u64 = 2;
 
-/// Share of a step that they save at the least there: no GPU has confirmed what crossing costs.
+/// Smallest relative saving to justify offloading inputs; transfer costs are unconfirmed on GPUs.
 const WORTH: f64 = 0.01;
 
-/// Bytes of a budget that the choices keep back.
+/// Bytes of a budget to leave free.
 pub fn reserve(machine: Machine, budget: u64) -> u64 {
     if machine.cuda { budget / KEPT_BACK } else { 0 }
 }
 
-/// What was chosen, and what that gives.
+/// Result of the search.
 #[derive(Clone, Debug)]
 pub struct Decision {
-    /// The execution.
     pub execution: Execution,
-    /// Why.
     pub reasons: Reasons,
-    /// The device at its peak.
+    /// Device peak.
     pub peak: Peak,
     /// Work of a micro-batch.
     pub work: Work,
-    /// Tokens, with these micro-batches.
+    /// Workload with the chosen micro-batch.
     pub workload: Workload,
 }
 
-/// Why each choice was made.
+/// Reason for each choice, in words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reasons {
-    /// Of the recompute level.
     pub recompute: String,
-    /// Of where inputs wait.
+    /// For the place of recomputed layers' inputs.
     pub inputs: String,
-    /// Of how weights are dequantized.
     pub dequantize: String,
-    /// Of the head's chunk.
+    /// For the logit chunk.
     pub head_rows: String,
-    /// Of the micro-batch.
     pub micro_rows: String,
 }
 
-/// What may be chosen for a recipe; none of the lists is empty.
+/// Candidate settings of a recipe; no list is empty.
 struct Open {
     rows: Vec<usize>,
     heads: Vec<u64>,
     dequantize: Vec<Dequantize>,
-    /// On the device first.
+    /// Device before host.
     inputs: Vec<Inputs>,
-    /// In each list what takes less comes later, and takes longer.
+    /// Lists ordered from most memory and least time to least memory and most time.
     recompute: Vec<Vec<Recomputed>>,
 }
 
 impl Open {
     fn of(p: &Prepared<'_>) -> Self {
         let (r, walked) = (p.inputs.recipe, p.walked());
-        // without a budget nothing says how far to go
+        // without a budget there is nothing to search for
         let known = p.inputs.budget.is_some();
         let whole = |level| vec![vec![Recomputed::mixed((walked, level), Level::Nothing, walked)]];
         let recompute = match r.memory.recompute {
@@ -120,7 +116,7 @@ impl Open {
         Self { rows, heads, dequantize, inputs, recompute }
     }
 
-    /// Places of inputs, chunks and ways of dequantizing, in every combination.
+    /// All combinations of input place, logit chunk (as an index) and dequantization.
     fn others(&self) -> impl Iterator<Item = (Inputs, usize, Dequantize)> + '_ {
         let heads = move |i| (0..self.heads.len()).map(move |h| (i, h));
         let pairs = self.inputs.iter().flat_map(move |i| heads(*i));
@@ -128,32 +124,33 @@ impl Open {
     }
 }
 
-/// Layers at one level and those above them at a lower one, for all two: which of them spares most a byte depends on how
-/// long rows are, and on the machine. More than two are never better by more than a layer's part.
+/// For each pair of recompute levels, all splits with the higher level on the lower layers. The best pair
+/// depends on row length and machine; a third level could gain at most one layer's worth.
 fn mixes(walked: usize) -> Vec<Vec<Recomputed>> {
     let mix = |level, rest| (0..=walked).map(move |n| Recomputed::mixed((n, level), rest, walked)).collect();
     let lower = |level| Level::EACH.into_iter().filter(move |l| *l < level);
     Level::EACH.into_iter().flat_map(|level| lower(level).map(move |rest| mix(level, rest))).collect()
 }
 
-/// Micro-batches that divide `rows`, the smallest first.
+/// Divisors of `rows` as micro-batch sizes, smallest first.
 fn sizes(rows: usize, length: u64) -> Vec<usize> {
     let enough = (ENOUGH / length.max(1)).max(1) as usize;
     let divisors = (1..=rows.min(enough).max(1)).filter(|n| rows.is_multiple_of(*n));
     divisors.take(SIZES).collect()
 }
 
-/// A micro-batch of some rows.
+/// A candidate micro-batch size.
 struct Size<'p> {
     rows: usize,
     workload: Workload,
     parts: Parts<'p>,
-    /// Of micro-batches of the mean size, where that is another.
+    /// Simulation with mean-sized micro-batches; `None` if equal to the largest.
     mean: Option<Parts<'p>>,
 }
 
 impl<'p> Size<'p> {
-    /// `whole` are the tokens of a micro-batch of `largest` rows: micro-batches are compared on the same step.
+    /// `whole` is a micro-batch of `largest` rows, scaled down so that all sizes are compared on the same
+    /// tokens.
     fn new(p: &'p Prepared<'_>, open: &Open, rows: usize, (whole, largest): (Tokens, usize)) -> Result<Self> {
         let workload = p.workload(rows);
         let part = |n: u64| (n as f64 * rows as f64 / largest as f64).round() as u64;
@@ -163,7 +160,7 @@ impl<'p> Size<'p> {
         Ok(Self { rows, workload, parts: p.parts(workload, &open.heads)?, mean })
     }
 
-    /// Work a row, and peak bytes.
+    /// Work per row and peak bytes of a combination.
     fn weigh(&self, levels: Levels) -> Weighed {
         let work = self.mean.as_ref().unwrap_or(&self.parts).work(levels).total() / self.rows as f64;
         let rank = if levels.inputs.on_host { work * (1.0 + WORTH) } else { work };
@@ -171,20 +168,20 @@ impl<'p> Size<'p> {
     }
 }
 
-/// One combination.
+/// A combination with its cost.
 #[derive(Clone, Copy)]
 struct Weighed {
     levels: Levels,
-    /// Work a row.
+    /// Work per row.
     work: f64,
-    /// That, with what it has to be worth: what combinations are compared by.
+    /// Sort key: work per row, plus the required saving for inputs on the host.
     rank: f64,
-    /// peak bytes.
+    /// Peak bytes.
     total: u64,
 }
 
-/// Compares all combinations and takes the fastest that fits and leaves the reserve; where none does, the one that takes
-/// least.
+/// Takes the fastest combination that fits and leaves the reserve free; if none does, the one with the
+/// smallest peak.
 pub fn choose(p: &Prepared<'_>) -> Result<Decision> {
     let open = Open::of(p);
     let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
@@ -218,7 +215,7 @@ pub fn choose(p: &Prepared<'_>) -> Result<Decision> {
                         if !inputs.on_host {
                             without = Some(without.map_or(this.work, |w| w.min(this.work)));
                         }
-                        // recomputing more only takes longer
+                        // later entries recompute more and only take longer
                         break;
                     }
                 }
@@ -230,7 +227,7 @@ pub fn choose(p: &Prepared<'_>) -> Result<Decision> {
             }
             Some(_) => {}
             None => {
-                // nor do more rows fit
+                // more rows do not fit either
                 too_large = Some(size.rows);
                 break;
             }
@@ -258,17 +255,17 @@ pub fn choose(p: &Prepared<'_>) -> Result<Decision> {
     })
 }
 
-/// A decision as it is told.
+/// Context for wording the reasons.
 struct Told<'a, 'p> {
     p: &'a Prepared<'p>,
     open: &'a Open,
     size: &'a Size<'p>,
     chosen: Weighed,
-    /// Whether it fits and leaves the reserve.
+    /// Whether the choice fits and leaves the reserve free.
     fits: bool,
     /// Rows of the smallest micro-batch that did not fit.
     too_large: Option<usize>,
-    /// The least work a row of what fits with inputs on the device.
+    /// Least work per row among fitting combinations with inputs on the device.
     without: Option<f64>,
 }
 
@@ -285,7 +282,7 @@ impl Told<'_, '_> {
         }
     }
 
-    /// By how much the chosen combination is faster than another, in words.
+    /// Time saved by the choice over another combination, in words.
     fn spares(&self, other: Levels) -> String {
         let other = self.size.weigh(other).work;
         format!("{:.1}% of a step", 100.0 * (1.0 - self.chosen.work / other))

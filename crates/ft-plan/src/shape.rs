@@ -1,4 +1,4 @@
-//! The model that a plan runs: the engine's own modules with ghosts for weights, one layer of each kind.
+//! Shape-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
 
 use ft_engine::adapt::ghost::Ghosts;
 use ft_engine::adapt::{Choice, Selection};
@@ -16,37 +16,36 @@ use candle_core::DType;
 /// A model of ghosts.
 #[derive(Debug)]
 pub struct Shape {
-    /// Where all of them are written down.
+    /// Ledger of all its ghosts.
     pub ledger: Ledger,
     /// Compute dtype.
     pub dtype: DType,
-    /// Width.
+    /// Hidden size.
     pub d: usize,
-    /// Channels of a head.
+    /// Channels per attention head.
     pub head_dim: usize,
-    /// The embedding.
     pub embedding: Embedding,
-    /// A layer of each kind.
+    /// One layer of each distinct kind.
     pub kinds: Vec<Layer>,
-    /// Kind of each layer.
+    /// Index into `kinds` for each layer.
     pub of: Vec<usize>,
     /// Final norm and head.
     pub head: Head,
-    /// Whether the head has the embedding's table.
+    /// Whether the head shares the embedding's table.
     pub tied: bool,
-    /// Gradient buffers, as a sink takes them.
+    /// Gradient buffers by unit, as `Sink` takes them.
     pub grads: Vec<Option<Tensor>>,
-    /// Lowest unit that trains.
+    /// Lowest unit that trains; `None` if nothing does.
     pub lowest: Option<usize>,
 }
 
-/// What makes layers of one kind: their modules' choices, experts and window.
+/// Key of a layer kind: choices of its modules, mixture or dense, sliding window.
 type Kind<'a> = (Vec<&'a Choice>, bool, Option<usize>);
 
 impl Shape {
-    /// From a config and a selection of its modules, of which linears become 4-bit or not, and weights stay on the device or
-    /// not, for a rank of `tensor` that share each linear and of `stages`
-    /// that share the layers.
+    /// Builds the model from a config and a module selection. `weights` is the quantization of linear
+    /// layers and whether frozen matrices are stored with room for their adapters; `tensor` and `stages`
+    /// are the tensor-parallel and pipeline world sizes.
     pub fn new(
         config: &Config,
         selection: &Selection,
@@ -83,7 +82,7 @@ impl Shape {
             }
             of.push(at);
         }
-        // the modules of a part have the names of those of the whole
+        // shards use the module names of the whole model
         let (table, norm, head) = Tree::ends(c);
         let (embedding, table) = Builder::new(c, &mut ghosts(&first)).embedding(&table)?;
         let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
@@ -91,7 +90,7 @@ impl Shape {
         let mut lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
         if stages > 1 {
             let mine = of.len().div_ceil(stages);
-            // backward walks a stage's layers from its lowest that trains: counted from the top
+            // a stage keeps the top layers: count the walked ones from the top
             let walked = walked(lowest, of.len()).min(mine);
             of.drain(..of.len() - mine);
             lowest = lowest.map(|u| if u == 0 { 0 } else { mine + 1 - walked });
@@ -112,13 +111,13 @@ impl Shape {
         })
     }
 
-    /// What decides the visits of its passes.
+    /// Determines the visits of the walk's passes.
     pub fn outline(&self) -> Outline {
         let e = &self.embedding;
         Outline { layers: self.of.len(), tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
     }
 
-    /// Layers that backward walks through.
+    /// Layers walked backward.
     pub fn walked(&self) -> usize {
         walked(self.lowest, self.of.len())
     }
@@ -128,7 +127,7 @@ fn walked(lowest: Option<usize>, layers: usize) -> usize {
     lowest.map_or(0, |u| (layers + 1).saturating_sub(u.max(1)))
 }
 
-/// The part of one of `ranks` that share each linear.
+/// Config of one rank's shard under tensor parallelism over `ranks`.
 fn part(config: &Config, ranks: usize) -> Config {
     let mut c = config.clone();
     c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);

@@ -1,4 +1,4 @@
-//! A model's config without its weights: a local folder, the hub's cache, or one that is built in.
+//! Finds a model's config without weights: a local folder, the hub's cache, or a built-in one.
 
 use ft_data::hub::{self, Settings, Want};
 use ft_engine::model::{self, Config};
@@ -12,8 +12,8 @@ macro_rules! builtin {
     };
 }
 
-/// Published configs of models that recipes name, so that they plan without a network. What does not change
-/// memory (initialisation, dropout of 0) is left out; names of one line share their sizes.
+/// Published configs of common models, so that their recipes plan offline. Fields without effect on
+/// memory (initialization, zero dropout) are left out; names on one line share one config.
 const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"] => "qwen3-0.6b",
     &["Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"] => "qwen3-1.7b",
@@ -31,15 +31,16 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"] => "mixtral-8x7b",
 ];
 
-/// The text of a built-in config.
+/// File name and text of a built-in config.
 pub fn builtin(id: &str) -> Option<(&'static str, &'static str)> {
     BUILTIN.iter().find(|(ids, ..)| ids.contains(&id)).map(|(_, file, text)| (*file, *text))
 }
 
-/// The built-in config of a recipe's model, the recipe's overrides applied, and its name; `None` of a model that has none.
+/// Built-in config of a recipe's model with the recipe's overrides, and its name; `None` if there is
+/// none.
 ///
 /// # Errors
-/// Overrides that do not fit.
+/// Invalid overrides.
 pub fn built_in(m: &ft_recipe::Model) -> Result<Option<(Config, String)>, model::Error> {
     let Some((file, text)) = builtin(&m.source) else { return Ok(None) };
     let name = format!("built-in {file}");
@@ -48,25 +49,26 @@ pub fn built_in(m: &ft_recipe::Model) -> Result<Option<(Config, String)>, model:
     Ok(Some((Config::overridden(&name, raw, &m.overrides)?, name)))
 }
 
-/// A config, and where it came from in words.
+/// A config and its origin.
 #[derive(Debug)]
 pub struct Found {
-    /// The config, the recipe's overrides applied.
+    /// Config with the recipe's overrides applied.
     pub config: Config,
-    /// "the folder ..", "built in".
+    /// Origin in words: the folder, or "built-in ...".
     pub from: String,
-    /// The folder that it is in.
+    /// Folder of the config; `None` if built in.
     pub dir: Option<PathBuf>,
-    /// Whether the weights are on this machine already.
+    /// Whether the weights are already on this machine.
     pub weights: bool,
-    /// What the recipe's rules name and the model does not have.
+    /// Modules named by `[[train]]` rules but absent from the model.
     pub notes: Vec<String>,
 }
 
-/// Finds the config of a recipe's model. Asks the hub for it only when nothing here has it.
+/// Finds the config of a recipe's model. Contacts the hub only if no local copy or built-in config
+/// exists.
 ///
 /// # Errors
-/// A model that is nowhere; a config that is not supported.
+/// A model found nowhere; an unsupported config.
 pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
     let m = &recipe.model;
     let path = recipe.resolve(&m.source);
@@ -102,7 +104,7 @@ mod tests {
     use super::*;
     use ft_engine::model::modules::parameters;
 
-    /// The counts that the models' own pages give.
+    /// Parameter counts from the model cards.
     #[test]
     fn built_in_configs_have_the_published_sizes() -> anyhow::Result<()> {
         for (id, billions) in [

@@ -1,7 +1,7 @@
-//! What a run takes beside the device: host memory, files by disk, shared memory; and whether there is room.
+//! Host memory, disk space and shared memory of a run, required and available.
 //!
-//! On the CPU the device's memory is the host's: `host` lists what the process takes beside it, and what is
-//! available to that is what the device's bytes leave.
+//! On the CPU the device is the host: `host` then lists the process's bytes on top of the device's, and
+//! the available bytes are those left by the device's.
 
 use super::Machine;
 use super::report::bytes;
@@ -24,89 +24,87 @@ use std::path::{Path, PathBuf};
 /// Bytes by name.
 pub type Parts = Vec<(&'static str, u64)>;
 
-/// Bytes that a tensor's entry in a safetensors header takes beside its name, padding included.
+/// Bytes of a tensor's entry in a safetensors header without the name, padding included.
 const ENTRY: u64 = 90;
-/// What names in an adapter have more.
+/// Extra bytes of a tensor name in an adapter file.
 const NAMES: u64 = 24;
 /// Bytes of a checkpoint's state and manifest, and of a result's config.
 const STATE: u64 = 16 << 10;
-/// Bytes of a step's line in `metrics.jsonl`, and of an expert's count in the lines of mixtures.
+/// Bytes of a step's line in `metrics.jsonl`, and of one expert's count in expert-load lines.
 const LINE: (u64, u64) = (450, 8);
-/// Steps between the lines that tell the load of experts.
+/// Steps between expert-load lines.
 const LOAD_EVERY: u64 = 10;
-/// What one channel of NCCL takes of shared memory for a rank whose device its peers cannot reach directly, as
-/// its errors name it, and the channels that it opens then.
+/// Shared memory of a rank with NCCL: two channels of 9,637,888 bytes (the size in NCCL's own error
+/// messages), used if devices have no peer access.
 const NCCL: u64 = 2 * 9_637_888;
-/// CUDA devices of a server.
+/// CUDA devices of a typical server.
 const DEVICES: u64 = 8;
-/// The file that Open MPI maps for each rank of a machine (`btl_sm_segment_size`).
+/// File mapped by Open MPI for each rank of a machine (`btl_sm_segment_size`).
 const MPI: u64 = 4 << 20;
 
-/// What to change where kept tokens do not fit.
+/// Settings to change if the token cache does not fit.
 const TOKENS: &[&str] = &["FT_CACHE", "data.cache"];
 
-/// Files that a run writes.
+/// A group of files written by a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Files {
-    /// What they are.
     pub name: &'static str,
-    /// Their bytes when there are most of them.
+    /// Peak bytes on disk.
     pub bytes: u64,
-    /// Where they go.
     pub dir: PathBuf,
-    /// What to change where they do not fit: keys, or a variable of the environment.
+    /// Settings to change if they do not fit: recipe keys or environment variables.
     pub change: &'static [&'static str],
 }
 
-/// One disk, and what of a run goes there.
+/// One disk, and the files of a run on it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Disk {
     /// Folders on it.
     pub dirs: Vec<PathBuf>,
-    /// Names and bytes of what goes there.
+    /// Bytes by file group.
     pub parts: Parts,
-    /// Bytes that may be written there, where known.
+    /// Bytes available for writing, if known.
     pub free: Option<u64>,
-    /// What to change.
+    /// Settings to change if they do not fit.
     pub change: Vec<&'static str>,
 }
 
 impl Disk {
-    /// Bytes that go there.
+    /// Bytes required.
     pub fn needed(&self) -> u64 {
         sum(&self.parts)
     }
 
-    /// Whether there is room; where nothing is known, nothing speaks against it.
+    /// Whether there is room; true if the free space is unknown.
     pub fn fits(&self) -> bool {
         self.free.is_none_or(|f| self.needed() <= f)
     }
 }
 
-/// A disk as the system describes it.
+/// A filesystem as reported by the system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
-    /// Equal for folders on the same one.
+    /// Device number, equal for folders of one filesystem.
     pub id: u64,
-    /// Bytes that this user may still write.
+    /// Bytes available to this user.
     pub free: u64,
 }
 
-/// What a machine has. Tests make their own.
+/// Free memory and disk space of a machine. Tests supply their own.
 pub struct Room<'a> {
-    /// Bytes of host memory that this process may hold in all.
+    /// Bytes of host memory this process may hold in total, if known.
     pub host: Option<u64>,
-    /// Bytes free in `/dev/shm`.
+    /// Bytes free in `/dev/shm`, if known.
     pub shared: Option<u64>,
-    /// The disk that a folder is on, or would be.
+    /// Filesystem of a folder, existing or not.
     pub volume: &'a dyn Fn(&Path) -> Option<Volume>,
-    /// Bytes that stand in a run folder and that the run replaces.
+    /// Bytes of a run folder that the run replaces.
     pub replaced: &'a dyn Fn(&Path) -> u64,
 }
 
 impl Room<'_> {
-    /// Where this machine would run it: this machine. A plan for a device that is not here is for another
-    /// machine, whose memory and disks are not known.
+    /// Room on this machine. For CUDA on a machine without it everything is unknown: the plan is for
+    /// another machine.
     pub fn of(machine: Machine) -> Room<'static> {
         if machine.cuda && ft_kernels::cuda::cuda_memory().is_none() {
             return Room { host: None, shared: None, volume: &|_| None, replaced: &|_| 0 };
@@ -129,12 +127,13 @@ fn volume(dir: &Path) -> Option<Volume> {
     Some(Volume { id: there.dev(), free })
 }
 
-/// Checkpoints go before the first new one comes; a result stays until the new one is whole.
+/// Bytes of old checkpoints: a run deletes them before the first save. The old result stays until the new
+/// one is complete.
 fn replaced(dir: &Path) -> u64 {
     size(&dir.join("checkpoints"))
 }
 
-/// Bytes of all files below a folder; links are not followed.
+/// Bytes of all files below a folder, not following links.
 fn size(dir: &Path) -> u64 {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries
@@ -151,36 +150,36 @@ pub fn sum(parts: &[(&'static str, u64)]) -> u64 {
     parts.iter().map(|(_, b)| b).sum()
 }
 
-/// What a run takes beside the device, and what there is.
+/// Host memory, shared memory and files of a run, with the available bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Space {
     /// Host memory of a rank, by name.
     pub host: Parts,
-    /// Host memory that these bytes may take, where known.
+    /// Host memory available for `host`, if known.
     pub host_left: Option<u64>,
     /// Shared memory of a rank, by name.
     pub shared: Parts,
-    /// Shared memory that is free, where known.
+    /// Shared memory available to a rank, if known.
     pub shared_left: Option<u64>,
-    /// Files of the run, over all ranks.
+    /// File groups of the run, over all ranks.
     pub files: Vec<Files>,
-    /// Files by disk.
+    /// File groups by disk.
     pub disks: Vec<Disk>,
     /// Bytes of one checkpoint.
     checkpoint: u64,
-    /// Checkpoints that the run writes, where known.
+    /// Number of checkpoints written, if known.
     saves: Option<u64>,
 }
 
 impl Space {
-    /// What a recipe takes; `host` is what of it is known to live there already.
+    /// Computes the requirements of a recipe; `host` has the known host allocations of a rank.
     pub fn new(r: &Recipe, s: &Selection, machine: Machine, w: &Workload, mut host: Parts) -> Self {
         let trained = s.parts();
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let headers: u64 = trained.iter().map(|t| t.name_bytes() as u64 + ENTRY).sum();
         let states: u64 = trained.iter().map(|t| states(&r.optimizer, t, s.layers)).sum();
         let (eight_bit, projects) = (r.optimizer.name.eight_bit(), r.optimizer.name.projects());
-        // weights, two moments, the scales of those in 8 bits, and directions of gradients
+        // weights, two moments, their scales if 8-bit, and projection matrices (GaLore)
         let entries = 3 + if eight_bit { 2 } else { 0 } + u64::from(projects);
         let rounded = rounded(r, s, machine, &trained);
         let weights = trained.iter().zip(rounded).map(|(t, rounded)| (t.elements() as u64, rounded));
@@ -223,13 +222,14 @@ impl Space {
         space
     }
 
-    /// Bytes of checkpoints when there are most of them: the one being written stands beside those that stay.
+    /// Peak bytes of checkpoints: the kept ones plus the one being written.
     fn checkpoints(&self, keep: usize) -> u64 {
         let most = keep.max(1) as u64 + 1;
         self.checkpoint.saturating_mul(self.saves.map_or(most, |n| n.min(most)))
     }
 
-    /// Adds the model's download, and the 4-bit model that `model.cache` keeps, where they are still to be made.
+    /// Adds the model download if the model is not `here`, and the 4-bit model of `model.cache` if not
+    /// yet written.
     pub fn model(&mut self, r: &Recipe, config: &Config, s: &Selection, here: bool) {
         if r.model.weights == Weights::Random {
             return;
@@ -267,8 +267,8 @@ impl Space {
         }
     }
 
-    /// Adds the tokens that are kept between commands, of data that was not tokenized yet. How many there will be is not
-    /// known: about as many bytes as the text has, for a token of four bytes stands for some four of text.
+    /// Adds the token cache for data not yet tokenized. Its size is estimated as the size of the text: a
+    /// stored token takes four bytes and covers about four bytes of text.
     pub fn tokens(&mut self, r: &Recipe) {
         let Some(cache) = store::cache_folder().filter(|_| r.data.cache) else { return };
         let resolve = |s: &str| r.resolve(s);
@@ -281,15 +281,15 @@ impl Space {
         }
     }
 
-    /// Takes down what there is; `device` is what the plan says of the device.
+    /// Records the available bytes; `device` is the planned device peak of a rank.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
         let local = local(r, machine);
-        // a budget above what this machine has speaks of another, whose memory and disks are not known
+        // a budget above this machine's memory is meant for another machine of unknown memory and disks
         let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
         let reach = r.memory.host_budget.map(memory::part).or(room.host.filter(|_| !told));
         self.host_left = reach.map(|all| match machine.cuda {
             true => all / local,
-            // ranks that are threads of a process share what it takes beside the device's bytes
+            // ranks that run as threads share the memory left by the device bytes
             false => all.saturating_sub(device.saturating_mul(local)),
         });
         self.shared_left = room.shared.map(|all| all / local);
@@ -306,7 +306,7 @@ impl Space {
             });
             let disk = &mut self.disks[k];
             if !disk.dirs.contains(&f.dir) {
-                // what stands there already and goes, or is written over, is as good as free
+                // files replaced by the run count as free space
                 let again = if f.dir == r.run.output { (room.replaced)(&f.dir) } else { 0 };
                 disk.free = disk.free.map(|n| n.saturating_add(again));
                 disk.dirs.push(f.dir.clone());
@@ -328,13 +328,13 @@ impl Space {
         self.shared_left.is_none_or(|left| sum(&self.shared) <= left)
     }
 
-    /// Whether there is room for all of it.
+    /// Whether everything fits.
     pub fn fits(&self) -> bool {
         self.host_fits() && self.shared_fits() && self.disks.iter().all(Disk::fits)
     }
 
-    /// What there is no room for: what is needed, what there is and what to change, a line each. `beside` says
-    /// whether the host's shortage is one of its own, and not what the device's bytes leave of it.
+    /// Shortages, one line each: required, available, settings to change. The host's line is included
+    /// only if `beside` is set, i.e. the shortage does not stem from the device bytes.
     pub fn shortages(&self, beside: bool) -> Vec<String> {
         let mut out = Vec::new();
         if beside && !self.host_fits() {
@@ -373,14 +373,14 @@ impl Space {
         out
     }
 
-    /// Changes that make room on a disk: settings, words.
+    /// Changes that make room on a disk, as (settings, words).
     pub fn hints(&self, r: &Recipe) -> Vec<(Vec<String>, String)> {
         let (mut out, best) = (Vec::new(), usize::from(r.run.keep_best));
         for d in self.disks.iter().filter(|d| !d.fits()) {
             let (needed, free) = (d.needed(), d.free.unwrap_or(0));
             let keeps = d.parts.iter().find(|(n, _)| *n == "checkpoints").map_or(0, |(_, b)| *b);
             let others = needed - keeps;
-            // as many as there is room for beside the one that is written
+            // the largest number of checkpoints that fits with the one being written
             let room = free.saturating_sub(others) / self.checkpoint.max(1);
             let most =
                 usize::try_from(room).unwrap_or(usize::MAX).saturating_sub(1 + best).min(r.run.keep - 1);
@@ -407,7 +407,7 @@ impl Space {
         out
     }
 
-    /// The three, as `ft plan --json` prints them, and the disks one by one.
+    /// The JSON tables of `ft plan --json`: host, disk, shared memory, and each filesystem.
     pub fn json(&self) -> [(&'static str, Value); 4] {
         let table = |parts: &Parts, left: Option<u64>| {
             let mut out: Map<String, Value> = parts.iter().map(|(k, b)| (k.to_string(), json!(b))).collect();
@@ -432,7 +432,7 @@ impl Space {
         ]
     }
 
-    /// The three, a line each.
+    /// The tables as text, one line each.
     pub fn text(&self) -> String {
         let mut s = String::new();
         let verdict = |needed: u64, left: Option<u64>, at: &str| match left {
@@ -458,19 +458,19 @@ impl Space {
 
 /// Ranks of a recipe on one machine.
 fn local(r: &Recipe, machine: Machine) -> u64 {
-    // a plan of more devices than servers have is of several machines
+    // more devices than one server has means several machines
     let devices = |n: u64| if n > DEVICES { n.min(DEVICES.max(cuda::count() as u64)) } else { n };
     if machine.cuda { devices(r.parallel.local()) } else { r.parallel.local() }
 }
 
-/// Bytes of a machine's `host` memory that a rank may use beside its device and a server; none where the host is the device,
-/// or nothing is known of it.
+/// Host bytes a rank may use besides its CUDA device and the server; `None` on the CPU, or if host memory
+/// is unknown.
 pub fn beside_device(r: &Recipe, machine: Machine, (host, server): (Option<u64>, u64)) -> Option<u64> {
     let all = r.memory.host_budget.map(memory::part).or(host).filter(|_| machine.cuda)?;
     Some(all.saturating_sub(server) / local(r, machine))
 }
 
-/// The recipe keys that make a part of the host's memory smaller.
+/// Recipe keys to change to shrink a host component.
 fn host_keys(part: &str) -> &'static [&'static str] {
     match part {
         "offloaded_optimizer" => &["memory.offload", "optimizer.name", "parallel.zero"],

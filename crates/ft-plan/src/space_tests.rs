@@ -1,4 +1,4 @@
-//! Room on made-up machines.
+//! Room on fictional machines.
 
 use super::*;
 use crate::{self, Plan};
@@ -8,7 +8,7 @@ const BASE: &str = "[model]\nsource = \"Qwen/Qwen3-0.6B\"\n[[train]]\nmodules = 
 const FULL: &str = "train.0.method=full";
 const GIB: u64 = 1 << 30;
 
-/// Two disks of `free` bytes each: the run folder's and all others'.
+/// Two disks with `free` bytes each: one for the run folder, one for all other files.
 fn plan(set: &[&str], host: u64, free: [u64; 2], replaced: u64) -> anyhow::Result<Plan> {
     let mut all = vec!["run.output=/runs/x".to_string(), "run.device=cpu".into()];
     all.extend(set.iter().map(|s| s.to_string()));
@@ -52,7 +52,7 @@ fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
     let p = plan(&set, 64 * GIB, [100 * GIB, 100 * GIB], 0)?;
     assert!(p.fits(), "{:?}", p.space.shortages(true));
     assert_eq!(p.space.disks.len(), 2);
-    // the model is not here: 0.6 B parameters in bf16, under the hub's cache
+    // the model is not downloaded: 0.6 B parameters in bf16, in the hub's cache
     let model = of(&p, "model");
     assert!((1_190_000_000..1_200_000_000).contains(&model), "{model}");
     let (runs, hub) = (&p.space.disks[0], &p.space.disks[1]);
@@ -61,7 +61,7 @@ fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
         (of(&p, "checkpoints") + of(&p, "result") + of(&p, "metrics"), model)
     );
 
-    // 4 checkpoints of 5 GB and a result do not fit where 12 GiB are free; two do
+    // 12 GiB hold two checkpoints of 5 GB and a result, but not four
     let p = plan(&set, 64 * GIB, [12 * GIB, GIB], 0)?;
     assert!(!p.fits() && p.fits_device());
     let said = p.refusal().to_string();
@@ -80,15 +80,15 @@ fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
     let mut fewer = set.to_vec();
     fewer[4] = "run.keep=1";
     assert!(plan(&fewer, 64 * GIB, [12 * GIB, 2 * GIB], 0)?.fits());
-    // a budget above what this machine has speaks of another, whose disks are not known
+    // a budget above this machine's memory is for another machine of unknown disks
     let elsewhere = [FULL, "memory.budget=1TiB", set[2], set[3], set[4]];
     assert!(plan(&elsewhere, 64 * GIB, [12 * GIB, GIB], 0)?.fits());
-    // what stands in the run folder is replaced
+    // files in the run folder are replaced
     assert!(plan(&set, 64 * GIB, [12 * GIB, 2 * GIB], 12 * GIB)?.fits());
     Ok(())
 }
 
-/// Tokens are an estimate before they are made: who has no room for them can do without.
+/// The token cache is estimated in advance; a disk too small gets a hint to disable it.
 #[test]
 fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()> {
     let recipe = Recipe::parse(BASE, "r.toml", &["run.output=/runs/x".into(), "memory.budget=1TiB".into()])?;
@@ -129,7 +129,7 @@ fn one_disk_takes_the_sum() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// On the CPU the host holds the device's bytes too: once.
+/// On the CPU the device bytes count as host memory, once.
 #[test]
 fn the_cpus_device_is_the_host() -> anyhow::Result<()> {
     let roomy = plan(&["memory.budget=1TiB", "memory.host_budget=64GiB"], 0, [1 << 40; 2], 0)?;
@@ -142,7 +142,7 @@ fn the_cpus_device_is_the_host() -> anyhow::Result<()> {
         assert_eq!(p.fits(), fits, "{}", p.refusal());
         assert!(p.fits_device());
     }
-    // without a budget of its own the device gets what the process leaves of the host
+    // without a budget the device gets the host memory left by the process
     let p = plan(&["memory.host_budget=32GiB"], 0, [1 << 40; 2], 0)?;
     assert_eq!(p.budget, Some(32 * GIB / 20 * 19 - host));
     Ok(())
@@ -170,7 +170,7 @@ fn shared_memory_is_for_ranks_that_are_processes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What lives on the host is refused where the host does not hold it, with what there is and what to change.
+/// A plan over host memory is refused with required and available bytes and settings to change.
 #[test]
 fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
     let set = [
@@ -188,7 +188,7 @@ fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
     std::fs::write(&path, BASE)?;
     let recipe = Recipe::load_for_plan(&path, &set.map(String::from))?;
     let with = |host: u64| -> anyhow::Result<Plan> {
-        // eight ranks of one process share it
+        // eight ranks in one process
         let room = Room { host: Some(host), shared: None, volume: &|_| None, replaced: &|_| 0 };
         Ok(plan::of_recipe_in(&recipe, true, &room)?.0)
     };

@@ -1,4 +1,4 @@
-//! What stays for the whole run, per rank: weights and states, on device and host.
+//! Bytes of one rank that stay for the whole run: weights and optimizer states, on device and host.
 
 use super::Machine;
 use super::ledger::{Bytes, Component};
@@ -19,86 +19,86 @@ use ft_engine::model::modules::{Group, Module};
 use ft_engine::optim::{PIECE, STAGED};
 use ft_recipe::{Decomposition, Method, Offload, Optimizer, Recipe, Weights};
 
-/// Values in a block of NF4, and blocks in a block of its scales.
+/// Values per NF4 quantization block, and blocks per group of double quantization.
 const NF4_BLOCK: u64 = 64;
 const NF4_NESTED: u64 = 256;
-/// Bytes that a thread of `store::convert` reads at a time.
+/// Bytes read at a time by a thread of `store::convert`.
 const READ_PIECE: u64 = 4 << 20;
-/// What the driver takes for a context, with cuBLAS and its workspace.
+/// CUDA context, cuBLAS and the cuBLAS workspace.
 const CUDA_CONTEXT: u64 = 600 << 20;
-/// What NCCL takes of a device once its ranks have given one another something: buffers for each channel and peer. An estimate:
-/// 1.6 GB were reported for one communicator (NVIDIA/nccl issue 864); fewer channels take less.
+/// Device buffers of NCCL for its channels and peers. An estimate: 1.6 GB are reported for one
+/// communicator (NVIDIA/nccl issue 864); fewer channels take less.
 const NCCL: u64 = 1600 << 20;
-/// What a process of `ft` holds beside tensors: code, tokenizer, threads.
+/// Bytes of an `ft` process besides tensors: code, tokenizer, threads.
 pub(super) const PROCESS: u64 = 128 << 20;
-/// Host memory of CUDA's driver, context and libraries. Not measured with ft: a PyTorch process grew by 1,123 MiB when
-/// the context was made and by 594 MiB with its first convolution (pytorch/pytorch issue 12873); later drivers load
-/// kernels when they are first used and stay below that.
+/// Host memory of the CUDA driver, context and libraries. Not measured with ft: a PyTorch process grew by
+/// 1,123 MiB with the context and by 594 MiB with its first convolution (pytorch/pytorch issue 12873);
+/// newer drivers load kernels lazily and stay below.
 pub(super) const CUDA_HOST: u64 = 1792 << 20;
-/// Freed blocks that are kept for reuse on the CPU, as a part of the engine's bytes (`log/pool.rs`).
+/// Freed blocks kept for reuse on the CPU, as a fraction 1/40 of engine bytes (`log/pool.rs`).
 const KEPT_PART: u64 = 40;
-/// What small blocks and their gaps take on the CPU, and code that is first used in training: so many bytes, and a part
-/// of the engine's (`benches/memory.py`).
+/// Small blocks, their gaps, and lazily loaded code on the CPU: a constant, plus a fraction 1/64 of
+/// engine bytes (`benches/memory.py`).
 const SMALL_BLOCKS: (u64, u64) = (5 << 20, 64);
-/// What writing a checkpoint from the CPU takes.
+/// Buffers of the checkpoint writer on the CPU.
 pub(super) const WRITER: u64 = 1 << 20;
-/// Rows of logits that the check at the end compares, and bytes a logit of it.
+/// Logit rows compared by the check of the result, and bytes per logit.
 pub const PROBE: (u64, u64) = (ft_data::PROBE_TOKENS as u64, 40);
 
-/// Bytes that do not depend on the micro-batch.
+/// Bytes of a rank that do not depend on the micro-batch.
 #[derive(Clone, Debug, Default)]
 pub struct Statics {
-    /// On the device.
     pub device: Bytes,
     /// On the host, by name.
     pub host: Vec<(&'static str, u64)>,
-    /// What loading takes beyond all that is loaded in the end.
+    /// Temporary bytes during loading, above the sum of all loaded weights.
     pub load_transient: u64,
-    /// Temporaries of writing and checking the result.
+    /// Temporary bytes while the result is written and checked.
     pub save_transient: u64,
-    /// Values that the optimizer takes at once on the device; none where states are offloaded.
+    /// Most values the optimizer updates at once on the device; 0 with offloaded states or weights.
     pub largest_group: u64,
-    /// What the update of a matrix takes whose gradient is projected.
+    /// Temporary bytes of a GaLore update of one matrix.
     pub projecting: u64,
-    /// What the device holds of a piece of gradients or new values on its way to or from the host.
+    /// Device buffers for gradients or new weights on their way to or from the host.
     pub staging: u64,
-    /// Where ranks share the rows, or units are updated in the backward pass: bytes of each unit's gradients of one
-    /// micro-batch, which live from the unit's backward visit to their sum, or to the update.
+    /// Gradient bytes of one micro-batch by unit, with data parallelism or updates in the backward pass.
+    /// They live from the unit's backward visit to the reduction, or to the update.
     pub live: Vec<u64>,
-    /// Between CUDA devices: bytes that come from other ranks for the sum of each unit's, until that is over.
+    /// CUDA with data parallelism: bytes received by the reduction of each unit's gradients.
     pub summed: Vec<u64>,
-    /// There: bytes of this rank's part of each unit's sum, where it gives that to all.
+    /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
+    /// gradient, sent to all ranks.
     pub parts: Vec<u64>,
-    /// What these are.
+    /// Component of `live`.
     pub live_as: Component,
     /// Whether units are updated in the backward pass.
     pub updates: bool,
-    /// Whether the head's gradients are the embedding's.
+    /// Whether head and embedding share one gradient buffer.
     pub tied: bool,
-    /// Where weights come and go: bytes of each unit's, which are gathered before the visit that comes before it.
+    /// Weights gathered per visit (ZeRO-3) or offloaded: bytes by unit, fetched one visit ahead.
     pub flight: Vec<u64>,
-    /// Of these, the bytes that come from other ranks.
+    /// Bytes of `flight` received from other ranks.
     pub comes: Vec<u64>,
-    /// What a rank copies to give it to others: of its sum of a unit's gradients, and of updated weights, at the most.
+    /// Largest send buffers: for this rank's shard of a reduced gradient, and for updated weights.
     pub given: [u64; 2],
-    /// Bytes of tensors that come from other ranks, for each micro-batch and for each update.
+    /// Tensor bytes received per micro-batch and per update.
     pub wire: [u64; 2],
-    /// Parameters of the model, and those that train.
+    /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),
 }
 
-/// What an allocator holds beyond the `engine`'s bytes: on CUDA a part of them, by what pools are said to lose (no GPU
-/// has confirmed it); on the CPU what [`reuse`] keeps, and small blocks.
+/// Allocator overhead on top of `engine` bytes. On CUDA an assumed 2% (unconfirmed on GPUs); on the CPU
+/// [`reuse`] plus small blocks.
 pub fn overhead(machine: Machine, engine: u64) -> u64 {
     if machine.cuda { engine / 50 } else { reuse(engine) + SMALL_BLOCKS.0 + engine / SMALL_BLOCKS.1 }
 }
 
-/// Freed bytes that the CPU's allocator may keep for reuse where all of the `engine`'s are in use.
+/// Freed bytes the CPU allocator may keep for reuse at a peak of `engine` bytes.
 pub fn reuse(engine: u64) -> u64 {
     engine / KEPT_PART
 }
 
-/// How many ranks share a kind of bytes.
+/// World sizes by kind of parallelism.
 struct Ranks {
     data: u64,
     zero: u8,
@@ -121,8 +121,8 @@ impl Ranks {
         }
     }
 
-    /// This rank's share of `bytes` of a module, divided over data ranks from `stage` on. A pipeline's most
-    /// crowded stage counts: it has its layers, and one end of the model.
+    /// This rank's share of a module's `bytes`, sharded over data ranks from ZeRO stage `stage` on. With
+    /// a pipeline this is the largest stage: its share of the layers, plus both ends of the model.
     fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
         let mut by = if self.zero >= stage { self.data } else { 1 };
         if m.group != Group::Norms {
@@ -151,29 +151,29 @@ fn component(g: Group) -> Component {
     }
 }
 
-/// Bytes of NF4 codes for `n` values of one tensor, its 8-bit scales, and the f32 factors of those.
+/// Bytes of NF4 codes for `n` values of one tensor, count of 8-bit scales, count of f32 scales of those.
 fn nf4_values(n: u64) -> [u64; 3] {
     let blocks = n.div_ceil(NF4_BLOCK);
     [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
 }
 
-/// Bytes of NF4 codes and of its scales for `n` values of one tensor.
+/// Bytes of NF4 codes and of all scales for `n` values of one tensor.
 pub fn nf4(n: u64) -> (u64, u64) {
     let [codes, blocks, groups] = nf4_values(n);
     (codes, blocks + 4 * groups)
 }
 
-/// How a recipe's optimizer projects gradients.
+/// Gradient projection of a recipe's optimizer.
 pub(super) fn projection(o: &Optimizer) -> Projection {
     Projection { rank: if o.name.projects() { o.galore_rank } else { 0 }, eight_bit: o.name.eight_bit() }
 }
 
-/// Bytes of the optimizer's states for a tensor of a model of so many units; without gaps.
+/// Bytes of a tensor's optimizer states, alignment gaps excluded.
 pub(super) fn states(o: &Optimizer, t: &TrainedPart<'_>, layers: usize) -> u64 {
     states_of(o, t, layers, t.elements() as u64)
 }
 
-/// As [`states`], where the tensor has room for `values`.
+/// Like [`states`], with the tensor padded to `values`.
 fn states_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> u64 {
     let how = projection(o);
     match t.shape() {
@@ -183,7 +183,7 @@ fn states_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> 
     }
 }
 
-/// The trained tensors of a selection that have no f32 master weights, by number.
+/// For each trained tensor, whether it has no f32 master weights and is rounded stochastically instead.
 pub(super) fn rounded(r: &Recipe, s: &Selection, machine: Machine, trained: &[TrainedPart<'_>]) -> Vec<bool> {
     let unit = |t: &TrainedPart<'_>| t.module.unit(s.layers);
     let wide = wide_units(trained.iter().map(|t| (unit(t), t.part)));
@@ -193,7 +193,7 @@ pub(super) fn rounded(r: &Recipe, s: &Selection, machine: Machine, trained: &[Tr
 }
 
 impl Statics {
-    /// For a recipe, its selection and a machine; `parameters` is the model's total.
+    /// Computes the static bytes of a rank; `parameters` is the model's total.
     pub fn new(r: &Recipe, s: &Selection, machine: Machine, parameters: u64) -> Self {
         let width = machine.width;
         let ranks = Ranks::of(r, s.layers);
@@ -202,22 +202,23 @@ impl Statics {
         // on the CPU the device is the host
         let states_elsewhere = offload && machine.cuda;
         let weights_elsewhere = weights_offload && machine.cuda;
-        // what is held of the weights is the master weights
+        // the weights double as master weights
         let one_copy = machine.computes_in_f32() && offload == weights_offload;
         let trained = s.parts();
         let units = s.layers + 2;
         let mut out = Self::default();
 
-        // frozen weights, in the order in which they are loaded
+        // frozen weights, in load order
         let mut unit_bytes = vec![0u64; units];
-        // values in each unit's buffers of bytes, of the compute dtype, of f32, and of what stays in half precision
+        // values in each unit's buffers: u8, compute dtype, f32, stored half precision
         let mut frozen = vec![[0u64; 4]; units];
         let (mut loaded, mut high, mut initial_factors) = (0u64, 0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
         let apart = r.weights_come_and_go();
-        // each tensor of what comes and goes begins where a gap after the one before it ends
+        // gathered or offloaded weights start at aligned offsets in their buffers
         let placed = |values: u64| if apart { values.next_multiple_of(ALIGN as u64) } else { values };
-        // of what comes and goes: the most that a rank reads of a tensor, and a unit that is gathered for norms
+        // for gathered or offloaded weights: largest piece of a tensor read at once; units needed in full for
+        // DoRA norms
         let (mut piece, mut normed) = (0u64, vec![false; units]);
         for (m, choice) in &s.modules {
             let n = m.weight_values() as u64;
@@ -226,13 +227,13 @@ impl Statics {
                 continue;
             }
             if machine.cuda && m.expert.is_some() {
-                // its line in the table of the layer's experts
+                // entry in the layer's expert table
                 out.device.add(component(m.group), table::BYTES as u64);
             }
             normed[m.unit(s.layers)] |= matches!(choice, Choice::Lora { spec, .. } if spec.dora);
             piece = piece.max((4 + width) * n.div_ceil(if split { ranks.data } else { 1 }));
             if matches!(choice, Choice::Full { .. }) {
-                // its f32 value, on the way into its buffer, and rounded beside it
+                // f32 value on the way into the buffer, and its rounded copy
                 let value = if states_elsewhere { 0 } else { 4 * n };
                 let rounded = if machine.computes_in_f32() && !states_elsewhere { 0 } else { width * n };
                 high = high.max(loaded + value + rounded);
@@ -256,7 +257,7 @@ impl Statics {
                 (false, &[o, i]) if room > 0 => {
                     let (rows, cols) = Padded::shape((o, i), room);
                     let bytes = width * (rows * cols) as u64;
-                    // it is copied to where there is room
+                    // copied into storage with room for the adapter
                     high = high.max(loaded + bytes + width * n);
                     (bytes, 0)
                 }
@@ -270,7 +271,7 @@ impl Statics {
                 }
             };
             buffers[1] += placed(bias);
-            // what an update begins with stays on the host, and is made there of the weight in f32
+            // initial LoRA factors (e.g. PiSSA) are computed on the host from the f32 weight
             let made = match (choice, m.weight_shape().as_slice()) {
                 (Choice::Lora { spec, .. }, &[o, i]) if begins => {
                     let factors = 4 * (spec.rank * (o + i)) as u64;
@@ -300,7 +301,7 @@ impl Statics {
             (bytes, true) => out.host.push(("initial_factors", bytes)),
             (bytes, false) => out.device.add(Component::Adapters, bytes),
         }
-        // files are read and converted a piece at a time, on every thread, and what is made or encoded is so on the host
+        // on the CPU all threads read and convert files in pieces
         let pieces = |largest: u64| if machine.cuda { 0 } else { machine.threads * READ_PIECE.min(largest) };
         let read = match r.model.weights {
             Weights::Load => pieces(READ_PIECE),
@@ -308,12 +309,12 @@ impl Statics {
         };
         out.load_transient = (high + read).saturating_sub(loaded);
 
-        // what trains: buffers by unit, gaps between tensors included
+        // trained tensors: buffers by unit, alignment gaps included
         let mut lens = vec![0u64; units];
         let mut sums = [0u64; 5];
         let unit_of = |m: &Module| m.unit(s.layers);
         let wide = wide_units(trained.iter().map(|t| (unit_of(t.module), t.part)));
-        // of these, what has master weights
+        // values with master weights, by unit
         let mut kept = vec![0u64; units];
         for (t, rounded) in trained.iter().zip(rounded(r, s, machine, &trained)) {
             let (m, unit) = (t.module, t.module.unit(s.layers));
@@ -325,20 +326,21 @@ impl Statics {
             sums[2] += ranks.share(m, 4 * n, 2);
             let from = if wide.contains(&unit) { 3 } else { 1 };
             sums[3] += if one_copy || rounded { 0 } else { ranks.share(m, 4 * n, from) };
-            // gaps have moments too
+            // alignment gaps have moments too
             let states = states_of(&r.optimizer, t, s.layers, n);
             if let (&[o, i], how) = (t.shape(), projection(&r.optimizer))
                 && how.takes(t.part, t.shape(), unit, units)
             {
-                // as in `optim/projected.rs`: the gradient on the host and its decomposition; then its projection, the step
-                // of that, and a copy of the matrix that decays or is rounded
+                // see `optim/projected.rs`: first the gradient and its decomposition on the host; then
+                // the projected gradient and update, and a copy of the matrix for weight decay or
+                // rounding
                 let (n, low) = ((o * i) as u64, 8 * (how.rank * o.max(i)) as u64);
                 let look = if machine.cuda { 0 } else { 4 * n + decompose::bytes((o, i), how.rank) };
                 let copy = if r.optimizer.weight_decay != 0.0 { 4 * n } else { 0 };
                 let after = match (machine.computes_in_f32(), rounded) {
                     (true, _) => copy,
                     (false, false) => copy.max(width * n),
-                    // its own f32 values
+                    // f32 copy of the weights
                     (false, true) => 4 * n + copy,
                 };
                 out.projecting = out.projecting.max(look).max(low + after);
@@ -355,17 +357,17 @@ impl Statics {
         out.device.add(Component::Trained, full);
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
-        // the optimizer goes by pieces
+        // the optimizer works in pieces
         let crosses = offload || weights_offload;
         out.largest_group = if crosses { 0 } else { longest_kept.min(PIECE as u64) };
 
         let mut staging_on_host = 0;
         if crosses {
-            // as in `optim/offload.rs`: new values on their way; from and to CUDA two pieces each way, on the host
+            // see `optim/offload.rs`: staging for new values; with CUDA two host pieces in each direction
             let own = |longest: u64| longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
             let piece = |longest: u64, most: usize| width * own(longest).min(most as u64);
             let bare = lens.iter().zip(&kept).map(|(all, kept)| all - kept).max().unwrap_or(0);
-            // on the CPU what has no master weights is where it is updated
+            // on the CPU weights without master weights are updated in place
             let new = match (one_copy, machine.cuda) {
                 (true, _) => 0,
                 (_, true) => piece(longest, PIECE),
@@ -386,7 +388,7 @@ impl Statics {
             out.device.add(Component::Master, master);
             out.device.add(Component::Moments, states);
         }
-        // of a buffer of so many values: the first rank's part, and what comes to it from the others
+        // for a buffer of `values`: rank 0's shard, and bytes received from the other ranks
         let own = |values: u64| {
             let shard = Shard { rank: 0, ranks: ranks.data as usize, stage: ranks.zero };
             shard.part(values as usize).len() as u64
@@ -429,17 +431,17 @@ impl Statics {
         if ranks.data > 1 {
             let part = longest.div_ceil(ranks.data);
             let [sums, weights] = [ranks.zero < 2, (1..3).contains(&ranks.zero)].map(u64::from);
-            // the sum of a part is one more where there are no gradients that stay
+            // without gradient buffers the reduced shard is an extra copy
             let sums_here = if r.optimizer.in_backward { 1 } else { sums };
             out.given = [4 * part * sums_here, width * part * weights];
-            // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and then all take what others have
+            // see `train/reduce.rs` and `optim`: reduce-scatter, then all-gather
             let summed: u64 = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).sum();
             let taken = |size: u64| lens.iter().map(|n| comes(*n, size)).sum::<u64>();
             let wide: u64 = wide.iter().filter(|_| !one_copy).map(|u| comes(lens[*u], 4)).sum();
             out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
         if machine.cuda && ranks.data > 1 {
-            // as in `comm/devices.rs`: each other rank's part
+            // see `comm/devices.rs`: shards received from the other ranks
             out.summed = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).collect();
             out.parts = lens.iter().map(|n| if ranks.zero < 2 { 4 * own(*n) } else { 0 }).collect();
         }
@@ -451,29 +453,30 @@ impl Statics {
         let largest = trained.iter().map(|t| t.elements() as u64).max().unwrap_or(0);
         let lacks = r.lora.init.decomposition().is_some_and(Decomposition::changes_base);
         out.parameters = (parameters, count);
-        // a tensor read back, and its rounded copy, which is made on the host
+        // one tensor at a time: read back, then rounded on the host
         let value = if states_elsewhere && !lacks { 0 } else { 4 * largest * if lacks { 2 } else { 1 } };
         let rounded = if (machine.computes_in_f32() || machine.cuda) && !states_elsewhere {
             0
         } else {
             width * largest
         };
-        // a model is stored in the compute dtype, an adapter in f32; what was read is rounded when all of it is there
+        // a model is stored in the compute dtype, an adapter in f32; rounding starts after the whole
+        // tensor is read
         let stored = if s.everything_full() { width } else { 4 };
         let read = pieces(stored * largest.min(READ_PIECE / 4));
-        // where no rank has all master weights they are read from the checkpoint, those of an adapter together
+        // sharded master weights are read back from the checkpoint; an adapter's all at once
         let parts = ranks.zero >= 3 || (ranks.zero >= 1 && !one_copy);
         let together = ranks.data > 1 && parts && !s.everything_full();
         let values = if together { 4 * count + read } else { 0 };
-        // they are the host's
+        // read into host memory
         let [here, there] = if machine.cuda { [0, values] } else { [values, 0] };
-        // all that is written of an adapter of twice the rank is made before
+        // an adapter of doubled LoRA rank is built completely before writing
         let here = if lacks && !s.everything_full() { here.max(8 * count + read) } else { here };
         out.save_transient = ((value + rounded.max(read)).max(here) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         if r.parallel.local() == 1 && r.parallel.ranks() > 1 && !machine.cuda {
-            // of processes: what goes out in a round, and what comes
+            // between processes: send and receive buffers of one round
             out.host.push(("communication_buffers", 2 * 4 * ROUND as u64));
         }
         if machine.cuda {
@@ -490,28 +493,29 @@ impl Statics {
 }
 
 impl Statics {
-    /// Bytes of weights and adapters on the device.
+    /// Device bytes of weights and adapters.
     pub fn weights(&self) -> u64 {
         self.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum()
     }
 
-    /// Gradients of one micro-batch that live while a unit is visited backward: a tied head's are the embedding's.
+    /// Live gradient bytes of one micro-batch during a unit's backward visit, with the embedding's if
+    /// tied.
     pub fn live_at(&self, unit: usize) -> u64 {
         self.own_live(unit) + if self.tied && unit > 0 { self.own_live(0) } else { 0 }
     }
 
-    /// Those of the unit alone, which live from its first gradient on.
+    /// Gradient bytes of the unit alone, live from the first gradient on.
     pub fn own_live(&self, unit: usize) -> u64 {
         self.live.get(unit).copied().unwrap_or(0)
     }
 
-    /// What comes from other ranks while a unit's gradients are summed.
+    /// Bytes received while a unit's gradients are reduced.
     fn summed_at(&self, unit: usize) -> u64 {
         self.summed.get(unit).copied().unwrap_or(0)
     }
 
-    /// What is on its way while a unit is visited backward: the sum of the unit that was visited before it, which goes on,
-    /// and what that rank gives to all of the one before that.
+    /// Asynchronous reductions during a unit's backward visit: gradients and received shards of the
+    /// previously visited unit, and this rank's shards of the previous two units.
     pub fn on_its_way(&self, unit: usize) -> u64 {
         if self.updates || self.summed.is_empty() {
             return 0;
@@ -521,13 +525,13 @@ impl Statics {
         before.first().map_or(0, |u| self.live[*u] + self.summed_at(*u)) + parts
     }
 
-    /// What a rank copies of its sum of a unit's gradients to give it to others, and what comes for that sum.
+    /// Send and receive buffers of the reduction of a unit's gradients.
     pub fn summing(&self, unit: usize) -> u64 {
         let own = if self.updates { None } else { self.parts.get(unit).copied() };
         own.unwrap_or(self.given[0]) + self.summed_at(unit)
     }
 
-    /// Bytes of units that ranks split, while they are gathered.
+    /// Bytes of `units` while gathered.
     pub fn gathered(&self, units: impl IntoIterator<Item = usize>) -> u64 {
         units.into_iter().filter_map(|u| self.flight.get(u)).sum()
     }

@@ -1,8 +1,8 @@
-//! A whole run as allocations: loading, the walk of a step, the optimizer, evaluation, saving.
+//! A whole run as a sequence of allocations: loading, the walk of a step, optimizer, evaluation, saving.
 //!
-//! The walk's visits are the engine's own, on ghosts. What a visit allocates does not depend on the layers around it, so
-//! each kind of visit is gone through once ([`Parts`]), and a run with these levels or others is a sum over its layers: a
-//! plan compares hundreds of them.
+//! Visits run the engine's own code on ghosts. A visit's allocations do not depend on the other layers,
+//! so each kind of visit runs once ([`Parts`]). A run is then a sum over layers, cheap enough to compare
+//! hundreds of combinations.
 
 use super::ledger::{Bytes, Component, Listed, Peak, Phase};
 use super::shape::Shape;
@@ -19,40 +19,39 @@ use ft_engine::walk::{Dequantize, Inputs, Recomputed};
 use Component::Workspace;
 use candle_core::Result;
 
-/// What a run is simulated with.
+/// Inputs of the simulation.
 #[derive(Clone, Debug)]
 pub struct StepInputs<'a> {
-    /// Sizes of the model.
     pub shape: &'a Shape,
-    /// What stays all the time.
+    /// Static bytes of the rank.
     pub statics: &'a Statics,
-    /// A training micro-batch.
+    /// Training micro-batch.
     pub train: Tokens,
-    /// An evaluation micro-batch, if the recipe evaluates.
+    /// Evaluation micro-batch, if the recipe evaluates.
     pub eval: Option<Tokens>,
-    /// Answers of the model, if the evaluation asks for some.
+    /// Generation in evaluation, if the recipe asks for it.
     pub answers: Option<Answers>,
-    /// Bytes of the orders that rows are shuffled into.
+    /// Bytes of shuffled row orders.
     pub orders: u64,
-    /// Noise on embeddings.
+    /// NEFTune noise scale.
     pub neftune: f64,
-    /// Whether all tokens choose the same experts, or as many each.
+    /// Whether all tokens choose the same experts; balanced routing if not.
     pub skewed: bool,
-    /// Pipeline stages: that many micro-batches are between forward and backward at once.
+    /// Pipeline stages, also the number of micro-batches in flight.
     pub stages: u64,
 }
 
-/// The longest prompt that the model answers, and its cache.
+/// Generation from the longest prompt, and its key-value cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Answers {
-    /// Tokens of the prompt that are read at a time.
+    /// Prompt tokens processed at a time.
     pub part: Tokens,
-    /// Bytes of keys and values of all layers when the prompt was read, and after the answer.
+    /// Cache bytes over all layers, after the prompt and after the answer.
     pub cache: [u64; 2],
 }
 
 impl Answers {
-    /// Of prompts and answers of so many tokens at the most, with `token` bytes of cache for each.
+    /// For at most `prompt` and `answer` tokens, with `token` bytes of cache a token.
     pub fn new(prompt: u64, answer: u64, token: u64) -> Self {
         let part = prompt.min(PART as u64);
         let read = Cache::held(prompt, prompt + answer);
@@ -61,20 +60,19 @@ impl Answers {
     }
 }
 
-/// What can be chosen when the micro-batch is given.
+/// Settings the search varies for a given micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Levels {
-    /// Layers that are recomputed.
     pub recompute: Recomputed,
-    /// Where their inputs wait (on the CPU the host is the device).
+    /// Place of recomputed layers' inputs; on the CPU host and device are the same.
     pub inputs: Inputs,
-    /// How their 4-bit weights are dequantized.
+    /// Dequantization of recomputed layers' 4-bit weights.
     pub dequantize: Dequantize,
-    /// Which of the head's chunks, by index into what [`Parts::new`] was given.
+    /// Index of the logit chunk in the `heads` of [`Parts::new`].
     pub head: usize,
 }
 
-/// The parts of a run, each gone through once.
+/// Simulated visits of a run, each kind run once.
 #[derive(Clone, Debug)]
 pub struct Parts<'a> {
     run: StepInputs<'a>,
@@ -85,39 +83,39 @@ pub struct Parts<'a> {
     kinds: Vec<Kind>,
     /// Input of a layer.
     input: Full,
-    /// The head in training, with the work of its forward pass, and in evaluation; by chunk.
+    /// By logit chunk: head in training, cost of its forward pass, head in evaluation.
     heads: Vec<(Full, Cost, Option<Full>)>,
     /// Batch and embedding in evaluation.
     eval: Option<(Full, Full)>,
-    /// The same of a prompt that is answered.
+    /// Batch and embedding of a prompt in generation.
     answer: Option<(Full, Full)>,
     optimizer: u64,
-    /// Gathered weights of each visit in training, while it is gone through and after it; and in evaluation.
+    /// Gathered weight bytes during and after a visit, by visit: training, then evaluation.
     flights: [Vec<[u64; 2]>; 2],
-    /// The same run with the most uneven routing, where there are experts.
+    /// The same run with all tokens on the same experts, for mixtures.
     skewed: Option<Box<Parts<'a>>>,
 }
 
-/// One place of a run: what is held there, in parts.
+/// One point of a run, with the bytes held there.
 struct Spot<'p> {
     phase: Phase,
     unit: usize,
     /// Micro-batch, and the visit.
     parts: [Option<&'p Full>; 2],
-    /// Layers below this have kept theirs.
+    /// Layers below this index hold saved activations.
     kept: usize,
     kept_total: u64,
-    /// Activations of other micro-batches of a pipeline.
+    /// Saved activations of other micro-batches in the pipeline.
     waiting: u64,
-    /// Bytes of [`Workspace`] beside them.
+    /// Additional bytes of [`Workspace`].
     extra: u64,
-    /// Bytes of gradients of one micro-batch.
+    /// Gradient bytes of one micro-batch.
     live: u64,
-    /// Bytes of gathered weights, of [`Component::InFlight`].
+    /// Gathered weights ([`Component::InFlight`]).
     flight: u64,
-    /// Bytes of keys and values of what was read, of [`Component::Cache`].
+    /// Key-value cache ([`Component::Cache`]).
     cache: u64,
-    /// Bytes of an input on its way to the host or back, of [`Component::Activations`].
+    /// An input in transfer to or from the host ([`Component::Activations`]).
     crossing: u64,
 }
 
@@ -136,10 +134,10 @@ impl Spot<'_> {
 }
 
 impl<'a> Parts<'a> {
-    /// Goes through each part of a run; `heads` are the head's chunks that may be chosen, in rows.
+    /// Runs each kind of visit once; `heads` are candidate logit chunk sizes in rows.
     ///
     /// # Errors
-    /// Sizes that do not go together.
+    /// Inconsistent sizes.
     pub fn new(run: StepInputs<'a>, heads: &[u64]) -> Result<Self> {
         let s = run.shape;
         let mixture = s.kinds.iter().any(|l| matches!(l.mlp, FeedForward::Mixture(_)));
@@ -186,40 +184,40 @@ impl<'a> Parts<'a> {
         })
     }
 
-    /// Layers, from the bottom, that backward does not walk.
+    /// Lowest layer walked backward.
     fn first(&self) -> usize {
         self.run.shape.lowest.map_or(usize::MAX, |u| u.saturating_sub(1))
     }
 
-    /// What is computed again of a layer, if it is walked backward.
+    /// Recompute level of a layer; `None` if not walked backward.
     fn level(&self, l: usize, levels: Levels) -> Option<Level> {
         l.checked_sub(self.first()).map(|i| levels.recompute.level(i))
     }
 
-    /// The way of a layer from forward to backward.
+    /// Saved activations and backward visit of a layer at its recompute level.
     fn way(&self, l: usize, levels: Levels) -> Option<&Way> {
         self.level(l, levels).map(|level| &self.kinds[self.run.shape.of[l]].ways[level as usize])
     }
 
-    /// What a layer keeps from forward to backward.
+    /// Saved activations of a layer, without the input if offloaded.
     fn kept(&self, l: usize, levels: Levels) -> Option<&Full> {
         let elsewhere = self.waits(l, levels) && self.run.machine().cuda;
         self.way(l, levels).map(|way| if elsewhere { &way.beside } else { &way.kept })
     }
 
-    /// Whether a layer's input waits on the host: some of it is recomputed, and it is not the first that the way down comes
-    /// to.
+    /// Whether a layer's input waits on the host: some of the layer is recomputed, and it is not the
+    /// topmost (visited first in the backward pass).
     fn waits(&self, l: usize, levels: Levels) -> bool {
         let recomputed = self.level(l, levels) > Some(Level::Nothing);
         levels.inputs.on_host && recomputed && l + 1 < self.run.shape.of.len()
     }
 
-    /// Bytes of the input of the layer below, on its way to the host or back while this one is visited.
+    /// Bytes of the lower layer's input, in transfer while layer `l` is visited.
     fn crosses(&self, l: usize, levels: Levels) -> u64 {
         if l > 0 && self.waits(l - 1, levels) { self.input.total } else { 0 }
     }
 
-    /// Calls `f` with every place of the run, in order.
+    /// Calls `f` with every point of the run, in order.
     fn each<'p>(&'p self, levels: Levels, f: &mut dyn FnMut(Spot<'p>)) {
         let count = self.run.shape.of.len();
         let statics = self.run.statics;
@@ -246,7 +244,7 @@ impl<'a> Parts<'a> {
             parts: [at.parts[0], Some(full)],
             ..*at
         };
-        // what is gathered while the next visit goes on, and what is left after it
+        // bytes gathered during a visit, and bytes left after it
         let mut after = 0;
         let mut next = |at: &mut Spot<'p>, flights: &mut std::slice::Iter<'_, [u64; 2]>| {
             [at.flight, after] = flights.next().copied().unwrap_or_default();
@@ -284,7 +282,7 @@ impl<'a> Parts<'a> {
             at.live = self.live(l + 1) + self.run.statics.on_its_way(l + 1);
             let left = next(&mut at, &mut train);
             at.crossing = self.crosses(l, levels);
-            // its own gradients are in what the visit takes
+            // `full` already includes the layer's own gradients
             let before = Spot { live: at.live - kind.own, ..at };
             f(visit(&before, Phase::Backward, l + 1, full));
             f(self.summing(&at, l + 1, left));
@@ -326,48 +324,48 @@ impl<'a> Parts<'a> {
                     f(visit(&at, Phase::Evaluate, l + 1, full));
                 }
             }
-            // of one token, as the layers compute them and in f32
+            // logits of one token, in the compute dtype and in f32
             let logits = self.run.shape.head.vocab as u64 * (self.run.machine().width + 4);
             f(Spot { unit: count + 1, cache: answers.cache[1], ..still(Phase::Evaluate, logits) });
         }
         f(still(Phase::Save, statics.save_transient));
     }
 
-    /// Gradients of one micro-batch that live while a unit is visited backward.
+    /// Live gradient bytes of one micro-batch during a unit's backward visit.
     fn live(&self, unit: usize) -> u64 {
         self.run.statics.live_at(unit)
     }
 
-    /// Where a unit's gradients are summed over the ranks, with what is gathered for the visit that comes.
+    /// The reduction of a unit's gradients, with the weights gathered for the next visit.
     fn summing<'p>(&'p self, at: &Spot<'p>, unit: usize, flight: u64) -> Spot<'p> {
         let statics = self.run.statics;
         let given = if at.live > 0 { statics.summing(unit) } else { 0 };
         let parts = [at.parts[0], Some(&self.input)];
-        // with what the update of the unit takes, where that has all gradients beside it
+        // with the temporaries of the unit's update, if it runs here
         let extra =
             if statics.updates && statics.live_as == Component::Gradients { self.optimizer } else { 0 };
         Spot { phase: Phase::Backward, unit, parts, live: at.live + given, flight, extra, ..*at }
     }
 
-    /// peak bytes: the engine's, the allocator's, and what the most uneven routing takes.
+    /// Peak bytes: engine, allocator overhead, routing reserve.
     pub fn total(&self, levels: Levels) -> u64 {
         let engine = self.engine(levels);
         engine + overhead(self.run.machine(), engine) + self.routing(levels, engine)
     }
 
-    /// The engine's own peak bytes.
+    /// Peak bytes of the engine alone.
     fn engine(&self, levels: Levels) -> u64 {
         let mut most = 0;
         self.each(levels, &mut |spot| most = most.max(spot.total()));
         self.statics.total + most
     }
 
-    /// What the most uneven routing takes beyond these bytes.
+    /// Extra bytes with all tokens on the same experts.
     fn routing(&self, levels: Levels, engine: u64) -> u64 {
         self.skewed.as_ref().map_or(0, |s| s.engine(levels).saturating_sub(engine))
     }
 
-    /// What is held at the peak.
+    /// Bytes held at the peak, by component.
     pub fn peak(&self, levels: Levels) -> Peak {
         let mut at_peak: Option<Spot<'_>> = None;
         let mut phases = [0; Phase::ALL.len()];
@@ -398,7 +396,7 @@ impl<'a> Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// The work of a micro-batch.
+    /// Work of a micro-batch.
     pub fn work(&self, levels: Levels) -> Work {
         let b = Balance::of(self.run.machine());
         let (head, forward, _) = &self.heads[levels.head];
@@ -431,7 +429,7 @@ impl Parts<'_> {
         Work { head, waiting, ..Work::of([up, again, down], b) }
     }
 
-    /// Every allocation, each kind once at each place.
+    /// All allocations; each kind appears once per place.
     pub fn listed(&self, levels: Levels) -> Vec<Listed> {
         let mut all: Vec<Listed> = Vec::new();
         let mut list = |phase, unit, component, bytes| all.push(Listed { phase, unit, component, bytes });

@@ -1,4 +1,4 @@
-//! Plans: choices under a budget, and what is taken.
+//! Plans: choices under a budget, and planned bytes.
 
 use super::hints;
 use super::*;
@@ -10,7 +10,7 @@ use std::path::Path;
 mod published;
 mod shipped;
 
-/// A machine that has room for everything.
+/// A machine with room for everything.
 const PLENTY: Room<'static> = Room {
     host: Some(1 << 50),
     shared: Some(1 << 40),
@@ -20,7 +20,7 @@ const PLENTY: Room<'static> = Room {
 
 const BASE: &str = "[model]\nsource = \"SOURCE\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
 
-/// A recipe with these rules and settings, as `ft plan` reads it.
+/// A recipe with the given rules and settings, as `ft plan` reads it.
 fn recipe(source: &str, rules: &str, set: &[&str]) -> anyhow::Result<Recipe> {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("r.toml");
@@ -65,7 +65,8 @@ fn stages_divide_states_then_gradients_then_weights() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A tied head trains with the embedding, once; frozen layers below the lowest trained one keep nothing.
+/// A tied head trains with the embedding, counted once; frozen layers below the lowest trained one save
+/// no activations.
 #[test]
 fn what_is_not_walked_is_not_kept() -> anyhow::Result<()> {
     let top = rule(LORA, "layers = \"-4:\"");
@@ -77,13 +78,13 @@ fn what_is_not_walked_is_not_kept() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What `auto` is asked to choose for: a recipe on one machine, under any budget.
+/// A recipe on one machine, to plan under various budgets.
 struct Sweep {
     recipe: Recipe,
     found: source::Found,
     selection: Selection,
     cuda: bool,
-    /// Memory of the host, where it is known.
+    /// Host memory, if known.
     host: Option<u64>,
 }
 
@@ -113,8 +114,9 @@ impl Sweep {
     }
 }
 
-/// `auto`: nothing is recomputed where that fits, all where it must be, norms and mixes between; more memory never means
-/// more time. For a dense model, a mixture and a 4-bit base, with and without `micro_rows = "auto"`.
+/// `auto`: no recompute if everything fits, full recompute if needed, norms and mixes in between; more
+/// memory never costs time. For a dense model, a mixture and a 4-bit base, with fixed and automatic
+/// `micro_rows`.
 #[test]
 fn more_memory_is_never_more_time() -> anyhow::Result<()> {
     let experts = rule("[\"attention\", \"experts\"]", "");
@@ -135,14 +137,14 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
         let (least, most) = (sweep.at(Some(1)), sweep.at(Some(1 << 60)));
         assert!(!least.fits() && !least.hints.is_empty(), "{what}");
         assert_eq!(most.execution.recompute, Recomputed::default(), "{what}");
-        // as much as it takes: nothing takes less; the peak may be at the head
+        // the smallest plan is minimal; the peak may be at the head
         let with = |layers: usize| -> anyhow::Result<u64> {
             let layers = format!("memory.recompute={layers}");
             Ok(Sweep::new(source, rules, &[set, &[&layers]].concat(), cuda)?.at(Some(1)).total())
         };
         assert!(with(0)? > least.total(), "{what}: none takes less");
         assert!(with(least.walked)? >= least.total(), "{what}: all take less");
-        // and what is kept back
+        // plus the reserve
         let (low, high) = (least.total(), most.total() / 24 * 25 + 100);
         assert!(low < high, "{what}: {low} {high}");
         let short = sweep.at(Some(low - 1));
@@ -165,8 +167,8 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is computed again of which layers is what is fastest of all mixes of two levels, however long rows are: of long ones
-/// attention is kept before the feed-forward block is.
+/// The chosen recompute levels are the fastest fitting mix of two levels at any row length; with long
+/// rows attention is saved before the feed-forward.
 #[test]
 fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
     let mut kept = Vec::new();
@@ -206,8 +208,9 @@ fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// On CUDA, where nothing is said of it, inputs of recomputed layers wait on the host where a step is faster so: never where
-/// that spares nothing, on the CPU, without page-locked memory, or in more than half of what is left.
+/// On CUDA, without explicit settings, inputs of recomputed layers move to the host if this is faster:
+/// never without gain, on the CPU, without page-locked memory, or beyond half of the remaining host
+/// memory.
 #[test]
 fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
     const PLENTY: u64 = 1 << 40;
@@ -249,18 +252,18 @@ fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
         for other in never.iter().map(|s| s.at(budget)) {
             assert!(!other.execution.inputs.on_host && on_host(&other).is_none(), "{step}");
         }
-        // the host would wait for each of them: only where nothing fits without
+        // pageable transfers block the host: used only if nothing else fits
         assert!(!stay.execution.inputs.on_host);
         assert!(!stay.fits() || !unlocked.at(budget).execution.inputs.on_host, "{step}");
     }
     assert!((3..25).contains(&moved), "{moved}");
-    // what a recipe says stays
+    // explicit settings are kept
     let told = sweep(&["memory.offload=['activations']"], true, None)?.at(Some(1 << 60));
     assert!(told.execution.inputs.on_host && told.reasons.inputs == "the recipe says so");
     Ok(())
 }
 
-/// Every choice is what the best of all combinations by hand is, and a fixed one is kept.
+/// Every choice equals the best of an exhaustive search, and fixed settings are kept.
 #[test]
 fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
     let nf4 = "model.quantize=nf4";
@@ -268,7 +271,7 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
         Ok(Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), set, cuda)?.at(budget))
     };
     let (large, all) = (Some(1 << 40), "memory.recompute=all");
-    // measured on the CPU, and by the data sheet on CUDA: dequantizing a tile again is faster than holding the layer
+    // by CPU measurements and CUDA data sheets, dequantizing tiles again is faster than holding the layer
     for cuda in [false, true] {
         let p = at(&[nf4, all], large, cuda)?;
         let other = at(&[nf4, all, "memory.dequantize=per_layer"], large, cuda)?;
@@ -286,37 +289,37 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
         at(&[nf4, all, "memory.dequantize=per_matmul"], large, true)?.execution.dequantize,
         Dequantize::PerMatmul
     );
-    // and where nothing is in 4 bits, or no visit dequantizes twice, there is nothing to choose
+    // without 4-bit weights or repeated dequantization there is nothing to choose
     assert_eq!(
         at(&[all, "memory.dequantize=per_layer"], large, true)?.execution.dequantize,
         Dequantize::PerMatmul
     );
     assert_eq!(at(&[nf4], large, true)?.execution.dequantize, Dequantize::PerMatmul);
-    // a visit that holds its layer takes that much more
+    // holding a dequantized layer takes more memory
     let rows = ["run.batch_rows=16", "run.micro_rows=16"];
     let [tiles, visit] = ["per_matmul", "per_layer"]
         .map(|d| at(&[nf4, all, &format!("memory.dequantize={d}"), rows[0], rows[1]], None, true));
     assert!(tiles?.peak.bytes.get(Component::InFlight) < visit?.peak.bytes.get(Component::InFlight));
-    // without a budget nothing is risked
+    // without a budget the choice is the safest
     let p = at(&[nf4, "run.micro_rows=auto"], None, true)?;
     assert_eq!(
         (p.execution.micro_rows, p.execution.recompute, p.execution.dequantize),
         (1, 28.into(), Dequantize::PerMatmul)
     );
-    // micro-batches divide what a rank has of a step
+    // micro-batches divide a rank's rows of a step
     for budget in [6u64, 8, 12, 20, 60].map(|g| g << 30) {
         let p = at(&["run.micro_rows=auto", "run.batch_rows=24", "parallel.data=2"], Some(budget), false)?;
         assert!(12 % p.execution.micro_rows == 0, "{}", p.execution.micro_rows);
         assert_eq!(p.micro_batches * p.execution.micro_rows as u64, 12);
     }
-    // where the head trains, its gradient is a sum over chunks whose order stays
+    // a trained head keeps the default chunk: its gradient is a sum over chunks in fixed order
     let rules = rule("[\"head\"]", "");
     let head =
         |budget| Sweep::new("Qwen/Qwen3-8B", &rules, &[], true).map(|s| s.at(budget).execution.head_rows);
     assert_eq!(head(Some(1))?, head(Some(1 << 50))?);
     let frozen = |budget| at(&[], budget, true).map(|p| p.execution.head_rows);
     assert!(frozen(None)? < frozen(large)?);
-    // everything is told with its reason
+    // every choice has a reason
     let p = at(&[nf4, "run.micro_rows=auto"], Some(3 << 30), false)?;
     let (json, text) = (p.json(1, None), p.text(1, None, &[]));
     for key in ["micro_rows", "recompute", "dequantize", "head_rows"] {
@@ -327,8 +330,8 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// On CUDA a twenty-fifth of the budget stays free where the choices allow it; where only the least fits, it fits, and
-/// the plan says what is left.
+/// On CUDA 1/25 of the budget stays free if possible. If only the smallest plan fits, it is taken, and
+/// the plan reports the free rest.
 #[test]
 fn some_of_a_gpu_is_kept_back() -> anyhow::Result<()> {
     let sweep = Sweep::new("Qwen/Qwen3-8B", &rule(LORA, ""), &["run.micro_rows=4"], true)?;
@@ -349,7 +352,7 @@ fn some_of_a_gpu_is_kept_back() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// AdamW on CUDA goes by pieces: its temporaries do not grow with the model.
+/// AdamW on CUDA works in pieces: the temporaries do not grow with the model.
 #[test]
 fn the_optimizer_takes_little_beside_its_states() -> anyhow::Result<()> {
     let p = plan("Qwen/Qwen3-8B", &full(), &[], true)?;
@@ -361,7 +364,7 @@ fn the_optimizer_takes_little_beside_its_states() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A process with CUDA takes more of the host than its own code.
+/// A CUDA process takes more host memory than code and threads.
 #[test]
 fn cuda_takes_host_memory() -> anyhow::Result<()> {
     for cuda in [false, true] {
@@ -373,19 +376,19 @@ fn cuda_takes_host_memory() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A mixture's plan holds the most uneven routing too, says so, and dense models have none.
+/// The plan of a mixture reserves memory for uneven routing and reports it; dense models have no reserve.
 #[test]
 fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
     let experts = rule("[\"attention\", \"experts\"]", "");
     let set = ["model.quantize=nf4", "data.max_length=4096", "memory.recompute=all"];
-    // on CUDA the peak is where all tokens are together, however they are spread
+    // on CUDA the peak occurs with all tokens in one place, independent of the routing
     for (source, cuda, some) in
         [(MIXTRAL, false, true), (MIXTRAL, true, false), ("Qwen/Qwen3-30B-A3B", true, false)]
     {
         let p = plan(source, &experts, &set, cuda)?;
         let reserve = p.peak.bytes.get(Component::Routing);
         assert_eq!(reserve > 0, some, "{source}: {reserve}");
-        // experts / top-k times an expert's rows are a small part of the whole
+        // experts / top-k times one expert's rows are a small part of the total
         assert!(p.engine() + reserve < p.total() && reserve < p.total() / 10, "{source}: {reserve}");
         let said = p.text(1, None, &[]);
         assert!(said.contains("\nrouting  "), "{said}");
@@ -396,7 +399,7 @@ fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Each hint, applied, fits.
+/// Every hint fits when applied.
 #[test]
 fn hints_do_what_they_say() -> anyhow::Result<()> {
     let base = ["run.device=cpu", "memory.budget=7GiB", "run.micro_rows=4"];
@@ -408,7 +411,7 @@ fn hints_do_what_they_say() -> anyhow::Result<()> {
         let mut set = base.to_vec();
         set.extend(h.set.iter().map(String::as_str));
         if h.set.iter().any(|s| s.ends_with("method=lora")) {
-            // a rule with norms cannot become LoRA as it is: the hint's words say so
+            // a rule with norms cannot become LoRA unchanged, as the hint says
             continue;
         }
         let then = plan("Qwen/Qwen3-0.6B", &full(), &set, false)?;

@@ -1,9 +1,9 @@
-//! The textbook arithmetic: bytes of what trains, before activations and buffers.
+//! Textbook estimate: bytes of model and optimizer states, without activations and buffers.
 //!
-//! Adam in mixed precision takes 16 bytes a parameter that trains: bf16 weight 2, gradient 2, f32 master 4,
-//! two f32 moments 8 (Rajbhandari et al., "ZeRO", 2020, whose stages divide the last two, then the gradient,
-//! then the weights over the ranks). A frozen parameter takes 2, or 4.127 bits in NF4 with double quantization
-//! (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
+//! Adam in mixed precision takes 16 bytes per trained parameter: bf16 weight 2, gradient 2, f32 master 4,
+//! two f32 moments 8 (Rajbhandari et al., "ZeRO", 2020). The ZeRO stages shard the optimizer states, then
+//! gradients, then weights. A frozen parameter takes 2 bytes, or 4.127 bits in NF4 with double
+//! quantization (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
 use super::statics::states;
 use ft_engine::adapt::ghost::is_quantized;
@@ -13,28 +13,27 @@ use ft_engine::model::modules::{Group, Kind};
 use ft_recipe::{Method, Optimizer, Parallel, Quantize};
 use serde::Serialize;
 
-/// Bits of a parameter in NF4, 64 values a block, double quantization of 256 blocks.
+/// Bits per NF4 parameter: 64 values a block, double quantization over 256 blocks.
 pub const NF4_BITS: f64 = 4.0 + 8.0 / 64.0 + 32.0 / (64.0 * 256.0);
 
 /// Bytes on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Theory {
-    /// bf16 weights of what trains.
+    /// bf16 weights that train.
     pub weights: u64,
-    /// Their bf16 gradients.
+    /// bf16 gradients.
     pub gradients: u64,
-    /// Their f32 copies, where there are some.
+    /// f32 master weights; 0 if the recipe has none.
     pub master: u64,
-    /// Their moments.
     pub moments: u64,
     /// Sum of the four.
     pub total: u64,
-    /// bf16 (or NF4) weights that do not train.
+    /// bf16 or NF4 weights of frozen parameters.
     pub frozen: u64,
 }
 
 impl Theory {
-    /// For these modules, spread over ranks.
+    /// Estimates a module selection, sharded as `p` says.
     pub fn new(s: &Selection, quantize: Quantize, o: &Optimizer, p: &Parallel) -> Self {
         let trained: u64 = s.parts().iter().map(|t| t.elements() as u64).sum();
         let head = s.modules.iter().find(|(m, _)| m.group == Group::Head).map(|(_, c)| *c);

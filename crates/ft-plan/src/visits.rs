@@ -1,4 +1,4 @@
-//! The engine's visits on ghosts: what each kind of visit takes at its peak, gone through once.
+//! The engine's visits on ghosts: each kind of visit runs once, and its peak is recorded.
 
 use super::ledger::{Bytes, Component};
 use super::step::StepInputs;
@@ -14,7 +14,7 @@ use ft_engine::model::sink::Sink;
 use ft_engine::walk::{self, Dequantize, Visit};
 use candle_core::{DType, Result};
 
-/// Bytes with their sum, the allocations that led there, and what takes time.
+/// Bytes at a visit's peak, the list of allocations, and its cost.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Full {
     pub(super) bytes: Bytes,
@@ -24,7 +24,7 @@ pub(super) struct Full {
 }
 
 impl Full {
-    /// Counts what is of one component as another.
+    /// Reassigns bytes of one component to another.
     fn call(&mut self, from: Component, to: Component) {
         let mut bytes = Bytes::default();
         let name = |c: Component| if c == from { to } else { c };
@@ -47,30 +47,29 @@ impl From<Taken> for Full {
     }
 }
 
-/// The visits of one kind of layer, each at its peak with its own input, what it keeps and the gradient that
-/// comes in.
+/// Visits of one layer kind. Each peak includes the input, saved activations and incoming gradient of the
+/// layer itself.
 #[derive(Clone, Debug)]
 pub(super) struct Kind {
-    /// Bytes of its own gradients that are in what its backward visits take.
+    /// Bytes of the layer's own gradients included in the backward peaks.
     pub(super) own: u64,
-    /// Forward.
     pub(super) forward: Full,
-    /// From forward to backward, by [`Level`].
+    /// By [`Level`].
     pub(super) ways: [Way; Level::EACH.len()],
     /// Forward in evaluation.
     pub(super) eval: Option<Full>,
-    /// Forward of a prompt that is answered.
+    /// Forward of a prompt in generation.
     pub(super) answer: Option<Full>,
 }
 
-/// From forward to backward, by what is computed again.
+/// Saved activations and backward visit at one recompute level.
 #[derive(Clone, Debug)]
 pub(super) struct Way {
-    /// What is kept, the input among it.
+    /// Saved activations, input included.
     pub(super) kept: Full,
-    /// The same without the input.
+    /// Saved activations without the input.
     pub(super) beside: Full,
-    /// What is computed again, and backward: dequantized by tiles, and for the visit; with the work of the former.
+    /// Recompute plus backward, with the cost of the recompute: dequantized by tiles, and per layer.
     pub(super) backward: [(Full, Cost); 2],
 }
 
@@ -85,7 +84,7 @@ impl StepInputs<'_> {
         self.shape.ledger.machine()
     }
 
-    /// What is gathered while each visit of a pass goes on, and after it.
+    /// Gathered weight bytes during each visit of a pass, and after it.
     pub(super) fn flights(&self, visits: &[Visit]) -> Vec<[u64; 2]> {
         let (outline, s) = (self.shape.outline(), self.statics);
         let of = |i: usize| {
@@ -96,21 +95,21 @@ impl StepInputs<'_> {
         (0..visits.len()).map(of).collect()
     }
 
-    /// What `f` takes, on an empty ledger.
+    /// Runs `f` on an empty ledger and returns its allocations.
     pub(super) fn visit(&self, f: impl FnOnce() -> Result<()>) -> Result<Full> {
         self.shape.ledger.take();
         f()?;
         Ok(self.shape.ledger.take().into())
     }
 
-    /// A micro-batch, in training or not.
+    /// A micro-batch, for training or evaluation.
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
         let s = self.shape;
         let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
         Batch::ghost(&s.ledger, t.attended(), targets, s.head_dim, train.then_some((0, 0)))
     }
 
-    /// Hidden states, or their gradient, of a micro-batch.
+    /// Hidden states of a micro-batch or their gradient, `[t, d]`.
     pub(super) fn states(&self, t: Tokens) -> Tensor {
         let s = self.shape;
         Ghost::new(&s.ledger, (t.tokens as usize, s.d), s.dtype).into()
@@ -125,7 +124,7 @@ impl StepInputs<'_> {
         self.visit(|| s.embedding.backward(&batch, &self.states(self.train), &Sink::new(&s.grads, 0)))
     }
 
-    /// The optimizer's temporaries on the device.
+    /// Temporary bytes of the optimizer on the device.
     pub(super) fn optimizer(&self) -> Result<u64> {
         let (s, n) = (self.shape, self.statics.largest_group as usize);
         let flat = |dtype| Tensor::from(Ghost::weight(&s.ledger, n, dtype));
@@ -134,7 +133,7 @@ impl StepInputs<'_> {
         Ok(self.visit(|| adamw(&f, &f, &f, &f, copy.as_ref(), &k))?.total)
     }
 
-    /// The visits of `Walk::train` and `Walk::eval` at a layer.
+    /// Runs the visits of `Walk::train` and `Walk::eval` for one layer kind.
     pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<Kind> {
         let (ledger, t) = (&self.shape.ledger, self.train);
         let batch = self.batch(t, true)?;
@@ -188,7 +187,7 @@ impl StepInputs<'_> {
         Ok(Kind { own, forward, ways, eval, answer })
     }
 
-    /// The head with chunks of at most `rows`.
+    /// Runs the head with logit chunks of at most `rows` targets.
     pub(super) fn head(&self, rows: usize) -> Result<(Full, Cost, Option<Full>)> {
         let s = self.shape;
         let live = self.statics.live_at(s.of.len() + 1);
@@ -198,7 +197,7 @@ impl StepInputs<'_> {
                 let x = self.input(t);
                 let sink = Sink::ghost(&s.grads, &s.ledger, live);
                 if t.targets > rows as u64 && backward {
-                    // all chunks but the first find it there
+                    // all chunks but the first find the buffer allocated
                     sink.flat(0)?;
                 }
                 s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)

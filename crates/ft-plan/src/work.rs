@@ -1,41 +1,40 @@
-//! How much work a step is: its arithmetic, and what else takes time, in the operations that would take as long.
+//! Cost model of a step: FLOPs, and all other time expressed in equivalent FLOPs.
 //!
-//! Products are what a step is for, and their number is that of its tokens. The rest is what a choice can spare: 4-bit
-//! weights are dequantized once a product or once a visit, each product reads (and on the CPU packs) its weights however
-//! few rows it has, what is no product reads and writes its values, attention runs at a rate of its own, each operation
-//! has to be started, and inputs that wait on the host have to cross. [`Balance`] says how many operations of a product
-//! take as long as one of these. All of it is added up: what a device does beside something else, but for the crossing, is
-//! not taken into account.
+//! The FLOPs of matrix products follow from the token count. The search can save the rest: 4-bit weights
+//! are dequantized once per product or once per visit; each product reads (and on the CPU packs) its
+//! weights regardless of row count; elementwise operations move bytes; attention runs at its own rate;
+//! each operation has a launch cost; offloaded inputs cross the bus. [`Balance`] converts each to FLOPs
+//! of a large product. The sum assumes no overlap, except for transfers.
 
 use ft_kernels::Machine;
 use ft_kernels::ledger::Cost;
 use ft_engine::walk::Inputs;
 
-/// Work of one micro-batch.
+/// Work of one micro-batch, in FLOPs of a large product.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
-    /// Floating-point operations of forward.
+    /// FLOPs of the forward pass.
     pub forward: f64,
-    /// Forward again, of recomputed layers.
+    /// FLOPs of recomputed layers.
     pub recompute: f64,
-    /// Backward.
+    /// FLOPs of the backward pass.
     pub backward: f64,
-    /// Of both, what is the head's: forward, backward.
+    /// FLOPs of the head, included in `forward` and `backward`.
     pub head: [f64; 2],
-    /// What attention's operations take longer than those of a large product, in such operations.
+    /// Extra time of attention's FLOPs.
     pub attention: f64,
-    /// Dequantizing 4-bit weights, in operations that take as long.
+    /// Time of 4-bit dequantization.
     pub dequantize: f64,
-    /// Reading and writing values by what is no product, in operations that take as long.
+    /// Memory traffic of operations other than products.
     pub moved: f64,
-    /// Reading weights, and starting operations, in operations that take as long.
+    /// Weight reads and operation launches.
     pub fixed: f64,
-    /// Waiting for inputs that cross to the host or back, in operations that take as long.
+    /// Stalls on inputs in transfer to or from the host.
     pub waiting: f64,
 }
 
 impl Work {
-    /// Of what was written down forward, forward again and backward.
+    /// From the costs of forward, recompute and backward.
     pub fn of(costs: [Cost; 3], b: Balance) -> Self {
         let mut all = Cost::default();
         costs.iter().for_each(|c| all.add(*c, 1.0));
@@ -54,46 +53,45 @@ impl Work {
         }
     }
 
-    /// Floating-point operations.
+    /// Total FLOPs.
     pub fn flops(&self) -> f64 {
         self.forward + self.recompute + self.backward
     }
 
-    /// All of it: what is proportional to time.
+    /// Total work, proportional to time.
     pub fn total(&self) -> f64 {
         self.flops() + self.attention + self.dequantize + self.moved + self.fixed + self.waiting
     }
 }
 
-/// How many operations of a large product take as long as something else on a kind of machine.
+/// Equivalent FLOPs of other operations on a kind of machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
-    /// As one of attention's, forward and backward.
+    /// Per attention FLOP, forward and backward.
     pub attention: [f64; 2],
-    /// As dequantizing a 4-bit value, in a tile or whole.
+    /// Per 4-bit value dequantized.
     pub dequantize: f64,
-    /// As writing and reading back a byte of a matrix that is dequantized whole.
+    /// Per byte of a fully dequantized matrix, written once and read back.
     pub held: f64,
-    /// As reading or writing a byte by what is no product.
+    /// Per byte moved by operations other than products.
     pub moved: f64,
-    /// As a product's reading a byte of its weights.
+    /// Per weight byte read by a product.
     pub byte: f64,
-    /// As starting one operation.
+    /// Per operation launched.
     pub start: f64,
-    /// As a byte's crossing to the host or back: from page-locked memory, and from other.
+    /// Per byte transferred to or from the host: page-locked, and pageable.
     pub crossing: [f64; 2],
 }
 
 impl Balance {
-    /// Of a kind of machine. Those of the CPU were measured (`benches/RESULTS.md`; attention's and what is moved while others
-    /// computed there too). Those of CUDA were not: they follow
-    /// from an H200's data sheet (790 TFLOP/s in bf16, 4.8 TB/s), from some microseconds a launch, for attention from 350 and 265
-    /// TFLOP/s, for which its kernels were designed, and from a PCIe 4 link of 25 GB/s, or half of that through a buffer
-    /// of the driver's. On a device whose products are slower, crossing costs less than this says.
+    /// CPU values are measured (`benches/RESULTS.md`). CUDA values are estimates from the data sheet of
+    /// an H200 (790 TFLOP/s in bf16, 4.8 TB/s), some microseconds per launch, design rates of 350 and 265
+    /// TFLOP/s for the attention kernels, and PCIe 4 at 25 GB/s (half for pageable memory, copied
+    /// through a driver buffer). On devices with slower products, transfers cost less than stated here.
     pub fn of(m: Machine) -> Self {
         match m.cuda {
-            // a tile is dequantized in the second-level cache from half a byte a value; what is held whole is written to
-            // memory once and read twice
+            // a tile is dequantized in L2 from half a byte a value; a full matrix is written to memory
+            // once and read twice
             true => Self {
                 attention: [2.3, 3.0],
                 dequantize: 200.0,
@@ -115,8 +113,8 @@ impl Balance {
         }
     }
 
-    /// How long the crossing of `bytes` keeps a visit waiting that takes this much itself: what is page-locked crosses
-    /// beside it, and for other memory the host waits.
+    /// Stall of a visit during a transfer of `bytes`. Page-locked transfers overlap with the visit;
+    /// pageable ones block.
     pub fn waiting(&self, bytes: u64, inputs: Inputs, visit: Work) -> f64 {
         match inputs.pin {
             true => (bytes as f64 * self.crossing[0] - visit.total()).max(0.0),

@@ -1,4 +1,4 @@
-//! The arithmetic of a step against closed formulas.
+//! Work of a step against closed formulas.
 
 use super::*;
 use ft_engine::adapt::Selection;
@@ -14,7 +14,7 @@ const DENSE: &str = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "rms_norm_eps": 1e-6,
     "rope_theta": 1e4, "max_position_embeddings": 512, "tie_word_embeddings": false}"#;
 
-/// The work of a micro-batch of `docs` documents of `n` tokens, all supervised, with these rules, by what is chosen.
+/// Work of a micro-batch of `docs` documents of `n` tokens, all supervised, by recompute setting.
 fn works<R>(
     config: &str,
     rules: &str,
@@ -70,17 +70,18 @@ fn near(got: f64, want: f64) {
     assert!((got / want - 1.0).abs() < 1e-12, "{got}, by the formula {want}");
 }
 
-/// Values of the linears of one layer of `DENSE`: q, o; k, v; gate, up, down.
+/// Parameters of one layer's linears in `DENSE`: q, o; k, v; gate, up, down.
 const LINEARS: f64 = (2 * 96 * 192 + 2 * 96 * 64 + 3 * 96 * 160) as f64;
-/// The sums of inputs and outputs of its linears.
+/// Sum of input and output sizes of the linears.
 const ENDS: f64 = (2 * (96 + 192) + 2 * (96 + 64) + 3 * (96 + 160)) as f64;
 const HEAD: f64 = (96 * 1000) as f64;
 
-/// Values of the last product of a layer, which is not computed again.
+/// Parameters of the last product of a layer, never recomputed.
 const LAST: f64 = (96 * 160) as f64;
 
-/// 6 operations a weight and token in full (2 forward, 4 backward), 2 more where it is recomputed, but for the layer's
-/// last product; attention is 2 n^2 d a document forward, the hidden half left out, and 5 products instead of 2 backward.
+/// Full training: 6 FLOPs per parameter and token (2 forward, 4 backward), 2 more if recomputed, except
+/// for the layer's last product. Causal attention: 2 n^2 d per document forward, with 5 products instead
+/// of 2 backward.
 #[test]
 fn a_dense_model_in_full() -> anyhow::Result<()> {
     let full = "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
@@ -94,14 +95,14 @@ fn a_dense_model_in_full() -> anyhow::Result<()> {
         let again = recompute as f64 * (2.0 * tokens * (LINEARS - LAST) + attention);
         assert!((w.recompute - again).abs() <= 1e-9 * again, "{} {again}", w.recompute);
     }
-    // of the products, gate and up alone; none with the norms
+    // only gate and up are recomputed; no product at level norms
     let w = work(DENSE, full, 3, 128, Recomputed { all: 0, feed_forward: 2, norms: 3 })?;
     near(w.recompute, 2.0 * 2.0 * tokens * 2.0 * LAST);
     Ok(())
 }
 
-/// A frozen weight has no gradient: 4 operations a weight and token, and 6 for LoRA's own; below the lowest
-/// layer that trains there is no backward pass.
+/// Frozen weights have no gradient: 4 FLOPs per parameter and token, 6 for LoRA matrices. No backward
+/// pass below the lowest trained layer.
 #[test]
 fn lora_on_the_upper_layers() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\nlayers = \"-2:\"\n";
@@ -111,12 +112,12 @@ fn lora_on_the_upper_layers() -> anyhow::Result<()> {
     let adapters = 2.0 * 64.0 * 4.0 * ENDS;
     near(w.forward, 5.0 * layer + 2.0 * adapters + 2.0 * 63.0 * HEAD);
     near(w.backward, 2.0 * (2.0 * 64.0 * LINEARS + 2.0 * adapters + 2.5 * attention) + 2.0 * 63.0 * HEAD);
-    // of the last product and its adapter, the inner values alone
+    // of the last product and its adapter, only the inner values are recomputed
     near(w.recompute, layer + adapters - 2.0 * 64.0 * (LAST + 4.0 * 96.0));
     Ok(())
 }
 
-/// A mixture costs its active experts, not all of them; a frozen router passes its gradient on all the same.
+/// A mixture costs only the active experts; a frozen router still propagates its gradient.
 #[test]
 fn a_mixture_costs_its_active_experts() -> anyhow::Result<()> {
     let moe = DENSE.replace("\"qwen3\"", "\"qwen3_moe\"").replace(
@@ -133,7 +134,8 @@ fn a_mixture_costs_its_active_experts() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a visit dequantizes once, tiles dequantize twice (the last product's once); chunks read the head's weights each.
+/// Per-layer dequantization runs once, per-tile twice (once for the last product); each logit chunk reads
+/// the head's weights.
 #[test]
 fn choices_have_their_price() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
@@ -147,7 +149,7 @@ fn choices_have_their_price() -> anyhow::Result<()> {
             let held = 2.0 * 4.0 * LINEARS * b.held;
             near(at(2, Dequantize::PerLayer, 0).dequantize, 10.0 * LINEARS * b.dequantize + held);
             let [whole, half] = [0, 1].map(|head| at(0, Dequantize::PerMatmul, head));
-            // forward and backward, and what is started for a chunk
+            // forward and backward, plus the launches of a chunk
             let more = half.fixed - whole.fixed - 2.0 * HEAD * 4.0 * b.byte;
             let started = more / b.start;
             assert!((5.0..80.0).contains(&started), "{started}");
@@ -157,8 +159,8 @@ fn choices_have_their_price() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Attention takes longer than as many operations of products, and what is no product has its bytes: the norms' level
-/// reads and writes the rows of two norms, and queries and keys.
+/// Attention costs more than its FLOPs, and other operations cost the bytes they move: level norms reads
+/// and writes the rows of two norms, queries and keys.
 #[test]
 fn attention_and_moved_bytes_have_their_price() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
@@ -181,14 +183,14 @@ fn attention_and_moved_bytes_have_their_price() -> anyhow::Result<()> {
             extra(norms, 0.0);
             let rows = 4.0 * tokens * (2.0 * 2.0 * 96.0 + 2.0 * (192.0 + 64.0));
             let moved = (norms.moved - none.moved) / b.moved / 2.0;
-            // the tables of the rotation are read too, and on the CPU queries and keys are normed before
+            // includes rotary tables, and on the CPU the norms of queries and keys
             assert!(moved >= rows && moved < 2.0 * rows, "{moved} bytes, of rows {rows}");
         })?;
     }
     Ok(())
 }
 
-/// What crosses costs what a visit does not hide, and all of it where the host has to wait.
+/// A transfer costs the part not hidden by the visit; a pageable one costs all of it.
 #[test]
 fn crossing_costs_what_is_not_hidden() {
     let b = Balance::of(Machine { cuda: true, ..CPU });

@@ -1,4 +1,4 @@
-//! How many tokens a micro-batch has: by the recipe's bounds, or by the data where its lengths are known.
+//! Tokens of a micro-batch: upper bounds from the recipe, or measured if sample lengths are known.
 
 use ft_data::{Batches, Dataset, Rows, RowsReader, Samples};
 use ft_kernels::attention::Sizes as Attended;
@@ -8,54 +8,51 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::path::Path;
 
-/// Steps whose micro-batches are looked at one by one; of longer runs, the longest rows count.
+/// Most steps to examine micro-batch by micro-batch; longer runs use the longest rows instead.
 const LOOK: usize = 2048;
 
-/// What of a micro-batch memory depends on.
+/// Size of a micro-batch, as far as memory depends on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tokens {
-    /// Tokens of a micro-batch.
     pub tokens: u64,
-    /// Supervised targets among them.
+    /// Supervised targets.
     pub targets: u64,
-    /// Longest document.
+    /// Tokens of the longest document.
     pub longest: u64,
-    /// Most keys that a block of queries sees.
+    /// Most keys visible to a block of queries.
     pub reach: u64,
 }
 
-/// Tokens of a run.
+/// Token counts of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workload {
     /// The largest training micro-batch.
     pub train: Tokens,
     /// The largest evaluation micro-batch.
     pub eval: Option<Tokens>,
-    /// Optimizer steps, where known.
+    /// Optimizer steps, if known.
     pub steps: Option<u64>,
-    /// An epoch of the training data, where its lengths are known; else rows are taken to be full and every token
-    /// to be supervised.
+    /// Measured training data. Without it, rows are assumed full and all tokens supervised.
     pub epoch: Option<Epoch>,
 }
 
-/// An epoch of training data.
+/// One epoch of training data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch {
-    /// Samples that were read.
+    /// Samples read.
     pub samples: u64,
-    /// Rows, after packing.
+    /// Rows after packing.
     pub rows: u64,
-    /// Tokens.
     pub tokens: u64,
     /// Supervised targets.
     pub targets: u64,
     /// Tokens of the longest sample.
     pub longest: u64,
-    /// Bytes of all samples in memory, those of the evaluation too.
+    /// Bytes of all samples in memory, evaluation included.
     pub resident: u64,
 }
 
-/// Rows of a dataset, by their samples' lengths.
+/// Rows and sample lengths of a dataset.
 struct Sizes<'a> {
     rows: &'a Rows,
     samples: &'a Samples,
@@ -74,7 +71,7 @@ impl<'a> Sizes<'a> {
         self.rows.reader(self.samples)
     }
 
-    /// The longest rows in one micro-batch: at least as large as any that comes.
+    /// The longest rows combined into one micro-batch: an upper bound on any real one.
     fn of_longest(&self, micro: usize) -> Result<Tokens, ft_data::Error> {
         let (mut reader, mut longest) = (self.reader(), BinaryHeap::new());
         for row in 0..self.rows.len() {
@@ -89,7 +86,7 @@ impl<'a> Sizes<'a> {
         Ok(largest)
     }
 
-    /// The largest micro-batch of rows in order.
+    /// The largest micro-batch with rows in order.
     fn in_order(&self, micro: usize) -> Result<Tokens, ft_data::Error> {
         let (mut reader, rows) = (self.reader(), self.rows.len());
         let mut all = (0..rows).step_by(micro).map(|at| tokens(&mut reader, at..(at + micro).min(rows)));
@@ -108,7 +105,7 @@ impl<'a> Sizes<'a> {
     }
 }
 
-/// The micro-batch of these rows, as `Micro::collate` makes it.
+/// The micro-batch of these rows, as made by `Micro::collate`.
 fn tokens(reader: &mut RowsReader<'_>, rows: impl IntoIterator<Item = usize>) -> Result<Tokens, ft_data::Error> {
     let (mut docs, mut targets) = (Vec::new(), 0);
     for row in rows {
@@ -120,7 +117,7 @@ fn tokens(reader: &mut RowsReader<'_>, rows: impl IntoIterator<Item = usize>) ->
     Ok(Tokens::of(&docs, targets))
 }
 
-/// The samples that an earlier command kept of a recipe's data, with the rows that they make.
+/// Samples and rows of a recipe's data, cached by an earlier command.
 #[derive(Debug)]
 pub struct Known {
     train: (Samples, Rows),
@@ -128,35 +125,35 @@ pub struct Known {
 }
 
 impl Known {
-    /// Those that still hold; `dir` is the model's folder, if it is here.
+    /// Loads the still valid cached samples; `dir` is the model's folder, if local.
     pub fn find(r: &Recipe, dir: Option<&Path>, config: &Config) -> Option<Self> {
         let find = |part| ft_data::kept(r, dir, config.vocab, part);
         Some(Self { train: find(Part::Train)?, eval: find(Part::Eval) })
     }
 
-    /// Tokens of a recipe that differs in its micro-batches only.
+    /// Workload of `r`; it may differ from the original recipe in micro-batch settings only.
     pub fn workload(&self, r: &Recipe) -> Workload {
         let eval = self.eval.as_ref().map(Sizes::of_both);
         let workload = Workload::of_sizes(r, &Sizes::of_both(&self.train), eval.as_ref());
-        // what is not known is taken to be full
+        // unknown evaluation data is assumed full
         Workload { eval: workload.eval.or(Workload::of_recipe(r).eval), ..workload }
     }
 }
 
 impl Tokens {
-    /// Of documents laid end to end, with so many targets.
+    /// For concatenated documents with `targets` targets.
     pub fn of(docs: &[usize], targets: usize) -> Self {
         let Attended { keys, longest, reach } = Attended::of(docs);
         Self { tokens: keys as u64, targets: targets as u64, longest: longest as u64, reach: reach as u64 }
     }
 
-    /// What attention computes of it.
+    /// Sizes as attention takes them.
     pub fn attended(self) -> Attended {
         let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
         Attended { keys: size(self.tokens), longest: size(self.longest), reach: size(self.reach) }
     }
 
-    /// The larger of both in every respect.
+    /// Elementwise maximum.
     pub fn max(self, o: Self) -> Self {
         Self {
             tokens: self.tokens.max(o.tokens),
@@ -173,10 +170,10 @@ impl Tokens {
     }
 }
 
-/// Refuses epochs that come to more steps than `run.steps` can be.
+/// Refuses epochs that amount to more steps than `run.steps` allows.
 ///
 /// # Errors
-/// The key, and what it comes to.
+/// More than `COUNT` steps.
 pub fn check_steps(r: &Recipe, steps: u64) -> Result<(), super::Error> {
     if steps <= COUNT {
         return Ok(());
@@ -189,9 +186,9 @@ pub fn check_steps(r: &Recipe, steps: u64) -> Result<(), super::Error> {
 }
 
 impl Workload {
-    /// By the recipe alone: full rows, every token supervised.
+    /// From the recipe alone: full rows, every token supervised.
     pub fn of_recipe(r: &Recipe) -> Self {
-        // bounded: the plan is the same for a million rows as for the rows that a step can have
+        // capped: a plan for more rows than a step can have does not change
         let rows = r.run.micro_rows.count().min(1 << 16);
         let length = r.data.max_length;
         let docs = vec![length; rows];
@@ -203,13 +200,13 @@ impl Workload {
         Self { train, eval: r.data.evaluates().then_some(train), steps, epoch: None }
     }
 
-    /// By the data that a run has read.
+    /// From the tokenized data.
     pub fn of_data(r: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Self {
         let eval = eval.map(Sizes::of);
         Self::of_sizes(r, &Sizes::of(train), eval.as_ref())
     }
 
-    /// What cannot be read is taken to be full: whoever asks for its tokens is told.
+    /// Unreadable data is assumed full; the error is reported when the tokens are read.
     fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Self {
         Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r))
     }
@@ -234,24 +231,24 @@ impl Workload {
         Ok(Self { train, eval, steps: Some(batches.steps() as u64), epoch })
     }
 
-    /// Whether the data's lengths are known.
+    /// Whether sample lengths are known.
     pub fn measured(&self) -> bool {
         self.epoch.is_some()
     }
 
-    /// Bytes of the tokenized data in memory, where they are known.
+    /// Bytes of the tokenized data in memory, if known.
     pub fn resident(&self) -> Option<u64> {
         self.epoch.map(|e| e.resident)
     }
 
-    /// Bytes of the orders that a run's rows are shuffled into: those of two epochs stay (`data/batches.rs`).
+    /// Bytes of the shuffled row orders; two epochs are held at a time (`data/batches.rs`).
     pub fn orders(&self, r: &Recipe) -> u64 {
         let (Some(epoch), true) = (self.epoch, r.data.shuffle) else { return 0 };
         let all = self.steps.unwrap_or(0).saturating_mul(r.run.batch_rows as u64);
         Batches::resident(epoch.rows, all)
     }
 
-    /// Of the same data under tighter bounds: a micro-batch is no larger than it was, nor than the new bounds.
+    /// The same data under tighter bounds: the elementwise minimum.
     pub fn under(self, r: &Recipe) -> Self {
         let bound = Self::of_recipe(r);
         let min = |a: Tokens, b: Tokens| Tokens {

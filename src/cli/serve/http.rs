@@ -1,4 +1,4 @@
-//! The addresses of OpenAI's API, the key, and answers: whole, or as server-sent events.
+//! HTTP layer: routes, API key, and responses, whole or as server-sent events.
 
 use super::Served;
 use super::request::{Kind, Question, Refused, question};
@@ -28,18 +28,18 @@ use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
-/// Bytes of a request's body.
+/// Largest request body in bytes.
 const BODY: usize = 4 << 20;
 
-/// A number that nobody knows beforehand: a seed, or the name of an answer.
+/// An unpredictable number, as a seed or a response id.
 pub(super) fn random() -> u64 {
     RandomState::new().hash_one(SystemTime::now())
 }
 
-/// Starts answering on a thread of its own, which ends after a signal to end; then `stop` is set.
+/// Starts the server on a thread of its own. On SIGINT or SIGTERM the server shuts down and sets `stop`.
 ///
 /// # Errors
-/// A system that gives no threads.
+/// Failure to create a thread or the runtime.
 pub(super) fn start(
     listener: TcpListener,
     served: Arc<Served>,
@@ -56,7 +56,7 @@ pub(super) fn start(
     })
 }
 
-/// Waits for a signal to end.
+/// Waits for SIGINT or SIGTERM.
 async fn ended(stop: Arc<AtomicBool>) {
     let wait = |kind| async move {
         match signal(kind) {
@@ -90,7 +90,7 @@ fn router(served: Arc<Served>) -> Router {
         .with_state(served)
 }
 
-/// What is said instead of an answer that nobody gives any more.
+/// Response if all copies have shut down.
 fn ending() -> Refused {
     Refused::new(StatusCode::SERVICE_UNAVAILABLE, "what would have answered has ended")
 }
@@ -99,12 +99,12 @@ fn refused(r: Refused) -> Response {
     (r.status, Json(r.body())).into_response()
 }
 
-/// Lets requests with the key through.
+/// Rejects requests without the API key.
 async fn authorize(State(served): State<Arc<Served>>, request: Request, next: Next) -> Response {
     let Some(key) = &served.key else { return next.run(request).await };
     let sent = request.headers().get(header::AUTHORIZATION).and_then(|v| v.to_str().ok());
     let sent = sent.and_then(|v| v.strip_prefix("Bearer ")).unwrap_or_default();
-    // in a time that does not say how much of it is right
+    // constant-time comparison
     let same =
         sent.len() == key.len() && sent.bytes().zip(key.bytes()).fold(0, |all, (a, b)| all | (a ^ b)) == 0;
     match same {
@@ -120,7 +120,7 @@ fn described(served: &Served) -> Value {
     let mut model =
         json!({"id": served.name, "object": "model", "created": served.created, "owned_by": "ft"});
     let copies = || served.copies.iter().filter(|c| !c.is_gone());
-    // the newest that answers
+    // the newest step among the copies
     if let Some(step) = copies().filter_map(Told::step).max() {
         model["step"] = json!(step);
     }
@@ -134,7 +134,7 @@ fn described(served: &Served) -> Value {
     model
 }
 
-/// The name of what answers: of a run, with the step.
+/// Model name in responses; for a run it includes the step.
 fn name_of(model: &str, step: Option<u64>) -> String {
     step.map_or_else(|| model.to_string(), |step| format!("{model}:step-{step}"))
 }
@@ -194,7 +194,7 @@ async fn answer(
     reply.whole(events).await
 }
 
-/// What all parts of an answer say.
+/// Fields common to all parts of a response.
 struct Reply {
     kind: Kind,
     id: String,
@@ -213,7 +213,7 @@ impl Reply {
         })
     }
 
-    /// Whose answer it is.
+    /// Sets the model name, once the answering step is known.
     fn begin(&mut self, step: Option<u64>) {
         self.model = name_of(&self.model, step);
     }
@@ -243,7 +243,7 @@ impl Reply {
         }
     }
 
-    /// An object of the API with one choice, or none.
+    /// An API object with at most one choice.
     fn part(&self, object: &str, choice: Option<(Value, Option<Finish>)>) -> Value {
         let choices: Vec<Value> = choice
             .into_iter()
@@ -257,7 +257,7 @@ impl Reply {
         json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices})
     }
 
-    /// A part of a stream.
+    /// A chunk of a streamed response.
     fn piece(&self, text: Option<&str>, finish: Option<Finish>) -> Value {
         match (self.kind, text) {
             (Kind::Chat, Some(text)) => {
@@ -300,7 +300,7 @@ impl Reply {
     }
 }
 
-/// The items of lists, one by one.
+/// Flattens a stream of lists.
 fn flat(
     lists: impl tokio_stream::Stream<Item = Vec<sse::Event>> + Send + 'static,
 ) -> impl tokio_stream::Stream<Item = Result<sse::Event, Infallible>> + Send + 'static {
@@ -308,7 +308,7 @@ fn flat(
     tokio::spawn(async move {
         let mut lists = std::pin::pin!(lists);
         loop {
-            // a client that goes away drops the receiver, and with this the generation's
+            // a disconnected client drops the receiver; this ends the stream and with it the generation
             let list = tokio::select! {
                 list = lists.next() => list,
                 () = sender.closed() => None,

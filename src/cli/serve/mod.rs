@@ -1,18 +1,20 @@
-//! `ft serve`: a model behind the API that OpenAI's clients speak.
+//! `ft serve`: an OpenAI-compatible HTTP API for a model.
 //!
 //! ```text
-//! model     what is served: as it is, or a run whose newest checkpoint answers; a copy a device
-//! request   what a client asks: JSON -> a question that is checked
-//! http      the addresses, the key, answers whole and as server-sent events
-//! work      the copies: each answers one question at a time, out of one queue with a bound
+//! model     model to serve: fixed, or a run's newest checkpoint; one copy per device
+//! request   request parsing: JSON -> validated question
+//! http      routes, API key, responses whole and as server-sent events
+//! work      copies: each answers one question at a time from a shared bounded queue
 //! ```
 //!
-//! Each copy computes on a thread of its own, the last on the one that loaded; the connections are another runtime's. A
-//! client that goes away closes its channel, which ends the computation at the next token. Checkpoints are taken up between
-//! two questions, by one copy at a time: an answer ends with the weights that it began with, and says which.
+//! Each copy computes on a thread of its own (the last on the main thread); connections run on a tokio
+//! runtime. A disconnected client closes its channel, and generation stops at the next token. New
+//! checkpoints are loaded between two questions, by one copy at a time: an answer uses one set of weights
+//! throughout, and names the step.
 //!
-//! An answer that fails is the client's error. The copy then reads one token; if it cannot, its device is taken for broken
-//! or taken by others: it is told and answers no more, the others go on, and with the last one the server ends.
+//! If an answer fails, the client gets an error, and the copy reads one token as a test. If this fails
+//! too, the device counts as broken or occupied: the copy stops with a warning while the rest continue.
+//! The server ends with the last copy.
 
 mod http;
 mod model;
@@ -34,7 +36,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use work::{Answering, Desk, Told};
 
-/// Questions that wait; one more is told to come again.
+/// Capacity of the queue; further requests get status 429.
 const QUEUE: usize = 64;
 
 /// Arguments of `ft serve`.
@@ -79,30 +81,30 @@ pub struct Args {
     template: Vec<String>,
 }
 
-/// What every request needs to know.
+/// State shared by all requests.
 struct Served {
-    /// The model's name in the API.
+    /// Model name in the API.
     name: String,
-    /// Seconds after 1970 at which it was loaded.
+    /// Unix time of loading.
     created: u64,
     key: Option<String>,
     tokenizer: Arc<Tokenizer>,
     form: Form,
     variables: Map<String, Value>,
-    /// The model's folder, where its own way to draw stands.
+    /// Folder of the model, with `generation_config.json`.
     dir: PathBuf,
     max_tokens: usize,
     max_positions: usize,
-    /// Rows of the embedding.
+    /// Embedding rows.
     vocab: usize,
     copies: Arc<Vec<Told>>,
     queue: Sender<work::Job>,
 }
 
-/// Loads the model, prints the address, and answers until it is interrupted.
+/// Loads the model, prints the address, and serves until interrupted.
 ///
 /// # Errors
-/// An address that cannot be had; a model or adapter that cannot be found or used.
+/// An address already in use or not available; a model or adapter that cannot be found or loaded.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let address = (args.host, args.port);
     let fail = |e: std::io::Error| {
@@ -111,7 +113,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
             args.host, args.port
         ))
     };
-    // first: it would be a pity to load a model in vain
+    // bind before the slow loading of the model
     let listener = TcpListener::bind(address).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
@@ -163,17 +165,17 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     match web.join() {
         Ok(ended) => outcome.and(ended.map_err(fail)),
-        // a panic was told
+        // the panic hook has reported it
         Err(_) => Err(super::usage("the server ended")),
     }
 }
 
-/// Ends the server as a signal does.
+/// Shuts the server down by SIGTERM to this process.
 fn end() {
     let _ = kill_process(getpid(), Signal::TERM);
 }
 
-/// Ends this process as a signal would once nobody can write to its stdin any more.
+/// Shuts the server down as soon as stdin reaches its end.
 fn end_with_stdin() -> std::io::Result<()> {
     let wait = || {
         let mut stdin = std::io::stdin().lock();

@@ -1,4 +1,4 @@
-//! What is served: a model and its adapter as they are, or a run whose newest checkpoint answers.
+//! Model to serve: fixed model and adapter, or a run's newest checkpoint.
 
 use super::Args;
 use ft_engine::adapt::Params;
@@ -17,41 +17,41 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A model that answers, and how it is asked.
+/// A model with prompt settings, on all devices.
 pub(super) struct Model {
     pub config: Config,
-    /// One a device, the CPU's last.
+    /// One per device, CPU last.
     pub copies: Vec<Copy>,
     pub tokenizer: Arc<Tokenizer>,
     pub form: Form,
     pub variables: Map<String, Value>,
-    /// The model's folder.
+    /// Folder of the model.
     pub dir: PathBuf,
 }
 
-/// A model on a device.
+/// A copy of the model on one device.
 pub(super) struct Copy {
     pub decoder: Decoder,
     pub device: Device,
-    /// Where its weights come from, if a run changes them.
+    /// Source of newer weights, if serving a run.
     pub run: Option<Followed>,
 }
 
-/// A run whose checkpoints are taken up.
+/// A run, with the newest checkpoint loaded.
 pub(super) struct Followed {
     latest: Latest,
     params: Params,
-    /// Which copy has them, where there are several.
+    /// Device suffix for messages; empty with a single copy.
     on: String,
 }
 
 impl Followed {
-    /// The step whose weights answer; 0 before the first checkpoint.
+    /// Step of the loaded weights; 0 before the first checkpoint.
     pub fn step(&self) -> u64 {
         self.latest.step()
     }
 
-    /// Takes up a new checkpoint if there is one, and says so; whether there was.
+    /// Loads a newer checkpoint if one exists. Returns whether the weights changed.
     pub fn look(&mut self) -> bool {
         let Seen { changed, problems } = self.latest.look(&self.params);
         if changed {
@@ -65,7 +65,7 @@ impl Followed {
     }
 }
 
-/// The run that an argument names and that goes on, or may.
+/// Run folder to follow, if the arguments name an unfinished run.
 fn followed(args: &Args) -> Option<&Path> {
     let dir = Path::new(&args.model);
     if args.no_watch || args.adapter.is_some() || !is_run(dir) {
@@ -78,7 +78,7 @@ fn followed(args: &Args) -> Option<&Path> {
     Some(dir)
 }
 
-/// The devices of `--device`, the CPU last.
+/// Devices of `--device`, CPU last.
 fn devices(words: &[String]) -> ft_base::Result<Vec<Device>> {
     if let [one] = words {
         return Ok(vec![chat::device(one)?]);
@@ -98,7 +98,7 @@ fn devices(words: &[String]) -> ft_base::Result<Vec<Device>> {
     named.into_iter().map(|d| Ok(job::one_device(d)?)).collect()
 }
 
-/// A device as `--device` spells it.
+/// A device in the spelling of `--device`.
 pub(super) fn word(device: &Device) -> String {
     match device.location() {
         DeviceLocation::Cuda { gpu_id } => OneDevice::Cuda(gpu_id).word(),
@@ -106,10 +106,10 @@ pub(super) fn word(device: &Device) -> String {
     }
 }
 
-/// Loads what is to be served.
+/// Loads the model to serve.
 ///
 /// # Errors
-/// A model or adapter that cannot be found or used, or is too large for a device.
+/// A missing, unusable or too large model or adapter.
 pub(super) fn load(args: &Args) -> ft_base::Result<Model> {
     let devices = devices(&args.device)?;
     let variables = chat::variables(&args.template)?;
@@ -178,7 +178,7 @@ fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> ft_b
     Ok(Model { copies, tokenizer, form, variables, dir: model.dir, config })
 }
 
-/// Variables for the template: those that were named go before those of the training.
+/// Template variables: explicit ones override the training's.
 fn with(mut named: Map<String, Value>, trained: Map<String, Value>) -> Map<String, Value> {
     for (key, value) in trained {
         named.entry(key).or_insert(value);

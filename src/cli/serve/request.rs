@@ -1,4 +1,4 @@
-//! What clients ask, checked: a parameter that is not known or not built is refused by name, none is ignored.
+//! Request validation: unknown or unsupported parameters are rejected by name, never ignored.
 
 use super::Served;
 use crate::cli::chat;
@@ -7,12 +7,12 @@ use axum::http::StatusCode;
 use candle_transformers::generation::LogitsProcessor;
 use serde_json::{Map, Value, json};
 
-/// An error in OpenAI's shape.
+/// An error in OpenAI's format.
 #[derive(Debug)]
 pub(super) struct Refused {
     pub status: StatusCode,
     pub message: String,
-    /// The parameter that is wrong.
+    /// The offending parameter.
     pub param: Option<String>,
     pub code: Option<&'static str>,
 }
@@ -26,7 +26,7 @@ impl Refused {
         Self { param: Some(param.into()), ..Self::new(StatusCode::BAD_REQUEST, message) }
     }
 
-    /// The body of the answer.
+    /// Body of the response.
     pub fn body(&self) -> Value {
         let kind = match self.status.as_u16() {
             401 => "authentication_error",
@@ -44,25 +44,25 @@ impl From<ft_base::Error> for Refused {
     }
 }
 
-/// Which of the two addresses was asked.
+/// API endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Chat,
     Text,
 }
 
-/// A question that can be computed.
+/// A validated request.
 pub(super) struct Question {
     pub prompt: Vec<u32>,
     pub max_tokens: usize,
     pub stop: Vec<String>,
     pub sampler: LogitsProcessor,
     pub stream: bool,
-    /// Whether a stream ends with the counts of tokens.
+    /// Whether to end a stream with token counts.
     pub usage: bool,
 }
 
-/// Parameters that change nothing that is computed here.
+/// Accepted parameters without effect.
 const HARMLESS: [&str; 7] = [
     "user",
     "store",
@@ -73,7 +73,7 @@ const HARMLESS: [&str; 7] = [
     "parallel_tool_calls",
 ];
 
-/// Reads the parameters of a request one by one.
+/// Parameters of a request, taken out one by one.
 struct Parameters {
     map: Map<String, Value>,
 }
@@ -118,7 +118,7 @@ impl Parameters {
         value.as_bool().ok_or_else(|| Refused::param(key, format!("{key}: true or false is wanted")))
     }
 
-    /// A parameter that may be there as long as it asks for nothing.
+    /// Accepts a parameter only with a neutral value.
     fn only(&mut self, key: &str, neutral: &[Value]) -> Result<(), Refused> {
         match self.take(key) {
             Some(v) if !neutral.contains(&v) => {
@@ -129,10 +129,10 @@ impl Parameters {
     }
 }
 
-/// The question of a request's body.
+/// Parses and validates a request body.
 ///
 /// # Errors
-/// Every error is the client's: 400, or 404 for another model.
+/// Client errors: status 400, or 404 for an unknown model.
 pub(super) fn question(served: &Served, kind: Kind, body: &[u8]) -> Result<Question, Refused> {
     let mut p = Parameters::parse(body)?;
     match p.take("model") {
@@ -227,7 +227,7 @@ pub(super) fn question(served: &Served, kind: Kind, body: &[u8]) -> Result<Quest
     Ok(Question { prompt, max_tokens, stop, sampler, stream, usage })
 }
 
-/// Up to four texts that end a reply.
+/// Up to four stop strings.
 fn stops(value: Option<Value>) -> Result<Vec<String>, Refused> {
     let bad =
         || Refused::param("stop", "stop: a text, or a list of up to four that are not empty, is wanted");
@@ -241,7 +241,7 @@ fn stops(value: Option<Value>) -> Result<Vec<String>, Refused> {
     list.into_iter().map(text).collect()
 }
 
-/// The tokens of a text to continue.
+/// Tokens of a text to continue.
 fn text(served: &Served, prompt: Option<Value>) -> Result<Vec<u32>, Refused> {
     let bad = || Refused::param("prompt", "prompt: one text, or one list of token ids, is wanted");
     let one = match prompt {
@@ -272,7 +272,7 @@ impl Served {
     }
 }
 
-/// The tokens of a conversation, in the form that the model was trained in.
+/// Tokens of a conversation, in the training's prompt form.
 fn conversation(served: &Served, messages: Option<Value>) -> Result<Vec<u32>, Refused> {
     let bad = |why: &str| Refused::param("messages", format!("messages: {why}"));
     let Some(Value::Array(list)) = messages else { return Err(bad("a list of messages is wanted")) };
@@ -284,7 +284,7 @@ fn conversation(served: &Served, messages: Option<Value>) -> Result<Vec<u32>, Re
         let Value::Object(mut m) = message else { return Err(bad(&format!("{i}: an object is wanted"))) };
         m.retain(|_, v| !v.is_null());
         let role = match m.get("role").and_then(Value::as_str) {
-            // the new name of the same
+            // newer name of the system role
             Some("developer") => "system",
             Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
             _ => return Err(bad(&format!("{i}: role is not system, user, assistant or tool"))),

@@ -1,4 +1,4 @@
-//! The copies of the model: each answers one question at a time, out of one queue.
+//! Copies of the model: each answers one question at a time from a shared queue.
 
 use super::model::Followed;
 use super::request::Question;
@@ -14,21 +14,21 @@ use std::sync::{Mutex, TryLockError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Time between two looks at a run while nobody asks.
+/// Interval of checkpoint checks while idle.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A question, and where its answer goes.
+/// A question, and the channel for the answer.
 pub(super) struct Job {
     pub question: Question,
     pub answer: mpsc::UnboundedSender<Event>,
 }
 
-/// Why a reply ended.
+/// Finish reason of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Finish {
-    /// The model ended it, or a text that the client named.
+    /// End-of-text token or a stop string.
     Stop,
-    /// No more tokens were asked for.
+    /// Token limit.
     Length,
 }
 
@@ -41,24 +41,23 @@ impl Finish {
     }
 }
 
-/// A part of an answer.
+/// Part of an answer.
 pub(super) enum Event {
-    /// The first: of a run, the step whose weights answer.
+    /// First event: the step of the weights, if serving a run.
     Begin(Option<u64>),
     Text(String),
-    /// The last: why it ended, and tokens of the reply.
+    /// Last event: finish reason, and tokens of the reply.
     End(Finish, usize),
-    /// The last: what went wrong.
+    /// Last event: error message.
     Failed(String),
 }
 
-/// A copy of the model, as the API tells of it.
+/// Public state of a copy.
 pub(super) struct Told {
-    /// Its device.
     pub device: String,
-    /// Of a run, the step whose weights answer.
+    /// Step of the loaded weights, if serving a run.
     step: Option<AtomicU64>,
-    /// Whether it answers no more.
+    /// Whether the copy has stopped.
     gone: AtomicBool,
 }
 
@@ -76,24 +75,24 @@ impl Told {
     }
 }
 
-/// What can answer.
+/// A backend for answers.
 pub(super) trait Answers {
-    /// Of a run, the step whose weights answer.
+    /// Step of the loaded weights, if serving a run.
     fn step(&self) -> Option<u64>;
-    /// Takes up newer weights where there are any.
+    /// Loads newer weights if available.
     fn look(&mut self);
-    /// Answers; `hear` gets the text piece by piece, and says whether to go on.
+    /// Generates a reply; `hear` receives the text in pieces and returns whether to continue.
     fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> ft_base::Result<(Finish, usize)>;
-    /// Computes a little, after an answer that failed.
+    /// Computes a little, to test the device after a failed answer.
     fn probe(&mut self) -> ft_base::Result<()>;
 }
 
-/// Where the copies take questions.
+/// Shared queue of the copies.
 pub(super) struct Desk<'a> {
     jobs: Receiver<Job>,
-    /// Whether no more is to be answered.
+    /// Whether to stop answering.
     stop: &'a AtomicBool,
-    /// Whose turn it is to take up a checkpoint: the others answer meanwhile.
+    /// Held while a copy loads a checkpoint, so that the rest keep answering.
     turn: Mutex<()>,
 }
 
@@ -102,11 +101,11 @@ impl<'a> Desk<'a> {
         Self { jobs, stop, turn: Mutex::new(()) }
     }
 
-    /// Answers with a copy until nobody can ask any more, or the copy cannot compute. Of a run, each question with the newest
-    /// checkpoint that there is when its turn comes, unless another copy is taking one up.
+    /// Answers with one copy until the queue closes or the copy fails. When serving a run, checks for a
+    /// newer checkpoint before each question, unless another copy is loading one.
     ///
     /// # Errors
-    /// Why it cannot compute.
+    /// A device failure.
     pub fn attend(&self, copy: &mut impl Answers, told: &Told) -> ft_base::Result<()> {
         loop {
             let next = match told.step {
@@ -124,7 +123,7 @@ impl<'a> Desk<'a> {
                 }
             }
             let Ok(Job { question, answer }) = next else { continue };
-            // whoever asked may have gone while it waited
+            // the client may have disconnected in the meantime
             if answer.is_closed() || self.stop.load(Relaxed) {
                 continue;
             }
@@ -146,10 +145,11 @@ impl<'a> Desk<'a> {
     }
 }
 
-/// Lets copies answer at once, the last of them on this thread. One that fails while others answer is told.
+/// Runs all copies in parallel, the last on this thread. A failing copy is only a warning while another
+/// remains.
 ///
 /// # Errors
-/// Why the one failed that was left.
+/// The error of the last remaining copy.
 pub(super) fn together<W>(mut copies: Vec<(&Told, W)>) -> ft_base::Result<()>
 where
     W: FnOnce() -> ft_base::Result<()> + Send,
@@ -185,13 +185,13 @@ where
     })
 }
 
-/// A copy that computes.
+/// A copy with a real model.
 pub(super) struct Answering<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
     tokenizer: &'a Tokenizer,
     run: Option<Followed>,
-    /// A conversation that goes on is not read again: it begins with what was read.
+    /// Key-value cache; a continued conversation reuses its prefix.
     reader: Reader<'a>,
 }
 
@@ -205,7 +205,7 @@ impl<'a> Answering<'a> {
         Self { decoder, device, tokenizer, run, reader: Reader::new(decoder, device) }
     }
 
-    /// Forgets what was read.
+    /// Clears the cache.
     fn forget(&mut self) {
         self.reader = Reader::new(self.decoder, self.device);
     }
@@ -218,7 +218,7 @@ impl Answers for Answering<'_> {
 
     fn look(&mut self) {
         if self.run.as_mut().is_some_and(Followed::look) {
-            // it was read with other weights
+            // cached with the old weights
             self.forget();
         }
     }
@@ -242,23 +242,23 @@ impl Answers for Answering<'_> {
     }
 
     fn probe(&mut self) -> ft_base::Result<()> {
-        // what it has read is not known
+        // the cache is in an unknown state
         self.forget();
         let read = self.reader.read(&[0]);
         self.forget();
         match read {
-            // the weights are to blame, and other ones may come
+            // caused by the weights; newer ones may work
             Err(e) if e.exit_code() != ExitCode::NonFinite => Err(e),
             _ => Ok(()),
         }
     }
 }
 
-/// Finds the texts that end a reply, and holds back what may be the beginning of one.
+/// Detects stop strings, holding back a possible beginning of one.
 struct Stops {
     texts: Vec<String>,
     held: String,
-    /// Whether one came.
+    /// Whether a stop string occurred.
     hit: bool,
 }
 
@@ -267,7 +267,7 @@ impl Stops {
         Self { texts, held: String::new(), hit: false }
     }
 
-    /// What can be said after this piece, and whether to go on.
+    /// Text ready to send after this piece, and whether to continue.
     fn push(&mut self, piece: &str) -> (String, bool) {
         if self.hit {
             return (String::new(), false);
@@ -279,7 +279,7 @@ impl Stops {
             self.held.clear();
             return (text, false);
         }
-        // the longest end that begins one of the texts
+        // longest suffix able to begin a stop string
         let begins = |at: &usize| self.texts.iter().any(|t| t.starts_with(&self.held[*at..]));
         let mut ends = self.held.char_indices().map(|(at, _)| at);
         let keep = ends.find(begins).unwrap_or(self.held.len());
@@ -287,7 +287,7 @@ impl Stops {
         (std::mem::replace(&mut self.held, rest), true)
     }
 
-    /// What was held back at the end.
+    /// Text still held back at the end.
     fn rest(&mut self) -> String {
         std::mem::take(&mut self.held)
     }

@@ -1,14 +1,14 @@
 use super::*;
 use crossbeam_channel::{Sender, bounded, unbounded};
 
-/// What a copy without a model comes to, and waits for.
+/// Events of a copy without a model; it waits after each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum At {
     Answer(u32),
     Look,
 }
 
-/// A copy without a model: it says where it is, and goes on when it is let.
+/// A copy without a model: reports its events and waits for permission to continue.
 struct Scripted {
     name: usize,
     step: Option<u64>,
@@ -46,7 +46,7 @@ impl Answers for Scripted {
     }
 }
 
-/// Two copies that answer, and what they are asked with.
+/// Two running copies, with their queue and controls.
 struct Two {
     queue: Sender<Job>,
     at: Receiver<(usize, At)>,
@@ -78,7 +78,7 @@ impl Two {
     }
 }
 
-/// What a client got: the step that answered and the name of the copy, or what went wrong.
+/// Result of a request: step and name of the copy, or the error.
 fn got(mut events: mpsc::UnboundedReceiver<Event>) -> (Option<u64>, String) {
     let (mut of, mut said) = (None, String::from("nobody answered"));
     while let Some(event) = events.blocking_recv() {
@@ -92,7 +92,7 @@ fn got(mut events: mpsc::UnboundedReceiver<Event>) -> (Option<u64>, String) {
     (of, said)
 }
 
-/// Two copies, of a run or not, of which some work; ends when the queue is dropped.
+/// Runs a test with two copies, of a run or fixed, working or broken; ends when the queue is dropped.
 fn two(step: Option<u64>, works: [bool; 2], test: impl FnOnce(Two, &[Told; 2]) + Send) -> ft_base::Result<()> {
     let (queue, jobs) = bounded(64);
     let (sender, at) = unbounded();
@@ -185,7 +185,7 @@ fn one_copy_takes_up_a_checkpoint_while_the_other_answers() -> ft_base::Result<(
         assert_eq!(got(answer), (Some(4), other.to_string()));
         assert_eq!(told[looks].step(), Some(4));
         two.go(looks);
-        // that one of them looks again says that the first has it
+        // another look by either copy shows that the first has loaded the checkpoint
         assert_eq!(two.at().1, At::Look);
         assert_eq!((told[looks].step(), told[other].step()), (Some(5), Some(4)));
     })

@@ -1,4 +1,4 @@
-//! What was published of runs: their memory, and what fits.
+//! Published memory figures.
 
 use super::*;
 
@@ -85,7 +85,7 @@ fn published_mixtral_some_experts_in_full() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The same beside a 4-bit base, the optimizer's states on the host: the shipped recipe fits one 48 GB card, by both.
+/// The same on a 4-bit base with optimizer states on the host: the shipped recipe fits one 48 GB card.
 #[test]
 fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
     let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes/mixtral-8x7b-6layers-2experts.toml");
@@ -97,7 +97,8 @@ fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
     assert!(p.budget == Some(44 << 30) && p.fits(), "{}", p.text(1, None, &[]));
     let (bytes, count) = (&p.peak.bytes, p.parameters.1);
     near(p.theory.total, 33.8);
-    // 46.4 B in decoder linears, of which 2.114 B train; embedding, head and norms stay
+    // 46.4 B parameters in decoder linears, 2.114 B of them trained; embedding, head and norms are not
+    // quantized
     near(p.theory.frozen, (46.44 - 2.114) * 4.127 / 8.0 + 2.0 * 0.262);
     let frozen: u64 = bytes.iter().take_while(|(c, _)| *c != Component::Trained).map(|(_, b)| b).sum();
     near(frozen, p.theory.frozen as f64 / 1e9);
@@ -109,7 +110,7 @@ fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
     for without in ["memory.offload=[]", "model.quantize=none"] {
         assert!(!at(&[without])?.fits(), "{without}");
     }
-    // without quantizing, as without offload, the plan knows what to do
+    // without quantization or offload the plan hints at them
     assert!(at(&["memory.offload=[]"])?.hints.iter().any(|h| h.built && h.text.contains("memory.offload")));
     assert!(at(&["model.quantize=none"])?.hints.iter().any(|h| h.built && h.text.contains("model.quantize")));
     Ok(())
@@ -144,7 +145,7 @@ fn published_nf4_bits() -> anyhow::Result<()> {
     let (codes, scales) = statics::nf4(4096 * 12288);
     let bits = 8.0 * (codes + scales) as f64 / (4096.0 * 12288.0);
     assert!((bits - 4.127).abs() < 0.001 && (theory::NF4_BITS - 4.127).abs() < 0.001, "{bits}");
-    // Qwen3-8B: 6.95 B in decoder linears, the rest stays
+    // Qwen3-8B: 6.95 B parameters in decoder linears; the rest is not quantized
     let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &["model.quantize=nf4"], true)?;
     near(p.theory.frozen, 6.946 * 4.127 / 8.0 + 2.0 * 1.245);
     Ok(())

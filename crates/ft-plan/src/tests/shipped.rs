@@ -1,8 +1,8 @@
-//! The shipped recipes, and what their heads say.
+//! Shipped recipes, and the figures in their header comments.
 
 use super::*;
 
-/// Every shipped recipe plans from what is in the binary, for the CPU and for CUDA.
+/// Every shipped recipe can be planned offline, for the CPU and for CUDA.
 #[test]
 fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
     for s in SHIPPED {
@@ -25,10 +25,10 @@ fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Cards that shipped recipes are for: what each is called, and what of it a run can have.
+/// Cards named in shipped recipes: label, and memory usable by a run.
 const CARDS: [(&str, &str); 2] = [("48 GB", "44GiB"), ("24 GB", "22GiB")];
 
-/// What the head of a recipe says of its plan for each card.
+/// Recipes with plan figures in the header, and the cards listed there.
 const HEADS: &[(&str, &[usize])] = &[
     ("qwen3-8b-48gb-full", &[0]),
     ("qwen3-8b-qlora", &[0, 1]),
@@ -41,7 +41,7 @@ const HEADS: &[(&str, &[usize])] = &[
     ("mixtral-8x7b-qlora-experts", &[0]),
 ];
 
-/// The figures in the heads of shipped recipes are the plan's, and each fits its card.
+/// The figures in recipe headers equal the plan's, and each plan fits the card.
 #[test]
 fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
     let mut wrong = String::new();
@@ -73,8 +73,9 @@ fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// With states on the host and each layer updated in its backward pass, Qwen3-8B trains in full on one card: what is left
-/// there is weights, the largest unit's gradients and activations. In 8 bits moments are a quarter of what they are in f32.
+/// With states on the host and updates in the backward pass, Qwen3-8B trains in full on one card:
+/// weights, the largest unit's gradients, and activations remain on the device. 8-bit moments take a
+/// quarter of f32 ones.
 #[test]
 fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
     let (name, offload) = ("optimizer.name=adamw8bit", "memory.offload=['optimizer']");
@@ -84,17 +85,17 @@ fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
     let p = of(&[name, offload, kept, "optimizer.in_backward=true"])?;
     assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
     let n = p.parameters.1;
-    // the head's, with the norm before it
+    // of the head, with the final norm
     let largest = 4 * (151_936 + 1) * 4096;
     assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
     let states =
         |p: &Plan| p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
     let rounded = |per_value: f64| (per_value * n as f64) as u64;
     assert!(states(&p).abs_diff(rounded(6.0 + 8.0 / 256.0)) < n / 1000, "{}", states(&p));
-    // each of the three is needed
+    // all three settings are needed
     assert!(!of(&[name, offload])?.fits() && !of(&[name, kept, "optimizer.in_backward=true"])?.fits());
     assert!(states(&of(&[offload, "optimizer.in_backward=true"])?) > states(&p) + 5 * n);
-    // without f32 master weights nothing is on the host: 4 bytes a value, and the scales
+    // without f32 master weights nothing is on the host: 4 bytes per parameter plus scales
     let p = of(&[name, "optimizer.in_backward=true"])?;
     assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
     assert_eq!((states(&p), p.peak.bytes.get(Component::Master), p.theory.master), (0, 0, 0));
