@@ -1,5 +1,4 @@
-//! What a recipe's data sources are: datasets of the hub become files, and rows show the formats that the recipe does not
-//! name.
+//! Resolves data sources: downloads datasets of the hub, and detects missing formats from the first row.
 
 use crate::data;
 use crate::hub::{self, DatasetName, Settings};
@@ -7,8 +6,7 @@ use crate::log::{tell, warn};
 use crate::recipe::{Recipe, Source};
 use crate::store;
 
-/// Finds the files of hub datasets, downloaded if need be, and the formats that are not named. Gives what cannot be found,
-/// source by source.
+/// Resolves all data sources of a recipe in place. Returns one error per unresolved source.
 pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<crate::Error> {
     let mut data = recipe.data.clone();
     let mut problems = Vec::new();
@@ -32,7 +30,7 @@ pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<c
     problems
 }
 
-/// Settles a source; whether its format was found by its rows.
+/// Resolves one source. Returns true if the format was detected.
 fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool) -> crate::Result<bool> {
     let resolve = |s: &str| recipe.resolve(s);
     if let Some(id) = data::is_hub_id(&source.source)
