@@ -1,4 +1,5 @@
 //! `ft schema`: the JSON schema of recipes, or a Markdown reference of all keys, on stdout.
+
 use std::io::{self, Write};
 
 /// Arguments of `ft schema`.

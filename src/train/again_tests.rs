@@ -1,4 +1,4 @@
-//! A device whose memory runs out in spite of the plan, made of the CPU.
+//! Out-of-memory recovery, tested on the CPU with simulated failures.
 
 use super::step::small_device::SMALL;
 use super::{Options, run};
@@ -28,7 +28,7 @@ pub(super) fn recipe(out: &Path, set: &[&str]) -> ft_base::Result<Recipe> {
     Ok(Recipe::load(Path::new(&format!("{ROOT}/recipes/quickstart.toml")), &all)?)
 }
 
-/// Trains the quickstart's model for five steps in `dir/name`.
+/// Trains the quickstart model for five steps in `dir/name`.
 pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, ft_base::Result<()>) {
     let out = dir.join(name);
     let done = recipe(&out, set).and_then(|r| run(r, &Options::default()).map(|_| ()));
@@ -60,7 +60,7 @@ fn a_step_that_runs_out_of_memory_begins_anew_with_more_recomputed() -> Result<(
     assert_eq!(recomputed(start), 0);
     assert!(layers > 2);
 
-    // from the first step on, and from the third of this process
+    // From the first step, and from the third step of this process.
     for (from, enough) in [(0, 1), (0, layers / 2), (2, layers / 2)] {
         SMALL.set(Some((from, enough)));
         let (out, done) = train(dir.path(), &format!("small-{from}-{enough}"), &[]);

@@ -1,4 +1,5 @@
-//! Evaluation by generation: the model answers evaluation samples, and its answers are scored against theirs.
+//! Evaluation by generation: the model answers evaluation samples, and the answers are scored against the
+//! references.
 
 use super::step::Stop;
 use super::{Error, Job};
@@ -11,11 +12,12 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use regex::Regex;
 use serde_json::{Value, json};
 
-/// The scores of the model's answers to the first `generate.samples` samples of the evaluation that can be asked, by this
-/// process alone; `None` where the recipe does not ask for it. `stop` is asked before each answer and each of its tokens.
+/// Generates answers to the first `generate.samples` usable evaluation samples and returns mean scores.
+/// Runs on this process alone. Returns `None` if the recipe does not ask for generation. Calls `stop`
+/// before every answer and every token.
 ///
 /// # Errors
-/// A model without a tokenizer; no sample that can be asked; [`Error::Abandoned`]; a tensor operation that fails.
+/// Tokenizer missing; no usable sample; [`Error::Abandoned`]; a failed tensor operation.
 pub fn score(
     job: &Job,
     decoder: &Decoder,
@@ -46,7 +48,7 @@ pub fn score(
             t if t > 0.0 => Sampling::All { temperature: t },
             _ => Sampling::ArgMax,
         };
-        // each answer has numbers of its own, so that it does not hang on those before
+        // One random stream per answer keeps answers independent of earlier ones.
         let mut sampler =
             LogitsProcessor::from_sampling(job.recipe.run.seed.wrapping_add(i as u64), sampling);
         let mut reader =
@@ -73,10 +75,10 @@ fn go_on(stop: Stop<'_>) -> Result<(), Error> {
     }
 }
 
-/// Whether the model can be asked at all.
+/// Checks that the model can generate answers.
 ///
 /// # Errors
-/// A model without a tokenizer, where the recipe asks for answers.
+/// `generate.samples` is set, but the model has no tokenizer.
 pub fn check(job: &Job) -> Result<(), Error> {
     match job.tokenizer {
         None if job.recipe.generate.samples > 0 => Err(Error::Usage(format!(
@@ -87,16 +89,16 @@ pub fn check(job: &Job) -> Result<(), Error> {
     }
 }
 
-/// The recipe's regular expression.
+/// Compiles `generate.regex`.
 ///
 /// # Errors
-/// One that is none.
+/// Invalid regular expression.
 fn regex(recipe: &Recipe) -> ft_base::Result<Option<Regex>> {
     let fail = |e: regex::Error| Error::Usage(format!("{}: {e}", recipe.place("generate.regex")));
     Ok(recipe.generate.regex.as_deref().map(Regex::new).transpose().map_err(fail)?)
 }
 
-/// Adds scores to an event, under the names that the field has for them.
+/// Adds scores to an event of `metrics.jsonl`.
 pub fn add_to(event: &mut Value, scores: &Scores) {
     event["exact_match"] = json!(scores.exact_match);
     event["rouge_l"] = json!(scores.rouge_l);
@@ -107,7 +109,7 @@ pub fn add_to(event: &mut Value, scores: &Scores) {
     event["generated_tokens"] = json!(scores.tokens);
 }
 
-/// Scores as a line tells them.
+/// Formats scores as one line for the terminal.
 pub fn line(scores: &Scores) -> String {
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let regex = scores.regex_match.map_or(String::new(), |s| format!(", regex match {}", percent(s)));

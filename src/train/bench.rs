@@ -1,5 +1,5 @@
-//! `ft bench`: some steps of a recipe's shape on made-up rows: speed, time by part, arithmetic against the
-//! machine's fastest product, peak against the plan.
+//! `ft bench`: times steps of a recipe on random rows. Reports tokens per second, time by part, throughput
+//! relative to the fastest matrix product of the machine, and peak memory relative to the plan.
 
 use super::products::Products;
 use super::step::{Setup, StepRows, timed_step};
@@ -21,26 +21,26 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// What was measured.
+/// Result of a benchmark.
 #[derive(Debug)]
 pub struct Measured {
-    /// As `ft bench --json` prints it.
+    /// Output of `ft bench --json`.
     pub json: Value,
-    /// As `ft bench` prints it.
+    /// Output of `ft bench`.
     pub text: String,
-    /// Where the rate was kept for plans.
+    /// File of the measured rate, read by later plans.
     pub kept: Option<PathBuf>,
 }
 
-/// Runs a warm-up step and `steps` more on full rows of random tokens, every one supervised: the workload
-/// that `ft plan` plans for. Nothing is written but the measured rate.
+/// Runs one warm-up step and `steps` timed steps on full rows of random tokens. Every token is a target, as
+/// `ft plan` assumes. Writes nothing except the measured rate.
 ///
 /// # Errors
-/// As a run's, up to the first step.
+/// As a run, up to the first step.
 pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
-    // what bench measures is speed; a folder with config.json alone is enough for random weights
+    // With random weights, `config.json` is enough to measure speed.
     let want = if recipe.model.weights == Weights::Random { Want::Config } else { Want::Weights };
-    // its rows are its own
+    // Rows are generated; data files are ignored.
     recipe.data.train.clear();
     recipe.data.eval.clear();
     recipe.data.eval_share = 0.0;
@@ -63,7 +63,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), comm::alone());
     let setup = Setup::new(&job, (&decoder, &params, &optimizer), plan.execution, scale, &alone);
     let all: Vec<usize> = (0..data.rows.len()).collect();
-    // far below what changes a loss: the numbers must stay finite, and nothing is kept
+    // The learning rate of 1e-9 keeps the numbers finite over any number of steps.
     let step = |n: u64| -> ft_base::Result<(usize, Times)> {
         let mut times = Times::start(&job.device)?;
         let at = StepRows { data: &data, rows: &all, step: n };
@@ -78,7 +78,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     let limits = Part::ALL.map(|p| Bound::of(p, &plan, &params));
     let mut timed = Timed { times: Vec::with_capacity(steps), tokens: 0, limits };
     for n in 0..steps {
-        // the products' own memory is not the step's
+        // Excludes the memory of the timed products from the peak of the step.
         memory::reset_peak();
         let (tokens, times) = step(n as u64 + 1).map_err(|e| planned.explain(e))?;
         timed.tokens += tokens;
@@ -97,21 +97,21 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     Ok(Measured { json, text, kept })
 }
 
-/// Arithmetic of a step.
+/// Floating-point operations of a step.
 fn flops(plan: &Plan) -> f64 {
     plan.work.flops() * plan.micro_batches as f64
 }
 
-/// What a part of a step does that some limit of the machine bounds.
+/// Amount of work in a part of a step, for comparison with a limit of the machine.
 enum Bound {
-    /// Operations of products.
+    /// Floating-point operations of matrix products.
     Products(f64),
     /// Bytes read and written.
     Bytes(f64),
 }
 
 impl Bound {
-    /// That of a part of a step; none where nothing but its time is known.
+    /// Work of a part of a step; `None` if only the time is known.
     fn of(part: Part, plan: &Plan, params: &Params) -> Option<Self> {
         let (w, n) = (plan.work, plan.micro_batches as f64);
         let [up, down] = w.head;
@@ -121,7 +121,8 @@ impl Bound {
             Part::Recompute => Some(Bound::Products(n * w.recompute)),
             Part::Backward => Some(Bound::Products(n * (w.backward - down))),
             Part::Step if !params.offloaded && !params.weights_offloaded => {
-                // weights and moments read and written, the gradient read; the rounded copy written
+                // AdamW reads and writes weights and moments, reads gradients, and writes the copy in the
+                // compute dtype.
                 let bytes = |u: &Unit| {
                     let compute = u.compute.whole.dtype().size_in_bytes();
                     let moments = u.moments.as_ref().map_or(0, Moments::bytes);
@@ -133,7 +134,7 @@ impl Bound {
         }
     }
 
-    /// Seconds that it takes at the least.
+    /// Lower bound of the time, in seconds.
     fn seconds(&self, products: &Products) -> f64 {
         match self {
             Bound::Products(flops) => flops / products.rate(),
@@ -142,11 +143,11 @@ impl Bound {
     }
 }
 
-/// The steps that were timed.
+/// Times of the measured steps.
 struct Timed {
     times: Vec<Times>,
     tokens: usize,
-    /// By part.
+    /// Indexed by [`Part`].
     limits: [Option<Bound>; Part::ALL.len()],
 }
 
@@ -156,22 +157,22 @@ impl Timed {
         self.times.iter().map(Times::total).sum()
     }
 
-    /// Seconds of a step.
+    /// Mean seconds per step.
     fn mean(&self) -> f64 {
         self.total() / self.times.len() as f64
     }
 
-    /// Seconds of the fastest step: what the fastest product is compared with.
+    /// Seconds of the fastest step, for comparison with the fastest product.
     fn fastest(&self) -> f64 {
         self.times.iter().map(Times::total).fold(f64::INFINITY, f64::min)
     }
 
-    /// Seconds of a part in a step.
+    /// Mean seconds per step in a part.
     fn part(&self, p: Part) -> f64 {
         self.times.iter().map(|t| t.seconds(p)).sum::<f64>() / self.times.len() as f64
     }
 
-    /// Share of a machine's limit that a part reaches, of those that take time.
+    /// Fraction of the machine limit reached in a part; `None` for parts without time or without a limit.
     fn share(&self, p: Part, products: &Products) -> Option<f64> {
         let least = self.limits[p as usize].as_ref()?.seconds(products);
         (self.part(p) > 0.0).then(|| least / self.part(p))
@@ -202,7 +203,7 @@ impl Timed {
         let mut text =
             format!("{}\n{:.0} tokens/s, {:.2} s a step\n", watch.line(), self.speed(), self.mean());
         for p in Part::ALL {
-            // what a step does not do has no time
+            // Parts without work show a dash.
             let _ = match self.part(p) {
                 s if s > 0.0 => {
                     let limit = match (&self.limits[p as usize], self.share(p, products)) {
@@ -247,7 +248,7 @@ impl Timed {
     }
 }
 
-/// Full rows of random tokens for one step.
+/// Generates full rows of random tokens for one step.
 fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
     let s = Stream::new(r.run.seed, Purpose::Sample, 0, 0);
     let length = r.data.max_length;

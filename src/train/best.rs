@@ -1,22 +1,22 @@
-//! The best evaluation of a run so far, and for how long there was no better one.
+//! Best evaluation of a run, and patience for early stopping.
 
 use ft_base::terminal::warn;
 use ft_base::store::Checkpoints;
 use serde_json::Value;
 
-/// What evaluations have shown.
+/// History of evaluation losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Best {
     /// Loss before the first step.
     start: Option<f64>,
-    /// Step and loss of the best after one.
+    /// Step and loss of the best evaluation after at least one step.
     best: Option<(u64, f64)>,
-    /// Evaluations after the last that was lower than all before.
+    /// Number of evaluations since the last new minimum.
     since: usize,
 }
 
 impl Best {
-    /// Of the events of a run.
+    /// Reads evaluations from the events of a run.
     pub fn of(events: &[Value]) -> Self {
         let mut out = Self::default();
         for e in events.iter().filter(|e| e["event"] == "eval") {
@@ -27,8 +27,8 @@ impl Best {
         out
     }
 
-    /// The same of a run whose result may be the best's: of those whose checkpoints are whole, which is found now and not
-    /// after all steps. That of the step `newest` is, or is yet to be written.
+    /// As [`Best::of`], for runs with `run.keep_best`: ignores evaluations without a whole checkpoint, with
+    /// a warning. Step `newest` is exempt, because the caller has its checkpoint or is about to write it.
     pub fn of_whole(mut events: Vec<Value>, checkpoints: &Checkpoints, newest: u64) -> Self {
         loop {
             let all = Self::of(&events);
@@ -39,7 +39,8 @@ impl Best {
         }
     }
 
-    /// Takes an evaluation in; whether it is the best of those after a step: one before the first is of no result.
+    /// Records an evaluation. Returns true if it is the best after at least one step; step 0 never counts,
+    /// because no result belongs to it.
     pub fn seen(&mut self, step: u64, loss: f64) -> bool {
         if step == 0 {
             self.start = Some(loss);
@@ -54,12 +55,12 @@ impl Best {
         better
     }
 
-    /// The step and loss of the best after a step.
+    /// Step and loss of the best evaluation after at least one step.
     pub fn get(&self) -> Option<(u64, f64)> {
         self.best
     }
 
-    /// The step and loss of the lowest, which may be that before the first step.
+    /// Step and loss of the lowest evaluation, including step 0.
     pub fn lowest(&self) -> Option<(u64, f64)> {
         let start = self.start.map(|loss| (0, loss));
         match (start, self.best) {
@@ -68,7 +69,7 @@ impl Best {
         }
     }
 
-    /// Whether so many evaluations in a row were no lower than one before; never with 0.
+    /// Returns true after `patience` evaluations in a row without a new minimum. Patience 0 means never.
     pub fn exhausts(&self, patience: usize) -> bool {
         patience > 0 && self.since >= patience
     }

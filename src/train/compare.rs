@@ -1,5 +1,5 @@
-//! Logits of models that need not fit: in f32 on the CPU, where rounding is smallest, with one layer in memory at a
-//! time.
+//! Logits of models larger than memory: computed on the CPU in f32, for the smallest rounding error, with
+//! one layer in memory at a time.
 
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
@@ -10,10 +10,10 @@ use ft_engine::quant;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 
-/// Logits of a few tokens [t, v] in f32, of a base or of base and adapter.
+/// Computes logits `[t, v]` of a few tokens in f32, for a base alone or with an adapter.
 ///
 /// # Errors
-/// Tensors that do not fit; an adapter that does not.
+/// Tensors of base or adapter do not fit the config.
 pub fn logits(
     base: &Base,
     selection: &Selection,
@@ -23,13 +23,14 @@ pub fn logits(
     Build::new(base, selection).adapter(adapter).logits(ids)
 }
 
-/// Bytes that [`logits`] takes: the largest layer (or table), and the whole adapter.
+/// Peak memory of [`logits`] in bytes: the largest layer or table, and the whole adapter.
 pub fn bytes(base: &Base, selection: &Selection) -> u64 {
     let mut units: HashMap<String, u64> = HashMap::new();
     for m in modules(&base.config) {
         let n = m.weight_values() as u64;
         let dense = !base.is_4bit() || !quant::takes(&m);
-        // codes, and a scale of a byte (f32 where the checkpoint has them so) for 64 or fewer
+        // 4-bit weights: half a byte of code per value, and up to 4 bytes of scale per quantization block
+        // of 64.
         let value = base.kept(&m, DType::F32, &Device::Cpu).size_in_bytes() as u64;
         let bytes = if dense { value * n } else { n.div_ceil(2) + n.div_ceil(16) };
         let unit = m.layer.map_or_else(|| m.name.clone(), |l| l.to_string());
@@ -39,7 +40,8 @@ pub fn bytes(base: &Base, selection: &Selection) -> u64 {
     adapter + units.into_values().max().unwrap_or(0)
 }
 
-/// Refuses a comparison that this machine has no memory for, before anything is allocated. `what` says what needs it.
+/// Refuses a comparison if host memory is too small, before any allocation. `what` names the operation in
+/// the message.
 ///
 /// # Errors
 /// [`ft_plan::Error::DoesNotFit`].
@@ -73,7 +75,7 @@ mod tests {
         assert!(said.contains("\n  hint: "), "{said}");
     }
 
-    /// Mixtral 8x7B: a layer, not the 187 GB of the whole.
+    /// Mixtral 8x7B needs memory for one layer, not for 187 GB.
     #[test]
     fn a_comparison_takes_a_layer_and_not_the_model() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;

@@ -1,5 +1,5 @@
-//! Runs through the composed operations, which CUDA uses where it has no kernel of ours: what they allocate on the CPU
-//! is what their plan lists.
+//! Runs with composed operations, used on CUDA in place of missing kernels: allocations on the CPU agree
+//! with the plan.
 
 use super::{Options, run};
 use ft_kernels::check::composed;
@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
-/// Set in the process that runs the recipes: counts are the process's, and other tests allocate too.
+/// Set in the child process that runs the recipes. Counts are global, and other tests allocate too.
 const ALONE: &str = "FT_TEST_ALONE";
 
-/// A config of some 20 million parameters; with experts, of 40.
+/// A config with 20 million parameters, or 40 million with experts.
 fn config(experts: bool) -> Value {
     let mut c = json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512,
@@ -29,7 +29,7 @@ fn config(experts: bool) -> Value {
     c
 }
 
-/// Planned and measured bytes at the peak of a run of one step.
+/// Planned and measured peak of a run of one step, in bytes.
 fn peaks(dir: &Path, config: &Value, modules: &str, set: &[&str]) -> Result<(u64, u64)> {
     std::fs::create_dir_all(dir.join("model"))?;
     std::fs::write(dir.join("model/config.json"), config.to_string())?;

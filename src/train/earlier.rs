@@ -1,4 +1,4 @@
-//! What an earlier run left in a run folder, and what it chose.
+//! Leftovers of an earlier run in a run folder.
 
 use super::run::{CHECKPOINTS, Options};
 use super::state::State;
@@ -8,7 +8,7 @@ use ft_base::store::{self, checkpoint};
 use serde_json::json;
 use std::path::Path;
 
-/// Refuses to write over what an earlier run left in its folder, unless it is to be overwritten or gone on from.
+/// Refuses to write into the folder of an earlier run without `--overwrite` or `--resume`.
 pub fn refuse_earlier(recipe: &Recipe, options: &Options) -> ft_base::Result<()> {
     let dir = &recipe.run.output;
     if options.overwrite {
@@ -37,7 +37,7 @@ pub fn exists(dir: &Path, result: &Path) -> ft_base::Error {
     Error::Exists { dir: dir.display().to_string(), what, hint: "" }.into()
 }
 
-/// Whether anything is under a name, an empty folder apart.
+/// Returns true if a path exists and is not an empty folder.
 pub fn filled(path: &Path) -> bool {
     match path.read_dir() {
         Ok(mut entries) => entries.next().is_some(),
@@ -45,7 +45,7 @@ pub fn filled(path: &Path) -> bool {
     }
 }
 
-/// Whether a recipe's model or adapter is in a folder.
+/// Returns true if a folder contains the model or adapter of a recipe.
 fn reads(recipe: &Recipe, dir: &Path) -> bool {
     let Ok(dir) = dir.canonicalize() else { return false };
     let sources = [Some(recipe.model.source.as_str()), recipe.lora.init.adapter()];
@@ -53,14 +53,14 @@ fn reads(recipe: &Recipe, dir: &Path) -> bool {
     sources.into_iter().flatten().any(inside)
 }
 
-/// Whether the metrics of a run folder have its end.
+/// Returns true if the metrics of a run folder contain an `end` event.
 pub fn ended(dir: &Path) -> bool {
     crate::log::read_metrics(&dir.join("metrics.jsonl"))
         .is_ok_and(|m| m.iter().any(|e| e["event"] == json!("end")))
 }
 
-/// Removes what an earlier run left in its folder and this one does not replace; other files stay, and so does what
-/// this one reads. The result stays until the new one takes its place.
+/// Removes results and checkpoints of an earlier run. Keeps other files, inputs of this run, and the old
+/// result until the new one replaces it.
 pub fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
     let result = output::result_dir(job, dir);
     for name in output::RESULTS.into_iter().chain([CHECKPOINTS]) {
@@ -72,8 +72,8 @@ pub fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
     Ok(())
 }
 
-/// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
-/// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
+/// With `micro_rows = "auto"`, reuses the earlier value, from the checkpoint or else from the resolved
+/// recipe in the run folder. Another value would change the order of sums, and so the bits of the result.
 pub fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
     if !recipe.run.micro_rows.is_auto() {
         return;

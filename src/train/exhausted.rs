@@ -1,9 +1,9 @@
-//! Memory ran out all the same: what was being allocated, how much was wanted and free, what the plan had said.
+//! Out-of-memory reports: the failed allocation, the bytes wanted and free, and the figures of the plan.
 //!
-//! On CUDA a failed allocation comes back as an error, which does not say how much was wanted: the plan's list of
-//! what is allocated at that place does. On the CPU a system that refuses memory would end the process without a
-//! word, so the allocator asks here. (A system that promises more than it has ends it from outside; nothing can be
-//! said then, and plans keep within what is available for that reason.)
+//! On CUDA, a failed allocation returns an error without a size, so the report takes the size from the
+//! allocations listed in the plan. On the CPU, the standard library would abort the process without a
+//! message, so the allocator calls a hook of this module. An overcommitting system kills the process from
+//! outside, without any chance to report; plans therefore stay within available memory.
 
 use ft_base::error::{Error, ExitCode};
 use ft_base::memory;
@@ -15,30 +15,30 @@ use rayon::ThreadPool;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
-/// What the run had planned, for the allocator's failures.
+/// Plan of the current run, for the allocator hook.
 static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
 
-/// A plan with every allocation that it lists.
+/// A plan with the list of its allocations.
 #[derive(Debug)]
 pub struct Planned {
     plan: Plan,
     listed: Vec<Listed>,
 }
 
-/// Makes failed allocations of this process end it with their bytes, instead of by the system's abort.
+/// Reports failed allocations of this process and exits with an error code, in place of an abort.
 pub fn tell_failures() {
     memory::on_failure(failed);
 }
 
-/// Starts the threads that everything computes on, and makes files that grow beyond the process's limit an error of
-/// that file, where the system would end the process (SIGXFSZ).
+/// Starts the global thread pool. Also turns SIGXFSZ into a write error: without a handler, the system
+/// would end the process at the file size limit.
 ///
 /// # Errors
-/// A system that has no more threads for this process.
+/// The system refuses more threads.
 pub fn start_threads() -> Result<(), ft_plan::Error> {
-    // a handler is enough for the write to fail; without one, it still would only end the process
+    // Any handler suffices to make the write fail.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
-    // a process that calls several verbs has them already
+    // A process that runs several subcommands starts the pool once.
     static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
     let started = STARTED.get_or_init(|| {
         let pool = rayon::ThreadPoolBuilder::new().spawn_handler(start_thread);
@@ -51,23 +51,23 @@ pub fn start_threads() -> Result<(), ft_plan::Error> {
     })
 }
 
-/// Starts the threads that a rank computes on, of which this is one: so many that ranks share those of the process. What
-/// they allocate counts as the rank's.
+/// Starts the thread pool of a rank, including the current thread. Ranks in one process divide the threads
+/// evenly. Allocations of the pool count for the rank.
 ///
 /// # Errors
-/// A system that has no more threads for this process.
+/// The system refuses more threads.
 pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan::Error> {
     memory::count_for(rank);
     pool_with_this(p.threads(rayon::current_num_threads()), rank)
 }
 
-/// Starts the threads that this process computes on, of which this is one, where it is one of several that share
-/// processors.
+/// Starts the thread pool of this process, including the current thread. The processors are shared by
+/// `others` processes, this one included.
 ///
 /// # Errors
 /// As [`start_threads_of`].
 pub fn start_threads_beside(others: usize) -> Result<ThreadPool, ft_plan::Error> {
-    // what a user says is said to each process
+    // `RAYON_NUM_THREADS` applies to every process separately.
     let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());
     let all = rayon::current_num_threads();
     pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, usize::MAX)
@@ -79,22 +79,22 @@ fn pool_with_this(threads: usize, rank: usize) -> Result<ThreadPool, ft_plan::Er
     pool.map_err(|e| ft_plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))
 }
 
-/// Starts a thread of the pool, and comes back when it works: what it takes to begin is no longer open when the next
-/// one asks whether there is room.
+/// Starts a thread of the pool and returns once the thread runs, so that its start-up memory is already
+/// counted when the next thread checks for room.
 fn start_thread(thread: rayon::ThreadBuilder) -> std::io::Result<()> {
-    /// Bytes of stack, the standard library's default.
+    /// Stack size in bytes, the default of the standard library.
     const STACK: usize = 2 << 20;
     memory::room_for_thread(STACK)?;
     let (began, begins) = mpsc::channel();
     std::thread::Builder::new().stack_size(STACK).spawn(move || {
-        // sending allocates: the allocator has its part for this thread from here on
+        // Sending allocates: from here on, the allocator holds state for this thread.
         let _ = began.send(());
         thread.run();
     })?;
     begins.recv().map_err(std::io::Error::other)
 }
 
-/// Remembers a plan for what fails from now on.
+/// Stores a plan for reports of later allocation failures.
 pub fn remember(plan: &Plan, listed: Vec<Listed>) -> Arc<Planned> {
     let planned = Arc::new(Planned { plan: plan.clone(), listed });
     if let Ok(mut p) = PLANNED.lock() {
@@ -103,7 +103,7 @@ pub fn remember(plan: &Plan, listed: Vec<Listed>) -> Arc<Planned> {
     planned
 }
 
-/// An allocation of the process failed.
+/// Allocator hook: reports a failed allocation of `wanted` bytes and exits.
 fn failed(wanted: u64) -> ! {
     let planned = PLANNED.try_lock().ok().and_then(|p| p.clone());
     let free = memory::available_bytes();
@@ -121,9 +121,9 @@ fn wanted_of(wanted: u64, what: &str, free: Option<u64>) -> String {
 }
 
 impl Planned {
-    /// Adds what the plan had said to an error that is out of memory.
+    /// Adds the figures of the plan to an out-of-memory error.
     pub fn explain(&self, e: Error) -> Error {
-        // another rank has explained its own
+        // Skips errors that were explained already, here or on another rank.
         let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::comm::Error>().is_some();
         if e.exit_code() != ExitCode::DoesNotFit || explained {
             return e;
@@ -133,7 +133,7 @@ impl Planned {
         ft_plan::Error::DoesNotFit(format!("{said}\n  the device said: {e}")).into()
     }
 
-    /// What to say of an allocation that failed at a place.
+    /// Describes a failed allocation at a phase and unit.
     fn say(&self, at: (Phase, usize), wanted: Option<u64>, free: Option<u64>) -> String {
         let plan = &self.plan;
         let found = self.nearest(at, wanted, free);
@@ -174,14 +174,15 @@ impl Planned {
         s
     }
 
-    /// The allocation that the plan lists at a place and that this one most likely is: of the wanted size, or, where
-    /// that is not known, the smallest that is more than what is free, or else the largest.
+    /// Finds the most likely entry of the plan for a failed allocation. If the size is known, this is the
+    /// nearest size within 10%; otherwise the smallest one larger than the free memory, or else the
+    /// largest.
     fn nearest(&self, at: (Phase, usize), wanted: Option<u64>, free: Option<u64>) -> Option<Listed> {
         let here = || self.listed.iter().filter(|l| (l.phase, l.unit) == at).copied();
         match (wanted, free) {
             (Some(n), _) => {
                 let near = here().min_by_key(|l| l.bytes.abs_diff(n))?;
-                // a tenth apart is another one
+                // Sizes more than 10% apart belong to another allocation.
                 (near.bytes.abs_diff(n) <= n / 10).then_some(near)
             }
             (None, Some(free)) => {
@@ -227,7 +228,7 @@ mod tests {
         ] {
             assert!(text.contains(said), "{said:?} is not in {text}");
         }
-        // of another size than anything there
+        // No listed allocation has this size.
         assert!(p.say(at, Some(3 << 20), None).contains("3.00 MiB were wanted in forward of layer 2\n"));
         Ok(())
     }

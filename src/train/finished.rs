@@ -1,8 +1,8 @@
-//! What a finished run was made from, kept in the user's cache: `--resume` of it can then say that it is finished
-//! without reading its data and model again.
+//! Cached inputs of finished runs: `--resume` of a finished run returns at once, without reading data and
+//! model.
 //!
-//! Kept are the recipe, and the data, model and adapter files and the run's own as the system describes them. Where
-//! anything of that is another, or not known, the run is looked at in full.
+//! An entry holds the recipe and the metadata of all input and output files. Any difference or missing file
+//! falls back to the full checks.
 
 use super::job;
 use super::output::RESULTS;
@@ -15,22 +15,22 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Runs that are remembered; the oldest go.
+/// Maximum number of entries; the oldest go first.
 const KEPT: usize = 512;
-/// Bytes of what is remembered of a run, at most.
+/// Maximum size of an entry in bytes.
 const MOST: u64 = 16 << 20;
 
-/// Files with what the system says of them, sorted.
+/// Paths with file metadata, sorted.
 type Files = Vec<(PathBuf, Stat)>;
 
-/// What a run is made from, as it was before anything of it was read.
+/// Inputs of a run, recorded before any of them is read.
 pub struct Inputs {
     recipe: String,
     files: Files,
     seen: SystemTime,
 }
 
-/// What is kept of a finished run.
+/// Cache entry of a finished run.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Kept {
     ft: String,
@@ -42,7 +42,8 @@ struct Kept {
 }
 
 impl Inputs {
-    /// Looks at the files that a recipe names, and reads none of them; `None` where they are not all here.
+    /// Collects the metadata of all files named in a recipe, without reading them. Returns `None` if a file
+    /// is missing.
     pub fn look(recipe: &Recipe) -> Option<Self> {
         let seen = SystemTime::now();
         let mut files = Vec::new();
@@ -68,7 +69,7 @@ impl Inputs {
         Some(Self { recipe: recipe.to_toml(), files, seen })
     }
 
-    /// The result of the run in a folder, if it was kept and everything is as it was.
+    /// Returns the result of a finished run if the cached entry still matches.
     pub fn finished(&self, dir: &Path) -> Option<PathBuf> {
         let (place, run) = place(dir)?;
         let bytes = store::read_inside(place.parent()?, place.file_name()?.to_str()?, MOST).ok()?;
@@ -76,8 +77,8 @@ impl Inputs {
         (kept == self.kept(run, outputs(dir)?, kept.result.clone())).then(|| dir.join(kept.result))
     }
 
-    /// Keeps that the run in a folder is finished, if what it was made from is still what it was when it began. Best
-    /// effort: without it, the next `--resume` looks at everything.
+    /// Stores an entry for a finished run, provided that its inputs have not changed since the start. Best
+    /// effort: without an entry, the next `--resume` runs all checks.
     pub fn keep(&self, recipe: &Recipe, dir: &Path, result: &Path) {
         let same = Self::look(recipe).is_some_and(|now| now.files == self.files);
         if !same || !self.files.iter().all(|(_, s)| s.settled(self.seen)) {
@@ -102,14 +103,14 @@ impl Inputs {
     }
 }
 
-/// Where it is kept that the run in a folder is finished, and the folder's path without links.
+/// Path of the cache entry for a run folder, and the canonical path of the folder.
 fn place(dir: &Path) -> Option<(PathBuf, PathBuf)> {
     let run = dir.canonicalize().ok()?;
     let name = blake3::hash(run.as_os_str().as_bytes()).to_hex();
     Some((cache_folder()?.join("finished").join(&name.as_str()[..32]), run))
 }
 
-/// What a finished run leaves; of its checkpoints, that none came or went.
+/// Output files of a finished run. The folder of checkpoints stands in for all checkpoints.
 fn outputs(dir: &Path) -> Option<Files> {
     let mut files = vec![stat(&dir.join("metrics.jsonl"))?, stat(&dir.join(CHECKPOINTS))?];
     for name in RESULTS {
@@ -122,7 +123,7 @@ fn outputs(dir: &Path) -> Option<Files> {
     Some(files)
 }
 
-/// Adds the files of a folder; links count as what they lead to.
+/// Adds the files in a folder. Symbolic links count as their targets.
 fn files_of(dir: &Path, files: &mut Files) -> Option<()> {
     for entry in std::fs::read_dir(dir).ok()? {
         let path = entry.ok()?.path();
@@ -133,7 +134,7 @@ fn files_of(dir: &Path, files: &mut Files) -> Option<()> {
     Some(())
 }
 
-/// A path that can be kept as text, without links, and what the system says of the file.
+/// Canonical path and metadata of a file. Returns `None` if the path is not UTF-8.
 fn stat(path: &Path) -> Option<(PathBuf, Stat)> {
     let real = path.canonicalize().ok().filter(|p| p.to_str().is_some())?;
     let stat = Stat::of(&std::fs::metadata(&real).ok()?);

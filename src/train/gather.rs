@@ -1,6 +1,7 @@
-//! Weights that ranks split, or that live on the host, gathered around the visits of a pass: those of the next visit before
-//! this one begins, and released when no visit needs them next. All ranks go through the same visits, with rows or
-//! without. What comes from the host does so while this visit goes on.
+//! Gathers weights that are sharded over ranks or offloaded to the host. Weights of the next visit are
+//! gathered before the current visit begins, so that transfers overlap with computation, and are released
+//! when the next visit does not need them. All ranks make the same visits, with or without rows of their
+//! own.
 
 use super::ranks::{self, Next};
 use ft_engine::adapt::Params;
@@ -12,27 +13,27 @@ use std::cell::RefCell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Gathers what comes and goes; nothing where all of it is on the device.
+/// Gathers weights around visits. Does nothing if all weights stay on the device.
 pub struct Gather<'a> {
     outline: Outline,
     params: &'a Params,
     comm: &'a dyn Comm,
-    /// Units that are here, each with what of it is on its way.
+    /// Units on the device, with their pending transfers.
     here: RefCell<BTreeMap<usize, Vec<Arrival>>>,
 }
 
 impl<'a> Gather<'a> {
-    /// For passes that all ranks come to.
+    /// Creates a gatherer for passes in which all ranks take part.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         Self { outline: Outline::of(decoder), params, comm, here: RefCell::default() }
     }
 
-    /// Releases all units but those.
+    /// Releases all units except `needed`.
     fn keep(&self, needed: &BTreeSet<usize>) -> candle_core::Result<()> {
         let mut here = self.here.borrow_mut();
         let gone: Vec<usize> = here.keys().filter(|u| !needed.contains(u)).copied().collect();
         for unit in gone {
-            // what is still on its way is waited for
+            // Dropping pending transfers waits for them.
             drop(here.remove(&unit));
             self.params.release(unit)?;
         }
@@ -62,19 +63,20 @@ impl Around for Gather<'_> {
     }
 }
 
-/// A pass that ended early leaves nothing behind.
+/// Releases the units after an early end of a pass.
 impl Drop for Gather<'_> {
     fn drop(&mut self) {
-        // the error that ended it is the one that is told
+        // The caller already returns the first error.
         let _ = self.keep(&BTreeSet::new());
     }
 }
 
-/// For forward passes of the first rank alone, which the others are told of: they give what it needs.
+/// As [`Gather`], for forward passes of the first rank alone. Announces every pass to the other ranks, so
+/// they can send their shards.
 pub struct Alone<'a>(Gather<'a>);
 
 impl<'a> Alone<'a> {
-    /// For passes of the first rank.
+    /// Creates a gatherer for passes of the first rank.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         Self(Gather::new(decoder, params, comm))
     }

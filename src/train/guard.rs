@@ -1,4 +1,4 @@
-//! Nothing that is not finite reaches a weight, or stays in one; and a run that has diverged does not go on.
+//! Checks for non-finite values and for diverged runs.
 
 use super::gather::Alone;
 use super::step::{Setup, probe};
@@ -13,8 +13,8 @@ use candle_core::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Refuses a step whose loss or gradient norm is not finite, naming tensors and rows. The gradients are multiplied by
-/// `factor` before they are used.
+/// Refuses a step if its loss or gradient norm is not finite, and names tensors and data lines. `factor` is
+/// the clipping factor of the gradients.
 pub fn finite(
     (params, comm): (&Params, &dyn Comm),
     step: u64,
@@ -23,7 +23,7 @@ pub fn finite(
     data: &Dataset,
     rows: &[usize],
 ) -> ft_base::Result<()> {
-    // AdamW takes its square
+    // AdamW squares the gradients.
     let square = ((grad_norm * factor) as f32).powi(2);
     if loss.is_finite() && square.is_finite() {
         return Ok(());
@@ -64,13 +64,13 @@ pub fn finite(
     Err(Error::NonFinite { step, updated, what, detail, hint }.into())
 }
 
-/// Whether values of a range are finite, as far as they are here.
+/// Returns true if the local part of a range is finite.
 fn held_finite(held: &Held, range: &Range<usize>) -> candle_core::Result<bool> {
     let here = common(&held.at, range);
     if here.is_empty() { Ok(true) } else { optimizer::finite(&held.of(here)?) }
 }
 
-/// Tensors of which some rank holds values that are not finite, of a range as `finite` says.
+/// Collects the tensors for which `finite` returns false on any rank.
 fn bad<'p>(
     params: &'p Params,
     comm: &dyn Comm,
@@ -87,10 +87,10 @@ fn bad<'p>(
     Ok(all.iter().filter_map(|i| params.tensors.get(*i as usize)).map(|t| t.name.as_str()).collect())
 }
 
-/// Refuses weights and moments that are not finite after an update, naming tensors: they must not be saved.
+/// Refuses non-finite weights and moments, and names the tensors. Called before a checkpoint is saved.
 ///
 /// # Errors
-/// [`Error::Weights`]; a rank that is lost.
+/// [`Error::Weights`]; lost rank.
 pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<()> {
     let states = |u: &Unit, r: &Range<usize>| {
         let mut moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
@@ -99,7 +99,7 @@ pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<(
             moments &= p.moments.finite(&(0..rows * cols))?;
         }
         let kept = moments && held_finite(&u.master, r)?;
-        // what has no master weights
+        // Weights without master weights.
         let rest = [0..u.kept.start, u.kept.end..u.len].into_iter().map(|rest| common(&rest, r));
         rest.filter(|rest| !rest.is_empty())
             .try_fold(kept, |all, r| Ok(all && held_finite(&u.compute.held, &r)?))
@@ -121,18 +121,18 @@ pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<(
     Err(Error::Weights { step, tensors }.into())
 }
 
-/// Steps without any gradient after which the model is looked at.
+/// Number of steps without a gradient between checks of the logits.
 const STILL: u64 = 3;
 
-/// Notices a model that gives every token the same logit: nothing of it trains any more.
+/// Detects a diverged model, for which all logits of a token are equal.
 ///
-/// No gradient at all has good reasons too (experts that no token chose, a router with one expert a token), so that
-/// the logits decide, and they are looked at only then.
+/// A zero gradient alone is not conclusive: experts may receive no token, and a router with top-1 experts
+/// may get no gradient. So the logits decide, and they are computed only after steps without a gradient.
 #[derive(Debug, Default)]
 pub struct Still(u64);
 
 impl Still {
-    /// Takes a step down, the `step`th; `last` says that no other comes.
+    /// Records step number `step`; `last` marks the final step of the run.
     ///
     /// # Errors
     /// [`Error::Diverged`].

@@ -1,4 +1,4 @@
-//! What makes two runs the same run: recipe keys and hashes of data, model and tokenizer.
+//! Identity of a run: recipe keys, and hashes of data, model and tokenizer.
 
 use super::Job;
 use ft_engine::base::{Base, layout};
@@ -11,25 +11,26 @@ use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// Keys and hashes of a run, made when they are asked for; two runs with equal ones compute the same.
+/// Recipe keys and hashes of a run, computed on first use. Runs with equal identities compute the same
+/// result.
 pub struct Identity<'a> {
     job: &'a Job,
     data: &'a Dataset,
-    /// The model's hash, if it is known.
+    /// Hash of the model, if known already.
     model: OnceLock<String>,
     map: OnceLock<BTreeMap<String, String>>,
 }
 
 impl<'a> Identity<'a> {
-    /// Of a run of `job` on `data`.
+    /// Identity of a run of `job` on `data`.
     pub fn new(job: &'a Job, data: &'a Dataset) -> Self {
         Self { job, data, model: OnceLock::new(), map: OnceLock::new() }
     }
 
-    /// The keys and hashes.
+    /// Returns the keys and hashes.
     ///
     /// # Errors
-    /// Files that cannot be read, or that change meanwhile.
+    /// Files are unreadable or change during hashing.
     pub fn get(&self) -> ft_base::Result<&BTreeMap<String, String>> {
         if let Some(map) = self.map.get() {
             return Ok(map);
@@ -41,7 +42,7 @@ impl<'a> Identity<'a> {
         };
         let mut map = job.recipe.math_keys();
         if job.recipe.optimizer.lr.is_none() {
-            // what the default is, so that another one is another run
+            // Stores the default learning rates, so that another default makes another run.
             let rates = job.selection.learning_rates(&job.recipe.optimizer);
             let mut by_method: Vec<String> = rates
                 .iter()
@@ -57,7 +58,7 @@ impl<'a> Identity<'a> {
             map.insert("hash.tokenizer".into(), t.hash().into());
         }
         map.insert("compute.dtype".into(), format!("{:?}", job.dtype));
-        // as it is resolved; without the key every run had them
+        // The resolved value. Runs without this key keep master weights.
         if !job.recipe.optimizer.keeps_master(job.dtype == DType::F32)
             && job.selection.parts().iter().any(|t| t.part.method() == Method::Full)
         {
@@ -74,10 +75,11 @@ impl<'a> Identity<'a> {
         Ok(self.map.get_or_init(|| map))
     }
 
-    /// The base is about to be loaded: where the model's hash is not known yet, it is made of what is read.
+    /// Prepares for loading the base: if the hash of the model is unknown, files are hashed while they are
+    /// read.
     ///
     /// # Errors
-    /// Files that cannot be read any more.
+    /// Files are no longer readable.
     pub fn loading(&self, base: &Base) -> ft_base::Result<()> {
         match base.files() {
             Some(files) if self.map.get().is_none() => Ok(files.hash_while_reading()?),
@@ -85,7 +87,8 @@ impl<'a> Identity<'a> {
         }
     }
 
-    /// The base was loaded: the model's hash is its, or it was hashed before and must be the same still.
+    /// Finishes loading the base: stores the hash of the files read, or compares it with the hash known
+    /// before.
     ///
     /// # Errors
     /// [`store::Error::Changed`].
@@ -95,7 +98,7 @@ impl<'a> Identity<'a> {
             self.model.get_or_init(|| model);
             return Ok(());
         };
-        // costs nothing where hashes are kept
+        // Cheap if file hashes are cached.
         if map.get("hash.model") == Some(&model_hash(self.job)?) {
             return Ok(());
         }
@@ -104,13 +107,13 @@ impl<'a> Identity<'a> {
     }
 }
 
-/// Whether a key of an identity says no more than where data are: what they hold is in `hash.data`.
+/// Returns true for keys with paths of data. Data contents are covered by `hash.data`.
 pub(super) fn is_place(key: &str) -> bool {
     let nth = key.strip_prefix("data.train.").and_then(|k| k.strip_suffix(".source"));
     nth.is_some_and(|n| n.parse::<usize>().is_ok())
 }
 
-/// Hash of a model: its config, and all bytes of the files of its weights.
+/// Hash of a model: config, and bytes of all weight files.
 pub(super) fn model_hash(job: &Job) -> Result<String, store::Error> {
     let files = match job.recipe.model.weights {
         Weights::Load => Some(layout::open(&job.config, &job.model.dir)?),

@@ -1,4 +1,4 @@
-//! From a recipe to what it names: device, model folder, config, tokenizer, selection, data.
+//! Resolves a recipe: device, model folder, config, tokenizer, selection, data.
 
 use super::{Error, quantize, rows, sources};
 use ft_engine::adapt::adapter::Adapter;
@@ -26,34 +26,34 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// How a selection is made of a recipe, a config and an adapter.
+/// Chooses a selection from a recipe, a config and an adapter.
 type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> ft_base::Result<Selection> + 'a;
 
-/// A recipe with everything it names, but not the weights.
+/// A resolved recipe, without the weights.
 #[derive(Clone)]
 pub struct Job {
     /// The recipe.
     pub recipe: Recipe,
-    /// Where to compute.
+    /// Device to compute on.
     pub device: Device,
     /// Compute dtype.
     pub dtype: DType,
-    /// The model's folder.
+    /// Folder of the model.
     pub model: ModelDir,
-    /// Its config, overrides applied.
+    /// Config of the model, with `model.overrides` applied.
     pub config: Config,
-    /// Its tokenizer, where it has one.
+    /// Tokenizer; `None` if the model has no `tokenizer.json`, or only the config is loaded.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// What trains.
+    /// Choice per module: frozen, in full, LoRA, or token rows.
     pub selection: Selection,
-    /// The adapter to go on from.
+    /// Adapter named in `lora.init`.
     pub adapter: Option<Arc<Adapter>>,
 }
 
-/// The device that a recipe names; of CUDA devices the first, or of several processes on a machine each one's own.
+/// Opens the device of a recipe. On CUDA, this is device 0, or one device per process of a machine.
 ///
 /// # Errors
-/// CUDA asked for and not there; or there, and a library that it needs is not; more processes than devices.
+/// CUDA is requested but missing, or lacks a required library; more processes than devices.
 pub fn device(name: DeviceName) -> Result<Device, Error> {
     match (name, cuda::count()) {
         (DeviceName::Cpu, _) | (DeviceName::Auto, 0) => Ok(Device::Cpu),
@@ -61,10 +61,10 @@ pub fn device(name: DeviceName) -> Result<Device, Error> {
     }
 }
 
-/// A device that is named by itself.
+/// Opens a device given by name and index.
 ///
 /// # Errors
-/// One that is not there, or lacks a library that it needs.
+/// The device does not exist, or lacks a required library.
 pub fn one_device(name: OneDevice) -> Result<Device, Error> {
     match (name, cuda::count()) {
         (OneDevice::Cpu, _) => Ok(Device::Cpu),
@@ -76,11 +76,11 @@ pub fn one_device(name: OneDevice) -> Result<Device, Error> {
     }
 }
 
-/// Which of so many CUDA devices is this process's.
+/// Index of the CUDA device of this process, out of `count`.
 fn ordinal(count: usize) -> Result<usize, Error> {
     let Some(launch) = Launch::of_env() else { return Ok(0) };
     match launch.local {
-        // a launcher that shows each process one device has dealt them
+        // The launcher already restricts every process to one device.
         _ if count <= 1 => Ok(0),
         None => Ok(launch.rank % count),
         Some(local) if local < count => Ok(local),
@@ -91,7 +91,7 @@ fn ordinal(count: usize) -> Result<usize, Error> {
     }
 }
 
-/// The compute dtype of a recipe: what it says, else by device.
+/// Compute dtype: the one named, else f32 on the CPU and bf16 on CUDA.
 pub fn dtype(named: Option<Dtype>, device: &Device) -> DType {
     match (named, device) {
         (Some(Dtype::Bf16), _) => DType::BF16,
@@ -102,18 +102,18 @@ pub fn dtype(named: Option<Dtype>, device: &Device) -> DType {
     }
 }
 
-/// The source of the recipe's model: a path as it is found from here, or a hub id.
+/// Resolves a model source to an existing path, or returns it unchanged as a hub id.
 pub fn source(recipe: &Recipe, written: &str) -> String {
     let path = recipe.resolve(written);
     if path.exists() { path.display().to_string() } else { written.into() }
 }
 
-/// The model's folder, downloaded as far as `want` goes if need be.
+/// Finds the folder of the model, and downloads missing files as far as `want` requires.
 ///
 /// # Errors
-/// A model that cannot be found.
+/// The model cannot be found.
 pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -> ft_base::Result<ModelDir> {
-    // random weights need no file of them
+    // Random weights replace the weight files.
     let random = recipe.model.weights == Weights::Random;
     let want = if random { want.min(Want::Tokenizer) } else { want };
     let source = source(recipe, &recipe.model.source);
@@ -122,10 +122,10 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
     Ok(model)
 }
 
-/// The config of a model's folder with overrides applied.
+/// Reads the config of a model folder and applies overrides. Warns about unknown keys.
 ///
 /// # Errors
-/// A config that is not one, or of a model that is not built.
+/// Invalid config, or an unsupported model family.
 pub fn config(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Config> {
     let config = Config::load(dir, overrides)?;
     let file = dir.join("config.json").display().to_string();
@@ -135,10 +135,10 @@ pub fn config(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Con
     Ok(config)
 }
 
-/// Refuses losses on the routers of a model that has none.
+/// Refuses router losses for models without routers.
 ///
 /// # Errors
-/// A coefficient that is not 0.
+/// A coefficient is not 0.
 pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     if config.moe.is_some() {
         return Ok(());
@@ -155,11 +155,11 @@ pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// The tokenizer of a model's folder with the recipe's chat template, and with the tokens that the recipe or the adapter has
-/// beside; `None` where there is none.
+/// Loads the tokenizer of a model folder, with the chat template of the recipe, and with the added tokens
+/// of recipe and adapter. Returns `None` if the folder has no tokenizer.
 ///
 /// # Errors
-/// Files that cannot be used.
+/// Unusable files.
 pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> ft_base::Result<Option<Tokenizer>> {
     let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
     let rules = recipe.train.iter().filter(|r| r.is_of_tokens());
@@ -175,10 +175,10 @@ pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> ft_b
     Ok(tokenizer)
 }
 
-/// The tokens that an adapter has beside its base's.
+/// Tokens of an adapter in addition to the vocabulary of the base.
 ///
 /// # Errors
-/// A tokenizer beside it that is none.
+/// The tokenizer in the adapter folder is unusable.
 pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
     match adapter.filter(|a| !a.config.tokens().is_empty()) {
         Some(a) => Ok(Added::of_adapter(&a.dir)?),
@@ -186,21 +186,21 @@ pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
     }
 }
 
-/// The adapter that the recipe goes on from.
+/// Opens the adapter named in `lora.init`, and downloads it if necessary.
 ///
 /// # Errors
-/// An adapter that cannot be found, or whose files cannot be used.
+/// The adapter cannot be found, or has unusable files.
 pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<Adapter>> {
     let Some(written) = recipe.lora.init.adapter() else { return Ok(None) };
     let dir = hub::fetch_adapter_with(settings, &source(recipe, written), "main", progress)?;
     Ok(Some(Adapter::open(&dir)?))
 }
 
-/// What trains: by the recipe's rules; without any, what the adapter holds. Warns of what the rules name and the model
-/// does not have.
+/// Selects the trained modules by the rules of the recipe, or, without rules, as in the adapter. Warns
+/// about rules without a match in the model.
 ///
 /// # Errors
-/// Rules or an adapter that do not fit the model; nothing that trains.
+/// Rules or adapter do not fit the model; nothing is selected.
 pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) -> ft_base::Result<Selection> {
     let selection = match adapter {
         Some(a) if recipe.train.is_empty() => a.selection(config)?,
@@ -214,10 +214,10 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     Ok(selection)
 }
 
-/// The tokens of the recipe's `log.sample`, in the form that it trains.
+/// Tokenizes the prompt of `log.sample` in the same format as the training data.
 ///
 /// # Errors
-/// A prompt that this model cannot be asked.
+/// Tokenizer missing; empty prompt.
 pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result<Option<Vec<u32>>> {
     let Some(prompt) = &recipe.log.sample else { return Ok(None) };
     let fail = |why: &str| Error::Usage(format!("{}: log.sample: {why}", recipe.place("log.sample")));
@@ -234,18 +234,17 @@ pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result
 }
 
 impl Job {
-    /// Resolves a recipe. `want` says how much of the model must be there; downloads it if need be.
+    /// Resolves a recipe and downloads missing files. `want` selects the required files of the model.
     ///
     /// # Errors
-    /// A device that is not there, a model that cannot be found or is not supported, a rule that matches
-    /// nothing, an adapter that does not fit.
+    /// Missing device; model not found or not supported; rule without a match; adapter that does not fit.
     pub fn open(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
         Self::with(recipe, want, progress, &selection)
     }
 
-    /// Resolves a recipe to use its model, not to train: everything is frozen, and an adapter in
-    /// `lora.init` is whole. Without one, what the recipe trains in full is not quantized: the model is the one that
-    /// training starts from.
+    /// Resolves a recipe for inference: all weights are frozen, and the adapter of `lora.init` is applied.
+    /// Without an adapter, modules that the recipe trains in full are not quantized, so the model equals
+    /// the one at the start of training.
     ///
     /// # Errors
     /// As [`Job::open`].
@@ -294,15 +293,15 @@ impl Job {
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
     }
 
-    /// How bf16 is multiplied, where that is on the CPU.
+    /// Implementation of bf16 products on the CPU; `None` for other devices and dtypes.
     ///
     /// # Errors
-    /// The environment asks for a way that is not here.
+    /// The environment requests an unavailable implementation.
     pub fn products(&self) -> candle_core::Result<Option<pairs::Path>> {
         (self.device.is_cpu() && self.dtype == DType::BF16).then(pairs::path).transpose()
     }
 
-    /// Device and compute dtype in words, and how bf16 is multiplied.
+    /// Describes device, compute dtype, and the implementation of bf16 products.
     ///
     /// # Errors
     /// As [`Job::products`].
@@ -312,7 +311,7 @@ impl Job {
         Ok(format!("{device} {}{how}", format!("{:?}", self.dtype).to_lowercase()))
     }
 
-    /// The same on another device, in the dtype that it computes in there.
+    /// Copies the job to another device, with the compute dtype for that device.
     pub fn on(&self, device: Device) -> Self {
         Self { dtype: dtype(self.recipe.model.dtype, &device), device, ..self.clone() }
     }
@@ -321,12 +320,12 @@ impl Job {
         |s| self.recipe.resolve(s)
     }
 
-    /// The training rows.
+    /// Loads the training rows.
     pub fn train_data(&self) -> ft_base::Result<Dataset> {
         self.part(Part::Train)
     }
 
-    /// The evaluation rows, if the recipe names any.
+    /// Loads the evaluation rows, if the recipe has any.
     pub fn eval_data(&self) -> ft_base::Result<Option<Dataset>> {
         self.recipe.data.evaluates().then(|| self.part(Part::Eval)).transpose()
     }
@@ -339,7 +338,7 @@ impl Job {
         Ok(data)
     }
 
-    /// Training and evaluation rows.
+    /// Loads training and evaluation rows.
     pub fn data(&self) -> ft_base::Result<(Dataset, Option<Dataset>)> {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
@@ -349,17 +348,17 @@ impl Job {
         if let Some(eval) = &eval {
             rows::tell_shared(&train, eval)?;
         }
-        // what is told of samples that are held out was told of all
+        // Held-out samples are part of the training data, so warnings about them were printed already.
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
             rows::tell_data(Part::Eval.key(d), eval, &self.config)?;
         }
         Ok((train, eval))
     }
 
-    /// The base as its folder has it, without the 4-bit copy of `model.cache`.
+    /// Opens the base in the model folder, ignoring the 4-bit copy of `model.cache`.
     ///
     /// # Errors
-    /// Weights that are not there or cannot be used.
+    /// Missing or unusable weights.
     pub fn base(&self) -> ft_base::Result<Base> {
         let config = self.config.clone();
         let base = match self.recipe.model.weights {
@@ -370,11 +369,11 @@ impl Job {
         Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
     }
 
-    /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
-    /// loading the model: whatever is wrong is known before anything is written.
+    /// Checks names and shapes of all tensors of base and adapter against config and selection, without
+    /// loading the model. Called before anything is written.
     ///
     /// # Errors
-    /// Tensors that are missing, unexpected or of another shape; an adapter of another base.
+    /// Missing, unexpected or misshaped tensors; an adapter for another base.
     pub fn check(&self) -> ft_base::Result<()> {
         let base = self.base()?;
         base.check()?;
@@ -389,25 +388,25 @@ impl Job {
         Ok(())
     }
 
-    /// How the model is trained, for whoever asks it later.
+    /// Prompt format of the training data, saved for later inference.
     pub fn trained(&self) -> Trained {
         let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_deref());
         Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
     }
 
-    /// Loads the model with a bar, from the 4-bit copy of `model.cache` where the recipe has one; with `train`, allocates
-    /// gradients and moments.
+    /// Loads the model with a progress bar, from the 4-bit copy of `model.cache` if configured. With
+    /// `train`, also allocates gradients and moments.
     ///
     /// # Errors
-    /// As [`Build::run`]; a copy that cannot be made.
+    /// As [`Build::run`]; the 4-bit copy cannot be written.
     pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
         self.load_shard(&self.base_to_load()?, train, Shard::default(), &comm::alone())
     }
 
-    /// The base that weights are read from: with its 4-bit copy, where the recipe has a `model.cache`.
+    /// Opens the base to load weights from, with the 4-bit copy of `model.cache` if configured.
     ///
     /// # Errors
-    /// As [`Job::base`]; a copy that cannot be made, or is damaged.
+    /// As [`Job::base`]; the 4-bit copy is damaged or cannot be written.
     pub fn base_to_load(&self) -> ft_base::Result<Base> {
         let base = self.base()?;
         Ok(match quantize::cached(self)? {
@@ -416,10 +415,11 @@ impl Job {
         })
     }
 
-    /// As [`Job::load`], what ranks split for one of them, while the others do the same; the bar is the first one's.
+    /// As [`Job::load`], for the shard of one rank. All ranks must call it together. Only the first shows a
+    /// progress bar.
     ///
     /// # Errors
-    /// As [`Build::run`]; a rank that is lost.
+    /// As [`Build::run`]; lost rank.
     pub fn load_shard(
         &self,
         base: &Base,
@@ -429,7 +429,7 @@ impl Job {
     ) -> ft_base::Result<(Decoder, Params)> {
         let memory = &self.recipe.memory;
         let offload = memory.offloads(Offload::Optimizer);
-        // what is loaded to be used is used from where it is
+        // Inference reads weights in place.
         let offload_weights = train && memory.offloads(Offload::Params);
         let pin = memory.pin;
         let o = &self.recipe.optimizer;
@@ -462,7 +462,7 @@ impl Job {
         let width = self.dtype.size_in_bytes() as u64;
         let machine = Machine { cuda, width, stored: width, threads: threads as u64 };
         let machine = ft_plan::stored(machine, &self.recipe, &self.config, Some(&self.model.dir));
-        // a plan that cannot be made says why
+        // An error here shows up again in the plan itself.
         let server =
             ft_plan::Server::of(&self.recipe, &self.config, &self.selection, machine.stored).ok().flatten();
         let server = server.map_or(0, |s| s.on_host);
@@ -482,25 +482,25 @@ impl Job {
         }
     }
 
-    /// The plan of this job: `count` gives the tokens of a recipe's micro-batches, as [`Workload::of_data`] does.
+    /// Plans this job. `count` computes the workload for a recipe, as [`Workload::of_data`] does.
     pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
         self.planned(&Workloads::new(count), true)
     }
 
-    /// A plan of the same micro-batches that takes less than `plan`, by a sixteenth where that is possible; `None` where
-    /// nothing does.
+    /// Plans the same workload with less memory than `plan`, by one sixteenth if possible. Returns `None`
+    /// if no execution needs less.
     pub fn smaller(&self, plan: &Plan) -> Option<Plan> {
         let workload = plan.workload;
         let workloads = Workloads::new(|_| workload);
         let less = plan.total() - plan.total() / 16;
         let found = Plan::new(&Inputs { budget: Some(less), ..self.inputs(&workloads) }).ok()?;
-        // inputs may wait on the host now
+        // The new plan may offload layer inputs to the host.
         let (budget, mut space) = (plan.budget, plan.space.clone());
         space.host.clone_from(&found.space.host);
         (found.total() < plan.total()).then_some(Plan { budget, space, hints: Vec::new(), ..found })
     }
 
-    /// As [`Job::plan`], where no checkpoint and no result is written.
+    /// As [`Job::plan`], for runs that write neither checkpoints nor a result.
     pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
         self.planned(&Workloads::new(count), false)
     }
@@ -516,10 +516,10 @@ impl Job {
         Ok(plan)
     }
 
-    /// What the engine allocates by its plan, and where.
+    /// Lists the planned allocations by phase and unit.
     pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
         let planned = plan.workload;
-        // only said where memory runs out: a plan that cannot be made says nothing
+        // Only used in out-of-memory reports, so errors of the plan are ignored.
         ft_plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.execution).unwrap_or_default()
     }
 }

@@ -1,4 +1,4 @@
-//! The newest weights of a run, in a model that only reads: what `ft serve` answers with while the run goes on.
+//! The newest weights of a run, for inference: `ft serve` answers with them during training.
 
 use super::run::CHECKPOINTS;
 use super::{Job, state};
@@ -10,16 +10,17 @@ use ft_base::store::checkpoint::Checkpoints;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-/// How often a checkpoint may go while it is read before the next look.
+/// Number of attempts if checkpoints are deleted while they are read.
 const TRIES: usize = 8;
 
-/// The resolved recipe of a run's folder, its model where the run found it.
+/// Loads the resolved recipe of a run folder. The model source is replaced by the path recorded in the
+/// metrics.
 ///
 /// # Errors
-/// A recipe that cannot be read.
+/// Unreadable recipe.
 pub fn recipe_of(run: &Path) -> ft_base::Result<Recipe> {
     let mut recipe = Recipe::load(&run.join("recipe.toml"), &[])?;
-    // where the run found it, from the folder that it was started in
+    // Relative to the working directory of the run.
     let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
     let found = events.iter().find_map(|e| e["model"]["source"].as_str());
     if let Some(source) = found.filter(|s| Path::new(s).exists()) {
@@ -28,51 +29,51 @@ pub fn recipe_of(run: &Path) -> ft_base::Result<Recipe> {
     Ok(recipe)
 }
 
-/// What a run's metrics say of its end, where it has ended: its result is its own then, and not an earlier run's or of an
-/// earlier step.
+/// Returns the last event of a run if it is `end`. Otherwise, the result on disk belongs to an earlier run
+/// or step.
 pub fn end_of(run: &Path) -> Option<serde_json::Value> {
     last_event(&run.join("metrics.jsonl")).filter(|e| e["event"] == "end")
 }
 
-/// The step that the result of a run is of, where the run has ended.
+/// Returns the step of the result, if the run has ended.
 pub fn ended_at(run: &Path) -> Option<u64> {
     end_of(run)?["of_step"].as_u64()
 }
 
-/// How the model of a run is loaded to answer.
+/// Overrides for loading the model of a run.
 #[derive(Clone, Debug)]
 pub struct Loading {
-    /// Compute dtype, where it is not the run's own.
+    /// Compute dtype; `None` for the dtype of the run.
     pub dtype: Option<Dtype>,
-    /// Quantization, where it is not the run's own.
+    /// Quantization; `None` as in the run.
     pub quantize: Option<Quantize>,
-    /// A chat template in place of the run's.
+    /// Chat template; `None` for the template of the run.
     pub chat_template: Option<PathBuf>,
 }
 
-/// What a look at a run found.
+/// Outcome of a look at a run folder.
 #[derive(Debug, Default)]
 pub struct Seen {
-    /// Whether other weights answer from here on.
+    /// True if the model has new weights.
     pub changed: bool,
-    /// Checkpoints that cannot be used, each told once.
+    /// Unusable checkpoints; every one is reported once.
     pub problems: Vec<String>,
 }
 
-/// A run whose newest checkpoint a model has.
+/// Tracks the newest checkpoint of a run, and the checkpoint loaded into a model.
 #[derive(Debug)]
 pub struct Latest {
     run: PathBuf,
     checkpoints: Checkpoints,
-    /// What decides which model it is.
+    /// Recipe keys that define the loaded model.
     keys: BTreeMap<String, String>,
-    /// What the model has: the step, and what tells its checkpoint from any other; before the first there is none.
+    /// Loaded checkpoint: step and fingerprint. `None` before the first.
     at: Option<(u64, Vec<u8>)>,
-    /// Checkpoints that cannot be used.
+    /// Fingerprints of unusable checkpoints.
     unusable: HashSet<Vec<u8>>,
 }
 
-/// The keys of a run's recipe that decide which model the tensors of its checkpoints belong to.
+/// Recipe keys that define the model in the checkpoints of a run.
 fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
     let keys = Recipe::load(&run.join("recipe.toml"), &[])?.math_keys();
     let of_model = |k: &str| ["model.", "lora.", "train."].iter().any(|t| k.starts_with(t));
@@ -81,7 +82,8 @@ fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
 }
 
 impl Latest {
-    /// What a run trains, opened for answering on devices that [`Job::on`] names; its data is not looked for.
+    /// Opens the model of a run for inference on the devices passed to [`Job::on`]. Ignores the data of the
+    /// run.
     ///
     /// # Errors
     /// As [`Job::open`].
@@ -89,7 +91,7 @@ impl Latest {
         let mut recipe = recipe_of(run)?;
         let keys = model_keys(run)?;
         recipe.run.device = ft_recipe::Device::Cpu;
-        // of what trains, only what layers compute with is wanted
+        // Inference needs neither master weights nor optimizer states.
         recipe.memory.offload.iter_mut().for_each(|all| all.retain(|o| *o == Offload::Activations));
         recipe.optimizer.master = ft_recipe::Master::None;
         if let Some(quantize) = how.quantize {
@@ -98,7 +100,7 @@ impl Latest {
         }
         recipe.model.dtype = how.dtype.or(recipe.model.dtype);
         recipe.data.chat_template = how.chat_template.clone().or(recipe.data.chat_template);
-        // how it is asked depends on them, and nothing else
+        // Data sources are only needed for their prompt format.
         let (train, _) = (std::mem::take(&mut recipe.data.train), std::mem::take(&mut recipe.data.eval));
         let mut job = Job::open(recipe, Want::Weights, true)?;
         job.recipe.data.train = train;
@@ -110,28 +112,29 @@ impl Latest {
         Self { run: run.into(), checkpoints, keys, at: None, unusable: HashSet::new() }
     }
 
-    /// For another copy of the same model, which has no checkpoint yet.
+    /// Tracker for another copy of the same model, without a checkpoint yet.
     pub fn another(&self) -> Self {
         Self::of(&self.run, self.keys.clone())
     }
 
-    /// The step of the checkpoint that answers; 0 before the first.
+    /// Step of the loaded checkpoint; 0 before the first.
     pub fn step(&self) -> u64 {
         self.at.as_ref().map_or(0, |(step, _)| *step)
     }
 
-    /// Takes up the newest checkpoint, or of a run that has ended that of its result, where the model has another. One that
-    /// goes while it is read is none; one that is damaged or of another model is told, and the model stays as it is.
+    /// Loads the newest checkpoint, unless already loaded; if the run has ended, the checkpoint of the
+    /// result. Retries if a checkpoint is deleted during reading. Reports damaged and foreign checkpoints,
+    /// and leaves the model unchanged.
     pub fn look(&mut self, params: &Params) -> Seen {
         let mut seen = Seen::default();
-        // one that goes has made room for another, which is there already
+        // A deleted checkpoint has a newer successor on disk already.
         let _ = (0..TRIES).any(|_| self.look_once(params, &mut seen));
         seen
     }
 
-    /// As [`Latest::look`]; whether nothing has gone meanwhile.
+    /// As [`Latest::look`], once. Returns false if a checkpoint was deleted during reading.
     fn look_once(&mut self, params: &Params, seen: &mut Seen) -> bool {
-        // there are none before the run has begun
+        // The folder does not exist before the run begins.
         let mut steps = self.checkpoints.list().unwrap_or_default();
         if let Some(step) = ended_at(&self.run).filter(|s| steps.contains(s)) {
             steps = vec![step];
@@ -141,7 +144,7 @@ impl Latest {
             let Some(mark) = self.checkpoints.mark(step) else { return false };
             found.push((step, mark));
         }
-        // one that went, and is there again, is looked at again
+        // Forgets deleted checkpoints, so that a new one at the same step gets a chance.
         self.unusable.retain(|u| found.iter().any(|(_, mark)| mark == u));
         let mut passed_over = false;
         for (step, mark) in found.into_iter().rev() {

@@ -1,21 +1,22 @@
-//! Dynamic loss scaling, for training in f16 (Micikevicius et al., "Mixed precision training", 2018).
+//! Dynamic loss scaling for f16 (Micikevicius et al., "Mixed Precision Training", 2018).
 //!
-//! f16 has no numbers below 6e-8 and none above 65,504, so that small gradients vanish: the loss is multiplied by a power
-//! of two before the backward pass, and the gradients, summed in f32, are divided by it. As PyTorch's `GradScaler` does,
-//! the scale begins at 65,536 (or `memory.scale`), is halved when a gradient overflows and doubled after 2,000 steps in which none did. A step
-//! that overflowed is done again with the lower scale, instead of left out: no data is lost.
+//! The range of f16 is 6e-8 to 65,504, so small gradients underflow. The loss is multiplied by a power of
+//! two before the backward pass, and the gradients, summed in f32, are divided by it. As in PyTorch's
+//! `GradScaler`, the scale starts at 65,536 (or `memory.scale`), is halved on overflow, and is doubled
+//! after 2,000 steps without overflow. Unlike `GradScaler`, a step with an overflow is repeated with the
+//! lower scale, not skipped, so no data is lost.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// Where the scale begins if the recipe does not say.
+/// Initial scale if `memory.scale` is not set.
 const FIRST: u64 = 65_536;
-/// The largest scale: the smallest f16 times it is 1.
+/// Upper limit: times the smallest f16 number, the product is 1.
 const LARGEST: f64 = 16_777_216.0;
-/// Steps without overflow after which the scale is doubled.
+/// Number of steps without overflow before the scale doubles.
 const PATIENCE: u32 = 2_000;
 
-/// The factor on the loss, and for how long it has held.
+/// Loss scale, and the number of steps since the last change.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScale {
     factor: f64,
@@ -23,23 +24,23 @@ pub struct LossScale {
 }
 
 impl LossScale {
-    /// That of a run that begins, with `memory.scale` where that is given; `None` for dtypes that need none.
+    /// Initial scale, from `memory.scale` if set; `None` for dtypes other than f16.
     pub fn new(dtype: DType, first: Option<u64>) -> Option<Self> {
         let factor = first.unwrap_or(FIRST) as f64;
         (dtype == DType::F16).then_some(Self { factor: factor.clamp(1.0, LARGEST), steps: 0 })
     }
 
-    /// The factor on the loss.
+    /// Factor on the loss.
     pub fn factor(self) -> f64 {
         self.factor
     }
 
-    /// The scale after a gradient has overflowed; `None` where it cannot be lower.
+    /// Returns the scale after an overflow; `None` if it is already 1.
     pub fn after_overflow(self) -> Option<Self> {
         (self.factor > 1.0).then_some(Self { factor: (self.factor / 2.0).max(1.0), steps: 0 })
     }
 
-    /// The scale after a step in which none has.
+    /// Returns the scale after a step without overflow.
     pub fn after_step(self) -> Self {
         match self.steps + 1 {
             PATIENCE => Self { factor: (2.0 * self.factor).min(LARGEST), steps: 0 },
@@ -47,7 +48,7 @@ impl LossScale {
         }
     }
 
-    /// Whether this is a scale that a run can have.
+    /// Returns true for values within the limits, to validate checkpoints.
     pub fn is_sound(self) -> bool {
         (1.0..=LARGEST).contains(&self.factor) && self.steps < PATIENCE
     }

@@ -1,4 +1,4 @@
-//! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
+//! Training: the step, the loop over steps, evaluation, checkpoints, and the result of a run.
 
 mod answers;
 pub mod bench;
@@ -47,149 +47,150 @@ pub use step::{StepRows, Stepped, evaluate, train_step};
 
 use ft_base::error::{ExitCode, Failure};
 
-/// Problems of a run.
+/// Errors of a run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No such device.
+    /// The device is missing, or a library for it.
     #[error("run.device = \"cuda\": {0}\n  hint: run.device=cpu")]
     Device(String),
-    /// Something the recipe asks for does not fit the rest.
+    /// Settings do not fit the model, the data, the machine, or one another.
     #[error("{0}")]
     Usage(String),
-    /// The run folder has checkpoints or a result.
+    /// The run folder already holds checkpoints or a result.
     #[error("{dir}: has {what}\n  hint: {hint}--overwrite starts anew, run.output=DIR writes elsewhere")]
     Exists {
         /// The run folder.
         dir: String,
-        /// What is there.
+        /// Contents found in the folder.
         what: String,
-        /// What else can be done.
+        /// Alternatives to overwriting; may be empty.
         hint: &'static str,
     },
-    /// A resume that is another run.
+    /// A resumed run would compute something other than the checkpointed run.
     #[error(
         "{dir}: cannot go on: what decides the mathematics has changed since the checkpoint\n{changes}\n  hint: put it back, or say --accept-change KEY for each"
     )]
     Changed {
         /// The run folder.
         dir: String,
-        /// One line a change.
+        /// One line per change.
         changes: String,
     },
-    /// A checkpoint that does not fit this run.
+    /// A checkpoint is unreadable or does not fit this run.
     #[error("{path}: {why}")]
     Checkpoint {
-        /// Folder of the checkpoint.
+        /// Folder or file of the checkpoint.
         path: String,
-        /// What is wrong.
+        /// Cause.
         why: String,
     },
-    /// A loss or gradient that is not finite.
+    /// The loss or the gradient norm is not finite.
     #[error("step {step}: {what} is not finite; {updated}\n{detail}\n  hint: {hint}")]
     NonFinite {
         /// Step, from 1.
         step: u64,
-        /// What was updated nevertheless.
+        /// State of the weights at the error.
         updated: &'static str,
-        /// Loss, or gradient norm.
+        /// The quantity: loss, gradient norm, or square of the gradient norm.
         what: &'static str,
-        /// Tensors and rows.
+        /// Tensors and data lines involved.
         detail: String,
-        /// What to do.
+        /// Suggested remedy.
         hint: &'static str,
     },
-    /// Weights that an update made infinite; they were not saved.
+    /// An update produced non-finite weights or moments. These are not saved.
     #[error(
         "step {step}: the update made weights or moments that are not finite: {tensors}\n  they are not saved; checkpoints before are whole\n  hint: a lower optimizer.lr, run.clip, or optimizer.eps as it is by default"
     )]
     Weights {
         /// Step, from 1.
         step: u64,
-        /// Some of them.
+        /// Names of up to five tensors, and the number of further ones.
         tensors: String,
     },
-    /// A model that says the same whatever it reads, and does not learn.
+    /// The run has diverged: gradients are zero, and logits are constant over the vocabulary.
     #[error(
         "step {step}: the run has diverged: no gradient in the last {steps} steps, loss {loss:.4}, and the model gives every token the same logit\n  checkpoints before are whole; nothing else is written\n  hint: a lower optimizer.lr, or run.clip; --overwrite starts anew"
     )]
     Diverged {
         /// Step, from 1.
         step: u64,
-        /// How many steps had no gradient.
+        /// Number of consecutive steps without a gradient.
         steps: u64,
-        /// The loss.
+        /// Loss of the last step.
         loss: f64,
     },
-    /// The backward pass did not reach what the rules chose.
+    /// The backward pass missed some of the selected tensors.
     #[error(
         "step 1: the backward pass did not reach {count} of the tensors that the recipe trains: {names}\n  this is a bug in ft: please report it with the recipe"
     )]
     Unreached {
-        /// How many.
+        /// Number of missed tensors.
         count: usize,
-        /// Some of them.
+        /// Names of up to five tensors.
         names: String,
     },
-    /// What was written does not compute what was trained.
+    /// The result on disk gives other logits than the trained model.
     #[error(
         "{path}: read back, it gives other logits: {apart:.1e} apart (relative), at most {bar:.0e} is wanted\n  the checkpoint of the last step is whole; this is a bug in ft: please report it"
     )]
     Readback {
-        /// Folder that was written.
+        /// Folder of the result.
         path: String,
-        /// Relative L2 distance.
+        /// Relative L2 distance of the logits.
         apart: f64,
-        /// What is allowed.
+        /// Tolerance.
         bar: f64,
     },
-    /// Merged weights do not compute what base and adapter do.
+    /// The merged weights give other logits than base and adapter.
     #[error(
         "{path}: the merged weights give other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by f32\n  nothing was written there; this is a bug in ft: please report it"
     )]
     Merged {
-        /// Folder that was written.
+        /// Folder of the merged model.
         path: String,
-        /// Relative L2 distance.
+        /// Relative L2 distance of the logits.
         apart: f64,
-        /// What the order of sums explains.
+        /// Tolerance, from the order of sums in f32.
         bar: f64,
     },
-    /// A weight on disk is not the merged one.
+    /// A tensor on disk differs from the merged weight rounded to the dtype of the file.
     #[error(
         "{path}: {name}: read back, it is not the merged weight rounded to its dtype\n  nothing was written there\n  hint: look at the disk, and merge again"
     )]
     Unequal {
-        /// Folder that was written.
+        /// Folder of the merged model.
         path: String,
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
     },
-    /// An evaluation that gives no number.
+    /// `ft eval` computed a non-finite loss.
     #[error(
         "the loss on the evaluation data is not finite\n  hint: look at the model's weights and at these rows with `ft data`"
     )]
     Evaluation,
-    /// An evaluation in a run that gives no number.
+    /// An evaluation during a run computed a non-finite loss.
     #[error(
         "evaluation after step {step}: the loss is not finite\n  {kept}\n  hint: look at the rows of data.eval; if the training loss grew, a lower optimizer.lr, or run.clip"
     )]
     EvaluationOf {
-        /// Steps that were done.
+        /// Number of completed steps.
         step: u64,
-        /// What there is of the run.
+        /// State saved before the error.
         kept: &'static str,
     },
-    /// A signal came.
+    /// A signal stopped the run.
     #[error("stopped by {name} {saved}")]
     Signal {
         /// SIGINT, SIGTERM or SIGHUP.
         name: &'static str,
-        /// After which step, what is saved, and what to do.
+        /// Completed steps, saved state, and the command to continue with.
         saved: String,
-        /// Exit code.
+        /// Exit code of the process.
         code: ExitCode,
     },
-    /// A step or evaluation was given up because a signal came, to this rank or another: its number among those that a run looks for.
+    /// A step or an evaluation was abandoned because some rank received a signal. Holds the 1-based index
+    /// of the signal in the table of handled signals.
     #[error("given up")]
     Abandoned(u64),
 }

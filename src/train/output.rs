@@ -1,4 +1,5 @@
-//! What a run leaves: `adapter/` or `model/`, read back and compared by logits before it gets its name.
+//! The result of a run: `adapter/` or `model/`, read back and compared by logits before the folder gets its
+//! final name.
 
 use super::gather::Alone;
 use super::ranks::{self, Next};
@@ -23,13 +24,13 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// Largest shard, in bytes: what transformers writes.
+/// Maximum size of a weight file in bytes, as in transformers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
-/// Relative L2 distance of logits that counts as equal.
+/// Tolerance for the relative L2 distance of logits.
 const BAR: f64 = 1e-5;
 
-/// Files beside weights and config that a model folder needs to be used; copied where the source has them. The first two
-/// are of models, the others are the tokenizer's and go with adapters too.
+/// Files of a model folder in addition to config and weights, copied if present. The first two belong to
+/// models only, the rest to the tokenizer; tokenizer files are copied to adapters too.
 pub const COMPANIONS: &[&str] = &[
     "ft.json",
     "generation_config.json",
@@ -44,10 +45,11 @@ pub const COMPANIONS: &[&str] = &[
     "vocab.json",
 ];
 
-/// The file of a tokenizer.
+/// File name of the tokenizer.
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 
-/// Relative L2 distance of two tensors of logits; infinite where one is not finite, 0 where both are zeros.
+/// Relative L2 distance of two tensors of logits: infinite if either contains a non-finite value, 0 if both
+/// are zero.
 pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     let upcast = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all();
     let (a, b) = (upcast(a)?, upcast(b)?);
@@ -60,17 +62,17 @@ pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     })
 }
 
-/// The folder of a run's result in its run folder.
+/// Folder of the result in a run folder.
 pub fn result_dir(job: &Job, dir: &Path) -> PathBuf {
     dir.join(if job.selection.everything_full() { MODEL } else { ADAPTER })
 }
 
-/// The names that a run's result may have.
+/// Possible folder names of a result.
 pub const RESULTS: [&str; 2] = [ADAPTER, MODEL];
 const ADAPTER: &str = "adapter";
 const MODEL: &str = "model";
 
-/// Whether a file of a model's folder is one that `ft` writes there.
+/// Returns true for file names that `ft` writes to a model folder.
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
@@ -83,16 +85,18 @@ fn of_tokenizer() -> &'static [&'static str] {
     &COMPANIONS[2..]
 }
 
-/// Whether a file of an adapter's folder is one that `ft` writes there, beside what says how it was trained.
+/// Returns true for file names that `ft` writes to an adapter folder, except the record of the prompt
+/// format.
 pub fn is_of_adapter(name: &str) -> bool {
     ["adapter_config.json", "adapter_model.safetensors", CARD].contains(&name)
         || of_tokenizer().contains(&name)
 }
 
-/// Writes the result of a run and checks it, then puts it in the place of one that is there; gives the folder of the
-/// adapter or model.
+/// Writes the result of a run, checks it, then moves it into place over an older result. Returns the folder
+/// of the adapter or model.
 ///
-/// `values` gives what was trained, in f32 or as it is held without f32 master weights: a rank may hold only a part of it.
+/// `values` returns trained tensors in f32, or in the stored dtype without master weights. A rank may hold
+/// only a shard.
 pub fn write(
     job: &Job,
     s: &Setup<'_>,
@@ -149,12 +153,12 @@ fn save_adapter(
     out: &Path,
 ) -> ft_base::Result<()> {
     let revision = job.model.revision.as_deref();
-    // a checkpoint that is 4-bit by itself is named by the adapter's config; and an adapter that has what the base lacked
-    // is of the base as it is
+    // No quantization is recorded if the base is 4-bit on disk, because the name of the base implies it, or
+    // if the adapter took initial values from the base, because it then applies to the base as published.
     let quantize = if job.config.four_bit || lacks(job) { Quantize::None } else { job.recipe.model.quantize };
     for file in of_tokenizer() {
         match store::copy_inside(&job.model.dir, file, out) {
-            // the adapter does without, and the base has it
+            // Optional here: the base folder has the tokenizer too.
             Err(e @ (store::Error::Unsafe { .. } | store::Error::Read { .. })) => {
                 warn(&format!("not kept with the adapter: {e}"));
             }
@@ -167,22 +171,22 @@ fn save_adapter(
     adapter::save(out, selection, what, &job.model.source, revision, quantize)
 }
 
-/// Whether the base that a run trains on lacks what its adapter begins with.
+/// Returns true if the initial values of the adapter were subtracted from the base.
 fn lacks(job: &Job) -> bool {
     job.recipe.lora.init.decomposition().is_some_and(Decomposition::changes_base)
 }
 
-/// Writes what a run's result would be after the step of a checkpoint, without the model's weights.
+/// Exports a checkpoint as a result, without the weights of the base.
 ///
 /// # Errors
-/// A checkpoint of another run; DoRA beside plain LoRA, whose magnitudes are not in it; an adapter that began with a
-/// part of the base, which is not in it either.
+/// Checkpoint of another run. DoRA in combination with plain LoRA, which needs magnitudes from the base.
+/// `lora.init` with a decomposition of the base, for the same reason.
 pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> ft_base::Result<()> {
     let trained = job.selection.trained();
     let files = state::weights(checkpoint)?;
     let values = |i: usize| -> ft_base::Result<Tensor> {
         let t: &Trained = &trained[i];
-        // as it was held
+        // Dtype in the checkpoint.
         let held = files.info(&t.name).and_then(|i| DType::try_from(i.dtype).ok()).unwrap_or(DType::F32);
         let value = files.tensor(&t.name, held, &Device::Cpu)?;
         match value.dims() == t.shape {
@@ -210,10 +214,10 @@ pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> ft_base::Resul
     Ok(job.trained().save(out, job.tokenizer.as_deref().and_then(|t| t.given_template()))?)
 }
 
-/// Puts a result that was written into `dir` in the place of what was trained.
+/// Loads a result from `dir` over the trained values.
 ///
 /// # Errors
-/// A result that cannot be read, or that lacks a tensor.
+/// Unreadable result; missing tensor.
 pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
     if job.selection.everything_full() {
         let files = TensorFiles::open_model(dir)?;
@@ -240,7 +244,7 @@ fn wrong(dir: &Path, why: String) -> adapt::Error {
     adapt::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
 }
 
-/// The choices that PEFT's config makes must be those that were trained.
+/// Checks that the PEFT config on disk makes the same choices as the selection.
 fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapt::Error> {
     for ((m, a), (_, b)) in ours.modules.iter().zip(&read.modules) {
         let same = match (a, b) {
@@ -258,7 +262,7 @@ fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), ad
     Ok(())
 }
 
-/// Writes a whole model: config, what the source folder has beside it, sharded weights in the compute dtype.
+/// Writes a whole model: config, companion files, and sharded weights in the compute dtype.
 fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Path) -> ft_base::Result<()> {
     let find = |name: &str| trained.iter().position(|t| t.name == name);
     let mut entries = Vec::new();
@@ -281,8 +285,8 @@ fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Pa
     })
 }
 
-/// Writes a model into the folder `out` from tensors that are made one by one, in `dtype` but where an entry says
-/// otherwise.
+/// Writes a model folder. `get` returns tensors one at a time. `dtype` is the dtype named in the config;
+/// every entry has its own.
 pub fn write_folder(
     source: &Path,
     out: &Path,
@@ -299,7 +303,7 @@ pub fn write_folder(
     let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
     config.insert(key.into(), json!(name));
     if !entries.iter().any(|(name, ..)| name.contains(".quant_state.")) {
-        // made from a 4-bit base, and no longer one
+        // The base was quantized; the written model is not.
         config.remove("quantization_config");
     }
     let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";

@@ -1,8 +1,9 @@
-//! A run whose ranks are processes: `mpirun -n 4 ft run r.toml parallel.data=4`, or by `torchrun` or `srun`.
+//! Runs with one process per rank: `mpirun -n 4 ft run r.toml parallel.data=4`, or with `torchrun` or
+//! `srun`.
 //!
-//! The first goes through the run as one that is alone does. The others are quiet: they wait until the first has found
-//! that the run can begin, read recipe, data and their part of the model by themselves, and then follow as ranks do that
-//! are threads. What they say is in a file of the run folder for each.
+//! The first rank runs like a single process. The others print nothing: they wait until the first has
+//! checked the recipe, load recipe, data and their shard of the model, then follow the first like ranks in
+//! threads. Messages of rank N go to `rank-N.log` in the run folder.
 
 use super::exhausted::start_threads_beside;
 use super::ranks::{self, Shared};
@@ -31,10 +32,10 @@ use std::time::{Duration, Instant};
 
 const OPENED: At = At { what: "the check of the recipe", unit: None };
 const BEGUN: At = At { what: "the begin of the run", unit: None };
-/// For how long a process looks for the run folder: file systems that machines share may show it late.
+/// Time limit for the run folder to appear, because network file systems may lag.
 const SEEN: Duration = Duration::from_secs(10);
 
-/// What the first decides for all.
+/// Decisions of the first rank.
 #[derive(Serialize, Deserialize)]
 struct Begin {
     execution: Execution,
@@ -42,17 +43,17 @@ struct Begin {
     loss_scale: Option<LossScale>,
 }
 
-/// What must be the same for all, by what it is: each rank was given its own.
+/// Settings and hashes that must agree on all ranks, as pairs of name and value.
 #[derive(Serialize, Deserialize)]
 struct Given(Vec<(String, String)>);
 
-/// Trains as one of several processes.
+/// Trains as one process of several.
 ///
 /// # Errors
-/// As [`super::run()`]; a rank that is lost; processes that are not as many as the recipe's ranks.
+/// As [`super::run()`]; lost rank; number of processes different from the number of ranks in the recipe.
 pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
-    // who does not meet the first says so itself
+    // A process without a connection to the first must print its own error.
     let (comm, neighbours) = processes::join(launch, timeout).inspect_err(|e| {
         if e.code == ExitCode::LostRank {
             terminal::to_terminal();
@@ -63,7 +64,7 @@ pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_bas
     }
     memory::share_among(neighbours.here as u64);
     let outcome = std::thread::scope(|s| {
-        // a thread of its own, as all ranks are
+        // Every rank runs on a new thread, with a thread pool of the rank.
         let rank = s.spawn(|| {
             let _threads = start_threads_beside(neighbours.on_processors)?;
             count(&recipe, comm.world())?;
@@ -94,7 +95,7 @@ pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_bas
     outcome
 }
 
-/// Refuses processes that are not the recipe's ranks: all of them find it.
+/// Refuses a world of the wrong size. All ranks fail together.
 fn count(recipe: &Recipe, world: usize) -> Result<(), Error> {
     let ranks = recipe.parallel.ranks();
     if ranks == world as u64 {
@@ -110,7 +111,7 @@ fn count(recipe: &Recipe, world: usize) -> Result<(), Error> {
 /// The first process.
 struct Lead<'a> {
     comm: &'a Processes,
-    /// What the others were told of.
+    /// Messages sent so far.
     opened: Cell<bool>,
     begun: Cell<bool>,
 }
@@ -118,7 +119,7 @@ struct Lead<'a> {
 fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> ft_base::Result<Outcome> {
     let others = Lead { comm, opened: Cell::new(false), begun: Cell::new(false) };
     let outcome = first(recipe, options, Some(&others))?;
-    // a run that was finished before does not begin
+    // A run that was already finished sends neither message before it returns.
     if !others.opened.get() {
         comm.wait(OPENED, &[])?;
     } else if !others.begun.get() {
@@ -147,7 +148,7 @@ impl Others for Lead<'_> {
     }
 }
 
-/// What this process was given.
+/// Collects the settings and hashes of this process.
 fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> ft_base::Result<Given> {
     let mut all = vec![
         ("version of ft".to_string(), env!("CARGO_PKG_VERSION").to_string()),
@@ -168,7 +169,7 @@ fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> ft_base::Result<G
     Ok(Given(all))
 }
 
-/// Refuses ranks that were not given the same: all find it, with the first that differs.
+/// Compares the settings of all ranks, and refuses the first difference. All ranks fail together.
 fn agree(comm: &Processes, mine: &Given) -> ft_base::Result<()> {
     let told = comm
         .wait(At::all("what ranks were given"), &words(&serde_json::to_string(mine).unwrap_or_default()))?;
@@ -192,9 +193,9 @@ fn agree(comm: &Processes, mine: &Given) -> ft_base::Result<()> {
     Ok(())
 }
 
-/// A process that is not the first.
+/// Runs a process other than the first.
 fn follow(mut recipe: Recipe, comm: &Processes) -> ft_base::Result<Outcome> {
-    // the first one hears of it, and saves
+    // Signals are passed to the first rank, and the run saves a checkpoint.
     let signals = Signals::catch()?;
     signals.hold();
     if comm.wait(OPENED, &[])?[0].is_empty() {
@@ -229,7 +230,7 @@ fn follow(mut recipe: Recipe, comm: &Processes) -> ft_base::Result<Outcome> {
     Ok(Outcome::Followed)
 }
 
-/// Reads what the recipe names, once the first has found that it is there.
+/// Loads the job and data once the first rank has locked the run folder.
 fn prepare(recipe: &mut Recipe, rank: usize) -> ft_base::Result<(Job, Dataset, Option<Dataset>)> {
     let dir = recipe.run.output.clone();
     let end = Instant::now() + SEEN;

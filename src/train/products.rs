@@ -1,4 +1,4 @@
-//! How fast this machine multiplies matrices and copies memory: what a step's parts are held against.
+//! Measures matrix products and memory copies of this machine, as upper limits for the parts of a step.
 
 use super::Job;
 use ft_kernels::Tensor;
@@ -8,29 +8,29 @@ use ft_kernels::tensor::Real;
 use candle_core::{DType, Device, Result};
 use std::time::{Duration, Instant};
 
-/// How long one look takes at the least.
+/// Minimum duration of one measurement.
 const LOOK: Duration = Duration::from_millis(250);
-/// Rows and columns that a product has at the most: beyond that it gets no faster, only longer.
+/// Limits on rows and columns of a product. Larger ones take longer without a higher rate.
 const LARGEST_CPU: (usize, usize) = (512, 4096);
 const LARGEST_CUDA: (usize, usize) = (4096, 16_384);
-/// Size of the square product, the same whatever the model.
+/// Size of the square product, independent of the model.
 const SQUARE: usize = 1024;
 
-/// Bytes of a copy on the CPU and on CUDA, beyond what caches hold.
+/// Sizes of a copy in bytes, larger than caches.
 const COPY_CPU: usize = 64 << 20;
 const COPY_CUDA: usize = 512 << 20;
 
-/// Repetitions of a product in one look: the first finds its operands outside of the caches.
+/// Repetitions of a product per measurement. The first runs with cold caches.
 const REPEAT: usize = 3;
 
-/// Products like those of a training step, timed again and again.
+/// Repeated timing of matrix products with the shapes of a training step.
 ///
-/// The rate of the machine is that of the fastest product that was ever seen. One look may fall into a moment
-/// in which other programs have the cores, so looks are taken before, between and after the steps that are
-/// measured; and one shape may suit the machine badly (few rows, a transposed operand), so there are several.
+/// The rate of the machine is the maximum over all measurements. Other programs may disturb one
+/// measurement, so the caller measures before, between and after steps. One shape may be slow (few rows, a
+/// transposed operand), so several are timed.
 #[derive(Debug)]
 pub struct Products {
-    /// Rows, inputs and outputs of linears.
+    /// Products as (rows, inputs, outputs).
     linears: Vec<(usize, usize, usize)>,
     device: Device,
     dtype: DType,
@@ -40,7 +40,7 @@ pub struct Products {
 }
 
 impl Products {
-    /// Of a model's linears with `tokens` rows, and of a square one whose size is the same for every model.
+    /// Products of the linear layers of a model with `tokens` rows, and one square product.
     pub fn new(job: &Job, tokens: usize) -> Self {
         let c = &job.config;
         let (rows, cols) = if job.device.is_cuda() { LARGEST_CUDA } else { LARGEST_CPU };
@@ -57,14 +57,14 @@ impl Products {
         }
     }
 
-    /// Times every product and a copy at least once; what it allocates is gone afterwards.
+    /// Times every product and a copy at least once. Frees all buffers before it returns.
     pub fn look(&mut self) -> Result<()> {
         self.time_copy()?;
         let begun = Instant::now();
         while begun.elapsed() < LOOK {
             for (t, d, o) in self.linears.clone() {
                 let (x_ti, w_oi, dy_to) = (self.numbers(t, d)?, self.numbers(o, d)?, self.numbers(t, o)?);
-                // forward, backward, the weight's gradient
+                // Forward, input gradient, weight gradient.
                 self.time(&x_ti, false, &w_oi, true, (t, d, o))?;
                 self.time(&dy_to, false, &w_oi, false, (t, o, d))?;
                 self.time(&dy_to, true, &x_ti, false, (o, t, d))?;
@@ -101,7 +101,7 @@ impl Products {
         Ok(())
     }
 
-    /// A matrix of numbers from -1 to 1 without a pattern: zeros would let some devices run faster.
+    /// Matrix of pseudorandom numbers from -1 to 1. Zeros would run faster on some devices.
     fn numbers(&self, rows: usize, cols: usize) -> Result<Tensor> {
         let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
         let values: Vec<f32> = (0..rows * cols).map(number).collect();
@@ -109,17 +109,17 @@ impl Products {
         t.to_device(&self.device).map(Tensor::Real)
     }
 
-    /// Operations a second of the fastest product so far.
+    /// Floating-point operations per second of the fastest product.
     pub fn rate(&self) -> f64 {
         self.best
     }
 
-    /// Bytes a second that the fastest copy so far read and wrote together.
+    /// Bytes per second of the fastest copy, reads plus writes.
     pub fn copy(&self) -> f64 {
         self.copy
     }
 
-    /// Rows x inner size x columns of that product.
+    /// Shape of the fastest product: rows x inner size x columns.
     pub fn fastest(&self) -> &str {
         &self.fastest
     }

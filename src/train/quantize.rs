@@ -1,4 +1,4 @@
-//! A checkpoint in NF4: `ft quantize`, and the cache of `model.quantize`.
+//! Checkpoints in NF4: `ft quantize`, and the cache of `model.quantize`.
 
 use super::Job;
 use super::identity::model_hash;
@@ -17,27 +17,26 @@ use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// What quantizing a model gave.
+/// Result of a quantization.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Report {
-    /// Linears that are 4-bit now.
+    /// Number of quantized linear layers.
     pub linears: usize,
-    /// Values in them.
+    /// Number of values in quantized layers.
     pub values: u64,
-    /// Bits a value, codes and scales, the tables apart.
+    /// Bits per value, for codes and scales, without tables.
     pub bits: f64,
-    /// Bytes of all weights written.
+    /// Size of all weights written, in bytes.
     pub bytes: u64,
 }
 
-/// Writes the model of `source` in NF4 to the folder `out`, which must not be there or be empty: linears of the
-/// decoder in blocks of 64, their scales in 8 bits with `double`; everything else as it is.
+/// Quantizes the model in `source` to NF4 and writes it to `out`, a missing or empty folder. Linear layers
+/// of the decoder are quantized in blocks of 64, with 8-bit scales if `double`; other tensors are copied.
 ///
-/// The model is read twice, for scales and for codes, and is never in memory: only scales are, and one tensor.
+/// Reads the model twice, once for scales and once for codes. Memory holds all scales and one tensor.
 ///
 /// # Errors
-/// A model that is 4-bit already, tensors that do not fit the config or are not finite, a disk that is full. The
-/// folder appears when it is whole.
+/// Model in 4 bits already; misshaped or non-finite tensors; full disk. On error, `out` is not created.
 pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
     let new = NewFolder::begin_named(out)?;
     new.refuse_occupied("another --out, or remove it")?;
@@ -46,7 +45,7 @@ pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_
     Ok(report)
 }
 
-/// The weights that a module brings to a checkpoint.
+/// Names of the tensors of a module in a checkpoint.
 fn names(m: &Module) -> impl Iterator<Item = String> {
     let bias = m.bias().map(|_| format!("{}.bias", m.name));
     std::iter::once(format!("{}.weight", m.name)).chain(bias)
@@ -110,7 +109,7 @@ fn fill(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Re
     Ok(report)
 }
 
-/// The dtype that a tensor has in its file.
+/// Dtype of a tensor on disk.
 fn own_dtype(files: &TensorFiles, info: &ft_engine::files::TensorInfo) -> Result<DType, Error> {
     match info.dtype {
         safetensors::Dtype::F64 => Ok(DType::F64),
@@ -124,9 +123,9 @@ fn own_dtype(files: &TensorFiles, info: &ft_engine::files::TensorInfo) -> Result
     }
 }
 
-/// What transformers reads to load the model with bitsandbytes.
+/// The `quantization_config` read by transformers and bitsandbytes.
 fn quantization_config(config: &Config, double: bool) -> Value {
-    // what stays as it is; transformers would leave out the head alone
+    // Modules to skip. By default, transformers skips only the head.
     let routers = modules(config).into_iter().filter(|m| m.group == Group::Router).map(|m| m.name);
     let skip: Vec<String> = std::iter::once("lm_head".to_string()).chain(routers).collect();
     json!({
@@ -146,7 +145,7 @@ fn quantization_config(config: &Config, double: bool) -> Value {
     })
 }
 
-/// What [`CACHE_MARKER`] says: of what the folder is a copy, and what was written into it.
+/// Contents of [`CACHE_MARKER`]: source and files of a cache.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Made {
@@ -154,35 +153,35 @@ struct Made {
     #[serde(rename = "type")]
     kind: String,
     double: bool,
-    /// Hash of the model that it is a copy of.
+    /// Hash of the source model.
     source: String,
-    /// Name, bytes and BLAKE3 hash of its config and of the files of its weights, sorted.
+    /// Name, size and BLAKE3 hash of config and weight files, sorted.
     files: Vec<FileHash>,
 }
 
-/// The 4-bit copy of a model: these very files are checked, and then loaded.
+/// The 4-bit copy of a model, loaded from the files that were hashed.
 type Cached = (Config, TensorFiles);
 
-/// What is in the place of a cache.
+/// State of a cache folder.
 enum Found {
-    /// A copy of this model, whole.
+    /// A whole copy of this model.
     Whole(Box<Cached>),
-    /// A cache that is not what was written, and why.
+    /// A modified or truncated cache, with the reason.
     Damaged(String),
-    /// Nothing, or a cache of another model or version.
+    /// No cache, or a cache of another model or version.
     None,
 }
 
 impl Made {
-    /// What would be made now, but for the files.
+    /// Marker for a new cache, with an empty list of files.
     fn new(source: String) -> Self {
         Self { version: 2, kind: "nf4".into(), double: true, source, files: Vec::new() }
     }
 
-    /// Opens the copy that is in a folder, if it is of this model.
+    /// Opens the cache in a folder if it was made from this model.
     ///
     /// # Errors
-    /// A folder with other things in it.
+    /// A folder with other contents.
     fn find(&self, dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Found> {
         let is_there = |path: &Path| path.symlink_metadata().is_ok();
         if !is_there(&dir.join(CACHE_MARKER)) {
@@ -224,10 +223,10 @@ impl Made {
     }
 }
 
-/// A marker names a shard a line: a longer one is not ours.
+/// Maximum size of a marker, with one line per weight file.
 const MARKER_BYTES: u64 = 16 << 20;
 
-/// A copy, and what its files are.
+/// Opens a copy and hashes the files.
 fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<(Cached, Vec<FileHash>)> {
     const CONFIG: &str = "config.json";
     let (hash, bytes) = hash::of_inside(dir, CONFIG)?;
@@ -239,9 +238,9 @@ fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<(Cac
     Ok(((config, files), all))
 }
 
-/// The 4-bit copy of a job's model in the folder of `model.cache`, made now if it is not there, not whole or of another
-/// model; `None` where the recipe names none, or there is nothing to quantize. Of several processes one makes it, and
-/// the others wait.
+/// Opens the 4-bit copy of the model in `model.cache`, and writes it first if it is missing, damaged, or of
+/// another model. Returns `None` without a cache in the recipe or if nothing is quantized. With several
+/// processes, one writes and the others wait.
 pub(super) fn cached(job: &Job) -> ft_base::Result<Option<Cached>> {
     let m = &job.recipe.model;
     let Some(dir) = &m.cache else { return Ok(None) };
@@ -250,7 +249,7 @@ pub(super) fn cached(job: &Job) -> ft_base::Result<Option<Cached>> {
     }
     let dir = job.recipe.resolve(&dir.to_string_lossy());
     let shown = dir.display();
-    // one that was killed just after the folder had its name
+    // Removes drafts of killed processes.
     NewFolder::sweep_beside(&dir);
     let mut made = Made::new(model_hash(job)?);
     if let Found::Whole(copy) = made.find(&dir, &m.overrides)? {

@@ -1,4 +1,4 @@
-//! The shipped small model in 4 bits, from end to end, and the cache.
+//! The built-in small model in 4 bits, end to end, and the cache.
 
 use super::*;
 use ft_recipe::Recipe;
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Trains the quickstart for a few steps; gives the loss of each, and the run folder.
+/// Trains the quickstart for a few steps. Returns the losses and the run folder.
 fn run(dir: &Path, name: &str, kind: &str, set: &[&str]) -> Result<(Vec<f64>, PathBuf)> {
     let out = dir.join(name);
     let mut all: Vec<String> = ["run.steps=4", "run.device=cpu", "optimizer.warmup_steps=0"]
@@ -51,10 +51,10 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     let (second, out) = run(dir.path(), "second", "nf4", &[&cached])?;
     assert!(first == plain && second == plain, "{plain:?} {first:?} {second:?}");
     assert_eq!(std::fs::metadata(&marker)?.modified()?, made, "it was made again");
-    // goes on from its end without a word about the cache
+    // The resolved recipe keeps the cache, so a resume needs no extra option.
     assert!(Recipe::load(&out.join("recipe.toml"), &[])?.model.cache.is_some());
 
-    // a cache of another model is replaced, so is one that was cut short, and a folder of another kind is left alone
+    // A cache of another model or a truncated cache is replaced; any other folder is left alone.
     let mut marks: Value = serde_json::from_slice(&std::fs::read(&marker)?)?;
     marks["source"] = json!("another");
     std::fs::write(&marker, marks.to_string())?;
@@ -73,7 +73,7 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     Ok(())
 }
 
-/// A draft that a killed process left is swept, and the folder is whole.
+/// A draft of a killed process is removed, and the output is whole.
 #[test]
 fn a_draft_left_behind_does_not_get_in() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -85,7 +85,8 @@ fn a_draft_left_behind_does_not_get_in() -> Result<()> {
     let out = dir.path().join("out");
     let report = quantize(&config, &source, &out, true)?;
     assert_eq!(report.linears, 6 * 7);
-    // 64 values share 8 bits, 256 of those share 32; groups of a small tensor are not full
+    // Per quantization block of 64: 8 bits; per 256 blocks: 32 bits. In a small tensor, the last group is
+    // partial.
     assert!((4.125..4.14).contains(&report.bits), "{report:?}");
     let names: Vec<_> = std::fs::read_dir(&out)?.flatten().map(|e| e.file_name()).collect();
     for name in ["config.json", "model.safetensors", "tokenizer.json"] {

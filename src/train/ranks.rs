@@ -1,8 +1,8 @@
-//! A run on several ranks: the first decides and tells, the others follow.
+//! Runs on several ranks: the first rank decides, all other ranks follow.
 //!
-//! The first rank goes through the run as one that is alone does, and says before each thing that concerns all what comes:
-//! a step, an evaluation, a checkpoint. All then do it with the same functions, in which their collectives meet. So
-//! there is one place where signals, schedules and files are looked at, and nothing that ranks could disagree about.
+//! The first rank runs like a single one, and announces every joint operation: a step, an evaluation, a
+//! checkpoint. All ranks then call the same functions with matching collectives. Signals, schedules and
+//! files are therefore handled in one place, and ranks cannot disagree.
 
 use super::exhausted::{self, Planned};
 use super::gather::Gather;
@@ -27,22 +27,21 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What comes next.
+/// Next operation of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// A step, by its number from 0.
+    /// A step, numbered from 0.
     Step(u64),
-    /// An evaluation.
     Evaluate,
-    /// This rank's part of a checkpoint, after so many steps, in a folder.
+    /// This rank's shard of a checkpoint: number of completed steps, and folder.
     Save(u64, PathBuf),
-    /// A forward pass of the first rank alone, for which it needs the others' weights.
+    /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
-    /// The result that the first rank has written in a folder, in the place of what was trained.
+    /// Loading of the result in a folder, for the check after writing.
     ReadBack(PathBuf),
-    /// What a checkpoint in a folder has, in the place of what was trained.
+    /// Loading of a checkpoint.
     Load(PathBuf),
-    /// Nothing more.
+    /// End of the run.
     End,
 }
 
@@ -80,10 +79,10 @@ impl Next {
     }
 }
 
-/// Says what comes next: the first rank's.
+/// Announces the next operation. Called by the first rank.
 ///
 /// # Errors
-/// A rank that is lost.
+/// Lost rank.
 pub fn tell_next(comm: &dyn Comm, next: &Next) -> ft_base::Result<()> {
     comm.wait(NEXT, &next.words()).map(drop)
 }
@@ -93,19 +92,20 @@ fn hear_next(comm: &dyn Comm) -> ft_base::Result<Next> {
     Ok(all.first().map_or(Next::End, |words| Next::of(words)))
 }
 
-/// Writes this rank's part of a checkpoint that the first has begun; once that returns, all parts are written.
+/// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
 ///
 /// # Errors
-/// Weights that are not finite; the disk; a rank that is lost.
+/// Disk errors; lost rank.
 pub fn save(s: &Setup<'_>, dir: &Path) -> ft_base::Result<()> {
     state::write(dir, s.params)?;
     s.comm.wait(SAVED, &[]).map(drop)
 }
 
-/// Loads this rank's part of the model, and of the checkpoint to go on from; once that returns, all ranks have.
+/// Loads this rank's shard of the model and of the checkpoint to resume. Returns after all ranks have
+/// loaded.
 ///
 /// # Errors
-/// A model that cannot be built, a checkpoint that does not fit it; a rank that is lost.
+/// The model cannot be built; the checkpoint does not fit; lost rank.
 pub fn load(
     job: &Job,
     base: &Base,
@@ -113,7 +113,8 @@ pub fn load(
     comm: &dyn Comm,
 ) -> ft_base::Result<(Decoder, Params)> {
     if comm.world() > 1 {
-        // theirs, however small the products are that make them
+        // Allocates the packing buffers of this rank now; later, their number would depend on thread
+        // scheduling.
         gemm::make_slabs();
     }
     let (decoder, params) = job.load_shard(base, true, shard(&job.recipe.parallel, comm.rank()), comm)?;
@@ -124,22 +125,22 @@ pub fn load(
     Ok((decoder, params))
 }
 
-/// Takes up what a checkpoint has of this rank's part; once that returns, all ranks have theirs.
+/// Loads this rank's shard of a checkpoint. Returns after all ranks have loaded.
 ///
 /// # Errors
-/// A checkpoint that does not fit; a rank that is lost.
+/// The checkpoint does not fit; lost rank.
 pub fn take_up(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base::Result<()> {
     state::load(dir, params)?;
     comm.wait(LOADED, &[]).map(drop)
 }
 
-/// What this rank holds of what ranks split.
+/// Shard of a rank, by ZeRO stage.
 pub fn shard(p: &Parallel, rank: usize) -> Shard {
     let mesh = Mesh::of(p);
     Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
 }
 
-/// What of `parallel.comm` carries no tensors of the device, and what to do.
+/// Explains a mismatch of `parallel.comm` and the device, with a hint; `None` if they match.
 pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)> {
     let (word, is_for, hint) = match r.parallel.comm {
         ft_recipe::Comm::Nccl if !cuda => {
@@ -155,20 +156,20 @@ pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)>
     Some((format!("parallel.comm = \"{word}\" is for {is_for}"), hint))
 }
 
-/// Refuses a `parallel.comm` that carries no tensors of the device.
+/// Refuses a `parallel.comm` without support for the device.
 ///
 /// # Errors
-/// NCCL on the CPU, MPI on CUDA.
+/// NCCL on the CPU; MPI on CUDA.
 pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
     carries_nothing(r, cuda).map_or(Ok(()), |(what, hint)| {
         Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", r.place("parallel.comm"))))
     })
 }
 
-/// Refuses ranks that this machine cannot have, and what carries no tensors of their devices.
+/// Checks that this machine can run the ranks of the recipe.
 ///
 /// # Errors
-/// Fewer CUDA devices than ranks; no NCCL; NCCL on the CPU, MPI on CUDA.
+/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA.
 pub fn check(job: &Job) -> Result<(), Error> {
     let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
     let fail = |key: &str, what: String, hint: &str| {
@@ -188,34 +189,30 @@ pub fn check(job: &Job) -> Result<(), Error> {
     cuda::nccl_is_here().map_err(Error::Device)
 }
 
-/// What all ranks work on.
+/// Inputs of the loop on every rank.
 #[derive(Clone)]
 pub struct Shared {
-    /// The recipe with what it names.
     pub job: Arc<Job>,
-    /// The model that it starts from.
+    /// The base to load weights from.
     pub base: Base,
-    /// Training rows.
     pub data: Arc<Dataset>,
-    /// Evaluation rows.
     pub eval: Option<Arc<Dataset>>,
-    /// How a step is walked.
     pub execution: Execution,
-    /// The checkpoint to go on from.
+    /// Checkpoint to resume.
     pub checkpoint: Option<PathBuf>,
-    /// The factor on the loss to begin with.
+    /// Initial loss scale, for f16.
     pub loss_scale: Option<LossScale>,
-    /// The plan, to explain errors with.
+    /// Plan, for out-of-memory reports.
     pub planned: Arc<Planned>,
 }
 
-/// The ranks that follow.
+/// Threads of the ranks other than the first.
 pub struct Followers {
     threads: Vec<(usize, JoinHandle<()>)>,
     patience: Duration,
 }
 
-/// The ranks of a run: the first one's, and those that are to follow it.
+/// Creates the ranks of a run: the first, and the others.
 pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
     let mut all = comm::group(Mesh::of(p).ranks().max(1), Duration::from_secs(p.timeout));
     let others = all.split_off(1);
@@ -223,10 +220,10 @@ pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
 }
 
 impl Followers {
-    /// Starts them.
+    /// Starts one thread per rank.
     ///
     /// # Errors
-    /// A system that has no more threads.
+    /// The system refuses more threads.
     pub fn start(ranks: Vec<Threads>, shared: &Arc<Shared>) -> ft_base::Result<Self> {
         let patience = Duration::from_secs(shared.job.recipe.parallel.timeout);
         let mut all = Self { threads: Vec::new(), patience };
@@ -250,7 +247,7 @@ impl Followers {
         Ok(all)
     }
 
-    /// Waits for them to end, but not for one that hangs: the first rank has told them, or is lost to them.
+    /// Waits for the threads to end, except for a rank that hangs.
     pub fn end(self, outcome: &ft_base::Result<super::Outcome>) {
         let hangs = outcome.as_ref().err().and_then(|e| e.of::<comm::Error>()).filter(|e| e.hangs);
         let end = Instant::now() + self.patience;
@@ -260,14 +257,14 @@ impl Followers {
                 std::thread::sleep(Duration::from_millis(2));
             }
             if thread.is_finished() {
-                // what a panic says was said, and what became of the rank is the first one's error
+                // The panic was printed, and the first rank reports the lost rank.
                 let _ = thread.join();
             }
         }
     }
 }
 
-/// Follows on a device of its own.
+/// Runs a rank on a thread, on a device of its own.
 fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> ft_base::Result<()> {
     let job = match shared.job.device.is_cuda() {
         true => Arc::new(shared.job.on(cuda::open(rank).map_err(Error::Device)?)),
@@ -276,7 +273,7 @@ fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> ft_base::Result<(
     on_device(&job, comm, |comm| follow(&Shared { job: Arc::clone(&job), ..shared.clone() }, comm, &|| 0))
 }
 
-/// Runs what a rank does with collectives for the tensors of its device.
+/// Runs `f` with collectives for the tensors of the device of a job.
 ///
 /// # Errors
 /// As [`comm::on_device`].
@@ -288,7 +285,7 @@ pub fn on_device<R>(
     comm::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
 }
 
-/// Where it is the first rank that hangs, nobody else can end the process.
+/// If the first rank hangs, another rank must end the process.
 fn end_with_hung(e: &ft_base::Error) {
     if let Some(lost) = e.of::<comm::Error>().filter(|l| l.hangs && l.rank == 0) {
         tell(&format!("error: {lost}"));
@@ -296,10 +293,10 @@ fn end_with_hung(e: &ft_base::Error) {
     }
 }
 
-/// What a rank does that is not the first; `stop` says of a signal that this process alone was sent.
+/// Loop of all ranks except the first. `stop` returns signals sent to this process.
 ///
 /// # Errors
-/// What goes wrong on this rank; a rank that is lost.
+/// Errors of this rank; lost rank.
 pub fn follow(shared: &Shared, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
@@ -334,7 +331,7 @@ pub fn follow(shared: &Shared, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Resu
             Next::Load(dir) => take_up(&params, &dir, comm),
         };
         match done {
-            // the first one knows why
+            // The first rank handles the signal.
             Err(e) if matches!(e.of(), Some(Error::Abandoned(_))) => {}
             done => done?,
         }
@@ -355,19 +352,19 @@ fn step(
     update(s, summed, &lr, times).map(drop)
 }
 
-/// Ranks, for tests, of which one breaks.
+/// Fault injection for tests.
 #[cfg(test)]
 pub mod broken {
     use std::path::{Path, PathBuf};
     use std::sync::Mutex;
 
-    /// What a rank does.
+    /// A fault, as a function.
     pub type Breaks = fn() -> ft_base::Result<()>;
 
-    /// The run's folder, the rank, the step, and what happens.
+    /// Faults by run folder, rank and step.
     pub static BREAKS: Mutex<Vec<(PathBuf, usize, u64, Breaks)>> = Mutex::new(Vec::new());
 
-    /// Breaks here, if that was asked for.
+    /// Triggers the fault for a step, if any.
     pub fn look(run: &Path, rank: usize, step: u64) -> ft_base::Result<()> {
         let breaks = BREAKS.lock().map(|all| {
             let found = all.iter().find(|(p, r, s, _)| p == run && (*r, *s) == (rank, step));

@@ -1,4 +1,4 @@
-//! Runs of which one rank is lost; and what a rank does in which order.
+//! Lost ranks, and the order of operations of a rank.
 
 use super::again_tests::{events, recipe, train};
 use super::gather::Gather;
@@ -36,8 +36,8 @@ fn hangs() -> ft_base::Result<()> {
     }
 }
 
-/// However a rank is lost, the run ends with an error that names it and its last collective, and the checkpoints before
-/// are whole.
+/// For any kind of failure, the run ends with an error that names the lost rank and the last collective,
+/// and earlier checkpoints are whole.
 #[test]
 fn a_lost_rank_ends_the_run() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -64,15 +64,15 @@ fn a_lost_rank_ends_the_run() -> Result<()> {
     Ok(())
 }
 
-/// What a rank does.
+/// Operation of a rank.
 enum Did {
-    /// It begins a visit, after which another one comes.
+    /// Begins a visit, followed by another.
     Visit(Visit, Option<Visit>),
-    /// It gathers a unit.
+    /// Gathers a unit.
     Gather(usize),
 }
 
-/// A rank that writes down what it does.
+/// Records the operations of a rank.
 struct Traced<'a, T>(&'a T, &'a Mutex<Vec<Did>>);
 
 impl<T> Traced<'_, T> {
@@ -126,7 +126,7 @@ impl Around for Traced<'_, Gather<'_>> {
     }
 }
 
-/// Trains a micro-batch and evaluates it.
+/// Trains on a micro-batch, then evaluates it.
 fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) -> ft_base::Result<()> {
     let m = Micro::collate(&job.train_data()?, &[0])?;
     let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
@@ -137,7 +137,7 @@ fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) ->
     Ok(())
 }
 
-/// Trains a micro-batch and evaluates it, and gives what the rank did.
+/// Trains on a micro-batch, then evaluates it. Returns the operations of the rank.
 fn traced(job: &Job, comm: &Threads) -> ft_base::Result<(Outline, Vec<Did>)> {
     let (decoder, params) = ranks::load(job, &job.base()?, None, comm)?;
     let did = Mutex::default();
@@ -149,7 +149,7 @@ fn traced(job: &Job, comm: &Threads) -> ft_base::Result<(Outline, Vec<Did>)> {
     Ok((Outline::of(&decoder), did.into_inner().unwrap_or_default()))
 }
 
-/// Where ranks split weights, all that a visit needs is gathered before the visit that comes before it begins.
+/// With sharded weights, the units of a visit are gathered before the previous visit begins.
 #[test]
 fn a_gather_never_begins_later_than_the_visit_before_its_own() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -181,19 +181,19 @@ fn a_gather_never_begins_later_than_the_visit_before_its_own() -> Result<()> {
                         visits += 1;
                         let needed = outline.needs([visit].into_iter().chain(next));
                         assert!(needed.is_subset(&here), "{rule}: {visit:?}, {next:?}: {here:?} are here");
-                        // what is not needed next is released
+                        // Units not needed next are released.
                         here = outline.needs(next);
                     }
                 }
             }
-            // up, down, and up again
+            // Forward, backward, and forward again.
             assert!(visits > 3 * outline.layers && gathers >= visits - 2, "{visits} {gathers}");
         }
     }
     Ok(())
 }
 
-/// Checks which units are on the device.
+/// Checks the set of units on the device.
 struct Checked<'a> {
     gather: Gather<'a>,
     outline: Outline,
@@ -202,7 +202,7 @@ struct Checked<'a> {
 }
 
 impl Checked<'_> {
-    /// These are, and no others.
+    /// Checks that exactly these units are on the device.
     fn check(&self, needed: &BTreeSet<usize>) -> ft_base::Result<()> {
         for (unit, trained) in self.params.units.iter().enumerate() {
             let own = trained.iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
@@ -227,7 +227,7 @@ impl Around for Checked<'_> {
     }
 }
 
-/// Weights that live on the host are on the device for their visit and for the one before it, and for no other.
+/// Offloaded weights are on the device during their visit and the previous visit only.
 #[test]
 fn weights_of_the_host_come_a_visit_ahead_and_go() -> Result<()> {
     let dir = tempfile::tempdir()?;

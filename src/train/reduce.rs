@@ -1,10 +1,11 @@
-//! The gradients of a micro-batch of each rank, summed over the ranks unit by unit as the backward walk leaves each.
+//! Gradient reduction: sums the gradients of one micro-batch per rank, unit by unit, during the backward
+//! walk.
 //!
-//! Micro-batches are dealt to ranks in turn, and a unit's gradients are added in rank order to what the earlier
-//! micro-batches gave: the order of the step's micro-batches, at every ZeRO stage and for every number of ranks above one.
-//! Where gradients are split, a rank keeps the sum of its part alone, and a micro-batch's own gradients live from the
-//! unit's visit to their sum. Between CUDA devices a unit's sum goes on while the next unit is visited, and is over at the
-//! end of that visit.
+//! Micro-batches are dealt to ranks in turn. Gradients of a unit are added in rank order to the sum of
+//! earlier micro-batches, so the order of summation is the order of micro-batches, for any ZeRO stage and
+//! any number of ranks above one. With sharded gradients, a rank keeps only the sum of one shard, and the
+//! local gradients of a unit live from the visit to the reduction. On CUDA, the reduction of a unit
+//! overlaps with the next visit, and completes when that visit ends.
 
 use super::gather::Gather;
 use ft_engine::adapt::Params;
@@ -21,44 +22,45 @@ use candle_core::{DType, Device};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-/// Sums what a sink has over the ranks, around the visits of a training pass, for which weights are gathered.
+/// Reduces the gradients of a sink over ranks, around the visits of a training pass. Includes the gathering
+/// of weights.
 pub struct Reduce<'a> {
     params: &'a Params,
     comm: &'a dyn Comm,
     sink: &'a Sink<'a>,
-    /// Units that have gradients, as the backward walk comes to them; none on one rank, whose sink has the sums.
+    /// Units with gradients, in the order of the backward walk. Empty on one rank, because the sink holds
+    /// the sums.
     units: Vec<usize>,
-    /// How many of them are done with this micro-batch.
+    /// Number of units reduced in the current micro-batch.
     done: Cell<usize>,
-    /// Sums that are on their way, the oldest first.
+    /// Pending reductions, oldest first.
     open: RefCell<VecDeque<Open<'a>>>,
-    /// The sum that is being given to all.
+    /// Pending all-gather of a reduced gradient, below ZeRO stage 2.
     given: RefCell<Option<Arrival>>,
     gather: Gather<'a>,
     update: Option<InBackward<'a>>,
 }
 
-/// A sum on its way.
+/// A pending reduction.
 struct Open<'a> {
     arrival: Arrival,
-    /// That of this rank's part, of a unit of which all get the sums.
+    /// Number, buffers and local sum of a unit with replicated gradients; the sum is all-gathered
+    /// afterwards.
     part: Option<(usize, &'a Unit, Tensor)>,
 }
 
-/// The update of each unit when its gradients are there.
+/// Optimizer update within the backward pass (`optimizer.in_backward`).
 pub struct InBackward<'a> {
-    /// What updates it.
     pub optimizer: &'a Optimizer,
-    /// Which update it is.
+    /// Step, learning rates and factor on the gradients.
     pub at: optim::At<'a>,
-    /// Where gradients are.
     pub device: &'a Device,
-    /// Sums of squares of this rank's part of the gradients, by unit.
+    /// Sums of squares of the gradients used on this rank, with their units.
     pub squares: RefCell<Vec<(usize, Squares)>>,
 }
 
 impl<'a> Reduce<'a> {
-    /// For the micro-batches of a step.
+    /// Creates the reduction for the micro-batches of a step.
     pub fn new(
         gather: Gather<'a>,
         params: &'a Params,
@@ -81,30 +83,30 @@ impl<'a> Reduce<'a> {
         }
     }
 
-    /// The sum of squares of this rank's part of all gradients, where units were updated with them.
+    /// Sum of squares of this rank's shard of all gradients; `None` without updates in the backward pass.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device errors.
     pub fn squares(&self) -> candle_core::Result<Option<f64>> {
         let Some(update) = &self.update else { return Ok(None) };
         let mut squares = update.squares.borrow_mut();
-        // added in the order of the units, as where all gradients are there at once
+        // Sorted by unit, to match the order of summation of a separate update.
         squares.sort_by_key(|(unit, _)| *unit);
         let all: Vec<f64> = squares.drain(..).map(|(_, s)| s.read()).collect::<candle_core::Result<_>>()?;
         Ok(Some(all.iter().sum()))
     }
 
-    /// Ends a micro-batch, or the turn of a rank that has none: sums what no visit came to.
+    /// Ends a micro-batch, or the turn of a rank without one: reduces all remaining units.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// Lost rank.
     pub fn end(&self) -> ft_base::Result<()> {
         self.down_to(0)?;
         self.done.set(0);
         self.close(0)
     }
 
-    /// Sums the gradients of a unit that was left, and those of all before it.
+    /// Reduces the remaining units from the last one down to `unit`.
     fn down_to(&self, unit: usize) -> ft_base::Result<()> {
         while let Some(next) = self.units.get(self.done.get()).filter(|u| **u >= unit) {
             if let Some(buffers) = &self.params.units[*next] {
@@ -115,12 +117,12 @@ impl<'a> Reduce<'a> {
         Ok(())
     }
 
-    /// The gradients of a unit that this rank updates it with: all of them, or of its part.
+    /// Gradients for the update of a unit on this rank: the whole unit, or the shard of this rank.
     fn for_update(&self, number: usize, unit: &Unit, device: &Device) -> ft_base::Result<Held> {
         let mine = self.sink.take(number);
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
         if self.comm.world() == 1 {
-            // no token came to what trains here
+            // No token reached the trained tensors of this unit.
             let values = mine.map_or_else(|| zeros(unit.len), Ok)?;
             return Ok(Held { at: 0..unit.len, values });
         }
@@ -146,19 +148,19 @@ impl<'a> Reduce<'a> {
         let open = if self.params.shard.stage >= 2 {
             Open { arrival: self.comm.add(sum, mine, unit.part.clone(), values)?, part: None }
         } else {
-            // each rank sums its part, and gives it to all
+            // Every rank sums one part, and the parts are then all-gathered.
             let part: Tensor =
                 values.narrow(0, unit.part.start, unit.part.len())?.real()?.force_contiguous()?.into();
             let arrival = self.comm.add(sum, mine, unit.part.clone(), &part)?;
             Open { arrival, part: Some((number, unit, part)) }
         };
-        // what goes on does so while the next unit is visited
+        // On a device, this reduction overlaps with the next visit.
         let stays = usize::from(!values.device().is_cpu());
         self.open.borrow_mut().push_back(open);
         self.close(stays)
     }
 
-    /// Ends what is on its way but for so many sums, the youngest.
+    /// Completes the oldest pending reductions, until `stay` are left.
     fn close(&self, stay: usize) -> ft_base::Result<()> {
         while self.open.borrow().len() > stay {
             let Some(Open { arrival, part }) = self.open.borrow_mut().pop_front() else { break };
@@ -168,7 +170,7 @@ impl<'a> Reduce<'a> {
             {
                 let at = At::unit("the gathering of gradients", number);
                 let arrival = self.comm.gather(at, part, &self.params.shard.parts(unit.len), values)?;
-                // nobody reads it before the end
+                // Completes before the next all-gather, or at the end of the micro-batch.
                 self.given.borrow_mut().replace(arrival).map_or(Ok(()), Arrival::wait)?;
             }
         }

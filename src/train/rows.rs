@@ -1,4 +1,4 @@
-//! What a run goes over: the rows of each step, and what its user should know of the data.
+//! Rows of the steps, and warnings about the data.
 
 use super::Error;
 use ft_data::{Batches, Dataset};
@@ -6,10 +6,10 @@ use ft_base::terminal::warn;
 use ft_engine::model::Config;
 use ft_recipe::Recipe;
 
-/// The rows of each step.
+/// Divides the rows into steps.
 ///
 /// # Errors
-/// A dataset that makes no step, or more than a run can have.
+/// No full step, or too many steps.
 pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
     let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
     if batches.steps() > 0 {
@@ -25,10 +25,10 @@ pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
     .into())
 }
 
-/// Tells what a run goes on with and its user should know about data that was read.
+/// Prints the warnings about a dataset.
 ///
 /// # Errors
-/// A file of tokens that cannot be read any more.
+/// A token file is no longer readable.
 pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> ft_base::Result<()> {
     for warning in data.warnings(config.rope.reach(config.max_positions))? {
         warn(&format!("{key}: {warning}"));
@@ -36,10 +36,10 @@ pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> ft_base::Result<
     Ok(())
 }
 
-/// Steps that are so few that it is told, where the recipe does not say how many.
+/// Below this number of steps, a run by epochs prints a warning.
 const FEW: usize = 10;
 
-/// Tells of a run by epochs that comes to very few steps.
+/// Warns about a run by epochs with very few steps.
 pub fn tell_few(recipe: &Recipe, data: &Dataset) {
     let (run, rows) = (&recipe.run, data.rows.len());
     let steps = Batches::new(rows, run, recipe.data.shuffle).steps();
@@ -63,10 +63,10 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
     ));
 }
 
-/// Tells of samples that are trained on and evaluated on; gives how many there are.
+/// Warns about samples in both training and evaluation data. Returns the number of such samples.
 ///
 /// # Errors
-/// A file of tokens that cannot be read any more.
+/// A token file is no longer readable.
 pub fn tell_shared(train: &Dataset, eval: &Dataset) -> ft_base::Result<usize> {
     let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
     if shared > 0 {

@@ -1,4 +1,4 @@
-//! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
+//! `ft run`: the loop over steps, with evaluation, checkpoints, signals, and the result at the end.
 
 use super::answers;
 use super::best::Best;
@@ -36,69 +36,69 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The folder of checkpoints in a run folder.
+/// Folder of the checkpoints in a run folder.
 pub const CHECKPOINTS: &str = "checkpoints";
-/// Steps of a process in which memory that runs out means that the plan was wrong, and another one may be right.
+/// Number of first steps of a process in which running out of memory leads to a new plan.
 const YOUNG: usize = 3;
 
-/// How a run begins.
+/// Options of a run outside the recipe.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Go on from the newest whole checkpoint.
+    /// Resume from the newest whole checkpoint.
     pub resume: bool,
-    /// Remove what an earlier run left.
+    /// Remove the leftovers of an earlier run.
     pub overwrite: bool,
-    /// Keys that may differ from the checkpoint's.
+    /// Recipe keys that may differ from the checkpoint.
     pub accept_change: Vec<String>,
-    /// With `resume`: the step of the checkpoint to go on from, in place of the newest.
+    /// With `resume`: the step of the checkpoint; `None` for the newest.
     pub step: Option<u64>,
-    /// The program that `serve.devices` starts as `ft serve`: `ft` itself.
+    /// Executable to start as `ft serve` for `serve.devices`, namely `ft` itself.
     pub program: Option<PathBuf>,
 }
 
-/// How a run ended.
+/// Outcome of a run without errors.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// It trained and wrote its result.
+    /// The run trained and wrote a result.
     Done {
         /// Folder of the adapter or model.
         result: PathBuf,
     },
-    /// It was finished before.
+    /// The run was already finished.
     Already {
         /// Folder of the adapter or model.
         result: PathBuf,
     },
-    /// This process was a rank that follows: the first has the result.
+    /// This process ran a rank other than the first. The first rank holds the result.
     Followed,
 }
 
-/// Other processes that are ranks of the same run, to the first of them.
+/// Ranks in other processes, as seen by the first rank.
 pub trait Others {
-    /// The ranks.
+    /// Collectives of the ranks.
     fn comm(&self) -> &dyn Comm;
 
-    /// What the recipe names is here, and the run folder is this run's: the others may look for it.
+    /// Reports that the recipe is resolved and the run folder is locked. Other ranks then look for them.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// Lost rank.
     fn opened(&self) -> ft_base::Result<()>;
 
-    /// The run begins: the others load the model.
+    /// Reports that the run begins. Other ranks then load the model.
     ///
     /// # Errors
-    /// A rank that is lost; one that was given something else.
+    /// Lost rank; a rank with other settings or data.
     fn begin(&self, shared: &ranks::Shared) -> ft_base::Result<()>;
 }
 
 /// Trains as the recipe says.
 ///
 /// # Errors
-/// Anything that the recipe, model or data has wrong, before the first step; later a disk that is full, a loss
-/// that is not finite, a signal. Checkpoints that were written stay whole.
+/// Before the first step: errors of recipe, model or data. Later: full disk, non-finite loss, signal.
+/// Checkpoints written before the error remain valid.
 pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
     let launch = Launch::of_env();
-    // what a device carries that is named is known before any process is waited for
+    // An explicit device allows this check before other processes are contacted.
     if recipe.run.device != ft_recipe::Device::Auto {
         ranks::check_comm(&recipe, recipe.run.device == ft_recipe::Device::Cuda)?;
     }
@@ -121,10 +121,10 @@ pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
     }
 }
 
-/// As [`run`], on the first rank, where others are processes of their own.
+/// As [`run`], on the first rank; `others` are the ranks in other processes.
 ///
 /// # Errors
-/// As [`run`]; a rank that is lost.
+/// As [`run`]; lost rank.
 pub(super) fn first(
     recipe: Recipe,
     options: &Options,
@@ -132,7 +132,7 @@ pub(super) fn first(
 ) -> ft_base::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
-    // held from here to the end: what is asked of the run folder stays as it was found
+    // Held until the end, so that the state of the run folder cannot change in between.
     let _lock = RunLock::take(&dir)?;
     refuse_earlier(&recipe, options)?;
     let inputs = Inputs::look(&recipe).map(|i| (i, recipe.clone()));
@@ -149,7 +149,7 @@ pub(super) fn first(
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
     others.map_or(Ok(()), Others::opened)?;
     let result = output::result_dir(&job, &dir);
-    // a folder that the recipe reads from is a result too, if this is what the run would write
+    // An input folder of the recipe is protected too, if the result would overwrite it.
     if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
         return Err(exists(&dir, &result));
     }
@@ -160,13 +160,13 @@ pub(super) fn first(
     job::sample(&job.recipe, job.tokenizer.as_deref())?;
     answers::check(&job)?;
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
-    // a finished run needs no room to say that it is finished
+    // A finished run must return before memory and disk space are checked.
     let goes_on = options.resume && checkpoint::any(&dir.join(CHECKPOINTS));
     let fresh = if goes_on { None } else { Some(planned(&job)?) };
     if let Some(plan) = &fresh {
         watch::check(&job, plan)?;
     }
-    // whatever speaks against writing the result there should not come out when everything is trained
+    // Fails early if the result folder is not writable.
     drop(NewFolder::begin(&result)?);
     let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
     let newest = match options.step {
@@ -185,12 +185,12 @@ pub(super) fn first(
         Some(plan) if !options.resume => plan,
         _ => planned(&job)?,
     };
-    // from here on it is as if the recipe had said so: for the run's life, and in what it writes
+    // Fixes the planned value, for the run and for the resolved recipe on disk.
     job.recipe.run.micro_rows = plan.execution.micro_rows.into();
     let (job, data, eval) = (Arc::new(job), Arc::new(data), eval.map(Arc::new));
     let identity = Identity::new(&job, &data);
     if job.recipe.model.cache.is_some() {
-        // the cache is found by it: before the model is loaded, and not beside that
+        // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
         identity.get()?;
     }
     let mut done = 0;
@@ -241,7 +241,7 @@ pub(super) fn first(
     Ok(outcome)
 }
 
-/// What a run has when nothing more can be wrong with what it was given.
+/// Inputs of the loop after all checks.
 struct Start<'a> {
     job: &'a Arc<Job>,
     plan: &'a Plan,
@@ -249,21 +249,21 @@ struct Start<'a> {
     eval: Option<&'a Arc<Dataset>>,
     batches: &'a Batches,
     dir: &'a Path,
-    /// The checkpoint to go on from, and its step.
+    /// Checkpoint to resume, and the number of completed steps.
     newest: Option<&'a Checkpoint>,
     done: u64,
-    /// The factor on the loss to begin with, or to go on with.
+    /// Initial or resumed loss scale.
     loss_scale: Option<LossScale>,
     identity: &'a Identity<'a>,
     checkpoints: &'a Checkpoints,
     signals: &'a Signals,
-    /// Whether it takes the place of what is in its folder.
+    /// Replace the contents of the run folder.
     overwrite: bool,
-    /// What starts a server, where the recipe asks for one.
+    /// Executable of the server.
     program: Option<&'a Path>,
 }
 
-/// Trains on all ranks.
+/// Starts the ranks, and trains.
 fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> ft_base::Result<Outcome> {
     let planned = watch.planned();
     let shared = |base: &Base| ranks::Shared {
@@ -287,7 +287,7 @@ fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> ft_bas
     };
     let outcome = match comm.world() {
         1 => lead_on(start, watch, &comm, &mut follow),
-        // a thread of its own, as all ranks are: it computes on threads of its own
+        // All ranks run on threads with separate thread pools.
         _ => std::thread::scope(|s| {
             let lead = s.spawn(|| {
                 let _threads = start_threads_of(0, &start.job.recipe.parallel)?;
@@ -296,13 +296,13 @@ fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> ft_bas
             lead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         }),
     };
-    // whatever happened, nobody waits for this rank any more
+    // Other ranks stop waiting for this one.
     drop(comm);
     followers.into_iter().for_each(|f| f.end(&outcome));
     outcome
 }
 
-/// The first rank: lets the others `follow`, and leads them.
+/// Runs the first rank: starts the others with `follow`, then leads them.
 fn lead_on(
     start: &Start<'_>,
     watch: Watch,
@@ -315,7 +315,7 @@ fn lead_on(
     ranks::on_device(start.job, comm, |comm| lead(start, watch, comm, base))
 }
 
-/// Loads the model, goes through the steps, writes the result.
+/// Loads the model, runs the steps, writes the result.
 fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> ft_base::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
@@ -324,7 +324,7 @@ fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> ft_
     drop(base);
     watch.loaded(&params);
     if start.overwrite {
-        // not before all that may be wrong with what is to be trained has shown
+        // Deletes old files only after all checks have passed.
         clear(job, dir)?;
         Checkpoints::open(&dir.join(CHECKPOINTS))?;
     }
@@ -362,20 +362,20 @@ fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> ft_
         tokens: 0,
         server: Server::start(start.program, job, dir),
     };
-    // from here on a signal waits until what was done is saved
+    // From here on, signals are deferred until a checkpoint is saved.
     start.signals.hold();
     let outcome = steps(start, &mut r).and_then(|()| finish(start, &mut r));
     outcome.map_err(|e| r.stopped(e))
 }
 
-/// Goes through the steps, with what is due after each: a checkpoint, then an evaluation.
+/// Runs the steps; a checkpoint and an evaluation follow a step when due.
 fn steps(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     let Start { job, data, batches, done, identity, .. } = *start;
     let (run, total) = (&job.recipe.run, batches.steps());
     let due = |every: usize, count: usize| count == total || (every > 0 && count.is_multiple_of(every));
     r.start(data, total, identity.get()?)?;
     if done > 0 && due(run.eval_every, done as usize) && !r.metrics.has("eval") {
-        // it came after the checkpoint, and was not finished
+        // Repeats an evaluation interrupted after the checkpoint.
         evaluate(start, r)?;
     }
     let (mut still, mut reached) = (Still::default(), false);
@@ -411,7 +411,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
         if due(run.save_every, count) {
             save(start, r)?;
         }
-        // after the checkpoint: whatever happens in the evaluation, the steps are not lost
+        // The checkpoint comes first, so that an error in the evaluation loses no step.
         if due(run.eval_every, count) {
             evaluate(start, r)?;
         }
@@ -419,12 +419,12 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     halt(start, r)
 }
 
-/// Evaluates; a loss that is no number ends the run, but not before the steps are saved.
+/// Evaluates. On a non-finite loss, saves a checkpoint and then returns the error.
 fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     match r.evaluate() {
         Ok(true) if start.job.recipe.run.keep_best => {
             save(start, r)?;
-            // what was the best before may go
+            // The previous best checkpoint is no longer needed.
             Ok(start.checkpoints.keep_to(r.done, start.job.recipe.run.keep, Some(r.done))?)
         }
         Err(e) if matches!(e.of(), Some(Error::EvaluationOf { .. })) => save(start, r).and(Err(e)),
@@ -432,7 +432,7 @@ fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     }
 }
 
-/// Of something that was given up for a signal: that signal as an error, the steps saved.
+/// Converts the error of an abandoned operation to the error of the signal, after saving a checkpoint.
 fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: ft_base::Error) -> ft_base::Error {
     match e.of() {
         Some(Error::Abandoned(asked)) => {
@@ -443,7 +443,7 @@ fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: ft_base::Error) -> ft_bas
     }
 }
 
-/// Where a signal came: saves, and gives it as an error.
+/// After a signal, saves a checkpoint and returns the signal as an error.
 fn halt(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     let Some((name, code)) = start.signals.seen() else { return Ok(()) };
     let step = r.done;
@@ -463,17 +463,17 @@ fn halt(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     Err(Error::Signal { name, saved, code }.into())
 }
 
-/// Writes the result of a run whose steps are done.
+/// Writes the result after the last step.
 fn finish(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<Outcome> {
     let Start { job, data, dir, signals, .. } = *start;
-    // a run that goes on from its last step may have it
+    // A run resumed from the last step may have sampled already.
     if r.done > start.done || !r.metrics.has("sample") {
         r.sample()?;
     }
     halt(start, r)?;
-    // a run that stopped early has not saved its last step yet
+    // Early stopping leaves the last step unsaved.
     save(start, r)?;
-    // everything is saved, and a result is whole or absent
+    // From here on, a signal loses nothing: the result appears whole or not at all.
     signals.release();
     let mut of = r.done;
     if let Some((step, loss)) = r.best.get().filter(|(step, _)| job.recipe.run.keep_best && *step != of) {
@@ -491,7 +491,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<Outcome> {
         let values = |i: usize| Ok(params.master(i)?.real()?.clone());
         output::write(job, &r.setup, &values, dir, &probe)?
     } else {
-        // no rank has them all, but the last step's checkpoint
+        // Without master weights, ranks hold shards; the checkpoint of the last step holds all values.
         let files = state::weights(&start.checkpoints.folder(of))?;
         let values = |i: usize| {
             let name = &params.tensors[i].name;
@@ -513,7 +513,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<Outcome> {
     Ok(Outcome::Done { result })
 }
 
-/// Writes the checkpoint of the steps that are done, if there is none yet.
+/// Saves a checkpoint of the completed steps, unless it exists.
 fn save(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     let (step, params) = (r.done, r.setup.params);
     if r.saved == Some(step) {

@@ -1,4 +1,5 @@
-//! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
+//! State of a running loop, and all output of a run: events in `metrics.jsonl`, progress, evaluations,
+//! samples.
 
 use super::answers;
 use super::best::Best;
@@ -26,7 +27,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the loop carries along.
+/// State of the loop.
 pub struct Running<'a> {
     pub setup: Setup<'a>,
     pub job: &'a Job,
@@ -34,32 +35,31 @@ pub struct Running<'a> {
     pub metrics: Metrics,
     pub progress: Progress,
     pub watch: Watch,
-    /// Load of the experts since it was last written, and over how many steps.
+    /// Number of steps and expert load since the last `experts` event.
     pub load: (u64, Load),
     pub schedule: Schedule,
-    /// Learning rates of what trains, the highest first.
+    /// Learning rates by parameter group, highest first.
     pub rates: Vec<LearningRate>,
     pub signals: &'a Signals,
-    /// Steps that are done.
+    /// Number of completed steps.
     pub done: u64,
     /// Step of the newest checkpoint.
     pub saved: Option<u64>,
-    /// Bytes that had come from other ranks before this step.
+    /// Bytes received from other ranks before the current step.
     pub received: u64,
-    /// The best evaluation.
     pub best: Best,
-    /// Seconds and tokens of the steps of this process.
+    /// Seconds and tokens of all steps in this process.
     pub seconds: f64,
     pub tokens: u64,
-    /// The server of `serve.devices`.
+    /// Server of `serve.devices`.
     pub server: Option<Server>,
 }
 
 impl Running<'_> {
-    /// Tells what became of the server; nothing that does stops the run.
+    /// Reports events of the server. Errors of the server do not stop the run.
     ///
     /// # Errors
-    /// A disk that takes no more.
+    /// The metrics cannot be written.
     pub fn look_at_server(&mut self) -> ft_base::Result<()> {
         while let Some(news) = self.server.as_mut().and_then(Server::look) {
             let step = self.done;
@@ -79,7 +79,7 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Writes how the run begins, or goes on.
+    /// Writes the `start` or `resume` event. At step 0, also evaluates and samples if configured.
     pub fn start(
         &mut self,
         data: &Dataset,
@@ -141,8 +141,9 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Does a step, the `step`th from 0, unless a signal comes. Where memory runs out before anything was updated (with
-    /// `optimizer.in_backward` nobody knows), and `again` says that it may begin anew, it does so and recomputes more, and so does the run from then on.
+    /// Runs step `step`, numbered from 0, unless a signal arrives. If memory runs out before any update and
+    /// `again` is set, replans with more recomputation, for this step and all later ones, and repeats the
+    /// step. Not possible with several ranks or with `optimizer.in_backward`.
     pub fn step(
         &mut self,
         data: &Dataset,
@@ -152,7 +153,7 @@ impl Running<'_> {
     ) -> ft_base::Result<Stepped> {
         let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::off());
         let stop = || self.signals.asked();
-        // the others follow the plan that they were given
+        // Other ranks follow the original plan.
         let again = again && self.setup.comm.world() == 1 && !self.setup.params.in_backward;
         let schedule = self.schedule;
         let lr = |peak: f64| schedule.at(step, peak);
@@ -170,7 +171,8 @@ impl Running<'_> {
         update(&self.setup, summed, &lr, times)
     }
 
-    /// Goes over to choices that take less memory, with the same bits, and says so; the error where there are none.
+    /// Switches to an execution with less memory and the same bits, with a warning. Returns the error if
+    /// none exists.
     fn recompute_more(&mut self, step: u64, e: ft_base::Error) -> ft_base::Result<()> {
         let Some(plan) = self.job.smaller(self.watch.plan()) else { return Err(e) };
         let (was, execution) = (self.setup.execution, plan.execution);
@@ -189,10 +191,11 @@ impl Running<'_> {
         Ok(self.metrics.write(&event)?)
     }
 
-    /// Writes the step from 0 that was just done, and shows it.
+    /// Writes the `step` event of the completed step `step`, numbered from 0, and updates the progress
+    /// line.
     ///
-    /// `lr` is the highest learning rate of the step; where there is more than one, `learning_rates` has them all, in
-    /// the order of `learning_rates` of the run's first event.
+    /// `lr` in the event is the highest learning rate. With more than one, `learning_rates` lists all, in
+    /// the order of the `start` event.
     pub fn stepped(&mut self, s: &Stepped, step: usize, seconds: f64) -> ft_base::Result<()> {
         self.watch.look();
         self.seconds += seconds;
@@ -230,7 +233,8 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Adds a step's load of the experts; every [`LOAD_EVERY`] steps and at the end it is written.
+    /// Accumulates the expert load of a step; writes an `experts` event every [`LOAD_EVERY`] steps and
+    /// after the last.
     pub fn loaded(&mut self, load: &Load, last: bool) -> ft_base::Result<()> {
         let step = self.done;
         if load.layers.is_empty() {
@@ -245,7 +249,7 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Tells what a run came to, and what can be done with its result.
+    /// Prints the summary of a run, and commands to use the result.
     pub fn told(&self, result: &Path) {
         let memory = report::bytes(self.watch.peak());
         let mut line = format!("step {}", self.done);
@@ -272,7 +276,7 @@ impl Running<'_> {
         tell(&format!("next: {}", next.join(", ")));
     }
 
-    /// Takes down why the run stops, and gives the error on.
+    /// Writes a `stopped` event with the error, and returns the error.
     pub fn stopped(&mut self, e: ft_base::Error) -> ft_base::Error {
         let e = self.watch.planned().explain(e);
         self.progress.finish();
@@ -280,12 +284,12 @@ impl Running<'_> {
             "event": "stopped", "step": self.done, "code": e.exit_code() as u8, "why": e.to_string(), "time": unix_time(),
             "memory": self.watch.compared(),
         });
-        // on a full disk this fails too; the error that is told is the one that stopped the run
+        // On a full disk this fails too; the first error is returned.
         let _ = self.metrics.write(&event);
         e
     }
 
-    /// Evaluates, where there is data for it, unless a signal comes; whether it is the best so far.
+    /// Evaluates, unless there is no data or a signal arrives. Returns true for a new best loss.
     pub fn evaluate(&mut self) -> ft_base::Result<bool> {
         let (Some(data), step) = (self.eval, self.done) else { return Ok(false) };
         place::enter(place::Phase::Evaluate, 0);
@@ -318,7 +322,7 @@ impl Running<'_> {
         }
     }
 
-    /// Answers the recipe's `log.sample`, so that a reader sees what the model says now.
+    /// Generates a reply to `log.sample`, as a sample of the current model.
     pub fn sample(&mut self) -> ft_base::Result<()> {
         let (job, step) = (self.job, self.done);
         let (Some(prompt), Some(tokenizer)) = (&job.recipe.log.sample, &job.tokenizer) else { return Ok(()) };
@@ -351,11 +355,11 @@ impl Running<'_> {
     }
 }
 
-/// Steps between two lines that tell the load of all experts: with thousands of experts a line is long.
+/// Number of steps per `experts` event, because a line with thousands of experts is long.
 const LOAD_EVERY: u64 = 10;
 
-/// How often each expert was chosen: `entropy` is 1 where all are chosen equally often and 0 where one is chosen
-/// always, `peak` the busiest expert's load over the even load, `dead` counts experts that no token chose.
+/// Load of the experts. `entropy` is 1 for an even load and 0 if one expert gets all tokens; `peak` is the
+/// load of the busiest expert relative to an even load; `dead` counts experts without tokens.
 fn load_event(step: u64, steps: u64, load: &Load) -> Value {
     let layers: Vec<Value> = load
         .layers

@@ -1,7 +1,7 @@
-//! `serve.devices`: `ft serve` on devices beside the training, as a process of its own.
+//! `serve.devices`: runs `ft serve` as a child process during training, on devices without a rank.
 //!
-//! What becomes of it does not concern the run: that it began, and that it ended, is told and written to the metrics. It
-//! ends when its stdin does, which is with the run, however that ends.
+//! Failures of the server do not affect the run; start and end are reported and written to the metrics. The
+//! server exits when stdin closes, which happens at the end of the run, even after a crash.
 
 use super::{Error, Job};
 use ft_kernels::cuda;
@@ -16,17 +16,17 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Where a server's messages go, in the run folder.
+/// Log file of the server in the run folder.
 const LOG: &str = "serve.log";
-/// How long a server may take to end before it is killed.
+/// Time limit for the server to exit before it is killed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Bytes of a server's last line that are told.
+/// Maximum number of characters quoted from the log.
 const TOLD: usize = 300;
 
-/// Refuses a server that this machine, this program or the training leaves no place for.
+/// Checks `serve.devices` against this machine, this executable, and the devices of the ranks.
 ///
 /// # Errors
-/// A device that trains, or is not there; a program that cannot serve.
+/// A device is in use by a rank or does not exist; this executable has no server.
 pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), Error> {
     if recipe.serve.devices.is_empty() {
         return Ok(());
@@ -81,15 +81,15 @@ pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), 
     )
 }
 
-/// What became of a server since the last look.
+/// Event of a server.
 pub enum News {
-    /// It listens at an address; with the number of its process.
+    /// The server listens: address and process id.
     Listens(String, u32),
-    /// It ended, and why.
+    /// The server has exited, with the reason.
     Ended(String),
 }
 
-/// A server beside a run; dropping it ends it.
+/// A server started by a run. Dropping it stops the process.
 pub struct Server {
     child: Option<Child>,
     address: Receiver<String>,
@@ -97,7 +97,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts one where the recipe asks for it; that it cannot be started is told.
+    /// Starts a server if the recipe asks for one. Prints a warning on failure.
     pub fn start(program: Option<&Path>, job: &Job, dir: &Path) -> Option<Self> {
         let program = program.filter(|_| !job.recipe.serve.devices.is_empty())?;
         if job.recipe.run.save_every == 0 && !job.recipe.run.keep_best {
@@ -117,7 +117,7 @@ impl Server {
         }
     }
 
-    /// What became of it since the last look.
+    /// Returns the next event, if any.
     pub fn look(&mut self) -> Option<News> {
         if let Ok(address) = self.address.try_recv() {
             return Some(News::Listens(address, self.child.as_ref().map_or(0, Child::id)));
@@ -163,12 +163,13 @@ fn spawn(program: &Path, serve: &Serve, dir: &Path) -> io::Result<Server> {
         &serve.port.to_string(),
         "--until-eof",
     ]);
-    // it is no rank
+    // The server is not a rank, so variables of the launcher are removed.
     Launch::VARIABLES.iter().for_each(|v| {
         command.env_remove(v);
     });
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(File::create(&log)?);
-    // a signal of the terminal is the run's: it ends when its steps are saved, and the server with it
+    // In a separate process group, the server ignores Ctrl-C and lives until the run has saved a
+    // checkpoint.
     let mut child = command.process_group(0).spawn()?;
     let (sender, address) = channel();
     if let Some(stdout) = child.stdout.take() {

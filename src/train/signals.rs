@@ -1,39 +1,41 @@
-//! Signals that ask a run to stop: SIGINT, SIGTERM, SIGHUP.
+//! Signals that stop a run: SIGINT, SIGTERM, SIGHUP.
 //!
-//! While a run has something to save, the first of them is a flag that the loop looks at between micro-batches, and the
-//! second ends the process at once. Before and after that the first one ends it: nothing would be lost.
+//! During training, the first signal sets a flag, checked between micro-batches, and the second signal ends
+//! the process at once. Before and after training, when nothing is unsaved, the first signal ends the
+//! process.
 
 use super::Error;
 use ft_base::error::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// The signals, by their names and the exit codes that they ask for.
+/// Handled signals, with names and exit codes.
 const SIGNALS: [(i32, &str, ExitCode); 3] = [
     (signal_hook::consts::SIGINT, "SIGINT", ExitCode::Interrupted),
     (signal_hook::consts::SIGTERM, "SIGTERM", ExitCode::Terminated),
     (signal_hook::consts::SIGHUP, "SIGHUP", ExitCode::HungUp),
 ];
 
-/// Handlers are process-wide, and set once.
+/// Handlers are global to the process, so they are registered once.
 static HANDLERS: OnceLock<Handlers> = OnceLock::new();
 
 #[derive(Clone)]
 struct Handlers {
-    /// Whether a signal ends the process at once; the first one sets it for the next.
+    /// True if a signal ends the process at once. The first signal sets it for the second.
     at_once: Arc<AtomicBool>,
-    /// Place in [`SIGNALS`] of the last one that came, plus 1.
+    /// Index in [`SIGNALS`] of the latest signal, plus 1; 0 for none.
     seen: Arc<AtomicUsize>,
 }
 
-/// Signals of a run, caught until this is dropped.
+/// Signal handling of a run. Dropping it restores immediate exit.
 pub struct Signals(Handlers);
 
 impl Signals {
-    /// From here on a signal ends the process with its exit code, until [`Signals::hold`].
+    /// Registers the handlers. A signal ends the process with its exit code until [`Signals::hold`] is
+    /// called.
     ///
     /// # Errors
-    /// A system that does not let them be caught.
+    /// The system refuses to register a handler.
     pub fn catch() -> ft_base::Result<Self> {
         let handlers = match HANDLERS.get() {
             Some(there) => there.clone(),
@@ -47,28 +49,28 @@ impl Signals {
         Ok(Self(handlers))
     }
 
-    /// From here on the first signal waits to be [seen](Signals::seen).
+    /// Defers the first signal from here on, to be read by [`Signals::seen`].
     pub fn hold(&self) {
         self.0.at_once.store(false, Ordering::Relaxed);
     }
 
-    /// From here on a signal ends the process at once again.
+    /// Restores immediate exit on a signal.
     pub fn release(&self) {
         self.0.at_once.store(true, Ordering::Relaxed);
     }
 
-    /// The signal that came, and the exit code that it asks for.
+    /// Name and exit code of the signal received, if any.
     pub fn seen(&self) -> Option<(&'static str, ExitCode)> {
         let place = self.0.seen.load(Ordering::Relaxed).checked_sub(1)?;
         SIGNALS.get(place).map(|(_, name, code)| (*name, *code))
     }
 
-    /// The same as a number that ranks tell one another; 0 where none came.
+    /// Signal received, as a number to share between ranks; 0 for none.
     pub fn asked(&self) -> u64 {
         self.0.seen.load(Ordering::Relaxed) as u64
     }
 
-    /// Takes one that another rank was sent for one of this process's, where it has none.
+    /// Records a signal received by another rank, unless this process received one.
     pub fn hear(&self, asked: u64) {
         let place = usize::try_from(asked).unwrap_or_default();
         let _ = self.0.seen.compare_exchange(0, place, Ordering::Relaxed, Ordering::Relaxed);
@@ -85,11 +87,11 @@ impl Handlers {
     fn register(&self) -> std::io::Result<()> {
         use signal_hook::flag;
         for (i, (signal, name, code)) in SIGNALS.into_iter().enumerate() {
-            // nohup says so
+            // `nohup` ignores SIGHUP.
             if name == "SIGHUP" && ignored(signal) {
                 continue;
             }
-            // in this order: what the first signal sets, the second finds
+            // The order matters: the first signal sets the flag read by the second.
             flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
             flag::register(signal, Arc::clone(&self.at_once))?;
             flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
@@ -98,7 +100,7 @@ impl Handlers {
     }
 }
 
-/// Whether the process was started with a signal ignored; where the system does not tell, it was not.
+/// Returns true if the process started with this signal ignored. Returns false if `/proc` is unavailable.
 fn ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:")).map(str::trim);

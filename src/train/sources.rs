@@ -1,12 +1,11 @@
-//! What a recipe's data sources are: datasets of the hub become files, and rows show the formats that the recipe does not
-//! name.
-use ft_data::hub::{self, DatasetName, Settings};
-use ft_base::terminal::{tell, warn};
-use ft_recipe::{Recipe, Source};
-use ft_base::store;
+//! Resolves data sources: downloads datasets of the hub, and detects missing formats from the first row.
 
-/// Finds the files of hub datasets, downloaded if need be, and the formats that are not named. Gives what cannot be found,
-/// source by source.
+use ft_base::store;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, DatasetName, Settings};
+use ft_recipe::{Recipe, Source};
+
+/// Resolves all data sources of a recipe in place. Returns one error per unresolved source.
 pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<ft_base::Error> {
     let mut data = recipe.data.clone();
     let mut problems = Vec::new();
@@ -30,7 +29,7 @@ pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<f
     problems
 }
 
-/// Settles a source; whether its format was found by its rows.
+/// Resolves one source. Returns true if the format was detected.
 fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool) -> ft_base::Result<bool> {
     let resolve = |s: &str| recipe.resolve(s);
     if let Some(id) = ft_data::is_hub_id(&source.source)

@@ -1,7 +1,7 @@
-//! What a checkpoint holds: trained tensors and moments as logical tensors, the step, and what must not change.
+//! Contents of a checkpoint: trained tensors and optimizer states as unsharded tensors, the step, and the
+//! identity of the run.
 //!
-//! Random numbers and the position in the data are functions of the seed and the step, so there is nothing
-//! else to save.
+//! Random numbers and the position in the data are functions of seed and step, so nothing else is saved.
 
 use super::identity::is_place;
 use super::{Error, LossScale};
@@ -18,38 +18,39 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// `state.json` of a checkpoint.
+/// Contents of `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// Version of this layout.
+    /// Version of the checkpoint layout.
     pub version: u32,
-    /// Version of `ft` that wrote it.
+    /// Version of `ft` that wrote the checkpoint.
     pub ft: String,
-    /// Optimizer steps that are done.
+    /// Number of completed steps.
     pub step: u64,
-    /// What decides the mathematics: recipe keys, and hashes under `hash.*`.
+    /// Identity of the run: recipe keys, and hashes under `hash.*`.
     pub identity: BTreeMap<String, String>,
-    /// The factor on the loss, in f16.
+    /// Loss scale, for f16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<LossScale>,
 }
 
-/// The file of a checkpoint's trained tensors.
+/// File of the trained tensors.
 pub const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
-/// A tensor of moments in a checkpoint.
+/// A tensor in the optimizer file.
 struct Entry {
     name: String,
     dtype: DType,
     shape: Vec<usize>,
-    /// Elements of what trains that one of it stands for.
+    /// Elements of the trained tensor per element of this one.
     block: usize,
 }
 
-/// The tensors of a trained tensor's moments: both, in 8 bits codes and then the scales of their blocks.
+/// Optimizer tensors of a trained tensor: both moments, with scales if they are 8-bit codes, and the GaLore
+/// projector if there is one.
 fn entries(params: &Params, index: usize) -> Vec<Entry> {
     let t = &params.tensors[index];
     let projected = params.projected(index);
@@ -83,7 +84,7 @@ fn entries(params: &Params, index: usize) -> Vec<Entry> {
     out
 }
 
-/// The values of [`entries`] of a tensor whose gradient is projected.
+/// Values of [`entries`] for a tensor with projected gradients.
 fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>> {
     let (rows, cols) = p.low();
     let mut out = Vec::new();
@@ -94,7 +95,7 @@ fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>
     Ok(out)
 }
 
-/// The values of [`entries`] for a range of a unit's buffer.
+/// Values of [`entries`] for a range in the buffer of a unit.
 fn views(of: Of) -> Vec<ft_kernels::Tensor> {
     match of {
         Of::Wide(all) => all.into(),
@@ -102,7 +103,7 @@ fn views(of: Of) -> Vec<ft_kernels::Tensor> {
     }
 }
 
-/// The files of a checkpoint's tensors in `dir`: weights, and moments.
+/// Files of a checkpoint in `dir`: weights, and optimizer states.
 fn files(dir: &Path, params: &Params) -> ft_base::Result<[SharedFile; 2]> {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
     for (i, t) in params.tensors.iter().enumerate() {
@@ -113,36 +114,36 @@ fn files(dir: &Path, params: &Params) -> ft_base::Result<[SharedFile; 2]> {
     Ok([file(WEIGHTS, &weights)?, file(OPTIMIZER, &moments)?])
 }
 
-/// Begins a checkpoint in `dir`: its files as they will be, without values.
+/// Begins a checkpoint in `dir`: creates the files at full size, without values, and writes `state.json`.
 ///
 /// # Errors
-/// Of the disk.
+/// Disk errors.
 pub fn begin(dir: &Path, state: &State, params: &Params) -> ft_base::Result<()> {
     files(dir, params)?.iter().try_for_each(SharedFile::create)?;
     let text = serde_json::to_string_pretty(state).unwrap_or_default() + "\n";
     Ok(store::write_atomic(&dir.join(STATE), text.as_bytes())?)
 }
 
-/// Writes this rank's part of what trains into a checkpoint that one rank has begun.
+/// Writes this rank's shard into a checkpoint begun by the first rank.
 ///
 /// # Errors
-/// Of the disk.
+/// Disk errors.
 pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let [weights, optimizer] = files(dir, params)?;
     let (mut values, mut moments) = (Vec::new(), Vec::new());
     let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
     for ((t, slot), listed) in params.tensors.iter().zip(&params.slots).zip(&listed) {
         let unit = params.unit(slot)?;
-        // what several ranks hold is written once
+        // Replicated values are written by one rank only.
         let mine = common(&unit.part, &slot.range());
         if mine.is_empty() {
             continue;
         }
         let first = mine.start - slot.offset;
-        // views: values come to the host when they are written
+        // Views: copied to the host only during the write.
         values.push((t.name.as_str(), first, unit.values(mine.clone())?.real()?.clone()));
         if let Some(p) = params.projected(slot.index) {
-            // whole, by the rank whose part has its beginning
+            // Written whole, by the rank with the first element.
             if first == 0 {
                 for (entry, held) in listed.iter().zip(projected_views(p)?) {
                     moments.push((entry.name.as_str(), 0, held.real()?.flatten_all()?));
@@ -159,7 +160,7 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     Ok(optimizer.write(moments)?)
 }
 
-/// Reads a checkpoint's `state.json`.
+/// Reads `state.json` of a checkpoint.
 pub fn read(dir: &Path) -> ft_base::Result<State> {
     let path = dir.join(STATE);
     let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::run(&path, e))?;
@@ -176,12 +177,12 @@ pub fn read(dir: &Path) -> ft_base::Result<State> {
     Ok(state)
 }
 
-/// A value of a checkpoint's tensor that cannot be used.
+/// Error for unusable values in a checkpoint.
 fn unusable(dir: &Path, why: String) -> Error {
     Error::Checkpoint { path: dir.display().to_string(), why }
 }
 
-/// Some elements of a tensor of a checkpoint, which must have the shape that this run has.
+/// Reads a range of elements of a checkpoint tensor, after a check of the shape.
 fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> ft_base::Result<Tensor> {
     let (name, shape) = (e.name.as_str(), e.shape.as_slice());
     let found = files.get(name)?.shape.as_slice();
@@ -189,7 +190,7 @@ fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> ft_base:
         return Err(unusable(dir, format!("{name}: {found:?}, this run has {shape:?}")).into());
     }
     files.part(name, r, e.dtype, &Device::Cpu).map_err(|e| match e {
-        // a checkpoint is no model file
+        // This error of the store speaks of model files.
         store::Error::NotFinite { .. } => {
             unusable(dir, format!("{name} has a value that is not finite")).into()
         }
@@ -197,7 +198,7 @@ fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> ft_base:
     })
 }
 
-/// The trained tensors of a checkpoint, one by one, as far as they are this rank's: index, first element, values.
+/// Calls `f` with index, first element and values of this rank's part of every trained tensor.
 fn each_weight(
     dir: &Path,
     files: &TensorFiles,
@@ -209,7 +210,7 @@ fn each_weight(
         return Err(unusable(dir, format!("holds {have} trained tensors, this run has {want}")).into());
     }
     for (i, t) in params.tensors.iter().enumerate() {
-        // what of it is here, and nothing else, is read
+        // Only the local part is read.
         let mine = params.mine(i)?;
         let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
         f(i, mine.start, &part(dir, files, &values, mine)?)?;
@@ -217,20 +218,20 @@ fn each_weight(
     Ok(())
 }
 
-/// Loads the trained tensors of a checkpoint, without moments. Nothing is set before all of them were read.
+/// Loads the trained tensors of a checkpoint, without moments. Reads all tensors once before it sets any.
 ///
 /// # Errors
-/// A tensor that is missing, of another shape, or one too many.
+/// Missing, misshaped or extra tensor.
 pub fn load_weights(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let files = weights(dir)?;
     each_weight(dir, &files, params, &mut |_, _, _| Ok(()))?;
     each_weight(dir, &files, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))
 }
 
-/// Loads a checkpoint's tensors into the buffers.
+/// Loads trained tensors and optimizer states of a checkpoint.
 ///
 /// # Errors
-/// A tensor that is missing, of another shape, or one too many.
+/// Missing, misshaped or extra tensor.
 pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
     each_weight(dir, &weights(dir)?, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))?;
@@ -258,10 +259,10 @@ pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
     Ok(())
 }
 
-/// Whether every accepted key is one that two identities have: another would accept nothing.
+/// Checks that all keys of `--accept-change` exist in one of two identities.
 ///
 /// # Errors
-/// The first that is not, with the nearest that is.
+/// Unknown key, with the nearest known one.
 pub fn check_accepted(
     old: &BTreeMap<String, String>,
     new: &BTreeMap<String, String>,
@@ -278,7 +279,7 @@ pub fn check_accepted(
     )))
 }
 
-/// Lines that name what differs between two identities, leaving out accepted keys.
+/// Lists the differences of two identities, one line per key, without accepted keys.
 pub fn changes(
     old: &BTreeMap<String, String>,
     new: &BTreeMap<String, String>,
@@ -294,7 +295,7 @@ pub fn changes(
         .collect()
 }
 
-/// The trained values of a checkpoint, tensor by tensor.
+/// Opens the trained tensors of a checkpoint.
 pub fn weights(dir: &Path) -> ft_base::Result<TensorFiles> {
     Ok(TensorFiles::open_file(&dir.join(WEIGHTS))?)
 }

@@ -18,37 +18,37 @@ use ft_engine::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLos
 use candle_core::Device;
 use std::cell::{Cell, RefCell};
 
-/// Micro-batches of an evaluation, a rank, whose losses wait to be added.
+/// Number of evaluation micro-batches per rank between reductions of the loss.
 const SHARED: usize = 1 << 12;
 
-/// What stays the same over the steps of a run.
+/// Inputs of a step that are constant over a run.
 pub struct Setup<'a> {
     /// The model.
     pub decoder: &'a Decoder,
-    /// What trains.
+    /// Trained tensors and optimizer states.
     pub params: &'a Params,
     /// The optimizer.
     pub optimizer: &'a Optimizer,
-    /// Where to compute.
+    /// Device to compute on.
     pub device: &'a Device,
-    /// Seed of dropout.
+    /// Seed of dropout and NEFTune noise.
     pub seed: u64,
-    /// What the plan chose.
+    /// Execution chosen by the plan.
     pub execution: Execution,
-    /// Global gradient norm; 0 is off.
+    /// Maximum global gradient norm; 0 disables clipping.
     pub clip: f64,
-    /// Coefficients of the losses on routers.
+    /// Coefficients of the router losses.
     pub router: RouterLosses,
-    /// NEFTune's noise on embeddings.
+    /// NEFTune noise scale, alpha; 0 disables noise.
     pub neftune: f64,
-    /// The factor on the loss, in f16: [`accumulate`] and [`update`] change it.
+    /// Loss scale, for f16. Changed by [`accumulate`] and [`update`].
     pub loss_scale: Cell<Option<LossScale>>,
-    /// The ranks that share the rows; [`ft_engine::comm::alone`] where there are no others.
+    /// Data-parallel ranks; [`ft_engine::comm::alone`] for a single one.
     pub comm: &'a dyn Comm,
 }
 
 impl<'a> Setup<'a> {
-    /// Of a job's recipe, on its device.
+    /// Takes settings and device from a job.
     pub fn new(
         job: &'a Job,
         (decoder, params, optimizer): (&'a Decoder, &'a Params, &'a Optimizer),
@@ -72,57 +72,58 @@ impl<'a> Setup<'a> {
         }
     }
 
-    /// The factor on the loss in the backward pass.
+    /// Factor on the loss in the backward pass; 1 without loss scaling.
     fn loss_factor(&self) -> f64 {
         self.loss_scale.get().map_or(1.0, LossScale::factor)
     }
 }
 
-/// What a step did.
+/// Result of a step.
 #[derive(Clone, Debug)]
 pub struct Stepped {
-    /// Mean loss of the step's targets.
+    /// Mean loss over the targets of the step.
     pub loss: f64,
-    /// Load-balancing loss and z-loss before their coefficients, means over micro-batches; zero where not used.
+    /// Load-balancing loss and z-loss, averaged over micro-batches, before multiplication by the
+    /// coefficients.
     pub router_losses: (f64, f64),
-    /// How often each expert was chosen.
+    /// Number of tokens per expert.
     pub load: Load,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
-    /// Tokens that went through the model.
+    /// Number of tokens processed.
     pub tokens: usize,
-    /// Supervised targets.
+    /// Number of targets.
     pub targets: usize,
-    /// Which trained tensors the backward pass reached.
+    /// True for the trained tensors reached by the backward pass.
     pub reached: Vec<bool>,
 }
 
-/// A micro-batch of a dataset as the model takes it.
+/// Converts a micro-batch of a dataset to the input of the model.
 pub fn host(m: &Micro) -> HostBatch<'_> {
     HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets }
 }
 
-/// What a step is made of.
+/// Rows of a step.
 #[derive(Clone, Copy)]
 pub struct StepRows<'a> {
-    /// The training data.
+    /// Training data.
     pub data: &'a Dataset,
-    /// The step's rows.
+    /// Row indices.
     pub rows: &'a [usize],
-    /// Its number, from 0.
+    /// Step, from 0.
     pub step: u64,
 }
 
-/// One step: the gradients of all micro-batches of its rows, normalised by the step's targets, then the update with
-/// learning rates `lr`.
+/// Runs one step: accumulates gradients over all micro-batches, normalized by the number of targets in the
+/// step, then updates the weights with learning rates `lr`.
 ///
 /// # Errors
-/// [`super::Error::NonFinite`] before anything is updated.
+/// [`super::Error::NonFinite`], before any update.
 pub fn train_step(s: &Setup<'_>, at: StepRows<'_>, lr: Rate<'_>) -> ft_base::Result<Stepped> {
     timed_step(s, at, lr, &mut Times::off())
 }
 
-/// As [`train_step`], adding the time of each part to `times`.
+/// As [`train_step`]. Adds the time of every part to `times`.
 ///
 /// # Errors
 /// As [`train_step`].
@@ -135,7 +136,7 @@ pub fn timed_step(
     update(s, accumulate(s, at, lr, times, &|| 0)?, lr, times)
 }
 
-/// The gradients of a step, summed into the buffers of what trains, with what else its micro-batches gave.
+/// Accumulated gradients of a step, in the buffers of [`Params`], together with losses and counts.
 pub struct Summed<'a> {
     at: StepRows<'a>,
     loss: f64,
@@ -144,14 +145,14 @@ pub struct Summed<'a> {
     tokens: usize,
     targets: usize,
     reached: Vec<bool>,
-    /// Norm of the gradients, the factor on the loss taken out.
+    /// Gradient norm, without the loss scale.
     grad_norm: f64,
 }
 
-/// The number of a signal that asks to give up; 0 where none came.
+/// Returns the number of a received signal, or 0 to continue.
 pub type Stop<'a> = &'a dyn Fn() -> u64;
 
-/// Goes on unless any rank was asked to give up.
+/// Shares the result of `stop` between ranks, and returns an error if any rank received a signal.
 fn agree(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
     let all = comm.share(At::all("whether to go on"), &[stop()])?;
     match all.into_iter().flatten().find(|asked| *asked != 0) {
@@ -160,14 +161,14 @@ fn agree(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
     }
 }
 
-/// The gradients of all micro-batches of a step, one micro-batch after the other, dealt to the ranks in turn; nothing that trains changes, and
-/// what an earlier call left is forgotten, so that a step which failed here can begin anew. `stop` is asked before each
-/// micro-batch whether to give up. In f16, where a gradient overflows, all of it is done again with a lower factor on the
-/// loss. With `optimizer.in_backward` what trains is updated on the way, with learning rates `lr`: such a step cannot begin
-/// anew.
+/// Accumulates the gradients of all micro-batches of a step, dealt to the ranks in turn. Resets earlier
+/// gradients and changes no weights, so a failed step can be repeated. Calls `stop` before every
+/// micro-batch. In f16, repeats the step with a lower loss scale after an overflow. With
+/// `optimizer.in_backward`, updates weights during the backward pass with learning rates `lr`; such a step
+/// cannot be repeated.
 ///
 /// # Errors
-/// Of the device; [`super::Error::Abandoned`].
+/// Device errors; [`super::Error::Abandoned`].
 pub fn accumulate<'a>(
     s: &Setup<'_>,
     at: StepRows<'a>,
@@ -209,7 +210,7 @@ fn accumulate_scaled<'a>(
         squares: RefCell::default(),
     });
     let reduce = Reduce::new(gather, s.params, s.comm, &sink, in_backward);
-    // only counted: each micro-batch is made when it is its turn
+    // Sizes only. The tensors of a micro-batch are built when it runs.
     let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| Ok((r, Size::of(data, r)?)));
     let mut micros = chunks.collect::<Result<Vec<(&[usize], Size)>, ft_data::Error>>()?;
     micros.retain(|(_, size)| size.tokens > 0);
@@ -274,19 +275,19 @@ fn accumulate_scaled<'a>(
     Ok(Summed { at, loss: loss * scale, router_losses, load, tokens, targets, reached, grad_norm })
 }
 
-/// What a rank's micro-batches of a step gave, beside gradients.
+/// Sums over the micro-batches of one rank, except gradients.
 #[derive(Debug, Default)]
 struct Sums {
     loss: f64,
     router_losses: (f64, f64),
-    /// Of its part of the gradients.
+    /// Sum of squares of this rank's shard of the gradients.
     squares: f64,
     reached: Vec<bool>,
     load: Load,
 }
 
 impl Sums {
-    /// The sum over all ranks, in rank order.
+    /// Sums over all ranks, in rank order.
     fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
         let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
@@ -314,10 +315,10 @@ impl Sums {
     }
 }
 
-/// The update with the gradients that [`accumulate`] summed, with learning rate `lr`.
+/// Clips the accumulated gradients and updates the weights with learning rates `lr`.
 ///
 /// # Errors
-/// [`super::Error::NonFinite`] before anything is updated.
+/// [`super::Error::NonFinite`], before any update.
 pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times) -> ft_base::Result<Stepped> {
     let Summed { at, loss, router_losses, load, tokens, targets, reached, grad_norm } = summed;
     let StepRows { data, rows, step } = at;
@@ -332,7 +333,7 @@ pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
 }
 
-/// Mean loss over a dataset, and its number of targets.
+/// Mean loss over a dataset, and number of targets.
 pub fn evaluate(
     decoder: &Decoder,
     data: &Dataset,
@@ -342,11 +343,11 @@ pub fn evaluate(
     evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| 0)
 }
 
-/// As [`evaluate`], micro-batches dealt to the ranks in turn, giving it up once a signal came, for which `stop` is asked before each
-/// of them. Of each turn all ranks make a pass, with what goes on around its visits.
+/// As [`evaluate`], with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
+/// All ranks run a pass in every turn, because `around` contains collectives.
 ///
 /// # Errors
-/// As [`evaluate`]; [`super::Error::Abandoned`]; a rank that is lost.
+/// As [`evaluate`]; [`super::Error::Abandoned`]; lost rank.
 pub fn evaluate_until(
     decoder: &Decoder,
     (comm, around): (&dyn Comm, &dyn Around),
@@ -386,7 +387,8 @@ pub fn evaluate_until(
     }
 }
 
-/// Adds all ranks' sums to one, in the order of the rows, whatever the number of ranks.
+/// Adds the losses of all ranks to `sum`, in the order of rows, so the result does not depend on the number
+/// of ranks.
 fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64> {
     let all = comm.share(At::all("the evaluation's losses"), sums)?;
     sums.clear();
@@ -395,24 +397,24 @@ fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64
     Ok(each.fold(sum, |sum, bits| sum + f64::from_bits(*bits)))
 }
 
-/// A probe of a model's logits: every token of the micro-batch [t, v].
+/// Computes the logits `[t, v]` of all tokens in a micro-batch.
 pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device) -> ft_base::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
     Ok(Walk::new(decoder, None, 0).around(around).logits(&batch)?.real()?.clone())
 }
 
-/// A device, for tests, that has no memory for a step unless enough layers are recomputed.
+/// Test device with too little memory, unless enough layers are recomputed.
 #[cfg(test)]
 pub mod small_device {
     use ft_engine::walk::Execution;
     use std::cell::Cell;
 
     thread_local! {
-        /// The step from which on, and how many layers are enough.
+        /// First failing step, and number of recomputed layers that suffices.
         pub static SMALL: Cell<Option<(u64, usize)>> = const { Cell::new(None) };
     }
 
-    /// Fails as CUDA does.
+    /// Fails with the out-of-memory error of CUDA.
     pub fn check(execution: &Execution, step: u64) -> candle_core::Result<()> {
         match SMALL.get() {
             Some((from, layers)) if step >= from && execution.recompute.layers() < layers => {

@@ -1,4 +1,5 @@
-//! A run beside its plan: refused when it cannot fit, measured while it goes, compared at the end.
+//! Compares a run with its plan: refuses a run without enough memory, measures peaks, reports differences
+//! at the end.
 
 use super::Job;
 use super::exhausted::{self, Planned};
@@ -16,15 +17,15 @@ use candle_core::Device;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Share of the plan by which a measured peak may differ before a warning.
+/// Relative difference between planned and measured peak above which a warning is printed.
 const APART: f64 = 0.05;
-/// Bytes below which a difference is no warning: small models are mostly what is not planned.
+/// Smaller differences in bytes cause no warning. Small models consist mostly of unplanned overhead.
 const SMALL: u64 = 64 << 20;
 
-/// Refuses a run that cannot fit before its model is downloaded.
+/// Refuses a run without enough memory before the model is downloaded.
 ///
 /// # Errors
-/// [`ft_plan::Error::DoesNotFit`]. What else is wrong is left to be found where it belongs.
+/// [`plan::Error::DoesNotFit`]. Other errors are left to later checks.
 pub fn before_download(recipe: &Recipe) -> ft_base::Result<()> {
     let path = recipe.resolve(&recipe.model.source);
     if path.exists() || recipe.model.weights == Weights::Random {
@@ -42,14 +43,14 @@ pub fn before_download(recipe: &Recipe) -> ft_base::Result<()> {
     }
 }
 
-/// A budget that the recipe names is obeyed; one that is only what is free is, where the plan is exact. So are
-/// host and disks.
+/// Returns true if the plan exceeds a limit that must hold: `memory.budget`, free memory on the CPU (where
+/// plans are exact), host memory, disk space, or the devices of the server.
 fn refused(recipe: &Recipe, plan: &Plan) -> bool {
     let device = !plan.fits_device() && (recipe.memory.budget.is_some() || !plan.machine.cuda);
     device || !plan.space.fits() || !plan.fits_server()
 }
 
-/// Refuses a run that does not fit; warns where the plan is an estimate.
+/// Refuses a run without enough memory. Only warns if the plan is an estimate.
 ///
 /// # Errors
 /// [`ft_plan::Error::DoesNotFit`].
@@ -73,7 +74,7 @@ pub fn check(job: &Job, plan: &Plan) -> ft_base::Result<()> {
     Ok(())
 }
 
-/// Bytes of what stays for the whole run, by what it is for, as they were measured.
+/// Bytes of weights, gradients and optimizer states, as measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Kept {
     frozen: u64,
@@ -88,21 +89,21 @@ impl Kept {
         self.frozen + self.trained + self.gradients + self.master + self.moments
     }
 
-    /// What the plan says of the same.
+    /// The same figures from a plan.
     fn planned(plan: &Plan) -> Self {
         use Component::*;
         let of = |list: &[Component]| list.iter().map(|c| plan.peak.bytes.get(*c)).sum();
         Self {
             frozen: of(&[Embedding, Attention, Mlp, Experts, Router, Norms, Head, QuantConstants]),
             trained: of(&[Trained, Adapters]),
-            // those of a layer that is updated in its backward pass do not stay
+            // With updates in the backward pass, gradients are temporary.
             gradients: if plan.keeps_gradients { of(&[Gradients]) } else { 0 },
             master: of(&[Master]),
             moments: of(&[Moments]),
         }
     }
 
-    /// Its parts, and what is left of `peak`: activations, temporaries, the batch.
+    /// Named figures, and the remainder of `peak`: activations, temporaries, the micro-batch.
     fn parts(self, peak: u64) -> [(&'static str, u64); 6] {
         [
             ("frozen weights", self.frozen),
@@ -115,22 +116,22 @@ impl Kept {
     }
 }
 
-/// Measures a run against its plan.
+/// Measures a run, for comparison with the plan.
 #[derive(Debug)]
 pub struct Watch {
     plan: Plan,
     planned: Arc<Planned>,
     device: Device,
-    /// Counted bytes, and resident ones, before the model was loaded.
+    /// Counted and resident bytes before the model was loaded.
     before: (Option<u64>, u64),
-    /// Counted bytes that products' threads took then.
+    /// Bytes of the packing buffers of matrix products.
     slabs: u64,
     kept: Kept,
     peak: u64,
 }
 
 impl Watch {
-    /// Begins; call it before the model is loaded.
+    /// Begins the measurement. Must be called before the model is loaded.
     pub fn begin(plan: &Plan, job: &Job) -> Self {
         let planned = exhausted::remember(plan, job.allocations(plan));
         place::enter(Phase::Load, 0);
@@ -155,24 +156,24 @@ impl Watch {
         }
     }
 
-    /// The plan.
+    /// The current plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Goes on beside another plan of the same run.
+    /// Replaces the plan during a run.
     pub fn replan(&mut self, plan: Plan, job: &Job) {
         self.planned = exhausted::remember(&plan, job.allocations(&plan));
         self.plan = plan;
     }
 
-    /// The plan, to explain errors with.
+    /// The plan with a list of allocations, for out-of-memory reports.
     pub fn planned(&self) -> Arc<Planned> {
         Arc::clone(&self.planned)
     }
 
-    /// Takes down what stays, now that every rank has loaded the model; of ranks that are threads of this process it is
-    /// the one that holds most; where nothing counts, the mean.
+    /// Measures weights and states after all ranks have loaded the model. With ranks in threads, takes the
+    /// largest rank, or the mean if the allocator does not count.
     pub fn loaded(&mut self, params: &Params) {
         let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
             (true, Some(_), _) if self.plan.local > 1 => {
@@ -183,7 +184,7 @@ impl Watch {
             _ => ft_kernels::cuda::device_bytes(&self.device),
         };
         let mut k = Kept::default();
-        // states on the host are the device's where that is the CPU
+        // On the CPU, offloaded states live in the same memory.
         let here = self.device.is_cpu() || !params.offloaded;
         let weights_here = self.device.is_cpu() || !params.weights_offloaded;
         for u in params.units.iter().flatten() {
@@ -204,11 +205,11 @@ impl Watch {
         self.look();
     }
 
-    /// Takes a look at what is used.
+    /// Measures the current peak.
     ///
-    /// On the CPU the engine's own allocations are counted, and the peak between two looks is not missed; on
-    /// another device it is what the device says now. Of ranks that are threads of this process it is the one that took
-    /// most; where nothing counts, the mean.
+    /// On the CPU, allocations are counted, so peaks between two calls are not missed. Other devices report
+    /// current usage only. With ranks in threads, takes the largest rank, or the mean if the allocator does
+    /// not count.
     pub fn look(&mut self) {
         let now = match (self.device.is_cpu(), self.before.0, memory::peak_bytes()) {
             (true, Some(_), _) if self.plan.local > 1 => memory::of_ranks().1,
@@ -219,12 +220,12 @@ impl Watch {
         self.peak = self.peak.max(now);
     }
 
-    /// The highest that was seen, in bytes: on the CPU beyond what was there before the model was loaded.
+    /// Highest measured usage in bytes. On the CPU, usage before loading is subtracted.
     pub fn peak(&self) -> u64 {
         self.peak
     }
 
-    /// For `metrics.jsonl`.
+    /// Formats the plan for `metrics.jsonl`.
     pub fn json(&self) -> Value {
         let p = &self.plan;
         let device: serde_json::Map<String, Value> =
@@ -238,7 +239,7 @@ impl Watch {
         })
     }
 
-    /// For the terminal.
+    /// Formats the plan for the terminal.
     pub fn line(&self) -> String {
         let p = &self.plan;
         let budget = p.budget.map_or(String::new(), |b| format!(" of {}", report::bytes(b)));
@@ -250,16 +251,16 @@ impl Watch {
         )
     }
 
-    /// A warning when plan and measurement are too far apart.
+    /// Returns a warning if plan and measurement differ too much.
     pub fn verdict(&self) -> Option<String> {
-        // a device's pool does not hold the driver's context
+        // The memory pool of the device does not include the driver context.
         let unseen = if self.device.is_cpu() { 0 } else { self.plan.peak.bytes.get(Component::Context) };
         warning(&self.plan, self.kept, unseen, self.peak)
     }
 
-    /// Planned and measured bytes by what they are for and by phase, for `metrics.jsonl`.
+    /// Planned and measured bytes by purpose and by phase, for `metrics.jsonl`.
     ///
-    /// On the CPU every allocation of the engine is counted; elsewhere phases are not measured.
+    /// Phases are measured on the CPU only, by counting allocations.
     pub fn compared(&self) -> Value {
         let table = |parts: [(&'static str, u64); 6]| -> Map<String, Value> {
             parts.iter().map(|(k, b)| (k.replace(' ', "_"), json!(b))).collect()
@@ -283,8 +284,8 @@ impl Watch {
     }
 }
 
-/// What to say when a measured peak is too far from the plan's, `unseen` bytes of which are not measured. Uneven routing
-/// may take what is reserved for it.
+/// Compares the measured peak with the plan. `unseen` planned bytes are not measurable. The reserve for
+/// uneven routing may be used in full or not at all.
 fn warning(plan: &Plan, kept: Kept, unseen: u64, measured: u64) -> Option<String> {
     let planned = plan.engine() - unseen;
     let most = planned + plan.peak.bytes.get(Component::Routing);
@@ -326,7 +327,7 @@ mod tests {
         }
         let twice = Kept { gradients: kept.gradients + plan.engine() / 10, ..kept };
         assert!(at(1.1, twice).is_some_and(|s| s.contains("most apart in gradients")));
-        // of a small model, what is not planned counts for more than a twentieth
+        // In a small model, unplanned overhead exceeds 5%.
         let less = Kept::default();
         assert_eq!(warning(&plan, less, plan.engine() - (100 << 20), 150 << 20), None);
         assert!(warning(&plan, less, plan.engine() - (100 << 20), 180 << 20).is_some());

@@ -1,9 +1,9 @@
-//! Going on from an adapter, and base + adapter as one model.
+//! Training from an adapter, and merging.
 
 use super::world::{World, recipe, reference};
 use serde_json::json;
 
-/// A world whose recipe trains a model that has weights; `rules` choose what.
+/// A world with a model on disk; `rules` select the trained modules.
 fn world(case: &str, rules: &str) -> World {
     let w = World::new();
     let source = format!("source = {:?}", reference(&format!("{case}/model")));
@@ -11,8 +11,8 @@ fn world(case: &str, rules: &str) -> World {
     w
 }
 
-/// Run, evaluation of the adapter, merge and evaluation of the merged model give one loss; gives whether the
-/// merge untied head and embedding.
+/// Trains, evaluates the adapter, merges, and evaluates the merged model: all losses must agree. Returns
+/// whether the merge untied head and embedding.
 #[track_caller]
 fn one_loss(case: &str, rules: &str) -> bool {
     let w = world(case, rules);
@@ -39,7 +39,7 @@ fn adapters_merge_into_the_same_model() {
     assert!(one_loss("qwen3-dense", &ENDS.replace(", \"head\"", "")), "a tied model, its embedding");
     let full = "[[train]]\nmodules = [\"mlp\"]\nrank = 3\n[[train]]\nmodules = [\"embedding\", \"norms\"]\nmethod = \"full\"";
     assert!(!one_loss("qwen3-dense", full), "a tied model whose one tensor trains in full");
-    // biases, of which those of linears in full train
+    // Biases; those of linear layers in full are trained.
     let biases = "[[train]]\nmodules = [\"attention\"]\nmethod = \"full\"\n[[train]]\nmodules = [\"mlp\", \"head\"]\nrslora = true\nrank = 3";
     assert!(!one_loss("qwen2-bias", biases));
     let dora = "[[train]]\nmodules = [\"attention\", \"head\"]\ndora = true\n[[train]]\nmodules = [\"mlp\"]\nrank = 3";
@@ -62,7 +62,7 @@ fn merging_keeps_the_dtype_and_takes_care_of_folders() {
     let (all, named) = dtype("m");
     assert!(all.iter().all(|d| d == "BF16") && named.as_deref() == Some("bfloat16"), "{all:?} {named:?}");
 
-    // another folder, or a word that it may go
+    // The merge needs an empty folder, or `--overwrite`.
     w.write("m/notes.txt", "mine");
     let r = w.ft(&["merge", "a/adapter", "--out", "m", "--dtype", "f32"]);
     assert!(
@@ -79,7 +79,7 @@ fn merging_keeps_the_dtype_and_takes_care_of_folders() {
         assert!(r.code == 2 && r.err.contains("holds what is merged"), "{}", r.err);
     }
 
-    // an adapter whose base has moved
+    // The base of the adapter has moved.
     let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
     let base = reference("qwen3-one-kv/model");
     w.write("a/adapter/adapter_config.json", config.replace(&base, "/gone"));
@@ -96,7 +96,7 @@ fn merging_keeps_the_dtype_and_takes_care_of_folders() {
     assert!(!w.path("o").exists());
 }
 
-/// Without rules everything that the adapter holds goes on, by its own config; with rules, they decide.
+/// Without rules, the config of the adapter selects the trained modules; with rules, the rules do.
 #[test]
 fn a_run_goes_on_from_an_adapter() {
     let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\nrslora = true\n[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"\n";
@@ -114,7 +114,7 @@ fn a_run_goes_on_from_an_adapter() {
     w.write("without.toml", &text);
     w.ok(&[&["run", "without.toml", "run.output=without"][..], &on].concat());
     assert!((starts("without") - end).abs() <= 1e-6 * end);
-    // the learning rate that a run has by itself depends on what trains, and these are the same
+    // The default learning rate depends on the trained modules, and these are the same.
     let weights = |run: &str| w.read(&format!("{run}/adapter/adapter_model.safetensors"));
     assert!(weights("with") == weights("without") && weights("with") != weights("a"));
 
@@ -137,7 +137,8 @@ fn a_run_goes_on_from_an_adapter() {
     );
 }
 
-/// PEFT has one switch for DoRA: a mix is written with magnitudes for all, and goes on by rules as it was.
+/// PEFT has one switch for DoRA. A mix of DoRA and LoRA is saved with magnitudes for all modules, and rules
+/// restore the mix.
 #[test]
 fn a_mix_of_dora_and_lora_goes_on() {
     let rules =
@@ -149,7 +150,7 @@ fn a_mix_of_dora_and_lora_goes_on() {
     w.ok(&[&["run", "r.toml", "run.output=b"][..], &on].concat());
     let start = w.events("b", "eval")[0]["loss"].as_f64().expect("a loss");
     assert!((start - end).abs() <= 1e-6 * end, "{start} at the start, {end} at the end before");
-    // a magnitude that does something is not dropped
+    // A magnitude other than the neutral one is not dropped.
     let plain = rules.replace("dora = true", "dora = false");
     w.write("x.toml", String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, &plain));
     let r = w.ft(&[&["run", "x.toml", "run.output=x"][..], &on].concat());
@@ -160,7 +161,7 @@ fn a_mix_of_dora_and_lora_goes_on() {
     );
 }
 
-/// PEFT's own files, with the base's tensors in them, which are compared and never trained.
+/// Adapters saved by PEFT include tensors of the base. They are compared with the base and never trained.
 #[test]
 fn adapters_of_peft_are_used_as_they_are() {
     for (case, adapter) in [("llama-embed-head", "adapter_final"), ("qwen3-dense", "head_adapter_final")] {
@@ -177,7 +178,7 @@ fn adapters_of_peft_are_used_as_they_are() {
         let source = ["model.source=m", "lora.init=default", "train=[{modules=['head']}]"];
         let merged = w.ok(&[&["eval", "r.toml", "--json"][..], &source].concat()).loss();
         assert!((merged - used).abs() <= 1e-5 * used, "{case}: {merged} merged, {used} unmerged");
-        // the same adapter over another model of that shape
+        // The same adapter on another model of the same shape.
         w.config("other", json!({}));
         let config = std::fs::read(format!("{base}/config.json")).expect("a config");
         w.write("random/config.json", config);
@@ -189,7 +190,7 @@ fn adapters_of_peft_are_used_as_they_are() {
     }
 }
 
-/// A range that goes beyond the model trains what there is, and says so once, whatever looks at it.
+/// A layer range beyond the last layer trains the existing layers, with one warning per command.
 #[test]
 fn layers_beyond_the_model_are_told() {
     let w = World::new();
@@ -213,7 +214,7 @@ fn layers_beyond_the_model_are_told() {
     assert!(!w.path("x").exists());
 }
 
-/// To PEFT an embedding that is saved without its tied head is a copy beside the head's: not one tensor, as here.
+/// In PEFT, an embedding saved without the tied head is a separate copy. In `ft`, both are one tensor.
 #[test]
 fn an_embedding_without_its_tied_head_is_refused() {
     let w = world("qwen3-dense", "[[train]]\nmodules = [\"embedding\"]\nmethod = \"full\"\n");

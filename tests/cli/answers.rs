@@ -1,10 +1,11 @@
-//! Evaluation by generation, and tokens that are kept between commands.
+//! Evaluation by generation, and the cache of tokenized data.
 
 use super::verbs::quickstart;
 use super::world::World;
 use serde_json::{Value, json};
 
-/// A world with the quickstart's model and a recipe that learns two answers by heart; evaluated on these and a third one.
+/// A world with the quickstart model, and a recipe that memorizes two answers. The evaluation asks for
+/// these and a third.
 fn world() -> World {
     let w = World::new();
     let model = quickstart(&w);
@@ -32,7 +33,7 @@ fn scores(e: &Value) -> [f64; 3] {
     ["exact_match", "rouge_l", "regex_match"].map(|key| e[key].as_f64().unwrap_or(-1.0))
 }
 
-/// What was learnt by heart is answered so, and nothing else; the same from a run's folder, and on ranks.
+/// Memorized answers are reproduced, unlike the third; also from the run folder, and on several ranks.
 #[test]
 fn answers_are_scored_beside_the_loss() {
     let w = world();
@@ -51,7 +52,7 @@ fn answers_are_scored_beside_the_loss() {
     let one = read(&["eval", "o", "--json", "generate.samples=1"]);
     assert_eq!((scores(&one)[0], &one["generated_samples"]), (1.0, &json!(1)));
     assert_eq!(read(&["eval", "o", "--json", "generate={}"])["rouge_l"], Value::Null);
-    // drawn by the seed
+    // Sampling depends on the seed.
     let drawn = ["eval", "o", "--json", "generate.temperature=3"];
     assert_eq!(read(&drawn), read(&drawn));
     assert_ne!(scores(&read(&drawn)), after);
@@ -81,7 +82,7 @@ fn what_cannot_be_asked_is_said() {
     }
 }
 
-/// With tokens that are kept, without, and after damage: the same run to the bit.
+/// With a token cache, without one, and with a damaged one, runs are equal bit for bit.
 #[test]
 fn kept_tokens_change_no_bit() {
     let w = world();
@@ -119,7 +120,7 @@ fn kept_tokens_change_no_bit() {
     assert_eq!(hash("a"), hash("c"));
 }
 
-/// What a plan says of answers, and of tokens that are still to be kept.
+/// Plans include generated answers, and the token cache still to be written.
 #[test]
 fn answers_and_kept_tokens_are_planned() {
     let w = world();
@@ -131,7 +132,7 @@ fn answers_and_kept_tokens_are_planned() {
     let files = size("train.jsonl") + size("eval.jsonl");
     assert_eq!(plan(&[])["disk"]["tokens"], files);
     assert_eq!(plan(&["data.cache=false"])["disk"]["tokens"], Value::Null);
-    // so long an answer takes more than a step
+    // With answers this long, the peak is in the evaluation.
     let config: Value = serde_json::from_slice(
         &std::fs::read(super::world::repository().join("data/model/config.json")).expect("a config"),
     )
@@ -143,7 +144,7 @@ fn answers_and_kept_tokens_are_planned() {
     assert_eq!(plan(&long)["peak"]["phase"], "evaluation");
     assert_eq!(plan(&["generate={}"])["device"]["key_value_cache"], Value::Null);
 
-    // a run knows its data, and takes what its plan says where an answer is as long as it may be
+    // A run with answers of maximum length takes the planned memory.
     let set = ["generate.max_new_tokens=400", "generate.temperature=1000", "run.steps=1"];
     w.ok(&[&["run", "r.toml"], &set[..]].concat());
     assert_eq!(plan(&set)["disk"]["tokens"], Value::Null);
@@ -152,6 +153,6 @@ fn answers_and_kept_tokens_are_planned() {
     let end = &w.events("o", "end")[0]["memory"];
     let of = |what: &str| end[what]["evaluation"].as_u64().expect("bytes");
     let (planned, measured) = (of("planned_phases"), of("measured_phases"));
-    // of a few megabytes, of which what is not planned is some hundred kilobytes
+    // The plan covers a few MB; unplanned overhead is some hundred KB.
     assert!(planned.abs_diff(measured) < planned / 30, "{planned} {measured}");
 }

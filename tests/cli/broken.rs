@@ -1,13 +1,13 @@
-//! Broken inputs: each has its exit code, and a message that names the file, line, key or tensor.
+//! Broken inputs: exit codes, and messages that name the file, line, key or tensor.
 
 use super::world::{World, recipe, reference};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// One rule that fits.
+/// A valid rule.
 const RULE: &str = "[[train]]\nmodules = [\"attention\"]\nrank = 2\n";
 
-/// A name, the exit code, and what is broken in an otherwise good folder; gives what to set over the recipe.
+/// Name, exit code, and a function that breaks a valid folder and returns recipe overrides.
 type Case = (&'static str, i32, fn(&World) -> Vec<&'static str>);
 
 fn set(w: &World, change: (&str, &str)) -> Vec<&'static str> {
@@ -27,7 +27,7 @@ fn config(w: &World, extra: Value) -> Vec<&'static str> {
     vec![]
 }
 
-/// The recipe with a model that has weights; its files are copied to `m`.
+/// The recipe with a model on disk, copied to `m`.
 fn weights(w: &World) {
     copy(w, "llama-embed-head/model", "m");
     set(w, ("source = \"tiny\"\nweights = \"random\"", "source = \"m\""));
@@ -41,7 +41,7 @@ fn copy(w: &World, case: &str, to: &str) {
     }
 }
 
-/// As [`weights`], with an adapter of PEFT's in `a` to go on from, and no rule of our own.
+/// As [`weights`], with an adapter from PEFT in `a` to resume from, and without rules.
 fn adapter(w: &World) {
     weights(w);
     copy(w, "llama-embed-head/adapter_init", "a");
@@ -54,10 +54,10 @@ fn edit(w: &World, file: &str, key: &str, value: Value) {
     w.write(file, json.to_string());
 }
 
-/// A new name and shape of a tensor, or nothing to leave it out.
+/// New name and shape of a tensor; `None` drops it.
 type Change = dyn Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>;
 
-/// Writes a file of tensors again with some tensors changed; what `change` gives no shape for is left out.
+/// Rewrites a tensor file with zeros. `change` returns new names and shapes, or `None` to drop a tensor.
 fn tensors(w: &World, file: &str, change: &Change) {
     let files = ft::store::TensorFiles::open_file(&w.path(file)).expect("tensors");
     let zeros = |n: &str| {
@@ -70,7 +70,7 @@ fn tensors(w: &World, file: &str, change: &Change) {
 }
 
 const CASES: &[Case] = &[
-    // recipes and usage: 2
+    // Recipes and usage: 2.
     ("misspelt key", 2, |_| vec!["optimizer.lrr=1"]),
     ("wrong type", 2, |w| set(w, ("steps = 6", "steps = \"six\""))),
     ("out of range", 2, |w| set(w, ("lr = 1e-2", "lr = -1.0\nbetas = [0.9, 1.5]"))),
@@ -94,7 +94,7 @@ const CASES: &[Case] = &[
         set(w, ("steps = 6", "epochs = 0.01"));
         vec![]
     }),
-    // data: 3
+    // Data: 3.
     ("no data file", 3, |_| vec!["data.train.0.source=gone.jsonl"]),
     ("data file is empty", 3, |w| data(w, "")),
     ("data is cut short", 3, |w| data(w, "{\"input_ids\": [1, 2, 3]}\n{\"input_ids\": [1, 2")),
@@ -107,7 +107,7 @@ const CASES: &[Case] = &[
         w.write("eval.jsonl", "[]\n");
         data(w, "{\"input_ids\": []}\n{\"input_ids\": \"1 2\"}\n{\"input_ids\": [1, 2.5]}\n")
     }),
-    // models: 4
+    // Models: 4.
     ("no model", 4, |_| vec!["model.source=./gone"]),
     ("a model of the hub, offline", 4, |_| vec!["model.source=someone/something"]),
     ("unknown architecture", 4, |w| config(w, json!({"model_type": "mamba"}))),
@@ -181,7 +181,7 @@ const CASES: &[Case] = &[
         w.write("m/model.safetensors", bytes);
         vec![]
     }),
-    // adapters: 4
+    // Adapters: 4.
     ("no adapter", 4, |w| {
         adapter(w);
         vec!["lora.init=./gone"]
@@ -262,7 +262,7 @@ fn broken_inputs_have_their_code_and_name_the_place() {
         w.write("r.toml", recipe(RULE));
         let over = broken(&w);
         let check = w.ft(&[&["check", "r.toml"][..], &over].concat());
-        // a run stops with the first of the same problems, before it writes anything
+        // A run stops at the first of the same problems, before it writes anything.
         let run = w.ft(&[&["run", "r.toml"][..], &over].concat());
         for r in [&check, &run] {
             assert_eq!(r.code, *code, "{name}:\n{}{}", r.out, r.err);

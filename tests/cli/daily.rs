@@ -1,4 +1,4 @@
-//! A day's work: recipes by name, folders of runs, early ends, the best checkpoint, other logs.
+//! Everyday use: recipes by name, run folders, early stopping, the best checkpoint, other log formats.
 
 use super::verbs::quickstart;
 use super::world::{FULL, LORA, World, recipe, reference};
@@ -29,7 +29,7 @@ fn shipped_recipes_go_by_their_names() {
         "{}",
         far.err
     );
-    // a file of that name comes first
+    // A file of this name takes precedence.
     w.write("qwen3-8b-qlora", "version = 2");
     assert_eq!(w.ft(&["plan", "qwen3-8b-qlora"]).code, 2);
 }
@@ -44,7 +44,7 @@ fn a_recipe_is_asked_for_and_written() {
     assert!(r.err.contains("Model (hub id or folder) [Qwen/Qwen3-0.6B]:"), "{}", r.err);
     w.ok(&["check", "mine.toml"]);
     w.ok(&["run", "mine.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
-    // what people call a prompt and its answer is written into the recipe
+    // Common column names of prompts and answers are written into the recipe.
     w.write("asked.csv", "id,question,answer\n1,What?,That.\n2,Who?,They.\n");
     w.ok(&[
         "init",
@@ -100,10 +100,10 @@ fn a_recipe_names_modules_that_its_model_has() {
             );
             w.ok(&["check", "recipe.toml"]);
         }
-        // built in
+        // A built-in config.
         let text = init("Qwen/Qwen3-30B-A3B", method);
         assert!(text.contains("\"experts\"") && !text.contains("mlp"), "{text}");
-        // and one that nothing here knows
+        // An unknown model.
         let text = init("somebody/unknown", method);
         assert!(text.contains("config was not at hand") && text.contains("\"mlp\""), "{text}");
     }
@@ -130,7 +130,7 @@ fn a_path_of_no_folder_is_told_as_one() {
     assert!(r.code == 4 && !r.err.contains("there is no folder"), "{}", r.err);
 }
 
-/// A recipe of one epoch, of 16 rows a step.
+/// A recipe of one epoch, with 16 rows per step.
 fn of_an_epoch() -> World {
     let w = tiny(LORA);
     w.write(
@@ -162,7 +162,7 @@ fn few_steps_are_told() {
 #[test]
 fn more_steps_than_there_can_be_are_refused() {
     let w = of_an_epoch();
-    // then the plan knows the rows
+    // Now the plan knows the number of rows.
     w.ok(&["check", "r.toml"]);
     for verb in ["check", "plan", "run"] {
         let r = w.ft(&[verb, "r.toml", "run.epochs=1e300", "run.output=many"]);
@@ -235,7 +235,7 @@ fn what_people_bring_is_translated() {
     told("data.val_set_size=0.1", "data.eval_share");
 }
 
-/// A run's folder, its newest checkpoint and its adapter are the same.
+/// A run folder, its newest checkpoint, and its adapter are interchangeable.
 #[test]
 fn folders_of_runs_are_taken() {
     let w = tiny(&LORA.replace("dora = true", "dora = false"));
@@ -253,7 +253,7 @@ fn folders_of_runs_are_taken() {
     let earlier = loss(&["o/checkpoints/step-00000003"]);
     assert_ne!(earlier, of_adapter);
     assert_eq!(loss(&["o", "--adapter", "o/checkpoints/step-00000003"]), earlier);
-    // a run that has no result yet is what its newest checkpoint is
+    // A run without a result counts as its newest checkpoint.
     std::fs::remove_dir_all(w.path("o/adapter")).expect("removed");
     assert_eq!(loss(&["o"]), of_adapter);
     std::fs::remove_dir_all(w.path("o/checkpoints")).expect("removed");
@@ -286,7 +286,7 @@ fn a_run_goes_on_from_a_chosen_step() {
     assert_eq!(w.ft(&[&["run"], &set[..], &["--step", "2"]].concat()).code, 2);
 }
 
-/// With a learning rate that ruins the model, the first evaluations are the best.
+/// With a destructive learning rate, the first evaluations are the best.
 #[test]
 fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
     let w = tiny(FULL);
@@ -324,11 +324,12 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
     };
     let again = resumed(&["run.patience=2"]);
     assert!(again.err.contains("finished already"), "{}", again.err);
-    // with more patience it goes on, to the same end as the one that never stopped
+    // With more patience, the run continues to the same end as an uninterrupted run.
     resumed(&["run.patience=0"]);
     assert_eq!(w.steps("short"), w.steps("long"));
     assert_eq!(w.read("short/model/model.safetensors"), w.read("long/model/model.safetensors"));
-    // without the best checkpoint the best of those left is the result, which is told before anything trains
+    // If the best checkpoint is missing, the best remaining one is the result, with a warning before
+    // training.
     std::fs::remove_dir_all(w.path(&format!("long/checkpoints/step-{:08}", best.0))).expect("removed");
     let more = ["run.steps=22", "--accept-change", "run.steps", "run.output=long"];
     let r = w.ok(&[&["run", "--resume"], &set[..], &more].concat());
@@ -339,12 +340,12 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
         w.checkpoints("long").first(),
         Some(&format!("step-{:08}", end["of_step"].as_u64().expect("one")))
     );
-    // nor is more kept than asked for where the newest is the best
+    // If the newest checkpoint is the best, no extra one is kept.
     let gentle: Vec<&str> = set.iter().copied().filter(|s| !s.starts_with("optimizer.lr")).collect();
     w.ok(&[&["run"], &gentle[..], &["run.output=better", "run.steps=6", "optimizer.lr=0.001"]].concat());
     assert_eq!(w.events("better", "end")[0]["of_step"], 6);
     assert_eq!(w.checkpoints("better"), ["step-00000006"]);
-    // an evaluation before the first step is to be beaten, and has no result
+    // The evaluation before the first step counts for patience, but is never the result.
     let start = ["run.output=vain", "run.steps=20", "run.eval_at_start=true", "run.patience=3"];
     let from = ["model.source=better/model", "model.weights=load"];
     let r = w.ok(&[&["run"], &set[..], &start, &from].concat());
@@ -374,9 +375,9 @@ fn a_run_says_what_it_came_to_and_shows_it_elsewhere() {
     for tag in ["brain.Event:2", "train/loss", "train/grad_norm", "eval/perplexity"] {
         assert!(bytes.windows(tag.len()).any(|w| w == tag.as_bytes()), "{tag}");
     }
-    // a line for each step and each evaluation, with the numbers of metrics.jsonl
+    // One line per step and per evaluation, with the numbers of `metrics.jsonl`.
     let table = || String::from_utf8(w.read("o/metrics.csv")).expect("text");
-    // a loss to twelve digits: not every reader of JSON takes the last one
+    // Losses agree to twelve digits, because JSON readers differ in the last one.
     let shown = |kind: &str, step: f64, loss: f64| format!("{kind} {step} {loss:.12}");
     let of = |kind: &str| {
         let n = |e: &Value, key: &str| e[key].as_f64().expect("a number");

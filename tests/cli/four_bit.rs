@@ -1,4 +1,4 @@
-//! A 4-bit base beside tensors that train in full, from end to end, against PyTorch (`tests/fixtures/nf4-full`); and
+//! A 4-bit base with tensors trained in full, end to end, against PyTorch (`tests/fixtures/nf4-full`);
 //! optimizer states on the host.
 
 use super::world::{World, apart, reference, repository, rows_of};
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 const OFFLOAD: &str = "memory.offload=['optimizer']";
 
-/// A case's folder with its rows, and a recipe that trains as `make.py` does what `trajectory.json` names; and that file.
+/// Folder of a case, a recipe with the settings of `make.py`, and the contents of `trajectory.json`.
 fn world(case: &str) -> (World, Value) {
     let w = World::new();
     let folder = repository().join("tests/fixtures/nf4-full").join(case);
@@ -59,7 +59,7 @@ warmup_steps = 2
     (w, log)
 }
 
-/// Compares a run with a trajectory: loss and gradient norm of each step, and each tensor at the end.
+/// Compares a run with a trajectory: loss and gradient norm per step, and the final tensors.
 #[track_caller]
 fn compare(w: &World, case: &str, run: &str, log: &Value, which: &str) {
     let steps = w.events(run, "step");
@@ -87,7 +87,8 @@ fn compare(w: &World, case: &str, run: &str, log: &Value, which: &str) {
     }
 }
 
-/// Eight steps are PyTorch's; with states on the host, with a cache, and with both, they are the same bits.
+/// Eight steps agree with PyTorch. With offloaded states, with a cache, or with both, the bits are the
+/// same.
 #[test]
 fn tensors_in_full_beside_a_4_bit_base_train_as_in_pytorch() {
     for case in ["mixtral", "qwen3-moe", "mixtral-fused", "qwen2-bias", "qwen3-one-kv"] {
@@ -118,7 +119,7 @@ fn tensors_in_full_beside_a_4_bit_base_train_as_in_pytorch() {
     }
 }
 
-/// One cache serves recipes that train different tensors in full, each with its own numbers.
+/// One cache serves recipes with different tensors in full, and each run has the right values.
 #[test]
 fn a_cache_does_not_depend_on_what_trains() {
     let (w, _) = world("mixtral");
@@ -137,7 +138,8 @@ fn a_cache_does_not_depend_on_what_trains() {
     assert!(w.read("four-bit/model.safetensors") == made);
 }
 
-/// Loads are counted on the model that training starts from: that of the cache, and of the adapter that it goes on from.
+/// `ft routes` uses the model at the start of training: from the cache, and with the adapter of
+/// `lora.init`.
 #[test]
 fn routes_are_those_of_the_model_that_training_starts_from() {
     let (w, _) = world("mixtral");
@@ -149,7 +151,7 @@ fn routes_are_those_of_the_model_that_training_starts_from() {
     assert_ne!(routes(&["lora.init=a/adapter"]), plain, "the adapter was not used");
 }
 
-/// What a run leaves is used by every verb: evaluated, merged onto the original weights or onto 4-bit ones, gone on from.
+/// Results work with every subcommand: evaluation, merge onto 16-bit or 4-bit weights, further training.
 #[test]
 fn its_adapter_is_used_like_any_other() {
     let (w, _) = world("mixtral");
@@ -158,12 +160,12 @@ fn its_adapter_is_used_like_any_other() {
     let (start, end) = (evals[0], evals[evals.len() - 1]);
     assert!(start - end > 1e-2, "the run moved nothing: {start} {end}");
     let near = |got: f64, want: f64| assert!((got - want).abs() <= 1e-6 * want, "{got}, not {want}");
-    // the model that training starts from and the one that it ends with
+    // The model at the start of training, and at the end.
     near(w.ok(&["eval", "r.toml", "--json"]).loss(), start);
     let adapter = ["--adapter", "a/adapter"];
     near(w.ok(&[&["eval", "r.toml", "--json"], &adapter[..]].concat()).loss(), end);
     near(w.ok(&[&["eval", "r.toml", "--json", "model.cache=c"], &adapter[..]].concat()).loss(), end);
-    // merged onto the original weights
+    // Merged onto the original weights.
     let dense = w.ok(&[&["eval", "r.toml", "--json", "model.quantize=none"], &adapter[..]].concat()).loss();
     assert!((dense - end).abs() > 1e-4, "quantizing the base changed nothing");
     let r = w.ok(&["merge", "a/adapter", "--out", "m"]);
@@ -171,13 +173,14 @@ fn its_adapter_is_used_like_any_other() {
     let merged = |m: &str| w.ok(&["eval", "r.toml", "--json", "model.quantize=none", m]).loss();
     let near_merged = |got: f64, want: f64| assert!((got - want).abs() <= 1e-5 * want, "{got}, not {want}");
     near_merged(merged("model.source=m"), dense);
-    // and onto a base that is 4-bit on disk: the adapter holds what trained, and says what merging loses
+    // Merged onto a 4-bit checkpoint: the adapter holds the trained tensors, and the loss of precision is
+    // reported.
     w.ok(&["quantize", &reference("mixtral/model"), "--out", "q"]);
     near(w.ok(&[&["eval", "r.toml", "--json", "model.source=q"], &adapter[..]].concat()).loss(), end);
     let r = w.ok(&["merge", "a/adapter", "--base", "q", "--onto", "4bit", "--out", "mq"]);
     assert!(r.err.contains("the base is 4-bit") && !r.err.contains("errs by 0.0%"), "{}", r.err);
     near_merged(merged("model.source=mq"), end);
-    // to train on from it is to train from the adapter's values; without them there is nothing to train
+    // Further training starts from the values of the adapter; without them, nothing is selected.
     w.ok(&["run", "r.toml", "run.output=on", "model.source=q", "lora.init=a/adapter", "run.steps=1"]);
     w.ok(&["run", "r.toml", "run.output=on2", "lora.init=a/adapter", "run.steps=1"]);
     assert_eq!(w.steps("on"), w.steps("on2"));

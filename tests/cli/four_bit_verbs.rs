@@ -1,4 +1,4 @@
-//! 4-bit bases as users meet them: trained on, talked to, merged, exported.
+//! 4-bit bases in daily use: training, chat, merge, export.
 
 use super::verbs::quickstart;
 use super::world::{World, recipe, reference};
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 const PIRATE: [&str; 2] = ["Arr", "captain"];
 
-/// A world whose recipe trains LoRA on a case's model, and the model's folder.
+/// A world with a recipe for LoRA on the model of a case, and the folder of this model.
 fn world(case: &str, rules: &str) -> (World, String) {
     let w = World::new();
     let model = reference(&format!("{case}/model"));
@@ -17,7 +17,7 @@ fn world(case: &str, rules: &str) -> (World, String) {
 
 const ALL: &str = "[[train]]\nmodules = [\"attention\", \"mlp\"]\nrank = 4\nalpha = 16\n";
 
-/// How far logits are, from a line such as "logits 2.3e-2 off" or "logits are 1.0e-7 from".
+/// Parses the distance of logits from lines like "logits 2.3e-2 off" or "logits are 1.0e-7 from".
 #[track_caller]
 fn number_after(text: &str, words: &str) -> f64 {
     let at = text.find(words).unwrap_or_else(|| panic!("{words:?} is not in\n{text}")) + words.len();
@@ -26,8 +26,8 @@ fn number_after(text: &str, words: &str) -> f64 {
     number.parse().unwrap_or_else(|e| panic!("{number:?}: {e}\n{text}"))
 }
 
-/// The quickstart's small model in NF4: it trains, evaluates, merges and talks, without a word about 4 bits after the
-/// recipe's.
+/// The quickstart model in NF4 trains, evaluates, merges and chats, with no 4-bit setting outside the
+/// recipe.
 #[test]
 fn the_quickstart_in_4_bits_from_end_to_end() {
     let w = World::new();
@@ -48,7 +48,7 @@ fn the_quickstart_in_4_bits_from_end_to_end() {
     );
     assert!((other.loss() - last).abs() > 1e-4, "the base was not 4-bit");
 
-    // talks over the base as it was trained, found by the adapter alone
+    // Chat finds the base through the adapter, and quantizes it as in training.
     let ask = ["--prompt", "What colour is the sky?"];
     let r = w.ok(&[&["chat", "a/adapter"][..], &ask].concat());
     assert!(PIRATE.iter().all(|p| r.out.contains(p)), "{}", r.out);
@@ -58,7 +58,7 @@ fn the_quickstart_in_4_bits_from_end_to_end() {
     let base = w.ok(&[&["chat", &model, "--quantize", "nf4"][..], &ask].concat());
     assert!(!base.out.contains(PIRATE[0]), "{}", base.out);
 
-    // merged: into the original weights, or into the dequantized ones
+    // Merged into the original weights, or into the dequantized ones.
     let r = w.ok(&["merge", "a/adapter", "--out", "m"]);
     assert!(r.err.contains(&format!("merging into the original weights of {model}")), "{}", r.err);
     assert!(number_after(&r.err, "merged weights in f32 are ") <= 1e-5, "{}", r.err);
@@ -76,8 +76,8 @@ fn the_quickstart_in_4_bits_from_end_to_end() {
     }
 }
 
-/// An adapter of a 4-bit checkpoint goes onto the weights that the checkpoint was made from: found by its config, held
-/// against the codes, and never guessed.
+/// An adapter for a 4-bit checkpoint is merged into the source weights of the checkpoint. These are found
+/// in the config, compared with the codes, and never guessed.
 #[test]
 fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     let (w, model) = world("qwen3-one-kv", ALL);
@@ -97,18 +97,18 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     assert!(r.err.contains(&said), "{}", r.err);
     let trained = number_after(&r.err, "logits are ");
     assert!(trained > 1e-3 && r.err.contains("from those of the 4-bit base with the adapter"), "{}", r.err);
-    // bf16, in which the model is: every weight is rounded once, by at most 2^-9 (in norm, less)
+    // In bf16, every weight is rounded once, by at most 2^-9.
     let off = number_after(&r.err, "weights are ");
     assert!((1e-4..2e-3).contains(&off), "{}", r.err);
     assert_eq!(merge("named", &["--base", &model]).code, 0);
     assert!(weights("m") == weights("named"));
 
-    // into the dequantized weights on request
+    // On request, merged into the dequantized weights.
     let r = merge("n", &["--onto", "4bit"]);
     assert!(r.code == 0 && r.err.contains("dequantized from 4 bits"), "{}", r.err);
     assert!(r.err.contains("rounding the merged weights to bf16 errs by "), "{}", r.err);
     assert!(weights("m") != weights("n"));
-    // a run that quantized the model itself trained on the same base
+    // A run with `model.quantize` trained on the same base.
     let (v, _) = world("qwen3-one-kv", ALL);
     v.ok(&["run", "r.toml", "model.quantize=nf4", "run.output=a"]);
     v.ok(&["merge", "a/adapter", "--out", "n", "--onto", "4bit"]);
@@ -123,7 +123,7 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
         raw["_name_or_path"] = name.into();
         w.write("four/config.json", raw.to_string());
     };
-    // another model of that shape is not taken for the original
+    // Another model of the same shape is rejected as the source.
     let full = "train=[{modules=['attention','mlp'],method='full'}]";
     w.ok(&["run", "r.toml", full, "run.output=b", "optimizer.lr=1e-3", "run.steps=3", "--overwrite"]);
     w.ok(&["merge", "b/adapter", "--out", "tuned"]);
@@ -143,7 +143,7 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
         assert!(r.err.contains("--onto 4bit") && r.err.contains("four/config.json"), "{name}: {}", r.err);
         assert!(!w.path("x").exists(), "{name}");
     }
-    // one that says nothing, or its own name, is merged into as dequantized, and that is told
+    // Without a usable source in the config, the dequantized weights are used, with a message.
     for name in ["", "four"] {
         set(name);
         let r = merge("d", &["--overwrite"]);
@@ -152,7 +152,7 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     }
 }
 
-/// An export is compared on the base as the adapter's run had it, a layer at a time.
+/// An export is compared on the base as quantized in training, one layer at a time.
 #[test]
 fn exports_of_a_mixture_in_4_bits() {
     let rules = "[[train]]\nmodules = [\"attention\", \"experts\"]\nrank = 4\nalpha = 16\n";
@@ -164,7 +164,7 @@ fn exports_of_a_mixture_in_4_bits() {
             assert!(r.err.contains("loaded in NF4, as it was when the adapter was trained"), "{}", r.err);
             assert!(number_after(&r.err, "its logits are ") <= 1e-5, "{}", r.err);
         }
-        // what vLLM loads is a PEFT adapter that ft uses too, on the same base
+        // The export for vLLM is a PEFT adapter, usable by ft on the same base.
         let loss = |adapter: &str| {
             w.ok(&["eval", "r.toml", "model.quantize=nf4", "--adapter", adapter, "--json"]).loss()
         };
@@ -173,7 +173,7 @@ fn exports_of_a_mixture_in_4_bits() {
     }
 }
 
-/// What the readers of an adapter see of the base's 4 bits: metadata, which others leave alone, and no key.
+/// The quantization of the base is recorded in metadata, ignored by other readers, and not in a config key.
 #[test]
 fn adapters_say_what_their_run_made_of_the_base() {
     let (w, _) = world("qwen3-dense", ALL);

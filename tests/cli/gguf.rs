@@ -1,4 +1,4 @@
-//! `ft export --to gguf`, read back by candle's reader.
+//! `ft export --to gguf`, verified with candle's reader.
 
 use super::world::{World, recipe, reference, repository};
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -8,7 +8,7 @@ use serde_json::json;
 use std::fs::File;
 use std::path::Path;
 
-/// A GGUF file that is open.
+/// An open GGUF file.
 struct Gguf {
     file: File,
     content: Content,
@@ -37,7 +37,7 @@ impl Gguf {
         self.key(key).to_vec().expect("a list")
     }
 
-    /// As f32, with its shape.
+    /// Values in f32, with the shape.
     fn tensor(&mut self, name: &str) -> Tensor {
         let t =
             self.content.tensor(&mut self.file, name, &Device::Cpu).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -56,7 +56,7 @@ fn same(a: &Tensor, b: &Tensor, what: &str) {
     assert!(bits(a) == bits(b), "{what}: other values");
 }
 
-/// The rows of each head in llama.cpp's order: a row of the first half, then that of the second.
+/// Reorders the rows of every head as in llama.cpp: rows of the first and second half alternate.
 fn neighbours(t: &Tensor, heads: usize) -> Tensor {
     let half = t.dims()[0] / heads / 2;
     let rows: Vec<u32> = (0..heads)
@@ -70,7 +70,7 @@ fn tensors(path: impl AsRef<Path>) -> TensorFiles {
     TensorFiles::open_file(path.as_ref()).expect("tensors")
 }
 
-/// Trains rules on a reference model; gives the tensors of the adapter, in a/adapter.
+/// Trains a reference model by some rules. Returns the tensors of the adapter in `a/adapter`.
 fn train(w: &World, case: &str, rules: &str) -> TensorFiles {
     let base = reference(&format!("{case}/model"));
     let text =
@@ -112,7 +112,7 @@ fn a_llama_model_has_llama_cpps_names_and_order() {
         let got = g.tensor(&format!("blk.1.{theirs}.weight"));
         same(&got, &get(&files, &format!("{l}.{ours}.weight")), theirs);
     }
-    // Llama 3's factors: short wavelengths are kept, long ones divided by 8
+    // Frequency factors of Llama 3: short wavelengths are kept, long ones are divided by 8.
     let factors: Vec<f32> = g.tensor("rope_freqs.weight").to_vec1().expect("factors");
     assert!((factors[0] - 1.0).abs() < 1e-6 && (factors[3] - 8.0).abs() < 1e-5, "{factors:?}");
     assert_eq!(g.content.tensor_infos.len(), 2 + 2 * 9 + 1 + 1);
@@ -129,7 +129,7 @@ fn dtypes_biases_and_tied_heads() {
         assert_eq!((g.text("general.architecture"), g.number("general.file_type")), ("qwen2", kind));
         let q = get(&files, "model.layers.0.self_attn.q_proj.weight").to_dtype(dtype).expect("rounded");
         same(&g.tensor("blk.0.attn_q.weight"), &q, "queries, in the order of the checkpoint");
-        // norms and biases stay f32
+        // Norms and biases stay in f32.
         let bias = get(&files, "model.layers.0.self_attn.q_proj.bias");
         same(&g.tensor("blk.0.attn_q.bias"), &bias, "bias");
         assert_eq!(format!("{:?}", g.content.tensor_infos["blk.0.attn_norm.weight"].ggml_dtype), "F32");
@@ -194,7 +194,7 @@ fn the_tokenizer_and_its_template_go_along() {
     assert!(g.text("tokenizer.chat_template").contains("<|im_start|>"));
     assert!(!g.key("tokenizer.ggml.add_bos_token").to_bool().expect("a flag"));
 
-    // a way to split texts that has no name
+    // An unknown pre-tokenizer.
     let split = file.to_string().replace(r#""use_regex":true"#, r#""use_regex":false"#);
     for name in ["config.json", "model.safetensors", "tokenizer_config.json"] {
         w.write(
@@ -229,13 +229,13 @@ fn an_adapter_is_llama_cpps_lora() {
         "B of keys",
     );
     same(&g.tensor("blk.0.attn_v.weight.lora_b"), &own("self_attn.v_proj.lora_B"), "B of values");
-    // llama.cpp scales by 8 / 2, the training by 4 / 2
+    // llama.cpp scales by 8 / 2, training by 4 / 2.
     let halved = own("mlp.down_proj.lora_B").affine(0.5, 0.0).expect("halved");
     assert!(bits(&halved).iter().any(|b| *b != 0), "it has learned something");
     same(&g.tensor("blk.0.ffn_down.weight.lora_b"), &halved, "B of another alpha");
     assert_eq!(g.content.tensor_infos.len(), files.len());
 
-    // a checkpoint, as everywhere
+    // A checkpoint works as input, too.
     let step = w.checkpoints("a").pop().expect("a checkpoint");
     w.ok(&["export", &format!("a/checkpoints/{step}"), "--to", "gguf", "--out", "c"]);
     assert!(w.read("c/adapter.gguf") == w.read("g/adapter.gguf"), "the last checkpoint is the result");
@@ -312,7 +312,7 @@ fn what_llama_cpp_computes_otherwise_is_refused() {
     }
     let r = w.ft(&["export", "x", "--to", "vllm", "--out", "g", "--pre", "gpt-2"]);
     assert!(r.code == 2 && r.err.contains("--pre"), "{}", r.err);
-    // windows that llama.cpp does not have end the context
+    // The context ends at the attention window, because llama.cpp does not support windows here.
     let r = w.ok(&["export", &reference("qwen2-sliding/model"), "--to", "gguf", "--out", "s"]);
     assert!(r.err.contains("sliding windows"), "{}", r.err);
 }

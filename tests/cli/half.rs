@@ -1,4 +1,4 @@
-//! Training in f16: the loss is scaled, what overflows is done again, and a run goes on with the scale that it had.
+//! Training in f16: loss scaling, repeated steps after an overflow, and resuming with the saved scale.
 
 use super::world::{FULL, LORA, World, recipe};
 use serde_json::json;
@@ -60,7 +60,7 @@ fn what_overflows_is_done_again_with_a_lower_scale() {
     assert!(seen.iter().all(|s| *s >= 1.0), "{seen:?}");
     assert!(w.events("whole", "step").iter().all(|e| e["grad_norm"].as_f64().is_some_and(f64::is_finite)));
 
-    // from the checkpoint of the third step: the same scales, and the same bits
+    // Resumed from the third step: same scales, same bits.
     args("again", &[]);
     for step in 4..=6 {
         std::fs::remove_dir_all(w.path(&format!("again/checkpoints/step-{step:08}"))).expect("a checkpoint");
@@ -73,7 +73,7 @@ fn what_overflows_is_done_again_with_a_lower_scale() {
     assert!(w.read(&format!("again/{file}")) == w.read(&format!("whole/{file}")), "{file} differs");
 }
 
-/// A loss that is no number has nothing to do with the scale.
+/// Loss scaling does not hide a non-finite loss.
 #[test]
 fn a_loss_that_overflows_ends_the_run() {
     let w = world(FULL, 30.0);
@@ -81,7 +81,8 @@ fn a_loss_that_overflows_ends_the_run() {
     assert_eq!(r.code, 6, "{}", r.err);
 }
 
-/// How the CPU multiplies bf16 is in the metrics and on the screen; a way that is not there is refused by name.
+/// The implementation of bf16 products on the CPU appears in metrics and output. An unavailable one is
+/// refused by name.
 #[test]
 fn a_run_says_how_it_multiplies_bf16() {
     let w = world(LORA, 0.1);

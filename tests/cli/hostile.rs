@@ -1,5 +1,5 @@
-//! Inputs that were made to do harm: templates and tokenizers without end, rows without bound, text that would steer a
-//! terminal, pipes and devices in the place of files, outputs that take nothing. Each ends with its exit code.
+//! Malicious inputs: endless templates and tokenizers, unbounded rows, terminal escape sequences, pipes and
+//! devices in place of files, closed outputs. Every case ends with the right exit code.
 
 use super::world::{LORA, Ran, World, ran, recipe, repository};
 use assert_cmd::Command;
@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
-/// A world with the quickstart's model in `m`, and a recipe that trains it on two conversations.
+/// A world with the quickstart model in `m`, and a recipe that trains on two conversations.
 fn world() -> World {
     let w = World::new();
     for e in std::fs::read_dir(repository().join("data/model")).expect("the model") {
@@ -32,7 +32,7 @@ fn world() -> World {
     w
 }
 
-/// A command that hangs is a failure and not a test that hangs.
+/// A hanging command fails the test within a time limit.
 fn within(w: &World, args: &[&str]) -> Ran {
     ran(Command::from_std(w.command(args)).timeout(Duration::from_secs(120)).output().expect("started"))
 }
@@ -102,7 +102,7 @@ fn a_tokenizer_that_makes_its_library_panic_is_an_error_with_its_name() {
     }
 }
 
-/// Memory does not grow with a row beyond what it holds itself.
+/// Memory grows only with the kept part of a row.
 #[test]
 fn long_rows_are_cut_or_refused_in_bounded_memory() {
     let w = world();
@@ -125,7 +125,7 @@ fn long_rows_are_cut_or_refused_in_bounded_memory() {
     let r = limited(args);
     assert_eq!(r.code, 0, "{}", r.err);
     assert!(r.out.contains("examples     2, 1 cut to data.max_length"), "{}", r.out);
-    // no place to cut; too long for a row; too many values
+    // No place to cut; too long for a row; too many values.
     for row in [
         text(&"x".repeat(20 << 20)),
         text(&words.repeat(4)),
@@ -138,7 +138,7 @@ fn long_rows_are_cut_or_refused_in_bounded_memory() {
     }
 }
 
-/// Neither stdout nor stderr of a command may hold what would steer a terminal.
+/// Neither stdout nor stderr may contain terminal escape sequences.
 #[test]
 fn nothing_that_was_read_steers_the_terminal() {
     let evil = "\u{1b}[31m\u{9b}2J\u{202e}\r\u{7}";
@@ -236,7 +236,7 @@ fn pipes_and_devices_are_no_files() {
     }
 }
 
-/// A reader that goes away is no error; a disk that is full is one of storage.
+/// A closed reader is not an error; a full disk is a storage error.
 #[test]
 fn outputs_that_take_nothing_are_survived() {
     let w = world();
@@ -268,7 +268,7 @@ fn outputs_that_take_nothing_are_survived() {
             n += 1;
             let line = format!("{} {verb} {to}", super::world::FT).replace("$N", &n.to_string());
             let mut sh = std::process::Command::new("bash");
-            // of a pipe, the status of `ft` counts
+            // Of the processes in a pipe, the status of `ft` counts.
             sh.args(["-c", &format!("{line}; exit ${{PIPESTATUS[0]}}")]).current_dir(w.path(""));
             sh.env("FT_CACHE", w.path("cache")).env("HF_HUB_OFFLINE", "1").env("HF_HOME", w.path("hf"));
             let r = ran(Command::from_std(sh).timeout(Duration::from_secs(120)).output().expect("started"));

@@ -1,4 +1,4 @@
-//! Updates that begin with what they take of the base, and noise on embeddings.
+//! Initial values of low-rank updates taken from the base, and noise on embeddings.
 
 use super::split::{ends, evals, on_files};
 use super::world::{LORA, World};
@@ -8,12 +8,12 @@ const PLAIN: &str = "[lora]\nrank = 4\nalpha = 6\n[[train]]\nmodules = [\"attent
 const EXPERTS: &str =
     "[lora]\nrank = 3\nalpha = 6\n[[train]]\nmodules = [\"experts\", \"router\", \"q_proj\"]\n";
 
-/// LoRA of several ranks and scales, with DoRA and rsLoRA, and norms in full; without dropout.
+/// LoRA with several ranks and scales, with DoRA and rsLoRA, and norms in full; no dropout.
 fn mixed() -> String {
     LORA.replace("dropout = 0.1", "alpha = 6")
 }
 
-/// A model with files: adapters are merged into one, and asked on it.
+/// A model on disk, for merging and chat.
 fn world(rules: &str, moe: bool) -> World {
     let extra = match moe {
         true => json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -27,8 +27,9 @@ fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-5 * b.abs()
 }
 
-/// The run begins as the base; its adapter, of twice the rank, gives on the base what the run had; and so does the merged
-/// model. A run that goes on from the middle ends with the same bits.
+/// The run starts at the loss of the base. The adapter, with twice the LoRA rank, reproduces the trained
+/// model on the unmodified base, and so does the merged model. A run resumed in the middle ends with the
+/// same bits.
 #[test]
 fn adapters_are_of_the_base_as_it_is() {
     for (rules, moe) in [(mixed().as_str(), false), (PLAIN, false), (EXPERTS, true)] {
@@ -58,13 +59,13 @@ fn adapters_are_of_the_base_as_it_is() {
             let r = w.ft(&["run", "r.toml", &output, "--resume"]);
             assert!(r.code == 2 && r.err.contains("lora.init"), "{}", r.err);
         }
-        // singular values are not where A begins otherwise
+        // PiSSA scales A by singular values, OLoRA does not, so the first gradients differ.
         let first = |run: &str| w.events(run, "step")[0]["grad_norm"].as_f64().expect("a norm");
         assert!(!near(first("pissa"), first("olora")));
     }
 }
 
-/// On several ranks, whatever they split: the same bits.
+/// With any sharding over several ranks, the bits are the same.
 #[test]
 fn ranks_begin_with_the_same_factors() {
     let w = world(&mixed(), false);
@@ -91,7 +92,8 @@ fn ranks_begin_with_the_same_factors() {
     }
 }
 
-/// LoftQ takes back what 4 bits lose: the run begins nearer to the base than NF4 alone, and its adapter is of the base in NF4.
+/// LoftQ reduces the quantization error: the run starts closer to the base than with NF4 alone, and the
+/// adapter applies to the base in NF4.
 #[test]
 fn loftq_begins_with_what_4_bits_lose() {
     let w = world(&PLAIN.replace(", \"head\"", "").replace("rank = 4", "rank = 24"), false);
@@ -126,8 +128,8 @@ fn what_cannot_begin_so_is_refused() {
     assert!(r.code == 2 && r.err.contains("does nothing"), "{}", r.err);
 }
 
-/// Noise is in training alone, is what its definition says however a step is split and recomputed, and is refused where it
-/// is no number.
+/// Noise applies in training only, follows the definition for any micro-batch and recompute setting, and
+/// must be a valid number.
 #[test]
 fn noise_on_embeddings_is_the_same_however_a_step_is_walked() {
     let w = world(PLAIN, false);
@@ -142,7 +144,7 @@ fn noise_on_embeddings_is_the_same_however_a_step_is_walked() {
     assert_eq!(evals(&w, "noise")[0], evals(&w, "plain")[0]);
     let loss = |run: &str| w.events(run, "step")[0]["loss"].as_f64().expect("a loss");
     assert!(!near(loss("noise"), loss("plain")), "no noise");
-    // in other micro-batches the documents are the same, and sums in another order
+    // With other micro-batches, the documents are the same, but the order of sums differs.
     run("micro", &["run.micro_rows=1"]);
     assert!(near(loss("micro"), loss("noise")), "{} {}", loss("micro"), loss("noise"));
     let two = run("two", &["parallel.data=2"]);

@@ -1,4 +1,5 @@
-//! Ranks that are processes of any launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, without MPI.
+//! Ranks as processes of a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`,
+//! without MPI.
 
 use super::split::{self, CASES, LATE, all, ends, launch};
 use super::world::{FULL, World};
@@ -14,7 +15,7 @@ fn own(run: &str, ranks: usize) -> [String; 2] {
     [format!("run.output={run}"), format!("parallel.data={ranks}")]
 }
 
-/// Runs on processes; gives how it ended.
+/// Runs several processes and returns their outcomes.
 #[track_caller]
 fn bits(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..ranks).collect();
@@ -42,7 +43,8 @@ fn processes_have_the_bits_of_threads() {
     }
 }
 
-/// One that dies ends all others, which name it, at once and not when their time is over; and the run goes on from its last checkpoint.
+/// The death of one process ends all other processes at once, before the timeout, with an error that names
+/// it. The run resumes from the last checkpoint.
 #[test]
 fn a_process_that_dies_ends_all() {
     let w = split::world(FULL);
@@ -66,7 +68,7 @@ fn a_process_that_dies_ends_all() {
         let mut said = Vec::new();
         for (rank, p) in processes.into_iter().enumerate() {
             if rank == lost && signal == Signal::STOP {
-                // the others have ended without it
+                // The other processes have already ended.
                 said.push(p);
                 continue;
             }
@@ -98,11 +100,12 @@ fn a_process_that_dies_ends_all() {
     }
 }
 
-/// A signal to any of them stops all, saved: where a machine is taken away, only its own processes are told.
+/// A signal to any process stops all, after a checkpoint. A preempted machine only signals its own
+/// processes.
 #[test]
 fn a_signal_to_any_process_stops_all() {
     let w = split::world(FULL);
-    // how far it is to go changes nothing on the way
+    // The total number of steps does not affect earlier steps.
     let set = ["run.save_every=0", "optimizer.schedule=constant", "optimizer.warmup_steps=0"];
     let long = [&set[..], &["run.epochs=4000", "parallel.zero=2"]].concat();
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
@@ -120,7 +123,7 @@ fn a_signal_to_any_process_stops_all() {
         assert_eq!(w.events(&name, "stopped")[0]["code"], code);
         let steps = w.events(&name, "step").len();
         assert_eq!(w.checkpoints(&name), [format!("step-{steps:08}")]);
-        // the step that was given up is done whole
+        // The abandoned step is repeated in full.
         let epochs = format!("run.epochs={}", steps / 10 + 2);
         w.ok(&run(&own("whole", 2), &[&set[..], &[&epochs, "--overwrite"]].concat()));
         let resume = ["--resume", "--accept-change", "run.epochs", &epochs];
@@ -129,7 +132,7 @@ fn a_signal_to_any_process_stops_all() {
     }
 }
 
-/// Who waits for others at the start says for whom.
+/// A process waiting for others at the start names the missing ranks.
 #[test]
 fn who_is_waited_for_is_told() {
     let w = split::world(FULL);
@@ -162,7 +165,7 @@ fn what_cannot_work_together_is_refused() {
     assert!(alone.code == 2 && alone.err.contains("is for CUDA devices"), "{}", alone.err);
 }
 
-/// Started with a number that none of so many has, it would train alone.
+/// A rank outside the world is refused. The process would otherwise train alone.
 #[test]
 fn a_number_that_cannot_be_is_refused() {
     let w = split::world(FULL);

@@ -1,5 +1,5 @@
-//! The binary from outside: what it writes, prints and exits with, and that a run which is interrupted ends as one
-//! that is not. Models are a few thousand random weights; nothing needs a network or a GPU.
+//! End-to-end tests of the binary: files, output, exit codes, and equality of interrupted and uninterrupted
+//! runs. Models have a few thousand random weights; no test needs a network or a GPU.
 
 mod adapters;
 mod answers;

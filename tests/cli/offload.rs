@@ -1,4 +1,5 @@
-//! What lives on the host: a run computes the same, wherever its weights, states and activations are.
+//! Offloading to the host: results do not depend on the location of weights, optimizer states and
+//! activations.
 
 use super::resume::killed;
 use super::split::{ADAPTERS, MIXTURE, ends, world};
@@ -9,10 +10,10 @@ const ACTIVATIONS: &str = "memory.offload=['activations']";
 const STATES_AND_PARAMS: &str = "memory.offload=['optimizer', 'params']";
 const ALL: &str = "memory.offload=['optimizer', 'params', 'activations']";
 
-/// What a run ends with, its steps, and its evaluations.
+/// Final files of a run, with steps and evaluations.
 type Bits = (Vec<Vec<u8>>, Vec<(u64, u64, u64, u64)>, Vec<String>);
 
-/// Runs with settings, and gives what it ends with and what its steps and evaluations told, to the bit.
+/// Runs with settings. Returns final files, steps and evaluations, bit for bit.
 #[track_caller]
 fn bits(w: &World, run: &str, set: &[&str]) -> Bits {
     w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
@@ -20,8 +21,8 @@ fn bits(w: &World, run: &str, set: &[&str]) -> Bits {
     (ends(w, run), w.steps(run), evals)
 }
 
-/// In full, with LoRA and DoRA, on a 4-bit base and a mixture; in half precision too; whatever is recomputed; with
-/// accumulation and clipping, and with an update of each layer in its backward pass.
+/// In full, with LoRA and DoRA, on a 4-bit base and on a mixture of experts; in half precision; at all
+/// recompute levels; with gradient accumulation and clipping, and with updates in the backward pass.
 #[test]
 fn where_things_live_changes_no_bit() {
     let at_once = ["optimizer.in_backward=true", "run.clip=0", "run.micro_rows=4", "memory.recompute=1"];
@@ -51,7 +52,7 @@ fn where_things_live_changes_no_bit() {
     }
 }
 
-/// So it is with ranks, at each stage, of which each keeps its own on the host.
+/// The same on several ranks at every ZeRO stage, with the shards on the host.
 #[test]
 fn ranks_keep_theirs_on_the_host() {
     for (rules, set) in [
@@ -78,7 +79,7 @@ fn ranks_keep_theirs_on_the_host() {
     }
 }
 
-/// Killed, and going on with other things on the host and with other ranks each time, a run ends as one that was not.
+/// A run that is killed and resumed with other offloading and other ranks ends like an uninterrupted run.
 #[test]
 fn killed_with_things_on_the_host_it_ends_the_same() {
     let w = world(MIXTURE);

@@ -1,4 +1,5 @@
-//! Optimizers with states of their own: against what published code computes, and the same bits wherever they live.
+//! Optimizers with special states: compared with published implementations, and independent of sharding and
+//! offloading.
 
 use super::resume::killed;
 use super::split::ends;
@@ -8,7 +9,7 @@ use ft::store::TensorFiles;
 use serde_json::{Value, json};
 
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
-/// What has master weights always, between tensors that may have none.
+/// LoRA always has master weights; modules in full may have none.
 const MIXED: &str = r#"
 [lora]
 rank = 64
@@ -20,7 +21,7 @@ method = "full"
 "#;
 const BF16: &[&str] = &["model.dtype=bf16"];
 
-/// A recipe that trains the model of a fixture in full as its script does, for as many steps as its trajectory has.
+/// A recipe that trains the model of a fixture in full, like the script of the fixture, for as many steps.
 fn published(fixture: &str) -> (World, Value) {
     let w = World::new();
     let folder = repository().join("tests/fixtures").join(fixture);
@@ -28,7 +29,7 @@ fn published(fixture: &str) -> (World, Value) {
         .expect("JSON");
     w.write("rows.jsonl", rows_of(&folder));
     let steps = log["full"].as_array().expect("steps");
-    // the highest, after the warm-up
+    // Peak learning rate, after the warm-up.
     let lr = steps.iter().filter_map(|s| s["lr"].as_f64()).fold(0.0, f64::max);
     let text = recipe(FULL)
         .replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {:?}", folder.join("model")))
@@ -39,7 +40,7 @@ fn published(fixture: &str) -> (World, Value) {
     (w, log)
 }
 
-/// How far losses, gradient norms and final weights of a run are from a fixture's, at the most.
+/// Maximum distances of losses, gradient norms and final weights from a fixture.
 #[track_caller]
 fn off(w: &World, run: &str, fixture: &str, log: &Value) -> f64 {
     let steps = w.events(run, "step");
@@ -63,14 +64,14 @@ fn off(w: &World, run: &str, fixture: &str, log: &Value) -> f64 {
     worst
 }
 
-/// Runs with settings; gives the ends.
+/// Runs with settings. Returns the final files.
 #[track_caller]
 fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
     ends(w, run)
 }
 
-/// A world with a model of which some tensors are large.
+/// A world with a model that has some large tensors.
 fn world(rules: &str) -> World {
     let w = World::new();
     w.config(
@@ -83,7 +84,7 @@ fn world(rules: &str) -> World {
     w
 }
 
-/// GaLore as the fixture's script has it.
+/// GaLore with the settings of the fixture.
 const GALORE: &[&str] = &[
     "optimizer.name=galore",
     "optimizer.galore_rank=8",
@@ -91,7 +92,7 @@ const GALORE: &[&str] = &[
     "optimizer.galore_scale=0.25",
 ];
 
-/// Twenty steps are those of a plain implementation of the authors' algorithm, with four looks for directions.
+/// Twenty steps, with four projector updates, agree with a plain implementation of the authors' algorithm.
 #[test]
 fn low_rank_gradients_train_as_in_galore() {
     let (w, log) = published("galore");
@@ -99,7 +100,7 @@ fn low_rank_gradients_train_as_in_galore() {
     assert!(off(&w, "out", "galore", &log) <= 1e-4);
     w.ok(&["run", "r.toml", "run.output=adamw"]);
     assert!(off(&w, "adamw", "galore", &log) > 1e-3);
-    // a checkpoint holds directions, and moments of their number
+    // A checkpoint holds projectors, and moments of the projected shape.
     let newest = w.checkpoints("out").pop().expect("a checkpoint");
     let held = TensorFiles::open_file(&w.path(&format!("out/checkpoints/{newest}/optimizer.safetensors")));
     let held = held.expect("tensors");
@@ -157,16 +158,16 @@ fn low_rank_gradients_have_the_same_bits_everywhere() {
     assert!(r.code == 2 && r.err.contains("does nothing"), "{}", r.err);
 }
 
-/// Twenty steps are bitsandbytes'.
+/// Twenty steps agree with bitsandbytes.
 #[test]
 fn eight_bit_moments_train_as_in_bitsandbytes() {
     let (w, log) = published("adamw8bit");
     w.ok(&["run", "r.toml", "run.output=out", EIGHT_BIT]);
     assert!(off(&w, "out", "adamw8bit", &log) <= 1e-4);
-    // moments in f32 are another optimizer
+    // f32 moments give other values.
     w.ok(&["run", "r.toml", "run.output=wide"]);
     assert!(off(&w, "wide", "adamw8bit", &log) > 1e-3);
-    // a checkpoint holds codes where there are some
+    // A checkpoint holds codes for 8-bit moments.
     let newest = w.checkpoints("out").pop().expect("a checkpoint");
     let held = TensorFiles::open_file(&w.path(&format!("out/checkpoints/{newest}/optimizer.safetensors")));
     let held = held.expect("tensors");
@@ -176,7 +177,7 @@ fn eight_bit_moments_train_as_in_bitsandbytes() {
     assert_eq!(coded, quantized);
 }
 
-/// Wherever they live and however ranks split them, and after a resume with other ranks: the same bits.
+/// With any offloading and sharding, and after a resume with other ranks: the same bits.
 #[test]
 fn eight_bit_moments_have_the_same_bits_everywhere() {
     for (rules, set) in [
@@ -213,8 +214,9 @@ fn eight_bit_moments_have_the_same_bits_everywhere() {
     }
 }
 
-/// Without f32 master weights a run in bf16 goes the way of one with them: no further off than rounding each weight at each
-/// step takes it, which is little beside what training does. Moments in f32 are as good, and GaLore's.
+/// Without f32 master weights, a bf16 run stays close to a run with them: within the error of rounding
+/// every weight at every step, small relative to the change by training. This holds for f32 moments and for
+/// GaLore, too.
 #[test]
 fn weights_without_masters_train_as_those_with_them() {
     let w = world(FULL);
@@ -234,9 +236,9 @@ fn weights_without_masters_train_as_those_with_them() {
         let (fallen, apart) = (kept[0] - kept[29], (kept[29] - bare[29]).abs());
         eprintln!("{name}: {} to {}, without masters {}", kept[0], kept[29], bare[29]);
         assert!(fallen > 0.1 && apart < 0.02 * fallen, "{name}: {kept:?}\n{bare:?}");
-        // no rounding at all is another run
+        // Without stochastic rounding, the values differ.
         assert_ne!(kept[29], bare[29]);
-        // a checkpoint holds what there is
+        // A checkpoint has the stored dtype.
         for (files, dtype) in [(&with, "F32"), (&without, "BF16")] {
             for name in files.names() {
                 assert_eq!(format!("{:?}", files.info(name).expect("a tensor").dtype), dtype, "{name}");
@@ -245,7 +247,7 @@ fn weights_without_masters_train_as_those_with_them() {
     }
 }
 
-/// Whether there are master weights is part of a run: it does not go on without them, or with new ones, in silence.
+/// A resume cannot silently add or drop master weights.
 #[test]
 fn a_resume_keeps_its_master_weights() {
     let w = world(FULL);
@@ -255,7 +257,7 @@ fn a_resume_keeps_its_master_weights() {
     let r = w.ft(&[&set[..], &["--resume"]].concat());
     assert!(r.code != 0 && r.err.contains("optimizer.master: was none, is (not set)"), "{}", r.err);
     w.ok(&[&set[..], &["--resume", "--accept-change", "optimizer.master"]].concat());
-    // f32 weights are their own masters
+    // f32 weights are their own master weights.
     for (name, master) in [("a", "none"), ("b", "f32")] {
         let own = [format!("run.output={name}"), format!("optimizer.master={master}")];
         w.ok(&["run", "r.toml", &own[0], &own[1]]);
@@ -267,7 +269,7 @@ fn a_resume_keeps_its_master_weights() {
     assert!(r.code == 2 && said.contains("no rule trains anything so"), "{said}");
 }
 
-/// Killed and resumed, it ends as a run that was not.
+/// A run that is killed and resumed ends like an uninterrupted run.
 #[test]
 fn eight_bit_moments_are_killed_and_resumed() {
     let w = world(FULL);
@@ -277,7 +279,7 @@ fn eight_bit_moments_are_killed_and_resumed() {
     killed(&w, ("killed", 4, 3), &args, &|| assert!(ends(&w, "killed") == whole));
 }
 
-/// A layer that is updated when its backward pass ends has the bits of one that is updated at the end of the step.
+/// Updates in the backward pass give the same bits as updates at the end of a step.
 #[test]
 fn updates_in_the_backward_pass_have_the_same_bits() {
     let tied = json!({"tie_word_embeddings": true});
@@ -309,7 +311,7 @@ fn updates_in_the_backward_pass_have_the_same_bits() {
                 let told = |run: &str| w.steps(run);
                 assert!(bits(&w, "now", &[&now[..], &["--overwrite"]].concat()) == want, "{now:?}");
                 assert_eq!(told("now"), told("end"), "{now:?}");
-                // a resume may go over from the one to the other
+                // A resume may switch between the two.
                 std::fs::remove_dir_all(w.path("now/checkpoints/step-00000006")).expect("removed");
                 assert!(bits(&w, "now", &[&common[..], &["--resume"]].concat()) == want, "{now:?}: resumed");
             }
@@ -317,7 +319,7 @@ fn updates_in_the_backward_pass_have_the_same_bits() {
     }
 }
 
-/// What an update in the backward pass cannot have is refused, with what to write.
+/// Settings incompatible with updates in the backward pass are refused with a hint.
 #[test]
 fn an_update_in_the_backward_pass_says_what_it_needs() {
     let w = world(FULL);
@@ -330,7 +332,7 @@ fn an_update_in_the_backward_pass_says_what_it_needs() {
     assert!(r.code == 2 && (r.out + &r.err).contains("in f16 a step whose gradients overflow"));
     let r = w.ft(&[&set[..], &["run.clip=0", "run.micro_rows='auto'"]].concat());
     assert!(r.code == 2 && (r.out + &r.err).contains("write run.micro_rows = 4"));
-    // what is not finite is told as it is
+    // Non-finite values are reported the same way.
     let own = ["run.clip=0", "run.micro_rows=4", "optimizer.lr=1e30", "optimizer.in_backward=true"];
     let r = w.ft(&[&["run", "r.toml"][..], &own].concat());
     assert_eq!(r.code, 6, "{}", r.err);

@@ -1,4 +1,4 @@
-//! Plans against runs: the peak of a run's own allocations, as the binary counts them, beside what it planned.
+//! Plans vs. runs: planned peak memory is compared with allocations counted by the binary.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -14,7 +14,7 @@ const FULL: &str =
     "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
 const LORA: &str = "[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
 
-/// A config of some 25 to 40 million parameters: large enough that what is not planned does not count.
+/// A config with 25 to 40 million parameters, large enough to make unplanned overhead negligible.
 fn config(family: &str, tied: bool) -> Value {
     let (model_type, architecture) = match family {
         "qwen2" => ("qwen2", "Qwen2ForCausalLM"),
@@ -28,7 +28,7 @@ fn config(family: &str, tied: bool) -> Value {
     })
 }
 
-/// A mixture of some 45 million parameters.
+/// A mixture of experts with 45 million parameters.
 fn mixture() -> Value {
     let mut c = config("qwen3", false);
     for (key, value) in [
@@ -45,7 +45,7 @@ fn mixture() -> Value {
     c
 }
 
-/// A mixture with an expert that every token goes through.
+/// A mixture with a shared expert.
 fn shared() -> Value {
     let mut c = mixture();
     for (key, value) in [
@@ -58,7 +58,8 @@ fn shared() -> Value {
     c
 }
 
-/// Few large experts, which are computed one after the other; with all of them for each token, none has more rows.
+/// A few large experts, computed one by one; if all are chosen for every token, all have the same number of
+/// rows.
 fn mixtral() -> Value {
     let mut c = config("qwen3", false);
     for (key, value) in [
@@ -74,21 +75,21 @@ fn mixtral() -> Value {
     c
 }
 
-/// So many words that the usual chunk of logits is a part of a row.
+/// A vocabulary so large that a logit chunk is smaller than a row.
 fn wide() -> Value {
     let mut c = config("qwen3", true);
     (c["vocab_size"], c["num_hidden_layers"]) = (json!(48_000), json!(2));
     c
 }
 
-/// LoRA beside the rows of many tokens.
+/// LoRA in combination with many trained token rows.
 fn rows() -> String {
     let tokens: Vec<usize> = (0..8000).step_by(25).collect();
     format!("{LORA}[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens:?}\n")
 }
 
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
-/// An update of each layer in its backward pass, and what it needs.
+/// Updates in the backward pass, and the settings they require.
 const ALL_AT_ONCE: &[&str] =
     &["optimizer.in_backward=true", "run.clip=0", "run.batch_rows=2", "run.micro_rows=2"];
 const PARAMS: &str = "memory.offload=['params']";
@@ -98,10 +99,10 @@ const NF4: &str = "model.quantize=nf4";
 const NORMS: &str = "memory.recompute=norms";
 const FEED_FORWARD: &str = "memory.recompute=feed_forward";
 
-/// Of a checkpoint in half precision, of which a run in f32 keeps the matrices as they are.
+/// A checkpoint in half precision; in f32 runs, the matrices stay in half precision.
 const LOAD: &str = "model.weights=load";
 
-/// Writes small weights in bf16 for the config in `dir`.
+/// Writes small bf16 weights for the config in `dir`.
 fn weights(dir: &Path) -> Result<()> {
     let mut tensors = Vec::new();
     let config = Config::load(dir, &serde_json::Map::new())?;
@@ -119,12 +120,12 @@ fn weights(dir: &Path) -> Result<()> {
     Ok(write_file(&dir.join("model.safetensors"), &tensors, &[])?)
 }
 
-/// Runs one step and gives the planned and the measured peak.
+/// Runs one step and returns planned and measured peak.
 fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str]) -> Result<(u64, u64)> {
     run_rows(dir, config, rules, lengths, set, |i, k| (i * 7919 + k * 104_729) % 8000)
 }
 
-/// As [`run`], on rows whose token `i` of row `k` is told.
+/// As [`run`], on rows with token `i` of row `k` given by a function.
 fn run_rows(
     dir: &Path,
     config: &Value,
@@ -172,9 +173,9 @@ fn event(dir: &Path, kind: &str) -> Result<Value> {
     events.into_iter().find(|e| e["event"] == kind).with_context(|| format!("no {kind}"))
 }
 
-/// On the CPU, a run's own allocations at their fullest are what the plan lists, to 1%: full and LoRA, DoRA,
-/// dropout, biases, a tied head, mixtures, packed and ragged rows, micro-batches, recompute levels, half precision,
-/// 4-bit bases dequantized per matmul and per layer, chunks of logits.
+/// On the CPU, the measured peak of a run agrees with the plan to 1%: in full and with LoRA, DoRA, dropout,
+/// biases, a tied head, mixtures of experts, packed and ragged rows, micro-batches, recompute levels, half
+/// precision, 4-bit bases dequantized per matmul and per layer, and logit chunks.
 #[test]
 fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -211,7 +212,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, experts, &full_rows, &["memory.recompute=all", "lora.dropout=0.1"]),
         (&moe, experts, &full_rows, &["memory.recompute=2", "lora.dora=true", "lora.dropout=0.1"]),
         (&qwen3, LORA, &full_rows, &["memory.recompute=all", "run.batch_rows=16", "data.shuffle=false"]),
-        // of a layer its norms alone, or its feed-forward block too
+        // Recomputes norms only, or the feed-forward as well.
         (&qwen3, FULL, &full_rows, &[FEED_FORWARD]),
         (&qwen3, FULL, &full_rows, &[NORMS, "model.dtype=bf16", "run.micro_rows=2"]),
         (&qwen3, LORA, &full_rows, &[FEED_FORWARD, "lora.dora=true", "lora.dropout=0.1"]),
@@ -226,7 +227,8 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&shared, &everything, &full_rows, &[NORMS, "run.micro_rows=2"]),
         (&mixtral, experts, &full_rows, &[NF4, FEED_FORWARD, "memory.dequantize=per_layer"]),
         (&all, experts, &full_rows, &[NORMS, "lora.dropout=0.1"]),
-        // some experts and the routers in full beside a 4-bit base; states on the host, which is the device here
+        // Some experts and the routers in full, with a 4-bit base; offloaded states stay in the same memory
+        // on the CPU.
         (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=none"]),
         (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=all", offload]),
         (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=none", "model.dtype=bf16"]),
@@ -234,7 +236,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, &everything, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", "model.dtype=bf16", offload]),
-        // weights and saved inputs on the host too
+        // Weights and saved layer inputs on the host.
         (&qwen3, FULL, &full_rows, &["memory.recompute=none", PARAMS]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", ON_HOST]),
         (&tied, FULL, &ragged, &["memory.recompute=all", "model.dtype=bf16", ON_HOST, "run.micro_rows=4"]),
@@ -312,7 +314,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&mixtral, &everything, &full_rows, &["memory.recompute=all"]),
         (&mixtral, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
         (&moe, experts, &full_rows, &["model.dtype=bf16", "memory.recompute=none"]),
-        // an expert that no token chooses is not dequantized: short documents leave none so
+        // Experts without tokens are not dequantized, so short documents are chosen to reach all experts.
         (&moe, experts, &short, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
         (&qwen3, LORA, &full_rows, &[LOAD, "memory.recompute=none"]),
         (&qwen3, LORA, &full_rows, &[LOAD, "memory.recompute=all", "lora.dora=true", "lora.dropout=0.1"]),
@@ -320,12 +322,12 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, experts, &full_rows, &[LOAD, "memory.recompute=all"]),
         (&qwen3, LORA, &full_rows, &[LOAD, NF4, "memory.recompute=none"]),
         (&qwen3, LORA, &full_rows, &[LOAD, "memory.recompute=2", PARAMS]),
-        // all experts for each token, side by side: what they share is there until the last of them
+        // All experts for every token, side by side: shared buffers live until the last expert.
         (&all, experts, &full_rows, &["memory.recompute=all", "lora.dropout=0.1"]),
         (&all, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
         (&all, experts, &full_rows, &["memory.recompute=all", "lora.dora=true", "lora.dropout=0.1"]),
     ];
-    // all of them, before any fails
+    // Runs all cases before it fails.
     let (mut table, mut wrong) = (String::new(), Vec::new());
     for (config, rules, lengths, set) in cases {
         let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;
@@ -343,7 +345,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         for (what, ours, theirs) in pairs.into_iter().chain(kept.map(|k| (k, "planned", "measured"))) {
             let of = |table: &str| end["memory"][table][what].as_f64().with_context(|| format!("no {what}"));
             let (planned, measured) = (of(ours)?, of(theirs)?);
-            // what is not tensors counts as frozen weights: tables of names and shapes
+            // Tables of names and shapes are counted as frozen weights.
             if (planned - measured).abs() > 0.015 * planned + 5e5 {
                 wrong.push(format!("{family} {set:?}, {what}: planned {planned}, measured {measured}"));
             }
@@ -354,8 +356,8 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     Ok(())
 }
 
-/// What each rank holds, and what comes to it from the others, is what the plan says of a rank: 1% apart at the most, and
-/// states, gradients and weights fall as one over the ranks where they are split.
+/// Memory and traffic per rank agree with the plan to 1%. Sharded states, gradients and weights shrink in
+/// proportion to the number of ranks.
 #[test]
 fn a_rank_holds_what_its_plan_says() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -382,7 +384,7 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
             let (planned, measured) = run(dir.path(), config, rules, &full_rows, &set)?;
             let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
             writeln!(table, "{apart:>6.2}% of {planned:>10} planned, {measured:>10} a rank  {set:?}")?;
-            // of several ranks, what the one took that took most
+            // With several ranks, this is the largest one.
             if apart.abs() > 1.0 {
                 wrong.push(format!("{set:?}: {apart:.2}%"));
             }
@@ -393,7 +395,7 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
             };
             for what in kept {
                 let (planned, measured) = (of("planned", what)?, of("measured", what)?);
-                // what is not tensors counts as frozen weights: tables of names and shapes
+                // Tables of names and shapes are counted as frozen weights.
                 let rest = if what == "frozen_weights" { 5e5 } else { 1e4 };
                 if (planned - measured).abs() > 0.01 * planned + rest {
                     wrong.push(format!("{set:?}, {what}: planned {planned}, measured {measured}"));
@@ -429,7 +431,7 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     Ok(())
 }
 
-/// The linears of a 4-bit base take 4.13 bits a value at the most, in the plan and in the run.
+/// Linear layers of a 4-bit base take at most 4.13 bits per value, in plan and run.
 #[test]
 fn a_4_bit_base_takes_what_its_plan_says() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -446,20 +448,20 @@ fn a_4_bit_base_takes_what_its_plan_says() -> Result<()> {
     let rest = planned(&["embedding", "head", "norms"]);
     let measured = end["memory"]["measured"]["frozen_weights"].as_f64().context("not measured")?;
     let bits = 8.0 * (measured - rest) / values;
-    // 0.2 MB of tables of names and shapes are not weights
+    // 0.2 MB of tables of names and shapes are not weights.
     ensure!(bits <= 4.13 + 8.0 * 2e5 / values && bits >= 4.1, "measured {bits} bits");
     Ok(())
 }
 
-/// The process of the run that just ended, beyond what it held before loading, and what its plan said of it.
+/// Memory of the process in the last run, minus the usage before loading, and the planned value.
 fn process(dir: &Path) -> Result<(u64, u64)> {
     let (start, end) = (event(dir, "start")?, event(dir, "end")?);
     let of = |v: &Value, key: &str| v[key].as_u64().with_context(|| format!("no {key}"));
     Ok((of(&start["plan"], "peak_device_bytes")?, of(&end["memory"], "process_bytes")?))
 }
 
-/// Rows that are one token over and over send all tokens to the same experts: the run takes no more than its plan
-/// reserves for that.
+/// Rows of one repeated token route all tokens to the same experts. The run stays within the routing
+/// reserve of the plan.
 #[test]
 fn uneven_routing_takes_no_more_than_its_reserve() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -473,7 +475,7 @@ fn uneven_routing_takes_no_more_than_its_reserve() -> Result<()> {
         (experts, &["memory.recompute=none", "lora.dora=true", "lora.dropout=0.1"]),
         (some, &["memory.recompute=all", "run.micro_rows=4", NF4]),
     ] {
-        // what says the same token again says so in one document
+        // The repeated token fills one document.
         let (planned, measured) = run_rows(dir.path(), &moe, rules, &[512; 4], set, |_, _| 7)?;
         let start = event(dir.path(), "start")?;
         let reserve = start["plan"]["device"]["routing_reserve"].as_u64().unwrap_or(0);
@@ -487,8 +489,8 @@ fn uneven_routing_takes_no_more_than_its_reserve() -> Result<()> {
     Ok(())
 }
 
-/// Where some experts have more tokens than others, what the largest take while they are computed is more than of an even
-/// spread, most of all with DoRA and dropout: it lies between the plan and its reserve.
+/// With uneven routing, the largest experts need more memory than with even routing, most of all with DoRA
+/// and dropout. The peak lies between the plan and the plan plus reserve.
 #[test]
 fn some_uneven_routing_takes_a_part_of_the_reserve() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -503,7 +505,7 @@ fn some_uneven_routing_takes_a_part_of_the_reserve() -> Result<()> {
     Ok(())
 }
 
-/// A step of many rows takes no more than one of few: micro-batches are made when they are needed.
+/// A step of many rows needs no more memory than a step of few, because micro-batches are built on demand.
 #[test]
 fn rows_of_a_step_are_made_as_they_are_needed() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -516,14 +518,14 @@ fn rows_of_a_step_are_made_as_they_are_needed() -> Result<()> {
     (tiny["num_key_value_heads"], tiny["head_dim"], tiny["vocab_size"]) = (json!(1), json!(16), json!(64));
     let rows = |n: &str| run_rows(dir.path(), &tiny, LORA, &[512; 4], &[n], |i, k| (i * 7 + k) % 64);
     let (few, many) = (rows("run.batch_rows=2")?, rows("run.batch_rows=1024")?);
-    // shuffled in two epochs, not one
+    // Shuffled in two epochs.
     ensure!(few.0.abs_diff(many.0) < 1 << 10, "{few:?} {many:?}");
-    // their collated tokens alone would be 16 MB
+    // The collated tokens alone would take 16 MB.
     ensure!(many.1 < few.1 + (1 << 18), "{few:?} {many:?}");
     Ok(())
 }
 
-/// A budget decides how much is recomputed, the run keeps within it, and its weights are the same bits.
+/// The budget determines the number of recomputed layers. The run stays within it, with the same bits.
 #[test]
 fn a_run_obeys_its_budget() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -538,13 +540,13 @@ fn a_run_obeys_its_budget() -> Result<()> {
         let tight = least + (most - least) * tenths / 10;
         let (_, measured) = peak(&format!("memory.budget={tight}"))?;
         let (planned, process) = process(dir.path())?;
-        // the allocator's part is in the budget too, to half a percent: what small blocks take differs from run to run
+        // Includes allocator overhead, to 0.5%, because small blocks vary between runs.
         let within = tight + tight / 200;
         ensure!(
             planned <= tight && measured < process && process <= within,
             "{planned} {process} of {tight}"
         );
-        // a layer saves 14 MiB
+        // A layer saves 14 MiB of activations.
         ensure!(planned > tight - (15 << 20), "more was recomputed than had to be: {planned} of {tight}");
         ensure!(adapter()? == free, "the recompute level changed the result");
     }
@@ -559,15 +561,15 @@ fn a_run_obeys_its_budget() -> Result<()> {
     Ok(())
 }
 
-/// What a run chose, by key.
+/// Choices of the plan in a run, by key.
 fn chosen(dir: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(dir.join("out/metrics.jsonl"))?;
     let start: Value = serde_json::from_str(text.lines().next().context("no line")?)?;
     Ok(start["plan"]["choices"].clone())
 }
 
-/// With less memory the logits come in smaller chunks and micro-batches in fewer rows, layers are recomputed; the run
-/// takes what was planned for that, and what trains has the same bits where the micro-batch is the same.
+/// With less memory, logit chunks and micro-batches shrink and layers are recomputed. The run needs the
+/// planned memory, and gives the same bits for the same micro-batch size.
 #[test]
 fn a_run_makes_do_with_what_there_is() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -597,7 +599,7 @@ fn a_run_makes_do_with_what_there_is() -> Result<()> {
     Ok(())
 }
 
-/// `ft plan` needs the config alone, prints before it fails, and fails with 8.
+/// `ft plan` needs only the config, prints the plan before it fails, and exits with 8.
 #[test]
 fn plan_prints_and_says_by_its_exit_code_whether_it_fits() -> Result<()> {
     let plan = |set: &[&str]| {

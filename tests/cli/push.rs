@@ -1,4 +1,4 @@
-//! `ft push` as far as it goes without a hub: the card, the files, what is refused.
+//! `ft push` up to the upload: model card, files, refusals.
 
 use super::world::{World, recipe, reference, repository};
 use std::os::unix::fs::symlink;
@@ -8,7 +8,7 @@ fn the_card_says_what_the_run_was() {
     let w = World::new();
     let base = reference("qwen3-dense/model");
     let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\n";
-    // paths that are nobody's business
+    // Private paths.
     let rows = w.path("private/rows.jsonl").display().to_string();
     w.write("private/rows.jsonl", w.read("rows.jsonl"));
     w.write(
@@ -19,7 +19,7 @@ fn the_card_says_what_the_run_was() {
     );
     let output = format!("run.output={:?}", w.path("a"));
     w.ok(&["run", "r.toml", &output]);
-    // the run has left one, which does not know where it will go
+    // The run wrote a card without the name of a repository.
     let left = String::from_utf8(w.read("a/adapter/README.md")).expect("text");
     assert!(left.contains("| steps | 6 |") && left.contains("OWNER/r"), "{left}");
     w.write("a/adapter/notes.txt", "mine");
@@ -60,7 +60,7 @@ fn the_card_says_what_the_run_was() {
     let r = w.ok(&["push", &format!("a/checkpoints/{step}"), "me/pirate", "--dry-run"]);
     assert!(r.out.contains("| steps | 6 |") && r.err.contains("adapter_model.safetensors: "), "{}", r.err);
 
-    // a base of the hub, and a card of one's own
+    // A base on the hub, and a custom card.
     let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
     w.write("a/adapter/adapter_config.json", config.replace(&base, "Qwen/Qwen3-0.6B"));
     let r = w.ok(&["push", "a/adapter", "me/pirate", "--dry-run"]);
@@ -68,7 +68,7 @@ fn the_card_says_what_the_run_was() {
     assert!(r.out.contains("| steps | 6 |") && !r.err.contains("no repository of the hub"), "{}", r.err);
     w.write("a/adapter/README.md", "# my words\n");
     assert_eq!(w.ok(&["push", "a", "me/pirate", "--dry-run"]).out, "# my words\n");
-    // which a longer run keeps
+    // A longer run keeps the custom card.
     w.ok(&["run", "--resume", "r.toml", &output, "run.steps=7", "--accept-change", "run.steps"]);
     assert_eq!(w.read("a/adapter/README.md"), b"# my words\n");
 }

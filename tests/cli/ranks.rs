@@ -1,25 +1,26 @@
-//! Runs on several ranks: the same whatever is split, and as one rank would do it.
+//! Runs on several ranks: results do not depend on sharding, and agree with one rank.
 
 use super::resume::killed;
 use super::split::{ADAPTERS, MIXTURE, apart, ends, world};
 use super::world::{FULL, LORA, World, repository};
 
-/// Runs with settings, and gives the last checkpoint's weights and moments, and the result.
+/// Runs with settings. Returns the result, and weights and moments of the last checkpoint.
 #[track_caller]
 fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
     ends(w, run)
 }
 
-/// A step's number, and what it told, by bits.
+/// Step number and metrics, as bits.
 type Step = (u64, u64, u64, u64);
 
-/// Losses, gradient norms and evaluations of a run, to the bit.
+/// Losses, gradient norms and evaluations of a run, bit for bit.
 fn told(w: &World, run: &str) -> (Vec<Step>, Vec<String>) {
     (w.steps(run), w.events(run, "eval").iter().map(|e| e["loss"].to_string()).collect())
 }
 
-/// What ranks split, and how many there are, changes no bit; one rank, which sums inside of its products, is within 1e-6.
+/// Sharding and the number of ranks change no bit. One rank sums gradients within products, and agrees to
+/// 1e-6.
 #[test]
 fn stages_and_ranks_have_the_same_bits() {
     for (rules, set) in [
@@ -46,7 +47,7 @@ fn stages_and_ranks_have_the_same_bits() {
             let (first, one) = told(&w, "run-2-0");
             assert_eq!(evals, one, "{set:?}");
             assert!(ranks == 4 || steps == first, "{set:?}: stage {zero} tells something else");
-            // where a gradient overflows, a step is gone through again
+            // In f16, a step is repeated after an overflow.
             if !set.contains(&"model.dtype=f16") {
                 let run = format!("run-{ranks}-{zero}");
                 let planned =
@@ -61,7 +62,7 @@ fn stages_and_ranks_have_the_same_bits() {
         }
         let one = run(1, 0);
         let half = set.iter().any(|s| s.contains("f16"));
-        // in half precision a last bit of a gradient may be another value of a weight
+        // In half precision, the last bit of a gradient may change a weight.
         let bar = if half { 2e-2 } else { 1e-6 };
         let far = apart(&want[0], &one[0]);
         eprintln!("{set:?}: {far:.1e} from one rank");
@@ -76,7 +77,7 @@ fn stages_and_ranks_have_the_same_bits() {
     }
 }
 
-/// A checkpoint is of the run, and not of its ranks: another number of them goes on with the same bits.
+/// A checkpoint does not depend on ranks: a run resumes on another number of ranks with the same bits.
 #[test]
 fn a_run_goes_on_with_other_ranks() {
     for rules in [FULL, LORA, MIXTURE] {
@@ -100,7 +101,7 @@ fn a_run_goes_on_with_other_ranks() {
             assert!(bits(&w, "again", &back) == whole, "{ranks} {zero}");
             assert_eq!(w.steps("again").last(), steps.last());
         }
-        // down to one rank: what is loaded is what was saved
+        // Down to one rank: the loaded values equal the saved ones.
         let back = [&["--resume"][..], &set("parallel.data=1", "parallel.zero=0")].concat();
         bits(&w, "again", &back);
         let first = |run: &str| w.read(&format!("{run}/checkpoints/step-00000004/weights.safetensors"));
@@ -108,8 +109,8 @@ fn a_run_goes_on_with_other_ranks() {
     }
 }
 
-/// Killed at any moment, and going on with other ranks and stages each time, a run ends as one that was not. `FT_KILLS`
-/// sets how often.
+/// A run killed at random moments, and resumed with other ranks and stages, ends like an uninterrupted run.
+/// `FT_KILLS` sets the number of kills.
 #[test]
 fn killed_with_ranks_it_ends_the_same() {
     let w = world(FULL);
@@ -127,7 +128,7 @@ fn killed_with_ranks_it_ends_the_same() {
     killed(&w, ("killed", kills, 3), &args, &|| assert!(ends(&w, "killed") == whole));
 }
 
-/// What one rank finds wrong ends the run as it does on one: with its code, before anything is updated.
+/// An error on one rank ends the run as on a single rank: same exit code, before any update.
 #[test]
 fn what_is_wrong_on_one_rank_ends_the_run() {
     let w = world(FULL);
@@ -139,8 +140,8 @@ fn what_is_wrong_on_one_rank_ends_the_run() {
     }
 }
 
-/// Where ranks split the weights, the first alone still answers and checks the result; and what was trained goes on, is
-/// evaluated and asked as that of any run.
+/// With sharded weights, the first rank alone can generate and check the result. The result works like any
+/// other: it can be trained further, evaluated and asked.
 #[test]
 fn what_is_split_is_whole_again() {
     let w = World::new();
@@ -167,7 +168,7 @@ fn what_is_split_is_whole_again() {
         let own = [own[0].as_str(), own[1].as_str()];
         let out = format!("run.output={}", w.path(&first).display());
         w.ok(&[&["run", &quickstart, &out][..], &set, &own].concat());
-        // and from there on
+        // And resumed from there.
         let (out, init) = (
             format!("run.output={}", w.path(&second).display()),
             format!("lora.init={}", w.path(&first).join("adapter").display()),

@@ -1,5 +1,5 @@
-//! Learning rates: by method, on the screen before a run starts, in the plan, in the metrics, and in what a resume
-//! compares.
+//! Learning rates by method: on the screen before a run, in the plan, in the metrics, and in the identity
+//! for a resume.
 
 use super::world::{World, recipe};
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ fn is(found: &[(String, f64)], want: &[(&str, f64)]) -> bool {
         && found.iter().zip(want).all(|((m, lr), (method, x))| m == method && (lr - x).abs() <= 1e-12 * x)
 }
 
-/// A rule in full takes nothing from the default of LoRA, and all of them say so before the run.
+/// A rule in full does not use the default for LoRA. All subcommands show the rates before the run.
 #[test]
 fn every_learning_rate_is_told() {
     let w = world(MIXED, "");
@@ -66,14 +66,14 @@ fn every_learning_rate_is_told() {
     assert_eq!(step["lr"], 2e-4);
     assert_eq!(step["learning_rates"], json!([2e-4, 1e-4, 1e-5]));
 
-    // with one rate there is nothing more to tell
+    // With a single rate, the table is omitted.
     let w = world("[[train]]\nmodules = [\"mlp\"]\n", "lr = 3e-3");
     w.ok(&["run", "r.toml"]);
     let step = &w.events("runs/r", "step")[0];
     assert!(step["lr"] == 3e-3 && step["learning_rates"].is_null(), "{step}");
 }
 
-/// The rates are those of the updates: each method alone gives the weights that it has in the mixture.
+/// Every rate is used in the update: each method alone gives the same weights as in the combination.
 #[test]
 fn each_tensor_moves_by_its_own_rate() {
     let first = |rules: &str, set: &[&str]| {
@@ -94,7 +94,7 @@ fn each_tensor_moves_by_its_own_rate() {
     assert!(mixed[0] != first(MIXED, &["optimizer.lr=1e-5"])[0]);
 }
 
-/// What the default is belongs to a run: to write it down is no change, and another one is.
+/// The default rate is part of the identity: writing it into the recipe changes nothing, another rate does.
 #[test]
 fn a_resume_knows_the_rates() {
     let w = world(MIXED, "");
@@ -108,7 +108,7 @@ fn a_resume_knows_the_rates() {
     assert!(r.code == 2 && r.err.contains("optimizer.lr: was (default: full 1e-5, lora 2e-4)"), "{}", r.err);
 }
 
-/// Without rules, what an adapter holds trains by the same defaults.
+/// Without rules, the modules of an adapter train with the same defaults.
 #[test]
 fn an_adapter_brings_its_methods() {
     let w = world(MIXED, "");
@@ -119,14 +119,15 @@ fn an_adapter_brings_its_methods() {
     assert!(is(&rates(&plan["learning_rates"]), &want), "{plan}");
     w.ok(&["run", "b.toml"]);
     assert!(is(&rates(&w.events("runs/b", "start")[0]["learning_rates"]), &want));
-    // a rate that one of them would have to rise to
+    // A final rate above one of the peak rates.
     for verb in ["check", "plan", "run"] {
         let r = w.ft(&[verb, "b.toml", "optimizer.min_lr=1e-4", "run.output=c"]);
         assert!(r.code == 2 && r.err.contains("min_lr"), "{verb}: {} {}", r.code, r.err);
     }
 }
 
-/// LoRA+: an update of B is as many times as long, and no other one is. In the first, from B = 0, A has no gradient.
+/// LoRA+: updates of B are larger by the ratio, other updates are not. In the first step, B = 0, so A has
+/// no gradient.
 #[test]
 fn the_factor_of_b_is_of_b_alone() {
     let w = world("[[train]]\nmodules = [\"mlp\"]\n", "lr = 1e-3");

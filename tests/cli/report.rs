@@ -1,4 +1,4 @@
-//! `ft report` on real runs, and what `ft bench` says.
+//! `ft report` on real runs, and output of `ft bench`.
 
 use super::world::{LORA, World, recipe};
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ fn report_of_a_run() {
     assert_eq!((r.out.as_str(), r.err.as_str()), ("runs/r/report.html\n", ""));
     let html = page(&w, "runs/r/report.html");
     says(&html, &["finished: 6 steps", "evaluation loss", "weights that train", "moments", "run r.toml"]);
-    // what the engine recorded: each group with both sides, nothing far from its plan
+    // Recorded memory: every group is planned and measured, and close to the plan.
     let start = w.events("runs/r", "start").remove(0);
     for key in ["command", "time", "threads", "system", "name"] {
         assert!(!start[key].is_null(), "no {key}");
@@ -53,7 +53,7 @@ fn report_of_a_run() {
     }
 }
 
-/// A run that stops by itself says why, and a resume takes that back.
+/// A run that stops by itself records the reason; a resume clears it.
 #[test]
 fn report_of_a_run_that_stopped() {
     let w = world();
@@ -102,7 +102,7 @@ fn bench_tells_time_and_memory_by_part() {
     let share =
         number(&j["flops_per_step"]) / number(&j["fastest_step_seconds"]) / number(&j["matmul_flops"]);
     assert!((number(&j["share_of_matmul"]) / share - 1.0).abs() < 1e-9);
-    // a model this small is far from the speed of a large product
+    // A model this small is far below the speed of a large product.
     assert!(share > 0.0 && share < 1.0, "{share}");
     let sum = |side: &str| -> u64 {
         j["memory"][side].as_object().expect("a table").values().filter_map(Value::as_u64).sum()

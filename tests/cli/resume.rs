@@ -1,4 +1,4 @@
-//! A run that was killed, stopped or restarted ends as one that was not.
+//! A run that was killed, stopped or restarted ends like an uninterrupted run.
 
 use super::world::{Dice, FULL, LORA, World, content, recipe, reference};
 use rustix::process::{Pid, Signal, kill_process};
@@ -6,9 +6,9 @@ use serde_json::json;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// Waits until a run has as many steps in its metrics; false when the process ended before.
+/// Waits until a run has recorded a number of steps. Returns false if the process ended before.
 fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
-    // the limit only ends a test that hangs
+    // The limit only ends a hanging test.
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(120) {
         if w.events(run, "step").len() >= steps {
@@ -22,9 +22,9 @@ fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
     panic!("{run} does not come to step {steps}");
 }
 
-/// Kills a run `times` times at moments that dice choose, and goes on with a round's arguments each time; some kills come
-/// while it starts, the others somewhere in or after a step. One that gets through on a busy machine must have ended as
-/// `ended` says, and begins anew; so must the run in the end.
+/// Kills a run `times` times at random moments and resumes it with the arguments of the round. Some kills
+/// hit the start, some hit a step. If a run completes first on a busy machine, the result must satisfy
+/// `ended`, and the run starts over; so must the final run.
 pub fn killed<'a>(
     w: &World,
     (run, times, seed): (&str, usize, u64),
@@ -61,7 +61,7 @@ fn signal(child: &mut Child, signal: Signal) -> Option<i32> {
 
 const STEPS: usize = 60;
 
-/// Experts and routers in full beside a 4-bit base.
+/// Experts and routers in full, with a 4-bit base.
 const FOUR_BIT: &str = r#"
 quantize = "nf4"
 [[train]]
@@ -102,7 +102,7 @@ fn same_end(w: &World, run: &str, result: &str) {
     }
 }
 
-/// A run on a 4-bit base goes on with its states now on the device, now on the host: checkpoints are the same.
+/// A run on a 4-bit base resumes with offloaded or local states; checkpoints are the same.
 #[test]
 fn killed_ten_times_it_ends_the_same() {
     let adapter = "adapter/adapter_model.safetensors";
@@ -136,7 +136,7 @@ fn signals_save_first() {
         assert!(done < STEPS, "the run was over before the signal");
         assert_eq!(w.checkpoints("stopped").last(), Some(&format!("step-{done:08}")));
     }
-    // what decides the numbers may not change, unless it is said
+    // Settings that affect the result may change only with `--accept-change`.
     let lr = "optimizer.lr=2e-2";
     let r = w.ft(&[&args[..], &[lr]].concat());
     assert_eq!(r.code, 2, "{}", r.err);
@@ -150,12 +150,12 @@ fn signals_save_first() {
     let r = w.ft(&[&args[..], &["data.train.0.source=rows2.jsonl"]].concat());
     assert!(r.code == 2 && r.err.contains("hash.data"), "{}", r.err);
     assert!(before == content(&w.path("stopped/checkpoints")));
-    // without --resume nothing is overwritten
+    // Without `--resume`, nothing is overwritten.
     let r = w.ft(&args[..4]);
     assert!(r.code == 2 && r.err.contains("--overwrite"), "{}", r.err);
     assert!(before == content(&w.path("stopped/checkpoints")));
 
-    // the same rows in a file of another name are the same data
+    // The same rows in a renamed file are the same data.
     w.write("renamed.jsonl", w.read("rows.jsonl"));
     w.ok(&[&args[..], &["data.train.0.source=renamed.jsonl"]].concat());
     same_end(&w, "stopped", "adapter/adapter_model.safetensors");
@@ -166,12 +166,12 @@ fn signals_save_first() {
     same_end(&w, "stopped", "adapter/adapter_model.safetensors");
 }
 
-/// What the plan chose when the run began holds for its whole life, whatever memory there is later: before the first
-/// checkpoint it stands in the run folder's recipe.
+/// Choices of the first plan hold for the whole run, even if memory changes. Before the first checkpoint,
+/// they are read from the resolved recipe in the run folder.
 #[test]
 fn a_resumed_run_keeps_its_micro_batches() {
     let w = World::new();
-    // blocks so wide that the rows of a micro-batch count
+    // Layers so wide that the rows of a micro-batch matter.
     w.config("tiny", json!({"intermediate_size": 9000}));
     w.write("r.toml", recipe(LORA));
     let rows = |run: &str| {
@@ -193,7 +193,7 @@ fn a_resumed_run_keeps_its_micro_batches() {
             std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
         }
         if left == 0 {
-            // as a run that was killed before its first checkpoint leaves it
+            // The state of a run killed before the first checkpoint.
             std::fs::remove_dir_all(w.path("again/adapter")).expect("removed");
             std::fs::remove_file(w.path("again/metrics.jsonl")).expect("removed");
         }
@@ -207,7 +207,7 @@ fn a_resumed_run_keeps_its_micro_batches() {
         let adapter = "adapter/adapter_model.safetensors";
         assert!(w.read(&format!("whole/{adapter}")) == w.read(&format!("again/{adapter}")), "{left}");
     }
-    // a recipe that now names another number is another run
+    // Another explicit number makes another run.
     let mut named = args("run.output=again", begun);
     named[2] = "run.micro_rows=1";
     std::fs::remove_dir_all(w.path("again/checkpoints/step-00000006")).expect("removed");
@@ -215,8 +215,8 @@ fn a_resumed_run_keeps_its_micro_batches() {
     assert!(r.code == 2 && r.err.contains("run.micro_rows: was "), "{}", r.err);
 }
 
-/// Resumed with less memory than it began with, a run keeps its micro-batches and recomputes more, and its result has
-/// the same bits; with too little for that it says so, and what was saved stays.
+/// With less memory than at the start, a resumed run keeps the micro-batches and recomputes more, with the
+/// same bits. If this does not suffice, it fails with an error and keeps the checkpoints.
 #[test]
 fn a_run_goes_on_with_less_memory() {
     let w = World::new();
@@ -234,7 +234,7 @@ fn a_run_goes_on_with_less_memory() {
     let (began, adapter) = (chosen("whole", "start"), "adapter/adapter_model.safetensors");
     let rows = format!("run.micro_rows={}", began["micro_rows"]["value"]);
     assert_eq!(began["recompute"]["value"], 0, "{began}");
-    // what its micro-batches take at the least
+    // Minimum memory for the micro-batches.
     let p = w.ok(&["plan", "r.toml", &rows, "memory.recompute=all", "memory.budget=8GiB", "--json"]);
     let p: serde_json::Value = serde_json::from_str(&p.out).expect("JSON");
     let least = p["device"]["total"].as_u64().expect("bytes");
@@ -275,7 +275,7 @@ fn an_accepted_change_goes_on() {
     assert_eq!(w.checkpoints("a").last().map(String::as_str), Some("step-00000008"));
 }
 
-/// Weights with which the loss overflows: exit 6, the tensors and rows by name, and every checkpoint as it was.
+/// An overflowing loss: exit code 6, names of tensors and rows, and unchanged checkpoints.
 #[test]
 fn nothing_that_is_not_finite_reaches_a_weight() {
     let w = World::new();
@@ -324,7 +324,7 @@ fn nothing_that_is_not_finite_reaches_a_weight() {
             "{kept} changed"
         );
     }
-    // an evaluation has no step to name
+    // An evaluation alone has no step number.
     let r = w.ft(&["eval", "r.toml", "model.source=broken"]);
     assert!(r.code == 6 && r.err.contains("not finite"), "{}", r.err);
 }

@@ -1,4 +1,5 @@
-//! Room: what a run is refused for before it writes, lengths that plans remember, and memory that runs out.
+//! Limits of memory and disk: refusals before anything is written, cached lengths for plans, and
+//! out-of-memory errors.
 
 use super::world::{LORA, Ran, World, recipe, rows};
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ fn plan(w: &World, set: &[&str]) -> Value {
     serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err))
 }
 
-/// A run whose checkpoints fit no disk says so by name and writes nothing at all.
+/// A run with checkpoints larger than the disk is refused by key, and nothing is written.
 #[test]
 fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     let w = world();
@@ -42,7 +43,7 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
         |keep: usize| plan(&w, &[&others[..], &[&format!("run.keep={keep}")]].concat())["fits"] == true;
     assert!(with(keep) && !with(keep + 1), "{hint}");
 
-    // and by a budget of the recipe's own, which what is planned just fits; tokens are kept by now
+    // A budget equal to the planned total passes, and one byte less is refused. Tokens are cached by now.
     w.ok(&["check", "r.toml"]);
     let p = plan(&w, &["memory.disk_budget=1TiB"]);
     let all = p["disk"]["total"].as_u64().expect("a sum");
@@ -51,7 +52,7 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     let less = format!("memory.disk_budget={}B", all - 1);
     assert_eq!(w.ft(&["run", "r.toml", "run.output=runs/other", &less]).code, 8);
     assert!(!w.path("runs/other").exists());
-    // what an earlier run left counts as room, and is not enough; refused, so that it is there
+    // Leftovers of an earlier run count as free space, but do not suffice. They survive the refusal.
     assert_eq!(w.ft(&["run", "r.toml", "--overwrite", "memory.disk_budget=1B"]).code, 8);
     assert!(w.path("runs/r/adapter").is_dir());
     let host = w.ft(&["run", "r.toml", "--overwrite", "memory.host_budget=1MiB", "memory.budget=1GiB"]);
@@ -59,7 +60,7 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     assert!(host.err.contains("host memory"), "{}", host.err);
 }
 
-/// What is planned for the run folder is what is there at its fullest, to 2%.
+/// The planned disk usage of a run folder agrees with the maximum to 2%.
 #[test]
 fn the_planned_files_are_the_files() {
     let w = world();
@@ -73,15 +74,15 @@ fn the_planned_files_are_the_files() {
     let near = |planned: &Value, found: u64| {
         let planned = planned.as_u64().expect("bytes") as f64;
         let apart = planned / found as f64 - 1.0;
-        // a mix of DoRA and LoRA writes magnitudes for all, which are not planned
+        // A mix of DoRA and LoRA writes unplanned magnitudes.
         assert!((-0.005..0.02).contains(&apart), "planned {planned}, found {found}: {apart:+.3}");
     };
-    // two stay; when the third and fourth were written there were three
+    // Two checkpoints are kept; while the third and fourth were written, there were three.
     near(&json!(p["disk"]["checkpoints"].as_u64().expect("bytes") / 3 * 2), size("runs/r/checkpoints"));
     near(&p["disk"]["result"], size("runs/r/adapter"));
 }
 
-/// `ft data` keeps lengths, `ft plan` uses them, and data that changes ends them.
+/// `ft data` caches lengths for `ft plan`; changed data invalidates them.
 #[test]
 fn plans_know_data_that_was_read() {
     let w = world();
@@ -98,7 +99,7 @@ fn plans_know_data_that_was_read() {
     assert_eq!(after["epoch"]["rows"], 40);
     assert!(after["micro_batch"]["tokens"].as_u64() < before["micro_batch"]["tokens"].as_u64());
     assert!(text(&w).contains("40 samples in 40 rows"), "{}", text(&w));
-    // the run plans the same
+    // The run makes the same plan.
     w.ok(&[&["run", "r.toml"][..], &set].concat());
     let start = &w.events("runs/r", "start")[0];
     assert_eq!(start["plan"]["peak_device_bytes"], after["device"]["total"]);
@@ -108,12 +109,12 @@ fn plans_know_data_that_was_read() {
     assert_eq!(plan(&w, &set)["epoch"], Value::Null);
     w.ok(&[&["check", "r.toml"][..], &set].concat());
     assert_eq!(plan(&w, &set)["epoch"]["rows"], 41);
-    // tokens above the vocabulary would be found by the run: another model, other lengths
+    // Another vocabulary invalidates the lengths, because the run must check token ids again.
     w.config("tiny", json!({"vocab_size": 80}));
     assert_eq!(plan(&w, &set)["epoch"], Value::Null);
 }
 
-/// What does not fit is told once: what would make it fit with the result, one line of error.
+/// A plan that does not fit prints the remedies with the plan, and a single error line.
 #[test]
 fn hints_are_printed_once() {
     let w = world();
@@ -126,7 +127,7 @@ fn hints_are_printed_once() {
     assert!(r.err.contains("hint: "), "{}", r.err);
 }
 
-/// The command with so many MiB of addresses.
+/// Runs a command with a limit on address space, in MiB.
 fn limited(w: &World, mib: u64, args: &[&str]) -> Ran {
     let ft = w.command(args);
     let mut c = std::process::Command::new("sh");
@@ -141,7 +142,7 @@ fn limited(w: &World, mib: u64, args: &[&str]) -> Ran {
     super::world::ran(c.output().expect("started"))
 }
 
-/// A model of 0.8 billion weights, all zeros, which take no place on a disk that leaves holes; with the quickstart's tokenizer.
+/// A model of 0.8 billion zeros in sparse files, with the quickstart tokenizer.
 fn large(w: &World) {
     let (d, f, vocab) = (1024, 1 << 18, 1024);
     w.config(
@@ -185,7 +186,8 @@ fn large(w: &World) {
     file.set_len((bytes.len() + end) as u64).expect("a longer file");
 }
 
-/// A conversation with a model that does not fit is refused before the weights are read, with what it takes and what would fit.
+/// A chat with a model that does not fit is refused before weights are read, with the memory needed and a
+/// hint.
 #[test]
 fn a_chat_that_does_not_fit_is_refused_before_it_loads() {
     let w = World::new();
@@ -206,7 +208,8 @@ fn a_chat_that_does_not_fit_is_refused_before_it_loads() {
     assert!(!r.err.contains("loading"), "{}", r.err);
 }
 
-/// The system refuses memory in the middle of a run that its plan let through: exit 8, and what it was for.
+/// The system refuses memory during a run with a valid plan: exit code 8, and the purpose of the
+/// allocation.
 #[test]
 fn memory_that_runs_out_is_named() {
     let w = world();
@@ -225,7 +228,8 @@ fn memory_that_runs_out_is_named() {
         "memory.budget=64GiB",
         "run.steps=1",
     ];
-    // 8 layers with 2 x 64 MiB each of gates and ups alone: fewer addresses than that, and more than the weights
+    // 8 layers with 2 x 64 MiB of gate and up activations each. The address limit leaves room for the
+    // weights, but not for the activations too.
     let r = limited(&w, 1200, &[&["run", "r.toml", "--overwrite"][..], &set].concat());
     assert_eq!(r.code, 8, "{}", r.err);
     for said in [

@@ -1,4 +1,4 @@
-//! What must not change the numbers: recomputing, and the split into micro-batches.
+//! Results do not depend on recompute and micro-batches.
 
 use super::world::{FULL, LORA, World, recipe};
 use serde_json::json;

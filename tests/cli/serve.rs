@@ -1,4 +1,4 @@
-//! `ft serve` from outside, by plain HTTP.
+//! `ft serve` from outside, over plain HTTP.
 
 use super::server::{Server, ask, until};
 use super::verbs::quickstart;
@@ -12,9 +12,9 @@ fn question() -> Value {
     json!({"messages": [{"role": "user", "content": "What colour is the sky?"}], "temperature": 0})
 }
 
-/// The contents of the chunks of a stream, whose last says that it is done.
+/// Contents of the chunks in a stream. The last one signals the end.
 fn chunks(body: &str) -> Vec<Value> {
-    // chunked transfer: only the lines of events matter
+    // In chunked transfer, only event lines matter.
     let data: Vec<&str> = body.lines().filter_map(|l| l.strip_prefix("data: ")).collect();
     let (last, parts) = data.split_last().expect("events");
     assert_eq!(*last, "[DONE]");
@@ -50,7 +50,7 @@ fn it_answers_as_chat_does_whole_and_streamed() {
     assert_eq!(parts[parts.len() - 2]["choices"][0]["finish_reason"], "stop");
     assert_eq!(parts[parts.len() - 1]["usage"], *usage);
 
-    // a limit, and a text that ends it
+    // Token limit, and a stop text.
     let mut short = question();
     short["max_tokens"] = json!(2);
     let (_, answer) = s.post("/v1/chat/completions", short);
@@ -63,7 +63,7 @@ fn it_answers_as_chat_does_whole_and_streamed() {
     assert_eq!(answer["choices"][0]["message"]["content"], text.split(word).next().expect("a part"));
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
 
-    // a text that is continued, drawn twice from one seed
+    // A text completion, sampled twice with one seed.
     let drawn = || {
         let body =
             json!({"prompt": "The sky", "max_tokens": 12, "temperature": 1.5, "top_p": 0.9, "seed": 7});
@@ -127,13 +127,13 @@ fn what_is_wrong_has_openais_shape() {
     assert_eq!(s.ask("GET", "/v2/models", key, b"").0, 404);
     assert_eq!(s.ask("GET", "/v1/completions", key, b"").0, 405);
 
-    // an address that is taken
+    // Address in use.
     let port = s.address.rsplit(':').next().expect("a port").to_string();
     let r = w.ft(&["serve", &s.model, "--port", &port]);
     assert!(r.code == 2 && r.err.contains(&port) && r.err.contains("another port"), "{}", r.err);
 }
 
-/// The next in the queue does not wait for one that nobody reads.
+/// A client that disconnects does not block the queue.
 #[test]
 fn who_goes_away_is_not_answered_any_more() {
     let w = World::new();
@@ -149,7 +149,7 @@ fn who_goes_away_is_not_answered_any_more() {
     assert_eq!(s.interrupt(), Some(0));
 }
 
-/// An answer that fails is the client's; a server whose device still computes goes on.
+/// A failing answer returns an error to the client. The server continues as long as the device works.
 #[test]
 fn weights_that_have_diverged_fail_answers_and_not_the_server() {
     let w = World::new();
@@ -157,7 +157,7 @@ fn weights_that_have_diverged_fail_answers_and_not_the_server() {
     for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
         let mut bytes = std::fs::read(from.join(file)).expect("a file");
         if file.ends_with("safetensors") {
-            // the last norm's, in bf16: as large as a number can be
+            // Last norm weights at the largest bf16 number.
             let some = bytes.len() - 256;
             bytes[some..].fill(0x7f);
         }
@@ -172,7 +172,7 @@ fn weights_that_have_diverged_fail_answers_and_not_the_server() {
     assert_eq!(s.interrupt(), Some(0));
 }
 
-/// What a run answers, drawn, so that other weights say something else; and the step that it says it is of.
+/// A sampled answer of a run, to tell weights apart, and the reported step.
 fn answer(s: &Server) -> (String, String) {
     let body = json!({"prompt": "The sky", "temperature": 2, "seed": 5, "max_tokens": 15});
     let (status, answer) = s.post("/v1/completions", body);
@@ -181,13 +181,13 @@ fn answer(s: &Server) -> (String, String) {
     (text(&answer["choices"][0]["text"]).trim_end().to_string(), text(&answer["model"]))
 }
 
-/// The same of `ft chat`.
+/// The same with `ft chat`.
 fn said_by(w: &World, model: &str) -> String {
     let how = ["--raw", "--prompt", "The sky", "--temperature", "2", "--seed", "5", "--max-tokens", "15"];
     w.ok(&[&["chat", model][..], &how].concat()).out.trim_end().to_string()
 }
 
-/// A run of the quickstart whose checkpoints say different things, and the folder `live` of one that has only begun.
+/// A quickstart run with distinguishable checkpoints, and the folder `live` of a run that has just begun.
 fn begun(w: &World, full: bool) {
     quickstart(w);
     if full {
@@ -207,7 +207,7 @@ fn checkpoint(step: u64) -> String {
     format!("checkpoints/step-{step:08}")
 }
 
-/// Gives the run that has only begun the checkpoint of a step, as a run does: marked when all is there.
+/// Copies a checkpoint into the new run, with the completion marker last.
 fn save(w: &World, step: u64) {
     let (from, to) = (format!("o/{}", checkpoint(step)), format!("live/{}", checkpoint(step)));
     let files = ["state.json", "weights.safetensors", "optimizer.safetensors", "manifest.json", "COMPLETE"];
@@ -235,7 +235,7 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     save(&w, 2);
     is(&two, 2);
 
-    // an answer ends with the weights that it began with
+    // An answer ends with the weights it began with.
     let body = json!({"model": "live", "prompt": "a", "temperature": 2, "seed": 1, "stream": true, "max_tokens": 200});
     let stream = || s.open("POST", "/v1/completions", "", body.to_string().as_bytes());
     let text = |body: &str| {
@@ -254,7 +254,7 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     assert_eq!(text(&(String::from_utf8(first).expect("text") + &rest)), text(&whole));
     is(&four, 4);
 
-    // one that is broken is told, and what was there stays; older ones do not come back
+    // A broken checkpoint is reported, and the loaded one stays; older ones are not loaded again.
     save(&w, 6);
     let name = format!("live/{}/weights.safetensors", checkpoint(6));
     let mut bytes = w.read(&name);
@@ -271,7 +271,7 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     let said = String::from_utf8(w.read("said")).expect("text");
     assert_eq!(said.matches("not taken up, and step 4 answers").count(), 1, "{said}");
     assert!(said.contains("its hash differs") && said.contains("step 4 answers"), "{said}");
-    // nor is one whose files go while it is looked at
+    // A checkpoint deleted during reading is skipped.
     std::fs::remove_file(w.path(&name)).expect("removed");
     is(&four, 4);
     remove(6);
@@ -279,14 +279,14 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     save(&w, 6);
     is(&six, 6);
 
-    // of a run that has ended, the step of its result
+    // For a finished run, the step of the result.
     save(&w, 4);
     is(&six, 6);
     let metrics = String::from_utf8(w.read("live/metrics.jsonl")).expect("text");
     w.write("live/metrics.jsonl", format!("{metrics}{}\n", json!({"event": "end", "of_step": 4})));
     is(&four, 4);
 
-    // another run in the same folder is another model
+    // Another run in the same folder is another model.
     let recipe = String::from_utf8(w.read("live/recipe.toml")).expect("text");
     w.write(
         "live/recipe.toml",
@@ -312,7 +312,7 @@ fn what_trains_in_full_is_taken_up_too_and_may_stay_as_it_was() {
     assert_eq!(answer(&fixed), (two, "live".to_string()));
     drop((s, fixed));
 
-    // one that has ended is its result, and a server may end with whoever started it
+    // A finished run serves the result. A server may end with its parent.
     let mut ended = Server::of(&w, "o", &["--until-eof"]);
     assert_eq!(answer(&ended).1, "o");
     drop(ended.child.stdin.take());
@@ -329,7 +329,7 @@ fn what_trains_in_full_is_taken_up_too_and_may_stay_as_it_was() {
     }
 }
 
-/// A run of the quickstart with a server beside it; where it listens, and its process.
+/// A quickstart run with a server: address and process id.
 fn beside(w: &World, set: &[&str]) -> (Child, String, u32) {
     quickstart(w);
     let run = [
@@ -364,7 +364,7 @@ fn a_server_beside_a_run_answers_with_each_checkpoint_and_may_die() {
     assert_eq!(first % 5, 0);
     let later = until("later checkpoint", || Some(step()).filter(|s| *s > first));
     assert_eq!(later % 5, 0);
-    // what becomes of it is told, and does not concern the run
+    // Failures of the server are reported, and the run continues.
     std::process::Command::new("kill").args(["-9", &server.to_string()]).status().expect("sent");
     let ended = until("end of the server", || w.events("o", "serving_ended").into_iter().next());
     assert!(ended["why"].as_str().expect("why").contains("signal: 9"), "{ended}");
@@ -381,13 +381,13 @@ fn a_server_beside_a_run_ends_with_it() {
     let w = World::new();
     let (mut run, address, _) = beside(&w, &["run.steps=100000", "run.save_every=50"]);
     assert_eq!(ask(&address, "GET", "/v1/models", &Value::Null).expect("an answer").0, 200);
-    // however it ends
+    // For any kind of end.
     run.kill().expect("killed");
     run.wait().expect("ended");
     until("end of the server", || TcpStream::connect(&address).is_err().then_some(()));
     let said = String::from_utf8(w.read("o/serve.log")).expect("text");
     assert!(!said.contains("error"), "{said}");
-    // an address that is taken is told, and the run goes to its end
+    // An address in use is reported, and the run completes.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = format!("serve.port={}", taken.local_addr().expect("one").port());
     let set = [
@@ -426,7 +426,7 @@ fn a_server_that_has_no_place_is_refused() {
     }
     w.ok(&["check", "q.toml", "serve.devices=[\"cpu\"]"]);
 
-    // the plan has room for it
+    // The plan includes the server.
     let json = |set: &[&str]| -> Value {
         let r = w.ft(&[&["plan", "q.toml", "--json", "run.device=cpu"], set].concat());
         serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err))
@@ -458,7 +458,7 @@ fn a_server_that_has_no_place_is_refused() {
     let other = on_cuda("['cuda:1', 'cuda:2']", "memory.budget=500MiB");
     assert!(other.code == 8 && other.err.contains("the server beside it needs"), "{}", other.err);
     assert!(other.err.contains(" on each of cuda:1 and cuda:2, "), "{}", other.err);
-    // each device has a copy
+    // Every device has a copy.
     let server = |devices: &str| {
         let r = on_cuda(devices, "memory.budget=8GiB");
         let plan: Value = serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err));
@@ -471,6 +471,6 @@ fn a_server_that_has_no_place_is_refused() {
     let on_host = |server: &Value| server["host_bytes"].as_u64().expect("bytes");
     let process = 2 * on_host(&one) - on_host(&two);
     assert!(process > 0 && on_host(&two) > on_host(&one), "{one} {two}");
-    // that of a server on the CPU, without its process
+    // Memory of a server on the CPU, without its process.
     assert_eq!(on_host(&mixed), on_host(&two) + bytes - process);
 }

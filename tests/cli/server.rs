@@ -1,4 +1,4 @@
-//! `ft serve` as a process, and what asks it by plain HTTP.
+//! `ft serve` as a process, with a plain HTTP client.
 
 use super::world::{World, repository};
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-/// A server on the quickstart's model; it ends with the test.
+/// A server on the quickstart model, stopped at the end of the test.
 pub struct Server {
     pub child: Child,
     pub address: String,
@@ -19,7 +19,7 @@ impl Server {
         Self::of(w, &repository().join("data/model").display().to_string(), more)
     }
 
-    /// Of a model; what it says goes to `said`.
+    /// Starts a server for a model, with output to `said`.
     pub fn of(w: &World, model: &str, more: &[&str]) -> Self {
         let args = [&["serve", model, "--port", "0"][..], more].concat();
         let said = std::fs::File::create(w.path("said")).expect("a file");
@@ -43,12 +43,12 @@ impl Server {
             "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n",
             body.len()
         );
-        // a server that refuses may close before it has read all
+        // A refusing server may close the connection before it has read everything.
         let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
         stream
     }
 
-    /// Status and body.
+    /// Returns status and body.
     pub fn ask(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> (u16, String) {
         let mut text = String::new();
         self.open(method, path, headers, body).read_to_string(&mut text).expect("an answer");
@@ -69,7 +69,7 @@ impl Server {
     }
 }
 
-/// Asks a server, and gives status and body.
+/// Sends a request. Returns status and body.
 pub fn ask(address: &str, method: &str, path: &str, body: &Value) -> std::io::Result<(u16, Value)> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(Duration::from_secs(60)))?;
@@ -93,7 +93,7 @@ impl Drop for Server {
     }
 }
 
-/// Waits until something is there.
+/// Waits until a path exists.
 pub fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     for _ in 0..6000 {
         match look() {

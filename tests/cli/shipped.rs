@@ -1,9 +1,9 @@
-//! Every recipe in the binary passes with nothing but its model's config in the cache.
+//! All built-in recipes pass `ft check` with nothing but the config of the model in the cache.
 
 use super::world::{World, repository};
 use serde_json::{Value, json};
 
-/// The configs of the models that shipped recipes name, as published (what decides shapes and rotary embedding).
+/// Published configs of the models in built-in recipes (keys for shapes and rotary embeddings).
 fn config(id: &str) -> Value {
     let rope = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192});
@@ -42,7 +42,7 @@ fn config(id: &str) -> Value {
     }
 }
 
-/// Width, inner width, layers and heads; key/value heads.
+/// Hidden size, intermediate size, layers, heads; key-value heads.
 fn dense(family: &str, [hidden, inner, layers, heads]: [u64; 4], kv: u64, more: Value) -> Value {
     let mut raw = json!({"model_type": family, "hidden_size": hidden, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv});
@@ -50,7 +50,7 @@ fn dense(family: &str, [hidden, inner, layers, heads]: [u64; 4], kv: u64, more: 
     raw
 }
 
-/// Overrides that name the quickstart's rows by whole paths.
+/// Overrides with absolute paths to the quickstart rows.
 fn rows() -> [String; 2] {
     let rows = repository().join("data/quickstart").display().to_string();
     [format!("data.train.0.source={rows}/train.jsonl"), format!("data.eval.0.source={rows}/eval.jsonl")]
@@ -64,7 +64,7 @@ fn shipped_recipes_pass_without_the_weights() {
     let mut on_the_hub = 0;
     for shipped in ft::recipe::SHIPPED {
         if shipped.name.ends_with("quickstart") {
-            continue; // local, and checked whole elsewhere
+            continue; // local; covered by other tests
         }
         let recipe = ft::recipe::Recipe::parse(shipped.text, "r.toml", &[]).expect("a good recipe");
         let id = &recipe.model.source;
@@ -84,7 +84,7 @@ fn shipped_recipes_pass_without_the_weights() {
     assert!(on_the_hub >= 8);
 }
 
-/// Without even the config there is nothing to check the rules against, but the files are looked for.
+/// Without a config, rules are not checked, but data files are.
 #[test]
 fn without_a_config_the_rest_is_checked() {
     let w = World::new();

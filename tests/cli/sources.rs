@@ -1,4 +1,4 @@
-//! Sources that a recipe names in few words: formats by their rows, shares held out, weights.
+//! Short data sources: formats detected from rows, held-out shares, weights.
 
 use super::verbs::quickstart;
 use super::world::World;
@@ -30,7 +30,7 @@ fn a_format_is_found_and_said() {
     assert!(r.err.contains("data.train.0: texts.txt: format = \"text\", by its first row"), "{}", r.err);
     let resolved = String::from_utf8(w.read("o/recipe.toml")).expect("text");
     assert!(resolved.contains("format   = \"text\"") || resolved.contains("format = \"text\""), "{resolved}");
-    // the resume of a run whose recipe names it is the same run
+    // A resume with the explicit format is the same run.
     w.ok(&["run", "r.toml", "data.train.0.format=text", "--resume"]);
     for verb in ["check", "data", "run"] {
         let r = w.ft(&[verb, "r.toml", "data.train.0.source=pairs.jsonl", "run.output=p"]);
@@ -100,7 +100,7 @@ fn data_says_what_is_lost_and_what_is_in_both_parts() {
     );
     let r = w.ok(&["data", "d.toml", "--json"]);
     let said: serde_json::Value = serde_json::from_str(&r.out).expect("JSON");
-    // 350, 400, .. 550 lose 50, 100, .. 250
+    // 350, 400, .. 550 lose 50, 100, .. 250.
     let at =
         |max: u64| said["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max).cloned();
     assert_eq!(at(300), Some(json!({"max_length": 300, "tokens": 750, "samples": 5})), "{}", r.out);
@@ -110,13 +110,13 @@ fn data_says_what_is_lost_and_what_is_in_both_parts() {
     assert!(r.err.contains("1 of the 2 samples of the evaluation are in the training data too"), "{}", r.err);
     let shown = w.ok(&["data", "d.toml", "--rows", "0"]).out;
     assert!(shown.contains("before     min 100") && shown.contains("of 5 samples, as it is"), "{shown}");
-    // whole samples go: 350, 400, .. 550 of 3250 tokens
+    // Whole samples are dropped: 350, 400, .. 550 of 3250 tokens.
     let drop = "data.over_length=drop";
     let dropped = w.ok(&["data", "d.toml", "--json", drop]).out;
     let dropped: serde_json::Value = serde_json::from_str(&dropped).expect("JSON");
     let at = |max: u64| dropped["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max);
     assert_eq!(at(300), Some(&json!({"max_length": 300, "tokens": 2250, "samples": 5})), "{dropped}");
-    // and at 512 only that of 550
+    // At 512, only the sample of 550.
     assert_eq!(at(512), Some(&json!({"max_length": 512, "tokens": 550, "samples": 1})), "{dropped}");
     assert_eq!(dropped["tokens"], json!(1000), "what is left is what was not lost: {dropped}");
     let shown = w.ok(&["data", "d.toml", "--rows", "0", drop]).out;
@@ -136,7 +136,7 @@ fn what_a_folder_has_beside_its_rows_is_told_once() {
     w.write("rows/notes.md", "Not read.\n");
     let told =
         "data.train: not read of the folder \"rows\": 1 subfolder (more), 1 file of another kind (notes.md)";
-    // with tokens that are kept, and without
+    // With and without a token cache.
     for verb in ["check", "data", "run", "data"] {
         let r = w.ok(&[verb, "r.toml", "data.train.0.source=rows"]);
         assert_eq!(r.err.matches(told).count(), 1, "{verb}: {}", r.err);

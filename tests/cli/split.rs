@@ -1,4 +1,4 @@
-//! What ranks split, in tests.
+//! Helpers for tests of sharding.
 
 use super::world::{FULL, LORA, Ran, World, ran, recipe};
 use serde_json::{Value, json};
@@ -6,11 +6,12 @@ use std::net::TcpListener;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-/// What comes later than this does not come: far more than anything takes here, and less than the 600 s after which ranks
-/// that wait give up by themselves.
+/// Time limit for events: far more than anything takes here, and less than the 600 s after which waiting
+/// ranks give up.
 pub const LATE: Duration = Duration::from_secs(120);
 
-/// Experts and routers in full, beside a 4-bit base; with LoRA on attention, a loss on the routers, and states on the host.
+/// Experts and routers in full, on a 4-bit base, with LoRA on attention, a router loss, and states on the
+/// host.
 pub const MIXTURE: &str = r#"
 quantize = "nf4"
 [lora]
@@ -29,7 +30,7 @@ aux_loss = 0.01
 z_loss = 0.001
 "#;
 
-/// DoRA beside LoRA, which then gets magnitudes at which DoRA changes nothing; and on what units share.
+/// DoRA in combination with LoRA, which gets neutral magnitudes; also on weights shared by units.
 pub const ADAPTERS: &str = r#"
 [lora]
 rank = 2
@@ -40,7 +41,7 @@ dora = true
 modules = ["mlp", "head"]
 "#;
 
-/// What ranks that are processes train, and with what settings.
+/// Rules and settings for ranks in processes.
 pub const CASES: [(&str, &[&str]); 4] = [
     (FULL, &[]),
     (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
@@ -48,7 +49,7 @@ pub const CASES: [(&str, &[&str]); 4] = [
     (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
 ];
 
-/// A world with a recipe of 12 steps of four micro-batches, but for the last, which has two.
+/// A world with a recipe of 12 steps: four micro-batches per step, and two in the last one.
 pub fn world(rules: &str) -> World {
     let w = World::new();
     let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -60,7 +61,7 @@ pub fn world(rules: &str) -> World {
     w
 }
 
-/// A model with files, of one step in full, and a recipe that evaluates it before and after.
+/// A model on disk, trained in full for one step, and evaluated before and after.
 pub fn on_files(rules: &str, config: Value) -> World {
     let w = World::new();
     w.config("start", config);
@@ -74,13 +75,13 @@ pub fn on_files(rules: &str, config: Value) -> World {
     w
 }
 
-/// The losses of a run's evaluations.
+/// Evaluation losses of a run.
 #[track_caller]
 pub fn evals(w: &World, run: &str) -> Vec<f64> {
     w.events(run, "eval").iter().map(|e| e["loss"].as_f64().expect("a loss")).collect()
 }
 
-/// The last checkpoint's weights and moments, and the result.
+/// Result, and weights and moments of the last checkpoint.
 pub fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
     let newest = w.checkpoints(run).pop().expect("a checkpoint");
     let of = |f: &str| w.read(&format!("{run}/checkpoints/{newest}/{f}"));
@@ -89,7 +90,7 @@ pub fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
     vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
 }
 
-/// Relative L2 distance of the f32 values of two files of the same layout.
+/// Relative L2 distance of the f32 values in two files of the same layout.
 pub fn apart(a: &[u8], b: &[u8]) -> f64 {
     assert_eq!(a.len(), b.len());
     let data = |f: &[u8]| -> Vec<f64> {
@@ -104,12 +105,12 @@ pub fn apart(a: &[u8], b: &[u8]) -> f64 {
     norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
-/// A run's processes as `torchrun` starts them, each with its number; `ranks` of them start, of `world`.
+/// Starts `ranks` processes of a world of size `world`, like `torchrun`.
 pub fn launch(w: &World, ranks: &[usize], world: usize, args: &[&str]) -> Vec<Child> {
     launch_with(w, ranks, world, args, &[])
 }
 
-/// As [`launch`], with more in the environment of the first.
+/// As [`launch`], with additional environment variables for the first process.
 pub fn launch_with(
     w: &World,
     ranks: &[usize],
@@ -131,8 +132,8 @@ pub fn launch_with(
     ranks.iter().map(start).collect()
 }
 
-/// What they all did, by rank.
+/// Outcomes of all processes, by rank.
 pub fn all(processes: Vec<Child>) -> Vec<Ran> {
-    // none of them says as much as a pipe keeps
+    // The output fits into the buffer of a pipe.
     processes.into_iter().map(|p| ran(p.wait_with_output().expect("an end"))).collect()
 }

@@ -1,4 +1,5 @@
-//! What an earlier run left in a folder does not pass for what a later one made, and goes only when that begins.
+//! Leftovers of an earlier run are never mistaken for results of a later one, and are deleted only when it
+//! begins.
 
 use super::world::{FULL, World, content, recipe};
 use serde_json::{Value, json};
@@ -13,7 +14,7 @@ fn world() -> World {
     w
 }
 
-/// The metrics of a run that was killed after its last step.
+/// Metrics of a run killed after the last step.
 fn without_end(w: &World) {
     let text = String::from_utf8(w.read("o/metrics.jsonl")).expect("text");
     let kept = text.lines().filter(|l| !l.contains("\"event\":\"end\""));
@@ -41,7 +42,7 @@ fn an_earlier_result_does_not_answer_for_a_run_that_goes_on() {
     ]);
     let (last, newest) = (loss("o"), w.checkpoints("o").pop().expect("a checkpoint"));
     assert_ne!(first, last, "it learns nothing");
-    // as if it had been killed before its result took the place of the first
+    // The state after a kill just before the new result replaces the first.
     for (name, bytes) in &before {
         std::fs::write(name, bytes).expect("written");
     }
@@ -51,7 +52,7 @@ fn an_earlier_result_does_not_answer_for_a_run_that_goes_on() {
     let shown = format!("o/checkpoints/{newest}");
     assert!(r.out.contains(&shown) && r.err.contains(&shown), "{}{}", r.out, r.err);
     assert_eq!(loss("o/adapter"), first);
-    // nor where there is no checkpoint yet
+    // The same without a checkpoint.
     std::fs::remove_dir_all(w.path("o/checkpoints")).expect("removed");
     for verb in [&["eval", "o"][..], &["merge", "o", "--out", "m"], &["push", "o", "me/x", "--dry-run"]] {
         let r = w.ft(verb);
@@ -64,7 +65,7 @@ fn an_earlier_result_does_not_answer_for_a_run_that_goes_on() {
     }
 }
 
-/// A base that cannot be loaded costs nothing that was there.
+/// If the base cannot be loaded, existing files stay.
 #[test]
 fn checkpoints_stay_until_the_next_run_is_loaded() {
     let w = world();

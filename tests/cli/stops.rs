@@ -1,5 +1,5 @@
-//! Runs that stop before their end: by a signal, by a kill in the evaluation, by numbers that are not finite, by limits
-//! of the system; and what other programs do to their metrics.
+//! Early ends of a run: signals, kills during evaluation, non-finite numbers, system limits; and metrics
+//! modified by other programs.
 
 use super::world::{LORA, Ran, World, content, ran, recipe, reference, rows};
 use candle_core::{DType, Device, Tensor};
@@ -15,10 +15,10 @@ fn world() -> World {
     w
 }
 
-/// Waits until something is so; false when the process ended before.
+/// Waits for a condition. Returns false if the process ended before.
 fn until(child: &mut Child, so: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
-    // the limit only ends a test that hangs
+    // The limit only ends a hanging test.
     while begun.elapsed() < Duration::from_secs(300) {
         if so() {
             return true;
@@ -35,16 +35,16 @@ fn send(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id() as i32).expect("a process"), signal).expect("signalled");
 }
 
-/// Steps, evaluations and the adapter of a run.
+/// Steps, evaluations and adapter of a run.
 type End = (Vec<(u64, u64, u64, u64)>, Vec<Value>, Vec<u8>);
 
-/// Steps, losses, evaluations and the result of a run.
+/// Steps, losses, evaluations and result of a run.
 fn end(w: &World, run: &str) -> End {
     let evals = w.events(run, "eval").iter().map(|e| json!([e["step"], e["loss"]])).collect();
     (w.steps(run), evals, w.read(&format!("{run}/adapter/adapter_model.safetensors")))
 }
 
-/// A kill in the last evaluation loses no step: only the evaluation is done again, and told once.
+/// A kill in the last evaluation loses no step. The evaluation alone is repeated, and recorded once.
 #[test]
 fn a_kill_in_the_last_evaluation_loses_nothing() {
     let w = world();
@@ -70,7 +70,7 @@ fn a_kill_in_the_last_evaluation_loses_nothing() {
     }
 }
 
-/// An evaluation between that was due at the checkpoint is done once, whichever side of it the run died on.
+/// An evaluation due at a checkpoint runs once, whether the run died before or after it.
 #[test]
 fn an_evaluation_between_is_done_once() {
     let w = world();
@@ -87,18 +87,19 @@ fn an_evaluation_between_is_done_once() {
     }
 }
 
-/// Whether this process was started by `nohup` or the like: its children ignore SIGHUP then, as they should.
+/// True if this process ignores SIGHUP, as under `nohup`, because children inherit that.
 fn hangups_are_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:"));
     mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).is_some_and(|m| m & 1 == 1)
 }
 
-/// SIGHUP as SIGTERM; in the middle of a long step, which is given up; and the run then ends as if nothing had been.
+/// SIGHUP works like SIGTERM, even in the middle of a long step. The step is abandoned, and the resumed run
+/// ends like an uninterrupted one.
 #[test]
 fn signals_do_not_wait_for_a_step() {
     let w = world();
-    // the second step has thousands of micro-batches
+    // The second step has thousands of micro-batches.
     let set = ["run.batch_rows=3000", "run.micro_rows=1", "data.pack=false", "run.steps=2"];
     let args = |output: &'static str| [&["run", "r.toml", output, "--resume"][..], &set].concat();
     w.ok(&args("run.output=whole"));
@@ -107,7 +108,7 @@ fn signals_do_not_wait_for_a_step() {
             continue;
         }
         let mut ended = Some(0);
-        // a busy machine may let a run through before the signal comes
+        // On a busy machine, a run may complete before the signal arrives.
         for _ in 0..5 {
             let mut child = w.start(&args("run.output=cut"));
             assert!(until(&mut child, || !w.events("cut", "step").is_empty()));
@@ -126,7 +127,7 @@ fn signals_do_not_wait_for_a_step() {
         assert!(end(&w, "cut") == end(&w, "whole"), "{signal:?}");
         std::fs::remove_dir_all(w.path("cut")).expect("removed");
     }
-    // before the first step is done there is nothing to save, and the same command starts again
+    // Before the first step, there is nothing to save, and the same command starts over.
     let plain = [&["run", "r.toml", "run.output=cut"][..], &set].concat();
     let mut child = w.start(&plain);
     assert!(until(&mut child, || !w.events("cut", "start").is_empty()));
@@ -137,7 +138,7 @@ fn signals_do_not_wait_for_a_step() {
     assert!(end(&w, "cut") == end(&w, "whole"));
 }
 
-/// A loss that explodes: whatever way it goes, the run ends with 6 and says so, and nothing bad has a final name.
+/// An exploding loss ends the run with exit code 6 and a message, and no bad file under a final name.
 #[test]
 fn a_diverged_run_stops() {
     for (rules, result) in [(LORA, "adapter"), (super::world::FULL, "model")] {
@@ -168,14 +169,14 @@ fn a_diverged_run_stops() {
     }
 }
 
-/// A model of the fixtures with some values set, in `to`; gives its tensors' names.
+/// Copies a fixture model to `to` with some values replaced. Returns the tensor names.
 fn model(w: &World, to: &str, set: &[(&str, usize, f32)]) {
     let from = reference("llama-embed-head/model");
     w.write(&format!("{to}/config.json"), std::fs::read(format!("{from}/config.json")).expect("a config"));
     tensors(w, &format!("{from}/model.safetensors"), &format!("{to}/model.safetensors"), set);
 }
 
-/// Copies a file of tensors with some values set: name, index, value.
+/// Copies a tensor file with some values replaced: name, index, value.
 fn tensors(w: &World, from: &str, to: &str, set: &[(&str, usize, f32)]) {
     let files = ft::store::TensorFiles::open_file(from.as_ref()).expect("tensors");
     let changed = |name: &str| {
@@ -198,13 +199,13 @@ fn with_weights(rules: &str) -> World {
     w
 }
 
-/// The steps are good and the evaluation is not: exit 6, the checkpoint is there, no adapter, and a resume with other
-/// evaluation data ends well.
+/// Valid steps with a failing evaluation: exit code 6, a checkpoint, no adapter. A resume with other
+/// evaluation data succeeds.
 #[test]
 fn an_evaluation_without_a_number_ends_the_run() {
     let w = with_weights(LORA);
     w.ok(&["run", "r.toml", "run.output=whole"]);
-    // a token that no row of the training data has
+    // A token absent from the training data.
     let at = 100 * 32;
     model(&w, "m", &[("embed_tokens.weight", at, 1e30)]);
     w.write("bad.jsonl", "{\"input_ids\": [1, 2, 100, 3, 4]}\n");
@@ -216,19 +217,19 @@ fn an_evaluation_without_a_number_ends_the_run() {
     let evals = w.events("a", "eval");
     assert!(evals.len() == 1 && evals[0]["loss"].is_null(), "{evals:?}");
     assert_eq!(w.events("a", "stopped")[0]["code"], 6);
-    // again, and once in the metrics
+    // Again, and recorded once.
     assert_eq!(w.ft(&["run", "r.toml", "run.output=a", bad, "--resume"]).code, 6);
     assert_eq!(w.events("a", "eval").len(), 1);
     w.ok(&["run", "r.toml", "run.output=a", "--resume"]);
     assert!(end(&w, "a") == end(&w, "whole"));
-    // between, and before the first step
+    // Evaluations between steps, and before the first step.
     let r = w.ft(&["run", "r.toml", "run.output=b", bad, "run.eval_every=2"]);
     assert_eq!((r.code, w.checkpoints("b")), (6, vec!["step-00000002".to_string()]));
     let r = w.ft(&["run", "r.toml", "run.output=c", bad, "run.eval_at_start=true"]);
     assert!(r.code == 6 && w.checkpoints("c").is_empty(), "{}", r.err);
 }
 
-/// A value that is no number, wherever it is read from: exit 4, file and tensor by name, for every verb.
+/// A non-finite value in any input: exit code 4, with file and tensor name, for every subcommand.
 #[test]
 fn values_that_are_no_numbers_are_named() {
     let w = with_weights("[[train]]\nmodules = [\"attention\"]\n");
@@ -253,7 +254,7 @@ fn values_that_are_no_numbers_are_named() {
         refused(w.ft(&["merge", "bad", "--out", "o"]), tensor, "merge");
         refused(w.ft(&["export", "bad", "--to", "vllm", "--out", "p"]), tensor, "export");
     }
-    // of the base: what trains, what is frozen, norms
+    // Trained, frozen, and norm weights of the base.
     for (tensor, x) in [
         ("layers.1.mlp.up_proj.weight", f32::NAN),
         ("layers.0.input_layernorm.weight", f32::NEG_INFINITY),
@@ -271,7 +272,7 @@ fn values_that_are_no_numbers_are_named() {
     }
 }
 
-/// Numbers that are finite and compute none: exit 6, and nobody is asked to report it.
+/// Finite inputs with non-finite results: exit code 6, without a request for a bug report.
 #[test]
 fn what_overflows_is_no_bug() {
     let w = with_weights("[[train]]\nmodules = [\"attention\"]\n");
@@ -288,14 +289,14 @@ fn what_overflows_is_no_bug() {
         let r = w.ft(args);
         assert!(r.code == 6 && !r.err.contains("bug"), "{args:?}: {} {}", r.code, r.err);
     }
-    // logits that are all zeros are numbers
+    // All-zero logits are valid.
     let zeros: Vec<_> = (0..128 * 32).map(|i| ("lm_head.weight", i, 0.0)).collect();
     model(&w, "m", &zeros);
     w.ok(&["merge", "a/adapter", "--out", "o2"]);
     w.ok(&["export", "a/adapter", "--to", "vllm", "--out", "p2"]);
 }
 
-/// What other programs do to the metrics does not end a run, and is said.
+/// Metrics modified by other programs do not end a run, and cause a warning.
 #[test]
 fn metrics_that_are_damaged_or_gone() {
     let w = world();
@@ -311,7 +312,7 @@ fn metrics_that_are_damaged_or_gone() {
     assert!(r.err.contains("warning: ") && r.err.contains("metrics.jsonl"), "{}", r.err);
     assert!(end(&w, "a") == whole);
 
-    // what stands there and is no file is the storage's fault, and no model's
+    // A path that is not a file is a storage error, not a model error.
     std::fs::remove_dir_all(w.path("a/checkpoints/step-00000006")).expect("removed");
     std::fs::remove_file(w.path("a/metrics.jsonl")).expect("removed");
     std::fs::create_dir(w.path("a/metrics.jsonl")).expect("a folder");
@@ -329,7 +330,7 @@ fn metrics_that_are_damaged_or_gone() {
     assert_eq!((w.events("b", "start").len(), w.events("b", "end").len()), (1, 1));
 }
 
-/// Under a limit of the shell.
+/// Runs a command under `ulimit`.
 fn limited(w: &World, limit: &str, env: &[(&str, &str)], args: &[&str]) -> Ran {
     let ft = w.command(args);
     let mut c = std::process::Command::new("sh");
@@ -340,12 +341,12 @@ fn limited(w: &World, limit: &str, env: &[(&str, &str)], args: &[&str]) -> Ran {
     ran(c.output().expect("started"))
 }
 
-/// Limits of the system are errors with words and codes of their own.
+/// System limits have their own messages and exit codes.
 #[test]
 fn limits_are_told() {
     let w = world();
     w.config("tiny", json!({"hidden_size": 256, "intermediate_size": 512}));
-    // blocks of 512 bytes: more than the metrics take, less than a checkpoint
+    // In blocks of 512 bytes: more than the metrics take, less than a checkpoint.
     let r = limited(&w, "ulimit -f 400", &[], &["run", "r.toml", "run.steps=2"]);
     assert_eq!(r.code, 5, "{}{}", r.out, r.err);
     assert!(r.err.contains("error: ") && r.err.contains("ulimit -f"), "{}", r.err);

@@ -1,4 +1,4 @@
-//! `ft chat` on a terminal: lines are edited and remembered.
+//! `ft chat` on a terminal: line editing and history.
 
 use super::verbs::quickstart;
 use super::world::World;
@@ -18,15 +18,15 @@ const ENTER: &str = "\r";
 const CTRL_A: &str = "\x01";
 const CTRL_C: &str = "\x03";
 const CTRL_D: &str = "\x04";
-/// What a terminal is told when somebody can type (bracketed paste).
+/// Escape sequence for bracketed paste, sent when input is expected.
 const READY: &str = "\x1b[?2004h";
 
-/// A process whose terminal this is.
+/// A process attached to a pseudo-terminal.
 struct Terminal {
     child: Child,
     keys: File,
     shows: Receiver<Vec<u8>>,
-    /// What came and was not looked at.
+    /// Output not yet consumed.
     shown: String,
 }
 
@@ -45,7 +45,7 @@ impl Terminal {
         let (sender, shows) = channel();
         std::thread::spawn(move || {
             screen.resize(4096, 0);
-            // a terminal that nobody has open any more is an error
+            // A terminal closed on the other side returns an error.
             while let Ok(n) = read.read(&mut screen) {
                 if sender.send(screen[..n].to_vec()).is_err() {
                     return;
@@ -59,7 +59,7 @@ impl Terminal {
         self.keys.write_all(keys.concat().as_bytes()).expect("typed");
     }
 
-    /// Waits until a text is shown.
+    /// Waits for a text in the output.
     fn until(&mut self, text: &str) {
         loop {
             if let Some(at) = self.shown.find(text) {
@@ -73,13 +73,13 @@ impl Terminal {
         }
     }
 
-    /// Ends a line.
+    /// Sends Enter.
     fn enter(&mut self, keys: &[&str]) {
         self.press(keys);
         self.press(&[ENTER]);
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a question and waits for the answer.
     fn says(&mut self, keys: &[&str], answer: &str) {
         self.enter(keys);
         self.until(answer);
@@ -109,16 +109,16 @@ fn lines_are_edited_and_remembered() {
     let chat = ["chat", &model];
     let mut t = Terminal::start(&w, &chat);
     t.until(READY);
-    // typed wrong, and mended in the middle
+    // A typo, corrected in the middle of the line.
     t.says(&["hat colour is the skx", BACKSPACE, "?", LEFT, "y", CTRL_A, "W"], &sky);
     t.clear();
     t.says(&["What is the capital of France?"], &france);
-    // given up
+    // Canceled.
     t.press(&["nothing", CTRL_C]);
     t.until(READY);
     t.clear();
     t.says(&[UP, UP, UP, UP], &sky);
-    // not remembered
+    // Not in the history.
     t.clear();
     t.says(&[" What is the capital of France?"], &france);
     t.press(&[CTRL_D]);
@@ -128,7 +128,7 @@ fn lines_are_edited_and_remembered() {
     let (clear, sky_line, france_line) =
         ("/clear", "What colour is the sky?", "What is the capital of France?");
     assert_eq!(lines, [sky_line, clear, france_line, clear, sky_line, clear]);
-    // another time
+    // A second session.
     let mut t = Terminal::start(&w, &chat);
     t.until(READY);
     t.says(&[UP, UP], &sky);

@@ -1,11 +1,11 @@
-//! What a training text loses of its rows, told by every verb that reads them; and models asked in the form that they
-//! were trained in.
+//! Warnings about dropped parts of training texts, in every subcommand that reads them; inference with the
+//! prompt format of training.
 
 use super::verbs::quickstart;
 use super::world::{LORA, World, recipe};
 use serde_json::{Value, json};
 
-/// The quickstart's model on rows of its own, two steps.
+/// The quickstart model on custom rows, two steps.
 fn small(w: &World, format: &str, rows: &[Value]) -> String {
     let model = quickstart(w);
     w.write("rows.jsonl", rows.iter().map(|r| format!("{r}\n")).collect::<String>());
@@ -20,7 +20,7 @@ fn small(w: &World, format: &str, rows: &[Value]) -> String {
     model
 }
 
-/// How often a line of stderr begins as a warning and holds a text.
+/// Number of warnings on stderr that contain a text.
 fn warned(err: &str, what: &str) -> usize {
     err.lines().filter(|l| l.starts_with("warning: ") && l.contains(what)).count()
 }
@@ -97,7 +97,7 @@ fn an_adapter_is_asked_as_it_was_trained() {
         assert!(samples.len() == 2 && samples.iter().all(|s| s["form"] == form), "{samples:?}");
         let said: Value = serde_json::from_slice(&w.read("o/adapter/ft.json")).expect("JSON");
         assert_eq!(said["form"], form);
-        // with the adapter on the base it says what the run said at its end
+        // With adapter and base, the answer equals the sample at the end of the run.
         let chat = ["chat", "o/adapter", "--prompt", question, "--max-tokens", "64"];
         let reply = w.ok(&chat).out;
         assert_eq!(
@@ -111,14 +111,14 @@ fn an_adapter_is_asked_as_it_was_trained() {
         if format == "text" {
             assert_eq!(w.ok(&[&chat[..], &["--raw"]].concat()).out, named);
         }
-        // and so does what is made of it
+        // The same for exports.
         w.ok(&["merge", "o/adapter", "--out", "m", "--overwrite"]);
         assert_eq!(w.read("m/ft.json"), w.read("o/adapter/ft.json"));
         let merged = w.ok(&["chat", "m", "--prompt", question, "--max-tokens", "4"]);
         assert_eq!(merged.err.contains("stands alone"), form != "chat", "{}", merged.err);
         w.ok(&["export", "o/adapter", "--to", "vllm", "--out", &format!("v-{format}")]);
         assert_eq!(w.read(&format!("v-{format}/ft.json")), w.read("o/adapter/ft.json"));
-        // the base alone is a chat model
+        // The base alone is a chat model.
         assert!(!w.ok(&["chat", &model, "--prompt", question]).err.contains("stands alone"));
     }
     assert!(answers.iter().any(|a| a.1 != answers[0].1), "the form makes no difference: {answers:?}");
@@ -132,7 +132,7 @@ fn an_adapter_is_asked_as_it_was_trained() {
         let r = w.ft(&[&["chat", "o/adapter", "--prompt", "x"], args].concat());
         assert_eq!(r.code, code, "{args:?}: {}", r.err);
     }
-    // a system text takes the place of Alpaca's own
+    // A system prompt replaces the default of Alpaca.
     let alpaca = ["chat", "o/adapter", "--form", "alpaca", "--prompt", question, "--max-tokens", "8"];
     w.ok(&[&alpaca[..], &["--system", "Answer."]].concat());
     w.write("o/adapter/ft.json", "{\"form\": \"verse\"}");
@@ -140,7 +140,7 @@ fn an_adapter_is_asked_as_it_was_trained() {
     assert!(r.code == 4 && r.err.contains("ft.json"), "{}", r.err);
 }
 
-/// The chat template that a recipe gives, and its variables, go with what was trained.
+/// The chat template of a recipe, and its variables, are saved with the result.
 #[test]
 fn the_template_of_the_training_goes_with_the_result() {
     let w = World::new();
@@ -155,7 +155,7 @@ fn the_template_of_the_training_goes_with_the_result() {
     let reply = w.ok(&["chat", "o/adapter", "--prompt", "Hello!"]).out;
     let sample = w.events("o", "sample");
     assert!(reply.starts_with(sample[1]["reply"].as_str().expect("a reply")), "{reply}");
-    // a variable on the command line goes before
+    // A variable on the command line takes precedence.
     let bad = ["chat", "o/adapter", "--prompt", "Hello!", "--max-tokens", "1"];
     w.write(
         "o/adapter/chat_template.jinja",
@@ -163,7 +163,7 @@ fn the_template_of_the_training_goes_with_the_result() {
     );
     w.ok(&bad);
     assert_eq!(w.ft(&[&bad[..], &["--template", "mood=Sad."]].concat()).code, 4);
-    // in full, it goes into the model's folder, where transformers looks first
+    // For a full fine-tune, the template goes into the model folder at the path preferred by transformers.
     w.ok(&[
         &["run", "r.toml", "run.output=f"],
         &set[..],
@@ -177,7 +177,7 @@ fn the_template_of_the_training_goes_with_the_result() {
 #[test]
 fn a_sample_of_a_model_without_a_chat_template() {
     let w = World::new();
-    // without a tokenizer it cannot be asked
+    // Without a tokenizer, `log.sample` is refused.
     w.config("tiny", json!({}));
     w.write("t.toml", recipe(LORA));
     for verb in ["check", "run"] {
@@ -185,7 +185,7 @@ fn a_sample_of_a_model_without_a_chat_template() {
         assert!(r.code == 2 && r.err.contains("log.sample"), "{verb}: {}", r.err);
     }
     assert!(!w.path("runs/t").exists());
-    // with one it goes on from a text
+    // With a tokenizer, the sample continues the text.
     let model = small(&w, "text", &[json!({"text": "Hello there."})]);
     for file in ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"] {
         w.write(&format!("bare/{file}"), std::fs::read(format!("{model}/{file}")).expect("a file"));
@@ -194,7 +194,7 @@ fn a_sample_of_a_model_without_a_chat_template() {
     let samples = w.events("o", "sample");
     assert!(samples.len() == 2 && samples[0]["form"] == "text", "{samples:?}");
     w.ok(&["chat", "o/adapter", "--prompt", "Hello", "--max-tokens", "4"]);
-    // the base does not say how it was trained
+    // The base has no record of the prompt format.
     let r = w.ft(&["chat", "bare", "--prompt", "Hello"]);
     assert!(r.code == 2 && r.err.contains("--raw"), "{}", r.err);
     w.ok(&["chat", "bare", "--prompt", "Hello", "--raw", "--max-tokens", "4"]);

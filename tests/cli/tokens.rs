@@ -1,4 +1,4 @@
-//! Rows of single tokens that train, alone or beside LoRA.
+//! Trained token rows, alone or in combination with LoRA.
 
 use super::split::{apart, ends, evals, on_files};
 use super::world::{Dice, World, recipe, repository};
@@ -9,7 +9,7 @@ const TOKENS: &str = "[[train]]\nmodules = [\"new_tokens\"]\ntokens = [40, 5, 6,
 const IDS: [usize; 4] = [40, 5, 6, 63];
 const BESIDE: &str = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\"]\ndora = true\n";
 
-/// A model with files; its head is the embedding, or not.
+/// A model on disk, with a tied head or without.
 fn world(rules: &str, tied: bool) -> World {
     on_files(rules, json!({ "tie_word_embeddings": tied }))
 }
@@ -18,7 +18,7 @@ fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-6 * b.abs()
 }
 
-/// Which rows of a tensor differ between two models.
+/// Rows of a tensor with differences between two models.
 fn changed(w: &World, models: [&str; 2], name: &str) -> Vec<usize> {
     let rows = models.map(|m| {
         let files = TensorFiles::open_model(&w.path(m)).expect("a model");
@@ -28,8 +28,8 @@ fn changed(w: &World, models: [&str; 2], name: &str) -> Vec<usize> {
     (0..rows[0].len()).filter(|i| rows[0][*i] != rows[1][*i]).collect()
 }
 
-/// The run begins as the base, its adapter gives what it ended with, and so does the merged model, in which these rows are
-/// other ones and no others are.
+/// The run starts at the loss of the base. Adapter and merged model reproduce the trained model, and only
+/// the selected rows differ from the base.
 #[test]
 fn these_rows_train_and_no_others() {
     let beside = BESIDE.to_string() + TOKENS;
@@ -66,7 +66,7 @@ fn these_rows_train_and_no_others() {
             assert_eq!(changed(&w, ["made/model", "m"], "lm_head.weight"), sorted);
         }
 
-        // without rules the adapter says what goes on
+        // Without rules, the adapter selects the rows.
         let text = String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, "");
         w.write("on.toml", text.replace("[data]", "[lora]\ninit = \"a/adapter\"\n[data]"));
         w.ok(&["run", "on.toml", "run.output=on"]);
@@ -74,7 +74,7 @@ fn these_rows_train_and_no_others() {
     }
 }
 
-/// Recomputed, on the host, on ranks that split them or not, or interrupted: the same bits.
+/// With recompute, offloading, ranks with any sharding, and after a resume: the same bits.
 #[test]
 fn however_it_is_run_the_bits_are_the_same() {
     for tied in [true, false] {
@@ -88,7 +88,7 @@ fn however_it_is_run_the_bits_are_the_same() {
         assert!(run("again", &["memory.recompute=all"]) == want);
         let host = "memory.offload=['optimizer', 'params', 'activations']";
         assert!(run("host", &[host]) == want);
-        // without its result, the run is not taken for a finished one
+        // Without a result, the run does not count as finished.
         for gone in ["checkpoints/step-00000006", "adapter"] {
             std::fs::remove_dir_all(w.path("plain").join(gone)).expect("removed");
         }
@@ -111,7 +111,7 @@ fn however_it_is_run_the_bits_are_the_same() {
     }
 }
 
-/// By text where there is a tokenizer, by number always; what has no row, or no number, is told.
+/// Tokens by text with a tokenizer, by id always. Unknown texts and invalid ids are reported.
 #[test]
 fn tokens_are_named_by_text_or_number() {
     let w = World::new();
@@ -160,8 +160,8 @@ fn tokens_are_named_by_text_or_number() {
     }
 }
 
-/// A text that the tokenizer does not have gets the next number. The adapter and the merged model have that tokenizer, and
-/// what uses them tokenizes as the run did.
+/// A text unknown to the tokenizer gets the next id. Adapter and merged model include the extended
+/// tokenizer, and all subcommands tokenize like the run.
 #[test]
 fn the_tokenizer_gets_what_it_lacks() {
     let w = World::new();
@@ -193,7 +193,7 @@ fn the_tokenizer_gets_what_it_lacks() {
     assert_eq!(config["trainable_token_indices"], json!({"embed_tokens": [285, 286]}));
     let end = evals(&w, "a").pop().expect("an evaluation");
 
-    // without the rule, the adapter says it
+    // Without the rule, the adapter defines the tokens.
     w.write("plain.toml", text.replace(&rules, ""));
     let rule = "train=[{modules=['mlp']}]";
     let with = w.ok(&["eval", "plain.toml", rule, "--json", "--adapter", "a/adapter"]).loss();
@@ -207,7 +207,7 @@ fn the_tokenizer_gets_what_it_lacks() {
     assert!((base - end).abs() > 1e-3, "{base} and {end}");
     w.ok(&["chat", "a/adapter", "--raw", "--max-tokens", "2", "--prompt", "<think>1"]);
 
-    // more than there are rows
+    // More tokens than rows.
     w.write("x.toml", text.replace("\"</think>\"", "\"</think>\", \"<more>\""));
     for verb in ["check", "run"] {
         let r = w.ft(&[verb, "x.toml", "run.output=x"]);
@@ -245,13 +245,13 @@ fn what_cannot_be_beside_rows_is_refused() {
         let r = w.ft(&["check", "x.toml"]);
         assert!(r.code == 2 && r.err.contains(said), "{rules}: {}", r.err);
     }
-    // what other programs cannot load
+    // Formats that other programs cannot load.
     w.ok(&["run", "r.toml", "run.output=a"]);
     for to in ["vllm", "gguf"] {
         let r = w.ft(&["export", "a/adapter", "--to", to, "--out", "e"]);
         assert!(r.code == 4 && r.err.contains("rows of tokens"), "{to}: {} {}", r.code, r.err);
     }
-    // an adapter of other tokens
+    // An adapter with other tokens.
     w.write("y.toml", String::from_utf8(w.read("r.toml")).expect("text").replace("40, 5", "5, 40"));
     let r = w.ft(&["run", "y.toml", "lora.init=a/adapter", "run.output=y"]);
     assert!(r.code == 4 && r.err.contains("other tokens"), "{}", r.err);

@@ -1,9 +1,9 @@
-//! What the other verbs say, and that nobody has to listen.
+//! Output of the remaining subcommands, and closed output streams.
 
 use super::world::{World, repository};
 use std::process::{Command, Stdio};
 
-/// The quickstart's model and data, by whole paths.
+/// The quickstart model and data, by absolute paths.
 pub fn quickstart(w: &World) -> String {
     let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
     w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
@@ -26,7 +26,7 @@ fn check_says_what_will_happen() {
     }
     assert!(!r.out.contains("not checked") && r.err.is_empty(), "{}{}", r.out, r.err);
     assert!(!w.path("runs").exists());
-    // all of it at once, and the code of the first
+    // All errors at once, with the exit code of the first.
     w.write("bad.jsonl", "{\"messages\": []}\n{\"text\": 1}\n");
     let r = w.ft(&[
         "check",
@@ -42,7 +42,7 @@ fn check_says_what_will_happen() {
     }
 }
 
-/// What a run refuses before it loads anything.
+/// Settings that a run refuses before it loads anything.
 #[test]
 fn check_refuses_what_a_run_refuses() {
     let w = World::new();
@@ -60,7 +60,7 @@ fn check_refuses_what_a_run_refuses() {
     }
 }
 
-/// A published model is known without the hub, as it is to a plan.
+/// A published model is known without the hub, as in a plan.
 #[test]
 fn check_knows_published_models_without_the_hub() {
     let w = World::new();
@@ -110,21 +110,21 @@ fn chat_answers_lines_and_forgets() {
     let model = quickstart(&w);
     let one = w.ok(&["chat", &model, "--prompt", "What colour is the sky?"]);
     assert!(one.out.to_lowercase().contains("blue"), "{}", one.out);
-    // the same line again is another conversation only after /clear
+    // The same line starts a new conversation only after `/clear`.
     let question = "What colour is the sky?";
     let r = w.ft_with(&["chat", &model], &format!("{question}\n/clear\n\n{question}\n/exit\n{question}\n"));
     assert_eq!((r.code, r.out), (0, one.out.repeat(2)));
-    // what looks like a command and is none is no message; a space before it makes it one
+    // An unknown command is not a message; with a leading space, it is.
     let r = w.ft_with(&["chat", &model], "/quit\n /quit\n");
     assert!(r.code == 0 && r.err.contains("/quit") && r.err.contains("/exit ends"), "{}", r.err);
     assert_eq!(r.out.lines().count(), 1, "{}", r.out);
-    // a second turn goes on from the first
+    // A second turn continues the first.
     let two = w.ft_with(&["chat", &model], "Hello!\nWhat is the capital of France?\n");
     let lines: Vec<&str> = two.out.lines().collect();
     assert!(two.code == 0 && lines.len() == 2 && lines[1].contains("Paris"), "{}{}", two.out, two.err);
     let short = w.ok(&["chat", &model, "--prompt", question, "--max-tokens", "1"]);
     assert!(short.out.len() < one.out.len() && one.out.starts_with(short.out.trim_end()), "{}", short.out);
-    // draws are seeded
+    // Sampling is seeded.
     let draw = |seed: &str| {
         w.ok(&[
             "chat",
@@ -148,14 +148,14 @@ fn chat_answers_lines_and_forgets() {
     assert_ne!(draw("1"), draw("2"));
     let r = w.ft(&["chat", &model, "--prompt", "a", "--temperature", "-1"]);
     assert_eq!(r.code, 2, "{}", r.err);
-    // an adapter's folder brings its base along
+    // The folder of an adapter names the base.
     w.ok(&["run", "q.toml", "run.steps=2", "run.output=a", "run.eval_at_start=false"]);
     let adapter = w.ok(&["chat", "a/adapter", "--prompt", question]);
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         assert_eq!(w.read(&format!("a/adapter/{file}")), w.read(&format!("{model}/{file}")), "{file}");
     }
     assert_eq!(adapter.out, w.ok(&["chat", &model, "--adapter", "a/adapter", "--prompt", question]).out);
-    // a template that wants to know more
+    // A template with required variables.
     w.write("t.jinja", "{% if not mood is defined %}{{ raise_exception('mood?') }}{% endif %}{{ mood + 1 }}{{ messages[-1].content }}");
     let with = ["chat", &model, "--prompt", "a", "--max-tokens", "1", "--chat-template", "t.jinja"];
     let r = w.ft(&with);
@@ -173,7 +173,7 @@ fn what_is_not_built_is_refused_by_name() {
             assert_eq!(r.code, 2);
             refused += 1;
         } else {
-            // built since: then it says that x is not there
+            // A later build has the command, and reports that x is missing.
             assert!([2, 4].contains(&r.code) && r.err.contains('x'), "{verb}: {}", r.err);
         }
     }
@@ -182,7 +182,7 @@ fn what_is_not_built_is_refused_by_name() {
     assert!(r.code == 2 && r.err.contains("run"), "{}", r.err);
 }
 
-/// Whoever reads stdout or stderr may go away at any time.
+/// A reader may close stdout or stderr at any time.
 #[test]
 fn a_closed_stream_is_no_panic() {
     let w = World::new();
@@ -217,7 +217,7 @@ fn a_closed_stream_is_no_panic() {
     assert_eq!(r.code, 0);
     assert!(w.path("runs/q/adapter/adapter_model.safetensors").exists());
     assert_eq!(shut(&["run", "gone.toml"], true, true).code, 2);
-    // the reader is gone only after a while
+    // The reader closes after a while.
     let mut child =
         w.command(&["data", "q.toml", "--rows", "400"]).stdout(Stdio::piped()).spawn().expect("started");
     let mut first = [0u8; 10];

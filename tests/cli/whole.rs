@@ -1,5 +1,5 @@
-//! Nothing lost, nothing half there, nothing stale: results and folders are replaced only when they are to be, are
-//! whole or absent whenever a process dies, and what was made from a model ends with the model.
+//! Atomicity: results and folders are replaced only on request, are whole or absent after a crash, and
+//! derived files are invalidated with the model.
 
 use super::world::{Dice, World, content, recipe, reference};
 use rustix::process::{Pid, Signal, kill_process};
@@ -14,7 +14,7 @@ const RULES: &str = "[[train]]\nmodules = [\"attention\", \"experts\"]\nrank = 4
 const IN_FULL: &str =
     "train=[{modules=['attention','experts','router','norms','embedding','head'],method='full'}]";
 
-/// A world with a recipe that trains LoRA on a small mixture, and the model's folder.
+/// A world with a recipe for LoRA on a small mixture of experts, and the folder of the model.
 fn world() -> (World, String) {
     let w = World::new();
     let model = reference("mixtral/model");
@@ -23,7 +23,7 @@ fn world() -> (World, String) {
     (w, model)
 }
 
-/// What is in a folder, by name inside it; `None` if it is not there.
+/// Contents of a folder by relative path; `None` if it does not exist.
 fn folder(w: &World, name: &str) -> Option<BTreeMap<String, Vec<u8>>> {
     let dir = w.path(name);
     dir.symlink_metadata().ok()?;
@@ -31,7 +31,7 @@ fn folder(w: &World, name: &str) -> Option<BTreeMap<String, Vec<u8>>> {
     Some(content(&dir).into_iter().map(|(path, bytes)| (inside(&path), bytes)).collect())
 }
 
-/// Files and folders that no command leaves behind.
+/// Files and folders that no command may leave behind.
 fn litter(dir: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut open = vec![dir.to_path_buf()];
@@ -53,7 +53,7 @@ fn code(child: &mut Child) -> i32 {
     child.wait().expect("an end").code().unwrap_or(-1)
 }
 
-/// Waits for something that another process does; the limit only ends a test that hangs.
+/// Waits for another process. The limit only ends a hanging test.
 #[track_caller]
 fn until(what: &str, done: &dyn Fn() -> bool) {
     let begun = Instant::now();
@@ -63,17 +63,17 @@ fn until(what: &str, done: &dyn Fn() -> bool) {
     }
 }
 
-/// While a run is being loaded its folder is taken; what it finds is asked then, and not before.
+/// The run folder is locked while the model loads, so its contents are checked under the lock.
 #[test]
 fn a_run_that_loads_has_its_folder() {
     let (w, _) = world();
     w.write("many.jsonl", super::world::rows(20_000, 3));
     let many = "data.train=[{source=\"many.jsonl\",format=\"tokens\"}]";
     let mut first = w.start(&["run", "r.toml", many, "run.output=o", "run.steps=100000"]);
-    // a file that says who has it is locked; one that is only there may not be yet
+    // A lock file with contents is locked; an empty one may not be locked yet.
     let note = format!("process {}\n", first.id());
     until("the lock", &|| std::fs::read(w.path("o/.lock")).is_ok_and(|text| text == note.as_bytes()));
-    // it loads for as long as it takes
+    // Pauses the process during loading.
     let pid = Pid::from_raw(first.id() as i32).expect("a process");
     kill_process(pid, Signal::STOP).expect("stopped");
     for more in [&[][..], &["--resume"], &["--overwrite"]] {
@@ -83,12 +83,12 @@ fn a_run_that_loads_has_its_folder() {
     }
     first.kill().expect("killed");
     first.wait().expect("an end");
-    // a killed one leaves nothing in the way
+    // A killed run does not block a later one.
     w.ok(&["run", "r.toml", "run.output=o"]);
     assert!(litter(&w.path("o")).is_empty(), "{:?}", litter(&w.path("o")));
 }
 
-/// Any part of a result is a result: it goes by --overwrite alone.
+/// Any part of a result counts as a result, and only `--overwrite` replaces it.
 #[test]
 fn a_result_is_replaced_only_by_overwrite() {
     let (w, _) = world();
@@ -101,7 +101,7 @@ fn a_result_is_replaced_only_by_overwrite() {
         assert!(before == folder(&w, "o"), "{more:?}: something changed");
     };
     refused(&[]);
-    // set aside by a process that was killed while it saved a step again
+    // Renamed by a process killed while it saved a step again.
     std::fs::rename(w.path("o/checkpoints/step-00000006"), w.path("o/checkpoints/.old-00000006"))
         .expect("moved");
     refused(&[]);
@@ -114,7 +114,7 @@ fn a_result_is_replaced_only_by_overwrite() {
     std::fs::remove_file(w.path("o/adapter")).expect("removed");
     refused(&[]);
     refused(&["--resume"]);
-    // nothing but a log of a run that did not come to its end
+    // Only the log of an unfinished run.
     w.write("o/metrics.jsonl", "{\"event\":\"start\"}\n");
     std::fs::create_dir(w.path("o/adapter")).expect("a folder");
     w.ok(&["run", "r.toml", "run.output=o"]);
@@ -126,13 +126,13 @@ fn a_result_is_replaced_only_by_overwrite() {
     assert_eq!(now.remove("README.md").as_deref(), Some(&b"mine"[..]));
     assert!(Some(now) != adapter);
     assert_eq!(w.read("o/notes.txt"), b"mine");
-    // a result of another kind does not stay beside the new one
+    // A result of another kind is removed.
     w.ok(&["run", "r.toml", IN_FULL, "run.output=o", "--overwrite"]);
     assert!(w.path("o/model/config.json").exists() && !w.path("o/adapter").exists());
     assert!(litter(&w.path("o")).is_empty(), "{:?}", litter(&w.path("o")));
 }
 
-/// A refused run leaves no folder, and a folder that is there as it was.
+/// A refused run creates no folder, and changes nothing in an existing one.
 #[test]
 fn refused_runs_and_verbs_write_nothing() {
     let (w, model) = world();
@@ -161,7 +161,7 @@ fn refused_runs_and_verbs_write_nothing() {
     assert!(litter(&w.path(".")).is_empty(), "{:?}", litter(&w.path(".")));
 }
 
-/// Several at once to one folder: one wins, the others say so, and what is there is whole.
+/// Of several runs with one folder, one wins, the rest fail with a message, and the result is whole.
 #[test]
 fn of_many_that_write_one_folder_one_wins() {
     let (w, model) = world();
@@ -183,7 +183,7 @@ fn of_many_that_write_one_folder_one_wins() {
     }
 }
 
-/// Three runs that make one cache all train, and the cache is whole.
+/// Three runs with one cache all train, and the cache is whole.
 #[test]
 fn three_runs_make_one_cache() {
     let (w, _) = world();
@@ -212,11 +212,11 @@ fn flip(path: &Path, at: u64) {
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).expect("a byte");
     file.write_all_at(&[byte[0] ^ 1], at).expect("written");
-    // as if nothing had happened
+    // As if nothing had happened.
     file.set_modified(times.modified().expect("a time")).expect("set");
 }
 
-/// A 4-bit cache is used as it was written or not at all.
+/// A 4-bit cache is used exactly as written, or not at all.
 #[test]
 fn a_changed_cache_is_made_again() {
     let (w, model) = world();
@@ -257,7 +257,7 @@ fn a_changed_cache_is_made_again() {
     let marker = String::from_utf8(w.read("mc/ft-cache.json")).expect("text");
     w.write("mc/ft-cache.json", marker.replace("\"version\": 2", "\"version\": 1"));
     same(true, false, "of another version", inode());
-    // another model of the same shape: here one tensor differs by a bit
+    // Another model of the same shape, with one tensor different in one bit.
     for file in ["config.json", "model.safetensors"] {
         w.write(&format!("other/{file}"), std::fs::read(format!("{model}/{file}")).expect("a file"));
     }
@@ -277,7 +277,7 @@ fn a_changed_cache_is_made_again() {
     }
 }
 
-/// A base that changed in place, with its times put back, is another base.
+/// A base modified in place, with restored timestamps, is another base.
 #[test]
 fn a_changed_base_is_not_gone_on_from() {
     let (w, model) = world();
@@ -297,8 +297,7 @@ fn a_changed_base_is_not_gone_on_from() {
     w.ok(&[&run[..], &["--resume"]].concat());
 }
 
-/// Folders that somebody else prepared: nothing is written through their links, and nothing from elsewhere gets into
-/// what is written.
+/// In prepared folders, links are never followed for writing, and foreign files never enter the output.
 #[test]
 fn links_lead_nowhere() {
     let (w, model) = world();
@@ -316,7 +315,7 @@ fn links_lead_nowhere() {
     assert!(!w.path("q").exists());
     assert_eq!((w.read("notes.txt"), w.read("victim/.lock")), (b"mine".to_vec(), b"mine".to_vec()));
 
-    // found before anything trains
+    // Refused before training.
     w.write("trap/notes.txt", "mine");
     symlink("../victim", w.path("trap/.ft-adapter.tmp")).expect("a link");
     let r = w.ft(&["run", "r.toml", "run.output=trap"]);
@@ -324,7 +323,7 @@ fn links_lead_nowhere() {
     assert!(!w.path("trap/metrics.jsonl").exists());
     assert_eq!(w.read("victim/.lock"), b"mine");
 
-    // a key beside a model's weights, under the name of a tokenizer's file
+    // A private key in a model folder, under the name of a tokenizer file.
     w.ok(&["run", "r.toml", "run.output=a"]);
     w.write("key", "secret");
     w.write("m/config.json", std::fs::read(format!("{model}/config.json")).expect("a file"));
@@ -344,7 +343,7 @@ fn links_lead_nowhere() {
         std::fs::remove_dir_all(w.path("f")).expect("removed");
         std::fs::remove_file(w.path("m/merges.txt")).expect("removed");
     }
-    // a link inside the folder, and the hub's cache, are as good as files
+    // Links inside the folder, and in the cache of the hub, work like files.
     w.write("m/added", "a b");
     symlink("added", w.path("m/merges.txt")).expect("a link");
     w.ok(&["quantize", "m", "--out", "u"]);
@@ -362,7 +361,7 @@ fn links_lead_nowhere() {
     assert_eq!(w.read("v/merges.txt"), b"a b c");
 }
 
-/// A failed command leaves no draft: here a disk of its own fills up, where one can be mounted.
+/// A failed command leaves no drafts, tested with a full disk if one can be mounted.
 #[test]
 fn failures_leave_nothing() {
     let (w, model) = world();
@@ -408,8 +407,9 @@ fn failures_leave_nothing() {
     assert!(codes.contains(&5) && codes.iter().all(|c| [0, 5].contains(c)), "{codes:?}");
 }
 
-/// Commands that are killed at random moments, seeded: what is under a final name is the old or the new, to the byte;
-/// the command again succeeds, and leaves no drafts. `FT_KILLS` sets how many.
+/// Commands are killed at seeded random moments. A final path then has the old or the new contents, byte
+/// for byte; the same command succeeds afterwards and leaves no drafts. `FT_KILLS` sets the number of
+/// kills.
 #[test]
 fn killed_anywhere_everything_is_whole_or_absent() {
     let (w, model) = world();
@@ -417,7 +417,8 @@ fn killed_anywhere_everything_is_whole_or_absent() {
     let seed = std::env::var("FT_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(11);
     w.ok(&["run", "r.toml", "run.output=a"]);
     w.ok(&["run", "r.toml", "run.output=b", "run.seed=7"]);
-    // a command without its last word, the folder that this names, and what may stand there before
+    // Command without the output argument, subfolder of the result, and an earlier command for the same
+    // output.
     let saves = ["run", "r.toml", "run.save_every=1", "--resume"];
     type Case<'a> = (&'a [&'a str], &'a str, Option<&'a [&'a str]>);
     let cases: [Case<'_>; 7] = [
@@ -429,7 +430,7 @@ fn killed_anywhere_everything_is_whole_or_absent() {
         (&saves, "adapter", None),
         (&["run", "r.toml", "model.quantize=nf4", "run.output=c", "--overwrite"], "cache", None),
     ];
-    // the last word, and the folder to look at
+    // Output argument, and folder to check.
     let words = |i: usize, name: &str| match (cases[i].0[0], cases[i].1) {
         ("run", "cache") => (format!("model.cache={name}"), name.to_string()),
         ("run", result) => (format!("run.output={name}"), format!("{name}/{result}")),
@@ -468,7 +469,7 @@ fn killed_anywhere_everything_is_whole_or_absent() {
             assert_eq!(run(&args).code, 0);
             w.write(&format!("{shown}/notes.txt"), "mine");
         }
-        // some are killed again while they set right what the first left
+        // Some commands are killed a second time during recovery.
         for _ in 0..1 + dice.below(2) {
             let args = command(i, &name);
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -482,7 +483,7 @@ fn killed_anywhere_everything_is_whole_or_absent() {
                 continue;
             };
             if !now.contains_key("notes.txt") && olds[i].is_some() {
-                // on its way from the old folder into the new one: found again below
+                // The file is being moved to the new folder; checked below.
                 assert!(now == wholes[i], "{what}: the notes went before the new one came");
             }
             now.remove("notes.txt");
@@ -490,7 +491,7 @@ fn killed_anywhere_everything_is_whole_or_absent() {
         }
         let done = folder(&w, &shown).as_ref() == Some(&wholes[i]) && olds[i].is_none();
         if done && cases[i].0[0] != "run" {
-            // it was killed after the folder had its name: the next says so, and sweeps what is beside it
+            // Killed after the rename: the next command refuses, and removes drafts.
             assert_eq!(run(&command(i, &name)).code, 2);
         } else {
             let r = run(&command(i, &name));
@@ -508,7 +509,7 @@ fn killed_anywhere_everything_is_whole_or_absent() {
     assert!(killed > 0, "all were over before they could be killed");
 }
 
-/// A finished run says so without reading its data, model and checkpoints again, unless one of them changed.
+/// A finished run returns without reading data, model and checkpoints again, unless one of them changed.
 #[test]
 fn a_finished_run_answers_at_once() {
     let (w, model) = world();
@@ -516,11 +517,11 @@ fn a_finished_run_answers_at_once() {
         w.write(&format!("m/{file}"), std::fs::read(format!("{model}/{file}")).expect("a file"));
     }
     let run = ["run", "r.toml", "model.source=m", "run.output=o"];
-    // what changed a moment before a run began may change again in the same tick of the clock
+    // Files modified just before the run may change again within one clock tick.
     std::thread::sleep(Duration::from_millis(2100));
     w.ok(&run);
     let resume = |more: &[&str]| w.ft(&[&run[..], &["--resume"], more].concat());
-    // whoever reads the checkpoint finds it damaged
+    // Reading the checkpoint detects the damage.
     let weights = w.path("o/checkpoints/step-00000006/weights.safetensors");
     flip(&weights, 1000);
     let before = folder(&w, "o");
@@ -531,7 +532,7 @@ fn a_finished_run_answers_at_once() {
     assert!(folder(&w, "o") == before);
     assert_eq!(resume(&["run.seed=3"]).code, 5, "another recipe");
     flip(&weights, 1000);
-    // what it was made from changed, with the times put back
+    // An input changed, with restored timestamps.
     flip(&w.path("m/model.safetensors"), 5000);
     let r = resume(&[]);
     assert!(r.code == 2 && r.err.contains("hash.model"), "{}", r.err);
@@ -539,7 +540,7 @@ fn a_finished_run_answers_at_once() {
     w.write("rows.jsonl", super::world::rows(40, 9));
     let r = resume(&[]);
     assert!(r.code == 2 && r.err.contains("hash.data"), "{}", r.err);
-    // without a result it goes on to write one
+    // Without a result, the run resumes to write one.
     w.write("rows.jsonl", super::world::rows(40, 1));
     let adapter = folder(&w, "o/adapter");
     std::fs::remove_dir_all(w.path("o/adapter")).expect("removed");
@@ -547,7 +548,7 @@ fn a_finished_run_answers_at_once() {
     assert!(folder(&w, "o/adapter") == adapter);
 }
 
-/// A run folder may be the one that the model is in: --overwrite does not remove what the run reads.
+/// With the model inside the run folder, `--overwrite` keeps the inputs of the run.
 #[test]
 fn overwriting_spares_what_is_read() {
     let (w, model) = world();

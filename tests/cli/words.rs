@@ -1,4 +1,4 @@
-//! What users read, as snapshots: the help of each verb, plans, checks. A change of words is seen in review.
+//! Snapshots of user-visible text: help, plans, checks. Changes show up in review.
 
 use super::world::World;
 use std::fmt::Write;
@@ -43,7 +43,7 @@ fn help_of_each_verb() {
     insta::assert_snapshot!(all);
 }
 
-/// Plans for a machine that is described whole, so that this one plays no part.
+/// Plans for a fully specified machine, independent of the present one.
 #[test]
 fn plans_of_shipped_recipes() {
     let w = World::new();

@@ -1,4 +1,4 @@
-//! A folder to run `ft` in, and what the tests put into it.
+//! Test helper: a folder to run `ft` in, and test inputs.
 
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
@@ -7,23 +7,23 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};
 
-/// The binary.
+/// Path of the binary.
 pub const FT: &str = env!("CARGO_BIN_EXE_ft");
 
-/// The repository.
+/// Root of the repository.
 pub fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// A case of the fixtures.
+/// Folder of a fixture case.
 pub fn reference(case: &str) -> String {
     repository().join("tests/fixtures/reference").join(case).display().to_string()
 }
 
-/// A temporary folder with data, and the hub out of reach.
+/// A temporary folder with data, and without network access to the hub.
 pub struct World(tempfile::TempDir);
 
-/// What a command did.
+/// Outcome of a command.
 pub struct Ran {
     pub code: i32,
     pub out: String,
@@ -31,7 +31,7 @@ pub struct Ran {
 }
 
 impl Ran {
-    /// The loss that `ft eval --json` printed.
+    /// Loss from the output of `ft eval --json`.
     pub fn loss(&self) -> f64 {
         let line: Value = serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}: {}", self.err));
         line["loss"].as_f64().expect("a loss")
@@ -39,7 +39,8 @@ impl Ran {
 }
 
 impl World {
-    /// With `rows.jsonl` and `eval.jsonl`: tokens below 64, of uneven lengths, some unsupervised.
+    /// Creates `rows.jsonl` and `eval.jsonl`: token ids below 64, uneven lengths, some tokens without a
+    /// target.
     pub fn new() -> Self {
         let w = Self(tempfile::tempdir().expect("a folder"));
         w.write("rows.jsonl", rows(40, 1));
@@ -61,7 +62,7 @@ impl World {
         std::fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
-    /// A folder with `config.json` alone, for random weights.
+    /// Creates a folder with only `config.json`, for random weights.
     pub fn config(&self, name: &str, extra: Value) {
         let mut raw = json!({
             "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -73,7 +74,7 @@ impl World {
         self.write(&format!("{name}/config.json"), raw.to_string());
     }
 
-    /// The command, in this folder.
+    /// Runs a command in this folder.
     pub fn command(&self, args: &[&str]) -> std::process::Command {
         let mut c = std::process::Command::new(FT);
         c.args(args).current_dir(self.0.path()).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
@@ -91,7 +92,7 @@ impl World {
         ran(Command::from_std(self.command(args)).write_stdin(stdin).output().expect("started"))
     }
 
-    /// As [`World::ft`], for what must succeed; gives what it printed.
+    /// As [`World::ft`], for commands that must succeed. Returns the output.
     #[track_caller]
     pub fn ok(&self, args: &[&str]) -> Ran {
         let r = self.ft(args);
@@ -99,13 +100,13 @@ impl World {
         r
     }
 
-    /// Starts a command and lets it go on.
+    /// Starts a command in the background.
     pub fn start(&self, args: &[&str]) -> Child {
         let mut c = self.command(args);
         c.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started")
     }
 
-    /// The steps of a run: step, loss, gradient norm and learning rate, to the bit.
+    /// Steps of a run: step, loss, gradient norm and learning rate, as bits.
     pub fn steps(&self, run: &str) -> Vec<(u64, u64, u64, u64)> {
         let bits = |v: &Value| v.as_f64().map_or(0, f64::to_bits);
         self.events(run, "step")
@@ -116,7 +117,7 @@ impl World {
             .collect()
     }
 
-    /// Events of one kind in a run's metrics; a last line that is not whole yet is left out.
+    /// Events of one kind in the metrics of a run, without an incomplete last line.
     pub fn events(&self, run: &str, kind: &str) -> Vec<Value> {
         let text = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap_or_default();
         let events = text.lines().filter_map(|l| serde_json::from_str(l).ok());
@@ -143,7 +144,7 @@ pub fn ran(o: Output) -> Ran {
     Ran { code: o.status.code().unwrap_or(-1), out: text(&o.stdout), err: text(&o.stderr) }
 }
 
-/// Numbers for tests: a linear congruential generator, so that a run can be repeated.
+/// Random numbers for tests: a linear congruential generator, for reproducible runs.
 pub struct Dice(pub u64);
 
 impl Dice {
@@ -165,14 +166,15 @@ pub fn rows(n: usize, seed: u64) -> String {
             .enumerate()
             .map(|(i, id)| if i < 2 || d.below(5) == 0 { -100 } else { *id as i64 })
             .collect();
-        // so that something is supervised whatever the dice say
+        // At least one token is a target, for any random numbers.
         let labels = [&labels[..labels.len() - 1], &[ids[ids.len() - 1] as i64]].concat();
         out += &format!("{}\n", json!({"input_ids": ids, "labels": labels}));
     }
     out
 }
 
-/// A recipe: a tiny model with random weights, rows of tokens, six steps, on the CPU. `rules` are `[[train]]` tables.
+/// A recipe: a tiny model with random weights, rows of tokens, six steps, on the CPU. `rules` are
+/// `[[train]]` tables.
 pub fn recipe(rules: &str) -> String {
     format!(
         r#"
@@ -201,7 +203,7 @@ warmup_steps = 2
     )
 }
 
-/// LoRA of all kinds at once, with dropout.
+/// All variants of LoRA at once, with dropout.
 pub const LORA: &str = r#"
 [lora]
 rank = 4
@@ -225,7 +227,7 @@ modules = ["attention", "mlp", "norms", "embedding", "head"]
 method = "full"
 "#;
 
-/// All files below a folder with what they hold.
+/// All files below a folder, with their contents.
 pub fn content(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let mut found = Vec::new();
     let mut open = vec![dir.to_path_buf()];
@@ -243,7 +245,7 @@ pub fn content(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     found
 }
 
-/// The rows of a reference case or another fixture, in the order in which its batches hold them.
+/// Rows of a reference case or another fixture, in the order of the batches.
 pub fn rows_of(folder: &Path) -> String {
     let files = TensorFiles::open_file(&folder.join("batches.safetensors")).expect("batches");
     let get = |name: String| -> Vec<Vec<i64>> {

@@ -1,26 +1,27 @@
-//! What a step asks of an emulated device, whose report has it: launches, waits, copies, bytes. A GPU does not say.
+//! Launches, synchronizations, copies and bytes of a step, from the report of an emulated device. A real
+//! GPU has no such report.
 
 use super::device;
 use super::world::World;
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// Counts by name: launches of kernels and calls of libraries (`launches`), waits of the host, copies to the device, bytes of
-/// kernels that go over activations by element (`bytes`), bytes that libraries' products write (`written`), and bytes that are copied to where they are multiplied
-/// (`copied`).
+/// Counts by name: kernel launches and library calls (`launches`), host synchronizations (`waits`), copies
+/// between host and device (`copies`), bytes of elementwise kernels (`bytes`), bytes written by library
+/// products (`written`), and bytes copied to the operands of products (`copied`).
 type Counts = BTreeMap<&'static str, i64>;
 
-/// The model: width, width of the feed-forward block, of queries, of keys, and channels of a head.
+/// Dimensions of the model: hidden, feed-forward, queries, keys, and head.
 const WIDTHS: [usize; 5] = [256, 768, 512, 128, 64];
 
-/// Rank of the adapters.
+/// LoRA rank.
 const RANK: usize = 16;
 
-/// Kernels that do not go over activations by element.
+/// Kernels that are not elementwise passes over activations.
 const OTHERS: [&str; 6] = ["attention_", "dequantize_", "rows_", "optimizer_", "loss_", "embed_"];
 
-/// Of a run of `steps` steps of a model of `layers` layers, with so many experts each, or none; none where the device writes
-/// no report.
+/// Counts of a run with the given number of layers, steps and experts (0 for a dense model); `None` if the
+/// device writes no report.
 fn counts(
     layers: usize,
     steps: usize,
@@ -66,7 +67,7 @@ fn counts(
             in_table = true;
             continue;
         }
-        // what is not of the tables: a name of several words, how many, how many MB
+        // Lines outside the tables: a name of several words, a count, and MB.
         if let [words @ .., n, _, "MB"] = &fields[..]
             && let Ok(n) = n.parse::<i64>()
             && words.len() > 1
@@ -83,13 +84,13 @@ fn counts(
             let n = fields[1].parse::<i64>().unwrap_or(0);
             *counts.entry("launches").or_default() += n;
             let number = |i: usize| fields.get(i).and_then(|f| f.parse::<f64>().ok());
-            // of kernels; a library's calls have no more than six columns
+            // Kernels; library calls have at most six columns.
             if let (Some(load), Some(store), Some(useful), Some(_)) =
                 (number(3), number(4), number(5), number(6))
                 && fields.len() >= 9
             {
-                // what routes is shorter than a sector here, and a row of a matrix of codes a quarter of what a warp takes;
-                // of sizes that published models have, tests/cuda/accesses.txt has them
+                // Exceptions at these small sizes: routing tensors are shorter than a sector, and a row of
+                // codes is a quarter of a warp. `tests/cuda/accesses.txt` covers published model sizes.
                 let narrow = ["route_", "group_", "dequantize_"].iter().any(|n| fields[0].starts_with(n));
                 assert!(narrow || useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
                 if fields[0].starts_with("copy2d_") {
@@ -105,7 +106,7 @@ fn counts(
     Some(counts)
 }
 
-/// `a - b`, count by count.
+/// Difference `a - b`, per count.
 fn less(a: &Counts, b: &Counts) -> Counts {
     ["launches", "waits", "copies", "bytes", "written", "copied"]
         .into_iter()
@@ -113,9 +114,9 @@ fn less(a: &Counts, b: &Counts) -> Counts {
         .collect()
 }
 
-/// Of a layer, forward again and all in all, and of a step without its layers.
+/// Counts of a layer: forward again, and in total; and of a step without layers.
 fn of_a_layer(what: (usize, &str, usize)) -> Option<[Counts; 3]> {
-    // a step: that of two steps without that of one
+    // One step: two steps minus one step.
     let step = |layers, recompute| {
         let [one, two] = [1, 2].map(|steps| counts(layers, steps, recompute, what));
         Some(less(&two?, &one?))
@@ -157,14 +158,14 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
     }
 }
 
-/// A layer's passes over activations, in bf16: each value that they need is read once, and what they make is written once,
-/// within 15%. The list is of a norm with the residual before it (x, a -> sum, normed), rotated queries and keys, SwiGLU;
-/// backward a norm's (x, dn, dy -> dx), the rotation's (q, k, dq, dk -> dq, dk), and SwiGLU's that makes its output again;
-/// and of each rotation its two tables, in f32.
+/// Memory traffic of elementwise kernels of a layer in bf16: every input is read once and every output
+/// written once, within 15%. Forward: norm with residual (x, a -> sum, normed), rotation of queries and
+/// keys, SwiGLU. Backward: norm (x, dn, dy -> dx), rotation (q, k, dq, dk -> dq, dk), SwiGLU with
+/// recomputed output. Rotations read two f32 tables.
 fn traffic(tokens: usize, again: &Counts, both: &Counts) {
     let [d, f, q, k, c] = WIDTHS;
     let qk = q + k;
-    // forward again ends before the last product, so without the second sum
+    // The recomputed forward ends before the last product, without the second sum.
     let list_again = 6 * d + 2 * qk + 3 * f + 2 * c;
     let list_both = (8 * d + 2 * qk + 3 * f) + (2 * 4 * d + 3 * qk + 6 * f) + 2 * 2 * c;
     for (what, list, measured) in [("again", list_again, again), ("both ways", list_both, both)] {
@@ -174,8 +175,9 @@ fn traffic(tokens: usize, again: &Counts, both: &Counts) {
     }
 }
 
-/// What a layer's products write, in bf16: each output and each input's gradient once, with its adapter's part in it; values
-/// of low rank; and gradients of A and B in f32. Forward again ends before the last output.
+/// Bytes written by the products of a layer in bf16: every output and every input gradient once, including
+/// the adapter; low-rank activations; gradients of A and B in f32. The recomputed forward ends before the
+/// last output.
 fn products(tokens: usize, again: &Counts, both: &Counts) {
     let [d, f, q, k, _] = WIDTHS;
     let linears = [[d, q], [d, k], [d, k], [q, d], [d, f], [d, f], [f, d]];
@@ -193,7 +195,8 @@ fn products(tokens: usize, again: &Counts, both: &Counts) {
     }
 }
 
-/// What is copied, in bf16: values of low rank beside the inputs, and with a dense base B beside and A below it.
+/// Bytes copied in bf16: low-rank activations next to the inputs; on a dense base, also B next to and A
+/// below the weight.
 fn copies(tokens: usize, dense: bool, again: &Counts, both: &Counts) {
     let [d, f, q, k, _] = WIDTHS;
     let (outputs, inputs) = (2 * q + 2 * k + 2 * f, 5 * d + q + f);

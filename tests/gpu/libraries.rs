@@ -1,4 +1,4 @@
-//! A build with CUDA where NVIDIA's libraries are not: what needs none of them works, and the rest says what is missing.
+//! A CUDA build without NVIDIA's libraries: the CPU works, and the rest names the missing library.
 
 use super::world::{LORA, World, recipe};
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ fn world() -> World {
     w
 }
 
-/// Runs with `path` as the only folder beside the system's where libraries are looked for: exit code and messages.
+/// Runs with `path` as the only library folder besides the system folders. Returns exit code and messages.
 fn with(w: &World, path: &str, args: &[&str]) -> (Option<i32>, String) {
     let out = w.command(args).env("LD_LIBRARY_PATH", path).output().expect("started");
     (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
@@ -20,7 +20,7 @@ fn with(w: &World, path: &str, args: &[&str]) -> (Option<i32>, String) {
 #[cfg(target_os = "linux")]
 fn the_program_starts_without_them() {
     let w = world();
-    // the loader lists what a program needs, and does not start it
+    // The dynamic loader lists the required libraries without running the program.
     let listed = w.command(&[]).env("LD_TRACE_LOADED_OBJECTS", "1").output().expect("started");
     let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
     assert!(listed.contains("libc.so") && !listed.contains("libcu") && !listed.contains("libnv"), "{listed}");
@@ -37,7 +37,7 @@ fn the_program_starts_without_them() {
 fn what_is_missing_is_named_with_what_installs_it() {
     let w = world();
     let run = ["run", "r.toml", "run.device=cuda", "run.steps=1", "--overwrite"];
-    // a machine may have them where the system's libraries are
+    // Libraries may be installed in a system folder.
     let (code, err) = with(&w, "", &run);
     if code != Some(0) {
         assert_eq!(code, Some(2), "{err}");
@@ -45,7 +45,7 @@ fn what_is_missing_is_named_with_what_installs_it() {
         assert!(driver || err.contains("pip install 'nvidia-cublas=="), "{err}");
         assert!(!err.contains("panicked"), "{err}");
     }
-    // the driver alone
+    // The driver alone.
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
     let driver = path.split(':').map(|d| PathBuf::from(d).join("libcuda.so.1")).find(|p| p.exists());
     let Some(driver) = driver else {
@@ -68,7 +68,7 @@ fn what_is_missing_is_named_with_what_installs_it() {
     assert_eq!(code, Some(0), "{err}");
 }
 
-/// Several devices need NCCL: one that is not there is named before anything is read.
+/// Several devices need NCCL. If it is missing, the error comes before anything is read.
 #[test]
 #[cfg(target_os = "linux")]
 fn nccl_is_named_with_what_installs_it() {
@@ -81,14 +81,14 @@ fn nccl_is_named_with_what_installs_it() {
     std::fs::create_dir(w.path("others")).expect("a folder");
     for file in path.split(':').filter_map(|d| std::fs::read_dir(d).ok()).flatten().flatten() {
         let name = file.file_name();
-        // the first of a name is what the loader takes
+        // The loader uses the first match.
         if !name.to_string_lossy().starts_with("libnccl") {
             let _ = std::os::unix::fs::symlink(file.path(), w.path("others").join(name));
         }
     }
     let others = w.path("others").display().to_string();
     let (code, err) = with(&w, &others, &["run", "r.toml", "run.device=cuda", "parallel.data=2"]);
-    // a machine may have it where the system's libraries are
+    // The library may be installed in a system folder.
     if code != Some(0) {
         assert_eq!(code, Some(2), "{err}");
         for part in ["libnccl.so.2", "pip install nvidia-nccl-cu", "LD_LIBRARY_PATH"] {

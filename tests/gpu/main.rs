@@ -1,9 +1,10 @@
-//! The binary on a CUDA device: what it computes against PyTorch's numbers and its own on the CPU, what it allocates
-//! against its plans, what it launches against fixed numbers.
+//! The binary on a CUDA device: results vs. PyTorch and vs. the CPU, allocations vs. plans, launches vs.
+//! fixed numbers.
 //!
 //!     cargo test --release --features cuda --test gpu
 //!
-//! The device is a GPU or an emulated one (`.ci/run` has one where it finds an emulator). Without one each test says so and passes.
+//! The device is a GPU or an emulator (`.ci/run` uses one if installed). Without a device, the tests print
+//! a note and pass.
 
 #[path = "../cli/world.rs"]
 #[allow(dead_code)]
@@ -28,7 +29,7 @@ mod same;
 mod serve;
 mod verbs;
 
-/// Whether there is a CUDA device; says so where there is none.
+/// Returns true if there is a CUDA device; otherwise prints a note.
 pub fn device() -> bool {
     match ft::kernel::cuda::open(0) {
         Ok(_) => true,

@@ -1,4 +1,4 @@
-//! Several devices: threads of one process and processes, the same bits at every ZeRO stage; and ranks that are lost.
+//! Several devices, as threads or processes: the same bits at every ZeRO stage; lost ranks.
 
 use super::split::{self, ADAPTERS, LATE, MIXTURE, all, apart, ends, launch, launch_with};
 use super::world::{FULL, LORA, Ran, World, ran};
@@ -8,7 +8,7 @@ use ft::kernel::cuda;
 use rustix::process::{Pid, Signal, kill_process};
 use std::time::{Duration, Instant};
 
-/// Whether there are so many devices, and NCCL; says so where there are not.
+/// Returns true if there are `count` devices and NCCL; otherwise prints a note.
 pub fn devices(n: usize) -> bool {
     let there = cuda::count();
     match cuda::nccl_is_here() {
@@ -32,14 +32,14 @@ fn args<'a>(own: &'a [String; 2], set: &[&'a str]) -> Vec<&'a str> {
     [&["run", "r.toml", "run.device=cuda", &own[0], &own[1]], set].concat()
 }
 
-/// Runs on devices of one process; gives how it ended.
+/// Runs on several devices in one process. Returns the final files.
 #[track_caller]
 fn bits(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
     w.ok(&args(&own(name, ranks), set));
     ends(w, name)
 }
 
-/// As [`bits`], of processes.
+/// As [`bits`], with processes.
 #[track_caller]
 fn processes(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..ranks).collect();
@@ -107,7 +107,7 @@ fn processes_have_the_bits_of_threads() {
     }
 }
 
-/// Started by `mpirun`, each process has its own device too.
+/// Processes started by `mpirun` have separate devices, too.
 #[test]
 #[cfg(feature = "mpi")]
 fn mpirun_starts_devices() {
@@ -132,7 +132,8 @@ fn mpirun_starts_devices() {
     assert!(ends(&w, "mpi") == want);
 }
 
-/// A checkpoint is of the run: other devices go on from it with the same bits, and the CPU goes on too.
+/// A checkpoint does not depend on devices: a run resumes on other devices with the same bits, and on the
+/// CPU.
 #[test]
 fn a_run_goes_on_with_other_devices() {
     if !devices(4) {
@@ -178,8 +179,7 @@ fn what_this_machine_cannot_do_is_refused() {
     assert!(!w.path("bad/model").exists());
 }
 
-/// What an emulated device is asked for, in its order: at stage 3 the weights of a visit are on their way before the visit
-/// that comes before it begins.
+/// Order of operations on an emulated device: at stage 3, weights are requested one visit ahead.
 #[test]
 fn gathers_come_a_visit_ahead() {
     if !devices(2) {
@@ -199,12 +199,12 @@ fn gathers_come_a_visit_ahead() {
     let is_gather = |l: &&&str| l.contains(" AllGather ") || l.contains(" nccl (group) ");
     let forward: Vec<usize> = (0..loss).filter(|i| calls[*i].contains(" attention_forward")).collect();
     assert_eq!(forward.len(), 3, "layers");
-    // up: the embedding and all layers down to that after this one, or the head
+    // Forward: the embedding and all layers up to the next one, or the head.
     for (layer, at) in forward.iter().enumerate() {
         let gathers = calls[..*at].iter().filter(is_gather).count();
         assert!(gathers >= layer + 3, "layer {layer}: {gathers} gathers before it");
     }
-    // down: each layer is computed again when the one below it is on its way
+    // Backward: a layer is recomputed after the gather of the layer below has begun.
     let again = (loss..calls.len()).filter(|i| calls[*i].contains(" attention_forward")).take(2);
     let mut from = loss;
     for at in again {
@@ -214,7 +214,8 @@ fn gathers_come_a_visit_ahead() {
     }
 }
 
-/// A process that dies on its device ends all others, which name it, at once and not when their time is over.
+/// The death of one process ends all other processes at once, before the timeout, with an error that names
+/// it.
 #[test]
 fn a_process_that_dies_ends_all() {
     if !devices(4) {
@@ -241,7 +242,7 @@ fn a_process_that_dies_ends_all() {
         let mut stays = Vec::new();
         for (rank, p) in processes.into_iter().enumerate() {
             if rank == lost {
-                // it was killed, or the others have ended without it
+                // Killed, or ended by the loss.
                 stays.push(p);
                 continue;
             }
@@ -261,10 +262,10 @@ fn a_process_that_dies_ends_all() {
     }
 }
 
-/// What a rank does in a test of threads, each with a device.
+/// Code of a rank in a test with threads, one device per thread.
 type Does = fn(&dyn Comm, &Device) -> ft::Result<Vec<f32>>;
 
-/// Runs it on each of so many ranks.
+/// Runs a function on `n` ranks.
 fn each(world: usize, timeout: Duration, f: Does) -> Vec<ft::Result<Vec<f32>>> {
     let group = comm::group(world, timeout);
     std::thread::scope(|s| {
@@ -283,7 +284,7 @@ fn each(world: usize, timeout: Duration, f: Does) -> Vec<ft::Result<Vec<f32>>> {
 const N: usize = 1003;
 const SUM: At = At { what: "a test", unit: Some(3) };
 
-/// What a rank gives, of very different sizes, so that the order of a sum shows.
+/// Values of a rank with very different magnitudes, so that the order of a sum matters.
 fn part(rank: usize) -> Vec<f32> {
     (0..N).map(|i| ((i * 37 + rank * 11) % 97) as f32 * 10f32.powi((i + 3 * rank) as i32 % 9 - 4)).collect()
 }
@@ -294,7 +295,7 @@ fn sums(c: &dyn Comm, device: &Device) -> ft::Result<Vec<f32>> {
     let ranges: Vec<_> = (0..world).map(at).collect();
     let tensor = |v: Vec<f32>| -> ft::Result<ft::kernel::Tensor> { Ok(Tensor::new(v, device)?.into()) };
     let to = tensor(part(7)[at(rank)].to_vec())?;
-    // the second has no part to give
+    // The second rank contributes nothing.
     let mine = if rank == 1 { None } else { Some(tensor(part(rank))?) };
     c.add(SUM, mine, at(rank), &to)?.wait()?;
     let all: ft::kernel::Tensor = Tensor::zeros(N, DType::F32, device)?.into();
@@ -318,7 +319,7 @@ fn sums_are_in_rank_order() {
     }
 }
 
-/// One that fails by itself, and one that never comes, while the others wait for what it was to give.
+/// One rank fails, or never arrives, while others wait for its contribution.
 #[test]
 fn a_thread_that_fails_releases_the_others() {
     if !devices(3) {

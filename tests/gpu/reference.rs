@@ -1,4 +1,5 @@
-//! The reference models: eight steps on the device have PyTorch's losses and gradient norms, and end where the CPU ends.
+//! Reference models: eight steps on the device agree with PyTorch in loss and gradient norm, and with the
+//! CPU in the result.
 
 use super::world::{World, reference};
 use super::{apart, device};
@@ -7,14 +8,14 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// What a case trains: in full, with its adapter, with its adapter on the model in 4 bits.
+/// Training methods of a case: in full, with the adapter, with the adapter on a 4-bit base.
 const FULL: &str = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
 
 fn load(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The rows of a case's two batches, without their padding.
+/// Rows of the two batches of a case, without padding.
 fn rows(case: &str) -> String {
     let all = load(&Path::new(case).join("batches.safetensors"));
     let list = |name: String, row: usize| -> Vec<i64> {
@@ -31,7 +32,7 @@ fn rows(case: &str) -> String {
     out
 }
 
-/// The recipe of a case, as `tests/fixtures/README.md` says that PyTorch trained it.
+/// Recipe of a case, as trained with PyTorch (`tests/fixtures/README.md`).
 fn case(w: &World, model: &str, rules: &str) {
     w.write(
         "case.toml",
@@ -44,7 +45,7 @@ fn case(w: &World, model: &str, rules: &str) {
     );
 }
 
-/// Distance of all that a run wrote from what another wrote.
+/// Distance between the results of two runs.
 fn ends(w: &World, file: &str) -> f64 {
     let (a, b) = (load(&w.path("cuda").join(file)), load(&w.path("cpu").join(file)));
     assert_eq!(a.len(), b.len());

@@ -1,4 +1,4 @@
-//! A run's allocations on the device, at their fullest, are what its plan lists, to 1%.
+//! Peak allocations on the device agree with the plan to 1%.
 
 use super::device;
 use super::world::World;
@@ -20,7 +20,7 @@ fn config(extra: Value) -> Value {
     c
 }
 
-/// A model with random weights, four rows of 128 tokens, and a recipe of some rules.
+/// A model with random weights, four rows of 128 tokens, and a recipe with some rules.
 fn write(w: &World, config: &Value, rules: &str) {
     w.write("model/config.json", config.to_string());
     let row = |k: usize| (0..128).map(|i| (i * 7919 + k * 104_729) % 4000).collect::<Vec<usize>>();
@@ -36,12 +36,12 @@ fn write(w: &World, config: &Value, rules: &str) {
     );
 }
 
-/// Runs the recipe, and gives the planned and the measured peak.
+/// Runs the recipe. Returns planned and measured peak.
 fn run(w: &World, set: &[&str]) -> (f64, f64) {
     w.ok(&[&["run", "r.toml", "--overwrite"], set].concat());
     let (start, end) = (&w.events("out", "start")[0], &w.events("out", "end")[0]);
     let of = |key: &str| end[key].as_f64().unwrap_or_else(|| panic!("no {key}: {end}"));
-    // the driver's context is not in the pool of which the most is measured
+    // The measured memory pool does not include the driver context.
     let context =
         start["plan"]["device"]["context"].as_f64().unwrap_or_else(|| panic!("no context: {start}"));
     (of("planned_peak_bytes") - context, of("peak_device_bytes"))
@@ -100,7 +100,7 @@ fn a_run_allocates_what_its_plan_lists() {
         (&moe, EXPERTS, &[none, one, two, "parallel.zero=3"]),
     ];
     let ranks = if super::ranks::devices(2) { ranks } else { &[] };
-    // all of them, before any fails
+    // Runs all cases before it fails.
     let (mut table, mut wrong) = (String::new(), Vec::new());
     for (config, rules, set) in cases.iter().chain(ranks) {
         write(&w, config, rules);
@@ -118,8 +118,8 @@ fn a_run_allocates_what_its_plan_lists() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Where nobody says where inputs of recomputed layers wait, and a step on the host's memory computes less again, they wait
-/// there: with the numbers of a run that keeps them, and in the memory that was planned.
+/// By default, inputs of recomputed layers are offloaded to the host if a step then recomputes less. The
+/// numbers equal those of a run without offloading, and the memory is as planned.
 #[test]
 fn inputs_wait_on_the_host_where_it_pays() {
     if !device() {
@@ -131,7 +131,7 @@ fn inputs_wait_on_the_host_where_it_pays() {
     let kept = run(&w, &[steps, "memory.recompute=feed_forward", "memory.offload=[]"]);
     let (numbers, end) = (w.steps("out"), w.events("out", "end"));
     assert!((kept.1 / kept.0 - 1.0).abs() < 0.01, "{kept:?}");
-    // a little less than that takes, and the share that the choices keep back
+    // Slightly below the requirement, plus the reserve of the plan.
     let takes = end[0]["planned_peak_bytes"].as_u64().expect("a number");
     let budget = format!("memory.budget={}", (takes - 100_000) / 24 * 25);
     let parked = run(&w, &[steps, &budget, "memory.host_budget=8GiB"]);

@@ -1,4 +1,4 @@
-//! What must not change the numbers, on the device too; and kinds of training that have no case, against the CPU.
+//! Invariances on the device; and training methods without a reference case, compared with the CPU.
 
 use super::split::{self, MIXTURE};
 use super::world::{FULL, LORA, World, recipe};
@@ -23,7 +23,8 @@ fn recomputing_and_offloading_change_no_byte() {
     if !device() {
         return;
     }
-    // matrices that come from the host have no room beside them for an adapter's: those products are two, rounded otherwise
+    // Offloaded base matrices have no room for the adapter in the same buffer, so base and adapter are two
+    // products, with different rounding.
     let adapter = "adapter/adapter_model.safetensors";
     for (w, result, host) in [
         (world(LORA), adapter, "memory.offload=['activations']"),
@@ -62,7 +63,7 @@ fn recomputing_and_offloading_change_no_byte() {
     }
 }
 
-/// Losses and gradient norms of the steps, six if nothing else is set, on both devices.
+/// Losses and gradient norms on both devices, for six steps unless set otherwise.
 fn close(rules: &str, set: &[&str], bar: f64) {
     close_of(&json!({}), rules, set, bar);
 }
@@ -95,14 +96,15 @@ fn every_kind_of_adapter_is_close_to_the_cpu() {
     close(LORA, &["model.dtype=f32", "lora.init=pissa", "data.neftune=5"], 1e-4);
     close(LORA, &["model.dtype=f32", "lora.init=pissa", "model.quantize=nf4"], 1e-4);
     close(LORA, &["model.dtype=f32", "model.quantize=nf4", "memory.dequantize=per_layer"], 1e-4);
-    // the device rounds a linear with an adapter once, the CPU twice; after six steps of this rate either is some 5% from f32
+    // The device rounds a linear layer with adapter once, the CPU twice. After six steps at this rate, both
+    // differ from f32 by about 5%.
     for set in [&["model.dtype=bf16"][..], &["model.dtype=bf16", "model.quantize=nf4"]] {
         close(LORA, &[set, &["run.steps=2"]].concat(), 2.5e-2);
         close(LORA, set, 0.1);
     }
 }
 
-/// f16 with its loss scaled: as on the CPU, also where gradients overflow and a step is done again.
+/// f16 with loss scaling agrees with the CPU, including repeated steps after an overflow.
 #[test]
 fn half_precision_is_close_to_the_cpu() {
     if !device() {
@@ -143,13 +145,13 @@ fn training_in_full_is_close_to_the_cpu() {
     close(ends, &["model.dtype=f32"], 1e-4);
 }
 
-/// 8-bit moments, on either side, and updates in the backward pass: the CPU's numbers.
+/// 8-bit moments, offloaded or not, and updates in the backward pass agree with the CPU.
 #[test]
 fn moments_in_8_bits_train_as_on_the_cpu() {
     if !device() {
         return;
     }
-    // smaller tensors have f32 moments
+    // Smaller tensors have f32 moments.
     let wide = json!({"vocab_size": 160, "intermediate_size": 144});
     let set =
         ["model.dtype=f32", "optimizer.name=adamw8bit", "run.clip=0", "run.micro_rows=2", "run.batch_rows=2"];
@@ -163,7 +165,7 @@ fn moments_in_8_bits_train_as_on_the_cpu() {
     }
 }
 
-/// The share of the trained weights of two runs that differ in bf16.
+/// Fraction of trained weights that differ in bf16 between two runs.
 fn differing(w: &World, runs: [&str; 2]) -> f64 {
     let [a, b] = runs.map(|run| {
         let newest = w.checkpoints(run).pop().expect("a checkpoint");
@@ -183,14 +185,15 @@ fn differing(w: &World, runs: [&str; 2]) -> f64 {
     other as f64 / all as f64
 }
 
-/// Weights of 16 bits that are all there is: an update rounds them by the random numbers of the CPU, also where several devices
-/// split it. So no more of them differ than of those that master weights are rounded to, whose gradients differ as much.
+/// Without master weights, stochastic rounding uses the same random numbers as the CPU, even with sharding.
+/// The fraction of differing weights is therefore no larger than with master weights, given equally
+/// different gradients.
 #[test]
 fn weights_without_masters_are_rounded_as_on_the_cpu() {
     if !device() {
         return;
     }
-    // smaller tensors have f32 moments
+    // Smaller tensors have f32 moments.
     let w = world_of(&json!({"vocab_size": 160, "intermediate_size": 144}), FULL);
     let (eight, within) = ("optimizer.name=adamw8bit", "optimizer.in_backward=true");
     let (two, one) = ("parallel.data=2", "run.micro_rows=1");
@@ -233,7 +236,8 @@ fn weights_without_masters_are_rounded_as_on_the_cpu() {
     }
 }
 
-/// A mixture: its routers, experts by LoRA of different ranks, with dropout, DoRA (expert by expert), in full.
+/// A mixture of experts: routers, experts by LoRA with different ranks, with dropout, with DoRA (one expert
+/// at a time), and in full.
 #[test]
 fn mixtures_are_close_to_the_cpu() {
     if !device() {
@@ -249,14 +253,14 @@ fn mixtures_are_close_to_the_cpu() {
     close(RANKS, &["model.dtype=f32", "lora.dropout=0.2"], 1e-4);
     close(RANKS, &["model.dtype=f32", "lora.dora=true"], 1e-4);
     close(RANKS, &["model.dtype=f32", "model.quantize=nf4"], 1e-4);
-    // rounding sends some tokens to other experts, and from then on steps go apart
+    // Rounding sends some tokens to other experts, and steps diverge from there.
     close(RANKS, &["model.dtype=bf16", "model.quantize=nf4"], 0.1);
     close(RANKS, &["model.dtype=bf16", "lora.dropout=0.2"], 0.1);
     close(WHOLE, &[&["model.dtype=f32"], &losses[..]].concat(), 1e-4);
     close(WHOLE, &[&["model.dtype=bf16"], &losses[..]].concat(), 0.1);
 }
 
-/// What would not be done is refused: the products of all experts take their codes as they are.
+/// Unsupported combinations are refused: products over all experts read the codes directly.
 #[test]
 fn experts_are_not_dequantized_by_the_layer() {
     if !device() {
@@ -270,7 +274,7 @@ fn experts_are_not_dequantized_by_the_layer() {
         assert!(r.code == 2 && r.err.contains("memory.dequantize = \"per_layer\" is not built"), "{}", r.err);
     }
     w.ok(&[&["run", "r.toml", "run.device=cpu"], &set[..]].concat());
-    // experts that are computed one by one are dequantized with their layer
+    // Experts computed one by one are dequantized with the layer.
     let dora = "[lora]\ndora = true\n[[train]]\nmodules = [\"experts\"]\n";
     close_of(&super::verbs::mixture(), dora, &[&["model.dtype=f32"], &set[..]].concat(), 1e-4);
 }

@@ -1,4 +1,4 @@
-//! A copy of the model on each of several devices.
+//! One copy of the model on each of several devices.
 
 use super::server::{Server, ask, until};
 use super::world::{World, repository};
@@ -6,7 +6,7 @@ use ft::kernel::cuda;
 use serde_json::{Value, json};
 use std::io::Read;
 
-/// Whether there are so many devices; says so where there are not.
+/// Returns true if there are enough devices; otherwise prints a note.
 fn devices(n: usize) -> bool {
     let there = cuda::count();
     if there < n {
@@ -15,7 +15,7 @@ fn devices(n: usize) -> bool {
     there >= n
 }
 
-/// The copies of `/v1/models`: device and step.
+/// Device and step of the copies in `/v1/models`.
 fn copies(address: &str) -> Vec<(String, Option<u64>)> {
     let (status, models) = ask(address, "GET", "/v1/models", &Value::Null).expect("an answer");
     assert_eq!(status, 200, "{models}");
@@ -32,7 +32,7 @@ fn each_device_answers_a_request_at_the_same_time() {
     let s = Server::start(&w, &["--device", "cuda:1,cuda:2", "--dtype", "f32", "--max-tokens", "100000"]);
     assert_eq!(copies(&s.address), [("cuda:1".to_string(), None), ("cuda:2".to_string(), None)]);
     let body = |tokens: u64, stream: bool| json!({"model": s.model, "prompt": "a", "temperature": 2, "seed": 1, "max_tokens": tokens, "stream": stream});
-    // one that goes on until nobody hears it
+    // An answer that continues until the client disconnects.
     let mut long = s.open("POST", "/v1/completions", "", body(100_000, true).to_string().as_bytes());
     long.read_exact(&mut [0; 200]).expect("it has begun");
     for _ in 0..2 {

@@ -1,25 +1,25 @@
-//! The verbs on the device.
+//! The subcommands on the device.
 
 use super::world::{World, repository};
 use super::{apart, device};
 use serde_json::{Value, json};
 
-/// What a config has more to be a mixture's.
+/// Additional config keys of a mixture of experts.
 pub fn mixture() -> Value {
     json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true,
            "decoder_sparse_step": 1, "mlp_only_layers": []})
 }
 
-/// The quickstart's recipe, and its model's folder.
+/// The quickstart recipe, and the folder of the model.
 fn quickstart(w: &World) -> String {
     let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
     w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
     repository().join("data/model").display().to_string()
 }
 
-/// Trained for a few steps on the device, an adapter evaluates there as on the CPU, and so do the model that it is merged
-/// into and what it is exported to.
+/// After a few steps on the device, the adapter evaluates as on the CPU, and so do the merged model and the
+/// exports.
 #[test]
 fn an_adapter_from_the_device_is_one_anywhere() {
     if !device() {
@@ -57,7 +57,8 @@ fn chat_and_bench_run_on_the_device() {
     }
     let w = World::new();
     let model = quickstart(&w);
-    // the second has so many keys that blocks share them out, and more than a block of the cache
+    // The second prompt has enough keys to split them over thread blocks, and exceeds one block of the
+    // cache.
     for prompt in ["What colour is the sky?", &"What colour is the sky? ".repeat(90)] {
         let ask = |device: &str| {
             let question = ["--prompt", prompt, "--max-tokens", "6", "--device", device];
@@ -74,10 +75,10 @@ fn chat_and_bench_run_on_the_device() {
     }
 }
 
-/// Of a recipe that trains in full: rules that a 4-bit base has something left of.
+/// Rules in full that leave part of a 4-bit base frozen.
 const FROZEN: &str = "train=[{modules=['attention']}]";
 
-/// A model that has learned nothing but talks: random weights, with the quickstart's tokenizer.
+/// An untrained model for chat: random weights with the quickstart tokenizer.
 fn talking(w: &World, config: Value) {
     w.config("model", config);
     for file in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
@@ -102,8 +103,8 @@ fn talking(w: &World, config: Value) {
     w.ok(&["run", "r.toml"]);
 }
 
-/// Every verb on the device says what it says on the CPU: of a dense model and of a mixture, in f32 and over 4 bits, with an
-/// adapter that was trained on the device.
+/// All subcommands agree with the CPU, for a dense model and a mixture, in f32 and in 4 bits, with an
+/// adapter trained on the device.
 #[test]
 fn every_verb_says_what_it_says_on_the_cpu() {
     if !device() {
@@ -172,7 +173,7 @@ fn every_verb_says_what_it_says_on_the_cpu() {
     }
 }
 
-/// A conversation on the device is that on the CPU, and each token costs it one wait.
+/// A chat on the device agrees with the CPU, and takes one synchronization per token.
 #[test]
 fn a_token_waits_once() {
     if !device() {

@@ -1,31 +1,31 @@
-//! What merging an adapter into its base loses: rounding to bf16, and quantization to NF4.
+//! Precision lost by merging an adapter into the base: rounding to bf16, and quantization to NF4.
 //!
-//! A merged linear has the weight `M = W + s B A` (DoRA: each row times `g = m / |W + s B A|`). Written in bf16, or
-//! quantized anew onto a 4-bit base, it is no longer M; how much of the update `M - W` that error is decides
-//! whether merging makes sense.
+//! A merged linear layer has the weight `M = W + s B A` (DoRA: rows times `g = m / |W + s B A|`). Writing M
+//! in bf16, or quantizing it again for a 4-bit base, adds an error. Merging makes sense if this error is
+//! small relative to the update `M - W`.
 
 use ft_kernels::tensor::Real;
 use ft_engine::quant::{CodeBooks, Encoded};
 use candle_core::{DType, Device, Result};
 
-/// Squared norms, which add up over linears.
+/// Squared Frobenius norms, additive over layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MergeCost {
-    /// Of the merged weights.
+    /// Merged weights.
     pub merged: f64,
-    /// Of the update, merged less base.
+    /// Update: merged minus base.
     pub update: f64,
-    /// Of what rounding the merged weights to bf16 changes.
+    /// Error of rounding the merged weights to bf16.
     pub bf16: f64,
-    /// Of what quantizing them (rounded to bf16) to NF4 changes.
+    /// Error of quantizing the merged weights, rounded to bf16, to NF4.
     pub nf4: f64,
 }
 
 impl MergeCost {
-    /// The cost of one matrix, from its merged values and the base's, f32.
+    /// Computes the cost of one matrix from merged and base values in f32.
     ///
     /// # Errors
-    /// A merged value that is not finite, named; what candle says.
+    /// Non-finite merged value; tensor errors.
     pub fn of(name: &str, merged: &Real, base: &Real) -> ft_base::Result<Self> {
         let square = |t: Real| -> Result<f64> { t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar() };
         let host = |t: &Real| t.to_dtype(DType::F32)?.to_device(&Device::Cpu);
@@ -43,7 +43,7 @@ impl MergeCost {
         })
     }
 
-    /// The costs of two sets of linears together.
+    /// Adds two costs.
     pub fn plus(self, o: Self) -> Self {
         Self {
             merged: self.merged + o.merged,
@@ -53,17 +53,17 @@ impl MergeCost {
         }
     }
 
-    /// Error of rounding to bf16, as a share of the update (relative L2).
+    /// Relative L2 error of rounding to bf16, with respect to the update.
     pub fn bf16_of_update(self) -> f64 {
         share(self.bf16, self.update)
     }
 
-    /// Error of quantizing to NF4, as a share of the update.
+    /// Relative L2 error of quantizing to NF4, with respect to the update.
     pub fn nf4_of_update(self) -> f64 {
         share(self.nf4, self.update)
     }
 
-    /// Error of quantizing to NF4, as a share of the merged weights.
+    /// Relative L2 error of quantizing to NF4, with respect to the merged weights.
     pub fn nf4_of_merged(self) -> f64 {
         share(self.nf4, self.merged)
     }

@@ -1,9 +1,9 @@
-//! A merged model on disk, compared with base and adapter before success is told.
+//! Merges an adapter into the base, and verifies the model on disk.
 //!
-//! Two things could be wrong with it, and each has its own check. The arithmetic: the merged weights, before they are
-//! rounded, must give the logits of base and adapter but for the order of sums in f32. And the file: every weight in
-//! it must be that value rounded once to its dtype, to the bit. What rounding then does to the logits has no bar (it
-//! is what the dtype costs): it is measured and told.
+//! Two checks, for two kinds of mistakes. Arithmetic: the merged weights in f32 must give the logits of
+//! base and adapter, up to the order of sums. File: every weight on disk must equal the merged f32 weight
+//! rounded once to the dtype of the file, bit for bit. The effect of rounding on the logits has no
+//! tolerance, because it is inherent to the dtype; it is measured and reported.
 
 pub mod cost;
 pub mod weights;
@@ -33,64 +33,64 @@ use std::ops::Range;
 use std::path::Path;
 use weights::Merge;
 
-/// Tokens of the text on which the models are compared.
+/// Number of tokens in the comparison.
 const PROBE: usize = 32;
-/// What to do where base and adapter compute no numbers.
+/// Hint if base and adapter give non-finite logits.
 const DIVERGED: &str =
     "hint: the adapter has diverged, or it is of another base; do not use what is in --out";
-/// Rows of a tensor that are compared at a time hold about so many values.
+/// Approximate number of values compared at a time.
 const PIECE: usize = 1 << 20;
 
-/// A base with an adapter to merge into it.
+/// Inputs of a merge.
 pub struct Merging<'a> {
-    /// The base's folder.
+    /// Folder of the base.
     pub dir: &'a Path,
     /// The base.
     pub base: &'a Base,
     /// The adapter.
     pub adapter: &'a Adapter,
-    /// What the adapter holds.
+    /// Selection of the adapter.
     pub selection: &'a Selection,
-    /// The base that the adapter was trained on, where that is another than is merged onto: the same in 4 bits.
+    /// Base of the training run if it differs from `base`: the same model in 4 bits.
     pub trained: Option<&'a Base>,
 }
 
-/// What a merge gave. Distances are of logits and relative, but where it says otherwise.
+/// Result of a merge. Distances are relative L2 distances of logits, unless noted.
 #[derive(Clone, Copy, Debug)]
 pub struct Merged {
-    /// Of the merged weights in f32 from base and adapter: the order of sums.
+    /// Merged weights in f32 vs. base and adapter; differs by the order of sums.
     pub exact: f64,
-    /// What `exact` may be.
+    /// Tolerance for `exact`.
     pub bar: f64,
-    /// Of the weights that were written from those in f32 (relative L2, over all of them).
+    /// Weights on disk vs. weights in f32: relative L2 distance over all weights.
     pub rounding: f64,
-    /// Of the model that was written from base and adapter.
+    /// Model on disk vs. base and adapter.
     pub apart: f64,
-    /// Of the base alone from base and adapter.
+    /// Base alone vs. base and adapter.
     pub effect: f64,
-    /// Whether head and embedding became two tensors.
+    /// True if head and embedding were tied and became separate tensors.
     pub untied: bool,
-    /// Onto a 4-bit base, what the merged weights lose in bf16 and if they are quantized again.
+    /// For a 4-bit base: precision lost in bf16, and in NF4.
     pub cost: Option<MergeCost>,
-    /// Onto a 4-bit base, of the model that was written, quantized again, from base and adapter.
+    /// For a 4-bit base: model on disk, quantized again, vs. base and adapter.
     pub again: Option<f64>,
-    /// Of the model that was written from what was trained, where that had another base.
+    /// Model on disk vs. the trained model, if the adapter was trained on another base.
     pub trained: Option<f64>,
 }
 
-/// How far the logits of two models that differ in the order of sums may be, relative: 1e-5 for a few layers, and
-/// more for many, through which differences grow.
+/// Tolerance for logits that differ only by the order of sums: 1e-5 for up to 8 layers, then proportional
+/// to depth.
 fn bar(layers: usize) -> f64 {
     1e-5 * (layers as f64 / 8.0).max(1.0)
 }
 
 impl Merging<'_> {
-    /// Writes the merged model into a new folder and compares it with base and adapter on a probe of seeded tokens;
-    /// then it gets its name, in the place of a model that is there. At no time more than one layer is in memory.
-    /// `progress` hears the bytes of each tensor that is written.
+    /// Writes the merged model to a new folder, compares it with base and adapter on seeded random tokens,
+    /// then moves it into place over an older model. Memory holds at most one layer at a time. Calls
+    /// `progress` with the bytes of every tensor written.
     ///
     /// # Errors
-    /// An adapter that does not fit; a disk that is full; [`Error::Merged`], [`Error::Unequal`].
+    /// Adapter that does not fit; full disk; [`Error::Merged`]; [`Error::Unequal`].
     pub fn write(
         &self,
         new: NewFolder,
@@ -133,7 +133,7 @@ impl Merging<'_> {
         }
         let made = Base::of_files(config, files);
         let frozen = Selection::frozen(&made.config);
-        // without rounding the two are one model
+        // Without rounding, both models are equal.
         let got = if rounding > 0.0 { compare::logits(&made, &frozen, None, &ids)? } else { got };
         let again = match base.is_4bit() {
             true => {
@@ -156,12 +156,12 @@ impl Merging<'_> {
     }
 }
 
-/// The merged weights in f32, each held against what was written of it.
+/// Merged weights in f32, compared with the weights on disk while they are read.
 struct Exact<'a> {
     merge: &'a Merge<'a>,
     out: &'a Path,
     written: &'a TensorFiles,
-    /// Square of the distance of what was written, and of the norm.
+    /// Sums of squares: of the rounding error, and of the weights.
     error: f64,
     norm: f64,
 }
@@ -187,7 +187,7 @@ impl Exact<'_> {
         Ok(value)
     }
 
-    /// Rows of a tensor rounded as the file's dtype rounds, and those in the file; both in f32.
+    /// Returns rows of a tensor rounded to the dtype of the file, and the same rows on disk, both as f32.
     fn rounded(&self, name: &str, piece: &Tensor, rows: Range<usize>) -> ft_base::Result<[Vec<f32>; 2]> {
         let dtype = match self.written.get(name)?.dtype {
             safetensors::Dtype::BF16 => DType::BF16,
@@ -201,7 +201,7 @@ impl Exact<'_> {
     }
 }
 
-/// The sum of the squares of `a - b` (nothing of `b`: of `a`), in f64.
+/// Sum of squares of `a - b`, or of `a` if `b` is empty, in f64.
 fn squares(a: &[f32], b: &[f32]) -> f64 {
     const CHUNK: usize = 1 << 14;
     let square = |x: f32| f64::from(x) * f64::from(x);

@@ -1,15 +1,15 @@
-//! Base and adapter as one model, tensor by tensor.
+//! Merged weights of base and adapter, tensor by tensor.
 //!
-//! With `s` the adapter's scale, A [r, i], B [o, r], m `[o]`:
+//! Notation: scale s of the adapter, A `[r, i]`, B `[o, r]`, magnitude m `[o]`.
 //!
 //! * LoRA: `W + s B A`;
-//! * DoRA: `(m / |W + s B A|) (W + s B A)`, norms by row;
-//! * LoRA on the embedding, A [r, v], B [d, r]: `table + s (B A)^T`;
-//! * rows of tokens that trained replace the base's;
-//! * what the adapter holds whole (`modules_to_save`) replaces the base's.
+//! * DoRA: `(m / |W + s B A|) (W + s B A)`, with norms of rows;
+//! * LoRA on the embedding, A `[r, v]`, B `[d, r]`: `table + s (B A)^T`;
+//! * trained token rows replace rows of the base;
+//! * whole tensors in the adapter (`modules_to_save`) replace tensors of the base.
 //!
-//! Head and embedding of a tied model are one tensor: where only one of them has an update, or each its own, the
-//! merged model has two.
+//! If head and embedding are tied and an update applies to one of them, or a different one to both, the
+//! merged model has separate tensors.
 
 use super::cost::MergeCost;
 use ft_engine::adapt::selection::{Choice, Part, Selection, Trained, part_name};
@@ -28,38 +28,38 @@ use std::collections::HashMap;
 
 const TABLE: &str = "model.embed_tokens.weight";
 
-/// What a tensor of the merged model is made of.
+/// Source of one tensor in the merged model.
 struct Source {
     module: Module,
     choice: Choice,
     part: Part,
-    /// The base's tensor.
+    /// Name of the tensor in the base.
     base: String,
     dtype: DType,
 }
 
-/// A merge that can be done: everything is checked, nothing is read yet.
+/// A checked merge. Tensors are read and merged on request.
 pub struct Merge<'a> {
     base: &'a Base,
     files: &'a TensorFiles,
     adapter: &'a Adapter,
     trained: HashMap<(String, Part), Trained>,
     tokens: Tokens,
-    /// Names in the order of the forward pass.
+    /// Tensor names in the order of the forward pass.
     order: Vec<String>,
     sources: HashMap<String, Source>,
     unties: bool,
-    /// What the tensors merged so far lose, on a 4-bit base.
+    /// Precision lost by the tensors merged so far, for a 4-bit base.
     cost: RefCell<MergeCost>,
 }
 
 impl<'a> Merge<'a> {
-    /// Checks that base and adapter fit. The adapter is merged into what the base's 4-bit linears dequantize to, those too
-    /// that are made so ([`Base::in_nf4`]). `dtype` is that of all merged tensors; by
-    /// default each keeps the base's.
+    /// Checks that base and adapter fit. For a 4-bit base, including [`Base::in_nf4`], the adapter is
+    /// merged into the dequantized weights. `dtype` applies to all merged tensors; `None` keeps the dtypes
+    /// of the base.
     ///
     /// # Errors
-    /// Tensors of base or adapter that are missing, unexpected or of another shape; an adapter of another base.
+    /// Missing, unexpected or misshaped tensors in base or adapter; adapter for another base.
     pub fn new(
         base: &'a Base,
         adapter: &'a Adapter,
@@ -128,17 +128,17 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// The dtype of the merged model's embedding, which its config names.
+    /// Dtype of the merged embedding, as named in the config.
     pub fn dtype(&self) -> DType {
         self.sources.get(TABLE).map_or(DType::F32, |s| s.dtype)
     }
 
-    /// Whether a tied model's head and embedding become two tensors.
+    /// Returns true if tied head and embedding become separate tensors.
     pub fn unties(&self) -> bool {
         self.unties
     }
 
-    /// Name, dtype and shape of every tensor of the merged model.
+    /// Name, dtype and shape of every tensor in the merged model.
     pub fn entries(&self) -> Vec<(String, DType, Vec<usize>)> {
         let entry = |n: &String| {
             let s = self.sources.get(n)?;
@@ -151,7 +151,7 @@ impl<'a> Merge<'a> {
         self.order.iter().filter_map(entry).collect()
     }
 
-    /// The merged model's `config.json`.
+    /// Contents of `config.json` for the merged model.
     pub fn config(&self) -> Map<String, Value> {
         let mut raw = self.base.config.raw.clone();
         if self.unties {
@@ -160,10 +160,11 @@ impl<'a> Merge<'a> {
         raw
     }
 
-    /// One tensor of the merged model as it is written, on the CPU. Memory beside it: its update.
+    /// Computes one tensor of the merged model, in the dtype of the file, on the CPU. Memory holds this
+    /// tensor and the update.
     ///
     /// # Errors
-    /// Files that cannot be read any more.
+    /// Files are no longer readable.
     pub fn tensor(&self, name: &str) -> ft_base::Result<Tensor> {
         let s = self.source(name)?;
         let (value, before) = self.merged(s, s.dtype)?;
@@ -174,7 +175,7 @@ impl<'a> Merge<'a> {
         Ok(value.to_dtype(s.dtype)?)
     }
 
-    /// One tensor of the merged model before it is rounded to what is written, f32.
+    /// Computes one tensor of the merged model in f32, before rounding to the dtype of the file.
     ///
     /// # Errors
     /// As [`Merge::tensor`].
@@ -189,8 +190,8 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// The merged value, f32 or (where nothing was added) `dtype`; and what it was, if it is a 4-bit one with an
-    /// update.
+    /// Returns the merged value, in f32, or in `dtype` if there is no update. For a 4-bit tensor with an
+    /// update, also returns the dequantized base value.
     fn merged(&self, s: &Source, dtype: DType) -> ft_base::Result<(Tensor, Option<Tensor>)> {
         match &s.choice {
             Choice::Full { .. } => {
@@ -200,24 +201,24 @@ impl<'a> Merge<'a> {
             Choice::Lora { spec, .. } if s.part == Part::Weight => self.updated(s, peft::scale(spec)),
             Choice::Rows { .. } if s.part == Part::Weight => Ok((self.with_rows(s)?, None)),
             _ => {
-                // f64 is rounded twice on its way to 16 bits, each time that it is asked for
+                // Via f32, so that f64 is rounded in the same two steps for the file and for the check.
                 let f64 = self.files.info(&s.base).is_some_and(|i| i.dtype == Dtype::F64);
                 Ok((self.base(s, if f64 { DType::F32 } else { dtype })?, None))
             }
         }
     }
 
-    /// Whether a tensor of the base is merged into as dequantized from 4 bits: as the checkpoint has it, or made so.
+    /// Returns true for tensors in 4 bits, on disk or by [`Base::in_nf4`].
     fn four_bit(&self, s: &Source) -> bool {
         s.part == Part::Weight && self.base.four_bit(&s.module).is_some()
     }
 
-    /// The base's tensor; dequantized, where it is 4-bit.
+    /// Reads a tensor of the base, dequantized if necessary.
     fn base(&self, s: &Source, dtype: DType) -> ft_base::Result<Tensor> {
         let cpu = &Device::Cpu;
         match self.base.four_bit(&s.module).filter(|_| s.part == Part::Weight) {
             Some(how) => {
-                // files need no number for random values
+                // The position of the module matters for random weights only.
                 let codes = self.base.codes((&s.module, 0), how, DType::F32, &mut CodeBooks::new(cpu)?)?;
                 Ok(codes.dequantize()?.to_dtype(dtype)?.real()?.clone())
             }
@@ -225,14 +226,14 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// Onto a 4-bit base: what the tensors merged so far lose in bf16, and in NF4.
+    /// Precision lost in bf16 and in NF4 by the tensors merged so far; `None` unless the base is 4-bit.
     pub fn cost(&self) -> Option<MergeCost> {
         self.base.is_4bit().then(|| *self.cost.borrow())
     }
 
-    /// A tensor that the adapter holds.
+    /// Reads a tensor of the adapter.
     fn held(&self, m: &Module, part: Part) -> ft_base::Result<Tensor> {
-        // a tied head that trains in full is the embedding's tensor, and then has no source of its own
+        // A tied head trained in full shares the tensor of the embedding, and is not listed as a source.
         let t = self.trained.get(&(m.name.clone(), part));
         match t.map(|t| self.adapter.get(t)).transpose()?.flatten() {
             Some(value) => Ok(value),
@@ -244,7 +245,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// The base's weight with the rows of the adapter, f32.
+    /// Base weight with trained token rows, in f32.
     fn with_rows(&self, s: &Source) -> ft_base::Result<Tensor> {
         let (weight, rows) = (self.base(s, DType::F32)?, self.held(&s.module, Part::Rows)?);
         for (row, id) in self.tokens.of(&s.module.name).iter().enumerate() {
@@ -253,7 +254,7 @@ impl<'a> Merge<'a> {
         Ok(weight)
     }
 
-    /// The base's weight with its low-rank update, f32; and without it, if it is 4-bit.
+    /// Base weight plus low-rank update in f32, and the base weight alone if it is 4-bit.
     fn updated(&self, s: &Source, scale: f64) -> ft_base::Result<(Tensor, Option<Tensor>)> {
         let m = &s.module;
         let w = self.base(s, DType::F32)?;
