@@ -1,15 +1,15 @@
 //! Finds the base model of an adapter, and the original of a 4-bit base.
 
+use crate::train::job;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_engine::adapt::{self, Adapter};
 use ft_engine::base::layout;
-use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_base::terminal::{tell, warn};
+use ft_engine::files::TensorFiles;
 use ft_engine::model::Config;
 use ft_engine::model::modules::modules;
 use ft_engine::quant;
 use ft_recipe::Quantize;
-use ft_engine::files::TensorFiles;
-use crate::train::job;
 use serde_json::Map;
 use std::path::Path;
 

@@ -1,9 +1,9 @@
 //! `ft bench`: throughput and memory on synthetic rows.
 
 use super::RecipeArgs;
+use crate::train::bench;
 use ft_base::terminal::tell;
 use ft_recipe::Recipe;
-use crate::train::bench;
 
 /// Arguments of `ft bench`.
 #[derive(Debug, clap::Args)]

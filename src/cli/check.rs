@@ -1,20 +1,20 @@
 //! `ft check`: all problems of a recipe, the model and the data at once, without loading weights.
 
 use super::RecipeArgs;
+use crate::train::{job, rows, server, sources};
+use candle_core::{DType, Device};
+use ft_base::error::Error;
+use ft_base::store;
+use ft_base::terminal::warn;
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_data::{Dataset, Stats, Tokenizer};
 use ft_engine::adapt::build::check_full;
 use ft_engine::adapt::{Adapter, Choice, Selection, initial, learning_rates};
 use ft_engine::base::Base;
-use ft_data::{Dataset, Stats, Tokenizer};
-use ft_base::error::Error;
-use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_base::terminal::warn;
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, parameters};
 use ft_plan::source;
 use ft_recipe::{Part, Quantize, Recipe, Source, Weights};
-use ft_base::store;
-use crate::train::{job, rows, server, sources};
-use candle_core::{DType, Device};
 use std::collections::HashSet;
 use std::fmt::Write;
 
@@ -173,7 +173,8 @@ impl Check<'_> {
         let d = &self.recipe.data;
         let sources = d.train.iter().chain(&d.eval);
         let here = |s: &&Source| ft_data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
-        let problems = sources.filter(here).filter_map(|s| ft_data::find(s, &|s| self.recipe.resolve(s)).err());
+        let problems =
+            sources.filter(here).filter_map(|s| ft_data::find(s, &|s| self.recipe.resolve(s)).err());
         let problems: Vec<Error> = problems.map(Error::from).collect();
         self.errors.extend(problems);
     }

@@ -1,11 +1,11 @@
 //! `ft data`: rows as text with supervision marks, and statistics.
 
 use super::RecipeArgs;
-use ft_data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
-use ft_data::hub::{Settings, Want};
-use ft_base::terminal::{color_on_stdout, escape};
-use ft_recipe::{OverLength, Part, Recipe};
 use crate::train::{job, rows, sources};
+use ft_base::terminal::{color_on_stdout, escape};
+use ft_data::hub::{Settings, Want};
+use ft_data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
+use ft_recipe::{OverLength, Part, Recipe};
 use serde_json::json;
 use std::io::{self, Write};
 

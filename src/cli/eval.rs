@@ -3,11 +3,11 @@
 
 use super::RecipeArgs;
 use super::given::{Given, recipe_of};
-use ft_data::hub::Want;
-use ft_base::terminal::warn;
-use ft_recipe::{Init, Recipe, Weights};
 use crate::train::{self, Job};
+use ft_base::terminal::warn;
+use ft_data::hub::Want;
 use ft_engine::walk::{Execution, visit::Nothing};
+use ft_recipe::{Init, Recipe, Weights};
 use serde_json::json;
 
 /// Arguments of `ft eval`.

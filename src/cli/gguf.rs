@@ -2,16 +2,16 @@
 
 use super::base::base_of;
 use super::given::Given;
+use crate::train::job;
+use candle_core::{DType, Device};
+use ft_base::store::{self, NewFolder};
+use ft_base::terminal::{bytes_bar, tell, warn};
+use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_engine::adapt::Adapter;
 use ft_engine::base::Base;
 use ft_engine::gguf;
-use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_base::terminal::{bytes_bar, tell, warn};
 use ft_engine::model::Config;
 use ft_recipe::Dtype;
-use ft_base::store::{self, NewFolder};
-use crate::train::job;
-use candle_core::{DType, Device};
 use serde_json::Map;
 use std::path::Path;
 

@@ -1,10 +1,10 @@
 //! Resolves run folders and checkpoints given in place of a model or an adapter.
 
-use ft_engine::adapt;
-use ft_data::hub::Want;
-use ft_base::terminal::tell;
-use ft_base::store::checkpoint::Checkpoints;
 use crate::train::{Job, latest, output};
+use ft_base::store::checkpoint::Checkpoints;
+use ft_base::terminal::tell;
+use ft_data::hub::Want;
+use ft_engine::adapt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 

@@ -1,10 +1,10 @@
 //! `ft init`: asks some questions and writes a recipe.
 
+use ft_base::store;
 use ft_base::terminal::{shell_word, tell};
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
 use ft_recipe::Recipe;
-use ft_base::store;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 

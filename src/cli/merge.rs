@@ -3,14 +3,14 @@
 use super::base::{base_of, original};
 use super::given::Given;
 use super::words;
-use ft_engine::adapt::Adapter;
-use ft_engine::base::Base;
-use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_base::terminal::{bytes_bar, tell, warn};
-use ft_recipe::{Dtype, Quantize};
-use ft_base::store::NewFolder;
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
+use ft_base::store::NewFolder;
+use ft_base::terminal::{bytes_bar, tell, warn};
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_engine::adapt::Adapter;
+use ft_engine::base::Base;
+use ft_recipe::{Dtype, Quantize};
 use serde_json::Map;
 use std::path::{Path, PathBuf};
 

@@ -24,13 +24,13 @@ pub mod schema;
 #[cfg(feature = "serve")]
 pub mod serve;
 
-use ft_base::error::Error;
-use ft_kernels::gemm::pairs;
-use ft_base::terminal::{color_on_stderr, escape, panics, tell, tell_escaped};
-use ft_base::memory;
 use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{CommandFactory, Parser, Subcommand};
+use ft_base::error::Error;
+use ft_base::memory;
+use ft_base::terminal::{color_on_stderr, escape, panics, tell, tell_escaped};
+use ft_kernels::gemm::pairs;
 use rustix::process::{Resource, getrlimit};
 use std::borrow::Cow;
 use std::ffi::OsString;

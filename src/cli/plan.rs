@@ -1,12 +1,12 @@
 //! `ft plan`: a recipe's memory plan.
 
 use super::RecipeArgs;
+use crate::train::{self, job, sources};
+use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_base::terminal::warn;
 use ft_plan::{Plan, rates};
 use ft_recipe::{Device, Recipe};
-use crate::train::{self, job, sources};
 
 /// Arguments of `ft plan`.
 #[derive(Debug, clap::Args)]

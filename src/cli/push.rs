@@ -1,11 +1,11 @@
 //! `ft push`: uploads an adapter or a model to the hub, with a model card.
 
 use super::given::Given;
-use ft_data::hub::{self, Push, Settings};
-use ft_base::terminal::{tell, warn};
 use crate::report::{CARD, card, is_hub_id, is_untouched};
-use ft_base::store;
 use crate::train::output::{is_of_adapter, is_of_model};
+use ft_base::store;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, Push, Settings};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -1,10 +1,10 @@
 //! `ft quantize`: writes a model in NF4.
 
 use super::base::MADE_FROM;
-use ft_data::hub::{self, Want};
-use ft_base::terminal::tell;
-use ft_engine::model::Config;
 use crate::train::quantize;
+use ft_base::terminal::tell;
+use ft_data::hub::{self, Want};
+use ft_engine::model::Config;
 use std::path::PathBuf;
 
 /// Arguments of `ft quantize`.

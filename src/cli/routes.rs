@@ -1,13 +1,13 @@
 //! `ft routes`: expert load per layer on the training data.
 
 use super::RecipeArgs;
+use crate::train::{self, Job, step};
+use ft_base::terminal::Escaped;
 use ft_data::Micro;
 use ft_data::hub::Want;
-use ft_base::terminal::Escaped;
 use ft_engine::model::Batch;
-use ft_recipe::{Recipe};
-use crate::train::{self, Job, step};
 use ft_engine::walk::{Load, Walk, dead, entropy, peak};
+use ft_recipe::Recipe;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{self, Write};

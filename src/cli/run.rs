@@ -1,9 +1,9 @@
 //! `ft run`: trains as a recipe says.
 
 use super::RecipeArgs;
+use crate::train::{self, Options, Outcome};
 use ft_base::terminal::{hush, tell};
 use ft_recipe::{Launch, Recipe};
-use crate::train::{self, Options, Outcome};
 
 /// Arguments of `ft run`.
 #[derive(Debug, clap::Args)]

@@ -3,10 +3,10 @@
 //! Users and other programs may edit the file. Unreadable lines are dropped with a warning, and a file
 //! removed or replaced during the run is detected at the next event.
 
-use super::table::Table;
 use super::TensorBoard;
-use ft_base::terminal::warn;
+use super::table::Table;
 use ft_base::store;
+use ft_base::terminal::warn;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, Write};

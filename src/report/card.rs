@@ -1,10 +1,10 @@
 //! Model card (README.md on the hub) of an adapter or a model.
 
 use super::read::{Metrics, text};
-use ft_data::holds_rows;
-use ft_base::terminal::escape;
-use ft_recipe::{Data, Init, Recipe};
 use ft_base::store;
+use ft_base::terminal::escape;
+use ft_data::holds_rows;
+use ft_recipe::{Data, Init, Recipe};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

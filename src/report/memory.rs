@@ -1,9 +1,9 @@
 //! Memory section: planned bytes by component, and measured bytes.
 
 use super::read::{Metrics, count};
+use ft_engine::walk::Recomputed;
 use ft_plan::Component;
 use ft_plan::report::bytes;
-use ft_engine::walk::Recomputed;
 use serde::Serialize;
 use serde_json::Value;
 

@@ -3,8 +3,8 @@
 use super::read::{Layer, Metrics};
 use super::series::{Series, duration, evenly, grouped, moment, short};
 use super::*;
-use ft_base::error::Failure;
 use anyhow::{Context as _, Result, ensure};
+use ft_base::error::Failure;
 use serde_json::{Value, json};
 
 /// A run folder with the given metrics lines.

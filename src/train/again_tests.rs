@@ -2,9 +2,9 @@
 
 use super::step::small_device::SMALL;
 use super::{Options, run};
+use anyhow::{Context as _, Result};
 use ft_base::error::ExitCode;
 use ft_recipe::Recipe;
-use anyhow::{Context as _, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

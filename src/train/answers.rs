@@ -3,12 +3,12 @@
 
 use super::step::Stop;
 use super::{Error, Job};
+use candle_transformers::generation::{LogitsProcessor, Sampling};
 use ft_data::{Dataset, Scores, question};
 use ft_engine::model::Decoder;
-use ft_recipe::Recipe;
 use ft_engine::walk::generate::{Reader, answer};
 use ft_engine::walk::visit::Around;
-use candle_transformers::generation::{LogitsProcessor, Sampling};
+use ft_recipe::Recipe;
 use regex::Regex;
 use serde_json::{Value, json};
 

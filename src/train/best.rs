@@ -1,7 +1,7 @@
 //! Best evaluation of a run, and patience for early stopping.
 
-use ft_base::terminal::warn;
 use ft_base::store::Checkpoints;
+use ft_base::terminal::warn;
 use serde_json::Value;
 
 /// History of evaluation losses.

@@ -1,13 +1,13 @@
 //! Logits of models larger than memory: computed on the CPU in f32, for the smallest rounding error, with
 //! one layer in memory at a time.
 
+use candle_core::{DType, Device, Tensor};
+use ft_base::memory;
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
 use ft_engine::base::Base;
-use ft_base::memory;
 use ft_engine::model::modules::modules;
 use ft_engine::quant;
-use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 
 /// Computes logits `[t, v]` of a few tokens in f32, for a base alone or with an adapter.

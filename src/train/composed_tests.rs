@@ -2,9 +2,9 @@
 //! with the plan.
 
 use super::{Options, run};
+use anyhow::{Context as _, Result, ensure};
 use ft_kernels::check::composed;
 use ft_recipe::Recipe;
-use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;

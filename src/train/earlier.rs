@@ -3,8 +3,8 @@
 use super::run::{CHECKPOINTS, Options};
 use super::state::State;
 use super::{Error, Job, output};
-use ft_recipe::Recipe;
 use ft_base::store::{self, checkpoint};
+use ft_recipe::Recipe;
 use serde_json::json;
 use std::path::Path;
 

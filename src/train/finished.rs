@@ -7,9 +7,9 @@
 use super::job;
 use super::output::RESULTS;
 use super::run::CHECKPOINTS;
+use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
 use ft_data::hub::{self, Settings, Want};
 use ft_recipe::{Recipe, Weights};
-use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
 use serde::{Deserialize, Serialize};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};

@@ -6,9 +6,9 @@
 use super::ranks::{self, Next};
 use ft_engine::adapt::Params;
 use ft_engine::comm::Comm;
-use ft_kernels::crossing::Arrival;
 use ft_engine::model::Decoder;
 use ft_engine::walk::{Around, Outline, Visit};
+use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,13 +3,13 @@
 use super::gather::Alone;
 use super::step::{Setup, probe};
 use super::{Error, Stepped};
+use candle_core::DType;
+use ft_data::{Dataset, Micro};
 use ft_engine::adapt::Params;
 use ft_engine::adapt::buffer::{Held, common};
 use ft_engine::adapt::params::Unit;
 use ft_engine::comm::{At, Comm};
-use ft_data::{Dataset, Micro};
 use ft_kernels::{optimizer, to_host};
-use candle_core::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
 

@@ -1,13 +1,13 @@
 //! Identity of a run: recipe keys, and hashes of data, model and tokenizer.
 
 use super::Job;
-use ft_engine::base::{Base, layout};
+use candle_core::DType;
+use ft_base::store::{self, hash};
 use ft_data::Dataset;
+use ft_engine::base::{Base, layout};
+use ft_engine::files::TensorFiles;
 use ft_engine::model::Config;
 use ft_recipe::{Method, Weights};
-use ft_base::store::{self, hash};
-use ft_engine::files::TensorFiles;
-use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 

@@ -1,6 +1,11 @@
 //! Resolves a recipe: device, model folder, config, tokenizer, selection, data.
 
 use super::{Error, quantize, rows, sources};
+use candle_core::{DType, Device};
+use ft_base::memory;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_data::{Added, Dataset, Form, Tokenizer, Trained};
 use ft_engine::adapt::adapter::Adapter;
 use ft_engine::adapt::buffer::Shard;
 use ft_engine::adapt::build::{Build, check_full};
@@ -8,20 +13,15 @@ use ft_engine::adapt::params::Allocate;
 use ft_engine::adapt::{self, Choice, Params, Selection};
 use ft_engine::base::Base;
 use ft_engine::comm::{self, Comm};
-use ft_data::{Added, Dataset, Form, Tokenizer, Trained};
-use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_engine::model::{Config, Decoder};
+use ft_engine::quant;
 use ft_kernels::cuda;
 use ft_kernels::gemm::pairs;
-use ft_base::memory;
-use ft_base::terminal::{tell, warn};
-use ft_engine::model::{Config, Decoder};
 use ft_plan::{Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
-use ft_engine::quant;
 use ft_recipe::{
     Device as DeviceName, Dtype, Launch, Method, Offload, OneDevice, Part, Quantize, Recipe, Rule, Token,
     Weights,
 };
-use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -160,7 +160,11 @@ pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 ///
 /// # Errors
 /// Unusable files.
-pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> ft_base::Result<Option<Tokenizer>> {
+pub fn tokenizer(
+    recipe: &Recipe,
+    dir: &Path,
+    adapter: Option<&Adapter>,
+) -> ft_base::Result<Option<Tokenizer>> {
     let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
     let rules = recipe.train.iter().filter(|r| r.is_of_tokens());
     let texts = rules.flat_map(|r| r.tokens.iter().flatten()).filter_map(|t| match t {

@@ -1,11 +1,11 @@
 //! Measures matrix products and memory copies of this machine, as upper limits for the parts of a step.
 
 use super::Job;
+use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::gemm;
 use ft_kernels::moment::Moment;
 use ft_kernels::tensor::Real;
-use candle_core::{DType, Device, Result};
 use std::time::{Duration, Instant};
 
 /// Minimum duration of one measurement.

@@ -1,9 +1,9 @@
 //! The built-in small model in 4 bits, end to end, and the cache.
 
 use super::*;
-use ft_recipe::Recipe;
 use crate::train::{self, Options, Outcome};
 use anyhow::{Context as _, Result};
+use ft_recipe::Recipe;
 use std::path::PathBuf;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");

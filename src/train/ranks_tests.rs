@@ -4,18 +4,18 @@ use super::again_tests::{events, recipe, train};
 use super::gather::Gather;
 use super::ranks::broken::{BREAKS, Breaks};
 use super::{Job, ranks, step};
+use anyhow::{Context as _, Result};
+use ft_base::error::ExitCode;
+use ft_data::Micro;
+use ft_data::hub::Want;
 use ft_engine::adapt::Params;
 use ft_engine::comm::{self, At, Comm, Threads};
-use ft_data::Micro;
-use ft_base::error::ExitCode;
-use ft_data::hub::Want;
-use ft_kernels::Tensor;
-use ft_kernels::crossing::Arrival;
-use ft_kernels::vacant::held;
 use ft_engine::model::sink::Sink;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::walk::{Around, Outline, Visit, Walk};
-use anyhow::{Context as _, Result};
+use ft_kernels::Tensor;
+use ft_kernels::crossing::Arrival;
+use ft_kernels::vacant::held;
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -94,7 +94,13 @@ impl Comm for Traced<'_, Threads> {
     fn wait(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
         self.0.wait(at, mine)
     }
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
+    fn add(
+        &self,
+        at: At,
+        part: Option<Tensor>,
+        range: Range<usize>,
+        to: &Tensor,
+    ) -> ft_base::Result<Arrival> {
         self.0.add(at, part, range, to)
     }
     fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> ft_base::Result<Arrival> {

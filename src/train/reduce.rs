@@ -8,17 +8,17 @@
 //! overlaps with the next visit, and completes when that visit ends.
 
 use super::gather::Gather;
+use candle_core::{DType, Device};
 use ft_engine::adapt::Params;
 use ft_engine::adapt::buffer::Held;
 use ft_engine::adapt::params::Unit;
 use ft_engine::comm::{At, Comm};
-use ft_kernels::Tensor;
-use ft_kernels::crossing::Arrival;
-use ft_kernels::optimizer::Squares;
 use ft_engine::model::sink::Sink;
 use ft_engine::optim::{self, Optimizer};
 use ft_engine::walk::{Around, Visit};
-use candle_core::{DType, Device};
+use ft_kernels::Tensor;
+use ft_kernels::crossing::Arrival;
+use ft_kernels::optimizer::Squares;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 

@@ -1,8 +1,8 @@
 //! Rows of the steps, and warnings about the data.
 
 use super::Error;
-use ft_data::{Batches, Dataset};
 use ft_base::terminal::warn;
+use ft_data::{Batches, Dataset};
 use ft_engine::model::Config;
 use ft_recipe::Recipe;
 

@@ -4,8 +4,8 @@
 //! server exits when stdin closes, which happens at the end of the run, even after a crash.
 
 use super::{Error, Job};
-use ft_kernels::cuda;
 use ft_base::terminal::warn;
+use ft_kernels::cuda;
 use ft_recipe::{Launch, OneDevice, Recipe, Serve};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};

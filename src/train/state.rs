@@ -5,14 +5,14 @@
 
 use super::identity::is_place;
 use super::{Error, LossScale};
+use candle_core::{DType, Device, Tensor};
+use ft_base::store::{self};
 use ft_engine::adapt::Params;
 use ft_engine::adapt::buffer::common;
 use ft_engine::adapt::moments::Of;
 use ft_engine::adapt::projected::Projected;
-use ft_kernels::optimizer::BLOCK;
-use ft_base::store::{self};
 use ft_engine::files::{SharedFile, TensorFiles};
-use candle_core::{DType, Device, Tensor};
+use ft_kernels::optimizer::BLOCK;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;

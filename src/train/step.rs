@@ -4,18 +4,18 @@ use super::gather::Gather;
 use super::guard;
 use super::reduce::{InBackward, Reduce};
 use super::{Job, LossScale};
+use candle_core::Device;
+use ft_base::memory::place;
+use ft_data::{Dataset, Micro, Size};
 use ft_engine::adapt::Params;
 use ft_engine::comm::{self, At, Comm};
-use ft_data::{Dataset, Micro, Size};
-use ft_kernels::loss;
-use ft_kernels::tensor::Real;
-use ft_base::memory::place;
 use ft_engine::model::batch::HostBatch;
 use ft_engine::model::sink::Sink;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::optim::{self, Optimizer, Rate};
 use ft_engine::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
-use candle_core::Device;
+use ft_kernels::loss;
+use ft_kernels::tensor::Real;
 use std::cell::{Cell, RefCell};
 
 /// Number of evaluation micro-batches per rank between reductions of the loss.
@@ -319,7 +319,12 @@ impl Sums {
 ///
 /// # Errors
 /// [`super::Error::NonFinite`], before any update.
-pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times) -> ft_base::Result<Stepped> {
+pub fn update(
+    s: &Setup<'_>,
+    summed: Summed<'_>,
+    lr: Rate<'_>,
+    times: &mut Times,
+) -> ft_base::Result<Stepped> {
     let Summed { at, loss, router_losses, load, tokens, targets, reached, grad_norm } = summed;
     let StepRows { data, rows, step } = at;
     let total = loss + router_losses.0 + router_losses.1;

@@ -3,17 +3,17 @@
 
 use super::Job;
 use super::exhausted::{self, Planned};
-use ft_engine::adapt::Params;
-use ft_engine::adapt::buffer::Held;
-use ft_engine::adapt::moments::Moments;
-use ft_data::hub;
-use ft_kernels::gemm;
+use candle_core::Device;
 use ft_base::memory;
 use ft_base::memory::place;
 use ft_base::terminal::warn;
+use ft_data::hub;
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::Held;
+use ft_engine::adapt::moments::Moments;
+use ft_kernels::gemm;
 use ft_plan::{Component, Phase, Plan, report};
 use ft_recipe::{Recipe, Weights};
-use candle_core::Device;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
 //! Rows of every step.
 
 use super::order::{HELD, Order};
-use ft_recipe::{Length, Run};
 use ft_base::rng::{Purpose, Stream};
+use ft_recipe::{Length, Run};
 use std::sync::{Mutex, PoisonError};
 
 /// The rows of every step of a run: a pure function of the step number, so a resumed run needs no other

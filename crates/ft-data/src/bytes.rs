@@ -2,8 +2,8 @@
 //! when long.
 
 use super::error::Error;
-use ft_base::terminal::warn;
 use ft_base::store::{self, Pending};
+use ft_base::terminal::warn;
 use std::fs::File;
 use std::io::{self, Write};
 use std::ops::Range;

@@ -9,8 +9,8 @@ use super::rows::{Item, Rows, RowsWriter};
 use super::samples::{Reader, Samples};
 use super::stats::Counts;
 use super::{pack, record::small};
-use ft_recipe::{Part};
 use ft_base::rng::{Purpose, Stream};
+use ft_recipe::Part;
 use std::path::Path;
 
 /// If samples exceed the in-memory limit, packing proceeds in parts of a fourth of the limit, to save

@@ -2,8 +2,8 @@
 
 use super::error::Error;
 use super::{Tokenizer, format};
-use ft_recipe::{Format, Source};
 use ft_base::store;
+use ft_recipe::{Format, Source};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::path::Path;

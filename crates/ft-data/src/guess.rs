@@ -5,7 +5,7 @@ use super::files::files;
 use super::format::{Shape, brief};
 use super::reader::Rows;
 use ft_base::error::Place;
-use ft_recipe::{Format};
+use ft_recipe::Format;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -114,7 +114,8 @@ mod tests {
     use serde_json::json;
 
     fn of(row: Value) -> Result<Format, String> {
-        let source = ft_recipe::Source { format: None, ..super::super::tests::source("a.jsonl", Format::Text) };
+        let source =
+            ft_recipe::Source { format: None, ..super::super::tests::source("a.jsonl", Format::Text) };
         fits(&source, &row).map_err(|e| e.to_string())
     }
 

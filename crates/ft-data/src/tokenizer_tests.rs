@@ -4,7 +4,8 @@ use serde_json::json;
 
 /// The fixture tokenizer with another pre-tokenizer.
 fn with(pre_tokenizer: Value) -> Tokenizer {
-    let fixture = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/tiny-tokenizer");
+    let fixture =
+        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/tiny-tokenizer");
     let mut file: Value =
         serde_json::from_slice(&std::fs::read(fixture.join("tokenizer.json")).unwrap()).unwrap();
     if !pre_tokenizer.is_null() {

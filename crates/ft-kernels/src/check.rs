@@ -1,8 +1,8 @@
 //! Test helpers for kernels: seeded tensors, comparison, finite differences.
 
 use crate::Tensor;
-use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Device, Result, Shape};
+use ft_base::rng::{Purpose, Stream};
 use std::cell::Cell;
 
 thread_local! {

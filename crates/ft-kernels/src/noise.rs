@@ -4,8 +4,8 @@
 //! document, not of the row or micro-batch.
 
 use super::tensor::{Ghost, Tensor};
-use ft_base::rng::Stream;
 use candle_core::{DType, Result};
+use ft_base::rng::Stream;
 use rayon::prelude::*;
 
 /// Adds noise to `x` `[t, d]`, rounded to the dtype of `x`. Element (r, c) depends only on the stream, on
@@ -39,8 +39,8 @@ pub fn add(x: &Tensor, stream: Stream, first: usize, docs: &[usize], alpha: f64)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ft_base::rng::Purpose;
     use candle_core::Device;
+    use ft_base::rng::Purpose;
 
     fn values(t: &Tensor) -> Result<Vec<f32>> {
         t.to_dtype(DType::F32)?.real()?.flatten_all()?.to_vec1()

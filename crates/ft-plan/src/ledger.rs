@@ -1,8 +1,8 @@
 //! Device bytes by component, and the peak.
 
+pub use ft_base::memory::place::Phase;
 use ft_kernels::Role;
 use ft_kernels::ledger::ROLES;
-pub use ft_base::memory::place::Phase;
 
 /// Purpose of device bytes, in the order of tables and charts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

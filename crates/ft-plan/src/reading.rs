@@ -3,11 +3,11 @@
 use super::report::bytes;
 use super::statics::{self, Statics};
 use super::{Component, Error, Machine, Room, Workload};
-use ft_engine::adapt::Selection;
-use ft_kernels::attention::Cache;
-use ft_engine::model::Config;
-use ft_recipe::{Dtype, OneDevice, Quantize, Recipe};
 use candle_core::DType;
+use ft_engine::adapt::Selection;
+use ft_engine::model::Config;
+use ft_kernels::attention::Cache;
+use ft_recipe::{Dtype, OneDevice, Quantize, Recipe};
 use std::fmt::Write;
 
 /// Smallest cache, in tokens, a model is loaded for; also the unit of reported cache sizes.

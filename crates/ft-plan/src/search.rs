@@ -11,11 +11,11 @@ use super::report::bytes;
 use super::step::{Levels, Parts};
 use super::work::Work;
 use super::{Machine, Prepared, Tokens, Workload};
+use candle_core::Result;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Level;
-use ft_recipe::{Offload, Recompute};
 use ft_engine::walk::{Dequantize, Execution, Inputs, Recomputed};
-use candle_core::Result;
+use ft_recipe::{Offload, Recompute};
 
 /// Tokens of a micro-batch beyond which larger ones save no relevant time.
 const ENOUGH: u64 = 1 << 16;

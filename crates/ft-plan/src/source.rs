@@ -2,7 +2,7 @@
 
 use ft_data::hub::{self, Settings, Want};
 use ft_engine::model::{self, Config};
-use ft_recipe::{Recipe};
+use ft_recipe::Recipe;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 

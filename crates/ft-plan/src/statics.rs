@@ -11,12 +11,12 @@ use ft_engine::adapt::projected::Projection;
 use ft_engine::adapt::selection::TrainedPart;
 use ft_engine::adapt::{Choice, Selection};
 use ft_engine::comm::ROUND;
+use ft_engine::model::modules::{Group, Module};
+use ft_engine::optim::{PIECE, STAGED};
 use ft_kernels::decompose;
 use ft_kernels::gemm;
 use ft_kernels::grouped::table;
 use ft_kernels::padded::Padded;
-use ft_engine::model::modules::{Group, Module};
-use ft_engine::optim::{PIECE, STAGED};
 use ft_recipe::{Decomposition, Method, Offload, Optimizer, Recipe, Weights};
 
 /// Values per NF4 quantization block, and blocks per group of double quantization.

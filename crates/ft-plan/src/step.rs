@@ -10,14 +10,14 @@ use super::statics::{Statics, overhead};
 use super::visits::{Full, Kind, Way};
 use super::work::{Balance, Work};
 use super::workload::Tokens;
-use ft_kernels::attention::Cache;
-use ft_kernels::ledger::Cost;
+use Component::Workspace;
+use candle_core::Result;
 use ft_engine::model::Batch;
 use ft_engine::model::layer::{FeedForward, Level};
 use ft_engine::walk::generate::PART;
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
-use Component::Workspace;
-use candle_core::Result;
+use ft_kernels::attention::Cache;
+use ft_kernels::ledger::Cost;
 
 /// Inputs of the simulation.
 #[derive(Clone, Debug)]

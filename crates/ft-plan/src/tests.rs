@@ -3,8 +3,8 @@
 use super::hints;
 use super::*;
 use ft_engine::model::layer::Level;
-use ft_recipe::{Recipe, SHIPPED};
 use ft_engine::walk::Dequantize;
+use ft_recipe::{Recipe, SHIPPED};
 use std::path::Path;
 
 mod published;

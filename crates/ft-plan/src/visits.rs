@@ -3,16 +3,16 @@
 use super::ledger::{Bytes, Component};
 use super::step::StepInputs;
 use super::workload::Tokens;
+use candle_core::{DType, Result};
+use ft_engine::model::Batch;
+use ft_engine::model::layer::{Layer, Level};
+use ft_engine::model::sink::Sink;
+use ft_engine::walk::{self, Dequantize, Visit};
 use ft_kernels::ledger::{Cost, Taken};
 use ft_kernels::optimizer::{AdamW, adamw};
 use ft_kernels::padded::Padded;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Machine, Role, Tensor};
-use ft_engine::model::Batch;
-use ft_engine::model::layer::{Layer, Level};
-use ft_engine::model::sink::Sink;
-use ft_engine::walk::{self, Dequantize, Visit};
-use candle_core::{DType, Result};
 
 /// Bytes at a visit's peak, the list of allocations, and its cost.
 #[derive(Clone, Debug, Default)]

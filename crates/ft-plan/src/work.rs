@@ -6,9 +6,9 @@
 //! each operation has a launch cost; offloaded inputs cross the bus. [`Balance`] converts each to FLOPs
 //! of a large product. The sum assumes no overlap, except for transfers.
 
+use ft_engine::walk::Inputs;
 use ft_kernels::Machine;
 use ft_kernels::ledger::Cost;
-use ft_engine::walk::Inputs;
 
 /// Work of one micro-batch, in FLOPs of a large product.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

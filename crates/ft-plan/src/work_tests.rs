@@ -1,14 +1,14 @@
 //! Work of a step against closed formulas.
 
 use super::*;
-use ft_engine::adapt::Selection;
-use ft_engine::model::Config;
 use crate::Tokens;
 use crate::shape::Shape;
 use crate::statics::Statics;
 use crate::step::{Levels, Parts, StepInputs};
-use ft_recipe::{Quantize, Recipe};
+use ft_engine::adapt::Selection;
+use ft_engine::model::Config;
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
+use ft_recipe::{Quantize, Recipe};
 
 const DENSE: &str = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 5,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "rms_norm_eps": 1e-6,

@@ -1,8 +1,8 @@
 //! Tokens of a micro-batch: upper bounds from the recipe, or measured if sample lengths are known.
 
 use ft_data::{Batches, Dataset, Rows, RowsReader, Samples};
-use ft_kernels::attention::Sizes as Attended;
 use ft_engine::model::Config;
+use ft_kernels::attention::Sizes as Attended;
 use ft_recipe::{COUNT, Length, Part, Recipe};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -106,7 +106,10 @@ impl<'a> Sizes<'a> {
 }
 
 /// The micro-batch of these rows, as made by `Micro::collate`.
-fn tokens(reader: &mut RowsReader<'_>, rows: impl IntoIterator<Item = usize>) -> Result<Tokens, ft_data::Error> {
+fn tokens(
+    reader: &mut RowsReader<'_>,
+    rows: impl IntoIterator<Item = usize>,
+) -> Result<Tokens, ft_data::Error> {
     let (mut docs, mut targets) = (Vec::new(), 0);
     for row in rows {
         for item in reader.items(row)? {

@@ -6,12 +6,12 @@ use super::data_types::*;
 use super::kind::{Bound, INDEX, Key, Kind, Unset};
 use super::table::{Field, Json, Keys, Written, doc, table};
 use super::types::*;
-use ft_base::error::Place;
 use Kind::{
     Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
     Table, Tables, Text, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
+use ft_base::error::Place;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

@@ -3,10 +3,10 @@
 //! A problem contains the affected source line, so that it can be shown long after the file was read.
 //! Only this file depends on the renderer.
 
-use ft_base::error::Place;
-use ft_base::terminal::escape;
 use annotate_snippets::renderer::DecorStyle;
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
+use ft_base::error::Place;
+use ft_base::terminal::escape;
 use std::fmt;
 use std::ops::Range;
 

@@ -22,10 +22,10 @@ mod request;
 mod work;
 
 use super::chat::{Loading, device_word};
-use ft_data::{Form, Tokenizer};
-use ft_base::terminal::{tell, warn};
 use crate::log::unix_time;
 use crossbeam_channel::Sender;
+use ft_base::terminal::{tell, warn};
+use ft_data::{Form, Tokenizer};
 use model::{Copy, Followed, Model};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Map, Value};

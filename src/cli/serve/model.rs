@@ -1,18 +1,18 @@
 //! Model to serve: fixed model and adapter, or a run's newest checkpoint.
 
 use super::Args;
-use ft_engine::adapt::Params;
 use crate::cli::chat::{self, Opened};
 use crate::cli::given::{Given, is_run};
 use crate::cli::usage;
-use ft_data::{Form, Tokenizer, Trained};
-use ft_data::hub;
-use ft_base::terminal::{tell, warn};
-use ft_engine::model::{Config, Decoder};
-use ft_recipe::{OneDevice, Quantize};
 use crate::train::job;
 use crate::train::latest::{self, Latest, Loading, Seen};
 use candle_core::{Device, DeviceLocation};
+use ft_base::terminal::{tell, warn};
+use ft_data::hub;
+use ft_data::{Form, Tokenizer, Trained};
+use ft_engine::adapt::Params;
+use ft_engine::model::{Config, Decoder};
+use ft_recipe::{OneDevice, Quantize};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 
 use super::Served;
 use crate::cli::chat;
-use ft_data::Form;
 use axum::http::StatusCode;
 use candle_transformers::generation::LogitsProcessor;
+use ft_data::Form;
 use serde_json::{Map, Value, json};
 
 /// An error in OpenAI's format.

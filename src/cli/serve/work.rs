@@ -2,13 +2,13 @@
 
 use super::model::Followed;
 use super::request::Question;
-use ft_data::Tokenizer;
-use ft_base::error::ExitCode;
-use ft_base::terminal::{panics, warn};
-use ft_engine::model::Decoder;
-use ft_engine::walk::generate::{self, Reader};
 use candle_core::Device;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
+use ft_base::error::ExitCode;
+use ft_base::terminal::{panics, warn};
+use ft_data::Tokenizer;
+use ft_engine::model::Decoder;
+use ft_engine::walk::generate::{self, Reader};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, TryLockError};
 use std::time::Duration;
@@ -82,7 +82,11 @@ pub(super) trait Answers {
     /// Loads newer weights if available.
     fn look(&mut self);
     /// Generates a reply; `hear` receives the text in pieces and returns whether to continue.
-    fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> ft_base::Result<(Finish, usize)>;
+    fn reply(
+        &mut self,
+        q: Question,
+        hear: &mut dyn FnMut(String) -> bool,
+    ) -> ft_base::Result<(Finish, usize)>;
     /// Computes a little, to test the device after a failed answer.
     fn probe(&mut self) -> ft_base::Result<()>;
 }

@@ -34,7 +34,11 @@ impl Answers for Scripted {
         self.step = self.step.map(|s| s + 1);
     }
 
-    fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> ft_base::Result<(Finish, usize)> {
+    fn reply(
+        &mut self,
+        q: Question,
+        hear: &mut dyn FnMut(String) -> bool,
+    ) -> ft_base::Result<(Finish, usize)> {
         self.stand(At::Answer(q.prompt[0]));
         self.probe()?;
         hear(self.name.to_string());
@@ -93,7 +97,11 @@ fn got(mut events: mpsc::UnboundedReceiver<Event>) -> (Option<u64>, String) {
 }
 
 /// Runs a test with two copies, of a run or fixed, working or broken; ends when the queue is dropped.
-fn two(step: Option<u64>, works: [bool; 2], test: impl FnOnce(Two, &[Told; 2]) + Send) -> ft_base::Result<()> {
+fn two(
+    step: Option<u64>,
+    works: [bool; 2],
+    test: impl FnOnce(Two, &[Told; 2]) + Send,
+) -> ft_base::Result<()> {
     let (queue, jobs) = bounded(64);
     let (sender, at) = unbounded();
     let (stop, told) = (AtomicBool::new(false), ["cuda:1", "cuda:2"].map(|d| Told::new(d.into(), step)));

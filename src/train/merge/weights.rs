@@ -12,15 +12,15 @@
 //! merged model has separate tensors.
 
 use super::cost::MergeCost;
+use candle_core::{DType, Device, Tensor};
 use ft_engine::adapt::selection::{Choice, Part, Selection, Trained, part_name};
 use ft_engine::adapt::tokens::Tokens;
 use ft_engine::adapt::{Adapter, Error, peft};
 use ft_engine::base::Base;
-use ft_kernels::gemm::matmul_acc;
+use ft_engine::files::TensorFiles;
 use ft_engine::model::modules::{Group, Kind, Module};
 use ft_engine::quant::{self, CodeBooks};
-use ft_engine::files::TensorFiles;
-use candle_core::{DType, Device, Tensor};
+use ft_kernels::gemm::matmul_acc;
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;

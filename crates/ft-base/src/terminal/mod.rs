@@ -6,6 +6,6 @@ mod screen;
 
 pub use progress::{Progress, Told, bytes_bar, rows_bar};
 pub use screen::{
-    Escaped, color_on_stderr, color_on_stdout, escape, hush, moves_cursor, print, shell_word, tell, tell_escaped,
-    to_file, to_terminal, warn,
+    Escaped, color_on_stderr, color_on_stdout, escape, hush, moves_cursor, print, shell_word, tell,
+    tell_escaped, to_file, to_terminal, warn,
 };

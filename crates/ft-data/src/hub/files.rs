@@ -104,8 +104,8 @@ impl Repository {
             self.revision.clone()
         } else {
             let path = self.folder(settings).join("refs").join(&self.revision);
-            let text =
-                ft_base::store::read_plain_text(&path, ft_base::store::LARGEST).map_err(|_| first.to_string())?;
+            let text = ft_base::store::read_plain_text(&path, ft_base::store::LARGEST)
+                .map_err(|_| first.to_string())?;
             Some(text.trim().to_string()).filter(|c| is_commit(c)).ok_or(first.to_string())?
         };
         let dir = self.snapshot(settings, &commit);

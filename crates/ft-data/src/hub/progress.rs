@@ -6,8 +6,8 @@ use std::sync::{Mutex, PoisonError};
 use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use ft_base::terminal::{escape, moves_cursor, tell};
 use ft_base::store::human_bytes;
+use ft_base::terminal::{escape, moves_cursor, tell};
 
 /// Progress of one download of several files.
 pub(super) struct Report {

@@ -12,8 +12,8 @@ use super::datasets::Layout;
 use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
 use super::progress::Report;
 use super::{Error, Push, Settings, Want};
-use ft_base::terminal::tell;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
+use ft_base::terminal::tell;
 
 /// The branch present in every repository.
 const MAIN: &str = "main";

@@ -18,11 +18,7 @@ pub(crate) fn with_template(template: &str) -> Tokenizer {
 pub(crate) type Rendered = (String, Vec<std::ops::Range<usize>>, Vec<Note>);
 
 /// Renders a row under mask `assistant`.
-pub(crate) fn read(
-    t: &Tokenizer,
-    row: &Value,
-    vars: &Map<String, Value>,
-) -> Result<Rendered, String> {
+pub(crate) fn read(t: &Tokenizer, row: &Value, vars: &Map<String, Value>) -> Result<Rendered, String> {
     read_with(recipe::Mask::Assistant, t, row, vars)
 }
 

@@ -4,13 +4,13 @@ use super::Error;
 use super::PeftConfig;
 use super::peft::{self, PREFIX};
 use super::selection::{Choice, Part, Selection, Trained};
+use crate::files::TensorFiles;
 use crate::model::linear::Linear;
 use crate::model::modules::Module;
 use crate::model::{Config, Decoder};
-use ft_recipe::Quantize;
-use ft_base::store::{self};
-use crate::files::TensorFiles;
 use candle_core::{DType, Device, Tensor};
+use ft_base::store::{self};
+use ft_recipe::Quantize;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 

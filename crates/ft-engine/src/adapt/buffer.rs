@@ -2,12 +2,12 @@
 
 use super::params::Allocate;
 use crate::comm::{At, Comm};
+use crate::model::sink::Slot;
+use candle_core::{DType, Device, Result};
 use ft_kernels::crossing::{self, Arrival, Locked};
 use ft_kernels::tensor::Real;
 use ft_kernels::vacant::occupy;
 use ft_kernels::{Tensor, optimizer};
-use crate::model::sink::Slot;
-use candle_core::{DType, Device, Result};
 use std::ops::Range;
 use std::sync::Arc;
 

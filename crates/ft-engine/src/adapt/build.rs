@@ -7,10 +7,10 @@ use super::selection::{Choice, Selection};
 use super::{Error, Trained};
 use crate::base::{Base, FourBit};
 use crate::comm::{self, Comm, Threads};
-use ft_kernels::tensor::Real;
 use crate::model::Decoder;
 use crate::model::modules::{Kind, Module};
 use candle_core::{DType, Device};
+use ft_kernels::tensor::Real;
 
 /// Builder of a model from a base and a selection. By default, computes in f32 on the CPU and allocates
 /// only the compute weights, without training state.

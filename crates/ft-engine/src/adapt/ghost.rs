@@ -1,10 +1,6 @@
 //! Shape-only weights for a plan, mirroring what [`super::build`] would load and allocate.
 
 use super::selection::Choice;
-use ft_kernels::padded::Padded;
-use ft_kernels::quantized::QuantizedMatrix;
-use ft_kernels::tensor::Ghost;
-use ft_kernels::{Ledger, Machine, Tensor};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
@@ -12,8 +8,12 @@ use crate::model::modules::{Group, MlpTree, Module};
 use crate::model::rows::Rows;
 use crate::model::sink::Slot;
 use crate::quant;
-use ft_recipe::{LoraSpec, Quantize};
 use candle_core::{DType, Shape};
+use ft_kernels::padded::Padded;
+use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::tensor::Ghost;
+use ft_kernels::{Ledger, Machine, Tensor};
+use ft_recipe::{LoraSpec, Quantize};
 use std::collections::HashMap;
 use std::sync::Arc;
 

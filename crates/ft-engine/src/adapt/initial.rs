@@ -10,8 +10,8 @@ use super::{Error, Params, Trained, peft};
 use crate::base::{Factors, Initials};
 use crate::model::modules::{Group, Kind, Module};
 use crate::quant;
-use ft_recipe::{Decomposition, Recipe};
 use candle_core::Tensor;
+use ft_recipe::{Decomposition, Recipe};
 
 /// Initial factors for a recipe's `lora.init`, covering linears; with "loftq", 4-bit linears only. Other
 /// modules use the default initialization, as in PEFT.

@@ -1,10 +1,10 @@
 //! AdamW's moments for this rank's part of a unit's buffer: f32, or 8 bits for large tensors.
 
 use super::buffer::{Held, common};
+use candle_core::{DType, Device, Result};
 use ft_kernels::optimizer::{BLOCK, EightBit, finite, maps};
 use ft_kernels::tensor::Real;
 use ft_kernels::{Tensor, optimizer};
-use candle_core::{DType, Device, Result};
 use std::ops::Range;
 
 /// First and second moments of gradients.

@@ -7,8 +7,8 @@
 use super::Error;
 use super::selection::whole;
 use crate::model::modules::{Group, Kind, Module};
-use ft_recipe::LoraSpec;
 use ft_base::store::json::{object, short};
+use ft_recipe::LoraSpec;
 use regex::Regex;
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};

@@ -6,9 +6,9 @@
 
 use super::moments::{self, Moments, is_large};
 use super::selection::{Part, Trained};
+use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::gemm;
-use candle_core::{DType, Device, Result};
 
 /// Settings of gradient projection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,10 +5,10 @@
 
 use super::buffer::{ALIGN, Buffer, common};
 use super::params::Allocate;
-use ft_kernels::Tensor;
-use ft_kernels::vacant::vacant;
 use crate::quant::Unread;
 use candle_core::{DType, Device, Result};
+use ft_kernels::Tensor;
+use ft_kernels::vacant::vacant;
 
 /// Provisional length of a buffer until all tensors are counted; takes no memory.
 const MOST: usize = 1 << 48;

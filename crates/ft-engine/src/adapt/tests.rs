@@ -3,8 +3,8 @@
 use super::peft::{config_json, scale};
 use super::{Choice, PeftConfig, Selection};
 use crate::model::Config;
-use ft_recipe::Recipe;
 use anyhow::{Context, Result};
+use ft_recipe::Recipe;
 use serde_json::{Value, json};
 
 fn config(extra: Value) -> Result<Config> {

@@ -5,9 +5,9 @@
 
 use super::selection::{Choice, Selection};
 use super::{Error, PeftConfig};
-use ft_data::Tokenizer;
 use crate::model::Config;
 use crate::model::modules::{Group, Module};
+use ft_data::Tokenizer;
 use ft_recipe::{Rule, Token};
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,10 +1,10 @@
 //! Checks a checkpoint's tensors against the config.
 
 use super::{Base, Error, Tensors};
+use crate::files::TensorFiles;
 use crate::model::Config;
 use crate::model::modules::{Group, modules};
 use crate::quant;
-use crate::files::TensorFiles;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
 

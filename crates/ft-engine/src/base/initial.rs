@@ -12,13 +12,13 @@
 //! stay zero.
 
 use super::Base;
-use ft_kernels::decompose::{LowRank, Matrix};
-use ft_kernels::tensor::Real;
 use crate::model::modules::Module;
 use crate::quant::CodeBooks;
-use ft_recipe::Decomposition;
-use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Device};
+use ft_base::rng::{Purpose, Stream};
+use ft_kernels::decompose::{LowRank, Matrix};
+use ft_kernels::tensor::Real;
+use ft_recipe::Decomposition;
 use nalgebra::DMatrix;
 use rayon::prelude::*;
 use std::collections::HashMap;

@@ -4,9 +4,9 @@
 //! `mlp.experts.down_proj` `[e, d, f]` and the router as `mlp.gate.weight`, regardless of the family's own
 //! names. [`open`] presents both layouts alike: one tensor per module, under the module's name.
 
+use crate::files::TensorFiles;
 use crate::model::Config;
 use ft_base::store::{self};
-use crate::files::TensorFiles;
 use std::path::Path;
 
 /// Opens a model's weights with one tensor per module.

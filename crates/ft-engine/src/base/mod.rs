@@ -10,17 +10,17 @@ pub mod layout;
 pub use check::check_tensors;
 pub use initial::{Factors, Initials};
 
-use ft_base::error::{ExitCode, Failure};
-use ft_kernels::gemm;
-use ft_kernels::quantized::QuantizedMatrix;
-use ft_kernels::tensor::Real;
+use crate::files::TensorFiles;
 use crate::model::Config;
 use crate::model::modules::{Kind, Module};
 use crate::quant::{self, CodeBooks, UnreadMatrix};
+use candle_core::{DType, Device};
+use ft_base::error::{ExitCode, Failure};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self};
-use crate::files::TensorFiles;
-use candle_core::{DType, Device};
+use ft_kernels::gemm;
+use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::tensor::Real;
 use rayon::prelude::*;
 use safetensors::Dtype;
 use std::ops::Range;
@@ -315,7 +315,13 @@ fn weight_name(m: &Module) -> String {
 }
 
 /// A range of a randomly initialized tensor, f32 on the CPU.
-fn random(m: &Module, bias: bool, elements: Range<usize>, s: Stream, config: &Config) -> ft_base::Result<Real> {
+fn random(
+    m: &Module,
+    bias: bool,
+    elements: Range<usize>,
+    s: Stream,
+    config: &Config,
+) -> ft_base::Result<Real> {
     let n = elements.len();
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],

@@ -6,13 +6,13 @@
 //! in a CUDA kernel, so results have the same bits at every ZeRO stage.
 
 use super::{At, Comm, Error};
+use candle_core::Device;
 use ft_base::error::{ExitCode, Failure};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::{self, Arrival};
 use ft_kernels::cuda::nccl::{self, Handle, ID, Link};
 use ft_kernels::sum::Parts;
 use ft_kernels::tensor::Real;
-use candle_core::Device;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -155,7 +155,13 @@ impl Comm for Devices<'_> {
         self.words.wait(at, mine)
     }
 
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
+    fn add(
+        &self,
+        at: At,
+        part: Option<Tensor>,
+        range: Range<usize>,
+        to: &Tensor,
+    ) -> ft_base::Result<Arrival> {
         if to.real()?.device().is_cpu() {
             return self.words.add(at, part, range, to);
         }

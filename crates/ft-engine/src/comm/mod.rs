@@ -13,11 +13,11 @@ mod threads;
 
 pub use threads::{Threads, group};
 
+use candle_core::Device;
 use ft_base::error::{ExitCode, Failure};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
 use ft_recipe::Parallel;
-use candle_core::Device;
 use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
@@ -120,7 +120,8 @@ pub trait Comm: Send + Sync {
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival>;
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor)
+    -> ft_base::Result<Arrival>;
 
     /// All-gather: starts `to[ranges[r]] = mine` of rank `r`, for every `r`. `mine` must not be a view of
     /// `to`. Completes when the returned [`Arrival`] is waited on.

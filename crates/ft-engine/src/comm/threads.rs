@@ -229,7 +229,13 @@ impl Comm for Threads {
         self.words(at, mine, None)
     }
 
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
+    fn add(
+        &self,
+        at: At,
+        part: Option<Tensor>,
+        range: Range<usize>,
+        to: &Tensor,
+    ) -> ft_base::Result<Arrival> {
         self.with_tensors(at, part, |all| {
             if range.is_empty() {
                 return Ok(());
@@ -304,8 +310,8 @@ impl Drop for Threads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ft_kernels::check::{randn, values};
     use candle_core::{DType, Device};
+    use ft_kernels::check::{randn, values};
 
     /// Runs `f` on each rank of a group and returns the results.
     fn each<T: Send>(world: usize, timeout: Duration, f: impl Fn(Threads) -> T + Sync) -> Vec<T> {

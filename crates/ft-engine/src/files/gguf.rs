@@ -6,9 +6,9 @@
 //! name, dimensions (fastest first), type and offset; then the data, with every tensor aligned to 32 bytes.
 
 use super::Error;
-use ft_base::store::{Pending, free_bytes};
 use super::write::{Entry, check_names, write_tensor};
 use candle_core::{DType, Tensor};
+use ft_base::store::{Pending, free_bytes};
 use std::path::Path;
 
 const MAGIC: &[u8; 4] = b"GGUF";

@@ -8,11 +8,11 @@ use super::names::{Placed, architecture, place, reorder};
 use super::{Entry, Error, Keys, file_type, refuse};
 use crate::adapt::selection::Part;
 use crate::adapt::{Adapter, Choice, Selection, Trained, peft};
+use crate::files::{GgufValue, write_gguf};
 use crate::model::Config;
 use crate::model::modules::{Group, Module};
-use ft_recipe::LoraSpec;
-use crate::files::{GgufValue, write_gguf};
 use candle_core::{DType, Device, Tensor};
+use ft_recipe::LoraSpec;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 

@@ -2,9 +2,9 @@
 
 use super::names::architecture;
 use super::{Error, Keys, refuse};
+use crate::files::GgufValue;
 use crate::model::Config;
 use crate::model::rope::Scaling;
-use crate::files::GgufValue;
 
 /// Refuses configs that llama.cpp interprets differently or cannot load.
 fn check(config: &Config, arch: &str) -> Result<(), Error> {

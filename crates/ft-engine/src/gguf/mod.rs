@@ -12,9 +12,9 @@ mod tokenizer;
 pub use adapter::write_adapter;
 pub use model::write_model;
 
-use ft_base::error::{ExitCode, Failure};
 use crate::files::GgufValue;
 use candle_core::DType;
+use ft_base::error::{ExitCode, Failure};
 
 /// A model or adapter unsupported by llama.cpp.
 #[derive(Debug, thiserror::Error)]

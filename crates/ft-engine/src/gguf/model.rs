@@ -3,11 +3,11 @@
 use super::names::{Placed, architecture, place, reorder};
 use super::{Entry, Error, Keys, file_type, keys, refuse, tokenizer};
 use crate::base::Base;
-use ft_base::terminal::{tell, warn};
+use crate::files::{GgufValue, write_gguf};
 use crate::model::modules::Module;
 use crate::quant::CodeBooks;
-use crate::files::{GgufValue, write_gguf};
 use candle_core::{DType, Device, Tensor};
+use ft_base::terminal::{tell, warn};
 use std::collections::HashMap;
 use std::path::Path;
 

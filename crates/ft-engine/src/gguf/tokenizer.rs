@@ -2,11 +2,11 @@
 //! name of a pre-tokenizer.
 
 use super::{Error, Keys, refuse};
-use ft_data::{Tokenizer};
-use ft_base::terminal::warn;
+use crate::files::GgufValue;
 use crate::model::Config;
 use ft_base::store::{self};
-use crate::files::GgufValue;
+use ft_base::terminal::warn;
+use ft_data::Tokenizer;
 use serde_json::{Map, Value};
 use std::path::Path;
 

@@ -5,12 +5,12 @@ use super::batch::Context;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::sink::Sink;
+use candle_core::Result;
 use ft_kernels::Tensor;
 pub use ft_kernels::attention::Cache;
 use ft_kernels::attention::{self, Causal};
 use ft_kernels::padded::Padded;
 use ft_kernels::rope;
-use candle_core::Result;
 
 /// The attention module of a layer.
 #[derive(Clone, Debug)]

@@ -1,14 +1,14 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
 use super::config::Config;
+use candle_core::{DType, Device};
+use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
 use ft_kernels::cuda::upload::Lists;
 use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
-use ft_base::rng::{Purpose, Stream};
-use candle_core::{DType, Device};
 use std::sync::Arc;
 
 /// Key of the dropout random numbers; see [`ft_base::rng`].

@@ -13,9 +13,9 @@ use super::moe::{Mixture, Shared};
 use super::norm::Norm;
 use super::rows::Rows;
 use super::sink::Slot;
+use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::tensor::Real;
-use candle_core::{DType, Device};
 
 /// Source of a model's tensors: files, random numbers, or the buffers of trained tensors.
 pub trait Weights {

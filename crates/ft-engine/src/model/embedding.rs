@@ -3,8 +3,8 @@
 use super::batch::Batch;
 use super::rows::Rows;
 use super::sink::{Sink, Slot};
-use ft_kernels::{Tensor, embed, gemm, upcast};
 use candle_core::{DType, Result};
+use ft_kernels::{Tensor, embed, gemm, upcast};
 
 /// The token embedding.
 #[derive(Clone, Debug)]

@@ -7,6 +7,7 @@ use super::linear::{self, Linear, Weight};
 use super::mlp::Mlp;
 use super::moe::{self, Experts, Mixture, OTHER};
 use super::sink::Sink;
+use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::group::{Groups, Sorted};
 use ft_kernels::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
@@ -15,7 +16,6 @@ use ft_kernels::route::{self, Balance};
 use ft_kernels::swiglu;
 use ft_kernels::tensor::On;
 use ft_kernels::vacant::moves;
-use candle_core::{DType, Result};
 use std::sync::{Arc, PoisonError};
 
 /// One of the three linears, for all experts.

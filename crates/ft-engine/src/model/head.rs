@@ -6,10 +6,10 @@ use super::batch::{Batch, Context};
 use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;
+use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::spread::Spread;
 use ft_kernels::{Role, embed, loss};
-use candle_core::Result;
 use std::ops::Range;
 
 /// Byte limit of f32 logits per default chunk.

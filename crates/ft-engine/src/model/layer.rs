@@ -7,11 +7,11 @@ use super::mlp::{self, Mlp};
 use super::moe::{self, Mixture};
 use super::norm::Norm;
 use super::sink::Sink;
+use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::group::Groups;
 use ft_kernels::padded::Padded;
 use ft_kernels::route::Balance;
-use candle_core::Result;
 use std::sync::Arc;
 
 /// A decoder layer.

@@ -4,10 +4,10 @@
 use super::batch::Context;
 use super::linear::{self, Linear};
 use super::sink::Sink;
+use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::padded::Padded;
 use ft_kernels::swiglu;
-use candle_core::Result;
 
 /// One SwiGLU feed-forward.
 #[derive(Clone, Debug)]

@@ -18,6 +18,7 @@ use super::experts::{self, Banks};
 use super::linear::{self, Linear};
 use super::mlp::{self, Mlp};
 use super::sink::Sink;
+use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::group::{self, ExpertRows, Groups, Sorted};
 use ft_kernels::padded::Padded;
@@ -26,7 +27,6 @@ use ft_kernels::route::{self, Balance, RouterOutput};
 use ft_kernels::swiglu;
 use ft_kernels::tensor::On;
 use ft_kernels::upcast;
-use candle_core::Result;
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex};
 

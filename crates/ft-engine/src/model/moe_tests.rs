@@ -1,11 +1,11 @@
 use super::*;
-use ft_kernels::attention::Sequences;
-use ft_kernels::check::{close, gradient, randn, values};
 use crate::model::batch::DropoutKey;
 use crate::model::linear::{Lora, Weight};
 use crate::model::sink::Slot;
 use candle_core::DType;
 use candle_core::Device;
+use ft_kernels::attention::Sequences;
+use ft_kernels::check::{close, gradient, randn, values};
 
 const T: usize = 9;
 const D: usize = 4;

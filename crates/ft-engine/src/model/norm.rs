@@ -1,10 +1,10 @@
 //! RMSNorm.
 
 use super::sink::{Sink, Slot};
+use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::norm;
 use ft_kernels::padded::Padded;
-use candle_core::Result;
 
 /// RMSNorm with a weight.
 #[derive(Clone, Debug)]

@@ -2,8 +2,8 @@
 
 use super::config::Keys;
 use super::{Error, Result};
-use ft_kernels::Tensor;
 use candle_core::Device;
+use ft_kernels::Tensor;
 use std::f64::consts::PI;
 use std::ops::RangeInclusive;
 

@@ -4,8 +4,8 @@
 //! Gradients are summed by token; for a head, they use only the matching columns of the logits' gradient.
 
 use super::sink::Slot;
-use ft_kernels::Tensor;
 use candle_core::Result;
+use ft_kernels::Tensor;
 use std::sync::Arc;
 
 /// Trained rows of a table `[v, d]`.

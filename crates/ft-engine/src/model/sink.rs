@@ -1,10 +1,10 @@
 //! Gradient accumulation: flat f32 buffers, one per unit of the walk.
 
+use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::embed::ById;
 use ft_kernels::ledger::{Allocation, Ledger, Role};
 use ft_kernels::{bias, dora, embed, gemm, upcast};
-use candle_core::{DType, Device, Result};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;

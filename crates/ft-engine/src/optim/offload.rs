@@ -110,11 +110,11 @@ mod tests {
     use crate::adapt::moments::{Moments, Of};
     use crate::adapt::params::{Allocate, Params};
     use crate::adapt::selection::{Part, Trained};
+    use crate::optim::Optimizer;
+    use candle_core::{DType, Device, Result};
     use ft_kernels::Tensor;
     use ft_kernels::check::{randn, values};
-    use crate::optim::Optimizer;
     use ft_recipe::Recipe;
-    use candle_core::{DType, Device, Result};
 
     const SIZES: [[usize; 2]; 5] = [[7, 300], [1, 640], [5, 1021], [5, 77], [90, 100]];
 

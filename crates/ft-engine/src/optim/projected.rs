@@ -7,11 +7,11 @@ use crate::adapt::buffer::Held;
 use crate::adapt::moments::Of;
 use crate::adapt::params::{Params, Unit};
 use crate::adapt::projected::Projected;
+use candle_core::{DType, Device, Result};
+use ft_base::rng::{Purpose, Stream};
 use ft_kernels::decompose::Matrix;
 use ft_kernels::optimizer::{AdamW, adamw, adamw8bit, round};
 use ft_kernels::{Real, Tensor, to_host};
-use ft_base::rng::{Purpose, Stream};
-use candle_core::{DType, Device, Result};
 
 /// Constants of the method.
 #[derive(Clone, Copy, Debug)]

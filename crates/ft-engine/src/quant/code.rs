@@ -1,8 +1,8 @@
 //! Code tables of the 4-bit types and of double quantization, equal to those of bitsandbytes.
 
+use candle_core::{Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::quantized::Codebook;
-use candle_core::{Device, Result};
 use std::sync::Arc;
 
 /// A 4-bit type.

@@ -15,11 +15,10 @@ fn products_have_the_bits_of_those_that_decode() -> Result<()> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
         pool.install(|| -> Result<()> {
             for (rows, cols) in [(64, 64), (192, 64), (300, 640), (640, 1100), (70, 2112)] {
-                for (dtype, t) in [(DType::F32, 1), (DType::F32, 7), (DType::F32, 130), (DType::BF16, 65)]
-                {
+                for (dtype, t) in [(DType::F32, 1), (DType::F32, 7), (DType::F32, 130), (DType::BF16, 65)] {
                     let w = randn(1, (rows, cols), DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-                    let e = Encoded::new("w", &w, (rows, cols), DType::BF16)
-                        .map_err(candle_core::Error::wrap)?;
+                    let e =
+                        Encoded::new("w", &w, (rows, cols), DType::BF16).map_err(candle_core::Error::wrap)?;
                     let blocks = Arc::new(e.into_matrix(true, dtype, &mut CodeBooks::new(d)?)?);
                     let whole = Dequantized::new(Arc::clone(&blocks), 0)?;
                     let bits = |x: &Tensor| -> Result<Vec<u32>> {

@@ -2,9 +2,9 @@
 
 use super::code::{CodeBooks, Type, dynamic_map};
 use super::parts::{Read, Unread, UnreadMatrix, UnreadScales};
+use candle_core::{DType, Device, Result};
 use ft_kernels::quantized::{QuantizedMatrix, Scales};
 use ft_kernels::{Real, Tensor};
-use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 use std::ops::Range;
 

@@ -30,8 +30,8 @@ pub use parts::{Place, Read, Unread, UnreadMatrix, UnreadScales};
 pub use source::{dtype_of, from_files, scales};
 pub use state::{Entry, entries, find, open, problems, read, source_dtype};
 
-use ft_base::error::{ExitCode, Failure};
 use crate::model::modules::{Group, Kind, Module};
+use ft_base::error::{ExitCode, Failure};
 
 /// Errors of 4-bit weights.
 #[derive(Debug, thiserror::Error)]

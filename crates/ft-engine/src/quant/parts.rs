@@ -1,10 +1,10 @@
 //! A 4-bit weight read or quantized lazily, by ranges, for ranks that hold a part of it.
 
 use super::code::{CodeBooks, Type};
+use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::quantized::{QuantizedMatrix, Scales};
 use ft_kernels::tensor::Real;
-use candle_core::{DType, Device};
 use std::ops::Range;
 
 /// Reads a range of a vector, on the CPU.

@@ -1,13 +1,13 @@
 //! Token-by-token generation with a KV cache; adapters stay unmerged.
 
 use super::visit::{Around, Nothing, Outline, Pass};
-use ft_data::Tokenizer;
-use ft_kernels::{Real, Tensor, to_host};
 use crate::model::attention::Cache;
 use crate::model::batch::HostBatch;
 use crate::model::{Batch, Decoder};
 use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
+use ft_data::Tokenizer;
+use ft_kernels::{Real, Tensor, to_host};
 
 /// Maximum number of tokens of a sample reply.
 pub const SAMPLE_TOKENS: usize = 64;

@@ -19,18 +19,18 @@ pub use routing::{Decided, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 pub use visit::{Around, Nothing, Outline, Visit};
 
-use ft_base::error::{ExitCode, Failure};
-use ft_kernels::crossing::Parked;
-use ft_kernels::group::Groups;
-use ft_kernels::padded::Padded;
-use ft_kernels::{Real, Tensor};
-use ft_kernels::{optimizer, to_host};
-use ft_base::memory::place::{self, Phase};
 use crate::model::head::Head;
 use crate::model::layer::{self, Layer, Level};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use candle_core::{DType, Device, Result};
+use ft_base::error::{ExitCode, Failure};
+use ft_base::memory::place::{self, Phase};
+use ft_kernels::crossing::Parked;
+use ft_kernels::group::Groups;
+use ft_kernels::padded::Padded;
+use ft_kernels::{Real, Tensor};
+use ft_kernels::{optimizer, to_host};
 use visit::Pass;
 
 /// NaN or infinite logits.

@@ -1,9 +1,9 @@
 //! Routing decisions of a micro-batch, router losses and expert load.
 
-use ft_kernels::Tensor;
-use ft_kernels::route::{self, Balance};
 use crate::model::moe;
 use candle_core::{DType, Result};
+use ft_kernels::Tensor;
+use ft_kernels::route::{self, Balance};
 
 /// Coefficients of the router losses for one micro-batch: the recipe's, divided by the micro-batches of a
 /// step.

@@ -1,8 +1,8 @@
 //! Time of a step by part.
 
+use candle_core::{Device, Result};
 use ft_kernels::moment::Moment;
 use ft_kernels::tensor::On;
-use candle_core::{Device, Result};
 
 /// Part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

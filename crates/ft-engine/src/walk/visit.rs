@@ -1,7 +1,7 @@
 //! The visits of a pass over the units, and hooks around visits.
 
-use ft_base::memory::place::Phase;
 use crate::model::Decoder;
+use ft_base::memory::place::Phase;
 use std::collections::BTreeSet;
 
 /// A visit to a unit: 0 is the embedding, then the layers, then the head.

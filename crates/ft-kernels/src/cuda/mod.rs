@@ -13,9 +13,9 @@ pub mod gemm;
 #[cfg(test)]
 pub mod host_tests;
 pub mod launch;
-mod memory;
 #[cfg(all(feature = "cuda", target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod libraries;
+mod memory;
 #[cfg(feature = "cuda")]
 pub mod module;
 #[cfg(feature = "cuda")]

@@ -5,8 +5,8 @@ use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, hold_copies, moves, started};
 use crate::gemm::row_stride;
 use crate::tensor::Ghost;
-use ft_base::rng::Stream;
 use candle_core::Result;
+use ft_base::rng::Stream;
 
 /// Threads per block, same as in dropout.cu.
 const THREADS: usize = 256;

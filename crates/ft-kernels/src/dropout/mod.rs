@@ -6,8 +6,8 @@ pub use self::cuda::{Drawn, threshold};
 use super::cpu::is_cpu;
 use super::tensor::Ghost;
 use crate::Tensor;
-use ft_base::rng::Stream;
 use candle_core::{DType, Result};
+use ft_base::rng::Stream;
 use rayon::prelude::*;
 
 /// Rows of a mask, numbered within the step.
@@ -94,8 +94,8 @@ pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ft_base::rng::Purpose;
     use candle_core::Device;
+    use ft_base::rng::Purpose;
 
     #[test]
     fn rate_scale_and_split() -> Result<()> {

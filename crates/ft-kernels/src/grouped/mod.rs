@@ -21,8 +21,8 @@ use super::Tensor;
 use super::cuda::launch::{Grid, Launch, Source, compiled, empty, ghost_products, ghosts};
 use super::group::Sorted;
 use super::ledger::Cost;
-use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
+use ft_base::rng::{Purpose, Stream};
 
 /// Threads per block; must match grouped.cuh.
 const THREADS: u32 = 256;

@@ -6,8 +6,8 @@ use crate::cuda::launch::address_of;
 use crate::dropout;
 use crate::ghost::Ghost;
 use crate::quantized::{QuantizedMatrix, Scales};
-use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
+use ft_base::rng::{Purpose, Stream};
 
 /// 64-bit words per expert; must match `struct Expert` in grouped.cuh.
 const WORDS: usize = 16;

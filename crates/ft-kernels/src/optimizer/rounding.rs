@@ -8,8 +8,8 @@
 use super::{CHUNK, cuda};
 use crate::Tensor;
 use crate::cpu::{Value, in_place, is_cpu, view};
-use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
+use ft_base::rng::{Purpose, Stream};
 use half::{bf16, f16};
 use rayon::prelude::*;
 

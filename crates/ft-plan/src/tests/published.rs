@@ -88,7 +88,8 @@ fn published_mixtral_some_experts_in_full() -> anyhow::Result<()> {
 /// The same on a 4-bit base with optimizer states on the host: the shipped recipe fits one 48 GB card.
 #[test]
 fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
-    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes/mixtral-8x7b-6layers-2experts.toml");
+    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+        .join("recipes/mixtral-8x7b-6layers-2experts.toml");
     let at = |set: &[&str]| -> anyhow::Result<Plan> {
         let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
         Ok(of_recipe(&Recipe::load_for_plan(&path, &set)?, true)?.0)

@@ -6,7 +6,9 @@ use super::*;
 #[test]
 fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
     for s in SHIPPED {
-        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes").join(format!("{}.toml", s.name));
+        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+            .join("recipes")
+            .join(format!("{}.toml", s.name));
         let r = Recipe::load_for_plan(&path, &[])?;
         for cuda in [false, true] {
             let (p, _) = of_recipe(&r, cuda)?;
@@ -46,7 +48,9 @@ const HEADS: &[(&str, &[usize])] = &[
 fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
     let mut wrong = String::new();
     for (name, cards) in HEADS {
-        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes").join(format!("{name}.toml"));
+        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+            .join("recipes")
+            .join(format!("{name}.toml"));
         let text = std::fs::read_to_string(&path)?;
         for (card, budget) in cards.iter().map(|c| CARDS[*c]) {
             let budget = format!("memory.budget={budget}");

@@ -260,7 +260,13 @@ impl Comm for Processes {
         Ok(self.share_words(at, mine, true)?)
     }
 
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
+    fn add(
+        &self,
+        at: At,
+        part: Option<Tensor>,
+        range: Range<usize>,
+        to: &Tensor,
+    ) -> ft_base::Result<Arrival> {
         let (rank, world, piece) = (self.watch.rank, self.watch.world, self.piece());
         let mine = [u64::from(part.is_some()), range.start as u64, range.end as u64];
         let said = self.come(at, &mine, false)?;

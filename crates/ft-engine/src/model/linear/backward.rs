@@ -1,12 +1,12 @@
 //! Backward pass of a linear: gradients of the input and of trained tensors.
 
 use super::{Linear, Saved};
-use ft_kernels::dropout::Mask;
-use ft_kernels::padded::Padded;
-use ft_kernels::{Tensor, dora, gemm, is_half, scaled};
 use crate::model::batch::Context;
 use crate::model::sink::{Sink, Slot};
 use candle_core::Result;
+use ft_kernels::dropout::Mask;
+use ft_kernels::padded::Padded;
+use ft_kernels::{Tensor, dora, gemm, is_half, scaled};
 
 impl Linear {
     /// Backward pass: returns the gradient of the input, added to `dx` if given. Gradients of trained

@@ -24,13 +24,13 @@ pub use self::weight::Weight;
 use super::batch::Context;
 use super::rows::Rows;
 use super::sink::Slot;
+use candle_core::Result;
+use ft_base::rng::{Purpose, Stream};
 use ft_kernels::Tensor;
 use ft_kernels::dropout::Mask;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::tiles::FEW;
 use ft_kernels::{bias, dora, dropout, gemm, scaled, upcast};
-use ft_base::rng::{Purpose, Stream};
-use candle_core::Result;
 
 /// LoRA of a linear.
 #[derive(Clone, Debug)]

@@ -1,11 +1,11 @@
 use super::*;
-use ft_kernels::attention::Sequences;
-use ft_kernels::check::{close, gradient, randn};
 use crate::model::batch::DropoutKey;
 use crate::model::sink::Sink;
 use crate::quant::{CodeBooks, Encoded};
 use candle_core::DType;
 use candle_core::Device;
+use ft_kernels::attention::Sequences;
+use ft_kernels::check::{close, gradient, randn};
 use std::sync::Arc;
 
 const T: usize = 5;

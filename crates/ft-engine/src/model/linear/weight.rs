@@ -1,10 +1,10 @@
 //! Matrix of a linear: products for all storage formats.
 
+use candle_core::Result;
 use ft_kernels::dequantized::Dequantized;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::{Tensor, gemm, upcast};
-use candle_core::Result;
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -2,13 +2,13 @@
 //! runs, and from several quantizers.
 
 use super::*;
+use crate::files::write_file;
+use crate::quant;
+use ft::train::merge::cost::MergeCost;
+use ft::train::quantize::quantize;
 use ft_kernels::check::{close, randn};
 use ft_kernels::group::Groups;
 use ft_kernels::{Real, gemm, upcast};
-use crate::quant;
-use crate::files::write_file;
-use ft::train::merge::cost::MergeCost;
-use ft::train::quantize::quantize;
 use std::sync::Arc;
 
 /// Cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
