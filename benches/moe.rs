@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 // the allocator of `ft run`, with freed buffers kept for reuse
 #[global_allocator]
-static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
+static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;
 
 const RANK: usize = 16;
 
@@ -146,7 +146,7 @@ fn main() -> Result<()> {
     println!("tokens, width, experts; dtype; what trains; dense of the active size, mixture; ratio");
     // keep all freed buffers, as in a plan with enough memory; run inside the thread pool, as `ft run`
     // does
-    ft::log::memory::keep_within(1 << 32);
+    ft_base::memory::keep_within(1 << 32);
     rayon::scope(|_| {
         for sizes in SIZES {
             for dtype in [DType::F32, DType::BF16] {

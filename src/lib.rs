@@ -55,11 +55,11 @@ pub mod report;
 pub mod train;
 
 #[doc(hidden)]
-pub use ft_base::{self as base, ExitCode, rng, store};
+pub use ft_base::{ExitCode, rng, store};
 #[doc(hidden)]
 pub use ft_data::{self as data, hub};
 #[doc(hidden)]
-pub use ft_engine::{adapt, comm, files, gguf, model, optim, quant, walk};
+pub use ft_engine::{adapt, base, comm, files, gguf, model, optim, quant, walk};
 #[doc(hidden)]
 pub use ft_kernels as kernel;
 #[doc(hidden)]

@@ -1,7 +1,6 @@
 //! `ft quantize`: writes a model in NF4.
 
 use super::base::MADE_FROM;
-use crate::train::quantize;
 use ft_base::terminal::tell;
 use ft_data::hub::{self, Want};
 use ft_engine::model::Config;
@@ -33,7 +32,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         None => model.dir.canonicalize().unwrap_or_else(|_| model.dir.clone()).display().to_string(),
     };
     config.raw.insert(MADE_FROM.into(), source.into());
-    let r = quantize::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
+    let r = ft_engine::quant::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
     tell(&format!(
         "{} linears of {:.1} M values in NF4, {:.3} bits a value; {:.2} GB of weights",
         r.linears,

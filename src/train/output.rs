@@ -15,38 +15,17 @@ use ft_engine::adapt::adapter::{self, Adapter, Values};
 use ft_engine::adapt::selection::{Choice, Part, Trained};
 use ft_engine::adapt::{self, Params, Selection, peft};
 use ft_engine::base::check_tensors;
-use ft_engine::files::TensorFiles;
+use ft_engine::files::{COMPANIONS, TOKENIZER, TensorFiles, write_folder};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, modules};
 use ft_engine::walk::{self, Outline, visit};
 use ft_kernels::to_host;
 use ft_recipe::{Decomposition, Quantize};
-use serde_json::{Map, Value, json};
+use serde_json::Map;
 use std::path::{Path, PathBuf};
 
-/// Maximum size of a weight file in bytes, as in transformers.
-pub const SHARD_BYTES: u64 = 5_000_000_000;
 /// Tolerance for the relative L2 distance of logits.
 const BAR: f64 = 1e-5;
-
-/// Files of a model folder in addition to config and weights, copied if present. The first two belong to
-/// models only, the rest to the tokenizer; tokenizer files are copied to adapters too.
-pub const COMPANIONS: &[&str] = &[
-    "ft.json",
-    "generation_config.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-];
-
-/// File name of the tokenizer.
-pub(super) const TOKENIZER: &str = "tokenizer.json";
 
 /// Relative L2 distance of two tensors of logits: infinite if either contains a non-finite value, 0 if both
 /// are zero.
@@ -283,34 +262,4 @@ fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Pa
         Some(i) => Ok(to_host(&values(i)?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })
-}
-
-/// Writes a model folder. `get` returns tensors one at a time. `dtype` is the dtype named in the config;
-/// every entry has its own.
-pub fn write_folder(
-    source: &Path,
-    out: &Path,
-    mut config: Map<String, Value>,
-    dtype: DType,
-    entries: &[(String, DType, Vec<usize>)],
-    get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
-) -> ft_base::Result<()> {
-    let name = match dtype {
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        _ => "float32",
-    };
-    let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-    config.insert(key.into(), json!(name));
-    if !entries.iter().any(|(name, ..)| name.contains(".quant_state.")) {
-        // The base was quantized; the written model is not.
-        config.remove("quantization_config");
-    }
-    let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
-    store::write_atomic(&out.join("config.json"), text.as_bytes())?;
-    for file in COMPANIONS {
-        store::copy_inside(source, file, out)?;
-    }
-    ft_engine::files::write_sharded(out, "model", entries, SHARD_BYTES, get)?;
-    Ok(())
 }

@@ -51,7 +51,7 @@ fn merging_keeps_the_dtype_and_takes_care_of_folders() {
     let w = world("qwen3-one-kv", "[[train]]\nmodules = [\"attention\"]\nrank = 3\n");
     w.ok(&["run", "r.toml", "run.output=a"]);
     let dtype = |dir: &str| {
-        let files = ft::store::TensorFiles::open_model(&w.path(dir)).expect("a model");
+        let files = ft::files::TensorFiles::open_model(&w.path(dir)).expect("a model");
         let config: serde_json::Value =
             serde_json::from_slice(&w.read(&format!("{dir}/config.json"))).expect("JSON");
         let named =
@@ -221,12 +221,12 @@ fn an_embedding_without_its_tied_head_is_refused() {
     w.ok(&["run", "r.toml", "run.output=a"]);
     w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]);
     let path = w.path("a/adapter/adapter_model.safetensors");
-    let files = ft::store::TensorFiles::open_file(&path).expect("tensors");
+    let files = ft::files::TensorFiles::open_file(&path).expect("tensors");
     let (f32, cpu) = (candle_core::DType::F32, candle_core::Device::Cpu);
     let names = files.names().filter(|n| !n.contains("lm_head"));
     let kept: Vec<_> =
         names.map(|n| (n.to_string(), files.tensor(n, f32, &cpu).expect("a tensor"))).collect();
-    ft::store::write_file(&path, &kept, &[("format", "pt")]).expect("written");
+    ft::files::write_file(&path, &kept, &[("format", "pt")]).expect("written");
     let text = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
     let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     config["modules_to_save"] = json!(["embed_tokens"]);

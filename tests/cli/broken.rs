@@ -59,14 +59,14 @@ type Change = dyn Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>;
 
 /// Rewrites a tensor file with zeros. `change` returns new names and shapes, or `None` to drop a tensor.
 fn tensors(w: &World, file: &str, change: &Change) {
-    let files = ft::store::TensorFiles::open_file(&w.path(file)).expect("tensors");
+    let files = ft::files::TensorFiles::open_file(&w.path(file)).expect("tensors");
     let zeros = |n: &str| {
         let (name, shape) = change(n, &files.info(n)?.shape)?;
         let device = &candle_core::Device::Cpu;
         Some((name, candle_core::Tensor::zeros(shape, candle_core::DType::F32, device).expect("zeros")))
     };
     let changed: Vec<_> = files.names().filter_map(zeros).collect();
-    ft::store::write_file(&w.path(file), &changed, &[]).expect("written");
+    ft::files::write_file(&w.path(file), &changed, &[]).expect("written");
 }
 
 const CASES: &[Case] = &[

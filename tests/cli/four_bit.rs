@@ -3,7 +3,7 @@
 
 use super::world::{World, apart, reference, repository, rows_of};
 use candle_core::{DType, Device};
-use ft::store::TensorFiles;
+use ft::files::TensorFiles;
 use serde_json::Value;
 
 const OFFLOAD: &str = "memory.offload=['optimizer']";

@@ -181,7 +181,7 @@ fn adapters_say_what_their_run_made_of_the_base() {
     w.ok(&["run", "r.toml", "model.quantize=nf4", "run.output=four"]);
     let metadata = |run: &str| {
         let path = w.path(run).join("adapter/adapter_model.safetensors");
-        ft::store::TensorFiles::open_file(&path).expect("an adapter").metadata().clone()
+        ft::files::TensorFiles::open_file(&path).expect("an adapter").metadata().clone()
     };
     assert_eq!(metadata("plain").into_iter().collect::<Vec<_>>(), [("format".into(), "pt".into())]);
     assert_eq!(metadata("four")["ft.base_quantize"], "nf4");

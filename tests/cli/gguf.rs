@@ -3,7 +3,7 @@
 use super::world::{World, recipe, reference, repository};
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Tensor};
-use ft::store::TensorFiles;
+use ft::files::TensorFiles;
 use serde_json::json;
 use std::fs::File;
 use std::path::Path;

@@ -5,7 +5,7 @@ use super::resume::killed;
 use super::split::ends;
 use super::world::{FULL, LORA, World, apart, recipe, repository, rows_of};
 use candle_core::{DType, Device};
-use ft::store::TensorFiles;
+use ft::files::TensorFiles;
 use serde_json::{Value, json};
 
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";

@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
+use ft::files::write_file;
 use ft::model::Config;
 use ft::model::modules::{Group, modules};
-use ft::store::write_file;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;

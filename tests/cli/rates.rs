@@ -80,7 +80,7 @@ fn each_tensor_moves_by_its_own_rate() {
         let w = world(rules, "");
         w.ok(&[&["run", "r.toml", "run.steps=1", "run.clip=0", "optimizer.weight_decay=0.0"][..], set]
             .concat());
-        let files = ft::store::TensorFiles::open_file(&w.path("runs/r/adapter/adapter_model.safetensors"))
+        let files = ft::files::TensorFiles::open_file(&w.path("runs/r/adapter/adapter_model.safetensors"))
             .expect("an adapter");
         let get = |end: &str| {
             let name = files.names().find(|n| n.ends_with(end)).expect("a tensor").to_string();
@@ -134,13 +134,13 @@ fn the_factor_of_b_is_of_b_alone() {
     let adapter = |set: &[&str], out: &str| {
         w.ok(&[&["run", "r.toml", "run.steps=1", "run.clip=0", out], set].concat());
         let folder = out.trim_start_matches("run.output=");
-        ft::store::TensorFiles::open_file(&w.path(&format!("{folder}/adapter/adapter_model.safetensors")))
+        ft::files::TensorFiles::open_file(&w.path(&format!("{folder}/adapter/adapter_model.safetensors")))
             .expect("an adapter")
     };
     let (one, plus) =
         (adapter(&[], "run.output=one"), adapter(&["optimizer.lr_scale_b=16"], "run.output=plus"));
     for name in one.names() {
-        let values = |files: &ft::store::TensorFiles| -> Vec<f32> {
+        let values = |files: &ft::files::TensorFiles| -> Vec<f32> {
             let bytes = files.read(name).expect("bytes");
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
         };

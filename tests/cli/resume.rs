@@ -285,7 +285,7 @@ fn nothing_that_is_not_finite_reaches_a_weight() {
     w.ok(&["run", "r.toml", &source, "run.output=a", "run.steps=2", "run.save_every=1"]);
     let before = content(&w.path("a"));
 
-    let files = ft::store::TensorFiles::open_model(good.as_ref()).expect("a model");
+    let files = ft::files::TensorFiles::open_model(good.as_ref()).expect("a model");
     let cpu = &candle_core::Device::Cpu;
     let name = "model.layers.1.mlp.up_proj.weight";
     let tensors: Vec<(String, candle_core::Tensor)> = files
@@ -297,7 +297,7 @@ fn nothing_that_is_not_finite_reaches_a_weight() {
         })
         .collect();
     w.write("broken/config.json", std::fs::read(format!("{good}/config.json")).expect("a config"));
-    ft::store::write_file(&w.path("broken/model.safetensors"), &tensors, &[]).expect("written");
+    ft::files::write_file(&w.path("broken/model.safetensors"), &tensors, &[]).expect("written");
     let more = [
         "run",
         "r.toml",

@@ -178,7 +178,7 @@ fn model(w: &World, to: &str, set: &[(&str, usize, f32)]) {
 
 /// Copies a tensor file with some values replaced: name, index, value.
 fn tensors(w: &World, from: &str, to: &str, set: &[(&str, usize, f32)]) {
-    let files = ft::store::TensorFiles::open_file(from.as_ref()).expect("tensors");
+    let files = ft::files::TensorFiles::open_file(from.as_ref()).expect("tensors");
     let changed = |name: &str| {
         let t = files.tensor(name, DType::F32, &Device::Cpu).expect("a tensor");
         let mut values: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("values");
@@ -189,7 +189,7 @@ fn tensors(w: &World, from: &str, to: &str, set: &[(&str, usize, f32)]) {
     };
     let all: Vec<_> = files.names().map(changed).collect();
     std::fs::create_dir_all(w.path(to).parent().expect("a parent")).expect("a folder");
-    ft::store::write_file(&w.path(to), &all, &[("format", "pt")]).expect("written");
+    ft::files::write_file(&w.path(to), &all, &[("format", "pt")]).expect("written");
 }
 
 fn with_weights(rules: &str) -> World {

@@ -2,7 +2,7 @@
 
 use super::split::{apart, ends, evals, on_files};
 use super::world::{Dice, World, recipe, repository};
-use ft::store::TensorFiles;
+use ft::files::TensorFiles;
 use serde_json::{Value, json};
 
 const TOKENS: &str = "[[train]]\nmodules = [\"new_tokens\"]\ntokens = [40, 5, 6, 63]\n";

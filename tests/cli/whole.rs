@@ -367,7 +367,7 @@ fn failures_leave_nothing() {
     let (w, model) = world();
     w.ok(&["run", "r.toml", "run.output=a"]);
     let nan = "model.layers.1.self_attn.q_proj.weight";
-    let files = ft::store::TensorFiles::open_model(model.as_ref()).expect("a model");
+    let files = ft::files::TensorFiles::open_model(model.as_ref()).expect("a model");
     let tensors: Vec<(String, candle_core::Tensor)> = files
         .names()
         .map(|n| {
@@ -376,7 +376,7 @@ fn failures_leave_nothing() {
         })
         .collect();
     w.write("bad/config.json", std::fs::read(format!("{model}/config.json")).expect("a config"));
-    ft::store::write_file(&w.path("bad/model.safetensors"), &tensors, &[]).expect("written");
+    ft::files::write_file(&w.path("bad/model.safetensors"), &tensors, &[]).expect("written");
     assert_ne!(w.ft(&["quantize", "bad", "--out", "q"]).code, 0);
     assert_ne!(w.ft(&["merge", "a/adapter", "--base", "bad", "--out", "q"]).code, 0);
     assert_ne!(w.ft(&["export", "a/adapter", "--base", "bad", "--to", "vllm", "--out", "q"]).code, 0);

@@ -2,7 +2,7 @@
 
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
-use ft::store::TensorFiles;
+use ft::files::TensorFiles;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};

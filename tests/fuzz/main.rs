@@ -52,7 +52,7 @@ use world::Base;
 
 /// The allocator of the binary, for the same out-of-memory behavior.
 #[global_allocator]
-static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
+static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;
 
 /// Maximum number of findings listed in full.
 const SHOWN: usize = 30;

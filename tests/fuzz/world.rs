@@ -117,11 +117,11 @@ impl Base {
 fn shards(from: &Path, to: &Path) {
     std::fs::create_dir(to).expect("a folder");
     std::fs::copy(from.join("config.json"), to.join("config.json")).expect("a config");
-    let tensors = ft::store::TensorFiles::open_model(from).expect("tensors");
+    let tensors = ft::files::TensorFiles::open_model(from).expect("tensors");
     let of = |name: &str| (name.to_string(), DType::F32, tensors.info(name).expect("a tensor").shape.clone());
     let entries: Vec<_> = tensors.names().map(of).collect();
     let get = |name: &str| Ok(tensors.tensor(name, DType::F32, &Device::Cpu)?);
-    ft::store::write_sharded(to, "model", &entries, tensors.total_bytes() / 3 + 1, get).expect("shards");
+    ft::files::write_sharded(to, "model", &entries, tensors.total_bytes() / 3 + 1, get).expect("shards");
 }
 
 fn read(dir: &Path, prefix: &str, files: &mut Files) {

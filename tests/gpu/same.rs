@@ -4,7 +4,7 @@ use super::split::{self, MIXTURE};
 use super::world::{FULL, LORA, World, recipe};
 use super::{apart, device};
 use candle_core::{DType, Device};
-use ft::store::TensorFiles;
+use ft::files::TensorFiles;
 use serde_json::json;
 
 fn world(rules: &str) -> World {

@@ -2,6 +2,9 @@
 //!
 //! Free of candle; the feature `candle` gives its errors an exit code.
 
+#[cfg(test)]
+extern crate self as ft_base;
+
 pub mod error;
 pub mod memory;
 pub mod rng;

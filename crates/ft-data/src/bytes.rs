@@ -256,7 +256,7 @@ impl Scratch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ft_base::store::small_disk::SmallDisk;
+    use crate::small_disk::SmallDisk;
     use proptest::prelude::*;
 
     #[test]

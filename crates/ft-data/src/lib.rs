@@ -75,6 +75,7 @@ mod row_keys;
 mod rows;
 mod samples;
 mod score;
+pub mod show;
 mod spans;
 mod stats;
 mod strftime;
@@ -83,6 +84,10 @@ mod tables;
 mod template;
 mod tokenizer;
 
+#[cfg(test)]
+#[path = "../../ft-base/src/store/small_disk.rs"]
+#[expect(dead_code)]
+mod small_disk;
 #[cfg(test)]
 mod tests;
 

@@ -75,8 +75,8 @@ pub fn vacate(t: &Tensor) -> Result<()> {
     t.real()?.inplace_op1(&Resize(0))
 }
 
-/// Capacity of a CPU tensor's storage in values.
-#[cfg(test)]
+/// Capacity of a CPU tensor's storage in values, for tests.
+#[doc(hidden)]
 pub fn held(t: &Tensor) -> Result<usize> {
     Ok(match &*t.real()?.storage_and_layout().0 {
         Storage::Cpu(CpuStorage::F32(v)) => v.capacity(),

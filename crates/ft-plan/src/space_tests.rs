@@ -1,7 +1,7 @@
 //! Room on fictional machines.
 
 use super::*;
-use crate::{self, Plan};
+use crate::Plan;
 
 const BASE: &str = "[model]\nsource = \"Qwen/Qwen3-0.6B\"\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n\
     [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
@@ -18,7 +18,7 @@ fn plan(set: &[&str], host: u64, free: [u64; 2], replaced: u64) -> anyhow::Resul
         Some(Volume { id: k as u64, free: free[k] })
     };
     let room = Room { host: Some(host), shared: Some(64 << 20), volume: &volume, replaced: &|_| replaced };
-    Ok(plan::of_recipe_in(&recipe, false, &room)?.0)
+    Ok(crate::of_recipe_in(&recipe, false, &room)?.0)
 }
 
 fn of(p: &Plan, name: &str) -> u64 {
@@ -97,7 +97,7 @@ fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()
         false => Some(Volume { id: 0, free: GIB << 10 }),
     };
     let room = Room { host: None, shared: None, volume: &volume, replaced: &|_| 0 };
-    let mut p = plan::of_recipe_in(&recipe, false, &room)?.0;
+    let mut p = crate::of_recipe_in(&recipe, false, &room)?.0;
     let tokens = Files { name: "tokens", bytes: 3 * GIB, dir: "/cache".into(), change: TOKENS };
     p.space.files.push(tokens);
     p.look(&recipe, &room);
@@ -119,7 +119,7 @@ fn one_disk_takes_the_sum() -> anyhow::Result<()> {
     let with = |free: u64| -> anyhow::Result<Plan> {
         let volume = |_: &Path| Some(Volume { id: 7, free });
         let room = Room { host: None, shared: None, volume: &volume, replaced: &|_| 0 };
-        Ok(plan::of_recipe_in(&recipe, false, &room)?.0)
+        Ok(crate::of_recipe_in(&recipe, false, &room)?.0)
     };
     let all = sum(&with(1 << 50)?.space.files.iter().map(|f| (f.name, f.bytes)).collect::<Parts>());
     assert!(with(all)?.fits() && !with(all - 1)?.fits());
@@ -163,7 +163,7 @@ fn shared_memory_is_for_ranks_that_are_processes() -> anyhow::Result<()> {
         std::fs::write(&path, BASE)?;
         let r = Recipe::load_for_plan(&path, &recipe)?;
         let room = Room { host: None, shared: Some(16 << 20), volume: &|_| None, replaced: &|_| 0 };
-        let p = plan::of_recipe_in(&r, false, &room)?.0;
+        let p = crate::of_recipe_in(&r, false, &room)?.0;
         assert_eq!(sum(&p.space.shared), bytes, "{set:?}");
         assert_eq!(p.fits(), bytes < 16 << 20);
     }
@@ -190,7 +190,7 @@ fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
     let with = |host: u64| -> anyhow::Result<Plan> {
         // eight ranks in one process
         let room = Room { host: Some(host), shared: None, volume: &|_| None, replaced: &|_| 0 };
-        Ok(plan::of_recipe_in(&recipe, true, &room)?.0)
+        Ok(crate::of_recipe_in(&recipe, true, &room)?.0)
     };
     let short = with(503_000_000_000)?;
     assert!(!short.fits());

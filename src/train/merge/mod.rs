@@ -5,27 +5,26 @@
 //! rounded once to the dtype of the file, bit for bit. The effect of rounding on the logits has no
 //! tolerance, because it is inherent to the dtype; it is measured and reported.
 
-pub mod cost;
 pub mod weights;
 
 use super::Error;
 use super::compare;
 use super::job;
-use super::output::{TOKENIZER, is_of_model, logits_apart, write_folder};
+use super::output::{is_of_model, logits_apart};
 use candle_core::{DType, Device, Tensor};
-use cost::MergeCost;
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, NewFolder};
 use ft_data::{Tokenizer, Trained};
 use ft_engine::adapt::{Adapter, Selection};
 use ft_engine::base::{Base, layout};
-use ft_engine::files::TensorFiles;
+use ft_engine::files::{TOKENIZER, TensorFiles, write_folder};
 use ft_engine::model::Config;
 use ft_engine::model::decoder::{Decoder, Weights};
 use ft_engine::model::embedding::EmbeddingLora;
 use ft_engine::model::linear::{Lora, Weight};
 use ft_engine::model::modules::Module;
 use ft_engine::model::sink::Slot;
+use ft_engine::quant::MergeCost;
 use ft_engine::walk;
 use rayon::prelude::*;
 use serde_json::Map;

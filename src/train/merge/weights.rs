@@ -11,7 +11,6 @@
 //! If head and embedding are tied and an update applies to one of them, or a different one to both, the
 //! merged model has separate tensors.
 
-use super::cost::MergeCost;
 use candle_core::{DType, Device, Tensor};
 use ft_engine::adapt::selection::{Choice, Part, Selection, Trained, part_name};
 use ft_engine::adapt::tokens::Tokens;
@@ -19,6 +18,7 @@ use ft_engine::adapt::{Adapter, Error, peft};
 use ft_engine::base::Base;
 use ft_engine::files::TensorFiles;
 use ft_engine::model::modules::{Group, Kind, Module};
+use ft_engine::quant::MergeCost;
 use ft_engine::quant::{self, CodeBooks};
 use ft_kernels::gemm::matmul_acc;
 use safetensors::Dtype;

@@ -28,7 +28,7 @@ impl SmallDisk {
 
     /// Fills the disk with the file `filler`, except for this many pages.
     pub fn fill_but(&self, pages: u64) {
-        let space = super::free_bytes(self.path()).expect("free space");
+        let space = ft_base::store::free_bytes(self.path()).expect("free space");
         let bytes = space.saturating_sub(pages * 4096) as usize;
         fs::write(self.path().join("filler"), vec![0u8; bytes]).expect("a filler");
     }

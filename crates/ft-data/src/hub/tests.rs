@@ -82,7 +82,6 @@ mod remote {
     use std::sync::{Arc, Mutex};
 
     use super::*;
-    use ft_engine::files::{TensorFiles, write_sharded};
 
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
@@ -302,15 +301,18 @@ mod remote {
         assert!(matches!(error, Error::Unreachable { .. }), "{error}");
     }
 
-    /// The files of a sharded model, written by `store`.
+    /// The files of a model in two shards of one tensor each.
     fn model() -> Vec<(String, Vec<u8>)> {
-        let dir = tempfile::tempdir().unwrap();
-        let entries: Vec<_> = (0..2).map(|i| (format!("w{i}"), candle_core::DType::F32, vec![8])).collect();
-        let make =
-            |_: &str| Ok(candle_core::Tensor::ones(8, candle_core::DType::F32, &candle_core::Device::Cpu)?);
-        let paths = write_sharded(dir.path(), "model", &entries, 32, make).unwrap();
-        let name = |p: &PathBuf| p.file_name().unwrap().to_str().unwrap().to_string();
-        paths.iter().map(|p| (name(p), fs::read(p).unwrap())).collect()
+        let name = |i: usize| format!("model-{:05}-of-00002.safetensors", i + 1);
+        let shard = |i: usize| {
+            let header = format!(r#"{{"w{i}":{{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}}}"#);
+            let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+            bytes.extend(header.as_bytes());
+            bytes.extend([0; 32]);
+            (name(i), bytes)
+        };
+        let index = serde_json::json!({"weight_map": {"w0": name(0), "w1": name(1)}});
+        vec![shard(0), shard(1), (ft_base::store::INDEX.into(), index.to_string().into_bytes())]
     }
 
     #[test]
@@ -357,7 +359,9 @@ mod remote {
                 "model.safetensors.index.json",
             ]
         );
-        assert_eq!(TensorFiles::open_model(&found.dir).unwrap().len(), 2);
+        for (name, bytes) in &weights {
+            assert_eq!(&fs::read(found.dir.join(name)).unwrap(), bytes);
+        }
 
         // Repeated, offline, by commit, and without a hub: nothing is downloaded.
         assert_eq!(get(&online, Want::Weights).unwrap(), found);

@@ -52,7 +52,7 @@ fn every_broken_file_says_where_and_why() {
 #[test]
 fn skipping_counts_and_a_source_of_bad_rows_alone_is_refused() {
     let dir = fixture("broken-data");
-    let cfg = recipe::Data { on_bad_row: OnBadRow::Skip, ..data(64) };
+    let cfg = ft_recipe::Data { on_bad_row: OnBadRow::Skip, ..data(64) };
     let load = |name: &str| {
         Dataset::load(
             Part::Train,

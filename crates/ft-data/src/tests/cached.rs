@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::dataset::{Loader, kept_in};
-use ft_plan::Workload;
 use ft_recipe::Recipe;
 use serde_json::json;
 
@@ -42,21 +41,21 @@ fn kept_tokens_make_the_data_that_reading_makes() {
     let sources = [
         source("a.jsonl", Format::Tokens),
         source("chat.jsonl", Format::Messages),
-        recipe::Source { weight: 2.5, ..source("t.jsonl", Format::Text) },
+        ft_recipe::Source { weight: 2.5, ..source("t.jsonl", Format::Text) },
     ];
-    let skip = recipe::Data { on_bad_row: OnBadRow::Skip, ..of(&sources, &data(16)) };
+    let skip = ft_recipe::Data { on_bad_row: OnBadRow::Skip, ..of(&sources, &data(16)) };
     for cfg in [
         skip.clone(),
-        recipe::Data { pack: true, shuffle: true, ..skip.clone() },
-        recipe::Data { eval_share: 0.2, ..skip.clone() },
-        recipe::Data { over_length: OverLength::Drop, ..skip.clone() },
+        ft_recipe::Data { pack: true, shuffle: true, ..skip.clone() },
+        ft_recipe::Data { eval_share: 0.2, ..skip.clone() },
+        ft_recipe::Data { over_length: OverLength::Drop, ..skip.clone() },
         // no truncation
-        recipe::Data { max_length: 64, ..skip.clone() },
+        ft_recipe::Data { max_length: 64, ..skip.clone() },
     ] {
         let cache = tempfile::tempdir().unwrap();
         let t = tiny();
         let loader = |cfg| Loader::new(cfg, &resolve, Some(&t), 285);
-        let off = recipe::Data { cache: false, ..cfg.clone() };
+        let off = ft_recipe::Data { cache: false, ..cfg.clone() };
         for part in [Part::Train, Part::Eval] {
             if cfg.sources(part).is_empty() {
                 continue;
@@ -80,11 +79,11 @@ fn kept_tokens_make_the_data_that_reading_makes() {
             }
         }
         // two bad rows were skipped: strict loading and checking must read the files
-        let strict = recipe::Data { on_bad_row: OnBadRow::Error, ..cfg.clone() };
+        let strict = ft_recipe::Data { on_bad_row: OnBadRow::Error, ..cfg.clone() };
         let stopped = |l: Loader<'_>| l.load(Part::Train, 3).unwrap_err().to_string();
         let error = stopped(loader(&strict).keeping(cache.path()));
         assert!(error.contains("chat.jsonl:2"), "{error}");
-        let strict_off = recipe::Data { cache: false, ..strict.clone() };
+        let strict_off = ft_recipe::Data { cache: false, ..strict.clone() };
         assert_eq!(error, stopped(loader(&strict_off)));
         let check = Dataset::check(Part::Train, &off, &resolve, Some(&t), 285, 3, 9);
         let mut again = loader(&cfg).keeping(cache.path());
@@ -140,7 +139,7 @@ fn damage_is_told_and_made_anew() {
 fn places_have_the_names_that_the_files_have_now() {
     let files = world();
     let cache = tempfile::tempdir().unwrap();
-    let cfg = recipe::Data {
+    let cfg = ft_recipe::Data {
         on_bad_row: OnBadRow::Skip,
         ..of(&[source("chat.jsonl", Format::Messages)], &data(64))
     };
@@ -209,13 +208,6 @@ fn a_plan_knows_the_rows_that_the_data_makes() -> anyhow::Result<()> {
         let own = tempfile::tempdir()?;
         let d = load(&r, own.path())?;
         assert_eq!((lists(&rows), samples.len()), (lists(&d.rows), d.samples.len()), "{set:?}");
-        let w = Workload::of_data(&r, &d, None);
-        let e = w.epoch.expect("known");
-        assert_eq!(
-            (e.rows, e.tokens, e.targets),
-            (d.rows.len() as u64, d.stats.tokens as u64, d.stats.targets as u64)
-        );
-        assert_eq!(w.steps, Some(Batches::new(d.rows.len(), &r.run, r.data.shuffle).steps() as u64));
     }
     // 20 cuts some rows, so the entry for 64 does not apply
     let short = plan_recipe(dir, &["data.max_length=20"])?;

@@ -19,17 +19,17 @@ pub(crate) type Rendered = (String, Vec<std::ops::Range<usize>>, Vec<Note>);
 
 /// Renders a row under mask `assistant`.
 pub(crate) fn read(t: &Tokenizer, row: &Value, vars: &Map<String, Value>) -> Result<Rendered, String> {
-    read_with(recipe::Mask::Assistant, t, row, vars)
+    read_with(ft_recipe::Mask::Assistant, t, row, vars)
 }
 
 fn read_with(
-    mask: recipe::Mask,
+    mask: ft_recipe::Mask,
     t: &Tokenizer,
     row: &Value,
     vars: &Map<String, Value>,
 ) -> Result<Rendered, String> {
     let mut notes = Vec::new();
-    let any = recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
+    let any = ft_recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
     let Sample::Chat(chat) = Shape::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
         panic!()
     };
@@ -53,7 +53,7 @@ fn the_last_turn_alone_can_be_supervised() {
     for template in ["Qwen-Qwen2.5-7B-Instruct.jinja", "Qwen-Qwen3-0.6B.jinja"] {
         let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture("chat").join(template)));
         let t = t.unwrap().unwrap();
-        let (text, spans, _) = read_with(recipe::Mask::Last, &t, &row, &Map::new()).unwrap();
+        let (text, spans, _) = read_with(ft_recipe::Mask::Last, &t, &row, &Map::new()).unwrap();
         let spans: Vec<&str> = spans.into_iter().map(|s| &text[s]).collect();
         assert_eq!(spans.len(), 1, "{template}: {spans:?}");
         assert!(spans[0].contains("second") && !spans[0].contains("first"), "{template}: {spans:?}");
@@ -63,7 +63,7 @@ fn the_last_turn_alone_can_be_supervised() {
     let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture("chat/Qwen-Qwen3-0.6B.jinja")))
         .unwrap()
         .unwrap();
-    assert!(read_with(recipe::Mask::Last, &t, &off, &Map::new()).unwrap().1.is_empty());
+    assert!(read_with(ft_recipe::Mask::Last, &t, &off, &Map::new()).unwrap().1.is_empty());
 }
 
 #[test]

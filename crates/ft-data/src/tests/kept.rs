@@ -208,7 +208,7 @@ fn a_weight_of_0_takes_a_message_out_of_the_loss() {
     assert!(matches!(&error, Error::Row { problem: Problem::EmptyMask(_), .. }), "{error}");
     // mask "none" cannot exclude a message
     let mut whole = source("a.jsonl", Format::Messages);
-    whole.mask = Some(recipe::Mask::None);
+    whole.mask = Some(ft_recipe::Mask::None);
     let error = files.load(&[whole], &data(64)).unwrap_err().to_string();
     assert!(error.contains("a.jsonl:1: messages[1].weight"), "{error}");
 }

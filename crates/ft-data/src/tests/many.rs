@@ -2,8 +2,6 @@
 
 use super::*;
 use crate::dataset::Loader;
-use ft_plan::Workload;
-use ft_recipe::Recipe;
 use std::collections::BTreeMap;
 
 /// `n` rows of tokens; the first two tokens encode the row number.
@@ -20,8 +18,8 @@ fn files(n: usize) -> Files {
 }
 
 /// Two sources, the second with a weight.
-fn sources(weight: f64) -> [recipe::Source; 2] {
-    [source("a.jsonl", Format::Tokens), recipe::Source { weight, ..source("b.jsonl", Format::Tokens) }]
+fn sources(weight: f64) -> [ft_recipe::Source; 2] {
+    [source("a.jsonl", Format::Tokens), ft_recipe::Source { weight, ..source("b.jsonl", Format::Tokens) }]
 }
 
 /// Rows, counts, hash, and all samples.
@@ -42,7 +40,7 @@ impl Made {
 }
 
 /// Loads with a cache, lists on disk above `few` bytes, and `held` samples per permutation.
-fn made(files: &Files, cfg: &recipe::Data, cache: &Path, few: usize, held: usize) -> Made {
+fn made(files: &Files, cfg: &ft_recipe::Data, cache: &Path, few: usize, held: usize) -> Made {
     let resolve = |s: &str| files.0.path().join(s);
     let load = |part| {
         Loader::new(cfg, &resolve, None, 4096).keeping(cache).holding(few, held).load(part, 3).unwrap()
@@ -50,7 +48,7 @@ fn made(files: &Files, cfg: &recipe::Data, cache: &Path, few: usize, held: usize
     Made { train: load(Part::Train), eval: (cfg.eval_share > 0.0).then(|| load(Part::Eval)) }
 }
 
-fn ways() -> Vec<recipe::Data> {
+fn ways() -> Vec<ft_recipe::Data> {
     let plain = data(40);
     let mut all = Vec::new();
     for (pack, shuffle, eval_share, weight) in [
@@ -60,7 +58,7 @@ fn ways() -> Vec<recipe::Data> {
         (true, true, 0.0, 1.0),
         (true, true, 0.2, 3.7),
     ] {
-        all.push(recipe::Data { pack, shuffle, eval_share, ..of(&sources(weight), &plain) });
+        all.push(ft_recipe::Data { pack, shuffle, eval_share, ..of(&sources(weight), &plain) });
     }
     all
 }
@@ -70,7 +68,7 @@ fn ways() -> Vec<recipe::Data> {
 fn lists_on_disk_are_those_in_memory() {
     let files = files(400);
     for cfg in ways() {
-        let off = recipe::Data { cache: false, ..cfg.clone() };
+        let off = ft_recipe::Data { cache: false, ..cfg.clone() };
         let own = tempfile::tempdir().unwrap();
         let plain = made(&files, &off, own.path(), usize::MAX, 1 << 20);
         for few in [1, 1000, usize::MAX] {
@@ -126,7 +124,7 @@ fn orders_in_parts_hold_the_same_samples() {
             assert_eq!(again.seen(), parts.seen());
             assert_eq!(made(&files, &cfg, own.path(), usize::MAX, 200).seen(), parts.seen());
         }
-        let off = recipe::Data { cache: false, ..cfg.clone() };
+        let off = ft_recipe::Data { cache: false, ..cfg.clone() };
         assert_eq!(made(&files, &off, cache.path(), 64, 200).seen(), parts.seen());
     }
 }
@@ -142,29 +140,6 @@ fn memory_does_not_grow_with_the_samples() {
             for d in std::iter::once(&m.train).chain(&m.eval) {
                 assert_eq!((d.samples.resident(), d.rows.resident()), (0, 0));
             }
-        }
-    }
-}
-
-/// Plans from rows on disk equal plans from rows in memory.
-#[test]
-fn plans_of_rows_on_disk_are_those_of_rows_in_memory() {
-    let files = files(3000);
-    for cfg in ways() {
-        let cache = tempfile::tempdir().unwrap();
-        for set in [&["run.steps=3"][..], &["run.batch_rows=4", "run.epochs=20"]] {
-            let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[data]\ntrain = [{source = \"a.jsonl\"}]\n\
-                [run]\nbatch_rows = 8\nmicro_rows = 4\n";
-            let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-            let mut r = Recipe::parse(text, "r.toml", &set).unwrap();
-            r.data = cfg.clone();
-            let of = |few| {
-                let m = made(&files, &cfg, cache.path(), few, 1 << 20);
-                let w = Workload::of_data(&r, &m.train, m.eval.as_ref());
-                assert!(w.measured());
-                (w.train, w.eval, w.steps, w.epoch.map(|e| (e.rows, e.tokens, e.targets, e.longest)))
-            };
-            assert_eq!(of(1), of(usize::MAX));
         }
     }
 }

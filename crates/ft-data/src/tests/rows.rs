@@ -12,7 +12,7 @@ pub(super) fn supervised(e: &Example) -> String {
     tiny().decode(&ids).unwrap()
 }
 
-fn one(row: serde_json::Value, source: recipe::Source, cfg: &recipe::Data) -> Result<Example, Error> {
+fn one(row: serde_json::Value, source: ft_recipe::Source, cfg: &ft_recipe::Data) -> Result<Example, Error> {
     let files = Files::new(&[(&source.source, &row.to_string())]);
     files.load(&[source], cfg).map(|d| nth(&d, 0))
 }
@@ -111,13 +111,13 @@ fn masks_that_a_format_cannot_do_are_refused() {
         (Format::Text, Mask::Assistant),
         (Format::Tokens, Mask::Completion),
     ] {
-        let cfg = recipe::Data { mask: Some(mask), ..data(8) };
+        let cfg = ft_recipe::Data { mask: Some(mask), ..data(8) };
         let error = one(json!({}), source("a.jsonl", format), &cfg).unwrap_err();
         assert_eq!(error.exit_code(), ft_base::ExitCode::Usage);
         assert!(error.to_string().contains("cannot do mask"), "{error}");
     }
     // the mask of a source overrides the recipe's
-    let cfg = recipe::Data { mask: Some(Mask::Assistant), ..data(8) };
+    let cfg = ft_recipe::Data { mask: Some(Mask::Assistant), ..data(8) };
     let mut s = source("a.jsonl", Format::Text);
     s.mask = Some(Mask::None);
     assert!(one(json!({"text": "Hello"}), s, &cfg).is_ok());
@@ -128,7 +128,7 @@ fn long_samples_are_cut_dropped_or_refused() {
     let rows = "{\"prompt\": \"Hello\", \"completion\": \"1234567890\"}\n{\"prompt\": \"1234567890\", \"completion\": \"x\"}\n{\"prompt\": \"1\", \"completion\": \"2\"}\n";
     let files = Files::new(&[("a.jsonl", rows)]);
     let load = |over_length| {
-        files.load(&[source("a.jsonl", Format::Completion)], &recipe::Data { over_length, ..data(8) })
+        files.load(&[source("a.jsonl", Format::Completion)], &ft_recipe::Data { over_length, ..data(8) })
     };
     let cut = load(OverLength::Truncate).unwrap();
     assert_eq!((cut.samples.len(), cut.stats.truncated, cut.stats.drops.empty_after_truncation), (2, 1, 1));
@@ -203,7 +203,7 @@ fn a_share_is_held_out_of_each_source() {
     let files =
         Files::new(&[("a.jsonl", &rows(0, 40)), ("b.jsonl", &rows(40, 10)), ("c.jsonl", &rows(50, 1))]);
     let s = ["a.jsonl", "b.jsonl", "c.jsonl"].map(|f| source(f, Format::Tokens));
-    let cfg = recipe::Data { eval_share: 0.1, shuffle: true, ..of(&s, &data(8)) };
+    let cfg = ft_recipe::Data { eval_share: 0.1, shuffle: true, ..of(&s, &data(8)) };
     let resolve = |s: &str| files.0.path().join(s);
     let ids = |d: &Dataset| lists(&d.rows).iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
     let load = |part, seed| Dataset::load(part, &cfg, &resolve, None, 64, seed).unwrap();
@@ -266,14 +266,14 @@ fn shown_rows_mark_what_is_supervised() {
     let rows = "{\"prompt\": \"Hello\\n\\u001b[31m\", \"completion\": \"world\\nend\"}\n{\"prompt\": \"1\", \"completion\": \"2\"}\n";
     let files = Files::new(&[("a.jsonl", rows)]);
     let d = files
-        .load(&[source("a.jsonl", Format::Completion)], &recipe::Data { pack: true, ..data(40) })
+        .load(&[source("a.jsonl", Format::Completion)], &ft_recipe::Data { pack: true, ..data(40) })
         .unwrap();
     let mut out = Vec::new();
-    ft::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
+    crate::show::rows(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     // escape codes come only from ft, and match the marks
     let mut colored = Vec::new();
-    ft::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
+    crate::show::rows(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
     let colored = String::from_utf8(colored).unwrap();
     let green = colored.lines().filter(|l| l.contains("> \u{1b}[32m") && l.ends_with("\u{1b}[0m")).count();
     assert_eq!(

@@ -94,7 +94,7 @@ fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
         ("messages.string.parquet", Format::Messages, "messages[1].content"),
     ] {
         let load = |on_bad_row| {
-            let cfg = recipe::Data { on_bad_row, ..data(500) };
+            let cfg = ft_recipe::Data { on_bad_row, ..data(500) };
             let resolve = |s: &str| dir.join(s);
             Dataset::load(Part::Train, &of(&[source(name, format)], &cfg), &resolve, Some(&tiny()), 285, 11)
         };

@@ -1,6 +1,7 @@
 //! Tensors in files: safetensors read by name and by rows, written whole or in shards; GGUF written.
 
 mod convert;
+mod folder;
 mod gguf;
 mod header;
 mod read;
@@ -9,6 +10,7 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub use folder::{COMPANIONS, TOKENIZER, write_folder};
 pub use ft_base::store::Error;
 pub use gguf::{GgufValue, write_gguf};
 pub use read::{FileHash, TensorFiles, TensorInfo};

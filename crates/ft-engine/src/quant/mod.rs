@@ -6,14 +6,18 @@
 //! | `encode` | quantization of values to NF4 codes and scales |
 //! | `state` | tensors of a quantized weight in a checkpoint: naming, validation, reading, writing |
 //! | `parts` | lazy 4-bit weights, read or quantized by ranges for each rank |
+//! | `checkpoint` | writes a quantized checkpoint |
+//! | `merge_cost` | rounding loss of merged weights |
 //! | `agree` | checks codes against the original weights |
 //! | `source` | parallel quantization of a checkpoint tensor, never in memory as a whole |
 //!
 //! Dequantization and products with 4-bit matrices are in [`ft_kernels::quantized`].
 
 mod agree;
+mod checkpoint;
 mod code;
 mod encode;
+mod merge_cost;
 mod parts;
 mod source;
 mod state;
@@ -24,8 +28,10 @@ mod dequantized_tests;
 mod tests;
 
 pub use agree::agreement;
+pub use checkpoint::{Report, quantize, quantize_into};
 pub use code::{CodeBooks, Type};
 pub use encode::{BLOCK, Encoded, Nested, Values, scales_of, unread};
+pub use merge_cost::MergeCost;
 pub use parts::{Place, Read, Unread, UnreadMatrix, UnreadScales};
 pub use source::{dtype_of, from_files, scales};
 pub use state::{Entry, entries, find, open, problems, read, source_dtype};

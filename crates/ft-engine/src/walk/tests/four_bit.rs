@@ -4,8 +4,7 @@
 use super::*;
 use crate::files::write_file;
 use crate::quant;
-use ft::train::merge::cost::MergeCost;
-use ft::train::quantize::quantize;
+use crate::quant::{MergeCost, quantize};
 use ft_kernels::check::{close, randn};
 use ft_kernels::group::Groups;
 use ft_kernels::{Real, gemm, upcast};

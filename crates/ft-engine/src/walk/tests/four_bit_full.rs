@@ -3,7 +3,7 @@
 use super::*;
 use crate::adapt::params::Allocate;
 use crate::quant;
-use ft::train::quantize::quantize;
+use crate::quant::quantize;
 
 /// Cases of `tests/fixtures/nf4-full`: the model, the folder, and the tensors trained in full.
 fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {

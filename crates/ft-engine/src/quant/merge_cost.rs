@@ -4,8 +4,8 @@
 //! in bf16, or quantizing it again for a 4-bit base, adds an error. Merging makes sense if this error is
 //! small relative to the update `M - W`.
 
+use crate::quant::{CodeBooks, Encoded};
 use candle_core::{DType, Device, Result};
-use ft_engine::quant::{CodeBooks, Encoded};
 use ft_kernels::tensor::Real;
 
 /// Squared Frobenius norms, additive over layers.

@@ -1,0 +1,59 @@
+//! Model folders: config, weights, and the files of the tokenizer.
+
+use super::write_sharded;
+use candle_core::{DType, Tensor};
+use ft_base::store;
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// Maximum size of a weight file in bytes, as in transformers.
+pub const SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Files of a model folder in addition to config and weights, copied if present. The first two belong to
+/// models only, the rest to the tokenizer; tokenizer files are copied to adapters too.
+pub const COMPANIONS: &[&str] = &[
+    "ft.json",
+    "generation_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+];
+
+/// File name of the tokenizer.
+pub const TOKENIZER: &str = "tokenizer.json";
+
+/// Writes a model folder. `get` returns tensors one at a time. `dtype` is the dtype named in the config;
+/// every entry has its own.
+pub fn write_folder(
+    source: &Path,
+    out: &Path,
+    mut config: Map<String, Value>,
+    dtype: DType,
+    entries: &[(String, DType, Vec<usize>)],
+    get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
+) -> ft_base::Result<()> {
+    let name = match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    };
+    let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    config.insert(key.into(), json!(name));
+    if !entries.iter().any(|(name, ..)| name.contains(".quant_state.")) {
+        // The base was quantized; the written model is not.
+        config.remove("quantization_config");
+    }
+    let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
+    store::write_atomic(&out.join("config.json"), text.as_bytes())?;
+    for file in COMPANIONS {
+        store::copy_inside(source, file, out)?;
+    }
+    write_sharded(out, "model", entries, SHARD_BYTES, get)?;
+    Ok(())
+}
