@@ -172,7 +172,8 @@ fn verbs_in_the_pages_exist() {
                 continue;
             };
             let is_word = verb.bytes().all(|b| b.is_ascii_lowercase());
-            assert!(!is_word || verbs.contains(&verb), "{name}: there is no ft {verb}");
+            let is_left_out = verb == "serve" && !cfg!(feature = "serve");
+            assert!(!is_word || is_left_out || verbs.contains(&verb), "{name}: there is no ft {verb}");
         }
     }
 }
