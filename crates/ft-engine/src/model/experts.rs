@@ -9,7 +9,7 @@ use super::moe::{self, Experts, Mixture, OTHER};
 use super::sink::Sink;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
-use ft_kernels::group::{Groups, Sorted};
+use ft_kernels::dispatch::{Groups, Sorted};
 use ft_kernels::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
 use ft_kernels::route::cuda::Routed;
 use ft_kernels::route::{self, Balance};

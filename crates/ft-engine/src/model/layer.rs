@@ -9,7 +9,7 @@ use super::norm::Norm;
 use super::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
-use ft_kernels::group::Groups;
+use ft_kernels::dispatch::Groups;
 use ft_kernels::padded::Padded;
 use ft_kernels::route::Balance;
 use std::sync::Arc;

@@ -20,7 +20,7 @@ use super::mlp::{self, Mlp};
 use super::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
-use ft_kernels::group::{self, ExpertRows, Groups, Sorted};
+use ft_kernels::dispatch::{self, ExpertRows, Groups, Sorted};
 use ft_kernels::padded::Padded;
 use ft_kernels::route::cuda::Routed;
 use ft_kernels::route::{self, Balance, RouterOutput};
@@ -235,8 +235,8 @@ impl Mixture {
         };
         let (runs, on) = (groups.runs(), x.device());
         let one = |run: ExpertRows| groups.times(&run, on, || one(run));
-        let done: Vec<(Tensor, mlp::Saved)> = if group::side_by_side(groups.busy(), on) {
-            group::each(on, runs, |r| r.rows, one)?
+        let done: Vec<(Tensor, mlp::Saved)> = if dispatch::side_by_side(groups.busy(), on) {
+            dispatch::each(on, runs, |r| r.rows, one)?
         } else {
             runs.into_iter().map(one).collect::<Result<_>>()?
         };
@@ -304,12 +304,12 @@ impl Mixture {
                 self.experts[run.expert].backward(saved, &Padded::of(&dout)?, &ctx, sink)
             })
         };
-        let dx: Vec<Tensor> = if group::side_by_side(groups.busy(), on) {
+        let dx: Vec<Tensor> = if dispatch::side_by_side(groups.busy(), on) {
             let one = |w| {
                 let own = Sink::collecting();
                 Ok((one(w, &own)?, own.collected()))
             };
-            let done = group::each(on, work, |(r, _)| r.rows, one)?;
+            let done = dispatch::each(on, work, |(r, _)| r.rows, one)?;
             let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
             sink.add_all(later.into_iter().flatten())?;
             dx

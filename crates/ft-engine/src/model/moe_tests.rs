@@ -132,7 +132,7 @@ fn gradients_of_everything() -> Result<()> {
     for threads in [1, 2] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
         pool.install(|| {
-            assert_eq!(group::side_by_side(4, &Device::Cpu), threads == 2);
+            assert_eq!(dispatch::side_by_side(4, &Device::Cpu), threads == 2);
             everything(0.0, true)?;
             everything(0.4, false)
         })?;

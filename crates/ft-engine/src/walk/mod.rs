@@ -27,7 +27,7 @@ use candle_core::{DType, Device, Result};
 use ft_base::error::{ExitCode, Failure};
 use ft_base::memory::place::{self, Phase};
 use ft_kernels::crossing::Parked;
-use ft_kernels::group::Groups;
+use ft_kernels::dispatch::Groups;
 use ft_kernels::padded::Padded;
 use ft_kernels::{Real, Tensor};
 use ft_kernels::{optimizer, to_host};

@@ -4,10 +4,10 @@
 //! When decoding, each head has one query. One block per head would occupy 32 of 132 SMs and read the
 //! whole cache, so caches of at least [`LEAST`] keys are split across blocks.
 
-use super::cuda::THREADS;
-use super::{Causal, Shape};
+use super::sequences::{Causal, Shape};
+use super::tiles::THREADS;
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, compiled, empty};
+use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use candle_core::{DType, Result};
 
 /// Smallest number of keys worth splitting, minimum and maximum keys per block, and maximum number of
@@ -76,28 +76,14 @@ pub fn forward(
     let name = |role: &str| format!("attention_{role}_{}", q.dtype().as_str());
     let sums = empty(q, (shape.h, parts.count, shape.c), DType::F32)?;
     let stats = empty(q, (shape.h, parts.count, 2), DType::F32)?;
-    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("split"))?
-        .tensor(q)?
-        .tensor(table)?
-        .count(shape.h)?
-        .count(shape.g)?
-        .count(shape.c)?
-        .count(parts.first)?
-        .count(how.seqs.keys())?
-        .count(parts.each)?
-        .number(how.scale as f32)
-        .tensor(&sums)?
-        .tensor(&stats)?;
+    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("split"))?;
+    let launch = launch.with(args![q, table, shape.h, shape.g, shape.c, parts.first, how.seqs.keys()])?;
+    let launch = launch.with(args![parts.each, how.scale as f32, &sums, &stats])?;
     // SAFETY: `forward_cached` checked the cache against g heads; the launch has `count` blocks per key
     // head, `sums` and `stats` have one entry per block and head, and the last range ends at `keys`.
     unsafe { launch.run(Grid::new(parts.count, THREADS).by(shape.g).shared(parts.shared)) }?;
-    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?
-        .tensor(&sums)?
-        .tensor(&stats)?
-        .count(parts.count)?
-        .count(shape.c)?
-        .tensor(o)?
-        .tensor(lse)?;
+    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?;
+    let launch = launch.with(args![&sums, &stats, parts.count, shape.c, o, lse])?;
     // SAFETY: one block per head reads the `count` parts written above; o holds one row of h c values,
     // lse one value per head.
     unsafe { launch.run(Grid::new(shape.h, THREADS)) }

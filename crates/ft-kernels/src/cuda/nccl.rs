@@ -144,10 +144,13 @@ pub fn id() -> Result<[u8; ID]> {
 }
 
 fn said(api: &Api, c: Communicator, e: c_int) -> candle_core::Error {
-    let text = |p: *const c_char| match p.is_null() {
-        true => String::new(),
-        // SAFETY: a null-terminated string from NCCL; it is copied.
-        false => unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned(),
+    let text = |p: *const c_char| {
+        if p.is_null() {
+            String::new()
+        } else {
+            // SAFETY: a null-terminated string from NCCL; it is copied.
+            unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
+        }
     };
     // SAFETY: both functions return NCCL strings, and accept a null communicator.
     let (what, last) = unsafe { (text((api.words)(e)), text((api.last)(c))) };

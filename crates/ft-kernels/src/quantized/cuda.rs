@@ -9,13 +9,13 @@
 //! **None of this has run on a GPU.** `tests/cuda` runs the kernels on the host; `examples/gpu_check` is
 //! the check to run on a GPU.
 
+use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
-use super::{QuantizedMatrix, Scales};
 use crate::Tensor;
 use crate::cuda::gemm::gemm;
-use crate::cuda::launch::{Grid, Launch, address_of, compiled, empty};
-use crate::gemm::row_stride;
+use crate::cuda::launch::{Argument, Grid, Launch, address_of, args, compiled, empty};
 use crate::padded;
+use crate::tensor::row_stride;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::{DType, Result};
@@ -48,14 +48,14 @@ enum Low<'a> {
 
 /// Pushes the fields of `struct Matrix` in codes.cuh as the first arguments.
 fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> {
-    let launch = launch.tensor(&w.packed)?.tensor(&w.book.pairs)?;
+    let launch = launch.with(args![&w.packed, &w.book.pairs])?;
     let (launch, group, offset) = match &w.scales {
-        Scales::Plain(s) => (launch.tensor(s)?.maybe(None)?.maybe(None)?, 1, 0.0),
+        Scales::Plain(s) => (launch.with(args![s, Argument::Null, Argument::Null])?, 1, 0.0),
         Scales::Nested { codes, map, absmax, group, offset } => {
-            (launch.tensor(absmax)?.tensor(codes)?.tensor(map)?, *group, *offset)
+            (launch.with(args![absmax, codes, map])?, *group, *offset)
         }
     };
-    Ok(launch.count(group)?.number(offset).number(w.block.trailing_zeros()).number((w.rows * w.cols) as u64))
+    launch.with(args![group, offset, w.block.trailing_zeros(), (w.rows * w.cols) as u64])
 }
 
 /// Dequantizes a tile to the start of `out`, with a run stride of `apart` values.
@@ -86,19 +86,10 @@ fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, 
     }
     let m = m.map(|m| m.flatten_all()?.narrow(0, from, m.elem_count() - from)).transpose()?;
     let kernel = name("dequantize", w.source, w.compute);
-    let launch = launch(w, Launch::named(out, compiled!(DEQUANTIZE), kernel)?)?
-        .number(tile.first as u64)
-        .number(tile.stride as u64)
-        .number(tile.width as u64)
-        .count(tile.runs)?
-        .count(tile.chunks())?
-        .number(apart as u64)
-        .maybe(m.as_ref())?
-        .count(rows)?
-        .count(cols)?
-        .number(stride as u64)
-        .number(to as u64)
-        .tensor(out)?;
+    let launch = launch(w, Launch::named(out, compiled!(DEQUANTIZE), kernel)?)?;
+    let launch = launch.with(args![tile.first as u64, tile.stride as u64, tile.width as u64, tile.runs])?;
+    let launch = launch.with(args![tile.chunks(), apart as u64, m.as_ref(), rows, cols, stride as u64])?;
+    let launch = launch.with(args![to as u64, out])?;
     // SAFETY: the tile was checked to lie inside the matrix, and with the adapter part inside `out`;
     // QuantizedMatrix::new has checked the sizes of the matrix's parts.
     unsafe { launch.run(Grid::new(tile.blocks(rows * cols), THREADS)) }
@@ -181,12 +172,8 @@ fn few_tokens(w: &QuantizedMatrix, x: &Tensor, y: &Tensor) -> Result<bool> {
         return Ok(false);
     }
     let kernel = format!("{}_{upto}", name("rows", w.source, w.compute));
-    let launch = launch(w, Launch::named(x, compiled!(ROWS), kernel)?)?
-        .tensor(x)?
-        .count(tokens)?
-        .number(w.rows as u64)
-        .number(w.cols as u64)
-        .tensor(y)?;
+    let launch = launch(w, Launch::named(x, compiled!(ROWS), kernel)?)?;
+    let launch = launch.with(args![x, tokens, w.rows as u64, w.cols as u64, y])?;
     // SAFETY: x is [tokens, cols], y is [tokens, rows]; sizes and alignment required by rows.cu were
     // checked above; QuantizedMatrix::new has checked the sizes of the matrix's parts.
     unsafe { launch.run(Grid::new(w.rows.div_ceil(rows), ROWS_THREADS)) }?;

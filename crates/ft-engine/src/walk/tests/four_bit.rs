@@ -6,7 +6,7 @@ use crate::files::write_file;
 use crate::quant;
 use crate::quant::{MergeCost, quantize};
 use ft_kernels::check::{close, randn};
-use ft_kernels::group::Groups;
+use ft_kernels::dispatch::Groups;
 use ft_kernels::{Real, gemm, upcast};
 use std::sync::Arc;
 
