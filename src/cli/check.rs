@@ -34,7 +34,7 @@ pub fn run(args: &Args) -> Vec<Error> {
         Ok(recipe) => recipe,
         Err(e) => return vec![e.into()],
     };
-    let unsettled = sources::settle(&Settings::from_env(), &mut recipe, true);
+    let unsettled = sources::resolve(&Settings::from_env(), &mut recipe, true);
     let rows = unsettled.is_empty();
     let mut check = Check { recipe: &recipe, rows, errors: Vec::new(), unchecked: Vec::new() };
     for e in unsettled {
@@ -139,7 +139,7 @@ impl Check<'_> {
             self.sources();
             return found;
         };
-        self.keep(job::routers(recipe, config).map_err(Error::from));
+        self.keep(job::check_routers(recipe, config).map_err(Error::from));
         // without rules, the adapter determines the trained modules
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));

@@ -92,7 +92,7 @@ impl Sweep {
     fn new(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Self> {
         let recipe = recipe(source, rules, set)?;
         let found = source::find(&recipe)?;
-        let selection = select(&recipe, &found.config)?;
+        let selection = crate::resolve::selection_without_weights(&recipe, &found.config)?;
         Ok(Self { recipe, found, selection, cuda, host: None })
     }
 

@@ -4,8 +4,8 @@ use super::Args;
 use crate::cli::chat::{self, Opened};
 use crate::cli::given::{Given, is_run};
 use crate::cli::usage;
+use crate::train::checkpoint::{self, CheckpointFollower, ModelOverrides, Reload};
 use crate::train::job;
-use crate::train::latest::{self, Latest, Loading, Seen};
 use candle_core::{Device, DeviceLocation};
 use ft_base::terminal::{tell, warn};
 use ft_data::hub;
@@ -39,7 +39,7 @@ pub(super) struct Copy {
 
 /// A run, with the newest checkpoint loaded.
 pub(super) struct Followed {
-    latest: Latest,
+    latest: CheckpointFollower,
     params: Params,
     /// Device suffix for messages; empty with a single copy.
     on: String,
@@ -53,7 +53,7 @@ impl Followed {
 
     /// Loads a newer checkpoint if one exists. Returns whether the weights changed.
     pub fn look(&mut self) -> bool {
-        let Seen { changed, problems } = self.latest.look(&self.params);
+        let Reload { changed, problems } = self.latest.reload(&self.params);
         if changed {
             tell(&format!("step {} answers{}", self.step(), self.on));
         }
@@ -71,7 +71,7 @@ fn followed(args: &Args) -> Option<&Path> {
     if args.no_watch || args.adapter.is_some() || !is_run(dir) {
         return None;
     }
-    if let Some(step) = latest::ended_at(dir) {
+    if let Some(step) = checkpoint::ended_at(dir) {
         tell(&format!("this run has ended: its result, of step {step}, answers"));
         return None;
     }
@@ -125,12 +125,12 @@ fn of_run(
     devices: &[Device],
     variables: Map<String, Value>,
 ) -> ft_base::Result<Model> {
-    let how = Loading {
+    let how = ModelOverrides {
         dtype: args.loading.dtype(),
         quantize: args.loading.quantize(),
         chat_template: args.chat_template.clone(),
     };
-    let (latest, job) = Latest::open(run, &how)?;
+    let (latest, job) = CheckpointFollower::open(run, &how)?;
     let nf4 = job.recipe.model.quantize == Quantize::Nf4;
     chat::fits(&job.config, (&job.selection, &job.model.dir), (nf4, job.recipe.model.dtype), devices)?;
     let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(job.model.dir.clone()))?;
