@@ -15,7 +15,7 @@ use ft::kernel::gemm;
 use ft::kernel::{Real, Tensor};
 use ft::optim::Optimizer;
 use ft::plan::Workload;
-use ft::quant::{CodeBooks, Encoded};
+use ft::quant::{CodeTables, Encoded};
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, StepRows, train_step};
@@ -59,7 +59,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut step = 0;
     Ok(move || {
-        let alone = ft::comm::alone();
+        let alone = ft::ranks::alone();
         let setup = Setup::new(job, (&decoder, &params, &optimizer), plan.execution, None, &alone);
         let start = Instant::now();
         train_step(&setup, StepRows { data, rows: &[0], step }, &|_| 1e-4)?;
@@ -112,7 +112,7 @@ fn main() -> anyhow::Result<()> {
     let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_matrix(
         true,
         DType::F32,
-        &mut CodeBooks::new(&Device::Cpu)?,
+        &mut CodeTables::new(&Device::Cpu)?,
     )?;
     for tokens in [1, 8] {
         let x = Tensor::Real(Real::randn(0f32, 1.0, (tokens, i), &Device::Cpu)?);

@@ -7,7 +7,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use ft_data::{Dataset, Scores, question};
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::{Reader, answer};
-use ft_engine::walk::visit::Around;
+use ft_engine::walk::visit::Hooks;
 use ft_recipe::Recipe;
 use regex::Regex;
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 pub fn score(
     job: &Job,
     decoder: &Decoder,
-    around: &dyn Around,
+    around: &dyn Hooks,
     data: &Dataset,
     stop: Stop<'_>,
 ) -> ft_base::Result<Option<Scores>> {
@@ -52,7 +52,7 @@ pub fn score(
         let mut sampler =
             LogitsProcessor::from_sampling(job.recipe.run.seed.wrapping_add(i as u64), sampling);
         let mut reader =
-            Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).around(around);
+            Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).hooks(around);
         let mut goes_on = |_: &str| stop() == 0;
         let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut goes_on)?;
         go_on(stop)?;

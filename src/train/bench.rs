@@ -11,8 +11,8 @@ use ft_data::hub::Want;
 use ft_data::{Dataset, Example};
 use ft_engine::adapt::moments::Moments;
 use ft_engine::adapt::params::{Params, Unit};
-use ft_engine::comm;
 use ft_engine::optim::Optimizer;
+use ft_engine::ranks;
 use ft_engine::walk::{Part, Times};
 use ft_kernels::gemm::pairs;
 use ft_plan::{Plan, Workload, rates, report};
@@ -60,7 +60,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     let (decoder, params) = job.load(true).map_err(|e| planned.explain(e))?;
     watch.loaded(&params);
     let optimizer = Optimizer::new(&params, &r.optimizer);
-    let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), comm::alone());
+    let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), ranks::alone());
     let setup = Setup::new(&job, (&decoder, &params, &optimizer), plan.execution, scale, &alone);
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // The learning rate of 1e-9 keeps the numbers finite over any number of steps.

@@ -8,7 +8,7 @@ use ft_data::{Dataset, Micro};
 use ft_engine::adapt::Params;
 use ft_engine::adapt::buffer::{Held, common};
 use ft_engine::adapt::params::Unit;
-use ft_engine::comm::{At, Comm};
+use ft_engine::ranks::{At, Comm};
 use ft_kernels::{optimizer, to_host};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -83,7 +83,7 @@ fn bad<'p>(
             mine.push(i as u64);
         }
     }
-    let all: BTreeSet<u64> = comm.share(At::all(what), &mine)?.into_iter().flatten().collect();
+    let all: BTreeSet<u64> = comm.all_gather_object(At::all(what), &mine)?.into_iter().flatten().collect();
     Ok(all.iter().filter_map(|i| params.tensors.get(*i as usize)).map(|t| t.name.as_str()).collect())
 }
 
@@ -108,8 +108,8 @@ pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<(
     for u in params.units.iter().flatten() {
         whole &= states(u, &(0..u.len))?;
     }
-    let all = comm.share(At::all("whether weights are finite"), &[u64::from(whole)])?;
-    if all.iter().flatten().all(|w| *w != 0) {
+    let all = comm.all_gather_object(At::all("whether weights are finite"), &whole)?;
+    if all.into_iter().all(|whole| whole) {
         return Ok(());
     }
     let bad = bad(params, comm, "weights that are not finite", &states)?;

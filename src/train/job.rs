@@ -11,10 +11,10 @@ use ft_engine::adapt::buffer::Shard;
 use ft_engine::adapt::build::{Build, check_full};
 use ft_engine::adapt::params::Allocate;
 use ft_engine::adapt::{self, Choice, Params, Selection};
-use ft_engine::base::Base;
-use ft_engine::comm::{self, Comm};
+use ft_engine::load::Base;
 use ft_engine::model::{Config, Decoder};
 use ft_engine::quant;
+use ft_engine::ranks::{self, Comm};
 use ft_kernels::cuda;
 use ft_kernels::gemm::pairs;
 use ft_plan::{Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
@@ -263,7 +263,7 @@ impl Job {
                 {
                     let mut s = Selection::from_rules(config, &recipe.train)?;
                     for (m, c) in &mut s.modules {
-                        if !(matches!(c, Choice::Full { .. }) && quant::takes(m)) {
+                        if !(matches!(c, Choice::Full { .. }) && quant::applies_to(m)) {
                             *c = Choice::Freeze;
                         }
                     }
@@ -370,7 +370,7 @@ impl Job {
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
         let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
-        Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
+        Ok(base.with_initials(adapt::initial::initials(&self.recipe, &self.selection)?))
     }
 
     /// Checks names and shapes of all tensors of base and adapter against config and selection, without
@@ -404,7 +404,7 @@ impl Job {
     /// # Errors
     /// As [`Build::run`]; the 4-bit copy cannot be written.
     pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
-        self.load_shard(&self.base_to_load()?, train, Shard::default(), &comm::alone())
+        self.load_shard(&self.base_to_load()?, train, Shard::default(), &ranks::alone())
     }
 
     /// Opens the base to load weights from, with the 4-bit copy of `model.cache` if configured.

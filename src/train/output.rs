@@ -14,8 +14,8 @@ use ft_data::{Micro, Tokenizer};
 use ft_engine::adapt::adapter::{self, Adapter, Values};
 use ft_engine::adapt::selection::{Choice, Part, Trained};
 use ft_engine::adapt::{self, Params, Selection, peft};
-use ft_engine::base::check_tensors;
 use ft_engine::files::{COMPANIONS, TOKENIZER, TensorFiles, write_folder};
+use ft_engine::load::check_tensors;
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, modules};
 use ft_engine::walk::{self, Outline, visit};
@@ -55,7 +55,7 @@ const MODEL: &str = "model";
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
-    let own = ["config.json", ft_engine::quant::CACHE_MARKER, CARD];
+    let own = ["config.json", ft_engine::load::CACHE_MARKER, CARD];
     weights || own.contains(&name) || COMPANIONS.contains(&name)
 }
 

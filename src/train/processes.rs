@@ -18,9 +18,9 @@ use ft_base::terminal;
 use ft_base::terminal::tell;
 use ft_data::Dataset;
 use ft_data::hub::Want;
-use ft_engine::base::layout;
-use ft_engine::comm::processes::{self, Processes, text, words};
-use ft_engine::comm::{At, Comm};
+use ft_engine::load::layout;
+use ft_engine::ranks::processes;
+use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::Execution;
 use ft_plan::{Workload, report};
 use ft_recipe::{Launch, Recipe, Weights};
@@ -31,6 +31,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const OPENED: At = At { what: "the check of the recipe", unit: None };
+const GIVEN: At = At { what: "what ranks were given", unit: None };
 const BEGUN: At = At { what: "the begin of the run", unit: None };
 /// Time limit for the run folder to appear, because network file systems may lag.
 const SEEN: Duration = Duration::from_secs(10);
@@ -86,7 +87,7 @@ pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_bas
         Ok(_) => comm.leave(),
         Err(e) => {
             comm.fail(e);
-            if comm.tells() {
+            if comm.must_report() {
                 terminal::to_terminal();
             }
             drop(comm);
@@ -110,20 +111,20 @@ fn count(recipe: &Recipe, world: usize) -> Result<(), Error> {
 
 /// The first process.
 struct Lead<'a> {
-    comm: &'a Processes,
+    comm: &'a dyn Comm,
     /// Messages sent so far.
     opened: Cell<bool>,
     begun: Cell<bool>,
 }
 
-fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> ft_base::Result<Outcome> {
+fn lead(recipe: Recipe, options: &Options, comm: &dyn Comm) -> ft_base::Result<Outcome> {
     let others = Lead { comm, opened: Cell::new(false), begun: Cell::new(false) };
     let outcome = first(recipe, options, Some(&others))?;
     // A run that was already finished sends neither message before it returns.
     if !others.opened.get() {
-        comm.wait(OPENED, &[])?;
+        comm.barrier(OPENED)?;
     } else if !others.begun.get() {
-        comm.wait(BEGUN, &[])?;
+        comm.barrier(BEGUN)?;
     }
     Ok(outcome)
 }
@@ -135,15 +136,14 @@ impl Others for Lead<'_> {
 
     fn opened(&self) -> ft_base::Result<()> {
         self.opened.set(true);
-        self.comm.wait(OPENED, &[1]).map(drop)
+        self.comm.broadcast_object(OPENED, &true)
     }
 
     fn begin(&self, s: &Shared) -> ft_base::Result<()> {
         self.begun.set(true);
         let begin =
             Begin { execution: s.execution, checkpoint: s.checkpoint.clone(), loss_scale: s.loss_scale };
-        let begin = serde_json::to_string(&begin).unwrap_or_default();
-        self.comm.wait(BEGUN, &words(&begin))?;
+        self.comm.broadcast_object(BEGUN, &begin)?;
         agree(self.comm, &given(&s.job, &s.data, s.eval.as_deref())?)
     }
 }
@@ -170,11 +170,10 @@ fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> ft_base::Result<G
 }
 
 /// Compares the settings of all ranks, and refuses the first difference. All ranks fail together.
-fn agree(comm: &Processes, mine: &Given) -> ft_base::Result<()> {
-    let told = comm
-        .wait(At::all("what ranks were given"), &words(&serde_json::to_string(mine).unwrap_or_default()))?;
-    let all: Vec<Given> =
-        told.iter().map(|w| serde_json::from_str(&text(w)).unwrap_or(Given(Vec::new()))).collect();
+fn agree(comm: &dyn Comm, mine: &Given) -> ft_base::Result<()> {
+    // Without a timeout: a rank may still read from disk.
+    comm.barrier(GIVEN)?;
+    let all = comm.all_gather_object(GIVEN, mine)?;
     let Some((first, others)) = all.split_first() else { return Ok(()) };
     for (rank, other) in (1..).zip(others) {
         let differs = first
@@ -194,16 +193,15 @@ fn agree(comm: &Processes, mine: &Given) -> ft_base::Result<()> {
 }
 
 /// Runs a process other than the first.
-fn follow(mut recipe: Recipe, comm: &Processes) -> ft_base::Result<Outcome> {
+fn follow(mut recipe: Recipe, comm: &dyn Comm) -> ft_base::Result<Outcome> {
     // Signals are passed to the first rank, and the run saves a checkpoint.
     let signals = Signals::catch()?;
     signals.hold();
-    if comm.wait(OPENED, &[])?[0].is_empty() {
+    if comm.receive_object::<bool>(OPENED)?.is_none() {
         return Ok(Outcome::Followed);
     }
     let prepared = prepare(&mut recipe, comm.rank());
-    let said = comm.wait(BEGUN, &[])?;
-    let Ok(begin) = serde_json::from_str::<Begin>(&text(&said[0])) else { return Ok(Outcome::Followed) };
+    let Some(begin) = comm.receive_object::<Begin>(BEGUN)? else { return Ok(Outcome::Followed) };
     let (mut job, data, eval) = prepared?;
     job.recipe.run.micro_rows = begin.execution.micro_rows.into();
     agree(comm, &given(&job, &data, eval.as_ref())?)?;

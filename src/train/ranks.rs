@@ -13,34 +13,33 @@ use ft_base::terminal::tell;
 use ft_data::{Batches, Dataset};
 use ft_engine::adapt::Params;
 use ft_engine::adapt::buffer::Shard;
-use ft_engine::base::Base;
-use ft_engine::comm::{self, At, Comm, Mesh, Threads};
+use ft_engine::load::Base;
 use ft_engine::model::Decoder;
 use ft_engine::optim::{Optimizer, Schedule};
-use ft_engine::walk::{Around, Execution, Outline, Times, visit};
+use ft_engine::ranks::{self, At, Comm, Mesh, Threads};
+use ft_engine::walk::{Execution, Hooks, Outline, Times, visit};
 use ft_kernels::{cuda, gemm};
 use ft_recipe::{Parallel, Recipe};
-use std::ffi::OsString;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Next operation of all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Next {
     /// A step, numbered from 0.
     Step(u64),
     Evaluate,
     /// This rank's shard of a checkpoint: number of completed steps, and folder.
-    Save(u64, PathBuf),
+    Save(u64, #[serde(with = "path_bytes")] PathBuf),
     /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
     /// Loading of the result in a folder, for the check after writing.
-    ReadBack(PathBuf),
+    ReadBack(#[serde(with = "path_bytes")] PathBuf),
     /// Loading of a checkpoint.
-    Load(PathBuf),
+    Load(#[serde(with = "path_bytes")] PathBuf),
     /// End of the run.
     End,
 }
@@ -49,33 +48,18 @@ const NEXT: At = At { what: "what comes next", unit: None };
 const LOADED: At = At { what: "the loading of the model", unit: None };
 const SAVED: At = At { what: "the end of a checkpoint", unit: None };
 
-impl Next {
-    fn words(&self) -> Vec<u64> {
-        fn bytes(path: &Path) -> impl Iterator<Item = u64> {
-            path.as_os_str().as_bytes().iter().map(|b| u64::from(*b))
-        }
-        match self {
-            Next::End => vec![0],
-            Next::Step(n) => vec![1, *n],
-            Next::Evaluate => vec![2],
-            Next::Save(n, path) => [3, *n].into_iter().chain(bytes(path)).collect(),
-            Next::Forward => vec![4],
-            Next::ReadBack(path) => std::iter::once(5).chain(bytes(path)).collect(),
-            Next::Load(path) => std::iter::once(6).chain(bytes(path)).collect(),
-        }
+/// Serialization of paths as bytes: not all are UTF-8.
+mod path_bytes {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use std::ffi::OsString;
+    use std::path::{Path, PathBuf};
+
+    pub fn serialize<S: Serializer>(path: &Path, s: S) -> Result<S::Ok, S::Error> {
+        path.as_os_str().serialize(s)
     }
 
-    fn of(words: &[u64]) -> Self {
-        let path = |bytes: &[u64]| OsString::from_vec(bytes.iter().map(|b| *b as u8).collect()).into();
-        match words {
-            [1, n] => Next::Step(*n),
-            [2] => Next::Evaluate,
-            [3, n, bytes @ ..] => Next::Save(*n, path(bytes)),
-            [4] => Next::Forward,
-            [5, bytes @ ..] => Next::ReadBack(path(bytes)),
-            [6, bytes @ ..] => Next::Load(path(bytes)),
-            _ => Next::End,
-        }
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<PathBuf, D::Error> {
+        OsString::deserialize(d).map(PathBuf::from)
     }
 }
 
@@ -84,12 +68,11 @@ impl Next {
 /// # Errors
 /// Lost rank.
 pub fn tell_next(comm: &dyn Comm, next: &Next) -> ft_base::Result<()> {
-    comm.wait(NEXT, &next.words()).map(drop)
+    comm.broadcast_object(NEXT, next)
 }
 
 fn hear_next(comm: &dyn Comm) -> ft_base::Result<Next> {
-    let all = comm.wait(NEXT, &[])?;
-    Ok(all.first().map_or(Next::End, |words| Next::of(words)))
+    Ok(comm.receive_object(NEXT)?.unwrap_or(Next::End))
 }
 
 /// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
@@ -98,7 +81,7 @@ fn hear_next(comm: &dyn Comm) -> ft_base::Result<Next> {
 /// Disk errors; lost rank.
 pub fn save(s: &Setup<'_>, dir: &Path) -> ft_base::Result<()> {
     state::write(dir, s.params)?;
-    s.comm.wait(SAVED, &[]).map(drop)
+    s.comm.barrier(SAVED)
 }
 
 /// Loads this rank's shard of the model and of the checkpoint to resume. Returns after all ranks have
@@ -121,7 +104,7 @@ pub fn load(
     if let Some(dir) = checkpoint {
         state::load(dir, &params)?;
     }
-    comm.wait(LOADED, &[])?;
+    comm.barrier(LOADED)?;
     Ok((decoder, params))
 }
 
@@ -131,7 +114,7 @@ pub fn load(
 /// The checkpoint does not fit; lost rank.
 pub fn take_up(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base::Result<()> {
     state::load(dir, params)?;
-    comm.wait(LOADED, &[]).map(drop)
+    comm.barrier(LOADED)
 }
 
 /// Shard of a rank, by ZeRO stage.
@@ -214,7 +197,7 @@ pub struct Followers {
 
 /// Creates the ranks of a run: the first, and the others.
 pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
-    let mut all = comm::group(Mesh::of(p).ranks().max(1), Duration::from_secs(p.timeout));
+    let mut all = ranks::group(Mesh::of(p).ranks().max(1), Duration::from_secs(p.timeout));
     let others = all.split_off(1);
     (all.swap_remove(0), others)
 }
@@ -249,7 +232,7 @@ impl Followers {
 
     /// Waits for the threads to end, except for a rank that hangs.
     pub fn end(self, outcome: &ft_base::Result<super::Outcome>) {
-        let hangs = outcome.as_ref().err().and_then(|e| e.of::<comm::Error>()).filter(|e| e.hangs);
+        let hangs = outcome.as_ref().err().and_then(|e| e.of::<ranks::Error>()).filter(|e| e.hangs);
         let end = Instant::now() + self.patience;
         for (rank, thread) in self.threads {
             let waits = || hangs.is_none_or(|h| h.rank != rank) && Instant::now() < end;
@@ -276,18 +259,18 @@ fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> ft_base::Result<(
 /// Runs `f` with collectives for the tensors of the device of a job.
 ///
 /// # Errors
-/// As [`comm::on_device`].
+/// As [`ranks::on_device`].
 pub fn on_device<R>(
     job: &Job,
     comm: &dyn Comm,
     f: impl FnOnce(&dyn Comm) -> ft_base::Result<R>,
 ) -> ft_base::Result<R> {
-    comm::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
+    ranks::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
 }
 
 /// If the first rank hangs, another rank must end the process.
 fn end_with_hung(e: &ft_base::Error) {
-    if let Some(lost) = e.of::<comm::Error>().filter(|l| l.hangs && l.rank == 0) {
+    if let Some(lost) = e.of::<ranks::Error>().filter(|l| l.hangs && l.rank == 0) {
         tell(&format!("error: {lost}"));
         std::process::exit(lost.code as i32);
     }
@@ -317,7 +300,7 @@ pub fn follow(shared: &Shared, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Resu
             Next::Evaluate => match &shared.eval {
                 Some(eval) => {
                     place::enter(place::Phase::Evaluate, 0);
-                    let around = (comm, &gather as &dyn Around);
+                    let around = (comm, &gather as &dyn Hooks);
                     evaluate_until(&decoder, around, eval, &setup.execution, &job.device, stop).map(drop)
                 }
                 None => Ok(()),
@@ -378,9 +361,10 @@ pub mod broken {
 mod tests {
     use super::*;
     use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
 
     #[test]
-    fn what_is_told_is_heard() {
+    fn what_is_told_is_heard() -> Result<(), serde_json::Error> {
         let odd = OsStr::from_bytes(b"runs/\xff\x00x");
         for next in [
             Next::End,
@@ -392,7 +376,8 @@ mod tests {
             Next::ReadBack(odd.into()),
             Next::Load(odd.into()),
         ] {
-            assert_eq!(Next::of(&next.words()), next);
+            assert_eq!(serde_json::from_slice::<Next>(&serde_json::to_vec(&next)?)?, next);
         }
+        Ok(())
     }
 }

@@ -333,7 +333,7 @@ impl Running<'_> {
             let alone = Alone::new(decoder, params, comm);
             let mut reader = generate::Reader::new(decoder, &job.device)
                 .within(ids.len() + generate::SAMPLE_TOKENS)
-                .around(&alone);
+                .hooks(&alone);
             let reply = generate::answer(
                 &mut reader,
                 tokenizer,

@@ -8,12 +8,12 @@ use candle_core::Device;
 use ft_base::memory::place;
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::adapt::Params;
-use ft_engine::comm::{self, At, Comm};
 use ft_engine::model::batch::HostBatch;
 use ft_engine::model::sink::Sink;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::optim::{self, Optimizer, Rate};
-use ft_engine::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
+use ft_engine::ranks::{self, At, Comm};
+use ft_engine::walk::{self, Execution, Hooks, Load, NoHooks, Outline, RouterLosses, Times, Walk, visit};
 use ft_kernels::loss;
 use ft_kernels::tensor::Real;
 use std::cell::{Cell, RefCell};
@@ -43,7 +43,7 @@ pub struct Setup<'a> {
     pub neftune: f64,
     /// Loss scale, for f16. Changed by [`accumulate`] and [`update`].
     pub loss_scale: Cell<Option<LossScale>>,
-    /// Data-parallel ranks; [`ft_engine::comm::alone`] for a single one.
+    /// Data-parallel ranks; [`ft_engine::ranks::alone`] for a single one.
     pub comm: &'a dyn Comm,
 }
 
@@ -154,8 +154,8 @@ pub type Stop<'a> = &'a dyn Fn() -> u64;
 
 /// Shares the result of `stop` between ranks, and returns an error if any rank received a signal.
 fn agree(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let all = comm.share(At::all("whether to go on"), &[stop()])?;
-    match all.into_iter().flatten().find(|asked| *asked != 0) {
+    let all = comm.all_gather_object(At::all("whether to go on"), &stop())?;
+    match all.into_iter().find(|asked| *asked != 0) {
         Some(asked) => Err(super::Error::Abandoned(asked).into()),
         None => Ok(()),
     }
@@ -238,7 +238,7 @@ fn accumulate_scaled<'a>(
                 let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
                     .router_losses(router)
                     .neftune(s.neftune)
-                    .around(&reduce)
+                    .hooks(&reduce)
                     .timed(times);
                 losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
                 routings.push(walk.into_routing());
@@ -297,7 +297,7 @@ impl Sums {
             words.extend(counts);
         }
         let mut sum = Self { reached: vec![false; self.reached.len()], ..Self::default() };
-        for words in comm.share(At::all("the loss and the gradient norm"), &words)? {
+        for words in comm.all_gather_object(At::all("the loss and the gradient norm"), &words)? {
             let mut words = words.into_iter();
             let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
             sum.loss += number();
@@ -345,7 +345,7 @@ pub fn evaluate(
     execution: &Execution,
     device: &Device,
 ) -> ft_base::Result<(f64, usize)> {
-    evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| 0)
+    evaluate_until(decoder, (&ranks::alone(), &NoHooks), data, execution, device, &|| 0)
 }
 
 /// As [`evaluate`], with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
@@ -355,7 +355,7 @@ pub fn evaluate(
 /// As [`evaluate`]; [`super::Error::Abandoned`]; lost rank.
 pub fn evaluate_until(
     decoder: &Decoder,
-    (comm, around): (&dyn Comm, &dyn Around),
+    (comm, around): (&dyn Comm, &dyn Hooks),
     data: &Dataset,
     execution: &Execution,
     device: &Device,
@@ -381,7 +381,7 @@ pub fn evaluate_until(
             Some((rows, n)) if *n > 0 => {
                 let m = Micro::collate(data, rows)?;
                 let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-                let mut walk = Walk::chosen(decoder, None, execution).around(around);
+                let mut walk = Walk::chosen(decoder, None, execution).hooks(around);
                 sums.push(loss::total(&walk.eval(&batch)?)?.to_bits());
             }
             _ => {
@@ -395,7 +395,7 @@ pub fn evaluate_until(
 /// Adds the losses of all ranks to `sum`, in the order of rows, so the result does not depend on the number
 /// of ranks.
 fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64> {
-    let all = comm.share(At::all("the evaluation's losses"), sums)?;
+    let all = comm.all_gather_object(At::all("the evaluation's losses"), sums)?;
     sums.clear();
     let turns = all.first().map_or(0, Vec::len);
     let each = (0..turns).flat_map(|turn| all.iter().filter_map(move |rank| rank.get(turn)));
@@ -403,9 +403,9 @@ fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64
 }
 
 /// Computes the logits `[t, v]` of all tokens in a micro-batch.
-pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device) -> ft_base::Result<Real> {
+pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) -> ft_base::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
-    Ok(Walk::new(decoder, None, 0).around(around).logits(&batch)?.real()?.clone())
+    Ok(Walk::new(decoder, None, 0).hooks(around).logits(&batch)?.real()?.clone())
 }
 
 /// Test device with too little memory, unless enough layers are recomputed.

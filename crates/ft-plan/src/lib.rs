@@ -50,7 +50,7 @@ pub use workload::{Tokens, Workload, check_steps};
 use ft_base::error::{ExitCode, Failure};
 use ft_base::memory;
 use ft_engine::adapt::{self, LearningRate, Selection};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
