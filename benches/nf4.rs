@@ -14,7 +14,7 @@ use ft::hub::Want;
 use ft::kernel::gemm;
 use ft::kernel::{Real, Tensor};
 use ft::plan::Workload;
-use ft::quant::{CodeBooks, Encoded};
+use ft::quant::{CodeTables, Encoded};
 use ft::recipe::Recipe;
 use ft::train::{Job, StepInput, TrainContext, TrainedModel};
 use std::time::Instant;
@@ -109,7 +109,7 @@ fn main() -> anyhow::Result<()> {
     let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_matrix(
         true,
         DType::F32,
-        &mut CodeBooks::new(&Device::Cpu)?,
+        &mut CodeTables::new(&Device::Cpu)?,
     )?;
     for tokens in [1, 8] {
         let x = Tensor::Real(Real::randn(0f32, 1.0, (tokens, i), &Device::Cpu)?);

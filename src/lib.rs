@@ -90,7 +90,7 @@ pub use ft_base::{ExitCode, rng, store};
 #[doc(hidden)]
 pub use ft_data::{self as data, hub};
 #[doc(hidden)]
-pub use ft_engine::{adapt, base, comm, files, gguf, model, optim, quant, walk};
+pub use ft_engine::{adapt, files, gguf, load, model, optim, quant, ranks, walk};
 #[doc(hidden)]
 pub use ft_kernels as kernel;
 #[doc(hidden)]

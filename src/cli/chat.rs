@@ -13,7 +13,7 @@ use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_data::{Form, Tokenizer, Trained};
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::{Config, Decoder};
 use ft_engine::walk::generate::{self, Reader};
 use ft_kernels::cuda;

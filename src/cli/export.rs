@@ -13,7 +13,7 @@ use ft_engine::adapt::adapter::Adapter;
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::export::{Export, Target, read_fused};
 use ft_engine::adapt::{self, Choice, Selection};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
 use ft_engine::walk;

@@ -8,7 +8,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use ft_data::{Dataset, Scores, question};
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::{Reader, answer};
-use ft_engine::walk::visit::Around;
+use ft_engine::walk::visit::Hooks;
 use ft_recipe::Recipe;
 use regex::Regex;
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 pub fn score(
     job: &Job,
     decoder: &Decoder,
-    around: &dyn Around,
+    around: &dyn Hooks,
     data: &Dataset,
     stop: Stop<'_>,
 ) -> ft_base::Result<Option<Scores>> {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::train::{self, Options, Outcome};
 use anyhow::{Context as _, Result};
-use ft_engine::quant::quantize;
+use ft_engine::load::quantize;
 use ft_recipe::Recipe;
 use std::path::PathBuf;
 

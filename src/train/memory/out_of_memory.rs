@@ -58,7 +58,7 @@ impl Planned {
     /// Adds the figures of the plan to an out-of-memory error.
     pub fn explain(&self, e: Error) -> Error {
         // Skips errors that were explained already, here or on another rank.
-        let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::comm::Error>().is_some();
+        let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::ranks::Error>().is_some();
         if e.exit_code() != ExitCode::DoesNotFit || explained {
             return e;
         }

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::memory;
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::modules::modules;
 use ft_engine::quant;
 use std::collections::HashMap;
@@ -28,10 +28,10 @@ pub fn bytes(base: &Base, selection: &Selection) -> u64 {
     let mut units: HashMap<String, u64> = HashMap::new();
     for m in modules(&base.config) {
         let n = m.weight_values() as u64;
-        let dense = !base.is_4bit() || !quant::takes(&m);
+        let dense = !base.is_4bit() || !quant::applies_to(&m);
         // 4-bit weights: half a byte of code per value, and up to 4 bytes of scale per quantization block
         // of 64.
-        let value = base.kept(&m, DType::F32, &Device::Cpu).size_in_bytes() as u64;
+        let value = base.frozen_dtype(&m, DType::F32, &Device::Cpu).size_in_bytes() as u64;
         let bytes = if dense { value * n } else { n.div_ceil(2) + n.div_ceil(16) };
         let unit = m.layer.map_or_else(|| m.name.clone(), |l| l.to_string());
         *units.entry(unit).or_default() += bytes + 4 * m.bias().unwrap_or(0) as u64;

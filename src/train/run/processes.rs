@@ -20,9 +20,9 @@ use ft_base::terminal;
 use ft_base::terminal::tell;
 use ft_data::Dataset;
 use ft_data::hub::Want;
-use ft_engine::base::layout;
-use ft_engine::comm::processes::{self, Processes, text, words};
-use ft_engine::comm::{At, Comm};
+use ft_engine::load::layout;
+use ft_engine::ranks::processes;
+use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::Execution;
 use ft_plan::{Workload, report};
 use ft_recipe::{Launch, Recipe, Weights};
@@ -33,6 +33,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const OPENED: At = At { what: "the check of the recipe", unit: None };
+const GIVEN: At = At { what: "what ranks were given", unit: None };
 const BEGUN: At = At { what: "the begin of the run", unit: None };
 /// Time limit for the run folder to appear, because network file systems may lag.
 const FOLDER_LIMIT: Duration = Duration::from_secs(10);
@@ -112,7 +113,7 @@ pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_bas
         Ok(_) => comm.leave(),
         Err(e) => {
             comm.fail(e);
-            if comm.tells() {
+            if comm.must_report() {
                 terminal::to_terminal();
             }
             drop(comm);
@@ -147,9 +148,9 @@ fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> ft_base::Result<
     let outcome = run_first(recipe, options, Some(&others))?;
     // A run that was already finished sends neither message before it returns.
     if !others.opened.get() {
-        comm.wait(OPENED, &[])?;
+        comm.barrier(OPENED)?;
     } else if !others.begun.get() {
-        comm.wait(BEGUN, &[])?;
+        comm.barrier(BEGUN)?;
     }
     Ok(outcome)
 }
@@ -161,7 +162,7 @@ impl RemoteRanks for FirstProcess<'_> {
 
     fn opened(&self) -> ft_base::Result<()> {
         self.opened.set(true);
-        self.comm.wait(OPENED, &[1]).map(drop)
+        self.comm.broadcast_object(OPENED, &true)
     }
 
     fn begin(&self, inputs: &RunInputs) -> ft_base::Result<()> {
@@ -223,11 +224,11 @@ fn agree(comm: &Processes, mine: &Settings) -> ft_base::Result<()> {
 }
 
 /// Runs a process other than the first.
-fn follow(mut recipe: Recipe, comm: &Processes) -> ft_base::Result<Outcome> {
+fn follow(mut recipe: Recipe, comm: &dyn Comm) -> ft_base::Result<Outcome> {
     // Signals are passed to the first rank, and the run saves a checkpoint.
     let signals = Signals::catch()?;
     signals.hold();
-    if comm.wait(OPENED, &[])?[0].is_empty() {
+    if comm.receive_object::<bool>(OPENED)?.is_none() {
         return Ok(Outcome::Followed);
     }
     let prepared = prepare(&mut recipe, comm.rank());

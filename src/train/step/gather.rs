@@ -5,9 +5,9 @@
 
 use super::command::{self, Command};
 use ft_engine::adapt::Params;
-use ft_engine::comm::Comm;
 use ft_engine::model::Decoder;
-use ft_engine::walk::{Around, Outline, Visit};
+use ft_engine::ranks::Comm;
+use ft_engine::walk::{Hooks, Outline, Visit};
 use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
@@ -41,7 +41,7 @@ impl<'a> Gather<'a> {
     }
 }
 
-impl Around for Gather<'_> {
+impl Hooks for Gather<'_> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         if !self.params.comes_and_goes() {
             return Ok(());

@@ -12,10 +12,10 @@ use candle_core::{DType, Device};
 use ft_engine::adapt::Params;
 use ft_engine::adapt::buffer::Held;
 use ft_engine::adapt::params::Unit;
-use ft_engine::comm::{At, Comm};
 use ft_engine::model::sink::Sink;
 use ft_engine::optim::{self, Optimizer};
-use ft_engine::walk::{Around, Visit};
+use ft_engine::ranks::{At, Comm};
+use ft_engine::walk::{Hooks, Visit};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
 use ft_kernels::optimizer::Squares;
@@ -127,12 +127,16 @@ impl<'a> Reduce<'a> {
             return Ok(Held { at: 0..unit.len, values });
         }
         let part = zeros(unit.part.len())?;
-        self.comm.add(At::unit("the sum of gradients", number), mine, unit.part.clone(), &part)?.wait()?;
+        self.comm
+            .reduce_scatter(At::unit("the sum of gradients", number), mine, unit.part.clone(), &part)?
+            .wait()?;
         if self.params.shard.stage >= 1 {
             return Ok(Held { at: unit.part.clone(), values: part });
         }
         let (values, parts) = (zeros(unit.len)?, self.params.shard.parts(unit.len));
-        self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, &values)?.wait()?;
+        self.comm
+            .all_gather(At::unit("the gathering of gradients", number), part, &parts, &values)?
+            .wait()?;
         Ok(Held { at: 0..unit.len, values })
     }
 
@@ -146,12 +150,12 @@ impl<'a> Reduce<'a> {
         let Some(Held { values, .. }) = &unit.grads else { return Ok(()) };
         let sum = At::unit("the sum of gradients", number);
         let open = if self.params.shard.stage >= 2 {
-            Open { arrival: self.comm.add(sum, mine, unit.part.clone(), values)?, part: None }
+            Open { arrival: self.comm.reduce_scatter(sum, mine, unit.part.clone(), values)?, part: None }
         } else {
             // Every rank sums one part, and the parts are then all-gathered.
             let part: Tensor =
                 values.narrow(0, unit.part.start, unit.part.len())?.real()?.force_contiguous()?.into();
-            let arrival = self.comm.add(sum, mine, unit.part.clone(), &part)?;
+            let arrival = self.comm.reduce_scatter(sum, mine, unit.part.clone(), &part)?;
             Open { arrival, part: Some((number, unit, part)) }
         };
         // On a device, this reduction overlaps with the next visit.
@@ -169,7 +173,7 @@ impl<'a> Reduce<'a> {
                 && let Some(Held { values, .. }) = &unit.grads
             {
                 let at = At::unit("the gathering of gradients", number);
-                let arrival = self.comm.gather(at, part, &self.params.shard.parts(unit.len), values)?;
+                let arrival = self.comm.all_gather(at, part, &self.params.shard.parts(unit.len), values)?;
                 // Completes before the next all-gather, or at the end of the micro-batch.
                 self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), Arrival::wait)?;
             }
@@ -181,7 +185,7 @@ impl<'a> Reduce<'a> {
     }
 }
 
-impl Around for Reduce<'_> {
+impl Hooks for Reduce<'_> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.arrive(visit, next)
     }

@@ -9,10 +9,10 @@ use ft_base::error::ExitCode;
 use ft_data::Micro;
 use ft_data::hub::Want;
 use ft_engine::adapt::Params;
-use ft_engine::comm::{self, At, Comm, Threads};
 use ft_engine::model::sink::Sink;
 use ft_engine::model::{Batch, Decoder};
-use ft_engine::walk::{Around, Outline, Visit, Walk};
+use ft_engine::ranks::{At, Comm, Threads};
+use ft_engine::walk::{Hooks, Outline, Visit, Walk};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
 use ft_kernels::vacant::held;
@@ -54,7 +54,7 @@ fn a_lost_rank_ends_the_run() -> Result<()> {
         let (_, done) = train(dir.path(), name, &set);
         let e = done.err().context("it ran")?;
         assert_eq!(e.exit_code(), code, "{name}: {e}");
-        let lost = e.of::<comm::Error>().with_context(|| format!("{name}: {e}"))?;
+        let lost = e.of::<ft_engine::ranks::Error>().with_context(|| format!("{name}: {e}"))?;
         let text = lost.to_string();
         assert_eq!((lost.rank, lost.world), (2, 4), "{text}");
         assert!(!lost.host.is_empty() && text.contains("last collective") && text.contains(says), "{text}");
@@ -88,24 +88,27 @@ impl Comm for Traced<'_, Threads> {
     fn world(&self) -> usize {
         self.0.world()
     }
-    fn share(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
-        self.0.share(at, mine)
+    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> ft_base::Result<Vec<Vec<u8>>> {
+        self.0.all_gather_bytes(at, mine, timed)
     }
-    fn wait(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
-        self.0.wait(at, mine)
-    }
-    fn add(
+    fn reduce_scatter(
         &self,
         at: At,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> ft_base::Result<Arrival> {
-        self.0.add(at, part, range, to)
+        self.0.reduce_scatter(at, part, range, to)
     }
-    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> ft_base::Result<Arrival> {
+    fn all_gather(
+        &self,
+        at: At,
+        mine: Tensor,
+        ranges: &[Range<usize>],
+        to: &Tensor,
+    ) -> ft_base::Result<Arrival> {
         self.note(Did::Gather(at.unit.expect("of a unit")));
-        self.0.gather(at, mine, ranges, to)
+        self.0.all_gather(at, mine, ranges, to)
     }
     fn received(&self) -> u64 {
         self.0.received()
@@ -113,7 +116,7 @@ impl Comm for Traced<'_, Threads> {
     fn fail(&self, e: &ft_base::Error) {
         self.0.fail(e);
     }
-    fn lost(&self) -> Option<comm::Error> {
+    fn lost(&self) -> Option<ft_engine::ranks::Error> {
         self.0.lost()
     }
     fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>) {
@@ -121,7 +124,7 @@ impl Comm for Traced<'_, Threads> {
     }
 }
 
-impl Around for Traced<'_, Gather<'_>> {
+impl Hooks for Traced<'_, Gather<'_>> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.0.arrive(visit, next)?;
         self.note(Did::Visit(visit, next));
@@ -133,13 +136,13 @@ impl Around for Traced<'_, Gather<'_>> {
 }
 
 /// Trains on a micro-batch, then evaluates it.
-fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) -> ft_base::Result<()> {
+fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Hooks) -> ft_base::Result<()> {
     let m = Micro::collate(&job.train_data()?, &[0])?;
     let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
     let lens = params.lens();
     let sink = Sink::live(&lens, &job.device, params.tensors.len());
-    Walk::new(decoder, params.lowest_unit(), 1).around(around).train(&batch, 1.0, &sink)?;
-    Walk::new(decoder, None, 0).around(around).eval(&batch)?;
+    Walk::new(decoder, params.lowest_unit(), 1).hooks(around).train(&batch, 1.0, &sink)?;
+    Walk::new(decoder, None, 0).hooks(around).eval(&batch)?;
     Ok(())
 }
 
@@ -162,7 +165,7 @@ fn a_gather_never_begins_later_than_the_visit_before_its_own() -> Result<()> {
     for rule in ["train.0.method=lora", "train.0.dora=true"] {
         let set = ["parallel.data=2", "parallel.zero=3", "run.batch_rows=4", "run.micro_rows=1", rule];
         let job = Job::open(recipe(dir.path(), &set)?, Want::Weights, false)?;
-        let group = comm::group(2, Duration::from_secs(60));
+        let group = ft_engine::ranks::group(2, Duration::from_secs(60));
         let did = std::thread::scope(|s| {
             let ranks: Vec<_> = group
                 .into_iter()
@@ -221,7 +224,7 @@ impl Checked<'_> {
     }
 }
 
-impl Around for Checked<'_> {
+impl Hooks for Checked<'_> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.arrive(visit, next)?;
         self.visits.set(self.visits.get() + 1);
@@ -240,7 +243,7 @@ fn weights_of_the_host_come_a_visit_ahead_and_go() -> Result<()> {
     for rule in ["train.0.method=lora", "train.0.dora=true", "model.dtype=bf16", "model.quantize=nf4"] {
         let set = ["memory.offload=['params']", "run.batch_rows=4", "run.micro_rows=1", rule];
         let job = Job::open(recipe(dir.path(), &set)?, Want::Weights, false)?;
-        let comm = comm::alone();
+        let comm = ft_engine::ranks::alone();
         let (decoder, params) = ranks::load(&job, &job.base()?, None, &comm)?;
         let (outline, gather) = (Outline::of(&decoder), Gather::new(&decoder, &params, &comm));
         let around = Checked { gather, outline, params: &params, visits: Cell::new(0) };

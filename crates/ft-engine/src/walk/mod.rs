@@ -7,15 +7,18 @@
 //! ```
 
 mod execution;
+mod finite;
 pub mod generate;
 mod routing;
 #[cfg(test)]
 mod tests;
 mod times;
 pub mod visit;
+mod walker;
 
 pub use execution::{Dequantize, Execution, Inputs, Recomputed};
-pub use routing::{Decided, Load, RouterLosses, Routing, dead, entropy, peak};
+pub use finite::{NotFinite, finite};
+pub use routing::{HostRouting, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 pub use visit::{Around, Nothing, Outline, Visit};
 
