@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use ft_base::memory;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_data::{Added, Dataset, Form, Tokenizer, Trained};
+use ft_data::{Added, Dataset, PromptFormat, Tokenizer, PromptConfig};
 use ft_engine::adapt::adapter::Adapter;
 use ft_engine::adapt::buffer::Shard;
 use ft_engine::adapt::build::{Build, check_full};
@@ -229,7 +229,7 @@ pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result
         let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
         return Err(fail(why).into());
     };
-    let form = Form::of(&recipe.data.train, Some(tokenizer));
+    let form = PromptFormat::of(&recipe.data.train, Some(tokenizer));
     let ids = form.prompt(tokenizer, None, prompt, &recipe.data.template)?;
     if ids.is_empty() {
         return Err(fail("the prompt is empty\n  hint: a text to go on from").into());
@@ -393,9 +393,9 @@ impl Job {
     }
 
     /// Prompt format of the training data, saved for later inference.
-    pub fn trained(&self) -> Trained {
+    pub fn trained(&self) -> PromptConfig {
         let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_deref());
-        Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
+        PromptConfig { form: PromptFormat::of(&data.train, tokenizer), template: data.template.clone() }
     }
 
     /// Loads the model with a progress bar, from the 4-bit copy of `model.cache` if configured. With

@@ -15,7 +15,7 @@ use ft_base::error::ExitCode;
 use ft_base::memory;
 use ft_base::memory::place;
 use ft_base::terminal::{Progress, Told, shell_word, tell, warn};
-use ft_data::{Dataset, Form};
+use ft_data::{Dataset, PromptFormat};
 use ft_engine::adapt::{LearningRate, initial, learning_rates};
 use ft_engine::model::modules;
 use ft_engine::optim::Schedule;
@@ -348,7 +348,7 @@ impl Running<'_> {
                 "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
             });
             self.metrics.write(&event)?;
-            let how = if form == Form::Text { "continuing" } else { "asked" };
+            let how = if form == PromptFormat::Text { "continuing" } else { "asked" };
             self.progress.line(&format!("after step {step}, {how} {prompt:?}: {reply:?}"));
         }
         Ok(())

@@ -54,6 +54,6 @@ fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool
     if source.format.is_some() {
         return Ok(false);
     }
-    source.format = Some(ft_data::guess(source, &resolve)?);
+    source.format = Some(ft_data::detect_format(source, &resolve)?);
     Ok(true)
 }

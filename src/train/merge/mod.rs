@@ -14,7 +14,7 @@ use super::output::{is_of_model, logits_apart};
 use candle_core::{DType, Device, Tensor};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, NewFolder};
-use ft_data::{Tokenizer, Trained};
+use ft_data::{Tokenizer, PromptConfig};
 use ft_engine::adapt::{Adapter, Selection};
 use ft_engine::base::{Base, layout};
 use ft_engine::files::{TOKENIZER, TensorFiles, write_folder};
@@ -111,7 +111,7 @@ impl Merging<'_> {
                 store::write_atomic(&out.join(TOKENIZER), file)?;
             }
         }
-        Trained::copy(&adapter.dir, &out)?;
+        PromptConfig::copy(&adapter.dir, &out)?;
 
         let stream = Stream::new(0, Purpose::Sample, 0, 0);
         let vocab = base.config.vocab as u32;

@@ -1,28 +1,11 @@
 //! Uploads to the hub, through the `hf-hub` crate.
 
-use super::Error;
-use super::Settings;
+use super::error::Error;
 use super::files::Repository;
 #[cfg(feature = "hub")]
 use super::remote::Remote;
-use std::path::PathBuf;
-
-/// An upload as a single commit.
-#[derive(Clone, Debug)]
-pub struct Push {
-    /// `OWNER/NAME`; created if missing.
-    pub repository: String,
-    /// Branch; created if missing.
-    pub revision: String,
-    /// Whether to create the repository as private; an existing one keeps the current visibility.
-    pub private: bool,
-    /// Commit message.
-    pub message: String,
-    /// Names in the repository, and local paths.
-    pub files: Vec<(String, PathBuf)>,
-    /// Names and contents of generated files.
-    pub texts: Vec<(String, String)>,
-}
+use super::request::Push;
+use super::settings::Settings;
 
 /// Validates the names of a repository and branch.
 ///

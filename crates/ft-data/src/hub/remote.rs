@@ -8,10 +8,11 @@ use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeMo
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
 
 use super::choose::choose;
-use super::datasets::Layout;
-use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
+use super::error::Error;
+use super::files::{Repository, TOKENIZER, is_commit, shards};
 use super::progress::Report;
-use super::{Error, Push, Settings, Want};
+use super::request::{Kind, Layout, Push, Want};
+use super::settings::Settings;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 use ft_base::terminal::tell;
 

@@ -3,6 +3,7 @@
 mod broken;
 mod cached;
 pub(super) mod chat;
+mod digest;
 mod kept;
 mod many;
 mod properties;
