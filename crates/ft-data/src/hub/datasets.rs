@@ -2,6 +2,7 @@
 
 use super::error::Error;
 use super::files::{Repository, is_commit};
+use super::remote::download_dataset;
 use super::request::{DatasetFiles, DatasetName, Layout};
 use super::settings::Settings;
 use crate::read::files::holds_rows;
@@ -69,7 +70,8 @@ pub fn fetch_dataset_with(
     {
         return Ok(DatasetFiles { files, notes: Vec::new() });
     }
-    match download(settings, &repository, name, progress) {
+    let chosen = |layout: &Layout| choose(&repository, layout, name);
+    match download_dataset(settings, &repository, &chosen, progress) {
         Ok((layout, files)) => {
             if let Some(place) = place {
                 // best effort: without the layout, an offline run fails
@@ -86,27 +88,6 @@ pub fn fetch_dataset_with(
         },
         Err(e) => Err(e),
     }
-}
-
-#[cfg(feature = "hub")]
-fn download(
-    settings: &Settings,
-    repository: &Repository,
-    name: DatasetName<'_>,
-    progress: bool,
-) -> Result<(Layout, Vec<PathBuf>), Error> {
-    let choose = |layout: &Layout| choose(repository, layout, name);
-    super::remote::download_dataset(settings, repository, &choose, progress)
-}
-
-#[cfg(not(feature = "hub"))]
-fn download(
-    _settings: &Settings,
-    repository: &Repository,
-    _name: DatasetName<'_>,
-    _progress: bool,
-) -> Result<(Layout, Vec<PathBuf>), Error> {
-    Err(Error::WithoutHub { id: repository.id() })
 }
 
 /// File name of a cached layout.

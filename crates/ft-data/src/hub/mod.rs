@@ -16,10 +16,8 @@ mod settings;
 mod choose;
 #[cfg(feature = "hub")]
 mod progress;
-#[cfg(feature = "hub")]
+#[cfg_attr(not(feature = "hub"), path = "no_remote.rs")]
 mod remote;
-#[cfg(test)]
-mod tests;
 
 pub use datasets::fetch_dataset_with;
 pub use error::Error;

@@ -2,6 +2,7 @@
 
 use super::error::Error;
 use super::files::{ADAPTER, CONFIG, Repository};
+use super::remote::download;
 use super::request::{Kind, ModelDir, Want};
 use super::settings::Settings;
 use std::path::{Path, PathBuf};
@@ -143,17 +144,4 @@ fn from_hub(
         }
         (Err(e), _) => Err(e),
     }
-}
-
-#[cfg(feature = "hub")]
-use super::remote::download;
-
-#[cfg(not(feature = "hub"))]
-fn download(
-    _settings: &Settings,
-    repository: &Repository,
-    _kind: Kind,
-    _progress: bool,
-) -> Result<(PathBuf, String), Error> {
-    Err(Error::WithoutHub { id: repository.id() })
 }

@@ -2,8 +2,7 @@
 
 use super::error::Error;
 use super::files::Repository;
-#[cfg(feature = "hub")]
-use super::remote::Remote;
+use super::remote::upload;
 use super::request::Push;
 use super::settings::Settings;
 
@@ -34,14 +33,4 @@ pub fn push_with(settings: &Settings, push: &Push) -> Result<String, Error> {
         return Err(Error::Push { id, message: message.into() });
     }
     upload(settings, &repository, push)
-}
-
-#[cfg(feature = "hub")]
-fn upload(settings: &Settings, repository: &Repository, push: &Push) -> Result<String, Error> {
-    Remote::connect(settings, repository)?.push(push)
-}
-
-#[cfg(not(feature = "hub"))]
-fn upload(_settings: &Settings, repository: &Repository, _push: &Push) -> Result<String, Error> {
-    Err(Error::WithoutHub { id: repository.id() })
 }

@@ -1,5 +1,8 @@
 //! Positioned reads from memory or a file, and append-only lists of integers that spill to an unnamed file
 //! when long.
+//!
+//! Files are read by position, and never mapped: a truncated file or a failing disk gives an error, where a
+//! mapping would end the process by SIGBUS.
 
 use crate::error::Error;
 use ft_base::store::{self, Pending};
@@ -12,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Largest file in bytes to hold in memory.
-pub(crate) const SMALL: usize = 1 << 20;
+pub(super) const SMALL: usize = 1 << 20;
 /// Read-ahead of sequential access, in bytes.
 const AT_ONCE: u64 = 1 << 15;
 /// Largest gap in bytes between two reads that still counts as sequential.
@@ -47,12 +50,12 @@ impl Bytes {
                 let start = usize::try_from(at).unwrap_or(usize::MAX);
                 let found = start.checked_add(buffer.len()).and_then(|end| bytes.get(start..end));
                 buffer.copy_from_slice(found.ok_or_else(|| {
-                    cannot(Path::new("the tokens of this command"), io::ErrorKind::UnexpectedEof.into())
+                    Error::read(Path::new("the tokens of this command"), io::ErrorKind::UnexpectedEof.into())
                 })?);
                 Ok(())
             }
             Bytes::File { file, path, .. } => {
-                file.read_exact_at(buffer, at).map_err(|cause| cannot(path, cause))
+                file.read_exact_at(buffer, at).map_err(|cause| Error::read(path, cause))
             }
         }
     }
@@ -64,10 +67,6 @@ impl Bytes {
             Bytes::File { .. } => 0,
         }
     }
-}
-
-pub(crate) fn cannot(path: &Path, cause: io::Error) -> Error {
-    Error::Read { path: path.into(), cause }
 }
 
 /// Read-ahead buffer: sequential reads are batched, random reads are not.
@@ -179,7 +178,7 @@ impl Spool {
                     "a list of samples stays in memory: {why}\n  hint: FT_CACHE names another folder"
                 ));
                 let mut all = vec![0; self.written as usize];
-                file.read_exact_at(&mut all, 0).map_err(|cause| cannot(path, cause))?;
+                file.read_exact_at(&mut all, 0).map_err(|cause| Error::read(path, cause))?;
                 all.append(&mut self.part);
                 self.part = all;
                 (self.file, self.scratch.folder) = (None, None);
@@ -236,7 +235,7 @@ impl List {
     pub fn range(&self, range: Range<usize>) -> Result<Vec<u32>, Error> {
         let mut bytes = vec![0; 4 * range.len()];
         self.bytes.read(4 * range.start as u64, &mut bytes)?;
-        Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        Ok(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect())
     }
 
     /// Memory in use, in bytes.

@@ -40,6 +40,7 @@ const LIMITS: (usize, u64) = (256, 64 << 30);
 const REPORTED: u64 = 1 << 30;
 /// Bytes at the end of an index file: header length and hash of everything before.
 const TAIL: usize = 8 + 32;
+const DAMAGED: &str = "damaged";
 /// Largest header, in bytes.
 const LONGEST_HEADER: u64 = 1 << 28;
 
@@ -144,25 +145,23 @@ impl<'a> CacheEntry<'a> {
         limit: &str,
         Strict(strict): Strict,
         whole: bool,
-    ) -> Result<Option<(TokenStore, SourceStats)>, String> {
-        let text = |e: &dyn std::fmt::Display| e.to_string();
+    ) -> Result<Option<(TokenStore, SourceStats)>, Box<dyn std::error::Error>> {
         let [index_at, tokens_at] = ["index", "tokens"].map(|what| self.path(limit, what));
-        let index = store::open_plain(&index_at).map_err(|e| text(&e))?;
-        let size = index.metadata().map_err(|e| text(&e))?.len();
-        let damaged = || "damaged".to_string();
+        let index = store::open_plain(&index_at)?;
+        let size = index.metadata()?.len();
         let mut tail = [0; TAIL];
-        let body = size.checked_sub(TAIL as u64).ok_or_else(damaged)?;
-        index.read_exact_at(&mut tail, body).map_err(|e| text(&e))?;
-        let (length, sum) = tail.split_at(8);
-        let length = length.iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b));
+        let body = size.checked_sub(TAIL as u64).ok_or(DAMAGED)?;
+        index.read_exact_at(&mut tail, body)?;
+        let (length, sum) = tail.split_first_chunk().ok_or(DAMAGED)?;
+        let length = u64::from_le_bytes(*length);
         if length > LONGEST_HEADER.min(body) {
-            return Err(damaged());
+            return Err(DAMAGED.into());
         }
         let mut header = vec![0; length as usize];
-        index.read_exact_at(&mut header, body - length).map_err(|e| text(&e))?;
-        let parsed: Header = serde_json::from_slice(&header).map_err(|_| damaged())?;
+        index.read_exact_at(&mut header, body - length)?;
+        let parsed: Header = serde_json::from_slice(&header).map_err(|_| DAMAGED)?;
         if (parsed.samples as u64).checked_mul(RECORD as u64) != Some(body - length) {
-            return Err(damaged());
+            return Err(DAMAGED.into());
         }
         let (mut found, data) = (parsed.found, self.key.data);
         let bad = found.drops.bad + found.drops.empty_mask > 0;
@@ -171,17 +170,17 @@ impl<'a> CacheEntry<'a> {
             return Ok(None);
         }
         let tokens = store::open_plain(&tokens_at).map_err(|e| format!("{}: {e}", tokens_at.display()))?;
-        let known = tokens.metadata().map_err(|e| text(&e))?.len() == parsed.bytes
-            && (!whole || hash::of(&tokens, &tokens_at, None).map_err(|e| text(&e))?.0 == parsed.hash);
+        let known = tokens.metadata()?.len() == parsed.bytes
+            && (!whole || hash::of(&tokens, &tokens_at, None)?.0 == parsed.hash);
         let mut h = blake3::Hasher::new();
+        let mut seen = |part: &[u8]| {
+            h.update(part);
+        };
         let store =
-            TokenStore::open((tokens, tokens_at), (index, index_at), parsed.samples, parsed.hash, &mut |b| {
-                h.update(b);
-            });
-        let store = store.map_err(|e| text(&e))?;
+            TokenStore::open((tokens, tokens_at), (index, index_at), parsed.samples, parsed.hash, &mut seen)?;
         h.update(&header).update(&tail[..8]);
         if !known || h.finalize().as_bytes() != sum || store.bytes() != parsed.bytes {
-            return Err(damaged());
+            return Err(DAMAGED.into());
         }
         // data files may have been renamed
         let now: BTreeMap<&String, String> =

@@ -3,9 +3,8 @@
 use super::record::SerializedSample;
 use super::samples::StoreWriter;
 use super::stats::SourceStats;
-use crate::error::{Error, Problem};
-use crate::read::reader::Rows;
-use crate::read::row::RawRow;
+use crate::error::{Error, Problem, Problems};
+use crate::read::{reader::Rows, row::RawRow};
 use crate::shape::notes::Note;
 use crate::tokenize::encode::Encoder;
 use ft_base::error::Place;
@@ -41,24 +40,21 @@ impl From<store::Error> for PassError {
 /// A pass over a source.
 pub(crate) struct SourcePass<'a> {
     encoder: &'a Encoder<'a>,
-    /// Maximum number of problems to collect; `None` stops at the first.
-    collect: Option<usize>,
+    pub problems: Problems,
     bar: &'a ProgressBar,
     writer: &'a mut StoreWriter,
     pub found: SourceStats,
-    pub problems: Vec<Error>,
-    /// Number of problems beyond the maximum.
-    pub more: usize,
 }
 
 impl<'a> SourcePass<'a> {
     pub fn new(
         encoder: &'a Encoder<'a>,
-        collect: Option<usize>,
+        limit: Option<usize>,
         bar: &'a ProgressBar,
         writer: &'a mut StoreWriter,
     ) -> Self {
-        Self { encoder, collect, bar, writer, found: SourceStats::default(), problems: Vec::new(), more: 0 }
+        let problems = Problems { limit, ..Problems::default() };
+        Self { encoder, problems, bar, writer, found: SourceStats::default() }
     }
 
     /// Reads the files of a source, called `name` in the recipe.
@@ -69,25 +65,17 @@ impl<'a> SourcePass<'a> {
         let _cleared = Cleared(self.bar);
         for file in files {
             match self.file(file) {
-                Err(PassError::Data(e)) if self.collect.is_some() => self.collected(e),
+                Err(PassError::Data(e)) if self.problems.limit.is_some() => self.problems.add(e),
                 other => other?,
             }
         }
-        if self.writer.count == 0 && self.problems.len() + self.more == 0 {
+        if self.writer.count == 0 && self.problems.is_empty() {
             let last = |(place, why): &(Place, String)| format!("; the last: {place}: {why}");
             let last = self.found.left_out.last().map(last).unwrap_or_default();
             let message = format!("none of its {} rows can be trained on{last}", self.found.rows_read);
             return Err(Error::Empty { file: name.into(), message }.into());
         }
         Ok(())
-    }
-
-    fn collected(&mut self, problem: Error) {
-        if self.problems.len() < self.collect.unwrap_or(0) {
-            self.problems.push(problem);
-        } else {
-            self.more += 1;
-        }
     }
 
     fn file(&mut self, path: &Path) -> Result<(), PassError> {
@@ -151,10 +139,10 @@ impl<'a> SourcePass<'a> {
         let too_long = matches!(problem, Problem::TooLong { .. });
         self.found.show(&place, &problem.to_string());
         let error = Error::Row { place, problem };
-        match self.collect {
+        match self.problems.limit {
             _ if asked => Ok(()),
             Some(_) => {
-                self.collected(error);
+                self.problems.add(error);
                 Ok(())
             }
             // over_length = "error" overrides on_bad_row

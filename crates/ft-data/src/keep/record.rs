@@ -1,11 +1,10 @@
 //! Binary layout of a sample: tokens and index record.
 
 use crate::shape::example::{Example, IGNORE_INDEX};
-use std::ops::Range;
 
 /// The highest bit of a word. In a token, it means supervised (label equals id); in a length, labels follow
 /// the ids.
-pub(crate) const MARK: u32 = 1 << 31;
+pub(super) const MARK: u32 = 1 << 31;
 /// Index record of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Record {
@@ -27,36 +26,39 @@ pub(crate) struct Entry {
 }
 
 /// Size of a [`Record`] in bytes.
-pub(crate) const RECORD: usize = 32;
+pub(super) const RECORD: usize = 32;
 /// Size of an [`Entry`] in bytes.
-pub(crate) const ENTRY: usize = 16;
-
-/// Reads a little-endian integer of up to eight bytes.
-fn number(bytes: &[u8], range: Range<usize>) -> u64 {
-    let word = bytes.get(range).unwrap_or_default();
-    word.iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b))
-}
+pub(super) const ENTRY: usize = 16;
 
 impl Record {
     pub fn to_bytes(self) -> [u8; RECORD] {
+        let Entry { at, len, targets } = self.entry;
+        let words = [at, u64::from(targets) << 32 | u64::from(len), self.line, self.digest];
         let mut out = [0; RECORD];
-        out[..8].copy_from_slice(&self.entry.at.to_le_bytes());
-        out[8..12].copy_from_slice(&self.entry.len.to_le_bytes());
-        out[12..16].copy_from_slice(&self.entry.targets.to_le_bytes());
-        out[16..24].copy_from_slice(&self.line.to_le_bytes());
-        out[24..].copy_from_slice(&self.digest.to_le_bytes());
+        out.as_chunks_mut().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
         out
     }
 
-    pub fn of(bytes: &[u8]) -> Self {
-        Self { entry: Entry::of(bytes), line: number(bytes, 16..24), digest: number(bytes, 24..32) }
+    pub fn of(bytes: &[u8; RECORD]) -> Self {
+        let [at, lengths, line, digest] = words::<4>(bytes);
+        Self { entry: Entry::from_words(at, lengths), line, digest }
     }
 }
 
+/// Little-endian integers.
+fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
+    let words = bytes.as_chunks().0;
+    std::array::from_fn(|i| u64::from_le_bytes(words[i]))
+}
+
 impl Entry {
-    pub fn of(bytes: &[u8]) -> Self {
-        let half = |range| number(bytes, range) as u32;
-        Self { at: number(bytes, 0..8), len: half(8..12), targets: half(12..16) }
+    pub fn of(bytes: &[u8; ENTRY]) -> Self {
+        let [at, lengths] = words::<2>(bytes);
+        Self::from_words(at, lengths)
+    }
+
+    fn from_words(at: u64, lengths: u64) -> Self {
+        Self { at, len: lengths as u32, targets: (lengths >> 32) as u32 }
     }
 
     pub fn tokens(self) -> usize {

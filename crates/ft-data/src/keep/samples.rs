@@ -5,7 +5,7 @@
 //! all labels. The index file contains one [`Record`] per sample. Both files are read by position: memory
 //! use grows neither with tokens nor with samples, and any access order costs the same.
 
-use super::bytes::{Bytes, List, SMALL, Scratch, Window, cannot};
+use super::bytes::{Bytes, List, SMALL, Scratch, Window};
 use super::record::{ENTRY, Entry, Item, MARK, RECORD, Record, SerializedSample, saturating_u32};
 use crate::error::Error;
 use crate::shape::example::{Example, IGNORE_INDEX};
@@ -57,7 +57,7 @@ impl TokenStore {
         };
         each_record(&records, len, &mut keep, &mut |_, r| {
             if r.entry.at != bytes {
-                return Err(cannot(&records_at, io::ErrorKind::InvalidData.into()));
+                return Err(Error::read(&records_at, io::ErrorKind::InvalidData.into()));
             }
             bytes += r.entry.bytes();
             Ok(())
@@ -81,7 +81,7 @@ impl TokenStore {
         let Record { entry, line, .. } = Record::of(&record);
         let mut bytes = vec![0; entry.bytes() as usize];
         self.tokens.read(entry.at, &mut bytes)?;
-        let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        let words = bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b));
         let (ids, labels) = if entry.len & MARK == 0 {
             let label = |w: u32| if w & MARK == 0 { IGNORE_INDEX } else { (w & !MARK) as i32 };
             words.map(|w| (w & !MARK, label(w))).unzip()
@@ -105,7 +105,7 @@ fn each_record(
         let part = &mut buffer[..RECORD * AT_ONCE.min(count - start)];
         records.read((start * RECORD) as u64, part)?;
         seen(part);
-        for (i, record) in part.chunks_exact(RECORD).enumerate() {
+        for (i, record) in part.as_chunks().0.iter().enumerate() {
             each(start + i, Record::of(record))?;
         }
     }

@@ -41,19 +41,16 @@ impl Array {
     }
 
     /// Returns the next item. A structural error of the array or a read error ends the iteration.
-    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
         let next = match self.state {
             State::Done => Ok(None),
             State::Before => self.first(),
             State::Inside => self.item().map(Some),
         };
-        match next {
-            Ok(row) => row.map(Ok),
-            Err(cause) => {
-                self.state = State::Done;
-                Some(Err(Error::Read { path: self.path.clone(), cause }))
-            }
-        }
+        next.map_err(|e| {
+            self.state = State::Done;
+            Error::read(&self.path, e)
+        })
     }
 
     /// Skips to the array, and returns the first item.
@@ -204,7 +201,10 @@ mod tests {
     fn rows(bytes: &[u8], at_a_time: usize) -> Rows {
         let file = BufReader::with_capacity(at_a_time, Cursor::new(bytes.to_vec()));
         let mut array = Array::new(Box::new(file), "a.json".into());
-        std::iter::from_fn(|| array.next()).flatten().map(|r| (r.line, r.column, r.bytes)).collect()
+        std::iter::from_fn(|| array.next().transpose())
+            .flatten()
+            .map(|r| (r.line, r.column, r.bytes))
+            .collect()
     }
 
     fn text(rows: &Rows) -> String {

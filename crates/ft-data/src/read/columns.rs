@@ -32,26 +32,23 @@ pub(crate) struct Columns {
 impl Columns {
     /// Opens a file and reads the metadata.
     pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
-        let file = store::open_plain(path).map_err(|cause| Error::Read { path: path.into(), cause })?;
-        let reader = said(path, || reader(file))?;
+        let file = store::open_plain(path).map_err(|e| Error::read(path, e))?;
+        let reader = call(path, || reader(file))?;
         let columns = reader.metadata().file_metadata().schema().get_fields();
         let read = columns.iter().map(|c| schema.reads(c.name())).collect();
         Ok(Self { rows: RowIter::from_file_into(Box::new(reader)), path: path.into(), row: 0, read })
     }
 
     /// Returns the next row.
-    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
-        let row = match said(&self.path, || self.rows.next().transpose()) {
-            Ok(row) => row?,
-            Err(e) => return Some(Err(e)),
-        };
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
+        let Some(row) = call(&self.path, || self.rows.next().transpose())? else { return Ok(None) };
         self.row += 1;
         let fields = row.get_column_iter().zip(&self.read).map(|((name, field), read)| (name, field, *read));
         let bytes = match object(fields) {
             Ok(row) => serde_json::to_vec(&row).map_err(|e| e.to_string()),
             Err(why) => Err(why.trim_start_matches(['.', ':', ' ']).to_string()),
         };
-        Some(Ok(RawRow { line: self.row, column: 1, bytes }))
+        Ok(Some(RawRow { line: self.row, column: 1, bytes }))
     }
 }
 
@@ -84,14 +81,14 @@ fn plain(of: &Type) -> parquet::errors::Result<Type> {
 }
 
 /// Calls the library, and turns errors and panics into [`Error::Read`].
-fn said<T>(path: &Path, f: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, Error> {
+fn call<T>(path: &Path, f: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, Error> {
     let why = match caught(f) {
         Ok(Ok(out)) => return Ok(out),
         Ok(Err(e)) => e.to_string(),
         Err(panic) => panic,
     };
     let cause = io::Error::new(io::ErrorKind::InvalidData, format!("not Parquet as it should be: {why}"));
-    Err(Error::Read { path: path.into(), cause })
+    Err(Error::read(path, cause))
 }
 
 /// Converts fields (with a flag for used ones) to an object. Errors start with the path.

@@ -3,8 +3,7 @@
 use super::files::files;
 use super::reader::Rows;
 use crate::error::{Error, Problem};
-use crate::shape::schema::Schema;
-use crate::shape::values::brief;
+use crate::shape::{schema::Schema, values::brief};
 use ft_base::error::Place;
 use ft_recipe::Format;
 use serde_json::{Map, Value};
@@ -96,7 +95,7 @@ fn first(path: &Path) -> Result<Option<Value>, Error> {
 fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Format, Error> {
     let fail = |why: String| {
         let message = format!("{:?} has no format, and its first row {why}", source.source);
-        Err(Error::Recipe { place: source.place.clone(), message })
+        Err(Error::recipe(source, message))
     };
     let Value::Object(row) = row else { return fail("is no object".into()) };
     if let Some(format) = format_of(source, row) {

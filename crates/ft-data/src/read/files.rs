@@ -84,7 +84,7 @@ pub(crate) fn files_and_ignored(
         return Ok(alone(source.fetched.clone()));
     }
     let path = resolve(&source.source);
-    let fail = |message: String| Err(Error::Recipe { place: source.place.clone(), message });
+    let fail = |message: String| Err(Error::recipe(source, message));
     let Ok(there) = std::fs::metadata(&path) else {
         return if source.source.contains(['*', '?', '[']) {
             matching(source, resolve).map(alone)
@@ -104,7 +104,7 @@ pub(crate) fn files_and_ignored(
             None => fail(format!("{:?} is none of the files that hold rows: {KINDS}", source.source)),
         };
     }
-    let cannot = |cause| Error::Read { path: path.clone(), cause };
+    let cannot = |cause| Error::read(&path, cause);
     let (mut found, mut ignored) = (Vec::new(), Ignored::default());
     for entry in std::fs::read_dir(&path).map_err(cannot)? {
         let entry = entry.map_err(cannot)?;
@@ -170,7 +170,7 @@ pub fn is_hub_id(source: &str) -> Option<&str> {
 
 /// Files matching a pattern. Folders before the first wildcard are literal.
 fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
-    let fail = |message: String| Error::Recipe { place: source.place.clone(), message };
+    let fail = |message: String| Error::recipe(source, message);
     let text = source.source.as_str();
     let first = text.find(['*', '?', '[']).unwrap_or(text.len());
     let from = text[..first].rfind('/').map_or(0, |at| at + 1);
@@ -181,7 +181,7 @@ fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Re
     let found = glob::glob_with(&pattern, options).map_err(|e| fail(format!("{text:?}: {e}")))?;
     let mut files = Vec::new();
     for file in found {
-        let file = file.map_err(|e| Error::Read { path: e.path().into(), cause: e.into() })?;
+        let file = file.map_err(|e| Error::read(&e.path().to_path_buf(), e.into()))?;
         if file.is_dir() {
             continue;
         }

@@ -18,24 +18,20 @@ impl Lines {
     }
 
     /// Returns the next non-blank line.
-    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
         loop {
             let mut bytes = Vec::new();
             let most = LONGEST_ROW as u64 + 2;
             let read = (&mut self.file).take(most).read_until(b'\n', &mut bytes);
-            if let Err(cause) = read {
-                return Some(Err(Error::Read { path: self.path.clone(), cause }));
-            }
+            read.map_err(|e| Error::read(&self.path, e))?;
             if bytes.is_empty() {
-                return None;
+                return Ok(None);
             }
             self.line += 1;
             if bytes.len() as u64 == most && bytes.last() != Some(&b'\n') {
                 // reported and dropped like any bad row; reading continues with the next line
-                if let Err(cause) = self.file.skip_until(b'\n') {
-                    return Some(Err(Error::Read { path: self.path.clone(), cause }));
-                }
-                return Some(Ok(RawRow { line: self.line, column: 1, bytes: Err(too_long()) }));
+                self.file.skip_until(b'\n').map_err(|e| Error::read(&self.path, e))?;
+                return Ok(Some(RawRow { line: self.line, column: 1, bytes: Err(too_long()) }));
             }
             let mut column = 1;
             if self.line == 1 && bytes.starts_with(b"\xEF\xBB\xBF") {
@@ -46,7 +42,7 @@ impl Lines {
                 bytes.pop();
             }
             if !bytes.trim_ascii().is_empty() {
-                return Some(Ok(RawRow { line: self.line, column, bytes: Ok(bytes) }));
+                return Ok(Some(RawRow { line: self.line, column, bytes: Ok(bytes) }));
             }
         }
     }

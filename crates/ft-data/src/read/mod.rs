@@ -8,12 +8,12 @@
 //! | `tables`, `columns` | CSV, TSV and plain text; Parquet |
 //! | `detect` | format of a source without one |
 
-pub(crate) mod array;
+mod array;
 #[cfg(feature = "parquet")]
-pub(crate) mod columns;
+mod columns;
 pub(crate) mod detect;
 pub(crate) mod files;
-pub(crate) mod lines;
+mod lines;
 pub(crate) mod reader;
 pub(crate) mod row;
-pub(crate) mod tables;
+mod tables;

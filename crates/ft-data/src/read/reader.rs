@@ -40,9 +40,8 @@ fn decompressed(path: &Path, compression: Option<Compression>) -> io::Result<Box
 impl Rows {
     /// Opens a file in the format given by the file name, for rows of `schema`.
     pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
-        let cannot = |cause| Error::Read { path: path.into(), cause };
         let (kind, compression) = files::kind(path).unwrap_or((Kind::Lines, None));
-        let file = || decompressed(path, compression).map_err(cannot);
+        let file = || decompressed(path, compression).map_err(|e| Error::read(path, e));
         let lines = || Ok::<_, Error>(Lines::new(file()?, path.into()));
         Ok(match kind {
             Kind::Lines => Rows::Lines(lines()?),
@@ -64,13 +63,14 @@ impl Iterator for Rows {
     type Item = Result<RawRow, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        match self {
+        let row = match self {
             Rows::Lines(l) => l.next(),
             Rows::Array(a) => a.next(),
             Rows::Table(t) => t.next(),
             Rows::Texts(t) => t.next(),
             #[cfg(feature = "parquet")]
             Rows::Parquet(c) => c.next(),
-        }
+        };
+        row.transpose()
     }
 }

@@ -4,7 +4,7 @@ use ft_base::store::json;
 use serde_json::Value;
 
 /// Largest row in bytes; books have several million.
-pub(crate) const LONGEST_ROW: usize = 32 << 20;
+pub(super) const LONGEST_ROW: usize = 32 << 20;
 /// Largest number of JSON values in a row; a value takes up to a hundred bytes of memory.
 const VALUES: usize = 8 << 20;
 

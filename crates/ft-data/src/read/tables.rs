@@ -80,7 +80,7 @@ impl Table {
             problem: Problem::Bad(message),
         };
         let cannot = |e: csv::Error| match e.into_kind() {
-            ErrorKind::Io(cause) => Error::Read { path: path.into(), cause },
+            ErrorKind::Io(cause) => Error::read(path, cause),
             other => head(format!("not a table: {other:?}")),
         };
         let record = reader.byte_headers().map_err(cannot)?;
@@ -98,30 +98,23 @@ impl Table {
     }
 
     /// Returns the next row.
-    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
         self.progress.left.set(LONGEST_ROW);
         self.progress.begins.set(0);
         let before = self.progress.line.get();
         let read = self.reader.read_byte_record(&mut self.record);
         // rows separated by a bare carriage return share a line
         let line = Some(self.progress.begins.get()).filter(|l| *l > 0).unwrap_or(before);
-        match read {
-            Ok(false) => None,
-            Ok(true) => Some(Ok(RawRow { line, column: 1, bytes: self.row() })),
-            Err(e) => Some(match e.into_kind() {
-                ErrorKind::UnequalLengths { expected_len, len, .. } => {
-                    let bytes = Err(format!(
-                        "the row has {len} cells, and the first line names {expected_len} columns"
-                    ));
-                    Ok(RawRow { line, column: 1, bytes })
-                }
-                ErrorKind::Io(cause) => Err(Error::Read { path: self.path.clone(), cause }),
-                other => Err(Error::Read {
-                    path: self.path.clone(),
-                    cause: io::Error::other(format!("{other:?}")),
-                }),
-            }),
-        }
+        let bytes = match read.map_err(csv::Error::into_kind) {
+            Ok(false) => return Ok(None),
+            Ok(true) => self.row(),
+            Err(ErrorKind::UnequalLengths { expected_len, len, .. }) => {
+                Err(format!("the row has {len} cells, and the first line names {expected_len} columns"))
+            }
+            Err(ErrorKind::Io(cause)) => return Err(Error::read(&self.path, cause)),
+            Err(other) => return Err(Error::read(&self.path, io::Error::other(format!("{other:?}")))),
+        };
+        Ok(Some(RawRow { line, column: 1, bytes }))
     }
 
     /// The record as a JSON object.
@@ -156,16 +149,13 @@ impl Texts {
     }
 
     /// Returns the next row.
-    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
-        let row = match self.lines.next()? {
-            Ok(row) => row,
-            Err(e) => return Some(Err(e)),
-        };
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
+        let Some(row) = self.lines.next()? else { return Ok(None) };
         let object = |text: Vec<u8>| {
             let text = String::from_utf8(text).map_err(|_| "not UTF-8".to_string())?;
             let row = Map::from_iter([(self.name.clone(), Value::from(text))]);
             serde_json::to_vec(&row).map_err(|e| e.to_string())
         };
-        Some(Ok(RawRow { bytes: row.bytes.and_then(object), ..row }))
+        Ok(Some(RawRow { bytes: row.bytes.and_then(object), ..row }))
     }
 }

@@ -3,17 +3,16 @@
 use super::epoch::{Epoch, WorkingStorage};
 use super::order::Permutation;
 use super::packed::Rows;
-use crate::error::Error;
-use crate::keep::cache::{CacheEntry, CacheKey, Strict, warn_uncached};
-use crate::keep::pass::{PassError, SourcePass};
-use crate::keep::samples::{Samples, StoreWriter, TokenStore};
-use crate::keep::stats::{SourceStats, Stats};
+use crate::error::{Error, Problems};
+use crate::keep::{
+    cache::{CacheEntry, CacheKey, Strict, warn_uncached},
+    pass::{PassError, SourcePass},
+    samples::{Samples, StoreWriter, TokenStore},
+    stats::{SourceStats, Stats},
+};
 use crate::read::files::{files, files_and_ignored};
-use crate::shape::example::Example;
-use crate::shape::schema::Schema;
-use crate::tokenize::encode::Encoder;
-use crate::tokenize::model_key::ModelKey;
-use crate::tokenize::tokenizer::Tokenizer;
+use crate::shape::{example::Example, schema::Schema};
+use crate::tokenize::{encode::Encoder, model_key::ModelKey, tokenizer::Tokenizer};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::Written};
 use ft_base::terminal::rows_bar;
@@ -55,10 +54,7 @@ pub(crate) struct Loader<'a> {
     vocab_size: usize,
     /// The token cache, if enabled.
     cache: Option<PathBuf>,
-    /// Maximum number of problems to collect; `None` stops at the first.
-    collect: Option<usize>,
-    problems: Vec<Error>,
-    more: usize,
+    problems: Problems,
     samples: Samples,
     stats: Stats,
     bar: ProgressBar,
@@ -229,9 +225,7 @@ impl<'a> Loader<'a> {
             resolve,
             tokenizer,
             vocab_size,
-            collect: None,
-            problems: Vec::new(),
-            more: 0,
+            problems: Problems::default(),
             samples: Samples::default(),
             stats: Stats::default(),
             bar: rows_bar(),
@@ -257,7 +251,7 @@ impl<'a> Loader<'a> {
 
     /// Collects up to `limit` problems instead of stopping at the first.
     pub fn collect_problems(&mut self, limit: usize) {
-        self.collect = Some(limit);
+        self.problems.limit = Some(limit);
     }
 
     pub fn load(mut self, part: Part, seed: u64) -> Result<Dataset, Error> {
@@ -271,11 +265,11 @@ impl<'a> Loader<'a> {
     pub fn check(mut self, part: Part, seed: u64) -> Checked {
         for (i, source) in self.data.sources(part).iter().enumerate() {
             if let Err(e) = self.source(i, source) {
-                self.collected(e);
+                self.problems.add(e);
                 self.samples.push(Arc::new(TokenStore::default()), None);
             }
         }
-        let (mut problems, more, storage) = (self.problems, self.more, self.storage);
+        let (Problems { first: mut problems, more, .. }, storage) = (self.problems, self.storage);
         let dataset = if self.samples.is_empty() {
             None
         } else {
@@ -292,20 +286,12 @@ impl<'a> Loader<'a> {
         sources.iter().enumerate().try_for_each(|(i, s)| self.source(i, s))
     }
 
-    fn collected(&mut self, problem: Error) {
-        if self.problems.len() < self.collect.unwrap_or(0) {
-            self.problems.push(problem);
-        } else {
-            self.more += 1;
-        }
-    }
-
     /// Loads one source, from the cache if possible.
     fn source(&mut self, index: usize, source: &ft_recipe::Source) -> Result<(), Error> {
         let schema = Schema::new(source, self.data.mask)?;
         if !(source.weight.is_finite() && source.weight > 0.0) {
             let message = format!("weight = {} is not a number above 0", source.weight);
-            return Err(Error::Recipe { place: source.place.clone(), message });
+            return Err(Error::recipe(source, message));
         }
         self.needs(schema.format)?;
         let (files, ignored) = files_and_ignored(source, self.resolve)?;
@@ -331,7 +317,7 @@ impl<'a> Loader<'a> {
         encoder: &Encoder<'_>,
         what: (&[PathBuf], &ft_recipe::Source),
     ) -> Result<(TokenStore, SourceStats), Error> {
-        let strict = Strict(self.collect.is_some() || self.data.on_bad_row == OnBadRow::Error);
+        let strict = Strict(self.problems.limit.is_some() || self.data.on_bad_row == OnBadRow::Error);
         if let Some(hit) = entry.find(strict, true) {
             return Ok(hit);
         }
@@ -380,12 +366,11 @@ impl<'a> Loader<'a> {
         encoder: &Encoder<'_>,
         (files, source): (&[PathBuf], &ft_recipe::Source),
     ) -> Result<PassResult, PassError> {
-        let mut pass = SourcePass::new(encoder, self.collect, &self.bar, &mut writer);
+        let mut pass = SourcePass::new(encoder, self.problems.limit, &self.bar, &mut writer);
         pass.over(files, &source.source)?;
-        let SourcePass { found, problems, more, .. } = pass;
-        let clean = problems.len() + more == 0;
-        problems.into_iter().for_each(|p| self.collected(p));
-        self.more += more;
+        let SourcePass { found, problems, .. } = pass;
+        let clean = problems.is_empty();
+        self.problems.extend(problems);
         Ok(PassResult { writer, found, clean })
     }
 

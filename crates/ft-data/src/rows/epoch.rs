@@ -5,11 +5,13 @@ use super::order::MAX_IN_MEMORY;
 use super::pack;
 use super::packed::{Rows, RowsWriter};
 use crate::error::Error;
-use crate::keep::bytes::Scratch;
-use crate::keep::cache::tokens_folder;
-use crate::keep::record::{Item, saturating_u32};
-use crate::keep::samples::{Reader, Samples};
-use crate::keep::stats::Counts;
+use crate::keep::{
+    bytes::Scratch,
+    cache::tokens_folder,
+    record::{Item, saturating_u32},
+    samples::{Reader, Samples},
+    stats::Counts,
+};
 use ft_base::rng::{Purpose, Stream};
 use ft_recipe::Part;
 use std::path::Path;
@@ -19,7 +21,7 @@ use std::path::Path;
 const PARTS: usize = 4;
 
 /// Storage for lists, and the largest number of samples permuted in memory.
-pub(crate) struct WorkingStorage {
+pub(super) struct WorkingStorage {
     pub scratch: Scratch,
     pub held: usize,
 }
@@ -38,7 +40,7 @@ impl WorkingStorage {
 }
 
 /// The rows of an epoch.
-pub(crate) struct Epoch {
+pub(super) struct Epoch {
     pub rows: Rows,
     /// Sample lengths of the epoch.
     pub lengths: Counts,

@@ -2,14 +2,16 @@
 
 use super::order::Permutation;
 use crate::error::Error;
-use crate::keep::bytes::{List, Scratch, Window};
-use crate::keep::record::saturating_u32;
+use crate::keep::{
+    bytes::{List, Scratch, Window},
+    record::saturating_u32,
+};
 use ft_base::rng::{Purpose, Stream};
 use std::ops::Range;
 
 /// The samples of an epoch: all sources in order, repeated by weight.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Mixture {
+pub(super) struct Mixture {
     segments: Vec<Segment>,
 }
 
@@ -50,7 +52,7 @@ impl Mixture {
         if wanted > f64::from(u32::MAX) {
             let message =
                 format!("weight = {} makes {wanted} samples of {n}; that is too many", source.weight);
-            return Err(Error::Recipe { place: source.place.clone(), message });
+            return Err(Error::recipe(source, message));
         }
         if n == 0 {
             return Ok(());
@@ -94,7 +96,7 @@ impl Mixture {
 }
 
 /// Reads the samples of an epoch by position.
-pub(crate) struct MixtureReader<'a> {
+pub(super) struct MixtureReader<'a> {
     mix: &'a Mixture,
     windows: Vec<Window>,
 }

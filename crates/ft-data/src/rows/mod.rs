@@ -13,10 +13,10 @@
 
 pub(crate) mod batches;
 pub(crate) mod dataset;
-pub(crate) mod epoch;
+mod epoch;
 pub(crate) mod micro;
-pub(crate) mod mix;
-pub(crate) mod order;
+mod mix;
+mod order;
 pub(crate) mod pack;
 pub(crate) mod packed;
 pub(crate) mod score;

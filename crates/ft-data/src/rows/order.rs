@@ -3,13 +3,13 @@
 use ft_base::rng::Stream;
 
 /// Longest permutation held in memory; entries of a longer one are computed on access.
-pub(crate) const MAX_IN_MEMORY: usize = 1 << 20;
+pub(super) const MAX_IN_MEMORY: usize = 1 << 20;
 /// Feistel of a computed permutation. Four suffice to look random; the rest is cheap.
 const ROUNDS: usize = 8;
 
 /// A random permutation of `0..n`.
 #[derive(Debug)]
-pub(crate) enum Permutation {
+pub(super) enum Permutation {
     /// A short permutation, by Fisher-Yates.
     Held(Vec<u32>),
     /// A long permutation, computed on access.
@@ -19,7 +19,7 @@ pub(crate) enum Permutation {
 /// A Feistel network over `a * b >= n` pairs of digits below `a` and `b`, with cycle walking for values
 /// beyond `n` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 #[derive(Debug)]
-pub(crate) struct Feistel {
+pub(super) struct Feistel {
     n: u64,
     a: u64,
     b: u64,

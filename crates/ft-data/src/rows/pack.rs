@@ -1,13 +1,12 @@
 //! Packing of samples into rows.
 
 use crate::error::Error;
-use crate::keep::record::Item;
-use crate::keep::record::saturating_u32;
+use crate::keep::{record::Item, record::saturating_u32};
 use ft_base::rng::Stream;
 use std::collections::BTreeMap;
 
 /// Callback for finished rows.
-pub(crate) type EmitRow<'a> = &'a mut dyn FnMut(&[Item]) -> Result<(), Error>;
+type EmitRow<'a> = &'a mut dyn FnMut(&[Item]) -> Result<(), Error>;
 
 /// Packs samples into rows of at most `max` tokens, in order: closes a row if the next sample does not fit
 /// (next-fit).

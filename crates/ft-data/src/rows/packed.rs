@@ -2,15 +2,19 @@
 
 use super::mix::{Mixture, MixtureReader};
 use crate::error::Error;
-use crate::keep::bytes::{List, Scratch, Spool, Window};
-use crate::keep::record::{Item, saturating_u32};
-use crate::keep::samples::{Reader, Samples};
+use crate::keep::{
+    bytes::{List, Scratch, Spool, Window},
+    record::{Item, saturating_u32},
+    samples::{Reader, Samples},
+};
 use std::ops::Range;
 
 /// Rows as lists of samples; on disk if long.
 #[derive(Clone, Debug, Default)]
 pub struct Rows {
-    kind: Kind,
+    /// Without packing, one sample per row.
+    single: Mixture,
+    packed: Option<Lists>,
     /// Total tokens.
     pub tokens: u64,
     /// Total targets.
@@ -19,17 +23,24 @@ pub struct Rows {
     pub longest: u32,
 }
 
+/// Rows with several samples.
 #[derive(Clone, Debug)]
-enum Kind {
-    /// One sample per row.
-    Single(Mixture),
-    /// Sample numbers, and two values per row: end offset into the sample numbers, and token count.
-    Packed(List, List),
+struct Lists {
+    /// Sample numbers.
+    samples: List,
+    /// Two values per row: end offset into the sample numbers, and token count.
+    ends: List,
 }
 
-impl Default for Kind {
-    fn default() -> Self {
-        Kind::Single(Mixture::default())
+impl Lists {
+    /// The sample range and token count of row `i`.
+    fn range(&self, window: &mut Window, i: usize) -> Result<(Range<usize>, u32), Error> {
+        let start = match i.checked_sub(1) {
+            Some(before) => self.ends.at(window, 2 * before)?,
+            None => 0,
+        };
+        let (end, tokens) = (self.ends.at(window, 2 * i)?, self.ends.at(window, 2 * i + 1)?);
+        Ok((start as usize..end as usize, tokens))
     }
 }
 
@@ -49,10 +60,7 @@ impl Rows {
 
     /// Number of rows.
     pub fn len(&self) -> usize {
-        match &self.kind {
-            Kind::Single(mix) => mix.len(),
-            Kind::Packed(_, ends) => ends.len() / 2,
-        }
+        self.packed.as_ref().map_or(self.single.len(), |lists| lists.ends.len() / 2)
     }
 
     /// Whether the epoch has no rows.
@@ -68,50 +76,36 @@ impl Rows {
         if i >= self.len() {
             return Ok(Vec::new());
         }
-        match &self.kind {
-            Kind::Single(mix) => Ok(vec![mix.reader().at(i)?]),
-            Kind::Packed(samples, ends) => samples.range(range(&mut Window::default(), ends, i)?.0),
+        match &self.packed {
+            None => Ok(vec![self.single.reader().at(i)?]),
+            Some(lists) => lists.samples.range(lists.range(&mut Window::default(), i)?.0),
         }
     }
 
     /// Returns a reader of rows with sample lengths.
     pub fn reader<'a>(&'a self, samples: &'a Samples) -> RowsReader<'a> {
-        let from = match &self.kind {
-            Kind::Single(mix) => Lists::Single(mix.reader()),
-            Kind::Packed(samples, ends) => Lists::Packed(samples, ends, Default::default()),
-        };
-        RowsReader { count: self.len(), from, samples: samples.reader() }
+        RowsReader {
+            rows: self,
+            single: self.single.reader(),
+            windows: Default::default(),
+            samples: samples.reader(),
+        }
     }
 
     /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
-        match &self.kind {
-            Kind::Single(mix) => mix.resident(),
-            Kind::Packed(samples, ends) => samples.resident() + ends.resident(),
-        }
+        let packed = self.packed.as_ref().map_or(0, |l| l.samples.resident() + l.ends.resident());
+        self.single.resident() + packed
     }
-}
-
-/// The sample range and token count of row `i`.
-fn range(window: &mut Window, ends: &List, i: usize) -> Result<(Range<usize>, u32), Error> {
-    let start = match i.checked_sub(1) {
-        Some(before) => ends.at(window, 2 * before)?,
-        None => 0,
-    };
-    let (end, tokens) = (ends.at(window, 2 * i)?, ends.at(window, 2 * i + 1)?);
-    Ok((start as usize..end as usize, tokens))
 }
 
 /// Reads rows, sequential ones in batches.
 pub struct RowsReader<'a> {
-    count: usize,
-    from: Lists<'a>,
+    rows: &'a Rows,
+    single: MixtureReader<'a>,
+    /// Read-ahead of the sample numbers and of the row ends.
+    windows: (Window, Window),
     samples: Reader<'a>,
-}
-
-enum Lists<'a> {
-    Single(MixtureReader<'a>),
-    Packed(&'a List, &'a List, (Window, Window)),
 }
 
 impl RowsReader<'_> {
@@ -120,14 +114,15 @@ impl RowsReader<'_> {
     /// # Errors
     /// As [`Rows::get`].
     pub fn items(&mut self, i: usize) -> Result<Vec<Item>, Error> {
-        if i >= self.count {
+        if i >= self.rows.len() {
             return Ok(Vec::new());
         }
-        match &mut self.from {
-            Lists::Single(mix) => Ok(vec![self.samples.item(mix.at(i)? as usize)?]),
-            Lists::Packed(samples, ends, (window, of_ends)) => {
-                let places = range(of_ends, ends, i)?.0;
-                places.map(|at| self.samples.item(samples.at(window, at)? as usize)).collect()
+        match &self.rows.packed {
+            None => Ok(vec![self.samples.item(self.single.at(i)? as usize)?]),
+            Some(lists) => {
+                let places = lists.range(&mut self.windows.1, i)?.0;
+                let sample = |at| self.samples.item(lists.samples.at(&mut self.windows.0, at)? as usize);
+                places.map(sample).collect()
             }
         }
     }
@@ -137,10 +132,8 @@ impl RowsReader<'_> {
     /// # Errors
     /// As [`Rows::get`].
     pub fn tokens(&mut self, i: usize) -> Result<u64, Error> {
-        match &mut self.from {
-            Lists::Packed(_, ends, (_, of_ends)) if i < self.count => {
-                Ok(u64::from(range(of_ends, ends, i)?.1))
-            }
+        match &self.rows.packed {
+            Some(lists) if i < self.rows.len() => Ok(u64::from(lists.range(&mut self.windows.1, i)?.1)),
             _ => Ok(self.items(i)?.iter().map(|item| u64::from(item.tokens)).sum()),
         }
     }
@@ -148,7 +141,7 @@ impl RowsReader<'_> {
 
 /// Rows under construction.
 #[derive(Default)]
-pub(crate) struct RowsWriter {
+pub(super) struct RowsWriter {
     rows: Rows,
     /// Sample numbers and row ends, if packed.
     lists: Option<(Spool, Spool)>,
@@ -184,10 +177,11 @@ impl RowsWriter {
     /// # Errors
     /// As [`RowsWriter::row`].
     pub fn finish(self, mix: Mixture) -> Result<Rows, Error> {
-        let kind = match self.lists {
-            None => Kind::Single(mix),
-            Some((samples, ends)) => Kind::Packed(samples.finish()?, ends.finish()?),
+        let packed = match self.lists {
+            None => None,
+            Some((samples, ends)) => Some(Lists { samples: samples.finish()?, ends: ends.finish()? }),
         };
-        Ok(Rows { kind, ..self.rows })
+        let single = if packed.is_none() { mix } else { Mixture::default() };
+        Ok(Rows { single, packed, ..self.rows })
     }
 }

@@ -17,7 +17,7 @@ const SUPERVISION: &[&str] =
 pub(crate) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
 
 /// Keys read by a format.
-pub(crate) fn read_by(format: Format) -> &'static [&'static str] {
+pub(super) fn read_by(format: Format) -> &'static [&'static str] {
     match format {
         Format::Messages => &["messages", "conversations", "tools", "system"],
         Format::Alpaca => &["instruction", "input", "output", "system", "history"],
@@ -67,7 +67,7 @@ pub(crate) fn says_nothing(value: &Value) -> bool {
 ///
 /// # Errors
 /// A key that would change training.
-pub(crate) fn of_row(
+pub(super) fn of_row(
     row: &Map<String, Value>,
     format: Format,
     read: &dyn Fn(&str) -> bool,
@@ -88,7 +88,7 @@ pub(crate) fn of_row(
 ///
 /// # Errors
 /// Such a key, or media.
-pub(crate) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
+pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
     for (key, _) in message.iter().filter(|(_, v)| !says_nothing(v)) {
         let why = match key.as_str() {
             k if MEDIA.contains(&k) => format!("not built yet: {k} of a message"),

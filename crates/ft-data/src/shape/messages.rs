@@ -116,20 +116,9 @@ impl Schema {
         let share = !message.contains_key(self.name("role")) && message.contains_key("from");
         let (role_key, content_key) =
             if share { ("from", "value") } else { (self.name("role"), self.name("content")) };
-        let role = match message.get(role_key) {
-            None => return Err(format!(": {}", missing(role_key, &message))),
-            Some(Value::String(role)) => role_of(role).ok_or_else(|| {
-                format!(".{role_key}: unknown role \"{}\"", brief(&Value::from(role.as_str())))
-            })?,
-            Some(other) => return Err(format!(".{role_key}: expected a string, found {}", kind(other))),
-        };
+        let role = role_in(&message, role_key)?;
         let has_content = message.contains_key(content_key);
-        let content = match message.get(content_key) {
-            None | Some(Value::Null) => None,
-            Some(Value::String(s)) => Some(s.clone()),
-            Some(Value::Array(parts)) => Some(joined_parts(parts).map_err(|e| format!(".{content_key}{e}"))?),
-            Some(other) => return Err(format!(".{content_key}: expected a string, found {}", kind(other))),
-        };
+        let content = content_in(&message, content_key)?;
         // Tables with mixed rows contain nulls for absent keys.
         message.retain(|_, v| !v.is_null());
         keys::of_message(&message)?;
@@ -196,6 +185,26 @@ impl Schema {
             },
             Some(other) => Err(format!("{name}: expected an array, found {}", kind(&other))),
         }
+    }
+}
+
+fn role_in(message: &Map<String, Value>, key: &str) -> Result<&'static str, String> {
+    match message.get(key) {
+        None => Err(format!(": {}", missing(key, message))),
+        Some(role @ Value::String(name)) => {
+            role_of(name).ok_or_else(|| format!(".{key}: unknown role \"{}\"", brief(role)))
+        }
+        Some(other) => Err(format!(".{key}: expected a string, found {}", kind(other))),
+    }
+}
+
+/// The text of a message; `None` if null or missing.
+fn content_in(message: &Map<String, Value>, key: &str) -> Result<Option<String>, String> {
+    match message.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(Value::Array(parts)) => joined_parts(parts).map(Some).map_err(|e| format!(".{key}{e}")),
+        Some(other) => Err(format!(".{key}: expected a string, found {}", kind(other))),
     }
 }
 

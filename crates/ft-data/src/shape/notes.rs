@@ -4,7 +4,6 @@
 use ft_base::error::Place;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 
 /// A finding about a row, reported to the user.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -60,60 +59,37 @@ const KINDS: usize = 40;
 
 /// Counts of notes by kind, with the place of the first row.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Listed", into = "Listed")]
 pub struct Notes {
-    kinds: BTreeMap<Note, (usize, Place)>,
+    /// Kinds in ascending order, with the number of rows.
+    kinds: Vec<(Note, usize, Place)>,
     /// Number of notes beyond the maximum.
     more: usize,
-}
-
-/// Serialized form of [`Notes`].
-#[derive(Serialize, Deserialize)]
-struct Listed {
-    kinds: Vec<(Note, usize, Place)>,
-    more: usize,
-}
-
-impl From<Listed> for Notes {
-    fn from(l: Listed) -> Self {
-        Self { kinds: l.kinds.into_iter().map(|(n, rows, at)| (n, (rows, at))).collect(), more: l.more }
-    }
-}
-
-impl From<Notes> for Listed {
-    fn from(n: Notes) -> Self {
-        Self { kinds: n.kinds.into_iter().map(|(n, (rows, at))| (n, rows, at)).collect(), more: n.more }
-    }
 }
 
 impl Notes {
     /// Adds the notes of later rows.
     pub(crate) fn extend(&mut self, later: &Notes) {
-        for (note, (rows, first)) in &later.kinds {
-            if self.kinds.len() < KINDS || self.kinds.contains_key(note) {
-                self.kinds.entry(note.clone()).or_insert_with(|| (0, first.clone())).0 += rows;
-            } else {
-                self.more += rows;
-            }
-        }
+        later.kinds.iter().for_each(|(note, rows, first)| self.count(note, *rows, first));
         self.more += later.more;
     }
 
     /// All recorded places, for updating file names.
     pub(crate) fn places(&mut self) -> impl Iterator<Item = &mut Place> {
-        self.kinds.values_mut().map(|(_, place)| place)
+        self.kinds.iter_mut().map(|(_, _, place)| place)
     }
 
     /// Counts the notes of a row, at most once per kind.
     pub(crate) fn add(&mut self, place: &Place, mut notes: Vec<Note>) {
         notes.sort();
         notes.dedup();
-        for note in notes {
-            if self.kinds.len() < KINDS || self.kinds.contains_key(&note) {
-                self.kinds.entry(note).or_insert_with(|| (0, place.clone())).0 += 1;
-            } else {
-                self.more += 1;
-            }
+        notes.iter().for_each(|note| self.count(note, 1, place));
+    }
+
+    fn count(&mut self, note: &Note, rows: usize, first: &Place) {
+        match self.kinds.binary_search_by(|kind| kind.0.cmp(note)) {
+            Ok(i) => self.kinds[i].1 += rows,
+            Err(_) if self.kinds.len() >= KINDS => self.more += rows,
+            Err(i) => self.kinds.insert(i, (note.clone(), rows, first.clone())),
         }
     }
 
@@ -124,7 +100,7 @@ impl Notes {
 
     /// One sentence per kind, with the place of the first row.
     pub fn told(&self) -> Vec<String> {
-        let told = |(note, (rows, first)): (&Note, &(usize, Place))| {
+        let told = |(note, rows, first): &(Note, usize, Place)| {
             let text = note.told(*rows);
             let (text, hint) = text.split_once('\n').map_or((text.as_str(), None), |(t, h)| (t, Some(h)));
             let first = if *rows == 1 { format!("({first})") } else { format!("(the first: {first})") };

@@ -20,7 +20,7 @@ impl Schema {
     /// # Errors
     /// A mask or field unknown to the format.
     pub fn new(source: &ft_recipe::Source, mask: Option<Mask>) -> Result<Self, Error> {
-        let fail = |message| Err(Error::Recipe { place: source.place.clone(), message });
+        let fail = |message| Err(Error::recipe(source, message));
         let Some(format) = source.format else {
             return fail("the source has no format, and none was found for it".into());
         };
@@ -76,7 +76,7 @@ impl Schema {
     }
 
     /// The key of a row's message list.
-    pub(crate) fn list_of<'a>(&'a self, row: &Map<String, Value>) -> &'a str {
+    pub(super) fn list_of<'a>(&'a self, row: &Map<String, Value>) -> &'a str {
         let (list, other) = (self.name("messages"), self.name("conversations"));
         if row.get(list).is_none_or(Value::is_null) && row.contains_key(other) { other } else { list }
     }

@@ -4,6 +4,7 @@ mod broken;
 mod cached;
 pub(super) mod chat;
 mod digest;
+mod hub;
 mod kept;
 mod many;
 mod properties;

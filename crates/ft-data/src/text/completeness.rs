@@ -17,11 +17,13 @@
 
 use super::fragments::{Fragment, path, visit_calls};
 use super::marks::{MarkPosition, Rendered, jinja, mark, with_marks};
-use super::spans::{Marked, Render};
+use super::rendering::Rendering;
+use super::spans::Marked;
 use super::template::json::escaped;
-use crate::shape::keys::{is_message_key, says_nothing};
-use crate::shape::messages::Chat;
-use crate::shape::notes::Note;
+use crate::shape::{
+    keys::{is_message_key, says_nothing},
+    notes::Note,
+};
 use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -38,16 +40,7 @@ fn stands(text: &str, at: usize, before: &str, behind: &str) -> bool {
             .any(|ascii| head.ends_with(&escaped(before, ascii)) && tail.starts_with(&escaped(behind, ascii)))
 }
 
-/// A conversation, the rendered text, and the renderer.
-pub(crate) struct Completeness<'a> {
-    pub chat: &'a Chat,
-    pub text: &'a str,
-    pub messages: &'a [Jinja],
-    pub tools: &'a Jinja,
-    pub render: &'a Render<'a>,
-}
-
-impl Completeness<'_> {
+impl Rendering<'_> {
     /// Checks the text against the conversation. `marked` is the rendering with a mark at the end of every
     /// fragment, if marks leave the text unchanged.
     ///
@@ -111,7 +104,7 @@ impl Completeness<'_> {
             Some(i) => messages[i] = jinja(&other(&self.chat.messages[i])),
             None => tools = self.chat.tools.as_ref().map_or(tools, |t| jinja(&other(t))),
         }
-        Some(Rendered::new(&(self.render)(&messages, &tools, false, true).ok()?))
+        self.of(&messages, &tools)
     }
 
     /// Handles a missing fragment: adds a note or returns an error. `says_more` means the message contains
@@ -178,9 +171,9 @@ impl Completeness<'_> {
             }
         }
         let messages: Vec<Jinja> = messages.iter().map(jinja).collect();
-        let seen = (self.render)(&messages, self.tools, false, true).map(|s| Rendered::new(&s));
+        let seen = self.of(&messages, self.tools);
         for (id, (i, pointer, value)) in found.iter().enumerate() {
-            if seen.as_ref().is_ok_and(|s| s.at(id).is_some()) {
+            if seen.as_ref().is_some_and(|s| s.at(id).is_some()) {
                 continue;
             }
             let other = |message: &Value| {

@@ -1,14 +1,13 @@
 //! Renders a conversation, checks the text for completeness, and finds the assistant spans.
 
-use super::completeness::Completeness;
 use super::fragments::{Fragment, fragments};
 use super::marks::jinja;
+use super::rendering::Rendering;
 use super::spans::{self, Marked};
 use super::template::{Template, Variables};
 use super::verbatim;
 use crate::error::Error;
-use crate::shape::messages::Chat;
-use crate::shape::notes::Note;
+use crate::shape::{messages::Chat, notes::Note};
 use minijinja::Value as Jinja;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -42,16 +41,14 @@ pub(crate) fn render(
     let first = template.render(&messages, &tools, false, &variables[1]).map_err(|e| e.to_string())?;
     let (text, generation) = first;
     let fragments = fragments(chat);
-    let parts = (chat.messages.as_slice(), chat.tools.as_ref());
+    let rendering = Rendering { chat, messages: &messages, tools: &tools, text: &text, render: &render };
     // if the template marks the supervised text itself, only the check needs marks
     let by_itself = !supervise || template.has_generation() && chat.unsupervised.is_empty();
     let proven = by_itself && verbatim::proven(chat, &fragments, &text, template, &variables[1]);
     let mut marked = None;
     if !proven {
-        marked = Marked::all(parts, (&messages, &tools), &fragments, &text, &render);
-        let completeness =
-            Completeness { chat, text: &text, messages: &messages, tools: &tools, render: &render };
-        completeness.check(&fragments, marked.as_ref(), notes)?;
+        marked = Marked::all(&rendering, &fragments);
+        rendering.check(&fragments, marked.as_ref(), notes)?;
     }
     if !supervise {
         return Ok((text, Vec::new()));
@@ -59,7 +56,7 @@ pub(crate) fn render(
     let spans = if template.has_generation() {
         without(chat, generation, &fragments, marked.as_ref())?
     } else {
-        let spans = spans::assistant(&chat.messages, (&messages, &tools), &text, marked, &render);
+        let spans = spans::assistant(&rendering, marked);
         let spans = spans.map_err(|message| match raised.take() {
             Some(e) if e == message => e,
             _ => origin(by_name(chat, message)).to_string(),

@@ -1,9 +1,9 @@
 //! Strings of a conversation required in the rendered text.
 
 use super::marks::{MarkPosition, field};
-use crate::shape::keys::REASONING;
-use crate::shape::messages::Chat;
+use crate::shape::{keys::REASONING, messages::Chat};
 use serde_json::Value;
+use std::ops::Range;
 
 /// Delimiters after the reasoning in assistant text.
 const CLOSING: &[&str] = &[
@@ -20,7 +20,7 @@ const CLOSING: &[&str] = &[
 const LAST_BYTES: &[u8] = b">]\xB7";
 
 /// A string of the conversation required in the text.
-pub(crate) struct Fragment {
+pub(super) struct Fragment {
     /// Index of the message; `None` for the tool list.
     pub message: Option<usize>,
     /// End of the string.
@@ -82,23 +82,23 @@ pub(super) fn path(pointer: &str) -> String {
 }
 
 /// The strings of a conversation required in the text.
-pub(crate) fn fragments(chat: &Chat) -> Vec<Fragment> {
+pub(super) fn fragments(chat: &Chat) -> Vec<Fragment> {
     let mut out = Vec::new();
+    let mut add = |message: Option<usize>, pointer: &str, text: &str, range: Range<usize>, kind: Kind| {
+        let cut = &text[range.clone()];
+        if !cut.trim().is_empty() {
+            let start = range.end - cut.trim_start().len();
+            let position = MarkPosition { pointer: pointer.into(), at: range.start + cut.trim_end().len() };
+            out.push(Fragment { message, position, start, kind });
+        }
+    };
     for (i, message) in chat.messages.iter().enumerate() {
-        let mut add = |pointer: String, text: &str, from: usize, to: usize, kind: Kind| {
-            let cut = &text[from..to];
-            if !cut.trim().is_empty() {
-                let start = to - cut.trim_start().len();
-                let position = MarkPosition { pointer, at: from + cut.trim_end().len() };
-                out.push(Fragment { message: Some(i), position, start, kind });
-            }
-        };
         let content = message["content"].as_str().unwrap_or_default();
         match thoughts(content).filter(|_| chat.role(i) == "assistant") {
-            None => add("/content".into(), content, 0, content.len(), Kind::Content),
-            Some((from, to, answer)) => {
-                add("/content".into(), content, from, to, Kind::Reasoning);
-                add("/content".into(), content, answer, content.len(), Kind::Content);
+            None => add(Some(i), "/content", content, 0..content.len(), Kind::Content),
+            Some((thoughts, answer)) => {
+                add(Some(i), "/content", content, thoughts, Kind::Reasoning);
+                add(Some(i), "/content", content, answer..content.len(), Kind::Content);
             }
         }
         // every message has role and content, most have no other keys
@@ -107,40 +107,30 @@ pub(crate) fn fragments(chat: &Chat) -> Vec<Fragment> {
         }
         for key in REASONING {
             if let Some(text) = message.get(*key).and_then(Value::as_str) {
-                add(format!("/{key}"), text, 0, text.len(), Kind::Reasoning);
+                add(Some(i), &format!("/{key}"), text, 0..text.len(), Kind::Reasoning);
             }
         }
         visit_calls(message, &mut |pointer, value| {
             if let Value::String(text) = value {
-                add(pointer.into(), text, 0, text.len(), Kind::Call);
+                add(Some(i), pointer, text, 0..text.len(), Kind::Call);
             }
         });
     }
     for (i, tool) in chat.tools.iter().flat_map(|t| t.as_array()).flatten().enumerate() {
-        let named = ["/function/name", "/name"]
-            .into_iter()
-            .find(|p| tool.pointer(p).and_then(Value::as_str).is_some_and(|n| !n.trim().is_empty()));
-        let mut add = |pointer: &str, text: &str| {
-            let (start, at) = (text.len() - text.trim_start().len(), text.trim_end().len());
-            if start < at {
-                let position = MarkPosition { pointer: format!("/{i}{pointer}"), at };
-                out.push(Fragment { message: None, position, start, kind: Kind::Tool });
+        let name = |p: &&str| tool.pointer(p).and_then(Value::as_str).is_some_and(|n| !n.trim().is_empty());
+        let part = ["/function/name", "/name"].into_iter().find(name).unwrap_or_default();
+        // the name if there is one, else all strings
+        walk(tool.pointer(part).unwrap_or(tool), format!("/{i}{part}"), &mut |pointer, value| {
+            if let Value::String(text) = value {
+                add(None, pointer, text, 0..text.len(), Kind::Tool);
             }
-        };
-        match named {
-            Some(pointer) => add(pointer, tool.pointer(pointer).and_then(Value::as_str).unwrap_or_default()),
-            None => walk(tool, String::new(), &mut |pointer, value| {
-                if let Value::String(text) = value {
-                    add(pointer, text);
-                }
-            }),
-        }
+        });
     }
     out
 }
 
-/// Offsets of the reasoning in assistant text: start, end, start of the answer.
-fn thoughts(content: &str) -> Option<(usize, usize, usize)> {
+/// The byte range of the reasoning in assistant text, and the start of the answer.
+fn thoughts(content: &str) -> Option<(Range<usize>, usize)> {
     if !content.bytes().any(|b| LAST_BYTES.contains(&b)) {
         return None;
     }
@@ -152,7 +142,7 @@ fn thoughts(content: &str) -> Option<(usize, usize, usize)> {
     } else {
         0
     };
-    Some((from, end, end + closing.len()))
+    Some((from..end, end + closing.len()))
 }
 
 /// Visits the contents of a message's calls, except ids and types.

@@ -13,13 +13,13 @@ const FIRST_BYTE: u8 = 0xEF;
 
 /// A mark position: JSON pointer to a string, and byte offset.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MarkPosition {
+pub(super) struct MarkPosition {
     pub pointer: String,
     pub at: usize,
 }
 
 /// Inserts marks with the given ids into the strings of a value.
-pub(crate) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, &'a MarkPosition)>) -> Value {
+pub(super) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, &'a MarkPosition)>) -> Value {
     let mut out = value.clone();
     let mut marks: Vec<(usize, &MarkPosition)> = marks.collect();
     // back to front, so earlier offsets stay valid
@@ -33,7 +33,7 @@ pub(crate) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, 
 }
 
 /// Encodes mark `id`.
-pub(crate) fn mark(id: usize) -> String {
+pub(super) fn mark(id: usize) -> String {
     let mut out = String::from(OPEN);
     // hexadecimal digits, encoded as noncharacters
     let digits = id.checked_ilog2().map_or(1, |n| n / 4 + 1);

@@ -8,13 +8,15 @@
 //! | `verbatim` | fast proof of completeness, without marks |
 //! | `marks`, `completeness` | invisible marks in the strings; full check for completeness |
 //! | `spans` | byte ranges written by the assistant |
+//! | `rendering` | a rendered conversation, and its renderer |
 //! | `date` | dates for templates |
 
-pub(crate) mod completeness;
+mod completeness;
 pub(crate) mod conversation;
 pub(crate) mod date;
-pub(crate) mod fragments;
-pub(crate) mod marks;
-pub(crate) mod spans;
+mod fragments;
+mod marks;
+mod rendering;
+mod spans;
 pub(crate) mod template;
-pub(crate) mod verbatim;
+mod verbatim;

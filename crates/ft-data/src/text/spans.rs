@@ -16,33 +16,28 @@
 
 use super::fragments::Fragment;
 use super::marks::{MarkPosition, Rendered, field, jinja, mark, with_marks};
+use super::rendering::{Render, Rendering};
 use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::ops::Range;
-
-/// Renders a conversation. Arguments: messages, tools, with a generation prompt, with the recipe's
-/// variables.
-pub(crate) type Render<'a> = dyn Fn(&[Jinja], &Jinja, bool, bool) -> Result<String, String> + 'a;
 
 /// Returns the message index and supervised byte range of every assistant turn. `marked` is the text with a
 /// mark in every fragment, if available.
 ///
 /// # Errors
 /// An error raised by the template, or turns that cannot be told apart.
-pub(crate) fn assistant(
-    messages: &[Value],
-    (plain, tools): (&[Jinja], &Jinja),
-    text: &str,
+pub(super) fn assistant(
+    rendering: &Rendering<'_>,
     marked: Option<Marked>,
-    render: &Render<'_>,
 ) -> Result<Vec<(usize, Range<usize>)>, String> {
+    let (messages, render) = (&rendering.chat.messages, rendering.render);
     let turns: Vec<usize> = (0..messages.len()).filter(|&i| is_assistant(&messages[i])).collect();
     if turns.is_empty() {
         return Ok(Vec::new());
     }
     let marked = match marked.filter(|m| turns.iter().all(|i| m.main[*i].is_some())) {
         Some(marked) => marked,
-        None => Marked::place(messages, (plain, tools), text, render)?,
+        None => Marked::place(rendering)?,
     };
     let mut spans: Vec<(usize, Range<usize>)> = Vec::new();
     for &i in &turns {
@@ -118,7 +113,7 @@ fn positions(message: &Value) -> Vec<MarkPosition> {
 }
 
 /// A conversation with marks.
-pub(crate) struct Marked {
+pub(super) struct Marked {
     /// The messages with marks inserted.
     messages: Vec<Jinja>,
     tools: Jinja,
@@ -131,13 +126,8 @@ pub(crate) struct Marked {
 impl Marked {
     /// Puts a mark at the end of every fragment, with the index of the fragment as id. `None` if the rendered
     /// text changes.
-    pub fn all(
-        (messages, tools): (&[Value], Option<&Value>),
-        (plain, no_tools): (&[Jinja], &Jinja),
-        fragments: &[Fragment],
-        text: &str,
-        render: &Render<'_>,
-    ) -> Option<Self> {
+    pub fn all(rendering: &Rendering<'_>, fragments: &[Fragment]) -> Option<Self> {
+        let chat = rendering.chat;
         let of = |message: Option<usize>| {
             fragments
                 .iter()
@@ -145,20 +135,17 @@ impl Marked {
                 .filter(move |(_, p)| p.message == message)
                 .map(|(id, p)| (id, &p.position))
         };
-        let mut marked = plain.to_vec();
-        for (i, message) in messages.iter().enumerate() {
+        let mut marked = rendering.messages.to_vec();
+        for (i, message) in chat.messages.iter().enumerate() {
             if of(Some(i)).next().is_some() {
                 marked[i] = jinja(&with_marks(message, of(Some(i))));
             }
         }
-        let tools = match tools.filter(|_| of(None).next().is_some()) {
+        let tools = match chat.tools.as_ref().filter(|_| of(None).next().is_some()) {
             Some(tools) => jinja(&with_marks(tools, of(None))),
-            None => no_tools.clone(),
+            None => rendering.tools.clone(),
         };
-        let whole = Rendered::new(&render(&marked, &tools, false, true).ok()?);
-        if whole.text != text {
-            return None;
-        }
+        let whole = rendering.of(&marked, &tools).filter(|w| w.text == rendering.text)?;
         let main = |(i, message): (usize, &Value)| {
             let there = |position: MarkPosition| {
                 of(Some(i)).find(|(id, s)| **s == position && whole.at(*id).is_some())
@@ -166,55 +153,51 @@ impl Marked {
             let (id, position) = positions(message).into_iter().find_map(there)?;
             Some((id, rest(message, position)))
         };
-        let main = messages.iter().enumerate().map(main).collect();
+        let main = chat.messages.iter().enumerate().map(main).collect();
         Some(Self { messages: marked, tools, main, whole })
     }
 
-    fn place(
-        messages: &[Value],
-        (plain, tools): (&[Jinja], &Jinja),
-        text: &str,
-        render: &Render<'_>,
-    ) -> Result<Self, String> {
+    fn place(rendering: &Rendering<'_>) -> Result<Self, String> {
+        let messages = &rendering.chat.messages;
         let positions: Vec<Vec<MarkPosition>> = messages.iter().map(positions).collect();
         let mut chosen: Vec<Option<MarkPosition>> = positions.iter().map(|s| s.first().cloned()).collect();
-        if let Some(whole) = Self::try_marks(messages, (plain, tools), &chosen, text, render) {
+        if let Some(whole) = Self::try_marks(rendering, &chosen) {
             return Ok(whole);
         }
         // tries messages one by one, until every message has a mark that appears in the text and leaves it
         // unchanged
         for i in 0..messages.len() {
-            let mut alone: Vec<Jinja> = plain.to_vec();
+            let mut alone = rendering.messages.to_vec();
             chosen[i] = positions[i].iter().find_map(|position| {
                 alone[i] = jinja(&with_marks(&messages[i], std::iter::once((i, position))));
-                let seen = Rendered::new(&render(&alone, tools, false, true).ok()?);
-                (seen.text == text && seen.at(i).is_some()).then(|| position.clone())
+                let seen = rendering.of(&alone, rendering.tools)?;
+                (seen.text == rendering.text && seen.at(i).is_some()).then(|| position.clone())
             });
         }
         if let Some(i) = (0..messages.len()).find(|&i| chosen[i].is_none() && is_assistant(&messages[i])) {
             return Err(unclear(i, "the text does not hold it, or depends on every character of it"));
         }
-        Self::try_marks(messages, (plain, tools), &chosen, text, render)
+        Self::try_marks(rendering, &chosen)
             .ok_or_else(|| unclear(0, "messages change how each other is written"))
     }
 
-    fn try_marks(
-        messages: &[Value],
-        (plain, tools): (&[Jinja], &Jinja),
-        chosen: &[Option<MarkPosition>],
-        text: &str,
-        render: &Render<'_>,
-    ) -> Option<Self> {
-        let mut marked = plain.to_vec();
+    fn try_marks(rendering: &Rendering<'_>, chosen: &[Option<MarkPosition>]) -> Option<Self> {
+        let (messages, tools) = (&rendering.chat.messages, rendering.tools);
+        let mut marked = rendering.messages.to_vec();
         let mut main = vec![None; messages.len()];
         for (i, position) in chosen.iter().enumerate() {
             let Some(position) = position else { continue };
             marked[i] = jinja(&with_marks(&messages[i], std::iter::once((i, position))));
             main[i] = Some((i, rest(&messages[i], position)));
         }
-        let whole = Rendered::new(&render(&marked, tools, false, true).ok()?);
+        let whole = rendering.of(&marked, tools)?;
         let found = (0..messages.len()).all(|i| !is_assistant(&messages[i]) || whole.at(i).is_some());
-        (found && whole.text == text).then_some(Self { messages: marked, tools: tools.clone(), main, whole })
+        (found && whole.text == rendering.text).then_some(Self {
+            messages: marked,
+            tools: tools.clone(),
+            main,
+            whole,
+        })
     }
 
     /// Position of the mark of message `i` in a rendering.

@@ -17,7 +17,7 @@ const LEAST: usize = 12;
 const BETWEEN: usize = 64;
 
 /// Whether `text` provably contains all strings of the conversation in place, as marks would show.
-pub(crate) fn proven(
+pub(super) fn proven(
     chat: &Chat,
     fragments: &[Fragment],
     text: &str,

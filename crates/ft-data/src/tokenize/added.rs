@@ -22,7 +22,7 @@ impl Added {
         let path = dir.join("tokenizer.json");
         let Some(bytes) = read(&path)? else { return Ok(Self::default()) };
         let file: Value = serde_json::from_slice(&bytes)
-            .map_err(|e| Error::Tokenizer { path, message: format!("not a tokenizer: {e}") })?;
+            .map_err(|e| Error::tokenizer(&path, format!("not a tokenizer: {e}")))?;
         let mut all: Vec<Value> = file["added_tokens"].as_array().cloned().unwrap_or_default();
         all.sort_by_key(id);
         Ok(Self(all))

@@ -4,11 +4,13 @@
 use super::markers;
 use super::tokenizer::{Encoded, Tokenizer};
 use crate::error::{Error, Problem};
-use crate::shape::example::{Example, IGNORE_INDEX};
-use crate::shape::messages::Chat;
-use crate::shape::notes::Note;
-use crate::shape::sample::Sample;
-use crate::shape::schema::Schema;
+use crate::shape::{
+    example::{Example, IGNORE_INDEX},
+    messages::Chat,
+    notes::Note,
+    sample::Sample,
+    schema::Schema,
+};
 use ft_recipe::{Mask, OverLength};
 use std::ops::Range;
 

@@ -4,8 +4,7 @@
 //! learn the end of a turn, and a token may extend into the adjacent text.
 
 use super::tokenizer::Encoded;
-use crate::shape::messages::Chat;
-use crate::shape::notes::Note;
+use crate::shape::{messages::Chat, notes::Note};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::ops::Range;

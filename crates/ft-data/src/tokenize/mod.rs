@@ -15,6 +15,6 @@ pub(crate) mod encode;
 pub(crate) mod markers;
 pub(crate) mod model_files;
 pub(crate) mod model_key;
-pub(crate) mod pipeline;
+mod pipeline;
 pub(crate) mod prompt;
 pub(crate) mod tokenizer;

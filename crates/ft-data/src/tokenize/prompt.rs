@@ -131,7 +131,7 @@ impl PromptConfig {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(cause) => return Err(Error::Read { path, cause }),
         };
-        serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::Tokenizer {
+        serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::PromptConfig {
             path,
             message: format!("{e}; a newer version of ft may have written it"),
         })

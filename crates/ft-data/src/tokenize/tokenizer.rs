@@ -1,19 +1,19 @@
 //! Tokenizer and chat template of a model folder.
 
 use super::added::{Added, Extended};
-use super::model_files::{collect_specials, find_template, ids, read, read_object};
+use super::model_files::{ModelFiles, TemplateSource, read};
 use super::model_key::ModelKey;
 use super::pipeline::{self, Pipeline};
 use crate::error::Error;
-use crate::shape::messages::Chat;
-use crate::shape::notes::Note;
-use crate::text::conversation;
-use crate::text::template::{Template, Variables};
+use crate::shape::{messages::Chat, notes::Note};
+use crate::text::{
+    conversation,
+    template::{Template, Variables},
+};
 use ft_base::terminal::panics::caught;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -79,7 +79,7 @@ impl Tokenizer {
     pub fn load_with(dir: &Path, chat_template: Option<&Path>, more: &Added) -> Result<Option<Self>, Error> {
         let path = dir.join("tokenizer.json");
         let Some(own) = read(&path)? else { return Ok(None) };
-        let bad = |message: String| Error::Tokenizer { path: path.clone(), message };
+        let bad = |message: String| Error::tokenizer(&path, message);
         let more = more.to(&own).map_err(&bad)?;
         let bytes = more.as_ref().map_or(own.as_slice(), |(file, _)| file.as_slice());
         let pipeline: Pipeline =
@@ -95,32 +95,17 @@ impl Tokenizer {
         // to use them, and other threads contend for them
         let (inner, text_start) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
 
-        let config_path = dir.join("tokenizer_config.json");
-        let config = read_object(&config_path)?;
-        let mut specials = BTreeMap::new();
-        for source in [&read_object(&dir.join("special_tokens_map.json"))?, &config] {
-            collect_specials(source, &mut specials);
-        }
-        let source = find_template(dir, chat_template, &config, &config_path)?;
-        let given = source.as_ref().filter(|_| chat_template.is_some()).map(|s| s.default.clone());
+        let ModelFiles { specials, template: source, mut eos } = ModelFiles::read(dir, chat_template)?;
         let mut hasher = blake3::Hasher::new();
         hasher.update(bytes);
-        let template = match source {
-            None => None,
-            Some(s) => {
-                for text in [Some(&s.default), s.tool_use.as_ref()].into_iter().flatten() {
-                    hasher.update(&(text.len() as u64).to_le_bytes());
-                    hasher.update(text.as_bytes());
-                }
-                Some(Template::new(&s.origin, &s.default, s.tool_use.as_deref())?)
-            }
-        };
-
-        let mut eos = Vec::new();
-        let named = specials.get("eos_token").and_then(|t| inner.token_to_id(t.as_str()?));
-        for file in ["generation_config.json", "config.json"] {
-            eos.extend(ids(read_object(&dir.join(file))?.get("eos_token_id")));
+        for text in source.iter().flat_map(|s| [Some(&s.default), s.tool_use.as_ref()]).flatten() {
+            hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
         }
+        let template = |s: &TemplateSource| Template::new(&s.origin, &s.default, s.tool_use.as_deref());
+        let template = source.as_ref().map(template).transpose()?;
+        let given = source.filter(|_| chat_template.is_some()).map(|s| s.default);
+
+        let named = specials.get("eos_token").and_then(|t| inner.token_to_id(t.as_str()?));
         // Plain texts end with the tokenizer's own EOS; the model's list may start with an end-of-turn
         // token.
         let text_end = named.or_else(|| eos.first().copied());
@@ -280,7 +265,7 @@ impl Tokenizer {
     }
 
     /// The special tokens named in the model folder (`eos_token` etc.).
-    pub(crate) fn specials(&self) -> impl Iterator<Item = &str> {
+    pub(super) fn specials(&self) -> impl Iterator<Item = &str> {
         self.specials.values().filter_map(|t| t.as_str())
     }
 
@@ -364,7 +349,7 @@ impl Tokenizer {
     }
 
     fn failed(&self, message: &str) -> Error {
-        Error::Tokenizer { path: self.path.clone(), message: message.into() }
+        Error::tokenizer(&self.path, message)
     }
 }
 

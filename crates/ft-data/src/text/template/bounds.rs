@@ -78,7 +78,7 @@ fn stop() -> Error {
 }
 
 /// Spends `bytes`.
-pub(crate) fn spend(bytes: usize) -> Result<(), Error> {
+pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     let bytes = bytes as u64;
     if bytes >= LEFT.get() && is_new() {
         weigh_conversation()?;
@@ -91,12 +91,12 @@ pub(crate) fn spend(bytes: usize) -> Result<(), Error> {
 }
 
 /// Spends `a * b` bytes.
-pub(crate) fn spend_product(a: usize, b: usize) -> Result<(), Error> {
+pub(super) fn spend_product(a: usize, b: usize) -> Result<(), Error> {
     spend(a.saturating_mul(b))
 }
 
 /// Checks the clock from time to time.
-pub(crate) fn tick() -> Result<(), Error> {
+pub(super) fn tick() -> Result<(), Error> {
     let n = TICK.get().wrapping_add(1);
     TICK.set(n);
     if !n.is_multiple_of(TICKS) {
@@ -112,13 +112,13 @@ pub(crate) fn tick() -> Result<(), Error> {
 ///
 /// # Errors
 /// An exhausted budget, or nesting deep enough to overflow the stack.
-pub(crate) fn weigh(value: &Value) -> Result<(), Error> {
+pub(super) fn weigh(value: &Value) -> Result<(), Error> {
     walk(value, 0, false)
 }
 
 /// As [`weigh`], for values stored in a namespace. Refuses namespaces and loops, since cycles or chains of
 /// them would be unbounded.
-pub(crate) fn weigh_data(value: &Value) -> Result<(), Error> {
+pub(super) fn weigh_data(value: &Value) -> Result<(), Error> {
     walk(value, 0, true)
 }
 

@@ -12,7 +12,7 @@ pub(crate) fn invalid(message: impl Into<String>) -> Error {
 }
 
 /// Cost of starting to iterate over a value.
-pub(crate) fn shallow(value: &Value) -> usize {
+pub(super) fn shallow(value: &Value) -> usize {
     match value.as_str() {
         Some(s) => s.len(),
         None => 8 * value.len().unwrap_or(0),
@@ -20,7 +20,7 @@ pub(crate) fn shallow(value: &Value) -> usize {
 }
 
 /// Spends the cost of formatting a value; quotes and escapes in lists may take several bytes per byte.
-pub(crate) fn weigh_text(value: &Value) -> Result<(), Error> {
+pub(super) fn weigh_text(value: &Value) -> Result<(), Error> {
     if value.as_object().is_none() {
         return weigh(value);
     }
@@ -28,14 +28,14 @@ pub(crate) fn weigh_text(value: &Value) -> Result<(), Error> {
 }
 
 /// Spends an upper bound of the replaced text.
-pub(crate) fn spend_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
+pub(super) fn spend_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
     spend(text.len())?;
     let times = if from.is_empty() { text.len() + 1 } else { text.matches(from).count() };
     spend_product(times, to.len())
 }
 
 /// Spends the cost of splitting a text.
-pub(crate) fn spend_split(text: &str, separator: Option<&str>) -> Result<(), Error> {
+pub(super) fn spend_split(text: &str, separator: Option<&str>) -> Result<(), Error> {
     spend(text.len())?;
     let pieces = match separator {
         Some("") => text.len() + 2,
@@ -46,7 +46,7 @@ pub(crate) fn spend_split(text: &str, separator: Option<&str>) -> Result<(), Err
 }
 
 /// Spends the cost of formatting, and refuses excessive widths.
-pub(crate) fn check_widths(format: &str, args: &[Value]) -> Result<(), Error> {
+pub(super) fn check_widths(format: &str, args: &[Value]) -> Result<(), Error> {
     let wide = |n: usize| invalid(format!("a format asks for {n} characters; at most {WIDEST}"));
     for digits in format.split(|c: char| !c.is_ascii_digit()).filter(|d| !d.is_empty()) {
         let n = digits.parse().unwrap_or(usize::MAX);

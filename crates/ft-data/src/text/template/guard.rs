@@ -106,7 +106,7 @@ pub(crate) enum Refused {
 ///
 /// # Errors
 /// Syntax errors, and constructs that cannot be bounded.
-pub(crate) fn compile(env: &mut Environment<'static>, source: &'static str) -> Result<Guarded, Refused> {
+pub(super) fn compile(env: &mut Environment<'static>, source: &'static str) -> Result<Guarded, Refused> {
     let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
     let mut generator = CodeGenerator::new("template", source);
     generator.compile_stmt(&tree);
@@ -120,7 +120,7 @@ pub(crate) fn compile(env: &mut Environment<'static>, source: &'static str) -> R
 }
 
 /// The instructions of a template and of the blocks in it.
-pub(crate) struct Guarded {
+pub(super) struct Guarded {
     pub instructions: Instructions<'static>,
     pub blocks: BTreeMap<&'static str, Instructions<'static>>,
 }
@@ -229,6 +229,9 @@ fn replaced(
     i: &I<'static>,
     constant: Option<&Value>,
 ) -> Result<Vec<I<'static>>, String> {
+    if let Some(why) = refused(i) {
+        return Err(why.into());
+    }
     let small = constant.is_some_and(|c| c.as_str().is_none_or(|s| s.len() <= NAME));
     let f = filters;
     Ok(match i {
@@ -236,14 +239,11 @@ fn replaced(
         I::Mul => vec![f.call("ft_mul", 2)],
         I::StringConcat => vec![f.call("ft_concat", 2)],
         I::Slice => vec![f.call("ft_slice", 4)],
-        // comparison with a short constant is cheap
-        I::Eq | I::Ne | I::Lt | I::Lte | I::Gt | I::Gte if small => vec![copy(i)?],
-        I::Eq => vec![f.call("ft_eq", 2)],
-        I::Ne => vec![f.call("ft_ne", 2)],
-        I::Lt => vec![f.call("ft_lt", 2)],
-        I::Lte => vec![f.call("ft_lte", 2)],
-        I::Gt => vec![f.call("ft_gt", 2)],
-        I::Gte => vec![f.call("ft_gte", 2)],
+        I::Eq | I::Ne | I::Lt | I::Lte | I::Gt | I::Gte => match comparison(i).filter(|_| !small) {
+            Some(name) => vec![f.call(name, 2)],
+            // comparison with a short constant is cheap
+            None => vec![copy(i)?],
+        },
         I::In if constant.is_some_and(|c| c.as_str().is_none()) => vec![I::In],
         I::In => vec![f.call("ft_in", 2)],
         I::CompareAndPreserve(op) => {
@@ -272,10 +272,15 @@ fn replaced(
         }
         I::CallMethod(name, Some(n)) => vec![f.call(ops::add_method(env, name), usize::from(*n))],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
+        other => vec![copy(other)?],
+    })
+}
+
+/// The reason for refusing an instruction.
+fn refused(i: &I<'_>) -> Option<&'static str> {
+    match i {
         I::Include(_) | I::LoadBlocks | I::ExportLocals => {
-            return Err(
-                "include, import and extends name other templates, and a chat template has none".into()
-            );
+            Some("include, import and extends name other templates, and a chat template has none")
         }
         I::UnpackLists(_)
         | I::MergeKwargs(_)
@@ -284,12 +289,28 @@ fn replaced(
         | I::PerformTest(_, None, _)
         | I::CallFunction(_, None)
         | I::CallMethod(_, None)
-        | I::CallObject(None) => return Err("arguments as *list or **map are not built yet".into()),
-        other => vec![copy(other)?],
+        | I::CallObject(None) => Some("arguments as *list or **map are not built yet"),
+        _ => None,
+    }
+}
+
+/// The filter that spends the cost of a comparison.
+fn comparison(i: &I<'_>) -> Option<&'static str> {
+    Some(match i {
+        I::Eq => "ft_eq",
+        I::Ne => "ft_ne",
+        I::Lt => "ft_lt",
+        I::Lte => "ft_lte",
+        I::Gt => "ft_gt",
+        I::Gte => "ft_gte",
+        _ => return None,
     })
 }
 
 /// Copies an instruction; the type is not `Clone`.
+///
+/// # Errors
+/// Unsupported instructions.
 fn copy(i: &I<'static>) -> Result<I<'static>, String> {
     Ok(match i {
         I::Swap => I::Swap,

@@ -8,7 +8,7 @@ use minijinja::{Error, ErrorKind};
 use std::fmt::Write;
 
 /// Options of `json.dumps`.
-pub(crate) struct Style {
+pub(super) struct Style {
     /// Escapes all non-ASCII characters.
     pub ensure_ascii: bool,
     /// Indentation per level; `None` writes a single line.
@@ -25,7 +25,7 @@ pub(crate) struct Style {
 ///
 /// # Errors
 /// Values without a JSON form (undefined, functions), and nesting deeper than 200 levels.
-pub(crate) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
+pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     let mut out = String::new();
     // budget: an escape takes up to six bytes per byte
     (0..4).try_for_each(|_| weigh(value))?;

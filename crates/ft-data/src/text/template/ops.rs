@@ -228,7 +228,7 @@ fn item(container: &Value, key: &Value) -> Result<Value, Error> {
 }
 
 /// Registers method `name` as a filter, and returns the filter name.
-pub(crate) fn add_method(env: &mut Environment<'static>, name: &'static str) -> &'static str {
+pub(super) fn add_method(env: &mut Environment<'static>, name: &'static str) -> &'static str {
     // template sources, and thus the method names in them, live as long as the process
     let filter: &'static str = Box::leak(format!("ft_method_{name}").into_boxed_str());
     env.add_filter(filter, move |state: &mut State, args: Rest<ValueOrKwargs>| {

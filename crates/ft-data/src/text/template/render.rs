@@ -259,7 +259,11 @@ fn environment() -> Environment<'static> {
 }
 
 /// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as defined by transformers.
-pub(super) fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<String, minijinja::Error> {
+pub(super) fn to_json(
+    value: &Value,
+    indent: Option<Value>,
+    options: Kwargs,
+) -> Result<String, minijinja::Error> {
     let ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let indent = match indent {
