@@ -1,4 +1,4 @@
-//! Stands in for [`super::remote`] in a build without the feature `hub`.
+//! Stands in for `remote.rs` in a build without the feature `hub`.
 
 use super::error::Error;
 use super::files::Repository;

@@ -1,8 +1,9 @@
 //! All sources of a recipe, as one dataset.
 
-use super::epoch::{Epoch, WorkingStorage};
+use super::epoch::Epoch;
 use super::order::Permutation;
 use super::packed::Rows;
+use super::storage::WorkingStorage;
 use crate::error::{Error, Problems};
 use crate::keep::{
     cache::{CacheEntry, CacheKey, Strict, warn_uncached},
@@ -302,8 +303,8 @@ impl<'a> Loader<'a> {
         let entry = self.cache.as_ref().and_then(|cache| CacheEntry::of(cache, key));
         let encoder = Encoder { schema: &schema, data, tokenizer: self.tokenizer, vocab_size, source: index };
         let (store, found) = match &entry {
-            Some(entry) => self.from_cache(entry, &encoder, (&files, source))?,
-            None => self.from_files(&encoder, (&files, source))?,
+            Some(entry) => self.from_cache(entry, &encoder, &files, &source.source)?,
+            None => self.from_files(&encoder, &files, &source.source)?,
         };
         self.stats.add(&found);
         self.samples.push(Arc::new(store), None);
@@ -315,7 +316,8 @@ impl<'a> Loader<'a> {
         &mut self,
         entry: &CacheEntry<'_>,
         encoder: &Encoder<'_>,
-        what: (&[PathBuf], &ft_recipe::Source),
+        files: &[PathBuf],
+        name: &str,
     ) -> Result<(TokenStore, SourceStats), Error> {
         let strict = Strict(self.problems.limit.is_some() || self.data.on_bad_row == OnBadRow::Error);
         if let Some(hit) = entry.find(strict, true) {
@@ -325,35 +327,37 @@ impl<'a> Loader<'a> {
         if let Some(hit) = entry.find(strict, true) {
             return Ok(hit);
         }
-        let why = match entry.writer().map_err(PassError::Write).and_then(|w| self.pass(w, encoder, what)) {
-            Ok(PassResult { writer, found, clean }) if clean && entry.is_current() => {
-                match entry.commit(writer, &found) {
-                    Ok(written) => match entry.find(strict, false) {
-                        Some(hit) => {
-                            self.written.push(written);
-                            return Ok(hit);
-                        }
-                        None => None,
-                    },
-                    Err(e) => Some(e),
+        let why =
+            match entry.writer().map_err(PassError::Write).and_then(|w| self.pass(w, encoder, files, name)) {
+                Ok(PassResult { writer, found, clean }) if clean && entry.is_current() => {
+                    match entry.commit(writer, &found) {
+                        Ok(written) => match entry.find(strict, false) {
+                            Some(hit) => {
+                                self.written.push(written);
+                                return Ok(hit);
+                            }
+                            None => None,
+                        },
+                        Err(e) => Some(e),
+                    }
                 }
-            }
-            // not cached: a command that stops at bad rows would miss these
-            Ok(PassResult { writer, found, .. }) => return Ok((writer.finish()?, found)),
-            Err(PassError::Write(e)) => Some(e),
-            Err(PassError::Data(e)) => return Err(e),
-        };
+                // not cached: a command that stops at bad rows would miss these
+                Ok(PassResult { writer, found, .. }) => return Ok((writer.finish()?, found)),
+                Err(PassError::Write(e)) => Some(e),
+                Err(PassError::Data(e)) => return Err(e),
+            };
         why.iter().for_each(warn_uncached);
-        self.from_files(encoder, what)
+        self.from_files(encoder, files, name)
     }
 
     /// Reads a source into memory.
     fn from_files(
         &mut self,
         encoder: &Encoder<'_>,
-        what: (&[PathBuf], &ft_recipe::Source),
+        files: &[PathBuf],
+        name: &str,
     ) -> Result<(TokenStore, SourceStats), Error> {
-        match self.pass(StoreWriter::memory(), encoder, what) {
+        match self.pass(StoreWriter::memory(), encoder, files, name) {
             Ok(PassResult { writer, found, .. }) => Ok((writer.finish()?, found)),
             Err(PassError::Data(e)) => Err(e),
             Err(PassError::Write(e)) => Err(e.into()),
@@ -364,10 +368,11 @@ impl<'a> Loader<'a> {
         &mut self,
         mut writer: StoreWriter,
         encoder: &Encoder<'_>,
-        (files, source): (&[PathBuf], &ft_recipe::Source),
+        files: &[PathBuf],
+        name: &str,
     ) -> Result<PassResult, PassError> {
         let mut pass = SourcePass::new(encoder, self.problems.limit, &self.bar, &mut writer);
-        pass.over(files, &source.source)?;
+        pass.over(files, name)?;
         let SourcePass { found, problems, .. } = pass;
         let clean = problems.is_empty();
         self.problems.extend(problems);

@@ -4,40 +4,19 @@ use super::mix::{self, Mixture};
 use super::order::MAX_IN_MEMORY;
 use super::pack;
 use super::packed::{Rows, RowsWriter};
+use super::storage::WorkingStorage;
 use crate::error::Error;
 use crate::keep::{
-    bytes::Scratch,
-    cache::tokens_folder,
     record::{Item, saturating_u32},
     samples::{Reader, Samples},
     stats::Counts,
 };
 use ft_base::rng::{Purpose, Stream};
 use ft_recipe::Part;
-use std::path::Path;
 
 /// If samples exceed the in-memory limit, packing proceeds in parts of a fourth of the limit, to save
 /// memory.
 const PARTS: usize = 4;
-
-/// Storage for lists, and the largest number of samples permuted in memory.
-pub(super) struct WorkingStorage {
-    pub scratch: Scratch,
-    pub held: usize,
-}
-
-impl WorkingStorage {
-    /// Stores lists next to the cached tokens, or in memory without a cache.
-    pub fn new(cache: Option<&Path>) -> Self {
-        Self { scratch: Scratch::new(cache.map(tokens_folder)), held: MAX_IN_MEMORY }
-    }
-
-    #[cfg(test)]
-    pub fn with_limits(&mut self, few: usize, held: usize) {
-        self.scratch.few = few;
-        self.held = held;
-    }
-}
 
 /// The rows of an epoch.
 pub(super) struct Epoch {
@@ -67,7 +46,7 @@ impl Epoch {
         };
         let mut mix = Mixture::default();
         for (i, (source, range)) in data.sources(part).iter().zip(&ranges).enumerate() {
-            mix.push(range.clone(), source, mix::stream(seed, i), (&storage.scratch, storage.held))?;
+            mix.push(range.clone(), source, mix::stream(seed, i), storage)?;
         }
         let n = mix.len();
         if n == 0 && ranges.iter().any(|r| !r.is_empty()) {
@@ -154,6 +133,7 @@ impl<'a> EpochBuilder<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::keep::bytes::Scratch;
 
     /// A run started with a held permutation is not resumed with a computed one; all other runs are.
     #[test]

@@ -1,9 +1,10 @@
 //! Samples of an epoch, drawn from the sources by weight.
 
 use super::order::Permutation;
+use super::storage::WorkingStorage;
 use crate::error::Error;
 use crate::keep::{
-    bytes::{List, Scratch, Window},
+    bytes::{List, Window},
     record::saturating_u32,
 };
 use ft_base::rng::{Purpose, Stream};
@@ -41,7 +42,7 @@ impl Mixture {
         range: Range<usize>,
         source: &ft_recipe::Source,
         stream: Stream,
-        (scratch, held): (&Scratch, usize),
+        storage: &WorkingStorage,
     ) -> Result<(), Error> {
         let n = range.len();
         // stochastic rounding, so the expectation over seeds equals the weight; permutations never use
@@ -61,7 +62,8 @@ impl Mixture {
         let part = wanted % n;
         self.append(wanted - part, Selection::All(range.clone()));
         if part > 0 {
-            let (chosen, mut list) = (Permutation::new(stream, n, held).choose(part), scratch.list());
+            let (chosen, mut list) =
+                (Permutation::new(stream, n, storage.held).choose(part), storage.scratch.list());
             for i in (0..n).filter(|i| chosen(*i)) {
                 list.push(saturating_u32(range.start + i))?;
             }

@@ -5,6 +5,7 @@
 //! | `dataset` | all sources of a recipe |
 //! | `epoch`, `mix` | rows of an epoch; samples per source and epoch, by weight |
 //! | `order`, `pack` | random permutations; packing of samples into rows |
+//! | `storage` | storage of lists, and bounds on memory |
 //! | `packed` | rows as lists of samples |
 //! | `batches` | rows of a step, a pure function of the step number |
 //! | `micro` | model input: concatenated documents and targets |
@@ -21,3 +22,4 @@ pub(crate) mod pack;
 pub(crate) mod packed;
 pub(crate) mod score;
 pub mod show;
+mod storage;

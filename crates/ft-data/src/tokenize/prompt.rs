@@ -99,7 +99,7 @@ fn is_of(file: &Path, dir: &Path) -> bool {
 /// Prompt format of a trained adapter or model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptConfig {
-    /// PromptFormat of the training texts.
+    /// Format of the training texts.
     pub form: PromptFormat,
     /// Variables passed to the chat template.
     #[serde(default)]
