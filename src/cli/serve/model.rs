@@ -9,7 +9,7 @@ use crate::train::job;
 use candle_core::{Device, DeviceLocation};
 use ft_base::terminal::{tell, warn};
 use ft_data::hub;
-use ft_data::{Form, Tokenizer, Trained};
+use ft_data::{PromptFormat, Tokenizer, PromptConfig};
 use ft_engine::adapt::Params;
 use ft_engine::model::{Config, Decoder};
 use ft_recipe::{OneDevice, Quantize};
@@ -23,7 +23,7 @@ pub(super) struct Model {
     /// One per device, CPU last.
     pub copies: Vec<Copy>,
     pub tokenizer: Arc<Tokenizer>,
-    pub form: Form,
+    pub form: PromptFormat,
     pub variables: Map<String, Value>,
     /// Folder of the model.
     pub dir: PathBuf,
@@ -149,7 +149,7 @@ fn of_run(
     Ok(Model {
         copies,
         tokenizer,
-        form: if args.chat_template.is_some() { Form::Chat } else { trained.form },
+        form: if args.chat_template.is_some() { PromptFormat::Chat } else { trained.form },
         variables: with(variables, trained.template),
         dir: job.model.dir,
         config: job.config,
@@ -160,10 +160,10 @@ fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> ft_b
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = chat::find(&model, named.as_ref())?;
-    let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
+    let trained = PromptConfig::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
     let form = match &args.chat_template {
-        Some(_) => Form::Chat,
-        None => trained.as_ref().map_or(Form::Chat, |t| t.form),
+        Some(_) => PromptFormat::Chat,
+        None => trained.as_ref().map_or(PromptFormat::Chat, |t| t.form),
     };
     let template = chat::template(args.chat_template.as_ref(), adapter.as_ref());
     let added = job::added(adapter.as_ref())?;

@@ -58,6 +58,6 @@ fn resolve_source(
     if source.format.is_some() {
         return Ok(false);
     }
-    source.format = Some(ft_data::guess(source, &resolve)?);
+    source.format = Some(ft_data::detect_format(source, &resolve)?);
     Ok(true)
 }

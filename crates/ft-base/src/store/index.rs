@@ -1,14 +1,11 @@
 //! `model.safetensors.index.json`: maps tensors to shards.
 
+use super::path::{check_name, open_inside};
+use super::{Error, json};
+use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::io::Read;
 use std::path::Path;
-
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
-
-use super::Error;
-use super::path::{check_name, open_inside};
 
 /// The index of a sharded model.
 pub const INDEX: &str = "model.safetensors.index.json";
@@ -44,65 +41,19 @@ pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
     if bytes.starts_with(b"version https://git-lfs") {
         return Err("this is a Git LFS pointer; run `git lfs pull` in that repository".into());
     }
-    let index: Index = serde_json::from_slice(bytes).map_err(|e| format!("not a shard index: {e}"))?;
-    if index.0.is_empty() {
+    let mut index = match json::value(bytes) {
+        Ok(Value::Object(index)) => index,
+        Ok(_) => return Err("not a shard index: not a JSON object".into()),
+        Err(e) => return Err(format!("not a shard index: {e}")),
+    };
+    // "metadata" is skipped: `total_size` is wrong in many real files, and not needed.
+    let names = index.remove("weight_map").ok_or("not a shard index: it has no weight_map")?;
+    let names: BTreeMap<String, String> =
+        serde_json::from_value(names).map_err(|e| format!("not a shard index: weight_map: {e}"))?;
+    if names.is_empty() {
         return Err("its weight_map is empty".into());
     }
-    Ok(index.0)
-}
-
-struct Index(BTreeMap<String, String>);
-
-/// Deserialized manually, so that a second `weight_map` is an error and does not silently replace the first.
-impl<'de> Deserialize<'de> for Index {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Top;
-        impl<'de> Visitor<'de> for Top {
-            type Value = Index;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object with weight_map")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Index, A::Error> {
-                let mut found = None;
-                while let Some(key) = map.next_key::<String>()? {
-                    if key != "weight_map" {
-                        // "metadata" is skipped: `total_size` is wrong in many real files, and not needed.
-                        map.next_value::<IgnoredAny>()?;
-                    } else if found.replace(map.next_value::<WeightMap>()?.0).is_some() {
-                        return Err(A::Error::custom("weight_map comes twice"));
-                    }
-                }
-                found.map(Index).ok_or_else(|| A::Error::missing_field("weight_map"))
-            }
-        }
-        deserializer.deserialize_map(Top)
-    }
-}
-
-struct WeightMap(BTreeMap<String, String>);
-
-impl<'de> Deserialize<'de> for WeightMap {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
-            type Value = WeightMap;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of tensor names and file names")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<WeightMap, A::Error> {
-                let mut names = BTreeMap::new();
-                while let Some((name, file)) = map.next_entry::<String, String>()? {
-                    if let Some(before) = names.insert(name.clone(), file) {
-                        return Err(A::Error::custom(format!(
-                            "the tensor {name:?} comes twice (first in {before:?})"
-                        )));
-                    }
-                }
-                Ok(WeightMap(names))
-            }
-        }
-        deserializer.deserialize_map(Names)
-    }
+    Ok(names)
 }
 
 /// Whether a file name is one that PyTorch gives to pickle files.
@@ -125,8 +76,8 @@ mod tests {
         let cases = [
             ("{}", "weight_map"),
             (r#"{"weight_map":{}}"#, "empty"),
-            (r#"{"weight_map":{"a":"x","a":"y"}}"#, "\"a\" comes twice"),
-            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "weight_map comes twice"),
+            (r#"{"weight_map":{"a":"x","a":"y"}}"#, "\"a\" is there twice"),
+            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "\"weight_map\" is there twice"),
             (r#"{"weight_map":{"a":1}}"#, "string"),
             ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ];
