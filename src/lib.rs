@@ -53,9 +53,9 @@
 //! hub/      where models come from: the Hugging Face hub, its cache, local folders
 //! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
-//! comm/     ranks, and the collectives between them
+//! ranks/    ranks, and the collectives between them
 //! model/    the mathematics: families as data, one decoder layer
-//! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
+//! load/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
 //! gguf/     models and adapters as llama.cpp reads them
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with

@@ -441,7 +441,7 @@ impl Statics {
             out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
         if machine.cuda && ranks.data > 1 {
-            // see `comm/devices.rs`: shards received from the other ranks
+            // see `ranks/nccl.rs`: shards received from the other ranks
             out.summed = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).collect();
             out.parts = lens.iter().map(|n| if ranks.zero < 2 { 4 * own(*n) } else { 0 }).collect();
         }

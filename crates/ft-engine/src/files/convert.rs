@@ -66,19 +66,19 @@ stored! {
 
 /// Target of a conversion. Widening to f32 or f64 is exact; narrowing rounds once.
 trait Float: Stored + WithDType {
-    fn from_f32(x: f32) -> Self;
-    fn from_f64(x: f64) -> Self;
+    fn of_f32(x: f32) -> Self;
+    fn of_f64(x: f64) -> Self;
 }
 
 macro_rules! float {
     ($($t:ty, $from_f32:expr, $from_f64:expr;)*) => {$(
         impl Float for $t {
             #[inline(always)]
-            fn from_f32(x: f32) -> Self {
+            fn of_f32(x: f32) -> Self {
                 ($from_f32)(x)
             }
             #[inline(always)]
-            fn from_f64(x: f64) -> Self {
+            fn of_f64(x: f64) -> Self {
                 ($from_f64)(x)
             }
         }
@@ -149,10 +149,10 @@ impl Load<'_> {
     /// Converts from any floating-point type.
     fn run_to<D: Float>(&self, from: Dtype) -> Result<Tensor, Error> {
         match from {
-            Dtype::F32 => self.run(D::from_f32),
-            Dtype::BF16 => self.run(|x: bf16| D::from_f32(x.to_f32())),
-            Dtype::F16 => self.run(|x: f16| D::from_f32(x.to_f32())),
-            Dtype::F64 => self.run(D::from_f64),
+            Dtype::F32 => self.run(D::of_f32),
+            Dtype::BF16 => self.run(|x: bf16| D::of_f32(x.to_f32())),
+            Dtype::F16 => self.run(|x: f16| D::of_f32(x.to_f32())),
+            Dtype::F64 => self.run(D::of_f64),
             _ => Err(self.refuse(from, D::DTYPE)),
         }
     }

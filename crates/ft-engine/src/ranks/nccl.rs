@@ -21,25 +21,25 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// Interval between checks of pending NCCL operations.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK: Duration = Duration::from_millis(100);
 /// Time to wait for the host group to name a lost rank before reporting an NCCL error.
-const SAYS: Duration = Duration::from_secs(1);
+const NAMING: Duration = Duration::from_secs(1);
 const MEETING: At = At { what: "the meeting of NCCL", unit: None };
 const END: At = At { what: "the end of NCCL", unit: None };
 
 /// An error of NCCL.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Trouble(String);
+struct NcclError(String);
 
-impl Failure for Trouble {
+impl Failure for NcclError {
     fn exit_code(&self) -> ExitCode {
         ExitCode::LostRank
     }
 }
 
 /// A rank with a CUDA device.
-struct Devices<'a> {
+struct Nccl<'a> {
     host: &'a dyn Comm,
     link: Link,
     received: AtomicU64,
@@ -60,7 +60,7 @@ pub fn with<R>(
         let aborting = Arc::clone(&handle);
         host.when_lost(Box::new(move || aborting.abort()));
         look(handle, Arc::clone(&over), timeout)?;
-        let all = Devices { host, link, received: AtomicU64::new(0) };
+        let all = Nccl { host, link, received: AtomicU64::new(0) };
         let outcome = f(&all).and_then(|out| all.end().map(|()| out));
         over.store(true, Relaxed);
         outcome.map_err(|e| all.explain(e))
@@ -77,10 +77,10 @@ fn meet(host: &dyn Comm, device: &Device) -> Result<Link> {
     let id = if host.rank() == 0 { nccl::id()?.to_vec() } else { Vec::new() };
     let all = host.all_gather_bytes(MEETING, &id, true)?;
     let Some(id) = all.first().and_then(|id| id.as_slice().try_into().ok()) else {
-        return Err(Trouble("the first rank has not said where NCCL meets: a bug in ft".into()).into());
+        return Err(NcclError("the first rank has not said where NCCL meets: a bug in ft".into()).into());
     };
     let link = Link::join(device, id, (host.rank(), host.world()), &|| host.lost().is_some());
-    let link = link.map_err(|e| Trouble(e.to_string()))?;
+    let link = link.map_err(|e| NcclError(e.to_string()))?;
     // No rank starts before all have joined.
     host.all_gather_bytes(MEETING, &[], true)?;
     Ok(link)
@@ -90,15 +90,15 @@ fn meet(host: &dyn Comm, device: &Device) -> Result<Link> {
 fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> Result<()> {
     let look = move || {
         while !over.load(Relaxed) && !handle.is_aborted() {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK);
             handle.look(timeout);
         }
     };
     let started = std::thread::Builder::new().name("NCCL".into()).stack_size(512 << 10).spawn(look);
-    started.map(drop).map_err(|e| Trouble(format!("a thread cannot start: {e}")).into())
+    started.map(drop).map_err(|e| NcclError(format!("a thread cannot start: {e}")).into())
 }
 
-impl Devices<'_> {
+impl Nccl<'_> {
     /// Waits until all ranks have received all data.
     fn end(&self) -> Result<()> {
         self.link.synchronize()?;
@@ -108,11 +108,11 @@ impl Devices<'_> {
     /// Returns an NCCL failure as an error of this rank, unless the host group knows the cause.
     fn check(&self) -> Result<()> {
         let Some(why) = self.link.handle().trouble() else { return Ok(()) };
-        let end = Instant::now() + SAYS;
+        let end = Instant::now() + NAMING;
         while self.host.lost().is_none() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let e = Trouble(why).into();
+        let e = NcclError(why).into();
         self.host.fail(&e);
         Err(self.host.lost().map_or(e, Into::into))
     }
@@ -128,11 +128,11 @@ impl Devices<'_> {
 
     /// Maps the error of a started NCCL operation.
     fn begun<T>(&self, outcome: candle_core::Result<T>) -> Result<T> {
-        outcome.map_err(|e| self.explain(Trouble(e.to_string()).into()))
+        outcome.map_err(|e| self.explain(NcclError(e.to_string()).into()))
     }
 }
 
-impl Comm for Devices<'_> {
+impl Comm for Nccl<'_> {
     fn rank(&self) -> usize {
         self.host.rank()
     }

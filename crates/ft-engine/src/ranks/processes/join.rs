@@ -51,14 +51,14 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
     match launch.map(|l| (l, &l.meeting)) {
         Some((launch, Meeting::At(host, port))) => {
             let lost = |why: String| fail(why, ExitCode::LostRank);
-            let met = meet(launch, (host, *port), about, timeout.max(MEET)).map_err(lost)?;
+            let joined = meet(launch, (host, *port), about, timeout.max(MEET)).map_err(lost)?;
             let monitor = Arc::new(Monitor::new((rank, world), timeout));
-            monitor.know_hosts(met.hosts);
+            monitor.know_hosts(joined.hosts);
             let known = Arc::clone(&monitor);
-            let transport = tcp::start(met.values, move |round| known.done(round));
+            let transport = tcp::start(joined.values, move |round| known.done(round));
             let all = Processes::new(monitor, transport.map_err(|e| lost(e.to_string()))?);
-            begin(&all, met.monitors)?;
-            Ok((all, met.neighbours))
+            begin(&all, joined.monitors)?;
+            Ok((all, joined.neighbours))
         }
         Some((_, Meeting::Nowhere(why))) => {
             let why =
@@ -84,7 +84,7 @@ fn begin(all: &Processes, monitors: Connections) -> Result<(), Error> {
 }
 
 /// Result of a rendezvous.
-struct Met {
+struct Joined {
     /// Connections for liveness messages.
     monitors: Connections,
     /// Connections for values.
@@ -99,7 +99,7 @@ fn meet(
     (host, port): (&str, u16),
     about: String,
     timeout: Duration,
-) -> Result<Met, String> {
+) -> Result<Joined, String> {
     let end = Instant::now() + timeout;
     let (to, one_machine) = rendezvous::resolve(host, port, if rank == 0 { Instant::now() } else { end })?;
     let listener = rendezvous::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
@@ -113,7 +113,7 @@ fn meet(
     let values = rendezvous::connect_pairs(&roster, rank, host, &listener, end)?;
     let about = roster.about();
     let hosts = about.iter().map(|a| host_of(a).into()).collect();
-    Ok(Met { monitors, values, hosts, neighbours: Neighbours::count(&about, rank) })
+    Ok(Joined { monitors, values, hosts, neighbours: Neighbours::count(&about, rank) })
 }
 
 /// Implements [`join`] over MPI.

@@ -17,9 +17,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Interval between heartbeats.
-const BEAT: Duration = Duration::from_millis(500);
+const HEARTBEAT: Duration = Duration::from_millis(500);
 /// Interval between checks.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK: Duration = Duration::from_millis(100);
 /// A gap between checks beyond this means that this process itself was stopped;
 /// silence during the gap is ignored.
 const STOPPED: Duration = Duration::from_secs(2);
@@ -27,9 +27,9 @@ const STOPPED: Duration = Duration::from_secs(2);
 /// because launchers kill the remaining processes one second later.
 const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
 /// Time to wait for data sent by a failed rank before the failure.
-const COMES: Duration = Duration::from_millis(500);
+const DRAIN: Duration = Duration::from_millis(500);
 /// Additional time for other ranks to wait for the report of rank 0.
-const AFTER_FIRST: Duration = Duration::from_millis(250);
+const AFTER_RANK_0: Duration = Duration::from_millis(250);
 
 /// A message, sent as one line of JSON.
 #[derive(Serialize, Deserialize)]
@@ -128,7 +128,7 @@ impl Monitor {
             let Some(line) = line else { continue };
             line.set_nodelay(true)?;
             // a stopped process does not drain the socket
-            line.set_write_timeout(Some(BEAT))?;
+            line.set_write_timeout(Some(HEARTBEAT))?;
             let (monitor, line) = (Arc::clone(self), line.try_clone()?);
             start(format!("line {rank}"), Box::new(move || monitor.listen(rank, line)))?;
         }
@@ -196,11 +196,11 @@ impl Monitor {
                 return Ok(round);
             }
             let left = match &s.failed {
-                None => LOOK,
+                None => CHECK,
                 // The failed rank got at least as far, so data for this round is on the way and this rank
                 // may yet find and report the same cause.
                 Some((e, since, false)) if !e.hangs && s.peers[e.rank].at.0 >= s.peers[self.rank].at.0 => {
-                    let left = (*since + COMES).saturating_duration_since(Instant::now());
+                    let left = (*since + DRAIN).saturating_duration_since(Instant::now());
                     if left.is_zero() {
                         return Err(e.clone());
                     }
@@ -314,7 +314,7 @@ impl Monitor {
         // A stopped process is silent, and may block others in an earlier collective: it takes precedence.
         let others = (0..self.world).filter(|r| *r != self.rank && !s.peers[*r].gone);
         let silent = others.min_by_key(|r| s.peers[*r].heard);
-        let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * BEAT));
+        let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * HEARTBEAT));
         let last = (0..self.world).min_by_key(|r| s.peers[*r].at.0);
         let late = silent.or(last.filter(|r| s.peers[*r].at.0 < number));
         let (late, why) = match late {
@@ -337,7 +337,7 @@ impl Monitor {
     fn run(&self) {
         let (mut looked, mut beat) = (Instant::now(), Instant::now());
         loop {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK);
             let now = Instant::now();
             let mut s = self.lock();
             if s.over {
@@ -345,7 +345,7 @@ impl Monitor {
             }
             if let Some((e, since, died)) = &s.failed {
                 let first = self.rank == 0;
-                let grace = GRACE[usize::from(*died)] + if first { Duration::ZERO } else { AFTER_FIRST };
+                let grace = GRACE[usize::from(*died)] + if first { Duration::ZERO } else { AFTER_RANK_0 };
                 if now - *since > grace {
                     let say = first || e.rank == 0 && (*died || e.hangs);
                     let e = e.clone();
@@ -373,7 +373,7 @@ impl Monitor {
                 s.deadline = None;
             }
             drop(s);
-            if now - beat > BEAT {
+            if now - beat > HEARTBEAT {
                 beat = now;
                 self.send_all(&Message::Alive);
             }

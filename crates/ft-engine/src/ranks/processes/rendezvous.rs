@@ -14,13 +14,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 /// Timeout for the first message of a connection.
-const SAYS: Duration = Duration::from_secs(5);
+const HELLO: Duration = Duration::from_secs(5);
 /// Delay before a message about missing ranks is printed.
-const QUIET: Duration = Duration::from_secs(4);
+const NOTICE_DELAY: Duration = Duration::from_secs(4);
 /// Interval between connection attempts.
-const AGAIN: Duration = Duration::from_millis(100);
+const RETRY: Duration = Duration::from_millis(100);
 /// Maximum size of a message in bytes.
-const MOST: usize = 16 << 20;
+const MAX_MESSAGE: usize = 16 << 20;
 
 /// Connections by rank; `None` for this process.
 pub type Connections = Vec<Option<TcpStream>>;
@@ -110,7 +110,7 @@ fn receive<T: DeserializeOwned>(stream: &mut TcpStream, timeout: Duration) -> st
     let mut len = [0; 4];
     stream.read_exact(&mut len)?;
     let len = u32::from_le_bytes(len) as usize;
-    if len > MOST {
+    if len > MAX_MESSAGE {
         return Err(std::io::Error::other("not a process of ft"));
     }
     let mut text = vec![0; len];
@@ -143,7 +143,7 @@ pub fn listen(to: SocketAddr, port: u16, one_machine: bool) -> Result<TcpListene
 pub fn resolve(host: &str, port: u16, end: Instant) -> Result<(SocketAddr, bool), String> {
     loop {
         match Launch::address(host, port) {
-            Err(_) if Instant::now() < end => std::thread::sleep(AGAIN),
+            Err(_) if Instant::now() < end => std::thread::sleep(RETRY),
             resolved => return resolved,
         }
     }
@@ -160,7 +160,7 @@ fn connect(
         let why = match to() {
             Err(why) => why,
             Ok(to) => {
-                match TcpStream::connect_timeout(&to, SAYS).and_then(|mut s| send(&mut s, hello).map(|()| s))
+                match TcpStream::connect_timeout(&to, HELLO).and_then(|mut s| send(&mut s, hello).map(|()| s))
                 {
                     Ok(stream) => return Ok(stream),
                     Err(e) => format!("it does not reach {to}: {e}"),
@@ -171,7 +171,7 @@ fn connect(
             return Err(why);
         }
         notice.look(|| why);
-        std::thread::sleep(AGAIN);
+        std::thread::sleep(RETRY);
     }
 }
 
@@ -183,7 +183,7 @@ struct Notice {
 
 impl Notice {
     fn new(end: Instant) -> Self {
-        Self { end, due: Some(Instant::now() + QUIET) }
+        Self { end, due: Some(Instant::now() + NOTICE_DELAY) }
     }
 
     fn look(&mut self, why: impl FnOnce() -> String) {
@@ -235,7 +235,7 @@ pub fn register_all(
         notice.look(who);
         let Some(mut stream) = accept(listener)? else { continue };
         // not a process of ft: ignore
-        let Ok(Hello::Register(other)) = receive::<Hello>(&mut stream, SAYS) else { continue };
+        let Ok(Hello::Register(other)) = receive::<Hello>(&mut stream, HELLO) else { continue };
         if let Some(why) = other.refused(&own, |r| members[r].is_some()) {
             for stream in streams.iter_mut().flatten().chain([&mut stream]) {
                 let _ = send(stream, &Reply::Refused(why.clone()));
@@ -267,7 +267,7 @@ pub fn register(
     let world = own.world;
     let to = || Launch::address(host, port).map(|(to, _)| to);
     let mut stream = connect(to, &Hello::Register(own), end)?;
-    let left = end.saturating_duration_since(Instant::now()) + SAYS;
+    let left = end.saturating_duration_since(Instant::now()) + HELLO;
     let reply =
         receive(&mut stream, left).map_err(|e| format!("the first does not answer at {host}:{port}: {e}"))?;
     match reply {
@@ -301,11 +301,11 @@ pub fn connect_pairs(
         *stream = Some(connect(to, &Hello::Peer(roster.key, rank), end)?);
     }
     while streams.iter().skip(rank + 1).any(Option::is_none) {
-        if Instant::now() > end + SAYS {
+        if Instant::now() > end + HELLO {
             return Err("others that have met the first do not come".into());
         }
         let Some(mut stream) = accept(listener)? else { continue };
-        if let Ok(Hello::Peer(key, peer)) = receive(&mut stream, SAYS)
+        if let Ok(Hello::Peer(key, peer)) = receive(&mut stream, HELLO)
             && key == roster.key
             && peer > rank
             && let Some(place) = streams.get_mut(peer)
