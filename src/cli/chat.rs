@@ -10,7 +10,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use ft_base::store;
 use ft_base::terminal::{print, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_data::{PromptFormat, Tokenizer, PromptConfig};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
 use ft_engine::load::Base;
@@ -256,7 +256,11 @@ impl Chat<'_> {
 
 /// Prompt form: from the options, or from the training.
 fn form(args: &Args, trained: Option<&PromptConfig>) -> ft_base::Result<PromptFormat> {
-    let named = if args.raw { Some(PromptFormat::Text) } else { args.form.as_deref().and_then(PromptFormat::from_word) };
+    let named = if args.raw {
+        Some(PromptFormat::Text)
+    } else {
+        args.form.as_deref().and_then(PromptFormat::from_word)
+    };
     let template =
         [("--chat-template", args.chat_template.is_some()), ("--template", !args.template.is_empty())];
     let only_chat = template.into_iter().find(|o| o.1).map(|o| o.0);

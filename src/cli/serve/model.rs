@@ -9,7 +9,7 @@ use crate::train::job;
 use candle_core::{Device, DeviceLocation};
 use ft_base::terminal::{tell, warn};
 use ft_data::hub;
-use ft_data::{PromptFormat, Tokenizer, PromptConfig};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapt::Params;
 use ft_engine::model::{Config, Decoder};
 use ft_recipe::{OneDevice, Quantize};

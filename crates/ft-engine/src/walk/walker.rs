@@ -12,7 +12,7 @@ use candle_core::{Device, Result};
 use ft_base::memory::place::{self, Phase};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Parked;
-use ft_kernels::group::Groups;
+use ft_kernels::dispatch::Groups;
 use ft_kernels::padded::Padded;
 
 /// State of a layer between forward and backward.

@@ -8,7 +8,7 @@ use crate::model::pass::batch::Context;
 use crate::model::pass::sink::Sink;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
-use ft_kernels::group::{Groups, Sorted};
+use ft_kernels::dispatch::{Groups, Sorted};
 use ft_kernels::route::cuda::Routed;
 use ft_kernels::route::{self, Balance};
 use ft_kernels::tensor::On;

@@ -8,7 +8,7 @@ use crate::model::pass::batch::Context;
 use crate::model::pass::sink::Sink;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
-use ft_kernels::dispatch::{Groups, Sorted};
+use ft_kernels::dispatch::Sorted;
 use ft_kernels::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
 use ft_kernels::swiglu;
 

@@ -5,7 +5,7 @@ use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
 use crate::model::linear::{self, Linear};
 use ft_kernels::Tensor;
-use ft_kernels::group::{Groups, Sorted};
+use ft_kernels::dispatch::{Groups, Sorted};
 use ft_kernels::route::cuda::Routed;
 use std::sync::{Arc, Mutex};
 
