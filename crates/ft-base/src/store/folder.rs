@@ -378,16 +378,26 @@ fn is_folder(path: &Path) -> bool {
 
 /// Resolves links in the path of a folder, if it exists.
 fn real(path: &Path) -> Result<PathBuf, Error> {
-    let real = match path.canonicalize() {
-        Ok(real) => real,
-        Err(e) if e.kind() == io::ErrorKind::NotFound && !there(path) => return Ok(path.to_path_buf()),
-        Err(e) => return Err(Error::write("use", path, None, e)),
+    let real = loop {
+        match path.canonicalize() {
+            Ok(real) => break real,
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::write("use", path, None, e)),
+            Err(e) => match path.symlink_metadata() {
+                // A dangling link.
+                Ok(m) if m.is_symlink() => return Err(Error::write("use", path, None, e)),
+                // Another process has just committed the folder.
+                Ok(_) => {}
+                Err(_) => return Ok(path.to_path_buf()),
+            },
+        }
     };
     // Another folder would replace it: a shell would be left in a deleted working directory, and a mount
     // cannot be renamed.
     let here = std::env::current_dir().and_then(|d| d.canonicalize());
     let device = |p: &Path| p.metadata().map(|m| m.dev()).ok();
-    let is_mount = real.is_dir() && device(&real) != real.parent().and_then(device);
+    // An unknown device means that another process has just set the folder aside.
+    let devices = device(&real).zip(real.parent().and_then(device));
+    let is_mount = real.is_dir() && devices.is_some_and(|(own, above)| own != above);
     match is_mount || here.is_ok_and(|here| here.starts_with(&real)) {
         true => Err(no_name(path)),
         false => Ok(real),

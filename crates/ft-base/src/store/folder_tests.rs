@@ -96,19 +96,40 @@ fn the_second_is_refused_or_waits() {
     // A writer of another folder next to it does not interfere.
     drop(NewFolder::begin(&root.path().join("other")).unwrap());
     fill(&first, "one");
+    let (waiting, is_waiting) = std::sync::mpsc::channel();
     std::thread::scope(|s| {
         let waits = s.spawn(|| {
-            let second = NewFolder::begin_in_turn(&target, &|_| {}).unwrap();
+            let told = |holder: Option<&str>| waiting.send(holder.is_some()).unwrap();
+            let second = NewFolder::begin_in_turn(&target, &told).unwrap();
             assert_eq!(whole(&target).as_deref(), Some("one"));
             fill(&second, "two");
             second.replace(&ours).unwrap();
         });
-        std::thread::sleep(3 * PAUSE);
+        assert!(is_waiting.recv().unwrap(), "the holder is known");
         first.commit().unwrap();
         waits.join().unwrap();
     });
     assert_eq!(whole(&target).as_deref(), Some("two"));
     assert_eq!(names(root.path()), ["m"]);
+}
+
+/// A target that another process creates or sets aside during the call is no error.
+#[test]
+fn a_path_resolves_while_its_folder_comes_and_goes() {
+    let root = tempfile::tempdir().unwrap();
+    let (target, aside) = (root.path().join("m"), root.path().join("aside"));
+    fs::create_dir(&target).unwrap();
+    std::thread::scope(|s| {
+        let renames = s.spawn(|| {
+            for _ in 0..20_000 {
+                fs::rename(&target, &aside).unwrap();
+                fs::rename(&aside, &target).unwrap();
+            }
+        });
+        while !renames.is_finished() {
+            real(&target).unwrap();
+        }
+    });
 }
 
 /// Many concurrent writers: all of them finish, and the result is one of their folders.
