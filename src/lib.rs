@@ -72,4 +72,4 @@ pub use ft_base::{Error, Place, Result};
 /// Unit tests count allocations as the binary does.
 #[cfg(test)]
 #[global_allocator]
-static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;
+static ALLOCATOR: ft_base::memory::CountingAllocator = ft_base::memory::CountingAllocator;

@@ -8,7 +8,7 @@ use super::step::{Setup, probe};
 use super::{Error, Job};
 use crate::report::{self, CARD};
 use candle_core::{DType, Device, Tensor};
-use ft_base::store::{self, NewFolder};
+use ft_base::store::{self, AtomicFolder};
 use ft_base::terminal::warn;
 use ft_data::{Micro, Tokenizer};
 use ft_engine::adapt::adapter::{self, Adapter, Values};
@@ -89,7 +89,7 @@ pub fn write(
     let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
     walk::finite(&before, "the trained model", hint)?;
     let target = result_dir(job, dir);
-    let new = NewFolder::begin(&target)?;
+    let new = AtomicFolder::begin(&target)?;
     let out = new.path();
     let full = job.selection.everything_full();
     if full {

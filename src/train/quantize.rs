@@ -3,7 +3,7 @@
 use super::Job;
 use super::identity::model_hash;
 use super::output::is_of_model;
-use ft_base::store::{self, NewFolder, hash};
+use ft_base::store::{self, AtomicFolder, hash};
 use ft_base::terminal::{tell, warn};
 use ft_engine::files::{FileHash, TensorFiles};
 use ft_engine::model::Config;
@@ -118,12 +118,12 @@ pub(super) fn cached(job: &Job) -> ft_base::Result<Option<Cached>> {
     let dir = job.recipe.resolve(&dir.to_string_lossy());
     let shown = dir.display();
     // Removes drafts of killed processes.
-    NewFolder::sweep_beside(&dir);
+    AtomicFolder::sweep_beside(&dir);
     let mut made = Made::new(model_hash(job)?);
     if let Found::Whole(copy) = made.find(&dir, &m.overrides)? {
         return Ok(Some(*copy));
     }
-    let new = NewFolder::begin_in_turn(&dir, &|holder| {
+    let new = AtomicFolder::begin_waiting(&dir, &|holder| {
         let who = holder.map_or(String::new(), |h| format!(" ({h})"));
         tell(&format!("waiting for another ft process{who}, which is writing {shown}"));
     })?;

@@ -20,7 +20,7 @@ use candle_core::Device;
 use ft_base::memory;
 use ft_base::memory::place;
 use ft_base::store::checkpoint::{self, Checkpoint, Checkpoints};
-use ft_base::store::{self, NewFolder, RunLock};
+use ft_base::store::{self, AtomicFolder, RunLock};
 use ft_base::terminal::{Progress, tell, warn};
 use ft_data::hub::Want;
 use ft_data::{Batches, Dataset, Micro};
@@ -167,7 +167,7 @@ pub(super) fn first(
         watch::check(&job, plan)?;
     }
     // Fails early if the result folder is not writable.
-    drop(NewFolder::begin(&result)?);
+    drop(AtomicFolder::begin(&result)?);
     let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
     let newest = match options.step {
         Some(step) => Some(checkpoints.whole(step)?),

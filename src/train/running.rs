@@ -14,7 +14,7 @@ use crate::log::{Metrics, unix_time};
 use ft_base::error::ExitCode;
 use ft_base::memory;
 use ft_base::memory::place;
-use ft_base::terminal::{Progress, Told, shell_word, tell, warn};
+use ft_base::terminal::{Progress, StepFigures, shell_word, tell, warn};
 use ft_data::{Dataset, Form};
 use ft_engine::adapt::{LearningRate, initial, learning_rates};
 use ft_engine::model::modules;
@@ -229,7 +229,7 @@ impl Running<'_> {
             line["learning_rates"] = json!(rates);
         }
         self.metrics.write(&line)?;
-        self.progress.step(step, Told { loss: s.loss, grad_norm: s.grad_norm, lr, rate });
+        self.progress.step(step, StepFigures { loss: s.loss, grad_norm: s.grad_norm, lr, rate });
         Ok(())
     }
 

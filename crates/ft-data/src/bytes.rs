@@ -2,7 +2,7 @@
 //! when long.
 
 use super::error::Error;
-use ft_base::store::{self, Pending};
+use ft_base::store::{self, AtomicFile};
 use ft_base::terminal::warn;
 use std::fs::File;
 use std::io::{self, Write};
@@ -164,7 +164,7 @@ impl Spool {
         {
             let path = folder.join("list");
             // an unwritable folder keeps the list in memory, as for tokens
-            self.file = Pending::create(&path, None).ok().map(|p| (p.unnamed(), path));
+            self.file = AtomicFile::create(&path, None).ok().map(|p| (p.unnamed(), path));
             self.scratch.folder = self.file.as_ref().map(|_| folder);
         }
         let Some((file, path)) = &mut self.file else { return Ok(()) };

@@ -16,8 +16,8 @@ use super::samples::{Store, Writer};
 use super::stats::Found;
 use super::strftime;
 use ft_base::error::Place;
-use ft_base::store::hash::{self, Written};
-use ft_base::store::{self, Pending};
+use ft_base::store::hash::{self, KnownHash};
+use ft_base::store::{self, AtomicFile};
 use ft_base::terminal::{tell, warn};
 use ft_recipe::Format;
 use serde::{Deserialize, Serialize};
@@ -270,7 +270,7 @@ impl<'a> Entry<'a> {
     /// Creates a writer with temporary names; the final name is known after the pass.
     pub fn writer(&self) -> Result<Writer, store::Error> {
         let _ = store::sweep_temporary(&self.folder);
-        let pending = || Pending::create(&self.folder.join(&self.name), None);
+        let pending = || AtomicFile::create(&self.folder.join(&self.name), None);
         Ok(Writer::files(pending()?, pending()?))
     }
 
@@ -283,7 +283,7 @@ impl<'a> Entry<'a> {
     ///
     /// # Errors
     /// Files that cannot be written.
-    pub fn keep(&self, mut writer: Writer, found: &Found) -> Result<Written, store::Error> {
+    pub fn keep(&self, mut writer: Writer, found: &Found) -> Result<KnownHash, store::Error> {
         writer.flush()?;
         let limit = if found.cut() == 0 { "all".to_string() } else { self.limit() };
         let header = Header {
@@ -304,7 +304,7 @@ impl<'a> Entry<'a> {
         let [index, tokens] = ["index", "tokens"].map(|what| self.path(&limit, what));
         let _ = std::fs::remove_file(&index);
         writer.tokens.commit_as(&tokens)?;
-        let written = Written::new(tokens, header.hash)?;
+        let written = KnownHash::new(tokens, header.hash)?;
         records.commit_as(&index)?;
         if bytes > TOLD {
             let (gib, folder) = (bytes as f64 / f64::from(1 << 30), self.folder.display());

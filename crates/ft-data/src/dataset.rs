@@ -12,7 +12,7 @@ use super::samples::{Samples, Store, Writer};
 use super::stats::{Found, Stats};
 use super::{Rows, Tokenizer};
 use ft_base::rng::{Purpose, Stream};
-use ft_base::store::{self, hash::Written};
+use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
 use ft_recipe::{Format, OnBadRow, Part, Recipe};
 use indicatif::ProgressBar;
@@ -61,7 +61,7 @@ pub(super) struct Loader<'a> {
     bar: ProgressBar,
     space: Space,
     /// Cache files written by this load.
-    written: Vec<Written>,
+    written: Vec<KnownHash>,
 }
 
 impl Dataset {
@@ -118,7 +118,7 @@ impl Dataset {
         let (train, held_out) = split(samples, cfg.eval_share, seed, &space)?;
         let eval = dataset(held_out, Part::Eval, cfg, stats.clone(), seed, &space)?;
         let train = dataset(train, Part::Train, cfg, stats, seed, &space)?;
-        written.iter().for_each(Written::keep);
+        written.iter().for_each(KnownHash::keep);
         Ok((train, Some(eval)))
     }
 
@@ -255,7 +255,7 @@ impl<'a> Loader<'a> {
         self.sources(self.data.sources(part))?;
         let samples = of_part(self.samples, part, self.data, seed, &self.space)?;
         let dataset = dataset(samples, part, self.data, self.stats, seed, &self.space)?;
-        self.written.iter().for_each(Written::keep);
+        self.written.iter().for_each(KnownHash::keep);
         Ok(dataset)
     }
 

@@ -10,7 +10,7 @@ use super::encode::{Example, UNSUPERVISED};
 use super::error::Error;
 use super::record::{ENTRY, Entry, MARK, Packed, RECORD, Record, small};
 use super::rows::Item;
-use ft_base::store::Pending;
+use ft_base::store::AtomicFile;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -121,7 +121,7 @@ pub(super) struct Sink {
 
 enum To {
     Memory(Vec<u8>),
-    File(Pending),
+    File(AtomicFile),
 }
 
 impl Sink {
@@ -175,7 +175,7 @@ impl Writer {
     }
 
     /// Writes to files.
-    pub fn files(tokens: Pending, records: Pending) -> Self {
+    pub fn files(tokens: AtomicFile, records: AtomicFile) -> Self {
         Self::new(To::File(tokens), To::File(records))
     }
 

@@ -8,7 +8,7 @@
 use super::Error;
 use super::write::{Entry, check_names, write_tensor};
 use candle_core::{DType, Tensor};
-use ft_base::store::{Pending, free_bytes};
+use ft_base::store::{AtomicFile, free_bytes};
 use std::path::Path;
 
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -132,7 +132,7 @@ pub fn write_gguf(
     {
         return Err(Error::DiskFull { path: path.to_path_buf(), needed, free }.into());
     }
-    let mut pending = Pending::create(path, Some(needed))?;
+    let mut pending = AtomicFile::create(path, Some(needed))?;
     pending.write(&header)?;
     for e in &entries {
         write_tensor(&mut pending, e, &get(&e.name)?)?;

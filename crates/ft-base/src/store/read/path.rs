@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::OFlags;
 
-use super::Error;
+use crate::store::Error;
 
 /// Checks that `name` is a non-empty relative path without `.` in front, `..`, root, backslash or NUL.
 /// Does not access the file system.

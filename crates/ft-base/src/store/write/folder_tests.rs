@@ -1,3 +1,5 @@
+use super::super::atomic::write_atomic;
+use super::super::workspace::{KEEP, OLD, exists};
 use super::*;
 use crate::error::Failure;
 use crate::store::fault::POINTS;
@@ -7,7 +9,7 @@ use std::os::unix::fs::symlink;
 use std::process::Command;
 
 /// Writes two files with the same text; readers must never see a mix of texts.
-fn fill(new: &NewFolder, text: &str) {
+fn fill(new: &AtomicFolder, text: &str) {
     for file in ["config.json", "weights"] {
         write_atomic(&new.path().join(file), text.as_bytes()).unwrap();
     }
@@ -20,7 +22,7 @@ fn ours(name: &str) -> bool {
 /// The text of a complete folder; `None` if absent.
 fn whole(dir: &Path) -> Option<String> {
     let text = fs::read_to_string(dir.join("config.json"));
-    if !there(dir) {
+    if !exists(dir) {
         return None;
     }
     let text = text.unwrap_or_else(|e| panic!("{}: {e}: {:?}", dir.display(), names(dir)));
@@ -32,7 +34,7 @@ fn whole(dir: &Path) -> Option<String> {
 fn a_folder_appears_whole_and_is_replaced_whole() {
     let root = tempfile::tempdir().unwrap();
     let target = root.path().join("a/b/m");
-    let new = NewFolder::begin(&target).unwrap();
+    let new = AtomicFolder::begin(&target).unwrap();
     fill(&new, "one");
     assert!(!target.exists());
     new.refuse_occupied("").unwrap();
@@ -49,13 +51,13 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
     fs::create_dir(target.join("folder")).unwrap();
     fs::write(target.join("folder/weights"), "mine").unwrap();
     symlink("/etc/hostname", target.join("link")).unwrap();
-    let new = NewFolder::begin(&target).unwrap();
+    let new = AtomicFolder::begin(&target).unwrap();
     fill(&new, "two");
     let error = new.refuse_occupied("--overwrite").unwrap_err();
     assert!(matches!(error, Error::Occupied { .. }) && error.exit_code() == crate::ExitCode::Usage);
     assert!(matches!(new.commit(), Err(Error::Occupied { .. })));
     assert_eq!(whole(&target).as_deref(), Some("one"));
-    let new = NewFolder::begin(&target).unwrap();
+    let new = AtomicFolder::begin(&target).unwrap();
     fill(&new, "two");
     assert_eq!(whole(&target).as_deref(), Some("one"), "the old one is there until the exchange");
     new.replace(&ours).unwrap();
@@ -68,7 +70,7 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
 #[test]
 fn a_dropped_folder_leaves_nothing() {
     let root = tempfile::tempdir().unwrap();
-    let new = NewFolder::begin(&root.path().join("a/b/m")).unwrap();
+    let new = AtomicFolder::begin(&root.path().join("a/b/m")).unwrap();
     fill(&new, "one");
     drop(new);
     assert_eq!(names(root.path()), Vec::<String>::new());
@@ -76,9 +78,9 @@ fn a_dropped_folder_leaves_nothing() {
     let target = root.path().join("m");
     fs::create_dir(&target).unwrap();
     fs::set_permissions(&target, fs::Permissions::from_mode(0o750)).unwrap();
-    drop(NewFolder::begin(&target).unwrap());
+    drop(AtomicFolder::begin(&target).unwrap());
     assert_eq!(names(root.path()), ["m"]);
-    let new = NewFolder::begin(&target).unwrap();
+    let new = AtomicFolder::begin(&target).unwrap();
     fill(&new, "one");
     new.commit().unwrap();
     assert_eq!(whole(&target).as_deref(), Some("one"));
@@ -89,18 +91,18 @@ fn a_dropped_folder_leaves_nothing() {
 fn the_second_is_refused_or_waits() {
     let root = tempfile::tempdir().unwrap();
     let target = root.path().join("m");
-    let first = NewFolder::begin(&target).unwrap();
-    let error = NewFolder::begin(&target).unwrap_err();
+    let first = AtomicFolder::begin(&target).unwrap();
+    let error = AtomicFolder::begin(&target).unwrap_err();
     assert!(matches!(&error, Error::Locked { dir, holder: Some(_) } if *dir == target), "{error}");
     assert_eq!(error.exit_code(), crate::ExitCode::Storage);
     // A writer of another folder next to it does not interfere.
-    drop(NewFolder::begin(&root.path().join("other")).unwrap());
+    drop(AtomicFolder::begin(&root.path().join("other")).unwrap());
     fill(&first, "one");
     let (waiting, is_waiting) = std::sync::mpsc::channel();
     std::thread::scope(|s| {
         let waits = s.spawn(|| {
             let told = |holder: Option<&str>| waiting.send(holder.is_some()).unwrap();
-            let second = NewFolder::begin_in_turn(&target, &told).unwrap();
+            let second = AtomicFolder::begin_waiting(&target, &told).unwrap();
             assert_eq!(whole(&target).as_deref(), Some("one"));
             fill(&second, "two");
             second.replace(&ours).unwrap();
@@ -142,7 +144,7 @@ fn a_crowd_writes_one_folder() {
             let target = &target;
             s.spawn(move || {
                 for round in 0..5 {
-                    let new = NewFolder::begin_in_turn(target, &|_| {}).unwrap();
+                    let new = AtomicFolder::begin_waiting(target, &|_| {}).unwrap();
                     whole(target);
                     fill(&new, &format!("{i} {round}"));
                     new.replace(&ours).unwrap();
@@ -158,17 +160,17 @@ fn a_crowd_writes_one_folder() {
 fn paths_that_are_no_names_are_refused() {
     let root = tempfile::tempdir().unwrap();
     for path in [Path::new("/"), Path::new("."), Path::new(".."), Path::new("src/..")] {
-        let error = NewFolder::begin_named(path).unwrap_err();
+        let error = AtomicFolder::begin_named(path).unwrap_err();
         assert!(matches!(error, Error::Name { .. }), "{error}");
         assert_eq!(error.exit_code(), crate::ExitCode::Usage);
     }
     fs::write(root.path().join("file"), "x").unwrap();
     for path in ["file/m", "file"] {
-        let result = NewFolder::begin_named(&root.path().join(path)).and_then(|new| new.commit());
+        let result = AtomicFolder::begin_named(&root.path().join(path)).and_then(|new| new.commit());
         assert!(result.is_err(), "{path}");
     }
     symlink("gone", root.path().join("dangling")).unwrap();
-    assert!(NewFolder::begin_named(&root.path().join("dangling")).is_err());
+    assert!(AtomicFolder::begin_named(&root.path().join("dangling")).is_err());
     assert_eq!(names(root.path()), ["dangling", "file"]);
     assert_eq!(fs::read(root.path().join("file")).unwrap(), b"x");
 }
@@ -179,7 +181,7 @@ fn links_are_followed_where_the_user_names_them_alone() {
     let root = tempfile::tempdir().unwrap();
     fs::create_dir_all(root.path().join("disk/m")).unwrap();
     symlink("disk/m", root.path().join("m")).unwrap();
-    let new = NewFolder::begin_named(&root.path().join("m")).unwrap();
+    let new = AtomicFolder::begin_named(&root.path().join("m")).unwrap();
     fill(&new, "one");
     new.commit().unwrap();
     assert_eq!(whole(&root.path().join("disk/m")).as_deref(), Some("one"));
@@ -188,7 +190,7 @@ fn links_are_followed_where_the_user_names_them_alone() {
     fs::create_dir(root.path().join("victim")).unwrap();
     fs::write(root.path().join("victim/key"), "secret").unwrap();
     symlink("victim", root.path().join(".ft-out.tmp")).unwrap();
-    let error = NewFolder::begin_named(&root.path().join("out")).unwrap_err();
+    let error = AtomicFolder::begin_named(&root.path().join("out")).unwrap_err();
     assert!(error.to_string().contains(".ft-out.tmp"), "{error}");
     assert_eq!(names(&root.path().join("victim")), ["key"]);
 
@@ -199,7 +201,7 @@ fn links_are_followed_where_the_user_names_them_alone() {
     fs::write(workspace.join(KEEP), "key\0../../victim/key\0/etc/hostname\0..\0").unwrap();
     let target = root.path().join("q");
     fs::create_dir(&target).unwrap();
-    let new = NewFolder::begin(&target).unwrap();
+    let new = AtomicFolder::begin(&target).unwrap();
     fill(&new, "one");
     new.commit().unwrap();
     assert_eq!(names(&target), ["config.json", "weights"]);
@@ -207,7 +209,7 @@ fn links_are_followed_where_the_user_names_them_alone() {
     // The list may be a pipe without a writer.
     fs::create_dir(&workspace).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, workspace.join(KEEP), rustix::fs::Mode::RWXU).unwrap();
-    assert!(NewFolder::begin(&target).is_err());
+    assert!(AtomicFolder::begin(&target).is_err());
 }
 
 /// The child process of the fault test, aborted at a fault point.
@@ -217,7 +219,7 @@ fn fault_child() {
     let dir = std::env::var("FT_FAULT_DIR").expect("run by the fault test alone");
     for (name, text) in [("m", "two"), ("n", "two"), ("m", "three")] {
         let target = Path::new(&dir).join(name);
-        let new = NewFolder::begin(&target).unwrap();
+        let new = AtomicFolder::begin(&target).unwrap();
         fill(&new, text);
         new.replace(&ours).unwrap();
     }
@@ -236,12 +238,12 @@ fn every_fault_point_leaves_a_whole_folder() {
             for hit in 1..=2 {
                 let root = tempfile::tempdir().unwrap();
                 let m = root.path().join("m");
-                let new = NewFolder::begin(&m).unwrap();
+                let new = AtomicFolder::begin(&m).unwrap();
                 fill(&new, "one");
                 new.commit().unwrap();
                 fs::write(m.join("notes.txt"), "mine").unwrap();
                 let mut child = Command::new(std::env::current_exe().unwrap());
-                child.args(["store::folder::tests::fault_child", "--exact", "--ignored"]);
+                child.args(["store::write::folder::tests::fault_child", "--exact", "--ignored"]);
                 child.env("FT_FAULT", format!("{point}:{hit}")).env("FT_FAULT_DIR", root.path());
                 if !exchange {
                     child.env("FT_FAULT_NO_EXCHANGE", "1");
@@ -259,13 +261,13 @@ fn every_fault_point_leaves_a_whole_folder() {
                 let n = whole(&root.path().join("n"));
                 assert!(n.is_none_or(|n| n == "two"), "{at}");
                 // The next start of any writer in this parent.
-                drop(NewFolder::begin(&root.path().join("other")).unwrap());
+                drop(AtomicFolder::begin(&root.path().join("other")).unwrap());
                 assert!(whole(&m).is_some(), "{at}");
                 assert_eq!(fs::read(m.join("notes.txt")).unwrap(), b"mine", "{at}");
                 let left = names(root.path());
                 assert!(left.iter().all(|n| n == "m" || n == "n"), "{at}: left {left:?}");
                 // The next start of a writer of this folder.
-                let new = NewFolder::begin(&m).unwrap();
+                let new = AtomicFolder::begin(&m).unwrap();
                 fill(&new, "four");
                 new.replace(&ours).unwrap();
                 assert_eq!(whole(&m).as_deref(), Some("four"), "{at}");
@@ -283,12 +285,12 @@ fn a_full_disk_costs_the_new_folder_only() {
     let mut failures = 0;
     for free in 0..10u64 {
         let target = root.path().join("m");
-        let first = NewFolder::begin(&target).unwrap();
+        let first = AtomicFolder::begin(&target).unwrap();
         fill(&first, "one");
         first.replace(&ours).unwrap();
         fs::write(target.join("notes.txt"), "mine").unwrap();
         root.fill_but(free);
-        let result = NewFolder::begin(&target).and_then(|new| {
+        let result = AtomicFolder::begin(&target).and_then(|new| {
             write_atomic(&new.path().join("config.json"), b"two")?;
             write_atomic(&new.path().join("weights"), b"two")?;
             new.replace(&ours)

@@ -5,10 +5,11 @@ use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use super::Error;
 use super::path::{check_name, open_inside};
+use crate::store::Error;
 
 /// The index of a sharded model.
 pub const INDEX: &str = "model.safetensors.index.json";
@@ -45,38 +46,17 @@ pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
         return Err("this is a Git LFS pointer; run `git lfs pull` in that repository".into());
     }
     let index: Index = serde_json::from_slice(bytes).map_err(|e| format!("not a shard index: {e}"))?;
-    if index.0.is_empty() {
+    if index.weight_map.0.is_empty() {
         return Err("its weight_map is empty".into());
     }
-    Ok(index.0)
+    Ok(index.weight_map.0)
 }
 
-struct Index(BTreeMap<String, String>);
-
-/// Deserialized manually, so that a second `weight_map` is an error and does not silently replace the first.
-impl<'de> Deserialize<'de> for Index {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Top;
-        impl<'de> Visitor<'de> for Top {
-            type Value = Index;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object with weight_map")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Index, A::Error> {
-                let mut found = None;
-                while let Some(key) = map.next_key::<String>()? {
-                    if key != "weight_map" {
-                        // "metadata" is skipped: `total_size` is wrong in many real files, and not needed.
-                        map.next_value::<IgnoredAny>()?;
-                    } else if found.replace(map.next_value::<WeightMap>()?.0).is_some() {
-                        return Err(A::Error::custom("weight_map comes twice"));
-                    }
-                }
-                found.map(Index).ok_or_else(|| A::Error::missing_field("weight_map"))
-            }
-        }
-        deserializer.deserialize_map(Top)
-    }
+/// Ignores `metadata`: `total_size` is wrong in many real files, and not needed. A second `weight_map`
+/// is an error.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: WeightMap,
 }
 
 struct WeightMap(BTreeMap<String, String>);
@@ -126,7 +106,7 @@ mod tests {
             ("{}", "weight_map"),
             (r#"{"weight_map":{}}"#, "empty"),
             (r#"{"weight_map":{"a":"x","a":"y"}}"#, "\"a\" comes twice"),
-            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "weight_map comes twice"),
+            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "duplicate field `weight_map`"),
             (r#"{"weight_map":{"a":1}}"#, "string"),
             ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ];

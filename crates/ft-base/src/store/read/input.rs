@@ -2,6 +2,7 @@
 //! block forever, and a device has no end) up to a size limit.
 
 use super::path::not_a_file;
+use crate::store::disk::human_bytes;
 use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -34,7 +35,7 @@ pub fn read_plain(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut file = open_plain(path)?;
     let size = file.metadata()?.len();
     let too_large = || {
-        let text = format!("it is larger than {}", super::error::human_bytes(most));
+        let text = format!("it is larger than {}", human_bytes(most));
         io::Error::new(io::ErrorKind::InvalidInput, text)
     };
     if size > most {
@@ -63,7 +64,7 @@ pub fn read_given(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let wrong = |why: String| Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     match bytes.len() as u64 {
         0 => wrong("it is a pipe that nobody writes to".into()),
-        n if n > most => wrong(format!("it is larger than {}", super::error::human_bytes(most))),
+        n if n > most => wrong(format!("it is larger than {}", human_bytes(most))),
         _ => Ok(bytes),
     }
 }

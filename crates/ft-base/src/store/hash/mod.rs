@@ -4,243 +4,64 @@
 //! Like git, the cache does not store the hash of a file modified shortly before reading: another change
 //! within the resolution of the file system's clock would go unnoticed.
 
-use std::fs::{File, Metadata};
-use std::io::{self, Read};
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt};
+mod entry;
+mod stat;
+mod tree;
+
+pub use stat::Stat;
+pub use tree::whole;
+
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
-use blake3::hazmat::{
-    ChainingValue, HasherExt, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root,
-};
-use serde::{Deserialize, Serialize};
+use entry::CacheSlot;
+use tree::{KnownBlocks, Tree};
 
-use super::cache::{cache_folder, sweep_oldest};
-use super::path::open_inside;
-use super::{Error, write_atomic};
+use super::Error;
+use super::cache::cache_folder;
+use super::read::open_inside;
 
-/// Bytes hashed at once: a subtree of the BLAKE3 tree (hence a power of two), sized to fit in a core's
-/// L2 cache.
-const BLOCK: u64 = 64 << 10;
-/// Bytes per task; also a subtree.
-const PIECE: u64 = 1 << 20;
-/// Smaller files are not cached, because hashing is faster than a lookup.
-const LEAST: u64 = 4 << 20;
-/// A file modified this recently may change again without a visible difference.
-const TICK: Duration = Duration::from_secs(2);
-/// Maximum number of cached hashes; the oldest are removed.
-const KEPT: usize = 1024;
-
-/// Hashes a whole file, independent of the file position. Reads and hashes subtrees of the BLAKE3 tree
-/// in parallel.
-pub fn whole(file: &File) -> io::Result<blake3::Hash> {
-    Tree { file, bytes: file.metadata()?.len(), passing: None }.hash()
-}
-
-/// The BLAKE3 tree of a file.
-struct Tree<'a> {
-    file: &'a File,
-    bytes: u64,
-    /// Blocks hashed earlier, if any.
-    passing: Option<&'a Passing>,
-}
-
-impl Tree<'_> {
-    fn hash(&self) -> io::Result<blake3::Hash> {
-        let mut buffer = Vec::new();
-        if self.bytes <= BLOCK {
-            return Ok(self.block(0, self.bytes, &mut buffer)?.finalize());
-        }
-        let (left, right) = self.halves(0, self.bytes, &mut buffer)?;
-        Ok(merge_subtrees_root(&left, &right, Mode::Hash))
-    }
-
-    fn halves(
-        &self,
-        at: u64,
-        bytes: u64,
-        buffer: &mut Vec<u8>,
-    ) -> io::Result<(ChainingValue, ChainingValue)> {
-        let left = left_subtree_len(bytes);
-        if bytes <= PIECE {
-            return Ok((self.subtree(at, left, buffer)?, self.subtree(at + left, bytes - left, buffer)?));
-        }
-        let half = |at, bytes| move || self.subtree(at, bytes, &mut Vec::new());
-        let halves = rayon::join(half(at, left), half(at + left, bytes - left));
-        Ok((halves.0?, halves.1?))
-    }
-
-    fn subtree(&self, at: u64, bytes: u64, buffer: &mut Vec<u8>) -> io::Result<ChainingValue> {
-        if bytes > BLOCK {
-            let (left, right) = self.halves(at, bytes, buffer)?;
-            return Ok(merge_subtrees_non_root(&left, &right, Mode::Hash));
-        }
-        match self.passing.and_then(|p| p.blocks.get((at / BLOCK) as usize)?.get()) {
-            Some(known) => Ok(*known),
-            None => Ok(self.block(at, bytes, buffer)?.finalize_non_root()),
-        }
-    }
-
-    /// Reads and hashes a block, through a buffer that stays in the CPU cache.
-    fn block(&self, at: u64, bytes: u64, buffer: &mut Vec<u8>) -> io::Result<blake3::Hasher> {
-        buffer.resize(bytes as usize, 0);
-        self.file.read_exact_at(buffer, at)?;
-        Ok(hashed(at, buffer))
-    }
-}
-
-/// BLAKE3 state after a subtree starting at byte `at`.
-fn hashed(at: u64, bytes: &[u8]) -> blake3::Hasher {
-    let mut hasher = blake3::Hasher::new();
-    hasher.set_input_offset(at);
-    hasher.update(bytes);
-    hasher
-}
-
-/// Hashes a file while it is read for another purpose. The reader passes the bytes to [`Passing::saw`].
+/// Hashes a file while it is read for another purpose. The reader passes the bytes to
+/// [`StreamHasher::update`].
 #[derive(Debug)]
-pub struct Passing {
+pub struct StreamHasher {
     /// State of the file at the start.
     before: Stat,
     /// Start time.
     began: SystemTime,
-    /// Chaining value of each whole block seen.
-    blocks: Box<[OnceLock<ChainingValue>]>,
+    blocks: KnownBlocks,
 }
 
-impl Passing {
+impl StreamHasher {
     /// Starts hashing a file; `None` if the hash is cached.
     ///
     /// # Errors
     /// [`Error::Read`].
     pub fn begin(file: &File, path: &Path) -> Result<Option<Self>, Error> {
         let before = Stat::of_file(file, path)?;
-        let kept = Place::of(cache_folder(), path, &before).is_some_and(|p| p.look(&before).is_some());
-        Ok((!kept).then(|| Self::new(before, SystemTime::now())))
+        let cached = CacheSlot::of(cache_folder(), path, &before).is_some_and(|s| s.get(&before).is_some());
+        Ok((!cached).then(|| Self::new(before, SystemTime::now())))
     }
 
     fn new(before: Stat, began: SystemTime) -> Self {
-        let blocks = (0..before.size / BLOCK).map(|_| OnceLock::new()).collect();
-        Self { before, began, blocks }
+        Self { blocks: KnownBlocks::new(before.size), before, began }
     }
 
     /// Records bytes read at offset `at` of the file. Only whole, aligned blocks are used.
-    pub fn saw(&self, at: u64, bytes: &[u8]) {
-        let (before, blocks) = bytes.split_at(bytes.len().min((at.next_multiple_of(BLOCK) - at) as usize));
-        let first = (at + before.len() as u64) / BLOCK;
-        for (number, block) in (first..).zip(blocks.chunks_exact(BLOCK as usize)) {
-            if let Some(known) = self.blocks.get(number as usize) {
-                known.get_or_init(|| hashed(number * BLOCK, block).finalize_non_root());
-            }
-        }
-    }
-}
-
-/// Identity and version of a file. Two equal values mean the same, unmodified file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stat {
-    device: u64,
-    inode: u64,
-    size: u64,
-    /// Seconds and nanoseconds.
-    modified: (i64, i64),
-    changed: (i64, i64),
-}
-
-impl Stat {
-    fn of_file(file: &File, path: &Path) -> Result<Stat, Error> {
-        file.metadata().map(|m| Stat::of(&m)).map_err(|e| Error::read(path, e))
-    }
-
-    /// From the metadata of a file.
-    pub fn of(m: &Metadata) -> Stat {
-        Stat {
-            device: m.dev(),
-            inode: m.ino(),
-            size: m.len(),
-            modified: (m.mtime(), m.mtime_nsec()),
-            changed: (m.ctime(), m.ctime_nsec()),
-        }
-    }
-
-    /// Whether a modification after `now` would change the time stamps.
-    pub fn settled(&self, now: SystemTime) -> bool {
-        let Some(since) = now.checked_sub(TICK).and_then(|t| t.duration_since(UNIX_EPOCH).ok()) else {
-            return false;
-        };
-        let since = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
-        self.modified < since && self.changed < since
-    }
-}
-
-/// A cache entry.
-#[derive(Debug, Serialize, Deserialize)]
-struct Kept {
-    path: PathBuf,
-    stat: Stat,
-    blake3: String,
-    /// Checksum of the other fields, so that a damaged entry is not used.
-    check: String,
-}
-
-impl Kept {
-    fn checked(path: &Path, stat: &Stat, blake3: &str) -> Kept {
-        let mut h = blake3::Hasher::new();
-        h.update(path.as_os_str().as_bytes())
-            .update(format!("{stat:?}").as_bytes())
-            .update(blake3.as_bytes());
-        let check = h.finalize().to_hex().to_string();
-        Kept { path: path.to_path_buf(), stat: stat.clone(), blake3: blake3.to_string(), check }
-    }
-}
-
-/// Location of the cache entry of a file.
-struct Place {
-    folder: PathBuf,
-    /// Canonical path of the file.
-    real: PathBuf,
-}
-
-impl Place {
-    /// `None` for files not cached: small files, and paths that are not UTF-8.
-    fn of(folder: Option<PathBuf>, path: &Path, stat: &Stat) -> Option<Place> {
-        let real = path.canonicalize().ok().filter(|p| stat.size >= LEAST && p.to_str().is_some())?;
-        Some(Place { folder: folder?.join("hashes"), real })
-    }
-
-    fn kept(&self) -> PathBuf {
-        let name = blake3::hash(self.real.as_os_str().as_bytes()).to_hex();
-        self.folder.join(&name.as_str()[..32])
-    }
-
-    /// The cached hash, if valid for the current state of the file.
-    fn look(&self, stat: &Stat) -> Option<String> {
-        let mut bytes = Vec::new();
-        File::open(self.kept()).ok()?.take(1 << 16).read_to_end(&mut bytes).ok()?;
-        let found: Kept = serde_json::from_slice(&bytes).ok()?;
-        let sound = found.check == Kept::checked(&found.path, &found.stat, &found.blake3).check;
-        (sound && found.path == self.real && found.stat == *stat).then_some(found.blake3)
-    }
-
-    /// Stores a hash. Best effort: without a writable cache folder, the next command hashes again.
-    fn keep(&self, stat: &Stat, blake3: &str) {
-        let bytes = serde_json::to_vec(&Kept::checked(&self.real, stat, blake3)).unwrap_or_default();
-        if write_atomic(&self.kept(), &bytes).is_ok() {
-            sweep_oldest(&self.folder, KEPT);
-        }
+    pub fn update(&self, at: u64, bytes: &[u8]) {
+        self.blocks.update(at, bytes);
     }
 }
 
 /// A file written by this process, whose hash is known without reading it.
-pub struct Written {
+pub struct KnownHash {
     path: PathBuf,
     stat: Stat,
     blake3: String,
 }
 
-impl Written {
+impl KnownHash {
     /// The file at `path`, with known hash `blake3`.
     ///
     /// # Errors
@@ -257,21 +78,20 @@ impl Written {
 
     fn keep_in(&self, folder: Option<PathBuf>, now: SystemTime) {
         let same = std::fs::metadata(&self.path).is_ok_and(|m| Stat::of(&m) == self.stat);
-        if let Some(place) =
-            Place::of(folder, &self.path, &self.stat).filter(|_| same && self.stat.settled(now))
-        {
-            place.keep(&self.stat, &self.blake3);
+        let slot = CacheSlot::of(folder, &self.path, &self.stat);
+        if let Some(slot) = slot.filter(|_| same && self.stat.settled(now)) {
+            slot.put(&self.stat, &self.blake3);
         }
     }
 }
 
 /// Hash (64 hexadecimal digits) and size of an open file, from the cache if valid. Blocks seen by
-/// `passing` are not read again.
+/// `stream` are not read again.
 ///
 /// # Errors
 /// [`Error::Read`]; [`Error::Changed`] if the file changes meanwhile.
-pub fn of(file: &File, path: &Path, passing: Option<&Passing>) -> Result<(String, u64), Error> {
-    of_in(cache_folder(), file, path, passing, SystemTime::now())
+pub fn of(file: &File, path: &Path, stream: Option<&StreamHasher>) -> Result<(String, u64), Error> {
+    of_in(cache_folder(), file, path, stream, SystemTime::now())
 }
 
 /// Like [`of`], for the file `name` in `dir`.
@@ -287,36 +107,40 @@ fn of_in(
     folder: Option<PathBuf>,
     file: &File,
     path: &Path,
-    passing: Option<&Passing>,
+    stream: Option<&StreamHasher>,
     now: SystemTime,
 ) -> Result<(String, u64), Error> {
-    let (before, now) = match passing {
+    let (before, now) = match stream {
         Some(p) => (p.before.clone(), p.began),
         None => (Stat::of_file(file, path)?, now),
     };
-    let place = Place::of(folder, path, &before);
-    if passing.is_none()
-        && let Some(blake3) = place.as_ref().and_then(|p| p.look(&before))
+    let slot = CacheSlot::of(folder, path, &before);
+    if stream.is_none()
+        && let Some(blake3) = slot.as_ref().and_then(|s| s.get(&before))
     {
         return Ok((blake3, before.size));
     }
-    let tree = Tree { file, bytes: before.size, passing };
-    let hash = tree.hash();
+    let hash = Tree { file, bytes: before.size, known: stream.map(|s| &s.blocks) }.hash();
     if Stat::of_file(file, path)? != before {
-        let problem = "another program changed it while it was read\n  hint: wait until that is done".into();
+        let problem = "another program changed it while it was read\nhint: wait until that is done".into();
         return Err(Error::Changed { path: path.to_path_buf(), problem });
     }
     let blake3 = hash.map_err(|e| Error::read(path, e))?.to_hex().to_string();
-    if let Some(place) = place.filter(|_| before.settled(now)) {
-        place.keep(&before, &blake3);
+    if let Some(slot) = slot.filter(|_| before.settled(now)) {
+        slot.put(&before, &blake3);
     }
     Ok((blake3, before.size))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::entry::{CacheEntry, LEAST};
+    use super::stat::TICK;
+    use super::tree::{BLOCK, PIECE};
     use super::*;
     use std::fs;
+    use std::os::unix::fs::FileExt;
+    use std::time::Duration;
 
     /// Well after all writes of a test.
     fn later() -> SystemTime {
@@ -365,8 +189,9 @@ mod tests {
             let bytes: Vec<u8> = (0..len).map(|i| (i * 2_654_435_761) as u8).collect();
             fs::write(&path, &bytes).unwrap();
             let file = fs::File::open(&path).unwrap();
-            let new = || Passing::new(Stat::of_file(&file, &path).unwrap(), SystemTime::now());
-            let hash = |p: &Passing| Tree { file: &file, bytes: len, passing: Some(p) }.hash().unwrap();
+            let new = || StreamHasher::new(Stat::of_file(&file, &path).unwrap(), SystemTime::now());
+            let hash =
+                |p: &StreamHasher| Tree { file: &file, bytes: len, known: Some(&p.blocks) }.hash().unwrap();
             let whole = blake3::hash(&bytes);
             // Parts of several sizes, with gaps and repetitions.
             let passing = new();
@@ -374,13 +199,13 @@ mod tests {
             for (i, part) in [100_000, 7, BLOCK, 1_500_000, 3 * BLOCK, 1 << 30].into_iter().enumerate() {
                 let part = part.min(len - at);
                 let read = &bytes[at as usize..(at + part) as usize];
-                (0..=i % 2).for_each(|_| passing.saw(at, read));
+                (0..=i % 2).for_each(|_| passing.update(at, read));
                 at = (at + part + i as u64 * 1000).min(len);
             }
             assert_eq!(hash(&passing), whole, "{len}");
             // Wrong bytes change the hash, so seen blocks are really not read again.
             let passing = new();
-            passing.saw(0, &vec![9; len as usize]);
+            passing.update(0, &vec![9; len as usize]);
             assert_eq!(hash(&passing) == whole, len <= BLOCK, "{len}");
         }
     }
@@ -391,11 +216,11 @@ mod tests {
         let path = dir.path().join("model");
         fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
         let file = fs::File::open(&path).unwrap();
-        let passing = Passing::new(Stat::of_file(&file, &path).unwrap(), later());
+        let passing = StreamHasher::new(Stat::of_file(&file, &path).unwrap(), later());
         let kept = || of_in(Some(dir.path().into()), &file, &path, Some(&passing), later());
         let hash = kept().unwrap().0;
-        let place = Place::of(Some(dir.path().into()), &path, &passing.before).unwrap();
-        assert_eq!(place.look(&passing.before), Some(hash));
+        let place = CacheSlot::of(Some(dir.path().into()), &path, &passing.before).unwrap();
+        assert_eq!(place.get(&passing.before), Some(hash));
         std::thread::sleep(Duration::from_millis(20));
         write_at(&path, 5, 7);
         assert!(matches!(kept(), Err(Error::Changed { .. })));
@@ -411,7 +236,7 @@ mod tests {
         let at = || Some(dir.path().to_path_buf());
         let path = dir.path().join("tokens");
         fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
-        let written = Written::new(path.clone(), "known".into()).unwrap();
+        let written = KnownHash::new(path.clone(), "known".into()).unwrap();
         let hash = || of_in(at(), &fs::File::open(&path).unwrap(), &path, None, SystemTime::now()).unwrap().0;
         written.keep_in(at(), SystemTime::now());
         assert_ne!(hash(), "known", "it was written a moment ago");
@@ -440,7 +265,7 @@ mod tests {
         assert_eq!(hash(later()), first);
         let stat = Stat::of(&fs::metadata(&path).unwrap());
         let plant = |stat: &Stat| {
-            let other = Kept::checked(&real, stat, "planted");
+            let other = CacheEntry::checked(&real, stat, "planted");
             fs::write(kept().unwrap(), serde_json::to_vec(&other).unwrap()).unwrap();
         };
         plant(&stat);

@@ -8,25 +8,25 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use tempfile::NamedTempFile;
 
-use super::Error;
-use super::fault::fault;
-use super::path::open_inside;
+use crate::store::Error;
+use crate::store::fault::fault;
+use crate::store::read::open_inside;
 
 /// Prefix and suffix of temporary files and folders, by which a sweep finds the leftovers of killed
 /// processes.
 pub(super) const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
 
 /// A file being written under a temporary name. Removed on drop unless committed.
-pub struct Pending {
+pub struct AtomicFile {
     file: NamedTempFile,
     path: PathBuf,
     needed: Option<u64>,
 }
 
-impl Pending {
+impl AtomicFile {
     /// Starts a file to be renamed to `path`, creating parent folders. `needed` is the final size in
     /// bytes, for messages.
-    pub fn create(path: &Path, needed: Option<u64>) -> Result<Pending, Error> {
+    pub fn create(path: &Path, needed: Option<u64>) -> Result<AtomicFile, Error> {
         let dir = folder_of(path);
         std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, needed, e))?;
         loop {
@@ -41,7 +41,7 @@ impl Pending {
                 continue;
             }
             fault!("atomic.created");
-            return Ok(Pending { file, path: path.to_path_buf(), needed });
+            return Ok(AtomicFile { file, path: path.to_path_buf(), needed });
         }
     }
 
@@ -58,7 +58,7 @@ impl Pending {
         self.file.into_parts().0
     }
 
-    /// Like [`Pending::commit`], under another name in the same folder.
+    /// Like [`AtomicFile::commit`], under another name in the same folder.
     pub fn commit_as(mut self, path: &Path) -> Result<(), Error> {
         self.path = path.to_path_buf();
         self.commit()
@@ -67,7 +67,7 @@ impl Pending {
     /// Makes the contents durable and renames the file to the final name.
     pub fn commit(self) -> Result<(), Error> {
         fault!("atomic.written");
-        let Pending { file, path, needed } = self;
+        let AtomicFile { file, path, needed } = self;
         file.as_file().sync_all().map_err(|e| Error::write("sync", &path, needed, e))?;
         fault!("atomic.synced");
         file.persist(&path).map_err(|e| Error::write("rename to", &path, needed, e.error))?;
@@ -96,7 +96,7 @@ fn hold(file: &File) -> bool {
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     // Best effort: leftovers are harmless.
     let _ = sweep_temporary(folder_of(path));
-    let mut pending = Pending::create(path, Some(bytes.len() as u64))?;
+    let mut pending = AtomicFile::create(path, Some(bytes.len() as u64))?;
     pending.write(bytes)?;
     pending.commit()
 }
@@ -115,7 +115,7 @@ pub fn copy_inside(from: &Path, name: &str, to: &Path) -> Result<(), Error> {
     }
     let (mut file, source) = open_inside(from, name)?;
     let length = file.metadata().map_err(|e| Error::read(&source, e))?.len();
-    let mut pending = Pending::create(&to.join(name), Some(length))?;
+    let mut pending = AtomicFile::create(&to.join(name), Some(length))?;
     let mut buffer = vec![0u8; length.clamp(1, 1 << 20) as usize];
     loop {
         match file.read(&mut buffer) {
@@ -138,17 +138,6 @@ pub fn folder_of(path: &Path) -> &Path {
 /// Makes renames and removals in a folder durable.
 pub fn sync_folder(dir: &Path) -> Result<(), Error> {
     File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| Error::write("sync", dir, None, e))
-}
-
-/// Free bytes for this user on the disk of `dir`, or of the nearest existing ancestor; `None` if unknown.
-pub fn free_bytes(dir: &Path) -> Option<u64> {
-    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
-    let stat = dir.ancestors().find_map(|d| {
-        let d = if d.as_os_str().is_empty() { Path::new(".") } else { d };
-        rustix::fs::statvfs(d).ok()
-    })?;
-    // Some FUSE file systems report zeros.
-    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// Removes unlocked temporary files in a folder, left by killed processes.
@@ -210,7 +199,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         write_atomic(&path, b"old").unwrap();
-        let mut pending = Pending::create(&path, None).unwrap();
+        let mut pending = AtomicFile::create(&path, None).unwrap();
         pending.write(b"half").unwrap();
         drop(pending);
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
@@ -222,7 +211,7 @@ mod tests {
     fn what_is_being_written_is_not_swept() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(".ft-dead.tmp"), b"x").unwrap();
-        let mut pending = Pending::create(&dir.path().join("large"), None).unwrap();
+        let mut pending = AtomicFile::create(&dir.path().join("large"), None).unwrap();
         pending.write(b"half").unwrap();
         write_atomic(&dir.path().join("small"), b"whole").unwrap();
         assert!(!dir.path().join(".ft-dead.tmp").exists());
