@@ -2,9 +2,8 @@
 //!
 //! `ft run` rejects them by name instead of ignoring them. Removing an entry enables the key.
 
-use super::kind::{self, Unset};
-use super::report::{Diagnostic, MOST, Text};
-use super::tree::{Table, Value};
+use crate::keys::{Unset, find_key};
+use crate::syntax::{Diagnostic, MAX_PROBLEMS, SourceText, Table, Value, parse_value};
 use std::collections::BTreeSet;
 
 /// The unsupported values of a key.
@@ -29,7 +28,7 @@ const NOT_BUILT: &[(&str, What)] = &[
 ];
 
 /// Finds unsupported keys in `root`. Skips keys in `bad`, which already have a problem.
-pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
+pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
     for (path, what) in NOT_BUILT {
         let Some(node) = root.find(path) else { continue };
@@ -39,7 +38,7 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
             Changed => default_of(path).is_some_and(|d| d != node.value),
         };
         let inside = |b: &String| b.strip_prefix(path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
-        if refused && !bad.iter().any(inside) && found.len() < MOST {
+        if refused && !bad.iter().any(inside) && found.len() < MAX_PROBLEMS {
             let message = format!("not built yet: {path} = {}", node.value);
             let hint = match default_of(path) {
                 // The default is not MPI either, because few machines have the required libraries.
@@ -55,35 +54,25 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
 
 /// The default of the key at a dotted path, if any.
 fn default_of(path: &str) -> Option<Value> {
-    let mut found = None;
-    kind::each(&mut |p, key| {
-        if p == path
-            && let Unset::Toml(text) = key.default
-        {
-            found = super::check::default_node(text).map(|n| n.value);
-        }
-    });
-    found
+    match find_key(path)?.default {
+        Unset::Toml(text) => parse_value(text).map(|n| n.value),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::keys::Kind;
 
     /// Renamed keys must be renamed in `NOT_BUILT` too.
     #[test]
     fn every_line_names_a_key_and_what_it_can_hold() {
         for (path, what) in NOT_BUILT {
-            let mut found = None;
-            kind::each(&mut |p, key| {
-                if p == *path {
-                    found = Some(key);
-                }
-            });
-            let key = found.unwrap_or_else(|| panic!("no key {path}"));
+            let key = find_key(path).unwrap_or_else(|| panic!("no key {path}"));
             match what {
                 Word(w) => match key.kind {
-                    kind::Kind::Word(words) => {
+                    Kind::Word(words) => {
                         assert!(words.iter().any(|(x, _)| x == w), "{path} {w}");
                     }
                     other => panic!("{path} has no words: {other:?}"),

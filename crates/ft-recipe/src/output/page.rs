@@ -1,9 +1,8 @@
 //! The reference page: all keys of a recipe, as Markdown.
 
-use super::check::expected;
-use super::keys::Recipe;
-use super::kind::{GROUPS, Key, Kind, Unset};
-use super::tree::join;
+use crate::check::expected;
+use crate::keys::{GROUPS, Key, Kind, Recipe, Unset};
+use crate::syntax::join;
 use std::fmt::Write;
 
 /// Renders the page from the key table.
@@ -19,7 +18,7 @@ pub fn page() -> String {
 /// Writes the keys of a table, then subtables.
 fn section(out: &mut String, path: &str, brackets: &str, doc: &str, keys: &'static [Key]) {
     let title = match brackets {
-        "" => "At the top".to_string(),
+        "" => "Span the top".to_string(),
         "[[" => format!("`[[{path}]]`"),
         _ => format!("`[{path}]`"),
     };
@@ -88,11 +87,11 @@ mod tests {
     fn every_key_is_on_the_page() {
         let page = page();
         let mut keys = 0;
-        super::super::kind::each(&mut |path, key| {
+        crate::keys::each_key(&mut |path, key| {
             if !matches!(key.kind, Kind::Table(_) | Kind::Tables(_)) {
                 let table = path.strip_suffix(key.name).unwrap_or("").trim_end_matches('.').replace(".0", "");
                 let heads =
-                    [format!("\n## `[{table}]`"), format!("\n## `[[{table}]]`"), "\n## At the top".into()];
+                    [format!("\n## `[{table}]`"), format!("\n## `[[{table}]]`"), "\n## Span the top".into()];
                 let at = heads.iter().find_map(|h| page.find(h.as_str())).unwrap_or(0);
                 let section = &page[at + 1..];
                 let section = &section[..section.find("\n## ").unwrap_or(section.len())];

@@ -1,8 +1,8 @@
 //! Suggestions for unknown names: similar spellings, and names used by other programs.
 
-use super::elsewhere;
-use super::kind::{self, Key, Kind};
-use super::tree::{join, quote};
+use super::foreign;
+use crate::keys::{Key, Kind, each_key};
+use crate::syntax::{join, quote};
 
 /// The entry of `names` nearest to `word` by edit distance or prefix, if close enough.
 pub fn nearest<'n>(word: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
@@ -18,26 +18,28 @@ pub fn nearest<'n>(word: &str, names: impl IntoIterator<Item = &'n str>) -> Opti
         .map(|(_, n)| n)
 }
 
+/// A dotted path without list indices.
+fn without_indices(path: &str) -> String {
+    path.split('.').filter(|p| p.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
+}
+
 /// Message and hints for an unknown key in the table at `path`.
 pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, Vec<String>) {
     let table = match path {
         "" => "a recipe".to_string(),
-        path => format!(
-            "[{}]",
-            path.split('.').filter(|p| p.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
-        ),
+        path => format!("[{}]", without_indices(path)),
     };
     let message = match path {
         "" => format!("unknown key: {name}"),
         _ => format!("unknown key: {} (in {table})", join(path, name)),
     };
-    let mut elsewhere = Vec::new();
-    kind::each(&mut |p, key| {
+    let mut same_name = Vec::new();
+    each_key(&mut |p, key| {
         if key.name == name && !p.is_empty() {
-            elsewhere.push(p.replace(".0.", "."));
+            same_name.push(p.replace(".0.", "."));
         }
     });
-    if let Some((_, ours)) = elsewhere::KEYS.iter().find(|(theirs, _)| *theirs == name) {
+    if let Some((_, ours)) = foreign::KEYS.iter().find(|(theirs, _)| *theirs == name) {
         let hint = match ours.strip_prefix("nothing: ") {
             Some(why) => format!("leave it out: {why}"),
             None => format!("the key is called {ours}"),
@@ -48,8 +50,8 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
     if let Some(near) = nearest(name, keys.iter().map(|k| k.name)) {
         hints.push(format!("did you mean {near}?"));
     }
-    if !elsewhere.is_empty() {
-        hints.push(format!("there is {}", elsewhere.join(", ")));
+    if !same_name.is_empty() {
+        hints.push(format!("there is {}", same_name.join(", ")));
     }
     if hints.is_empty() {
         let is_table = |k: &&Key| matches!(k.kind, Kind::Table(_) | Kind::Tables(_));
@@ -62,16 +64,15 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
 
 /// The key of `keys` that an unknown `name` probably means.
 pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
-    if let Some((_, ours)) = elsewhere::KEYS.iter().find(|(theirs, _)| *theirs == name) {
-        let table: Vec<&str> = path.split('.').filter(|p| p.parse::<usize>().is_err()).collect();
-        return keys.iter().map(|k| k.name).find(|k| k == ours || join(&table.join("."), k) == *ours);
+    if let Some((_, ours)) = foreign::KEYS.iter().find(|(theirs, _)| *theirs == name) {
+        return keys.iter().map(|k| k.name).find(|k| k == ours || join(&without_indices(path), k) == *ours);
     }
     nearest(name, keys.iter().map(|k| k.name))
 }
 
 /// The hint for a word not accepted by the key at `path`.
 pub(super) fn words_hint(path: &str, word: &str, words: &[&str]) -> Vec<String> {
-    if let Some(ours) = elsewhere::value(path, word) {
+    if let Some(ours) = foreign::value(path, word) {
         return vec![format!("here it is {ours}")];
     }
     let all = words.iter().map(|w| quote(w)).collect::<Vec<_>>().join(", ");

@@ -1,39 +1,9 @@
-//! Value types of recipe keys, and values derived from several keys.
+//! Words that recipe keys accept, and further scalar types.
 
-use super::check::Checked;
-use super::keys::{Lora, Memory, Optimizer, Parallel, Recipe, Rule, Run};
-use super::kind::TOKENS;
-use super::launch::Launch;
-use super::table::{Field, Written, doc, words};
-use super::tree::quote;
-
-impl Memory {
-    /// Whether `memory.offload` contains `what`.
-    pub fn offloads(&self, what: Offload) -> bool {
-        self.offload.as_ref().is_some_and(|all| all.contains(&what))
-    }
-}
-
-impl Recipe {
-    /// Whether a frozen matrix that stays on the device is stored with padding columns for an adapter. Never
-    /// with several ranks, so that results round alike in all ZeRO stages.
-    pub fn has_rooms(&self) -> bool {
-        self.parallel.ranks() == 1 && !self.weights_come_and_go()
-    }
-
-    /// Whether a layer's compute weights are fetched before a visit and released afterwards: with ZeRO
-    /// stage 3 from other ranks, with `memory.offload = ["params"]` from the host.
-    pub fn weights_come_and_go(&self) -> bool {
-        let split = self.parallel.data > 1 && self.parallel.zero >= 3;
-        split || self.memory.offloads(Offload::Params)
-    }
-
-    /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora have an effect, because some rule trains
-    /// LoRA. Without rules, the config of the adapter in `lora.init` decides.
-    pub fn uses_lora_defaults(&self) -> bool {
-        self.train.iter().any(|r| r.is(Method::Lora))
-    }
-}
+use super::checked::Checked;
+use super::field::{Field, Formatted, list_of};
+use super::macros::{doc, words};
+use crate::syntax::quote;
 
 words! {
     /// `task`
@@ -72,72 +42,6 @@ words! {
         Load = "load",
         /// Seeded random numbers of the config's shape.
         Random = "random",
-    }
-}
-
-/// LoRA parameters of one linear layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LoraSpec {
-    /// LoRA rank: inner dimension of A and B.
-    pub rank: usize,
-    /// The update is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank)).
-    pub alpha: f64,
-    /// Dropout probability on the input of A during training.
-    pub dropout: f64,
-    /// Scale by alpha / sqrt(rank).
-    pub rslora: bool,
-    /// DoRA: a trained magnitude for each output row.
-    pub dora: bool,
-}
-
-/// An entry of `train.tokens`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Token {
-    /// Text, as spelled by the tokenizer.
-    Text(String),
-    /// Token id.
-    Id(u32),
-}
-
-impl std::fmt::Display for Token {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Token::Text(text) => f.write_str(&quote(text)),
-            Token::Id(id) => write!(f, "{id}"),
-        }
-    }
-}
-
-impl Rule {
-    /// Whether the rule trains rows of single tokens. Such rows train in full, regardless of the default
-    /// of `method`.
-    pub fn is_of_tokens(&self) -> bool {
-        self.modules.iter().any(|m| m == TOKENS)
-    }
-
-    /// Whether the rule applies `method` to modules. False for a rule for token rows.
-    pub fn is(&self, method: Method) -> bool {
-        self.method == method && !self.is_of_tokens()
-    }
-
-    /// Fills in LoRA parameters missing in the rule from `[lora]`.
-    pub(super) fn inherit(&mut self, lora: &Lora) {
-        self.rank.get_or_insert(lora.rank);
-        self.alpha.get_or_insert(lora.alpha);
-        self.dropout.get_or_insert(lora.dropout);
-        self.rslora.get_or_insert(lora.rslora);
-        self.dora.get_or_insert(lora.dora);
-    }
-
-    /// The LoRA parameters of the rule.
-    pub fn spec(&self) -> LoraSpec {
-        LoraSpec {
-            rank: self.rank.unwrap_or_default(),
-            alpha: self.alpha.unwrap_or_default(),
-            dropout: self.dropout.unwrap_or_default(),
-            rslora: self.rslora.unwrap_or_default(),
-            dora: self.dora.unwrap_or_default(),
-        }
     }
 }
 
@@ -199,8 +103,8 @@ impl Field for Init {
         }
     }
 
-    fn write(&self) -> Written {
-        Written::Value(quote(match self {
+    fn write(&self) -> Formatted {
+        Formatted::Value(quote(match self {
             Init::Default => "default",
             Init::Of(d) => d.word(),
             Init::Adapter(a) => a.as_str(),
@@ -217,58 +121,6 @@ words! {
         Full = "full",
         /// Nothing trains.
         Freeze = "freeze",
-    }
-}
-
-/// `train.layers`, except "all".
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum LayerSet {
-    /// `"0-5"` (inclusive), `"24-"` (from 24 on), or a list of indices.
-    Indices(IndexSet),
-    /// `"-6:"`: the last six.
-    Last(usize),
-}
-
-/// A set of indices, in the form written by the user.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum IndexSet {
-    /// Inclusive range; without an upper bound if `None`.
-    Range(usize, Option<usize>),
-    /// Explicit indices.
-    List(Vec<usize>),
-}
-
-impl Default for IndexSet {
-    /// The empty set.
-    fn default() -> Self {
-        IndexSet::List(Vec::new())
-    }
-}
-
-impl IndexSet {
-    /// Whether the set contains `i`.
-    pub fn contains(&self, i: usize) -> bool {
-        match self {
-            IndexSet::Range(a, b) => i >= *a && b.is_none_or(|b| i <= b),
-            IndexSet::List(v) => v.contains(&i),
-        }
-    }
-}
-
-impl LayerSet {
-    /// Whether the set contains layer `i` of `count`.
-    pub fn contains(&self, i: usize, count: usize) -> bool {
-        match self {
-            LayerSet::Indices(s) => s.contains(i),
-            LayerSet::Last(n) => i + n >= count,
-        }
-    }
-}
-
-impl Run {
-    /// Length of the run: `steps` if given, else `epochs`.
-    pub fn length(&self) -> Length {
-        self.steps.map_or(Length::Epochs(self.epochs), Length::Steps)
     }
 }
 
@@ -419,53 +271,6 @@ words! {
     }
 }
 
-impl Optimizer {
-    /// Whether fully trained weights have separate f32 master weights, or are f32 themselves (`in_f32`).
-    pub fn keeps_master(&self, in_f32: bool) -> bool {
-        in_f32
-            || match self.master {
-                Master::Auto => !self.name.eight_bit(),
-                Master::F32 => true,
-                Master::None => false,
-            }
-    }
-
-    /// Number of warm-up steps in a run of `steps`: `warmup_ratio` of the steps, rounded up, if given,
-    /// else `warmup_steps`.
-    pub fn warmup(&self, steps: usize) -> usize {
-        self.warmup_ratio.map_or(self.warmup_steps, |r| (r * steps as f64).ceil() as usize)
-    }
-}
-
-/// `memory.recompute`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Recompute {
-    /// The fastest option within the memory budget.
-    #[default]
-    Auto,
-    /// All layers.
-    All,
-    /// Feed-forward modules and norms of all layers.
-    FeedForward,
-    /// The norms of all layers.
-    Norms,
-    /// Nothing.
-    None,
-    /// This many layers, from the bottom.
-    Layers(usize),
-}
-
-impl Recompute {
-    /// The words of `memory.recompute`, with values.
-    pub(super) const WORDS: [(&str, Recompute); 5] = [
-        ("auto", Recompute::Auto),
-        ("all", Recompute::All),
-        ("feed_forward", Recompute::FeedForward),
-        ("norms", Recompute::Norms),
-        ("none", Recompute::None),
-    ];
-}
-
 words! {
     /// `memory.dequantize`
     pub enum Dequantize {
@@ -490,30 +295,6 @@ words! {
     }
 }
 
-impl Parallel {
-    /// Total number of ranks.
-    pub fn ranks(&self) -> u64 {
-        [self.data, self.tensor, self.pipeline, self.expert, self.context]
-            .iter()
-            .fold(1, |all, n| all.saturating_mul(*n as u64))
-    }
-
-    /// Number of ranks that are threads of this process.
-    pub fn local(&self) -> u64 {
-        match self.comm {
-            Comm::Mpi => 1,
-            Comm::Auto | Comm::Nccl if Launch::of_env().is_some() => 1,
-            _ => self.ranks(),
-        }
-    }
-
-    /// Compute threads per rank, for a process with `all` threads. Ranks in one process share the
-    /// threads evenly.
-    pub fn threads(&self, all: usize) -> usize {
-        (all / self.local().max(1) as usize).max(1)
-    }
-}
-
 words! {
     /// `parallel.comm`
     pub enum Comm {
@@ -527,3 +308,36 @@ words! {
         Threads = "threads",
     }
 }
+
+impl Field for MicroRows {
+    fn read(checked: Option<&Checked>) -> Self {
+        match checked {
+            Some(Checked::Auto) => MicroRows::Auto,
+            other => MicroRows::Rows(Option::<usize>::read(other).unwrap_or(1)),
+        }
+    }
+
+    fn write(&self) -> Formatted {
+        match self {
+            MicroRows::Auto => Formatted::Value(quote("auto")),
+            MicroRows::Rows(n) => n.write(),
+        }
+    }
+}
+
+/// Implements `Field` for lists of words. Invalid words have been reported already.
+macro_rules! word_lists {
+    ($($type:ty),+) => {$(
+        impl Field for Vec<$type> {
+            fn read(checked: Option<&Checked>) -> Self {
+                Vec::<String>::read(checked).iter().filter_map(|w| <$type>::from_word(w)).collect()
+            }
+
+            fn write(&self) -> Formatted {
+                Formatted::Value(list_of(self.iter().map(|w| w.word())))
+            }
+        }
+    )+};
+}
+
+word_lists!(Offload, OneDevice);

@@ -1,9 +1,9 @@
-//! Types of `[data]` values.
+//! Words of `[data]`.
 
-use super::check::Checked;
-use super::keys::{Data, Source};
-use super::table::{Field, Written, doc, words};
-use super::tree::quote;
+use super::checked::Checked;
+use super::field::{Field, Formatted};
+use super::macros::{doc, words};
+use crate::syntax::quote;
 
 words! {
     /// `data.*.format`
@@ -28,42 +28,6 @@ impl Format {
             Format::Messages => &[Mask::Assistant, Mask::Last, Mask::None],
             Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
             Format::Text | Format::Tokens => &[Mask::None],
-        }
-    }
-}
-
-impl Data {
-    /// Whether evaluation data is configured.
-    pub fn evaluates(&self) -> bool {
-        self.eval_share > 0.0 || !self.eval.is_empty()
-    }
-
-    /// The sources of the training or evaluation data. With `eval_share`, evaluation uses the training
-    /// sources.
-    pub fn sources(&self, part: Part) -> &[Source] {
-        match part {
-            Part::Eval if self.eval_share == 0.0 => &self.eval,
-            _ => &self.train,
-        }
-    }
-}
-
-/// Training or evaluation data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// `data.train`.
-    Train,
-    /// `data.eval`, or the share `data.eval_share` of the training data.
-    Eval,
-}
-
-impl Part {
-    /// The recipe key that defines this part.
-    pub fn key(self, data: &Data) -> &'static str {
-        match self {
-            Part::Train => "data.train",
-            Part::Eval if data.eval_share > 0.0 => "data.eval_share",
-            Part::Eval => "data.eval",
         }
     }
 }

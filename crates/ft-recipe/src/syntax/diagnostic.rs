@@ -14,11 +14,11 @@ use std::ops::Range;
 const SHOWN: usize = 120;
 
 /// Maximum number of reported problems, to bound time and output.
-pub(super) const MOST: usize = 100;
+pub(crate) const MAX_PROBLEMS: usize = 100;
 
 /// A source text: the recipe file, or one `KEY=VALUE` from the command line.
 #[derive(Clone, Debug)]
-pub(super) struct Text {
+pub(crate) struct SourceText {
     /// Name in messages.
     pub name: String,
     pub text: String,
@@ -28,7 +28,7 @@ pub(super) struct Text {
     lines: Vec<usize>,
 }
 
-impl Text {
+impl SourceText {
     /// The text of a recipe file.
     pub fn file(name: String, text: String) -> Self {
         let lines = std::iter::once(0).chain(text.match_indices('\n').map(|(i, _)| i + 1)).collect();
@@ -44,10 +44,10 @@ impl Text {
 
 /// A byte range in one of the texts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct At {
+pub(crate) struct Span {
     /// Index of the text: 0 is the file, `i` is override `i - 1`.
     pub text: usize,
-    pub span: Range<usize>,
+    pub bytes: Range<usize>,
 }
 
 /// One problem of a recipe.
@@ -73,7 +73,7 @@ pub struct Diagnostic {
 
 impl Diagnostic {
     /// Creates a problem at `at`.
-    pub(super) fn new(texts: &[Text], at: &At, message: impl Into<String>) -> Self {
+    pub(crate) fn new(texts: &[SourceText], at: &Span, message: impl Into<String>) -> Self {
         let (place, line, span, cut) = locate(texts, at);
         Self {
             place,
@@ -83,18 +83,18 @@ impl Diagnostic {
             line,
             span,
             cut,
-            order: (at.text, at.span.start),
+            order: (at.text, at.bytes.start),
         }
     }
 
     /// Sets the key.
-    pub(super) fn key(mut self, key: &str) -> Self {
+    pub(crate) fn key(mut self, key: &str) -> Self {
         self.key = Some(key.to_string());
         self
     }
 
     /// Adds a hint.
-    pub(super) fn hint(mut self, hint: impl Into<String>) -> Self {
+    pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hints.push(hint.into());
         self
     }
@@ -103,7 +103,7 @@ impl Diagnostic {
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let renderer = renderer.decor_style(DecorStyle::Ascii);
-        // Text from the recipe is escaped before color codes are added.
+        // SourceText from the recipe is escaped before color codes are added.
         let (message, file, line) = (escape(&self.message), escape(&self.place.file), escape(&self.line));
         let start = escape(&self.line[..self.span.start]).len();
         let span = start..start + escape(&self.line[self.span.clone()]).len();
@@ -138,16 +138,16 @@ fn origin<'a>(place: &Place, file: &'a str) -> Origin<'a> {
 
 /// Returns the position of `at`, the excerpt of the first line, the underlined range of the excerpt, and
 /// whether the excerpt omits a part of the line.
-fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>, bool) {
+fn locate(texts: &[SourceText], at: &Span) -> (Place, String, Range<usize>, bool) {
     let Some(source) = texts.get(at.text) else {
         return (Place { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0, false);
     };
     let text = source.text.as_str();
-    let start = floor(text, at.span.start);
+    let start = floor(text, at.bytes.start);
     let line = source.lines.partition_point(|begin| *begin <= start).max(1);
     let line_start = source.lines.get(line - 1).copied().unwrap_or(0);
     let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
-    let end = floor(text, at.span.end).clamp(start, line_end);
+    let end = floor(text, at.bytes.end).clamp(start, line_end);
     // Shows a very long line only around the position.
     let from = floor(text, start.saturating_sub(SHOWN).max(line_start));
     let to = floor(text, (start + SHOWN).min(line_end));
@@ -176,9 +176,9 @@ pub struct Problems(Vec<Diagnostic>);
 
 impl Problems {
     /// Sorts the problems by position, and drops any beyond the maximum.
-    pub(super) fn new(mut list: Vec<Diagnostic>) -> Self {
+    pub(crate) fn new(mut list: Vec<Diagnostic>) -> Self {
         list.sort_by_key(|d| d.order);
-        list.truncate(MOST);
+        list.truncate(MAX_PROBLEMS);
         Self(list)
     }
 
@@ -194,7 +194,7 @@ impl Problems {
             out.push_str(&d.render(color));
             out.push('\n');
         }
-        let (n, more) = (self.0.len(), if self.0.len() >= MOST { " or more" } else { "" });
+        let (n, more) = (self.0.len(), if self.0.len() >= MAX_PROBLEMS { " or more" } else { "" });
         out.push_str(&format!("{n}{more} problem{} in the recipe", if n == 1 { "" } else { "s" }));
         out
     }

@@ -1,6 +1,8 @@
 //! Keys and values of other programs, for hints: transformers and TRL (T), axolotl (A), LLaMA-Factory
 //! (L), torchtune (U), Unsloth (S), PEFT (P).
 
+use crate::keys::first_entries;
+
 /// Foreign keys, with the equivalent key of `ft` or advice on the replacement.
 pub(super) const KEYS: &[(&str, &str)] = &[
     ("accumulate_grad_batches", ACCUMULATION),
@@ -195,9 +197,7 @@ pub(super) const VALUES: &[(&str, &str, &str)] = &[
 
 /// The replacement for another program's value, for the key at a dotted path with any list index.
 pub(super) fn value(path: &str, theirs: &str) -> Option<&'static str> {
-    let path: Vec<&str> =
-        path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
-    let path = path.join(".").replace("data.eval.0.", "data.train.0.");
+    let path = first_entries(path).replace("data.eval.0.", "data.train.0.");
     let theirs = theirs.to_lowercase();
     VALUES.iter().find(|(key, v, _)| *key == path && *v == theirs).map(|(.., ours)| *ours)
 }
@@ -205,11 +205,11 @@ pub(super) fn value(path: &str, theirs: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kind::{self, Kind};
+    use crate::keys::{Kind, each_key, find_key};
 
     fn paths() -> Vec<String> {
         let mut all = Vec::new();
-        kind::each(&mut |path, _| all.push(path.to_string()));
+        each_key(&mut |path, _| all.push(path.to_string()));
         all
     }
 
@@ -233,13 +233,7 @@ mod tests {
     #[test]
     fn values_are_of_keys_with_words() {
         for (path, theirs, _) in VALUES {
-            let mut found = None;
-            kind::each(&mut |p, key| {
-                if p == *path {
-                    found = Some(key.kind);
-                }
-            });
-            match found {
+            match find_key(path).map(|key| key.kind) {
                 Some(Kind::Word(words)) => assert!(words.iter().all(|(w, _)| w != theirs), "{path} {theirs}"),
                 Some(Kind::Recompute) => {}
                 other => panic!("{path}: {other:?}"),

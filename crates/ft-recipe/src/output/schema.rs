@@ -1,9 +1,8 @@
 //! The JSON schema of recipes, for completion, documentation and checks in editors.
 
-use super::keys::Recipe;
-use super::kind::{self, Bound, GROUPS, INDEX, Key, Kind, Unset};
-use super::types::Recompute;
-use super::values::BARE;
+use crate::check::values::plain_json;
+use crate::keys::{Bound, GROUPS, INDEX, Key, Kind, Recipe, Recompute, SMALLEST_BARE, Unset};
+use crate::syntax::parse_value;
 use serde_json::{Map, Value, json};
 
 /// Generates the schema from the key table (JSON Schema draft 7, supported by TOML language servers).
@@ -41,10 +40,10 @@ fn property(key: &'static Key) -> Map<String, Value> {
         Unset::Required => {}
         Unset::Absent(instead) => doc.push_str(&format!(" Default: {instead}.")),
         Unset::Toml(text) => {
-            if let Some(value) = super::check::default_node(text)
+            if let Some(value) = parse_value(text)
                 && !matches!(key.kind, Kind::Table(_))
             {
-                schema.insert("default".into(), super::values::plain_json(&value.value));
+                schema.insert("default".into(), plain_json(&value.value));
             }
         }
     }
@@ -54,6 +53,10 @@ fn property(key: &'static Key) -> Map<String, Value> {
 
 fn kind(kind: Kind) -> Map<String, Value> {
     let index = json!({ "type": "integer", "minimum": 0, "maximum": INDEX });
+    let indices = |pattern: &str| {
+        let list = json!({ "type": "array", "minItems": 1, "uniqueItems": true, "items": index });
+        json!({ "oneOf": [{ "type": "string", "pattern": pattern }, index, list] })
+    };
     let schema = match kind {
         Kind::Int(from, to) => json!({ "type": "integer", "minimum": from, "maximum": to }),
         Kind::IntOrAuto(from, to) => {
@@ -89,22 +92,14 @@ fn kind(kind: Kind) -> Map<String, Value> {
                 { "type": "integer", "minimum": 0, "maximum": u32::MAX },
             ] },
         }),
-        Kind::Layers => json!({ "oneOf": [
-            { "type": "string", "pattern": r"^(all|\d+|\d+-\d*|-\d+:)$" },
-            index,
-            { "type": "array", "minItems": 1, "uniqueItems": true, "items": index },
-        ] }),
-        Kind::Experts => json!({ "oneOf": [
-            { "type": "string", "pattern": r"^(all|\d+|\d+-\d*)$" },
-            index,
-            { "type": "array", "minItems": 1, "uniqueItems": true, "items": index },
-        ] }),
+        Kind::Layers => indices(r"^(all|\d+|\d+-\d*|-\d+:)$"),
+        Kind::Experts => indices(r"^(all|\d+|\d+-\d*)$"),
         Kind::Betas => json!({
             "type": "array", "minItems": 2, "maxItems": 2,
             "items": { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
         }),
         Kind::Bytes => json!({ "oneOf": [
-            { "type": "integer", "minimum": BARE },
+            { "type": "integer", "minimum": SMALLEST_BARE },
             { "type": "string", "pattern": r"^\s*[0-9.]+\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?\s*$" },
         ] }),
         Kind::Recompute => json!({ "oneOf": [{ "enum": Recompute::WORDS.map(|(w, _)| w) }, index] }),
@@ -122,21 +117,4 @@ fn kind(kind: Kind) -> Map<String, Value> {
 
 fn choices(words: &[(&str, &str)]) -> Vec<Value> {
     words.iter().map(|(w, doc)| json!({ "const": w, "description": doc.trim() })).collect()
-}
-
-/// Describes the default behavior without `key`, for the table at `prefix`; empty if the key has a
-/// default value.
-pub(super) fn instead(prefix: &str, key: &str) -> &'static str {
-    let path = super::tree::join(prefix, key);
-    let first: Vec<&str> =
-        path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
-    let (first, mut words) = (first.join("."), "");
-    kind::each(&mut |p, key| {
-        if p == first
-            && let Unset::Absent(text) = key.default
-        {
-            words = text;
-        }
-    });
-    words
 }

@@ -126,20 +126,3 @@ pub const TOKENS: &str = "new_tokens";
 
 /// Upper bound on layer and expert indices, on the LoRA rank, and on the number of ranks.
 pub const INDEX: u64 = 65_535;
-
-/// Calls `f` with the dotted path of every key. Lists of tables appear as entry 0 (`train.0`).
-pub fn each(f: &mut dyn FnMut(&str, &'static Key)) {
-    walk(super::Recipe::KEYS, "", f);
-}
-
-fn walk(keys: &'static [Key], prefix: &str, f: &mut dyn FnMut(&str, &'static Key)) {
-    for k in keys {
-        let path = super::tree::join(prefix, k.name);
-        f(&path, k);
-        match k.kind {
-            Kind::Table(inner) => walk(inner, &path, f),
-            Kind::Tables(inner) => walk(inner, &format!("{path}.0"), f),
-            _ => {}
-        }
-    }
-}

@@ -1,14 +1,12 @@
 //! Writes recipes: the resolved recipe of a run folder, and the keys compared on resume.
 
-use super::keys::Recipe;
-use super::table::{Keys, Written};
-use super::tree::join;
-use super::types::Method;
+use crate::keys::{Formatted, Keys, Method, Recipe, Unset, find_key};
+use crate::syntax::join;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// A table of the resolved recipe.
-pub(super) struct Block {
+pub(crate) struct Block {
     /// TOML header; empty for top-level keys.
     header: String,
     /// Dotted path of the table.
@@ -63,7 +61,7 @@ impl Recipe {
             for (key, value) in &block.keys {
                 let _ = match value {
                     Some(value) => writeln!(out, "{key:<width$} = {value}"),
-                    None => writeln!(out, "# {key}: {}", super::schema::instead(&block.prefix, key)),
+                    None => writeln!(out, "# {key}: {}", without(&join(&block.prefix, key))),
                 };
             }
         }
@@ -94,7 +92,7 @@ impl Recipe {
     }
 
     /// All tables in documentation order, without keys that have no effect.
-    pub(super) fn blocks(&self) -> Vec<Block> {
+    pub(crate) fn blocks(&self) -> Vec<Block> {
         let mut blocks = Vec::new();
         self.add(&mut blocks, String::new(), "", self.write());
         blocks
@@ -107,10 +105,10 @@ impl Recipe {
             let path = join(prefix, key);
             match written {
                 _ if self.is_idle(prefix, key) => {}
-                Written::Nothing => blocks[at].keys.push((key, None)),
-                Written::Value(value) => blocks[at].keys.push((key, Some(value))),
-                Written::Table(keys) => self.add(blocks, format!("[{path}]"), &path, keys),
-                Written::Tables(list) => {
+                Formatted::Nothing => blocks[at].keys.push((key, None)),
+                Formatted::Value(value) => blocks[at].keys.push((key, Some(value))),
+                Formatted::Table(keys) => self.add(blocks, format!("[{path}]"), &path, keys),
+                Formatted::Tables(list) => {
                     for (i, keys) in list.into_iter().enumerate() {
                         self.add(blocks, format!("[[{path}]]"), &format!("{path}.{i}"), keys);
                     }
@@ -140,5 +138,13 @@ impl Recipe {
             ("optimizer", "warmup_ratio", _) => self.optimizer.warmup_ratio.is_none(),
             _ => false,
         }
+    }
+}
+
+/// The default behavior without the key at a dotted path; empty if the key has a default value.
+fn without(path: &str) -> &'static str {
+    match find_key(path).map(|key| key.default) {
+        Some(Unset::Absent(text)) => text,
+        _ => "",
     }
 }

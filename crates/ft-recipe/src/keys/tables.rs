@@ -1,11 +1,14 @@
 //! All keys of a recipe. Each key is one entry of a table; checks, JSON schema, typed recipe and
 //! resolved recipe are generated from the entries.
 
-use super::check::{Checked, Section};
-use super::data_types::*;
+use super::checked::{Checked, Section};
+use super::data_words::*;
+use super::field::{Field, Formatted, Json, Keys};
 use super::kind::{Bound, INDEX, Key, Kind, Unset};
-use super::table::{Field, Json, Keys, Written, doc, table};
-use super::types::*;
+use super::macros::{doc, table};
+use super::sets::*;
+use super::words::*;
+use crate::syntax::Diagnostic;
 use Kind::{
     Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
     Table, Tables, Text, Tokens, Word, Words,
@@ -60,10 +63,10 @@ table! {
         /// Folder of the recipe file, for relative paths; empty if the recipe is not from a file.
         pub folder: PathBuf,
         /// Positions of keys in the recipe, by dotted path.
-        pub(super) places: BTreeMap<String, Place>,
+        pub(crate) places: BTreeMap<String, Place>,
         /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
         /// them.
-        pub not_built: Vec<super::Diagnostic>,
+        pub not_built: Vec<Diagnostic>,
     }
 }
 

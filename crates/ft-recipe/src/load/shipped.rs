@@ -1,6 +1,7 @@
 //! The recipes embedded in the binary.
 
-use super::{Error, names};
+use super::error::Error;
+use crate::check::nearest;
 
 /// A recipe in `recipes/`.
 #[derive(Debug, Clone, Copy)]
@@ -13,7 +14,7 @@ pub struct Shipped {
 
 macro_rules! shipped {
     ($($name:literal),* $(,)?) => {
-        &[$(Shipped { name: $name, text: include_str!(concat!("../../../recipes/", $name, ".toml")) }),*]
+        &[$(Shipped { name: $name, text: include_str!(concat!("../../../../recipes/", $name, ".toml")) }),*]
     };
 }
 
@@ -56,7 +57,7 @@ impl Shipped {
     pub fn find(name: &str) -> Result<&'static Shipped, Error> {
         let wanted = name.strip_suffix(".toml").unwrap_or(name);
         SHIPPED.iter().find(|s| s.name == wanted).ok_or_else(|| {
-            let hint = match names::nearest(wanted, SHIPPED.iter().map(|s| s.name)) {
+            let hint = match nearest(wanted, SHIPPED.iter().map(|s| s.name)) {
                 Some(near) => format!("did you mean {near}?"),
                 None => "`ft recipes` lists them".into(),
             };
