@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 // the allocator of `ft run`, with freed buffers kept for reuse
 #[global_allocator]
-static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;
+static ALLOCATOR: ft_base::memory::CountingAllocator = ft_base::memory::CountingAllocator;
 
 const RANK: usize = 16;
 

@@ -108,4 +108,4 @@ pub use train::{Options, Outcome, StepOutput};
 /// Unit tests count allocations as the binary does.
 #[cfg(test)]
 #[global_allocator]
-static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;
+static ALLOCATOR: ft_base::memory::CountingAllocator = ft_base::memory::CountingAllocator;

@@ -5,7 +5,7 @@ use super::gguf::Gguf;
 use super::given::Given;
 use super::words;
 use crate::train::{self, compare, logits_apart};
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
 use ft_data::hub::{self, Settings, Want};
@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         return Err(super::usage(format!("{}: belongs to --to gguf", option.0)));
     }
     let target = if args.to == "vllm" { Target::Vllm } else { Target::PeftFused };
-    let new = NewFolder::begin_named(&args.out)?;
+    let new = AtomicFolder::begin_named(&args.out)?;
     new.refuse_occupied("another folder")?;
     let out = new.path();
     let settings = Settings::from_env();

@@ -4,7 +4,7 @@ use super::base::base_of;
 use super::given::Given;
 use crate::train::job;
 use candle_core::{DType, Device};
-use ft_base::store::{self, NewFolder};
+use ft_base::store::{self, AtomicFolder};
 use ft_base::terminal::{bytes_bar, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_engine::adapt::Adapter;
@@ -35,7 +35,7 @@ enum Found {
 /// # Errors
 /// A missing source; features unsupported by llama.cpp; a nonempty folder.
 pub(super) fn run(args: &Gguf<'_>) -> ft_base::Result<()> {
-    let new = NewFolder::begin_named(args.out)?;
+    let new = AtomicFolder::begin_named(args.out)?;
     new.refuse_occupied("another folder")?;
     let settings = Settings::from_env();
     let dtype = args.dtype.and_then(Dtype::from_word).map(|d| job::dtype(Some(d), &Device::Cpu));

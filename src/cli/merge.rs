@@ -5,7 +5,7 @@ use super::given::Given;
 use super::words;
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_base::terminal::{bytes_bar, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_engine::adapt::Adapter;
@@ -144,14 +144,14 @@ fn report(m: &Merged) {
 }
 
 /// Creates the output folder. Refuses an input folder, and a nonempty folder without `overwrite`.
-fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> ft_base::Result<NewFolder> {
+fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> ft_base::Result<AtomicFolder> {
     let same =
         |input: &&&Path| matches!((input.canonicalize(), out.canonicalize()), (Ok(a), Ok(b)) if a == b);
     if let Some(input) = inputs.iter().find(same) {
         let what = input.display();
         return Err(super::usage(format!("--out {what}: holds what is merged\n  hint: another folder")));
     }
-    let new = NewFolder::begin_named(out)?;
+    let new = AtomicFolder::begin_named(out)?;
     if !overwrite {
         new.refuse_occupied("another folder, or --overwrite")?;
     }

@@ -6,7 +6,7 @@ use super::mutate::{self, bytes, json_lines, json_text};
 use super::template::template;
 use super::tokenizer::with_components;
 use super::world::{Base, Content, Files, named_seeds, seeds};
-use ft::recipe::kind::{self, Kind};
+use ft::recipe::{Kind, each_key};
 use serde_json::{Value, json};
 use std::sync::LazyLock;
 
@@ -94,7 +94,7 @@ fn recipe(base: &'static Base, d: &mut Dice) -> Case {
     });
     static KEYS: LazyLock<Vec<(String, Kind)>> = LazyLock::new(|| {
         let mut all = Vec::new();
-        kind::each(&mut |path, key| all.push((path.to_string(), key.kind)));
+        each_key(&mut |path, key| all.push((path.to_string(), key.kind)));
         all
     });
     let other = pick(d, &SEEDS);

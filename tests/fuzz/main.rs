@@ -52,7 +52,7 @@ use world::Base;
 
 /// The allocator of the binary, for the same out-of-memory behavior.
 #[global_allocator]
-static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;
+static ALLOCATOR: ft_base::memory::CountingAllocator = ft_base::memory::CountingAllocator;
 
 /// Maximum number of findings listed in full.
 const SHOWN: usize = 30;

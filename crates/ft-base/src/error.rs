@@ -38,20 +38,9 @@ impl ExitCode {
     /// Converts the exit status of another `ft` process; unknown values become [`ExitCode::Internal`].
     pub fn of(code: u8) -> Self {
         use ExitCode::*;
-        let all = [
-            Done,
-            Usage,
-            Data,
-            Model,
-            Storage,
-            NonFinite,
-            LostRank,
-            DoesNotFit,
-            HungUp,
-            Interrupted,
-            Terminated,
-        ];
-        all.into_iter().find(|c| *c as u8 == code).unwrap_or(Internal)
+        let errors = [Usage, Data, Model, Storage, NonFinite, LostRank, DoesNotFit];
+        let others = [Done, HungUp, Interrupted, Terminated];
+        errors.into_iter().chain(others).find(|c| *c as u8 == code).unwrap_or(Internal)
     }
 }
 
@@ -101,9 +90,10 @@ impl Error {
 impl Failure for candle_core::Error {
     fn exit_code(&self) -> ExitCode {
         let text = self.to_string().to_lowercase();
-        match text.contains("out of memory") || text.contains("out_of_memory") {
-            true => ExitCode::DoesNotFit,
-            false => ExitCode::Internal,
+        if text.contains("out of memory") || text.contains("out_of_memory") {
+            ExitCode::DoesNotFit
+        } else {
+            ExitCode::Internal
         }
     }
 }
@@ -121,14 +111,11 @@ pub struct Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.file)?;
-        if self.line > 0 {
-            write!(f, ":{}", self.line)?;
-            if self.column > 0 {
-                write!(f, ":{}", self.column)?;
-            }
+        match (self.line, self.column) {
+            (0, _) => f.write_str(&self.file),
+            (line, 0) => write!(f, "{}:{line}", self.file),
+            (line, column) => write!(f, "{}:{line}:{column}", self.file),
         }
-        Ok(())
     }
 }
 

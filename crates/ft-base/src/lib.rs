@@ -16,4 +16,4 @@ pub use error::{Error, ExitCode, Failure, Place, Result};
 /// Unit tests count allocations as the binary does.
 #[cfg(test)]
 #[global_allocator]
-static ALLOCATOR: memory::Counting = memory::Counting;
+static ALLOCATOR: memory::CountingAllocator = memory::CountingAllocator;

@@ -3,8 +3,9 @@
 //! Supported launchers: `torchrun` and compatible ones (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`,
 //! `MASTER_PORT`), `mpirun` (the variables of Open MPI and PMI) and `srun` (`SLURM_*`).
 
+use crate::keys::{Comm, Parallel};
 use std::env::var;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{SocketAddr, ToSocketAddrs};
 
 /// The rendezvous of launched processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +53,7 @@ impl Launch {
 
     /// The launch of this process, or `None` for a single process. Also `None` if [`Launch::check`] fails.
     pub fn of_env() -> Option<Self> {
-        Self::told().ok().flatten()
+        Self::read().ok().flatten()
     }
 
     /// Rejects inconsistent launch variables. Without this check, the processes would train separately.
@@ -60,73 +61,40 @@ impl Launch {
     /// # Errors
     /// Names the rank and world size variables, with values.
     pub fn check() -> Result<(), String> {
-        Self::told().map(|_| ())
+        Self::read().map(|_| ())
     }
 
-    fn told() -> Result<Option<Self>, String> {
-        Self::of(&|key| var(key).ok().filter(|v| !v.is_empty()), cfg!(feature = "mpi"))
+    fn read() -> Result<Option<Self>, String> {
+        Self::detect(&|key| var(key).ok().filter(|v| !v.is_empty()), cfg!(feature = "mpi"))
     }
 
-    fn of(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Result<Option<Self>, String> {
-        let number = |key: &str| said(key)?.trim().parse::<usize>().ok();
-        let port = || number("MASTER_PORT").and_then(|p| u16::try_from(p).ok());
-        let of = |rank: &str, world: &str, local: &str| {
-            let (Some(own), Some(all)) = (said(rank), said(world)) else { return Ok(None) };
-            match (number(rank), number(world)) {
-                (Some(own), Some(all)) if own < all => Ok((all > 1).then(|| (own, all, number(local)))),
-                (_, all_of) => Err(impossible((rank, &own), (world, &all), all_of)),
-            }
-        };
-        let launch = |(rank, world, local), meeting| Ok(Some(Self { rank, world, local, meeting }));
-        let by_mpi = [
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-            ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        ];
-        let by_rank = of("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
-        if let (Some(told), Some(host), Some(port)) = (by_rank, said("MASTER_ADDR"), port()) {
-            // torchrun itself listens on this port.
-            let taken = said("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
-            return launch(told, Meeting::At(host, port.saturating_add(u16::from(taken))));
+    fn detect(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Result<Option<Self>, String> {
+        let env = Environment(said);
+        let launch = |ranks: Ranks, meeting| Ok(Some(ranks.meeting(meeting)));
+        let by_rank = env.ranks("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
+        if let (Some(ranks), Some(meeting)) = (by_rank, env.torchrun()) {
+            return launch(ranks, meeting);
         }
-        let [open, pmi] = by_mpi.map(|(rank, world, local)| of(rank, world, local));
-        let by_mpi = match open? {
-            None => pmi?,
-            open => open,
+        let open_mpi =
+            env.ranks("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")?;
+        let by_mpi = match open_mpi {
+            None => env.ranks("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")?,
+            open_mpi => open_mpi,
         };
-        if let Some(told) = by_mpi.filter(|_| mpi) {
-            return launch(told, Meeting::Mpi);
+        if let Some(ranks) = by_mpi.filter(|_| mpi) {
+            return launch(ranks, Meeting::Mpi);
         }
-        let steps = of("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")?;
-        // A batch script has SLURM_PROCID too, but no `srun` started it.
-        let in_step = ["SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"].iter().any(|k| said(k).is_some());
-        let steps = match steps {
-            None if in_step => of("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")?,
-            steps => steps,
-        };
-        if let Some(told) = steps {
-            let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].iter().find_map(|k| said(k));
-            let host = said("MASTER_ADDR")
-                .or(nodes.as_deref().and_then(first_node))
-                .or(said("SLURM_LAUNCH_NODE_IPADDR"));
-            let job = || {
-                let (job, step) =
-                    (number("SLURM_JOB_ID")? as u64, number("SLURM_STEP_ID").unwrap_or(0) as u64);
-                u16::try_from(PORTS.0 + (job + step) % PORTS.1).ok()
-            };
-            let meeting = match (host, port().or_else(job)) {
-                (Some(host), Some(port)) => Meeting::At(host, port),
-                _ => Meeting::Nowhere("srun has told no host and no job: set MASTER_ADDR and MASTER_PORT"),
-            };
-            return launch(told, meeting);
+        if let Some(ranks) = env.slurm_ranks()? {
+            return launch(ranks, env.slurm());
         }
         let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
-        if let Some(told) = by_mpi {
-            return launch(told, Meeting::Nowhere(why));
+        if let Some(ranks) = by_mpi {
+            return launch(ranks, Meeting::Nowhere(why));
         }
         // Otherwise all processes would train separately and write to the same folder.
         let why =
             "RANK and WORLD_SIZE are set: set MASTER_ADDR and MASTER_PORT too, or unset those to train alone";
-        by_rank.map_or(Ok(None), |told| launch(told, Meeting::Nowhere(why)))
+        by_rank.map_or(Ok(None), |ranks| launch(ranks, Meeting::Nowhere(why)))
     }
 
     /// Resolves the address of rank 0, and tells whether it is a loopback address.
@@ -136,13 +104,100 @@ impl Launch {
     pub fn address(host: &str, port: u16) -> Result<(SocketAddr, bool), String> {
         let mut all = (host, port).to_socket_addrs().map_err(|e| format!("{host}:{port}: {e}"))?;
         let first = all.next().ok_or_else(|| format!("{host}: no address"))?;
-        Ok((
-            first,
-            match first.ip() {
-                IpAddr::V4(ip) => ip.is_loopback(),
-                IpAddr::V6(ip) => ip.is_loopback(),
-            },
-        ))
+        Ok((first, first.ip().is_loopback()))
+    }
+}
+
+/// A process among several, before the rendezvous is known.
+#[derive(Clone, Copy)]
+struct Ranks {
+    rank: usize,
+    world: usize,
+    local: Option<usize>,
+}
+
+impl Ranks {
+    fn meeting(self, meeting: Meeting) -> Launch {
+        Launch { rank: self.rank, world: self.world, local: self.local, meeting }
+    }
+}
+
+/// Environment variables, by name.
+struct Environment<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Environment<'_> {
+    fn number(&self, key: &str) -> Option<usize> {
+        self.0(key)?.trim().parse().ok()
+    }
+
+    fn port(&self) -> Option<u16> {
+        self.number("MASTER_PORT").and_then(|p| u16::try_from(p).ok())
+    }
+
+    /// The ranks in these variables; `None` for a process that is alone.
+    fn ranks(&self, rank: &str, world: &str, local: &str) -> Result<Option<Ranks>, String> {
+        let (Some(own), Some(all)) = (self.0(rank), self.0(world)) else { return Ok(None) };
+        match (self.number(rank), self.number(world)) {
+            (Some(own), Some(all)) if own < all => {
+                Ok((all > 1).then(|| Ranks { rank: own, world: all, local: self.number(local) }))
+            }
+            (_, count) => Err(impossible((rank, &own), (world, &all), count)),
+        }
+    }
+
+    /// The rendezvous of torchrun.
+    fn torchrun(&self) -> Option<Meeting> {
+        let (host, port) = self.0("MASTER_ADDR").zip(self.port())?;
+        // torchrun itself listens on this port.
+        let taken = self.0("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
+        Some(match port.checked_add(u16::from(taken)) {
+            Some(port) => Meeting::At(host, port),
+            None => {
+                Meeting::Nowhere("torchrun listens at MASTER_PORT, and no port is above it: set a lower one")
+            }
+        })
+    }
+
+    fn slurm_ranks(&self) -> Result<Option<Ranks>, String> {
+        let step = self.ranks("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")?;
+        // A batch script has SLURM_PROCID too, but no `srun` started it.
+        let in_step = ["SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"].iter().any(|k| self.0(k).is_some());
+        match step {
+            None if in_step => self.ranks("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+            step => Ok(step),
+        }
+    }
+
+    /// The rendezvous of srun.
+    fn slurm(&self) -> Meeting {
+        let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].iter().find_map(|k| self.0(k));
+        let first = nodes.as_deref().and_then(first_node);
+        let host = self.0("MASTER_ADDR").or(first).or(self.0("SLURM_LAUNCH_NODE_IPADDR"));
+        let by_job = || {
+            let (job, step) = (self.number("SLURM_JOB_ID")?, self.number("SLURM_STEP_ID").unwrap_or(0));
+            u16::try_from(PORTS.0 + (job as u64 + step as u64) % PORTS.1).ok()
+        };
+        match host.zip(self.port().or_else(by_job)) {
+            Some((host, port)) => Meeting::At(host, port),
+            None => Meeting::Nowhere("srun has told no host and no job: set MASTER_ADDR and MASTER_PORT"),
+        }
+    }
+}
+
+impl Parallel {
+    /// Number of ranks that are threads of this process.
+    pub fn local(&self) -> u64 {
+        match self.comm {
+            Comm::Mpi => 1,
+            Comm::Auto | Comm::Nccl if Launch::of_env().is_some() => 1,
+            _ => self.ranks(),
+        }
+    }
+
+    /// Compute threads per rank, for a process with `all` threads. Ranks in one process share the
+    /// threads evenly.
+    pub fn threads(&self, all: usize) -> usize {
+        (all / self.local().max(1) as usize).max(1)
     }
 }
 
@@ -154,7 +209,7 @@ fn impossible(own: (&str, &str), all: (&str, &str), count: Option<usize>) -> Str
         Some(n) => format!("{} is a number from 0 to {}", own.0, n - 1),
     };
     format!(
-        "{}={}, {}={}: {should}\n  hint: what launches several processes sets both; unset them to train alone",
+        "{}={}, {}={}: {should}\nhint: what launches several processes sets both; unset them to train alone",
         own.0, own.1, all.0, all.1
     )
 }
@@ -178,7 +233,7 @@ mod tests {
 
     fn told(text: &str, mpi: bool) -> Result<Option<Launch>, String> {
         let all: Vec<_> = text.split_whitespace().filter_map(|w| w.split_once('=')).collect();
-        Launch::of(&|key| all.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string()), mpi)
+        Launch::detect(&|key| all.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string()), mpi)
     }
 
     fn of(text: &str, mpi: bool) -> Option<Launch> {
@@ -197,6 +252,12 @@ mod tests {
             "{torch} TORCHELASTIC_USE_AGENT_STORE=True OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4"
         );
         assert_eq!(of(&agent, true), at(3, 4, Some(1), "h", 29_501));
+        // The agent holds the last port, and none is above it.
+        let last = of(&agent.replace("29500", "65535"), true);
+        assert!(
+            matches!(last, Some(Launch { meeting: Meeting::Nowhere(why), .. }) if why.contains("MASTER_PORT"))
+        );
+        assert_eq!(of(&torch.replace("29500", "65535"), false), at(3, 4, Some(1), "h", 65_535));
         assert_eq!(of("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", true), None);
         for half in ["", "MASTER_ADDR=h", "MASTER_PORT=7", "MASTER_ADDR=h MASTER_PORT=70000"] {
             let alone = of(&format!("RANK=0 WORLD_SIZE=2 {half}"), true);

@@ -3,9 +3,13 @@
 mod properties;
 
 use super::*;
-use ft_base::error::Failure;
+use crate::check::values;
+use crate::load::LARGEST;
+use crate::syntax::{MAX_PROBLEMS, Value, join, parse_value};
+use ft_base::error::{ExitCode, Failure};
 use std::collections::BTreeSet;
 use std::fmt::Write;
+use std::path::{Path, PathBuf};
 
 const SMALL: &str = r#"
 [model]
@@ -221,7 +225,7 @@ fn plans_see_what_runs_refuse() {
 fn problems_are_bounded() {
     let text: String = (0..20_000).fold(String::new(), |t, i| t + &format!("k{i} = 1\n"));
     let error = Recipe::parse(&text, "x.toml", &[]).unwrap_err();
-    assert_eq!(error.problems().len(), report::MOST);
+    assert_eq!(error.problems().len(), MAX_PROBLEMS);
     assert!(error.to_string().ends_with("100 or more problems in the recipe"));
 }
 
@@ -306,10 +310,10 @@ fn sizes() {
         ("1024B", 1024),
         ("2kB", 2000),
     ] {
-        assert_eq!(values::bytes(&tree::Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
+        assert_eq!(values::bytes(&Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
     }
     for text in ["", "GiB", "1..5GiB", "-1GiB", "0B", "1024", "1e30TiB", "48gib", "9999999999TiB"] {
-        assert!(values::bytes(&tree::Value::Text(text.into()), "b").is_err(), "{text}");
+        assert!(values::bytes(&Value::Text(text.into()), "b").is_err(), "{text}");
     }
 }
 
@@ -338,14 +342,14 @@ fn rules_take_what_they_do_not_say_from_lora() {
 fn every_part_knows_the_same_keys() {
     let mut table = BTreeSet::new();
     let mut defaults = 0;
-    kind::each(&mut |path, key| {
-        if !matches!(key.kind, kind::Kind::Table(_) | kind::Kind::Tables(_)) {
+    each_key(&mut |path, key| {
+        if !matches!(key.kind, Kind::Table(_) | Kind::Tables(_)) {
             table.insert(path.to_string());
         }
-        if let kind::Unset::Toml(text) = key.default {
-            let node = check::default_node(text).unwrap_or_else(|| panic!("{path}: {text}"));
+        if let Unset::Toml(text) = key.default {
+            let node = parse_value(text).unwrap_or_else(|| panic!("{path}: {text}"));
             // A default is accepted when written out.
-            let required = ["train", "data"].contains(&path) || matches!(key.kind, kind::Kind::Tables(_));
+            let required = ["train", "data"].contains(&path) || matches!(key.kind, Kind::Tables(_));
             if !required && !path.starts_with("data.eval") {
                 small(&[&format!("{path}={}", node.value)]).unwrap_or_else(|e| panic!("{path}: {e}"));
                 defaults += 1;
@@ -376,7 +380,7 @@ fn schema_keys(schema: &serde_json::Value, path: &str, keys: &mut BTreeSet<Strin
         assert_eq!(schema["additionalProperties"], false, "{path}");
         for (name, property) in properties {
             assert!(property["description"].as_str().is_some_and(|d| d.len() > 5), "{path}.{name}");
-            schema_keys(property, &tree::join(path, name), keys);
+            schema_keys(property, &join(path, name), keys);
         }
     } else if schema["items"]["properties"].is_object() {
         schema_keys(&schema["items"], &format!("{path}.0"), keys);
@@ -456,4 +460,16 @@ fn mathematics() {
         assert_eq!(differ, [key], "{other}");
         assert_eq!(changed[key], value);
     }
+}
+
+/// A recipe is checked without candle, so that tools can depend on this crate alone.
+#[test]
+fn candle_is_no_dependency() {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut tree = std::process::Command::new(cargo);
+    tree.args(["tree", "--offline", "--locked", "--package", "ft-recipe", "--edges", "normal", "--prefix", "none"]);
+    let out = tree.current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let packages = String::from_utf8(out.stdout).unwrap();
+    assert!(packages.contains("ft-base") && !packages.contains("candle"), "{packages}");
 }

@@ -126,7 +126,7 @@ pub(super) fn open_or_write(
     if let CacheState::Whole(copy) = made.find(&dir, &m.overrides)? {
         return Ok(Some(*copy));
     }
-    let new = NewFolder::begin_in_turn(&dir, &|holder| {
+    let new = AtomicFolder::begin_waiting(&dir, &|holder| {
         let who = holder.map_or(String::new(), |h| format!(" ({h})"));
         tell(&format!("waiting for another ft process{who}, which is writing {shown}"));
     })?;

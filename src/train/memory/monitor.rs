@@ -84,7 +84,7 @@ impl MemoryMonitor {
             memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
         let before = (memory::live_bytes(), ft_kernels::cuda::device_bytes(&job.device));
-        memory::forget_ranks();
+        memory::reset_ranks();
         if job.device.is_cpu() && plan.local == 1 {
             gemm::make_slabs();
         }
@@ -121,7 +121,7 @@ impl MemoryMonitor {
     pub fn loaded(&mut self, params: &Params) {
         let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
             (true, Some(_), _) if self.plan.local > 1 => {
-                memory::of_ranks().0.saturating_sub(self.plan.peak.bytes.get(Component::Context))
+                memory::largest_rank().0.saturating_sub(self.plan.peak.bytes.get(Component::Context))
             }
             (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
@@ -156,7 +156,7 @@ impl MemoryMonitor {
     /// not count.
     pub fn measure(&mut self) {
         let now = match (self.device.is_cpu(), self.before.0, memory::peak_bytes()) {
-            (true, Some(_), _) if self.plan.local > 1 => memory::of_ranks().1,
+            (true, Some(_), _) if self.plan.local > 1 => memory::largest_rank().1,
             (true, Some(before), Some(peak)) => peak.saturating_sub(before),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
             _ => ft_kernels::cuda::device_bytes(&self.device),

@@ -1,47 +1,14 @@
 //! The current phase and unit of the engine, for peaks by phase and for out-of-memory messages.
 //!
-//! A process trains one model, so the position is global, like the counts of [`super::memory`]. If
+//! A process trains one model, so the position is global, like the counts of [`super`]. If
 //! several ranks are threads of one process, the global position is rank 0's, and the remaining ranks
 //! track their own per thread.
 
-use super as memory;
+pub use super::phase::Phase;
+
+use super::counts;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-
-/// A phase of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// Loading or initializing the weights.
-    Load,
-    /// Forward pass over the units.
-    Forward,
-    /// Backward pass over the units.
-    Backward,
-    /// Optimizer step.
-    Step,
-    /// Evaluation.
-    Evaluate,
-    /// Writing checkpoints and the result.
-    Save,
-}
-
-impl Phase {
-    /// All phases, in the order of a run.
-    pub const ALL: [Phase; 6] =
-        [Phase::Load, Phase::Forward, Phase::Backward, Phase::Step, Phase::Evaluate, Phase::Save];
-
-    /// Name of the phase in messages.
-    pub fn word(self) -> &'static str {
-        match self {
-            Phase::Load => "loading",
-            Phase::Forward => "forward",
-            Phase::Backward => "backward",
-            Phase::Step => "optimizer step",
-            Phase::Evaluate => "evaluation",
-            Phase::Save => "saving",
-        }
-    }
-}
 
 static PHASE: AtomicUsize = AtomicUsize::new(0);
 static UNIT: AtomicUsize = AtomicUsize::new(0);
@@ -64,7 +31,7 @@ pub fn enter(phase: Phase, unit: usize) {
     let last = PHASE.swap(phase as usize, Relaxed);
     UNIT.store(unit, Relaxed);
     if last != phase as usize {
-        memory::close(last);
+        counts::close_phase(last);
     }
 }
 
@@ -78,10 +45,18 @@ pub fn at_unit(unit: usize) {
 
 /// Position of this thread's rank.
 pub fn now() -> (Phase, usize) {
-    OWN.get().unwrap_or_else(everybody)
+    OWN.get().unwrap_or_else(process_position)
 }
 
 /// Position of the process: rank 0's.
-pub(super) fn everybody() -> (Phase, usize) {
+fn process_position() -> (Phase, usize) {
     (Phase::ALL[PHASE.load(Relaxed).min(Phase::ALL.len() - 1)], UNIT.load(Relaxed))
+}
+
+/// Peak per phase since the last [`super::reset_peak`], in the order of [`Phase::ALL`]; 0 for phases not entered.
+pub fn phase_peaks() -> [u64; Phase::ALL.len()] {
+    let mut peaks = counts::completed_peaks();
+    let (now, _) = process_position();
+    peaks[now as usize] = peaks[now as usize].max(counts::phase_peak());
+    peaks
 }

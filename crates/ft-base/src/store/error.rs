@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::disk::{free_bytes, human_bytes};
 use crate::error::{ExitCode, Failure};
 
 /// A problem with a file of tensors, a checkpoint or a run folder.
@@ -235,7 +236,7 @@ pub enum Error {
         problem: String,
     },
     /// The output folder is not empty.
-    #[error("{}: is not empty\n  hint: {hint}", dir.display())]
+    #[error("{}: is not empty\nhint: {hint}", dir.display())]
     Occupied {
         /// The folder.
         dir: PathBuf,
@@ -244,7 +245,7 @@ pub enum Error {
     },
     /// A path that cannot be replaced by a new folder: without a file name, the working directory, or a
     /// mount point.
-    #[error("{}: a folder cannot be written there\n  hint: name a new folder, or one that is neither the working directory nor a mount", dir.display())]
+    #[error("{}: a folder cannot be written there\nhint: name a new folder, or one that is neither the working directory nor a mount", dir.display())]
     Name {
         /// The path.
         dir: PathBuf,
@@ -319,7 +320,7 @@ impl Error {
     /// A write error of `path`. Queries the free disk space if the disk is full.
     pub fn write(doing: &'static str, path: &Path, needed: Option<u64>, source: io::Error) -> Error {
         let free = match source.kind() {
-            io::ErrorKind::StorageFull => path.parent().and_then(super::atomic::free_bytes),
+            io::ErrorKind::StorageFull => path.parent().and_then(free_bytes),
             _ => None,
         };
         Error::Write { doing, path: path.to_path_buf(), needed, free, source }
@@ -361,19 +362,4 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
         _ => "",
     });
     text
-}
-
-/// Formats bytes as `12.3 GiB`; exact below 1 KiB.
-pub fn human_bytes(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-    if bytes < 1024 {
-        return format!("{bytes} bytes");
-    }
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    format!("{value:.1} {}", UNITS[unit])
 }

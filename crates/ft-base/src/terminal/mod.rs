@@ -4,7 +4,7 @@ pub mod panics;
 mod progress;
 mod screen;
 
-pub use progress::{Progress, Told, bytes_bar, rows_bar};
+pub use progress::{Progress, StepFigures, bytes_bar, rows_bar};
 pub use screen::{
     Escaped, color_on_stderr, color_on_stdout, escape, hush, moves_cursor, print, shell_word, tell,
     tell_escaped, to_file, to_terminal, warn,

@@ -18,9 +18,10 @@ pub fn install() {
         if !CATCHING.get() {
             let place = info.location().map(|l| format!(" at {}:{}", l.file(), l.line())).unwrap_or_default();
             let said = message(info.payload());
-            match is_memory(said) {
-                true => tell(&format!("error: out of memory: {said}")),
-                false => tell(&format!("error: {said}{place}; this is a bug in ft")),
+            if is_memory(said) {
+                tell(&format!("error: out of memory: {said}"));
+            } else {
+                tell(&format!("error: {said}{place}; this is a bug in ft"));
             }
         }
     }));
@@ -50,9 +51,8 @@ fn is_memory(said: &str) -> bool {
 /// # Errors
 /// The exit code of a panic, already reported by the hook of [`install`].
 pub fn told<T>(f: impl FnOnce() -> T) -> Result<T, ExitCode> {
-    catch_unwind(AssertUnwindSafe(f)).map_err(|payload| match is_memory(message(payload.as_ref())) {
-        true => ExitCode::DoesNotFit,
-        false => ExitCode::Internal,
+    catch_unwind(AssertUnwindSafe(f)).map_err(|payload| {
+        if is_memory(message(payload.as_ref())) { ExitCode::DoesNotFit } else { ExitCode::Internal }
     })
 }
 

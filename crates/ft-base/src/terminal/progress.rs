@@ -29,7 +29,7 @@ fn target() -> ProgressDrawTarget {
 
 /// The figures of one step, as printed.
 #[derive(Clone, Copy, Debug)]
-pub struct Told {
+pub struct StepFigures {
     /// Mean loss over the targets of the step.
     pub loss: f64,
     /// Gradient norm before clipping.
@@ -65,7 +65,7 @@ impl Progress {
     }
 
     /// Reports a finished step.
-    pub fn step(&mut self, step: u64, t: Told) {
+    pub fn step(&mut self, step: u64, t: StepFigures) {
         let text = format!(
             "loss {:.4}  grad norm {:.3}  lr {:.2e}  {:.0} tokens/s",
             t.loss, t.grad_norm, t.lr, t.rate

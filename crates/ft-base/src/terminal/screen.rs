@@ -56,9 +56,10 @@ pub fn escape(text: &str) -> Cow<'_, str> {
     let mut out = String::with_capacity(text.len() + 16);
     out.push_str(&text[..first]);
     for c in text[first..].chars() {
-        match is_control(c) {
-            true => out.push_str(&format!("\\u{:04x}", c as u32)),
-            false => out.push(c),
+        if is_control(c) {
+            out.push_str(&format!("\\u{:04x}", c as u32));
+        } else {
+            out.push(c);
         }
     }
     Cow::Owned(out)
@@ -67,10 +68,10 @@ pub fn escape(text: &str) -> Cow<'_, str> {
 /// Quotes `word` for a shell if necessary.
 pub fn shell_word(word: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_alphanumeric() || "/._-+:@%=,".contains(c);
-    match !word.is_empty() && word.chars().all(plain) {
-        true => Cow::Borrowed(word),
-        false => Cow::Owned(format!("'{}'", word.replace('\'', r"'\''"))),
+    if !word.is_empty() && word.chars().all(plain) {
+        return Cow::Borrowed(word);
     }
+    Cow::Owned(format!("'{}'", word.replace('\'', r"'\''")))
 }
 
 /// A writer that escapes text. Each write must consist of whole characters, as `write!` guarantees.
@@ -91,18 +92,25 @@ impl<W: Write> Write for Escaped<W> {
 /// Whether stderr is a terminal with cursor control, as progress bars need.
 pub fn moves_cursor() -> bool {
     let own = matches!(*MESSAGES.lock().unwrap_or_else(PoisonError::into_inner), Messages::Stderr);
-    own && io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+    own && is_capable(&io::stderr())
+}
+
+fn is_capable(stream: &impl IsTerminal) -> bool {
+    stream.is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+}
+
+fn allows_color() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
 }
 
 /// Whether messages on stderr may use color: a capable terminal, and `NO_COLOR` is unset or empty.
 pub fn color_on_stderr() -> bool {
-    moves_cursor() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+    moves_cursor() && allows_color()
 }
 
 /// Like [`color_on_stderr`], for stdout.
 pub fn color_on_stdout() -> bool {
-    let can = io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
-    can && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+    is_capable(&io::stdout()) && allows_color()
 }
 
 /// Prints a line on stderr. Ignores errors: a closed stderr must not end a run, as it would with `eprintln!`.

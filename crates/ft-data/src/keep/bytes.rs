@@ -163,7 +163,7 @@ impl Spool {
         {
             let path = folder.join("list");
             // an unwritable folder keeps the list in memory, as for tokens
-            self.file = Pending::create(&path, None).ok().map(|p| (p.unnamed(), path));
+            self.file = AtomicFile::create(&path, None).ok().map(|p| (p.unnamed(), path));
             self.scratch.folder = self.file.as_ref().map(|_| folder);
         }
         let Some((file, path)) = &mut self.file else { return Ok(()) };

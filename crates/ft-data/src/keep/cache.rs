@@ -16,8 +16,8 @@ use crate::read::files::kind;
 use crate::shape::schema::Schema;
 use crate::tokenize::model_key::ModelKey;
 use ft_base::error::Place;
-use ft_base::store::hash::{self, Written};
-use ft_base::store::{self, Pending};
+use ft_base::store::hash::{self, KnownHash};
+use ft_base::store::{self, AtomicFile};
 use ft_base::terminal::{tell, warn};
 use ft_recipe::Format;
 use serde::{Deserialize, Serialize};
@@ -246,7 +246,7 @@ impl<'a> CacheEntry<'a> {
         let [index, tokens] = ["index", "tokens"].map(|what| self.path(&limit, what));
         let _ = std::fs::remove_file(&index);
         writer.tokens.commit_as(&tokens)?;
-        let written = Written::new(tokens, header.hash)?;
+        let written = KnownHash::new(tokens, header.hash)?;
         records.commit_as(&index)?;
         if bytes > REPORTED {
             let (gib, folder) = (bytes as f64 / f64::from(1 << 30), self.folder.display());

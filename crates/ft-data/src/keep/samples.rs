@@ -120,7 +120,7 @@ pub(crate) struct HashedOutput {
 
 enum Output {
     Memory(Vec<u8>),
-    File(Pending),
+    File(AtomicFile),
 }
 
 impl HashedOutput {

@@ -15,7 +15,7 @@ use crate::read::files::{files, files_and_ignored};
 use crate::shape::{example::Example, schema::Schema};
 use crate::tokenize::{encode::Encoder, model_key::ModelKey, tokenizer::Tokenizer};
 use ft_base::rng::{Purpose, Stream};
-use ft_base::store::{self, hash::Written};
+use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
 use ft_recipe::{Format, OnBadRow, Part, Recipe};
 use indicatif::ProgressBar;
@@ -61,7 +61,7 @@ pub(crate) struct Loader<'a> {
     bar: ProgressBar,
     storage: WorkingStorage,
     /// Cache files written by this load.
-    written: Vec<Written>,
+    written: Vec<KnownHash>,
 }
 
 impl Dataset {

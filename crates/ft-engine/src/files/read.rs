@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::{Error, convert, header};
-use ft_base::store::hash::{self, Passing};
+use ft_base::store::hash::{self, StreamHasher};
 use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
 
 /// Bytes read per task.
@@ -68,7 +68,7 @@ pub struct TensorFiles {
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
     /// Hash state per file, if hashed while reading; `None` for files with a cached hash.
-    passing: OnceLock<Vec<Option<Passing>>>,
+    passing: OnceLock<Vec<Option<StreamHasher>>>,
 }
 
 impl TensorFiles {
@@ -259,14 +259,14 @@ impl TensorFiles {
     /// # Errors
     /// [`Error::Read`].
     pub fn hash_while_reading(&self) -> Result<(), Error> {
-        let passing = self.files.iter().map(|(path, file)| Passing::begin(file, path));
+        let passing = self.files.iter().map(|(path, file)| StreamHasher::begin(file, path));
         // If already started, keep the existing state.
         let _ = self.passing.set(passing.collect::<Result<_, _>>()?);
         Ok(())
     }
 
     /// Hash state of a file, if it is hashed while reading.
-    fn passing(&self, file: usize) -> Option<&Passing> {
+    fn passing(&self, file: usize) -> Option<&StreamHasher> {
         self.passing.get()?.get(file)?.as_ref()
     }
 
@@ -397,7 +397,7 @@ impl TensorFiles {
             io::ErrorKind::UnexpectedEof => Error::CutShort { path: path.clone(), name: name.to_string() },
             _ => Error::read(path, e),
         })?;
-        self.passing(info.file).into_iter().for_each(|p| p.saw(at, buffer));
+        self.passing(info.file).into_iter().for_each(|p| p.update(at, buffer));
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Storage, Tensor};
 
 use super::Error;
-use ft_base::store::{Pending, free_bytes, sync_folder};
+use ft_base::store::{AtomicFile, free_bytes, sync_folder};
 use ft_kernels::to_host;
 
 /// Writes one safetensors file atomically.
@@ -25,7 +25,7 @@ pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, 
     let by_name: BTreeMap<&str, &Tensor> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
     let entries = entries_of(path, tensors.iter().map(|(name, t)| (name, t.dtype(), t.dims())))?;
     let plan = Plan::new(entries, metadata);
-    let mut pending = Pending::create(path, Some(plan.bytes()))?;
+    let mut pending = AtomicFile::create(path, Some(plan.bytes()))?;
     pending.write(&plan.header)?;
     for entry in &plan.entries {
         if let Some(tensor) = by_name.get(entry.name.as_str()) {
@@ -70,7 +70,7 @@ pub fn write_sharded(
             n => format!("{stem}-{:05}-of-{n:05}.safetensors", i + 1),
         };
         let path = dir.join(&name);
-        let mut pending = Pending::create(&path, Some(plan.bytes()))?;
+        let mut pending = AtomicFile::create(&path, Some(plan.bytes()))?;
         pending.write(&plan.header)?;
         for entry in &plan.entries {
             let tensor = get(&entry.name)?;
@@ -202,7 +202,7 @@ pub(super) fn entries_of<'a>(
     }
 }
 
-pub(super) fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result<(), Error> {
+pub(super) fn write_tensor(pending: &mut AtomicFile, entry: &Entry, tensor: &Tensor) -> Result<(), Error> {
     if tensor.dtype() != entry.dtype || tensor.dims() != entry.shape {
         return Err(Error::Announced {
             name: entry.name.clone(),

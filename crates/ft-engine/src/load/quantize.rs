@@ -7,7 +7,7 @@ use crate::model::Config;
 use crate::model::modules::{Group, Module, modules};
 use crate::quant::{self, Error};
 use candle_core::{DType, Device, Tensor};
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_base::terminal::bytes_bar;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -37,7 +37,7 @@ pub struct Report {
 /// # Errors
 /// Model in 4 bits already; misshaped or non-finite tensors; full disk. On error, `out` is not created.
 pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
-    let new = NewFolder::begin_named(out)?;
+    let new = AtomicFolder::begin_named(out)?;
     new.refuse_occupied("another --out, or remove it")?;
     let report = quantize_into(config, source, &new.path(), double)?;
     new.commit()?;

@@ -1,6 +1,7 @@
 //! Properties of all recipes, and of arbitrary files.
 
 use super::*;
+use crate::syntax::quote;
 use proptest::prelude::*;
 
 /// Overrides that are valid in any combination.
@@ -53,8 +54,8 @@ fn overrides() -> impl Strategy<Value = Vec<String>> {
     (fixed, name, 0u64..=i64::MAX as u64, 1e-12f64..1.0, 1usize..9).prop_map(
         |((a, b, c, d, e, f, g, h), name, seed, lr, micro)| {
             let mut all = vec![a, b, c, d, e, f, g, h];
-            all.push(format!("name={}", tree::quote(&name)));
-            all.push(format!("model.source={}", tree::quote(&name)));
+            all.push(format!("name={}", quote(&name)));
+            all.push(format!("model.source={}", quote(&name)));
             all.push(format!("run.seed={seed}"));
             all.push(format!("optimizer.lr={lr:?}"));
             all.push(format!("run.micro_rows={micro}"));

@@ -5,14 +5,16 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{MARKER, sync_folder};
 use crate::store::Error;
 use crate::store::fault::fault;
 use crate::store::hash::whole;
-use crate::store::path::{check_name, open_inside};
+use crate::store::read::{check_name, open_inside};
+use crate::store::write::sync_folder;
 
 /// The manifest's file name.
 pub(super) const MANIFEST: &str = "manifest.json";
+/// Name of the marker file of complete checkpoints.
+pub(super) const MARKER: &str = "COMPLETE";
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,14 +45,7 @@ impl Manifest {
 
     /// Serializes the manifest, deterministically.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let json = serde_json::json!({
-            "version": self.version,
-            "step": self.step,
-            "files": self.files.iter().map(|f| serde_json::json!({
-                "name": f.name, "bytes": f.bytes, "blake3": f.blake3,
-            })).collect::<Vec<_>>(),
-        });
-        format!("{json:#}\n").into_bytes()
+        format!("{:#}\n", serde_json::json!(self)).into_bytes()
     }
 
     /// Parses a manifest.
@@ -89,10 +84,10 @@ impl Entry {
             return Err(format!("{name} has {bytes} bytes and should have {}", self.bytes));
         }
         let hash = hash(&file).map_err(|e| Error::read(&path, e).to_string())?;
-        match hash == self.blake3 {
-            true => Ok(()),
-            false => Err(format!("{name} is not what was written (its hash differs)")),
+        if hash != self.blake3 {
+            return Err(format!("{name} is not what was written (its hash differs)"));
         }
+        Ok(())
     }
 }
 

@@ -21,14 +21,13 @@ mod tests;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::Error;
-use super::atomic::{sync_folder, write_atomic};
-use super::fault::fault;
-use super::path::read_inside;
-use manifest::{MANIFEST, Manifest};
+use manifest::{MANIFEST, MARKER, Manifest};
 
-/// Name of the marker file of complete checkpoints.
-const MARKER: &str = "COMPLETE";
+use super::Error;
+use super::fault::fault;
+use super::read::read_inside;
+use super::write::{sync_folder, write_atomic};
+
 const STEP: &str = "step-";
 const DRAFT: &str = ".draft-";
 const OLD: &str = ".old-";

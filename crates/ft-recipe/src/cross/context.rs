@@ -1,0 +1,49 @@
+//! What every check across keys needs: the recipe as written, and the problems so far.
+
+use crate::check::Checker;
+use crate::syntax::{Span, Table};
+
+pub(super) struct Cross<'a, 'b> {
+    pub checker: &'a mut Checker<'b>,
+    pub root: &'a Table,
+}
+
+impl Cross<'_, '_> {
+    /// Position of `path`, or of the nearest enclosing table in the recipe.
+    pub(super) fn at(&self, path: &str) -> Span {
+        let mut path = path;
+        loop {
+            if let Some(node) = self.root.find(path) {
+                return node.at.clone();
+            }
+            match path.rsplit_once('.') {
+                Some((above, _)) => path = above,
+                None => return Span { text: 0, bytes: 0..0 },
+            }
+        }
+    }
+
+    pub(super) fn given(&self, path: &str) -> bool {
+        self.root.find(path).is_some()
+    }
+
+    pub(super) fn report(&mut self, path: &str, message: String, hint: impl Into<String>) {
+        self.checker.report(&self.at(path), path, message, &[hint.into()]);
+    }
+
+    pub(super) fn all_good(&self, paths: &[&str]) -> bool {
+        paths.iter().all(|p| !self.checker.bad.contains(*p))
+    }
+
+    /// Whether no `[[train]]` rule has a problem.
+    pub(super) fn rules_are_good(&self) -> bool {
+        !self.checker.bad.iter().any(|p| p.starts_with("train"))
+    }
+
+    /// Reports a key that `why` leaves without effect, unless it has a problem already.
+    pub(super) fn without_effect(&mut self, key: &str, why: &str, hint: &str) {
+        if self.all_good(&[key]) {
+            self.report(key, format!("{key} does nothing{why}"), hint);
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Checks of the model, of batch sizes and ranks, and of `[serve]`.
+
+use super::context::Cross;
+use crate::keys::{Dtype, Quantize, Recipe, Weights};
+
+/// Limits on tokens per micro-batch and on ranks. They keep byte counts in the plan within 64 bits.
+const MICRO_TOKENS: u64 = 1 << 31;
+const RANKS: u64 = 1 << 20;
+
+impl Cross<'_, '_> {
+    pub(super) fn model(&mut self, recipe: &Recipe) {
+        let m = &recipe.model;
+        if recipe.memory.scale.is_some()
+            && m.dtype != Some(Dtype::F16)
+            && self.all_good(&["model.dtype", "memory.scale"])
+        {
+            let message = "only training in f16 scales the loss".into();
+            self.report("memory.scale", message, "leave it out, or write model.dtype = \"f16\"");
+        }
+        if m.cache.is_none() || !self.all_good(&["model", "model.cache", "model.quantize", "model.weights"]) {
+            return;
+        }
+        if m.quantize == Quantize::None {
+            let hint = "leave cache out, or write quantize = \"nf4\"";
+            self.without_effect("model.cache", " with quantize = \"none\"", hint);
+        } else if m.weights == Weights::Random {
+            self.without_effect("model.cache", " with weights = \"random\"", "leave cache out");
+        }
+    }
+
+    pub(super) fn lengths(&mut self, recipe: &Recipe) {
+        let (batch, micro, ranks) =
+            (recipe.run.batch_rows, recipe.run.micro_rows.count(), recipe.parallel.data);
+        if self.all_good(&["run", "run.batch_rows", "run.micro_rows", "parallel", "parallel.data"]) {
+            // The key ranges prevent overflow. `micro` is 1 if the plan chooses `micro_rows`.
+            let unit = micro.saturating_mul(ranks).max(1);
+            if batch % unit != 0 {
+                let key = if self.given("run.micro_rows") {
+                    "run.micro_rows"
+                } else if self.given("run.batch_rows") {
+                    "run.batch_rows"
+                } else {
+                    "parallel.data"
+                };
+                let below = batch / unit * unit;
+                let near = if below == 0 {
+                    format!("batch_rows = {unit}")
+                } else {
+                    format!("batch_rows = {below} or {}", below + unit)
+                };
+                let message = format!(
+                    "batch_rows = {batch} does not divide by micro_rows x data ranks = {micro} x {ranks}"
+                );
+                self.report(key, message, format!("nearest: {near}"));
+            }
+        }
+        let length = recipe.data.max_length;
+        if micro.saturating_mul(length) as u64 > MICRO_TOKENS
+            && self.all_good(&["run", "run.micro_rows", "data", "data.max_length"])
+        {
+            let message = format!(
+                "a micro-batch of micro_rows x max_length = {micro} x {length} tokens is more than any machine holds"
+            );
+            self.report("run.micro_rows", message, "fewer rows, or a smaller data.max_length");
+        }
+        if recipe.parallel.ranks() > RANKS && self.all_good(&["parallel"]) {
+            let message = format!("[parallel] asks for {} ranks", recipe.parallel.ranks());
+            self.report("parallel", message, format!("their number is a product, of up to {RANKS}"));
+        }
+        let output = recipe.run.output.to_string_lossy().into_owned();
+        if self.all_good(&["run", "run.output"]) && output.contains(['{', '}']) {
+            self.report(
+                "run.output",
+                "run.output has braces that are not {name}".into(),
+                "{name} is the only thing that is filled in",
+            );
+        }
+    }
+
+    /// Checks `[serve]`.
+    pub(super) fn serve(&mut self, recipe: &Recipe) {
+        let s = &recipe.serve;
+        if !self.all_good(&["serve", "serve.devices", "serve.devices.0", "serve.port"]) {
+            return;
+        }
+        if s.devices.is_empty() && s.port != 8000 {
+            let hint = "serve.devices = [\"cuda:1\"], or leave it out";
+            self.without_effect("serve.port", ": serve.devices is empty", hint);
+        }
+    }
+}

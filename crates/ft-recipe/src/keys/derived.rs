@@ -1,0 +1,162 @@
+//! Values derived from several keys.
+
+use super::kind::TOKENS;
+use super::tables::{Data, Lora, Memory, Optimizer, Parallel, Recipe, Rule, Run, Source};
+use super::words::{Length, Master, Method, Offload};
+
+impl Memory {
+    /// Whether `memory.offload` contains `what`.
+    pub fn offloads(&self, what: Offload) -> bool {
+        self.offload.as_ref().is_some_and(|all| all.contains(&what))
+    }
+}
+
+impl Recipe {
+    /// Whether a frozen matrix that stays on the device is stored with padding columns for an adapter. Never
+    /// with several ranks, so that results round alike in all ZeRO stages.
+    pub fn has_rooms(&self) -> bool {
+        self.parallel.ranks() == 1 && !self.weights_come_and_go()
+    }
+
+    /// Whether a layer's compute weights are fetched before a visit and released afterwards: with ZeRO
+    /// stage 3 from other ranks, with `memory.offload = ["params"]` from the host.
+    pub fn weights_come_and_go(&self) -> bool {
+        let split = self.parallel.data > 1 && self.parallel.zero >= 3;
+        split || self.memory.offloads(Offload::Params)
+    }
+
+    /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora have an effect, because some rule trains
+    /// LoRA. Without rules, the config of the adapter in `lora.init` decides.
+    pub fn uses_lora_defaults(&self) -> bool {
+        self.train.iter().any(|r| r.is(Method::Lora))
+    }
+}
+
+/// LoRA parameters of one linear layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LoraSpec {
+    /// LoRA rank: inner dimension of A and B.
+    pub rank: usize,
+    /// The update is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank)).
+    pub alpha: f64,
+    /// Dropout probability on the input of A during training.
+    pub dropout: f64,
+    /// Scale by alpha / sqrt(rank).
+    pub rslora: bool,
+    /// DoRA: a trained magnitude for each output row.
+    pub dora: bool,
+}
+
+impl Rule {
+    /// Whether the rule trains rows of single tokens. Such rows train in full, regardless of the default
+    /// of `method`.
+    pub fn is_of_tokens(&self) -> bool {
+        self.modules.iter().any(|m| m == TOKENS)
+    }
+
+    /// Whether the rule applies `method` to modules. False for a rule for token rows.
+    pub fn is(&self, method: Method) -> bool {
+        self.method == method && !self.is_of_tokens()
+    }
+
+    /// Fills in LoRA parameters missing in the rule from `[lora]`.
+    pub(crate) fn inherit(&mut self, lora: &Lora) {
+        self.rank.get_or_insert(lora.rank);
+        self.alpha.get_or_insert(lora.alpha);
+        self.dropout.get_or_insert(lora.dropout);
+        self.rslora.get_or_insert(lora.rslora);
+        self.dora.get_or_insert(lora.dora);
+    }
+
+    /// The LoRA parameters of the rule.
+    pub fn spec(&self) -> LoraSpec {
+        LoraSpec {
+            rank: self.rank.unwrap_or_default(),
+            alpha: self.alpha.unwrap_or_default(),
+            dropout: self.dropout.unwrap_or_default(),
+            rslora: self.rslora.unwrap_or_default(),
+            dora: self.dora.unwrap_or_default(),
+        }
+    }
+}
+
+impl Run {
+    /// Length of the run: `steps` if given, else `epochs`.
+    pub fn length(&self) -> Length {
+        self.steps.map_or(Length::Epochs(self.epochs), Length::Steps)
+    }
+}
+
+impl Optimizer {
+    /// Whether fully trained weights have separate f32 master weights, or are f32 themselves (`in_f32`).
+    pub fn keeps_master(&self, in_f32: bool) -> bool {
+        in_f32
+            || match self.master {
+                Master::Auto => !self.name.eight_bit(),
+                Master::F32 => true,
+                Master::None => false,
+            }
+    }
+
+    /// Number of warm-up steps in a run of `steps`: `warmup_ratio` of the steps, rounded up, if given,
+    /// else `warmup_steps`.
+    pub fn warmup(&self, steps: usize) -> usize {
+        self.warmup_ratio.map_or(self.warmup_steps, |r| (r * steps as f64).ceil() as usize)
+    }
+
+    /// Peak learning rate for `method`, before a rule's `lr_scale`: `optimizer.lr`, by default 2e-4 for
+    /// LoRA and 1e-5 for full training.
+    pub fn peak_lr(&self, method: Method) -> f64 {
+        self.lr.unwrap_or(if method == Method::Full { 1e-5 } else { 2e-4 })
+    }
+
+    /// Factor on the peak learning rate: `lr_scale`, times `lr_scale_b` for the LoRA matrix B.
+    pub fn factor(&self, lr_scale: f64, is_b: bool) -> f64 {
+        if is_b { lr_scale * self.lr_scale_b } else { lr_scale }
+    }
+}
+
+impl Data {
+    /// Whether evaluation data is configured.
+    pub fn evaluates(&self) -> bool {
+        self.eval_share > 0.0 || !self.eval.is_empty()
+    }
+
+    /// The sources of the training or evaluation data. With `eval_share`, evaluation uses the training
+    /// sources.
+    pub fn sources(&self, part: Part) -> &[Source] {
+        match part {
+            Part::Eval if self.eval_share == 0.0 => &self.eval,
+            _ => &self.train,
+        }
+    }
+}
+
+/// Training or evaluation data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// `data.train`.
+    Train,
+    /// `data.eval`, or the share `data.eval_share` of the training data.
+    Eval,
+}
+
+impl Part {
+    /// The recipe key that defines this part.
+    pub fn key(self, data: &Data) -> &'static str {
+        match self {
+            Part::Train => "data.train",
+            Part::Eval if data.eval_share > 0.0 => "data.eval_share",
+            Part::Eval => "data.eval",
+        }
+    }
+}
+
+impl Parallel {
+    /// Total number of ranks.
+    pub fn ranks(&self) -> u64 {
+        [self.data, self.tensor, self.pipeline, self.expert, self.context]
+            .iter()
+            .fold(1, |all, n| all.saturating_mul(*n as u64))
+    }
+}

@@ -1,0 +1,28 @@
+//! Sizes in bytes with units.
+
+use crate::syntax::quote;
+
+/// Size units, largest first, with factors.
+pub(crate) const UNITS: [(&str, u64); 9] = [
+    ("TiB", 1 << 40),
+    ("TB", 1_000_000_000_000),
+    ("GiB", 1 << 30),
+    ("GB", 1_000_000_000),
+    ("MiB", 1 << 20),
+    ("MB", 1_000_000),
+    ("KiB", 1 << 10),
+    ("kB", 1_000),
+    ("B", 1),
+];
+
+/// Smallest size accepted without a unit. A smaller number was probably meant in another unit.
+pub(crate) const SMALLEST_BARE: u64 = 1 << 20;
+
+/// Formats a size in the largest binary unit that divides it.
+pub(crate) fn format_bytes(bytes: u64) -> String {
+    let binary = UNITS.iter().filter(|(unit, _)| unit.contains('i') || *unit == "B");
+    match binary.into_iter().find(|(_, size)| bytes.is_multiple_of(*size)) {
+        Some((unit, size)) => quote(&format!("{}{unit}", bytes / size)),
+        None => bytes.to_string(),
+    }
+}

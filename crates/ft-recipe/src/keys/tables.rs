@@ -1,0 +1,391 @@
+//! All keys of a recipe. Each key is one entry of a table; checks, JSON schema, typed recipe and
+//! resolved recipe are generated from the entries.
+
+use super::checked::{Checked, Section};
+use super::data_words::*;
+use super::field::{Field, Formatted, Json, Keys};
+use super::kind::{Bound, INDEX, Key, Kind, Unset};
+use super::macros::{doc, table};
+use super::sets::*;
+use super::words::*;
+use crate::syntax::Diagnostic;
+use Kind::{
+    Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
+    Table, Tables, Text, Tokens, Word, Words,
+};
+use Unset::{Absent, Required, Toml};
+use ft_base::error::Place;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// Largest integer guaranteed by TOML.
+const BIG: u64 = i64::MAX as u64;
+/// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
+pub const COUNT: u64 = 1_000_000_000;
+const RANK: Kind = Int(1, INDEX);
+const RANKS: Kind = Int(1, INDEX);
+
+table! {
+    /// A whole recipe.
+    pub struct Recipe {
+        /// Version of the recipe format.
+        version: u32 = Int(1, 1), Toml("1");
+        /// Name of the run.
+        name: String = Name, Absent("the file's stem");
+        /// What is trained for.
+        task: Task = Word(Task::WORDS), Toml("\"sft\"");
+        /// The base model.
+        model: Model = Table(Model::KEYS), Required;
+        /// Defaults of every rule that says method = "lora".
+        lora: Lora = Table(Lora::KEYS), Toml("{}");
+        /// What trains: rules in order, a later rule wins where two match; what no rule matches is frozen. At
+        /// least one rule, or an adapter in lora.init.
+        train: Vec<Rule> = Tables(Rule::KEYS), Toml("[]");
+        /// Losses on the routers of mixture models.
+        router: Router = Table(Router::KEYS), Toml("{}");
+        /// Training and evaluation data.
+        data: Data = Table(Data::KEYS), Required;
+        /// Evaluation by generation, beside the loss.
+        generate: Generate = Table(Generate::KEYS), Toml("{}");
+        /// Length of the run, batches, and where it writes.
+        run: Run = Table(Run::KEYS), Toml("{}");
+        /// The optimizer and its schedule.
+        optimizer: Optimizer = Table(Optimizer::KEYS), Toml("{}");
+        /// What is kept, recomputed and moved.
+        memory: Memory = Table(Memory::KEYS), Toml("{}");
+        /// How ranks share the work.
+        parallel: Parallel = Table(Parallel::KEYS), Toml("{}");
+        /// A server beside the training.
+        serve: Serve = Table(Serve::KEYS), Toml("{}");
+        /// Extra logs.
+        log: Log = Table(Log::KEYS), Toml("{}");
+        ..
+        /// Folder of the recipe file, for relative paths; empty if the recipe is not from a file.
+        pub folder: PathBuf,
+        /// Positions of keys in the recipe, by dotted path.
+        pub(crate) places: BTreeMap<String, Place>,
+        /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
+        /// them.
+        pub not_built: Vec<Diagnostic>,
+    }
+}
+
+table! {
+    /// `[model]`
+    pub struct Model {
+        /// Hub id such as Qwen/Qwen3-8B, or a local folder (one with config.json alone can be planned, or run
+        /// with weights = "random").
+        source: String = Text, Required;
+        /// Branch, tag or commit on the hub.
+        revision: String = Text, Toml("\"main\"");
+        /// Type of the arithmetic and of frozen weights. On the CPU an f32 run keeps matrices that are stored in half precision
+        /// as they are.
+        dtype: Option<Dtype> = Word(Dtype::WORDS), Absent("bf16 on CUDA, f32 on the CPU");
+        /// 4-bit weights: decoder linears only; head, embedding, norms, routers and what trains in full stay.
+        quantize: Quantize = Word(Quantize::WORDS), Toml("\"none\"");
+        /// A folder where the model that quantize makes is kept, and loaded from at the next start.
+        cache: Option<PathBuf> = Text, Absent("the model is quantized again at each start");
+        /// Where the weights come from.
+        weights: Weights = Word(Weights::WORDS), Toml("\"load\"");
+        /// Keys of the model's config.json to replace.
+        overrides as "override": Json = Anything, Toml("{}");
+    }
+}
+
+table! {
+    /// `[lora]`
+    pub struct Lora {
+        /// Inner width of the update.
+        rank: usize = RANK, Toml("16");
+        /// Scale: the update is multiplied by alpha / rank (with rslora: alpha / sqrt(rank)).
+        alpha: f64 = Number(Bound::Alpha), Toml("32");
+        /// Probability that an input of A is zeroed in training.
+        dropout: f64 = Number(Bound::BelowOne), Toml("0.0");
+        /// Scale by sqrt(rank) in place of rank.
+        rslora: bool = Bool, Toml("false");
+        /// Weight-decomposed: a trained magnitude for each output row.
+        dora: bool = Bool, Toml("false");
+        /// "default" (A Kaiming-uniform, B zero); "pissa" or "olora" (A and B begin as the largest singular values of
+        /// the weights, or as the first of their QR decomposition, which the base then lacks; the result is an adapter of
+        /// twice the rank on the base as it is); "loftq" (as what model.quantize loses); or the path or hub id of a PEFT
+        /// adapter to go on from.
+        init: Init = Text, Toml("\"default\"");
+    }
+}
+
+table! {
+    /// One `[[train]]` rule.
+    pub struct Rule {
+        /// Groups (attention, mlp, experts, router, norms, embedding, head), last components of module names
+        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name; or new_tokens.
+        modules: Vec<String> = Modules, Required;
+        /// With modules = ["new_tokens"], the tokens whose rows train, each by its text or its number. They train alone,
+        /// from what they are in the model, and become PEFT's trainable_token_indices. A text that the tokenizer does not
+        /// have is added to it, with the next number; the embedding must have a row for that.
+        tokens: Option<Vec<Token>> = Tokens, Absent("the rule is of modules");
+        /// "all", "3", "0-5", "24-", "-6:" (the last six) or [0, 3, 5]; given as anything but all, the rule
+        /// matches inside layers only.
+        layers: Option<LayerSet> = Layers, Toml("\"all\"");
+        /// "all", "0-3" or [0, 7]; a rule that has this key matches inside experts only.
+        experts: Option<IndexSet> = Experts, Absent("the rule does not ask for experts");
+        /// What happens to what the rule matches.
+        method: Method = Word(Method::WORDS), Toml("\"lora\"");
+        /// Rank of this rule.
+        rank: Option<usize> = RANK, Absent("lora.rank");
+        /// Alpha of this rule.
+        alpha: Option<f64> = Number(Bound::Alpha), Absent("lora.alpha");
+        /// Dropout of this rule.
+        dropout: Option<f64> = Number(Bound::BelowOne), Absent("lora.dropout");
+        /// rsLoRA for this rule.
+        rslora: Option<bool> = Bool, Absent("lora.rslora");
+        /// DoRA for this rule.
+        dora: Option<bool> = Bool, Absent("lora.dora");
+        /// Factor on the learning rate.
+        lr_scale: f64 = Number(Bound::Positive), Toml("1.0");
+        ..
+        /// Position of the rule in the recipe.
+        pub place: Place,
+    }
+}
+
+table! {
+    /// `[router]`
+    pub struct Router {
+        /// Coefficient of the load-balancing loss.
+        aux_loss: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// Coefficient of the z-loss.
+        z_loss: f64 = Number(Bound::NotNegative), Toml("0.0");
+    }
+}
+
+table! {
+    /// `[data]`
+    pub struct Data {
+        /// Training data, one table a source.
+        train: Vec<Source> = Tables(Source::KEYS), Required;
+        /// Evaluation data, one table a source.
+        eval: Vec<Source> = Tables(Source::KEYS), Toml("[]");
+        /// Share of each training source's samples that is evaluated on and not trained on, chosen by run.seed.
+        eval_share: f64 = Number(Bound::BelowOne), Toml("0.0");
+        /// Tokens a row at the most.
+        max_length: usize = Int(2, 100_000_000), Toml("2048");
+        /// What happens to a longer sample.
+        over_length: OverLength = Word(OverLength::WORDS), Toml("\"truncate\"");
+        /// What happens to a row that cannot be used.
+        on_bad_row: OnBadRow = Word(OnBadRow::WORDS), Toml("\"error\"");
+        /// Whether tokens are kept on disk, for later commands and so that they need no memory.
+        cache: bool = Bool, Toml("true");
+        /// Whether documents share a row (never attention; positions restart).
+        pack: bool = Bool, Toml("true");
+        /// Whether rows come in random order.
+        shuffle: bool = Bool, Toml("true");
+        /// What is supervised.
+        mask: Option<Mask> = Word(Mask::WORDS), Absent("what the format supports");
+        /// A file with a chat template to use instead of the model's own.
+        chat_template: Option<PathBuf> = Text, Absent("the model's own");
+        /// Variables for the chat template.
+        template: Json = Anything, Toml("{}");
+        /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square root
+        /// of L times the model's width; 5 is usual, 0 is off.
+        neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
+    }
+}
+
+table! {
+    /// One source of `[[data.train]]` or `[[data.eval]]`.
+    pub struct Source {
+        /// A file of rows (.jsonl, .json, .csv, .tsv, .txt, each also with .gz or .zst; .parquet), a folder of such
+        /// files, a pattern (data/*.jsonl), or a hub dataset.
+        source: String = Text, Required;
+        /// The shape of the rows.
+        format: Option<Format> = Word(Format::WORDS), Absent("what fits the first row, and said");
+        /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
+        weight: f64 = Number(Bound::Positive), Toml("1.0");
+        /// Split of a hub dataset.
+        split: Option<String> = Text, Absent("the dataset's only one");
+        /// Config of a hub dataset.
+        config: Option<String> = Text, Absent("the dataset's default, or only one");
+        /// Branch, tag or commit of a hub dataset.
+        revision: Option<String> = Text, Absent("main");
+        /// Names of fields where the file differs from the format: the format's name = "the file's name".
+        fields: BTreeMap<String, String> = Strings, Toml("{}");
+        /// What is supervised in this source.
+        mask: Option<Mask> = Word(Mask::WORDS), Absent("data.mask");
+        ..
+        /// Position of the source in the recipe.
+        pub place: Place,
+        /// Downloaded files of a hub dataset; empty for local sources.
+        pub fetched: Vec<PathBuf>,
+    }
+}
+
+table! {
+    /// `[run]`
+    pub struct Run {
+        /// Seed of every random number of the run.
+        seed: u64 = Int(0, BIG), Toml("0");
+        /// Passes over the rows.
+        epochs: f64 = Number(Bound::Positive), Toml("1");
+        /// Optimizer steps; wins over epochs.
+        steps: Option<usize> = Int(1, COUNT), Absent("by epochs");
+        /// Rows an optimizer step, over all ranks.
+        batch_rows: usize = Int(1, COUNT), Toml("16");
+        /// Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or "auto": the number
+        /// with which a step is fastest, of those that fit memory.budget. Loss and gradients do not depend on it,
+        /// but for router.aux_loss, which is a mean over micro-batches.
+        micro_rows: MicroRows = IntOrAuto(1, COUNT), Toml("1");
+        /// Largest global gradient norm; 0 is off.
+        clip: f64 = Number(Bound::NotNegative), Toml("1.0");
+        /// Steps between evaluations; 0 = at the end only.
+        eval_every: usize = Int(0, COUNT), Toml("0");
+        /// Steps between checkpoints; 0 = at the end only.
+        save_every: usize = Int(0, COUNT), Toml("0");
+        /// Whether to evaluate before the first step too.
+        eval_at_start: bool = Bool, Toml("false");
+        /// Checkpoints that are kept.
+        keep: usize = Int(1, COUNT), Toml("2");
+        /// Whether the checkpoint with the lowest evaluation loss is kept too, and the result is its.
+        keep_best: bool = Bool, Toml("false");
+        /// Evaluations in a row without a lower loss after which the run ends; 0 = it does not end early.
+        patience: usize = Int(0, COUNT), Toml("0");
+        /// The run folder; {name} is filled in.
+        output: PathBuf = Text, Toml("\"runs/{name}\"");
+        /// Where to compute.
+        device: Device = Word(Device::WORDS), Toml("\"auto\"");
+    }
+}
+
+table! {
+    /// `[optimizer]`
+    pub struct Optimizer {
+        /// The optimizer.
+        name: OptimizerName = Word(OptimizerName::WORDS), Toml("\"adamw\"");
+        /// Peak learning rate; a rule's lr_scale multiplies it.
+        lr: Option<f64> = Number(Bound::Positive), Absent("2e-4 for what trains by LoRA, 1e-5 for what trains in full");
+        /// Factor on the learning rate of LoRA's B (LoRA+): 16 is usual there, with a lower lr.
+        lr_scale_b: f64 = Number(Bound::Positive), Toml("1.0");
+        /// Decay rates of the two moments.
+        betas: [f64; 2] = Betas, Toml("[0.9, 0.999]");
+        /// Added to the denominator.
+        eps: f64 = Number(Bound::Positive), Toml("1e-8");
+        /// Decoupled weight decay.
+        weight_decay: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// What decays.
+        decay: Decay = Word(Decay::WORDS), Toml("\"matrices\"");
+        /// Shape of the learning rate over the run.
+        schedule: Schedule = Word(Schedule::WORDS), Toml("\"cosine\"");
+        /// Updates over which the learning rate rises: update i (from 0) has lr * (i + 1) / warmup.
+        warmup_steps: usize = Int(0, COUNT), Toml("0");
+        /// Warm-up as a share of all steps, rounded up; instead of warmup_steps.
+        warmup_ratio: Option<f64> = Number(Bound::Share), Absent("by warmup_steps");
+        /// Learning rate at the end.
+        min_lr: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// Update each layer when its backward pass ends, so that only one layer's gradients exist: needs one micro-batch
+        /// a step, run.clip = 0 and no f16. The bits are those of an update at the end.
+        in_backward: bool = Bool, Toml("false");
+        /// Whether weights that train in full have f32 master weights, where layers compute in 16 bits: without them an update
+        /// is computed in f32 and rounded up or down by random numbers, so that its mean is right, and a weight takes 4 bytes
+        /// less. LoRA has them always, and so has what trains in full in a layer with DoRA.
+        master: Master = Word(Master::WORDS), Toml("\"auto\"");
+        /// GaLore: directions that a gradient is projected onto, of its shorter side.
+        galore_rank: usize = RANK, Toml("128");
+        /// GaLore: updates between two looks for these directions.
+        galore_gap: usize = Int(1, COUNT), Toml("200");
+        /// GaLore: factor on the step of what is projected.
+        galore_scale: f64 = Number(Bound::Positive), Toml("0.25");
+    }
+}
+
+table! {
+    /// `[memory]`
+    pub struct Memory {
+        /// Memory of one device that may be used, such as "48GiB". On CUDA a twenty-fifth of it is kept back where
+        /// that is possible. On the CPU it holds what training takes, the allocator's part included; the program's
+        /// code, the tokenizer and the data stand beside it, in the plan's line of the host.
+        budget: Option<u64> = Bytes, Absent("what is free");
+        /// Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes
+        /// too.
+        host_budget: Option<u64> = Bytes, Absent("what is free");
+        /// Bytes that a run may write in all, to plan for another machine.
+        disk_budget: Option<u64> = Bytes, Absent("what is free on each disk");
+        /// What is computed again in the backward pass, so that less is kept: "none"; "norms" (of each layer the norms'
+        /// outputs, rotated queries and keys, and rows that enter experts: no product); "feed_forward" (its feed-forward block
+        /// or experts too, attention not); "all" (layers from their inputs), or a number of layers, from the bottom; "auto"
+        /// (layer by layer the fastest of these that fits memory.budget).
+        recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
+        /// When the 4-bit weights of a recomputed layer are dequantized.
+        dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");
+        /// What lives on the host. Without the key nothing does; but on CUDA, where memory.recompute is "auto", the plan moves
+        /// inputs of layers that are computed again there if that saves a hundredth of a step or nothing fits without, into at
+        /// most half of the host's memory that is left. [] is nothing at all.
+        offload: Option<Vec<Offload>> = Words(Offload::WORDS), Absent("nothing, or what the plan moves there");
+        /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
+        /// steps in which none does.
+        scale: Option<u64> = Int(1, 1 << 24), Absent("65536");
+        /// Whether host memory that values cross from and to is page-locked, for faster copies.
+        pin: bool = Bool, Toml("true");
+    }
+}
+
+table! {
+    /// `[parallel]`
+    pub struct Parallel {
+        /// Ranks that split the rows.
+        data: usize = RANKS, Toml("1");
+        /// ZeRO stage.
+        zero: u8 = Int(0, 3), Toml("0");
+        /// Tensor parallel ranks.
+        tensor: usize = RANKS, Toml("1");
+        /// Pipeline stages.
+        pipeline: usize = RANKS, Toml("1");
+        /// Expert parallel ranks.
+        expert: usize = RANKS, Toml("1");
+        /// Context parallel ranks.
+        context: usize = RANKS, Toml("1");
+        /// Transport of collectives.
+        comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
+        /// Seconds that a collective may take; processes wait for one another at the start for a minute at least.
+        timeout: u64 = Int(1, 1_000_000), Toml("600");
+    }
+}
+
+table! {
+    /// `[generate]`
+    pub struct Generate {
+        /// Samples of the evaluation data that the model answers at each evaluation, the first ones: it is asked what stands
+        /// before the last supervised tokens, and scored by exact match and ROUGE-L against these. 0 is off.
+        samples: usize = Int(0, 1_000_000_000), Toml("0");
+        /// Tokens of an answer at the most.
+        max_new_tokens: usize = Int(1, 1_000_000), Toml("256");
+        /// 0 takes the most likely token each time; else tokens are drawn, by run.seed.
+        temperature: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// A regular expression that takes the answer out of a text, as its first group or as its whole first match; the share of
+        /// answers with the same as the sample's is told too.
+        regex: Option<String> = Text, Absent("no such share");
+    }
+}
+
+table! {
+    /// `[serve]`
+    pub struct Serve {
+        /// While `ft run` trains, devices on which the newest checkpoint answers as `ft serve` does: each has a copy of the
+        /// model, which answers a request at a time. None may be one that trains: "cuda:1" (the second), or "cpu", which is
+        /// shared with a training on the CPU while it answers. The server is a process of its own, which ends with the run.
+        devices: Vec<OneDevice> = Devices, Toml("[]");
+        /// Port of this machine that it listens on; 0 takes a free one.
+        port: u16 = Int(0, 65_535), Toml("8000");
+    }
+}
+
+table! {
+    /// `[log]`
+    pub struct Log {
+        /// Write TensorBoard event files, into tensorboard/ of the run folder.
+        tensorboard: bool = Bool, Toml("false");
+        /// Write steps and evaluations as a table too, metrics.csv of the run folder.
+        csv: bool = Bool, Toml("false");
+        /// A prompt that the model answers before and after training, in the form of the training data; on the
+        /// terminal and in metrics.jsonl.
+        sample: Option<String> = Text, Absent("no reply is shown");
+    }
+}

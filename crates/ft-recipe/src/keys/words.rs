@@ -1,0 +1,343 @@
+//! Words that recipe keys accept, and further scalar types.
+
+use super::checked::Checked;
+use super::field::{Field, Formatted, list_of};
+use super::macros::{doc, words};
+use crate::syntax::quote;
+
+words! {
+    /// `task`
+    pub enum Task {
+        /// Supervised fine-tuning.
+        Sft = "sft",
+    }
+}
+
+words! {
+    /// Floating-point type of weights and arithmetic.
+    pub enum Dtype {
+        /// 8 exponent bits, 7 of mantissa.
+        Bf16 = "bf16",
+        /// IEEE half.
+        F16 = "f16",
+        /// IEEE single.
+        F32 = "f32",
+    }
+}
+
+words! {
+    /// `model.quantize`
+    pub enum Quantize {
+        /// As the checkpoint has it.
+        None = "none",
+        /// Decoder linears in NF4, double quantization.
+        Nf4 = "nf4",
+    }
+}
+
+words! {
+    /// `model.weights`
+    pub enum Weights {
+        /// From the checkpoint.
+        Load = "load",
+        /// Seeded random numbers of the config's shape.
+        Random = "random",
+    }
+}
+
+words! {
+    /// A `lora.init` computed from the base weights.
+    pub enum Decomposition {
+        /// The largest singular values (PiSSA).
+        Pissa = "pissa",
+        /// The first columns of a QR decomposition (OLoRA).
+        Olora = "olora",
+        /// The largest singular values of what 4 bits lose (LoftQ).
+        Loftq = "loftq",
+    }
+}
+
+impl Decomposition {
+    /// Whether the initial update is subtracted from the base weights.
+    pub fn changes_base(self) -> bool {
+        self != Decomposition::Loftq
+    }
+}
+
+/// `lora.init`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Init {
+    /// A Kaiming-uniform, B zero.
+    Default,
+    /// Computed from the base weights.
+    Of(Decomposition),
+    /// A PEFT adapter to continue training: path or hub id.
+    Adapter(String),
+}
+
+impl Init {
+    /// Path or hub id of the adapter to continue training, if any.
+    pub fn adapter(&self) -> Option<&str> {
+        match self {
+            Init::Default | Init::Of(_) => None,
+            Init::Adapter(a) => Some(a),
+        }
+    }
+
+    /// The decomposition that initializes A and B, if any.
+    pub fn decomposition(&self) -> Option<Decomposition> {
+        match self {
+            Init::Of(d) => Some(*d),
+            Init::Default | Init::Adapter(_) => None,
+        }
+    }
+}
+
+impl Field for Init {
+    fn read(checked: Option<&Checked>) -> Self {
+        let text = String::read(checked);
+        match (text.as_str(), Decomposition::from_word(&text)) {
+            ("" | "default", _) => Init::Default,
+            (_, Some(d)) => Init::Of(d),
+            (adapter, None) => Init::Adapter(adapter.into()),
+        }
+    }
+
+    fn write(&self) -> Formatted {
+        Formatted::Value(quote(match self {
+            Init::Default => "default",
+            Init::Of(d) => d.word(),
+            Init::Adapter(a) => a.as_str(),
+        }))
+    }
+}
+
+words! {
+    /// `train.method`
+    pub enum Method {
+        /// A low-rank update.
+        Lora = "lora",
+        /// The weights themselves.
+        Full = "full",
+        /// Nothing trains.
+        Freeze = "freeze",
+    }
+}
+
+/// `run.micro_rows`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MicroRows {
+    /// Chosen by the plan.
+    Auto,
+    /// A fixed number of rows.
+    Rows(usize),
+}
+
+impl From<usize> for MicroRows {
+    fn from(rows: usize) -> Self {
+        MicroRows::Rows(rows)
+    }
+}
+
+impl MicroRows {
+    /// Whether the plan chooses.
+    pub fn is_auto(self) -> bool {
+        self == MicroRows::Auto
+    }
+
+    /// The number of rows; 1 before the plan has chosen.
+    pub fn count(self) -> usize {
+        match self {
+            MicroRows::Auto => 1,
+            MicroRows::Rows(n) => n.max(1),
+        }
+    }
+}
+
+/// Length of a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Length {
+    /// Optimizer steps.
+    Steps(usize),
+    /// Passes over the training data.
+    Epochs(f64),
+}
+
+words! {
+    /// `run.device`
+    pub enum Device {
+        /// CUDA if there is one, else the CPU.
+        Auto = "auto",
+        /// The first CUDA device.
+        Cuda = "cuda",
+        /// The CPU.
+        Cpu = "cpu",
+    }
+}
+
+/// One device of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OneDevice {
+    /// The CPU.
+    Cpu,
+    /// A CUDA device, by index.
+    Cuda(usize),
+}
+
+impl OneDevice {
+    /// The accepted spellings, for messages.
+    pub const SPELT: &'static str = "\"cpu\", \"cuda\" (the first) or \"cuda:1\", by number";
+
+    /// Parses a device name.
+    pub fn from_word(word: &str) -> Option<Self> {
+        match word.split_once(':') {
+            None => match Device::from_word(word)? {
+                Device::Cpu => Some(OneDevice::Cpu),
+                Device::Cuda => Some(OneDevice::Cuda(0)),
+                Device::Auto => None,
+            },
+            // Canonical spelling only: no leading zeros or sign.
+            Some(("cuda", n)) => n.parse().ok().filter(|i: &usize| i.to_string() == n).map(OneDevice::Cuda),
+            Some(_) => None,
+        }
+    }
+
+    /// The device name as spelled in a recipe.
+    pub fn word(self) -> String {
+        match self {
+            OneDevice::Cpu => "cpu".into(),
+            OneDevice::Cuda(n) => format!("cuda:{n}"),
+        }
+    }
+}
+
+words! {
+    /// `optimizer.name`
+    pub enum OptimizerName {
+        /// AdamW with f32 moments.
+        Adamw = "adamw",
+        /// AdamW with 8-bit moments as in bitsandbytes (below 4096 values in f32).
+        Adamw8bit = "adamw8bit",
+        /// GaLore: AdamW on low-rank projections of the gradients of layers' matrices that train in full.
+        Galore = "galore",
+        /// The same with 8-bit moments.
+        Galore8bit = "galore8bit",
+    }
+}
+
+impl OptimizerName {
+    /// Whether moments of large tensors are stored in 8 bits.
+    pub fn eight_bit(self) -> bool {
+        matches!(self, OptimizerName::Adamw8bit | OptimizerName::Galore8bit)
+    }
+
+    /// Whether gradients are projected (GaLore).
+    pub fn projects(self) -> bool {
+        matches!(self, OptimizerName::Galore | OptimizerName::Galore8bit)
+    }
+}
+
+words! {
+    /// `optimizer.master`
+    pub enum Master {
+        /// "none" with 8-bit moments, as bitsandbytes has it; else "f32".
+        Auto = "auto",
+        /// Of everything that trains.
+        F32 = "f32",
+        /// Of LoRA alone.
+        None = "none",
+    }
+}
+
+words! {
+    /// `optimizer.decay`
+    pub enum Decay {
+        /// Matrices only: not norms, biases or DoRA magnitudes.
+        Matrices = "matrices",
+        /// Everything that trains.
+        All = "all",
+    }
+}
+
+words! {
+    /// `optimizer.schedule`
+    pub enum Schedule {
+        /// Half a cosine from `lr` to `min_lr`.
+        Cosine = "cosine",
+        /// A line from `lr` to `min_lr`.
+        Linear = "linear",
+        /// `lr` throughout.
+        Constant = "constant",
+    }
+}
+
+words! {
+    /// `memory.dequantize`
+    pub enum Dequantize {
+        /// The faster of the two, where it fits.
+        Auto = "auto",
+        /// In each matrix product, a tile at a time; nothing is kept.
+        PerMatmul = "per_matmul",
+        /// The whole layer, once for its recomputed forward and its backward pass.
+        PerLayer = "per_layer",
+    }
+}
+
+words! {
+    /// `memory.offload`
+    pub enum Offload {
+        /// Master weights and moments, which are updated there.
+        Optimizer = "optimizer",
+        /// Weights, frozen ones too: a layer's come a visit ahead, and go after it.
+        Params = "params",
+        /// Inputs of layers that are computed again.
+        Activations = "activations",
+    }
+}
+
+words! {
+    /// `parallel.comm`
+    pub enum Comm {
+        /// By device.
+        Auto = "auto",
+        /// NCCL.
+        Nccl = "nccl",
+        /// MPI.
+        Mpi = "mpi",
+        /// Threads of one process.
+        Threads = "threads",
+    }
+}
+
+impl Field for MicroRows {
+    fn read(checked: Option<&Checked>) -> Self {
+        match checked {
+            Some(Checked::Auto) => MicroRows::Auto,
+            other => MicroRows::Rows(Option::<usize>::read(other).unwrap_or(1)),
+        }
+    }
+
+    fn write(&self) -> Formatted {
+        match self {
+            MicroRows::Auto => Formatted::Value(quote("auto")),
+            MicroRows::Rows(n) => n.write(),
+        }
+    }
+}
+
+/// Implements `Field` for lists of words. Invalid words have been reported already.
+macro_rules! word_lists {
+    ($($type:ty),+) => {$(
+        impl Field for Vec<$type> {
+            fn read(checked: Option<&Checked>) -> Self {
+                Vec::<String>::read(checked).iter().filter_map(|w| <$type>::from_word(w)).collect()
+            }
+
+            fn write(&self) -> Formatted {
+                Formatted::Value(list_of(self.iter().map(|w| w.word())))
+            }
+        }
+    )+};
+}
+
+word_lists!(Offload, OneDevice);

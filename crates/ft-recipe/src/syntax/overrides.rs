@@ -1,0 +1,142 @@
+//! `KEY=VALUE` overrides from the command line.
+
+use super::diagnostic::{Diagnostic, SourceText, Span};
+use super::tree::{Entry, Node, Table, Value, convert};
+use std::collections::BTreeMap;
+use toml::de::DeTable;
+
+/// Mutually exclusive keys (section, key, other): setting `key` on the command line removes `other`.
+const EXCLUSIVE: &[(&str, &str, &str)] = &[
+    ("run", "epochs", "steps"),
+    ("optimizer", "warmup_steps", "warmup_ratio"),
+    ("optimizer", "warmup_ratio", "warmup_steps"),
+];
+
+/// Applies the overrides (`texts[1..]`) to `root`.
+pub(crate) fn apply_overrides(root: &mut Table, texts: &[SourceText]) -> Vec<Diagnostic> {
+    let mut problems = Vec::new();
+    let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
+    let keys: Vec<&str> =
+        texts.iter().skip(1).map(|t| t.text.split_once('=').map_or("", |(k, _)| k.trim())).collect();
+    for (section, key, other) in EXCLUSIVE {
+        let names = |k: &str| keys.contains(&format!("{section}.{k}").as_str());
+        if names(key) && !names(other) {
+            remove(root, section, other);
+        }
+    }
+    for (i, text) in texts.iter().enumerate().skip(1) {
+        match parse_override(texts, i) {
+            Ok((path, path_at, node)) => {
+                if let Some(first) = seen.insert(path, i) {
+                    let message = format!("{path} is given twice on the command line");
+                    problems.push(
+                        Diagnostic::new(texts, &path_at, message)
+                            .key(path)
+                            .hint(format!("the other one is {}", texts[first].text)),
+                    );
+                } else if let Err(message) = put(root, path, &path_at, node) {
+                    problems.push(Diagnostic::new(texts, &path_at, message).key(path));
+                }
+            }
+            Err(d) => problems
+                .push((*d).hint(format!("KEY=VALUE expected, such as run.seed=7; got {:?}", text.text))),
+        }
+    }
+    problems
+}
+
+/// Parses override `i - 1` into path, position of the path, and value.
+fn parse_override(texts: &[SourceText], i: usize) -> Result<(&str, Span, Node), Box<Diagnostic>> {
+    let wrong = |at: &Span, message: String| Box::new(Diagnostic::new(texts, at, message));
+    let text = texts[i].text.as_str();
+    let whole = Span { text: i, bytes: 0..text.len() };
+    let Some((key, value)) = text.split_once('=') else {
+        return Err(wrong(&whole, "an argument without \"=\"".into()));
+    };
+    let path = key.trim();
+    let path_at = Span { text: i, bytes: 0..key.len() };
+    let bare =
+        |part: &str| !part.is_empty() && part.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '-');
+    if !path.split('.').all(bare) {
+        return Err(wrong(&path_at, format!("{path:?} is not a dotted key")));
+    }
+    let word = value.trim();
+    let value_at = Span { text: i, bytes: key.len() + 1..text.len() };
+    if word.is_empty() {
+        return Err(wrong(&whole, format!("{path} has no value; an empty string is {path}='\"\"'")));
+    }
+    // Offset between `v=` and the key with `=`.
+    let (document, shift) = (format!("v={value}"), key.len().saturating_sub(1));
+    let (table, errors) = DeTable::parse_recoverable(&document);
+    let one = table.get_ref().len() == 1;
+    if let (true, true, Some((_, v))) = (errors.is_empty(), one, table.get_ref().iter().next()) {
+        return Ok((path, path_at, convert(v.get_ref(), value_at, i, shift)));
+    }
+    if word.starts_with(['"', '\'', '[', '{']) || word.contains('\n') {
+        let why = errors.first().map_or("more than one value", |e| e.message());
+        return Err(wrong(&value_at, format!("the value of {path} is not TOML: {why}")));
+    }
+    Ok((path, path_at, Node { value: Value::Text(word.to_string()), at: value_at }))
+}
+
+/// Sets `path` in `root`, creating tables as necessary.
+fn put(root: &mut Table, path: &str, path_at: &Span, node: Node) -> Result<(), String> {
+    let parts: Vec<&str> = path.split('.').collect();
+    put_in_table(root, &parts, 0, path_at, node)
+}
+
+fn put_in_table(
+    table: &mut Table,
+    parts: &[&str],
+    depth: usize,
+    at: &Span,
+    node: Node,
+) -> Result<(), String> {
+    let (key, last) = (parts[depth], depth + 1 == parts.len());
+    if last {
+        table.set(key, at.clone(), node);
+        return Ok(());
+    }
+    if table.get(key).is_none() {
+        if parts[depth + 1].parse::<usize>().is_ok() {
+            return Err(format!("the recipe has no {}", parts[..=depth].join(".")));
+        }
+        table.set(key, at.clone(), Node { value: Value::Table(Table::default()), at: at.clone() });
+    }
+    match table.0.iter_mut().find(|e| e.key == key) {
+        Some(e) => put_in_node(&mut e.node, parts, depth + 1, at, node),
+        None => Ok(()),
+    }
+}
+
+fn put_in_node(into: &mut Node, parts: &[&str], depth: usize, at: &Span, node: Node) -> Result<(), String> {
+    let above = parts[..depth].join(".");
+    match &mut into.value {
+        Value::Table(t) => put_in_table(t, parts, depth, at, node),
+        Value::List(list) => {
+            let count = list.len();
+            let slot = parts[depth].parse::<usize>().ok().and_then(|i| list.get_mut(i));
+            match slot {
+                Some(slot) if depth + 1 == parts.len() => *slot = node,
+                Some(slot) => return put_in_node(slot, parts, depth + 1, at, node),
+                None if count == 0 => return Err(format!("{above} is empty: it has no {}", parts[depth])),
+                None => {
+                    let entries = if count == 1 { "entry" } else { "entries" };
+                    let part = parts[depth];
+                    return Err(format!("{above} has {count} {entries}, counted from 0: there is no {part}"));
+                }
+            }
+            Ok(())
+        }
+        _ => Err(format!("{above} is a single value, nothing is inside it")),
+    }
+}
+
+/// Removes `section.key`, when the command line sets a conflicting key.
+fn remove(root: &mut Table, section: &str, key: &str) {
+    if let Some(Entry { node: Node { value: Value::Table(t), .. }, .. }) =
+        root.0.iter_mut().find(|e| e.key == section)
+    {
+        t.0.retain(|e| e.key != key);
+    }
+}
