@@ -18,6 +18,8 @@ use ft_base::store::NewFolder;
 use ft_base::store::checkpoint::{self, Checkpoint, Checkpoints};
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::Want;
+use ft_data::{Batches, Dataset};
+use ft_engine::optim::Schedule;
 use ft_plan::Workload;
 use ft_recipe::Recipe;
 use std::path::{Path, PathBuf};
@@ -111,19 +113,8 @@ pub fn prepare(
     signals: Signals,
 ) -> ft_base::Result<Prepared> {
     let dir = recipe.run.output.clone();
-    let mut job = open_job(recipe, options)?;
-    remote.map_or(Ok(()), RemoteRanks::opened)?;
-    let result = result_dir(&job.selection, &dir);
-    let saved = checkpoint::any(&dir.join(CHECKPOINTS));
-    // An input folder of the recipe is protected too, if the result would overwrite it.
-    if filled(&result) && !options.overwrite && !saved {
-        return Err(exists(&dir, &result));
-    }
-    let (data, eval) = job.data()?;
-    let (batches, schedule) = RunInputs::steps(&job, &data)?;
-    job.check()?;
-    job::sample(&job.recipe, job.tokenizer.as_deref())?;
-    check_tokenizer(&job)?;
+    let CheckedInputs { mut job, data, eval, batches, schedule, result, saved } =
+        check_inputs(recipe, options, remote)?;
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // A finished run must return before memory and disk space are checked.
     let goes_on = options.resume && saved;
@@ -148,15 +139,23 @@ pub fn prepare(
         // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
         identity.get()?;
     }
-    if let Some(r) = &resume {
-        r.check(&identity, options, &dir)?;
-        let total = batches.steps();
-        if options.step.is_none() && result.is_dir() && r.is_finished(&dir, total, job.recipe.run.patience) {
-            return Ok(Prepared::Finished(result));
+    match &resume {
+        Some(r) => {
+            r.check(&identity, options, &dir)?;
+            let (total, patience) = (batches.steps(), job.recipe.run.patience);
+            if options.step.is_none() && result.is_dir() && r.is_finished(&dir, total, patience) {
+                return Ok(Prepared::Finished(result));
+            }
+            tell(&format!(
+                "going on from {} (step {} of {total})",
+                r.checkpoint.path.display(),
+                r.state.step
+            ));
         }
-        tell(&format!("going on from {} (step {} of {total})", r.checkpoint.path.display(), r.state.step));
-    } else if options.resume {
-        tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
+        None if options.resume => {
+            tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
+        }
+        None => {}
     }
     if goes_on {
         limits::check(&job, &plan)?;
@@ -188,11 +187,41 @@ pub fn prepare(
     Ok(Prepared::Ready(Box::new(run), Box::new(monitor)))
 }
 
-/// Resolves a recipe, and checks memory, ranks and server against this machine.
-fn open_job(recipe: Recipe, options: &Options) -> ft_base::Result<Job> {
+/// Job and data of a run, checked without a plan.
+struct CheckedInputs {
+    job: Job,
+    data: Dataset,
+    eval: Option<Dataset>,
+    batches: Arc<Batches>,
+    schedule: Schedule,
+    /// Folder of the result.
+    result: PathBuf,
+    /// True if the run folder holds checkpoints.
+    saved: bool,
+}
+
+/// Resolves a recipe, and checks it against this machine, the run folder and the data.
+fn check_inputs(
+    recipe: Recipe,
+    options: &Options,
+    remote: Option<&dyn RemoteRanks>,
+) -> ft_base::Result<CheckedInputs> {
+    let dir = recipe.run.output.clone();
     limits::before_download(&recipe)?;
     let job = Job::open(recipe, Want::Weights, true)?;
     ranks::check(&job)?;
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
-    Ok(job)
+    remote.map_or(Ok(()), RemoteRanks::opened)?;
+    let result = result_dir(&job.selection, &dir);
+    let saved = checkpoint::any(&dir.join(CHECKPOINTS));
+    // An input folder of the recipe is protected too, if the result would overwrite it.
+    if filled(&result) && !options.overwrite && !saved {
+        return Err(exists(&dir, &result));
+    }
+    let (data, eval) = job.data()?;
+    let (batches, schedule) = RunInputs::steps(&job, &data)?;
+    job.check()?;
+    job::sample(&job.recipe, job.tokenizer.as_deref())?;
+    check_tokenizer(&job)?;
+    Ok(CheckedInputs { job, data, eval, batches, schedule, result, saved })
 }

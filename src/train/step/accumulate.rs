@@ -11,7 +11,7 @@ use ft_engine::comm::{At, Comm};
 use ft_engine::model::Batch;
 use ft_engine::model::sink::Sink;
 use ft_engine::optim;
-use ft_engine::walk::{Load, Outline, RouterLosses, Times, Walk, visit};
+use ft_engine::walk::{Load, Outline, RouterLosses, Routing, Times, Walk, visit};
 use ft_kernels::loss;
 use std::cell::RefCell;
 
@@ -131,15 +131,8 @@ impl TrainContext<'_> {
         sink.settle(None)?;
         place::enter(place::Phase::Step, 0);
         let mut sums = Sums { loss: losses.total()?, ..Sums::default() };
-        for routing in routings {
-            let decided = routing.read()?;
-            sums.load.add(&decided);
-            if router != RouterLosses::default() {
-                let (aux, z) = decided.losses()?;
-                let sum = sums.router_losses;
-                sums.router_losses = (sum.0 + aux * share, sum.1 + z * share);
-            }
-        }
+        let share = (router != RouterLosses::default()).then_some(share);
+        routings.iter().try_for_each(|r| sums.add_routing(r, share))?;
         sums.squares = reduce.squares()?.map_or_else(|| optim::grad_squares(params), Ok)?;
         sums.reached = sink.reached();
         Ok(sums)
@@ -182,6 +175,17 @@ struct Sums {
 }
 
 impl Sums {
+    /// Adds the expert load of a micro-batch, and its router losses with factor `share`, if used.
+    fn add_routing(&mut self, routing: &Routing, share: Option<f64>) -> ft_base::Result<()> {
+        let decided = routing.read()?;
+        self.load.add(&decided);
+        if let Some(share) = share {
+            let ((aux, z), sum) = (decided.losses()?, self.router_losses);
+            self.router_losses = (sum.0 + aux * share, sum.1 + z * share);
+        }
+        Ok(())
+    }
+
     /// Sums over all ranks, in rank order.
     fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
