@@ -57,14 +57,14 @@ pub fn forward<T: Float>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -
 }
 
 /// Keys or values of one cache block, [tokens, g, c].
-enum Stretch<'a, T> {
+enum CacheBlock<'a, T> {
     /// In the compute dtype.
     Wide(View<'a, T>),
     /// In bf16, widened on access.
     Half(Halves<'a>),
 }
 
-impl<'a, T: Float> Stretch<'a, T> {
+impl<'a, T: Float> CacheBlock<'a, T> {
     fn of(t: &'a Tensor) -> Result<Self> {
         Ok(if t.dtype() == DType::BF16 { Self::Half(Halves::of(t)?) } else { Self::Wide(view(t)?) })
     }
@@ -103,8 +103,8 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
         Ok([of[0].narrow(0, 0, n)?, of[1].narrow(0, 0, n)?])
     });
     let used = used.collect::<Result<Vec<_>>>()?;
-    let stretches = used.iter().map(|[k, v]| Ok([Stretch::<T>::of(k)?, Stretch::of(v)?]));
-    let stretches = stretches.collect::<Result<Vec<_>>>()?;
+    let blocks = used.iter().map(|[k, v]| Ok([CacheBlock::<T>::of(k)?, CacheBlock::of(v)?]));
+    let blocks = blocks.collect::<Result<Vec<_>>>()?;
     let qv = view::<T>(q)?;
     let (qv, each) = (&*qv, h / g);
     let rows = (BLOCK / each).max(1);
@@ -125,7 +125,7 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
         let mut room = vec![T::zero(); TOKENS.min(block.n) * c];
         let (mut p, mut o) = (vec![T::zero(); m * block.n], vec![T::zero(); m * c]);
         for (s, tokens, before) in parts() {
-            let km = stretches[s][0].head(tokens, kvh, (g, c), &mut room);
+            let km = blocks[s][0].head(tokens, kvh, (g, c), &mut room);
             gemm(&mut p[before..], block.n, false, Mat::new(&own, m, c, c), km.t(), T::of(how.scale), false);
         }
         let lse: Vec<T> = p
@@ -140,7 +140,7 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
             .collect();
         for (s, tokens, before) in parts() {
             let pm = Mat::new(&p[before..], m, tokens.len(), block.n);
-            let vm = stretches[s][1].head(tokens, kvh, (g, c), &mut room);
+            let vm = blocks[s][1].head(tokens, kvh, (g, c), &mut room);
             gemm(&mut o, c, before > 0, pm, vm, T::one(), false);
         }
         (o, lse)

@@ -6,7 +6,7 @@
 
 use super::cache::Cache;
 use super::sequences::{Causal, Saved, Shape};
-use super::split::{self, Parts};
+use super::split::{self, KeySplit};
 use super::tiles::{ROWS, THREADS, Tiles};
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
@@ -151,7 +151,7 @@ pub fn forward_cached(
     // blocks are separate allocations, thus aligned
     let aligned = is_aligned(&q)?;
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, (shape.h, shape.t), DType::F32)?);
-    if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
+    if let (true, Some(parts)) = (aligned, KeySplit::of(shape, how, q.dtype())) {
         split::forward(&q, table, shape, how, parts, &o, &lse)?;
         return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }

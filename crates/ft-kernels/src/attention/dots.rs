@@ -85,7 +85,7 @@ fn is_half(dtype: DType) -> bool {
 
 /// `dst (+)= alpha a b` on the current thread.
 fn product(dst: &mut [f32], stride: usize, add: bool, (a, b): (Mat<'_, bf16>, Mat<'_, bf16>), alpha: f64) {
-    serial(|| product_onto(Onto::Wide(dst), stride, add, a, Right::Of(b), alpha as f32));
+    serial(|| product_onto(Onto::Wide(dst), stride, add, a, Right::Stored(b), alpha as f32));
 }
 
 /// `p = exp(scores - max)`, rounded to bf16. Returns the maximum and the sum of the unrounded
@@ -193,7 +193,7 @@ impl Products<bf16, f32> for Dots {
             }
         }
         let (dpm, km) = (Mat::new(&tile.dp, rows, n, n), of.keys(inputs.k, shape, 0..n));
-        serial(|| product_onto(Onto::Half(&mut tile.dq), c, false, dpm, Right::Of(km), 1.0));
+        serial(|| product_onto(Onto::Half(&mut tile.dq), c, false, dpm, Right::Stored(km), 1.0));
     }
 
     fn add(to: &mut [f32], stride: usize, a: Mat<'_, bf16>, b: Mat<'_, bf16>) {

@@ -23,14 +23,14 @@ const SHARED: usize = 48 << 10;
 
 /// Split of a query's keys into `count` ranges of `each` keys, starting at key `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Parts {
+pub struct KeySplit {
     first: usize,
     each: usize,
     count: usize,
     shared: usize,
 }
 
-impl Parts {
+impl KeySplit {
     /// The split for a call with vector-aligned tensors. `None` if splitting does not pay off, or if
     /// there is more than one document or query.
     pub fn of(shape: Shape, how: &Causal<'_>, dtype: DType) -> Option<Self> {
@@ -69,7 +69,7 @@ pub fn forward(
     table: &Tensor,
     shape: Shape,
     how: &Causal<'_>,
-    parts: Parts,
+    parts: KeySplit,
     o: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
@@ -109,13 +109,13 @@ mod tests {
             let seqs = Sequences::new(&[keys], keys - 1, &Device::Cpu)?;
             let how = Causal { seqs: &seqs, window, scale: 1.0 };
             let shape = Shape { t: 1, h: 32, g: 4, c: 128 };
-            let parts = Parts::of(shape, &how, DType::BF16);
+            let parts = KeySplit::of(shape, &how, DType::BF16);
             assert_eq!(parts.map(|p| (p.first, p.each, p.count)), want, "{keys} keys");
             assert!(
                 parts.is_none_or(|p| p.first + p.each * p.count >= keys && p.each * (p.count - 1) < keys)
             );
-            assert_eq!(Parts::of(Shape { t: 2, ..shape }, &how, DType::BF16), None);
-            assert_eq!(Parts::of(Shape { c: 20, ..shape }, &how, DType::BF16), None);
+            assert_eq!(KeySplit::of(Shape { t: 2, ..shape }, &how, DType::BF16), None);
+            assert_eq!(KeySplit::of(Shape { c: 20, ..shape }, &how, DType::BF16), None);
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ pub fn multiplies(w: &QuantizedMatrix, x: &Tensor) -> bool {
 
 /// Adapter part appended to a tile: none, a slice of B to the right, or a slice of A below.
 #[derive(Clone, Copy)]
-enum Low<'a> {
+enum AdapterPart<'a> {
     None,
     Beside(&'a Tensor),
     Below(&'a Tensor),
@@ -59,20 +59,26 @@ fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> 
 }
 
 /// Dequantizes a tile to the start of `out`, with a run stride of `apart` values.
-fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, out: &Tensor) -> Result<()> {
+fn dequantize_tile(
+    w: &QuantizedMatrix,
+    tile: Tile,
+    apart: usize,
+    low: AdapterPart<'_>,
+    out: &Tensor,
+) -> Result<()> {
     if tile.is_empty() {
         return Ok(());
     }
     // the adapter matrix, the offset of the slice, and (rows, columns, stride, destination)
     let (m, from, [rows, cols, stride, to]) = match low {
-        Low::None => (None, 0, [0; 4]),
-        Low::Beside(b) => (Some(b), 0, [b.dim(0)?, b.dim(1)?, b.dim(1)?, tile.width]),
-        Low::Below(a) => (Some(a), tile.first, [a.dim(0)?, tile.width, a.dim(1)?, tile.runs * apart]),
+        AdapterPart::None => (None, 0, [0; 4]),
+        AdapterPart::Beside(b) => (Some(b), 0, [b.dim(0)?, b.dim(1)?, b.dim(1)?, tile.width]),
+        AdapterPart::Below(a) => (Some(a), tile.first, [a.dim(0)?, tile.width, a.dim(1)?, tile.runs * apart]),
     };
     let fits = match low {
-        Low::None => true,
-        Low::Beside(_) => rows == tile.runs && apart >= tile.width + cols,
-        Low::Below(_) => stride == tile.stride && from + cols <= stride,
+        AdapterPart::None => true,
+        AdapterPart::Beside(_) => rows == tile.runs && apart >= tile.width + cols,
+        AdapterPart::Below(_) => stride == tile.stride && from + cols <= stride,
     };
     let values = ((tile.runs - 1) * apart + tile.width).max(match rows {
         0 => 0,
@@ -100,7 +106,7 @@ fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, 
 pub fn dequantize(w: &QuantizedMatrix, rows: Range<usize>, (below, apart): (usize, usize)) -> Result<Tensor> {
     let out = empty(&w.packed, (rows.len() + below, apart), w.compute)?;
     let tile = if apart == w.cols { Tile::rows(w.dims(), rows) } else { Tile::rows_apart(w.dims(), rows) };
-    dequantize_tile(w, tile, apart.max(tile.width), Low::None, &out)?;
+    dequantize_tile(w, tile, apart.max(tile.width), AdapterPart::None, &out)?;
     Ok(out)
 }
 
@@ -148,8 +154,8 @@ pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Te
     for rows in ranges {
         let part = b.map(|b| b.narrow(0, rows.start, rows.len())).transpose()?;
         let (tile, low) = match &part {
-            None => (Tile::rows(w.dims(), rows.clone()), Low::None),
-            Some(b) => (Tile::rows_apart(w.dims(), rows.clone()), Low::Beside(b)),
+            None => (Tile::rows(w.dims(), rows.clone()), AdapterPart::None),
+            Some(b) => (Tile::rows_apart(w.dims(), rows.clone()), AdapterPart::Beside(b)),
         };
         dequantize_tile(w, tile, if rank == 0 { tile.width } else { apart }, low, &buffer)?;
         let values = buffer.narrow(0, 0, rows.len() * apart)?.reshape((rows.len(), apart))?;
@@ -202,8 +208,8 @@ pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option
         for columns in ranges {
             let (width, to) = (columns.len(), out.narrow(1, columns.start, columns.len())?);
             let (tile, low) = match a {
-                None => (Tile::columns(w.dims(), columns), Low::None),
-                Some(a) => (Tile::columns_apart(w.dims(), columns), Low::Below(a)),
+                None => (Tile::columns(w.dims(), columns), AdapterPart::None),
+                Some(a) => (Tile::columns_apart(w.dims(), columns), AdapterPart::Below(a)),
             };
             dequantize_tile(w, tile, tile.width, low, &buffer)?;
             let values = buffer.narrow(0, 0, k * width)?.reshape((k, width))?;

@@ -11,33 +11,33 @@ use candle_core::{Device, Result};
 #[derive(Debug, Default)]
 pub struct Arrival {
     #[cfg(feature = "cuda")]
-    way: Option<Way>,
+    transfer: Option<Transfer>,
 }
 
 /// Kind of copy.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
-enum Way {
+enum Transfer {
     Copy(crate::cuda::staging::Crossing),
-    /// Transfer from other ranks. The tensors in `_stay` live until the transfer
+    /// Transfer from other ranks. The tensors in `_retained` live until the transfer
     /// completes; `sum` is added afterwards.
     Flight {
         flight: crate::cuda::nccl::Flight,
-        _stay: Stays,
+        _retained: Retained,
         sum: Option<(crate::sum::Parts, Tensor)>,
     },
 }
 
 /// Tensors and the preceding copy kept alive until a transfer completes.
 #[cfg(feature = "cuda")]
-type Stays = (Vec<Tensor>, Option<Box<Arrival>>);
+type Retained = (Vec<Tensor>, Option<Box<Arrival>>);
 
 #[cfg(feature = "cuda")]
-impl Way {
+impl Transfer {
     fn wait(&self) -> Result<()> {
         match self {
-            Way::Copy(copy) => copy.wait(),
-            Way::Flight { flight, .. } => flight.wait(),
+            Transfer::Copy(copy) => copy.wait(),
+            Transfer::Flight { flight, .. } => flight.wait(),
         }
     }
 }
@@ -48,23 +48,23 @@ impl Arrival {
         Self::default()
     }
 
-    /// A transfer from other ranks. Keeps `stay` and the preceding copy `before` alive; [`Arrival::wait`]
+    /// A transfer from other ranks. Keeps `retained` and the preceding copy `before` alive; [`Arrival::wait`]
     /// adds `sum` to its destination.
     #[cfg(feature = "cuda")]
     pub fn of(
         flight: crate::cuda::nccl::Flight,
-        stay: Vec<Tensor>,
+        retained: Vec<Tensor>,
         before: Option<Self>,
         sum: Option<(crate::sum::Parts, Tensor)>,
     ) -> Self {
-        Self { way: Some(Way::Flight { flight, _stay: (stay, before.map(Box::new)), sum }) }
+        Self { transfer: Some(Transfer::Flight { flight, _retained: (retained, before.map(Box::new)), sum }) }
     }
 
     /// Event of a host-device copy.
     #[cfg(feature = "cuda")]
     pub fn event(&self) -> Option<&candle_core::cuda_backend::cudarc::driver::CudaEvent> {
-        match &self.way {
-            Some(Way::Copy(copy)) => Some(copy.event()),
+        match &self.transfer {
+            Some(Transfer::Copy(copy)) => Some(copy.event()),
             _ => None,
         }
     }
@@ -76,9 +76,9 @@ impl Arrival {
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
     pub fn wait(mut self) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(way) = self.way.take() {
-            way.wait()?;
-            if let Way::Flight { sum: Some((parts, to)), .. } = &way {
+        if let Some(transfer) = self.transfer.take() {
+            transfer.wait()?;
+            if let Transfer::Flight { sum: Some((parts, to)), .. } = &transfer {
                 parts.add_to(to)?;
             }
         }
@@ -91,7 +91,7 @@ impl Arrival {
 impl Drop for Arrival {
     fn drop(&mut self) {
         // a failed driver reports the error again on the next call
-        let _ = self.way.as_ref().map(Way::wait);
+        let _ = self.transfer.as_ref().map(Transfer::wait);
     }
 }
 
@@ -108,7 +108,7 @@ pub fn send(from: &Real, to: &Real) -> Result<Arrival> {
 fn cross(from: &Real, to: &Real) -> Result<Arrival> {
     #[cfg(feature = "cuda")]
     if let Some(copy) = crate::cuda::staging::copy(from, to)? {
-        return Ok(Arrival { way: Some(Way::Copy(copy)) });
+        return Ok(Arrival { transfer: Some(Transfer::Copy(copy)) });
     }
     if to.elem_count() > 0 {
         to.slice_set(from, 0, 0)?;

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 #[derive(Debug)]
 pub enum Mask {
     /// Stored mask with the values 0 and one other value.
-    Made(Tensor),
+    Stored(Tensor),
     /// Mask drawn on the fly.
     Drawn(cuda::Drawn),
 }
@@ -25,7 +25,7 @@ impl Mask {
     /// `x * mask`.
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Mask::Made(m) => x * m,
+            Mask::Stored(m) => x * m,
             Mask::Drawn(d) => d.apply(x, None),
         }
     }
@@ -33,7 +33,7 @@ impl Mask {
     /// `sum + x * mask`.
     pub fn add(&self, x: Tensor, sum: Tensor) -> Result<Tensor> {
         match self {
-            Mask::Made(m) => sum + (x * m)?,
+            Mask::Stored(m) => sum + (x * m)?,
             Mask::Drawn(d) => d.apply(&x, Some(&sum)),
         }
     }
@@ -57,14 +57,14 @@ pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask,
     }
     if let Some(g) = x.ghost() {
         let wide = Tensor::from(Ghost::new(g.ledger(), (count, width), DType::F32));
-        return Ok((Mask::Made(wide.to_dtype(x.dtype())?), factor));
+        return Ok((Mask::Stored(wide.to_dtype(x.dtype())?), factor));
     }
     let mut m = vec![0f32; count * width];
     m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
         let base = rows.number(r) as u64 * width as u64;
         stream.uniforms(base, width, |c, u| row[c] = if f64::from(u) < p { 0.0 } else { keep });
     });
-    Ok((Mask::Made(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
+    Ok((Mask::Stored(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
 }
 
 #[cfg(test)]

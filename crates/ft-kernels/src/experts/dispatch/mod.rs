@@ -55,14 +55,14 @@ pub struct Groups {
     /// `token`, `pair` and `place` on a device other than the CPU.
     index: Option<[Tensor; 3]>,
     /// Planned routing (ghosts only).
-    spread: Option<Spread>,
+    spread: Option<PlannedRouting>,
     /// Device lists; if set, the host lists are empty.
     sorted: Option<Sorted>,
 }
 
 /// Planned routing of tokens to experts.
 #[derive(Debug)]
-struct Spread {
+struct PlannedRouting {
     /// Number of experts represented per run.
     alike: Vec<f64>,
     /// Number of experts with tokens, used to choose between parallel and sequential experts. Real
@@ -177,7 +177,7 @@ impl Groups {
                 let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
                 let even = alike.iter().sum::<f64>().round() as usize;
                 let busy = if ledger.skewed() { experts } else { even };
-                let spread = Some(Spread { alike, busy, _lists: held });
+                let spread = Some(PlannedRouting { alike, busy, _lists: held });
                 Ok(Self { tokens, top_k, starts, index, spread, ..Self::default() })
             }
         }

@@ -80,7 +80,7 @@ pub type Operand<'a> = (&'a Table, &'a Tensor, Option<&'a Tensor>);
 
 /// Products summed by a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum Terms {
     /// With W and the adapter.
     Whole,
     /// With A (forward) or B (backward): [n, ranks].
@@ -92,16 +92,16 @@ enum What {
 }
 
 /// Records the FLOPs and traffic of a product (ghosts only).
-fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
+fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
     let Some(g) = x.ghost() else { return };
     let (n, busy) = (s.rows() as f64, s.busy());
     let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
     // exact for o = i
     let low_flops = n * table.mean_rank * (i + o);
-    let cost = match what {
-        What::Low | What::Adapter => Cost { flops: low_flops, ..Cost::default() },
-        What::Whole | What::Values => Cost {
-            flops: 2.0 * n * o * i + if what == What::Whole { low_flops } else { 0.0 },
+    let cost = match terms {
+        Terms::Low | Terms::Adapter => Cost { flops: low_flops, ..Cost::default() },
+        Terms::Whole | Terms::Values => Cost {
+            flops: 2.0 * n * o * i + if terms == Terms::Whole { low_flops } else { 0.0 },
             dequantized: busy * table.coded,
             read: busy * table.bytes,
             ..Cost::default()
@@ -116,10 +116,10 @@ fn products(
     (table, x, u): Operand<'_>,
     more: Option<Operand<'_>>,
     (inner, outer): (usize, usize),
-    what: What,
+    terms: Terms,
     s: &Sorted,
 ) -> Result<Tensor> {
-    let (n, low) = (s.rows(), what == What::Low);
+    let (n, low) = (s.rows(), terms == Terms::Low);
     let width = if low { table.ranks } else { outer };
     let fits = |(t, x, u): &Operand<'_>| {
         t.dims == table.dims
@@ -128,7 +128,7 @@ fn products(
             && x.dims() == [n, inner]
             && x.dtype() == t.dtype
             && (low
-                || what == What::Values
+                || terms == Terms::Values
                 || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
     };
     if !fits(&(table, x, u)) || more.as_ref().is_some_and(|m| !fits(m)) {
@@ -139,8 +139,8 @@ fn products(
             table.dims
         );
     }
-    work(table, s, x, what);
-    more.iter().for_each(|(t, x, _)| work(t, s, x, what));
+    work(table, s, x, terms);
+    more.iter().for_each(|(t, x, _)| work(t, s, x, terms));
     if let Some([y]) = ghost_products(&[x], [((n, width).into(), x.dtype())], |_| ()) {
         return Ok(y);
     }
@@ -166,8 +166,8 @@ fn products(
         (source, format!("grouped_{kind}{name}"), beside * columns, shared_of_products(x.dtype(), s.side))
     };
     let launch = Launch::of(&x, source, &name)?;
-    let launch = launch.with(args![&table.experts_words, (what != What::Adapter).then_some(&x)])?;
-    let launch = launch.with(args![u.filter(|_| what != What::Values)])?;
+    let launch = launch.with(args![&table.experts_words, (terms != Terms::Adapter).then_some(&x)])?;
+    let launch = launch.with(args![u.filter(|_| terms != Terms::Values)])?;
     let launch =
         launch.with(args![more.as_ref().map(|m| &m.0.experts_words), more.as_ref().map(|m| &m.1)])?;
     let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, table.ranks])?;
@@ -181,19 +181,19 @@ fn products(
 
 /// `s x A^T` [n, ranks] for rows `x` [n, i]; `None` if no expert has an adapter.
 pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
-    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), What::Low, s);
+    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), Terms::Low, s);
     (table.ranks > 0).then(run).transpose()
 }
 
 /// `s dy B` [n, ranks] for rows `dy` [n, o]; `None` if no expert has an adapter.
 pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
-    let run = || products("backward", (table, dy, None), None, table.dims, What::Low, s);
+    let run = || products("backward", (table, dy, None), None, table.dims, Terms::Low, s);
     (table.ranks > 0).then(run).transpose()
 }
 
 /// `x W^T + u B^T` [n, o] for rows `x` [n, i].
 pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("forward", of, None, (of.0.dims.1, of.0.dims.0), What::Whole, s)
+    products("forward", of, None, (of.0.dims.1, of.0.dims.0), Terms::Whole, s)
 }
 
 /// `dy W + du A` [n, i] for rows `dy` [n, o], plus the same for a second table.
@@ -201,21 +201,21 @@ pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Resul
     // a single launch requires equal rank strides
     match more {
         Some(m) if m.0.ranks != of.0.ranks => {
-            let first = products("backward", of, None, of.0.dims, What::Whole, s)?;
-            first + products("backward", m, None, m.0.dims, What::Whole, s)?
+            let first = products("backward", of, None, of.0.dims, Terms::Whole, s)?;
+            first + products("backward", m, None, m.0.dims, Terms::Whole, s)?
         }
-        more => products("backward", of, more, of.0.dims, What::Whole, s),
+        more => products("backward", of, more, of.0.dims, Terms::Whole, s),
     }
 }
 
 /// Only `dy W` [n, i], for rows `dy` [n, o].
 pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("backward", of, None, of.0.dims, What::Values, s)
+    products("backward", of, None, of.0.dims, Terms::Values, s)
 }
 
 /// Only `du A` [n, i], for rows `dy` [n, o].
 pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("backward", of, None, of.0.dims, What::Adapter, s)
+    products("backward", of, None, of.0.dims, Terms::Adapter, s)
 }
 
 /// Seed of dropout in a step.

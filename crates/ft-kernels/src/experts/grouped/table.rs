@@ -97,6 +97,68 @@ pub fn takes(w: &QuantizedMatrix) -> bool {
     w.block().is_power_of_two() && w.block() >= 32 && w.dims().0 * w.dims().1 < 1 << 37
 }
 
+impl Entry<'_> {
+    fn dims(&self) -> Result<(usize, usize)> {
+        match self.weight {
+            Side::Values(w) => w.dims2(),
+            Side::Codes(w) => Ok(w.dims()),
+        }
+    }
+}
+
+/// Sums and maxima over the entries of a table; see the fields of [`Table`].
+#[derive(Default)]
+struct Totals {
+    experts: usize,
+    ranks: usize,
+    ends: usize,
+    trains: [usize; 3],
+    rank_sum: usize,
+    coded: usize,
+    bytes: usize,
+    drops: bool,
+}
+
+impl Totals {
+    fn add(&mut self, e: &Entry<'_>, dims: (usize, usize), dtype: DType) -> Result<()> {
+        let fits = match e.weight {
+            Side::Values(w) => w.dtype() == dtype && w.is_contiguous(),
+            Side::Codes(w) => w.dtype() == dtype && takes(w) && e.gradient.is_none(),
+        };
+        if e.dims()? != dims || !fits {
+            candle_core::bail!("experts of different shapes or types: {:?} and {dims:?}", e.dims()?);
+        }
+        self.experts += e.alike;
+        let values = dims.0 * dims.1;
+        match e.weight {
+            Side::Values(_) => self.bytes += e.alike * values * dtype.size_in_bytes(),
+            Side::Codes(w) => {
+                self.coded += e.alike * values;
+                self.bytes += e.alike * w.bytes();
+            }
+        }
+        if let Some(at) = e.gradient {
+            self.ends = self.ends.max(at + values);
+            self.trains[0] += e.alike * values;
+        }
+        let Some(l) = &e.adapter else { return Ok(()) };
+        let r = l.a.dim(0)?;
+        let fits = |t: &Tensor, dims: [usize; 2]| t.dims() == dims && t.dtype() == dtype && t.is_contiguous();
+        if !fits(l.a, [r, dims.1]) || !fits(l.b, [dims.0, r]) {
+            candle_core::bail!("an expert's adapter {:?}, {:?} of {dims:?}", l.a.shape(), l.b.shape());
+        }
+        self.ranks = self.ranks.max(r.next_multiple_of(RANKS));
+        self.rank_sum += e.alike * r;
+        self.drops |= l.dropout.0 > 0.0;
+        if let Some((a, b)) = l.gradients {
+            self.ends = self.ends.max(a + r * dims.1).max(b + r * dims.0);
+            self.trains[1] += e.alike * r * dims.1;
+            self.trains[2] += e.alike * r * dims.0;
+        }
+        Ok(())
+    }
+}
+
 impl Table {
     /// Builds the table for products in `dtype`, with `entries` in expert order.
     ///
@@ -104,46 +166,10 @@ impl Table {
     /// Shapes or dtypes don't match, or a tensor is on another device.
     pub fn new(entries: &[Entry<'_>], dtype: DType) -> Result<Self> {
         let Some(first) = entries.first() else { candle_core::bail!("a layer without experts") };
-        let dims_of = |e: &Entry<'_>| match e.weight {
-            Side::Values(w) => w.dims2(),
-            Side::Codes(w) => Ok(w.dims()),
-        };
-        let dims = dims_of(first)?;
-        let (mut ranks, mut ends, mut trains, mut experts) = (0, 0, [0; 3], 0);
-        let (mut rank_sum, mut coded, mut bytes, mut drops) = (0, 0, 0, false);
-        for e in entries {
-            let fits = match e.weight {
-                Side::Values(w) => w.dtype() == dtype && w.is_contiguous(),
-                Side::Codes(w) => w.dtype() == dtype && takes(w) && e.gradient.is_none(),
-            };
-            if dims_of(e)? != dims || !fits {
-                candle_core::bail!("experts of different shapes or types: {:?} and {dims:?}", dims_of(e)?);
-            }
-            experts += e.alike;
-            let values = dims.0 * dims.1;
-            match e.weight {
-                Side::Values(_) => bytes += e.alike * values * dtype.size_in_bytes(),
-                Side::Codes(w) => (coded, bytes) = (coded + e.alike * values, bytes + e.alike * w.bytes()),
-            }
-            if let Some(at) = e.gradient {
-                (ends, trains[0]) = (ends.max(at + values), trains[0] + e.alike * values);
-            }
-            let Some(l) = &e.adapter else { continue };
-            let r = l.a.dim(0)?;
-            let fits =
-                |t: &Tensor, dims: [usize; 2]| t.dims() == dims && t.dtype() == dtype && t.is_contiguous();
-            if !fits(l.a, [r, dims.1]) || !fits(l.b, [dims.0, r]) {
-                candle_core::bail!("an expert's adapter {:?}, {:?} of {dims:?}", l.a.shape(), l.b.shape());
-            }
-            ranks = ranks.max(r.next_multiple_of(RANKS));
-            rank_sum += e.alike * r;
-            drops |= l.dropout.0 > 0.0;
-            if let Some((a, b)) = l.gradients {
-                ends = ends.max(a + r * dims.1).max(b + r * dims.0);
-                trains[1] += e.alike * r * dims.1;
-                trains[2] += e.alike * r * dims.0;
-            }
-        }
+        let dims = first.dims()?;
+        let mut all = Totals::default();
+        entries.iter().try_for_each(|e| all.add(e, dims, dtype))?;
+        let experts = all.experts;
         let on = match first.weight {
             Side::Values(w) => w,
             Side::Codes(w) => w.parts().0,
@@ -159,22 +185,19 @@ impl Table {
                 Tensor::from_vec(all, (experts, WORDS), on.device())?
             }
         };
-        let mean_rank = rank_sum as f64 / experts.max(1) as f64;
-        let (coded, bytes) = (coded as f64, bytes as f64);
-        let _held = held;
         Ok(Self {
             experts_words,
-            _held,
+            _held: held,
             experts,
             dims,
             dtype,
-            ranks,
-            ends,
-            trains,
-            drops,
-            mean_rank,
-            coded,
-            bytes,
+            ranks: all.ranks,
+            ends: all.ends,
+            trains: all.trains,
+            drops: all.drops,
+            mean_rank: all.rank_sum as f64 / experts.max(1) as f64,
+            coded: all.coded as f64,
+            bytes: all.bytes as f64,
         })
     }
 

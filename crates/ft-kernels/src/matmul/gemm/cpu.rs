@@ -125,9 +125,9 @@ type Make<'s, T> = dyn Fn(Range<usize>, &mut [T]) + Sync + 's;
 /// Origin of the right operand's tiles.
 enum Source<'s, T> {
     /// Generated on demand; the flag means transposed.
-    Made(&'s Make<'s, T>, bool),
+    Generated(&'s Make<'s, T>, bool),
     /// Columns of a stored matrix.
-    Of(Mat<'s, T>),
+    Stored(Mat<'s, T>),
 }
 
 /// `dst [m, n] = a B` (`+=` with `add`), where B [k, n] is generated one tile of columns at a time.
@@ -147,7 +147,7 @@ pub fn by_tiles<T: Float>(
     transposed: bool,
     make: &Make<'_, T>,
 ) {
-    tiles(dst, n, add, a, width, Source::Made(make, transposed));
+    tiles(dst, n, add, a, width, Source::Generated(make, transposed));
 }
 
 /// `dst [m, n] = a b` (`+=` with `add`) for a stored `b` [k, n], in the tiling of [`by_tiles`], with
@@ -157,7 +157,7 @@ pub fn by_tiles<T: Float>(
 /// If the shapes don't match (caller bug).
 pub fn by_columns<T: Float>(dst: &mut [T], add: bool, a: Mat<'_, T>, width: usize, b: Mat<'_, T>) {
     assert_eq!(a.cols, b.rows, "inner sizes of a product");
-    tiles(dst, b.cols, add, a, width, Source::Of(b));
+    tiles(dst, b.cols, add, a, width, Source::Stored(b));
 }
 
 fn tiles<T: Float>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usize, source: Source<'_, T>) {
@@ -170,7 +170,7 @@ fn tiles<T: Float>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
         return;
     }
     let columns = Shared::new(dst.as_mut_ptr());
-    let buffer = if matches!(source, Source::Made(..)) { k * width.min(n) } else { 0 };
+    let buffer = if matches!(source, Source::Generated(..)) { k * width.min(n) } else { 0 };
     each(
         threads(),
         n.div_ceil(width),
@@ -179,8 +179,8 @@ fn tiles<T: Float>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
             let own = i * width..((i + 1) * width).min(n);
             let start = own.start;
             let b = match source {
-                Source::Of(b) => b.columns(own),
-                Source::Made(make, transposed) => {
+                Source::Stored(b) => b.columns(own),
+                Source::Generated(make, transposed) => {
                     let tile = &mut buffer[..k * own.len()];
                     make(own.clone(), tile);
                     if transposed {

@@ -101,7 +101,7 @@ fn accumulate_dots(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
         parts.iter().zip(&views).map(|(p, (a, b))| p.mats::<bf16>(a, b)).collect::<Result<Vec<_>>>()?;
     side_by_side::<f32>(flat, &parts, |own, p, i| {
         let (a, b) = mats[i];
-        serial(|| pairs::product_onto(Onto::Wide(own), p.cols, p.add, a, Right::Of(b), p.alpha as f32));
+        serial(|| pairs::product_onto(Onto::Wide(own), p.cols, p.add, a, Right::Stored(b), p.alpha as f32));
     })
 }
 

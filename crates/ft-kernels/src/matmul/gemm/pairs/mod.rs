@@ -17,10 +17,10 @@
 //!
 //! The environment variable `FT_BF16=widened` (or `dots`) overrides the choice.
 
-mod cut;
 mod operands;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod panels;
+mod partition;
 mod path;
 #[cfg(target_arch = "x86_64")]
 mod strips;
@@ -29,8 +29,8 @@ mod strips;
 mod strips;
 mod tensors;
 
-pub use cut::packing;
 pub use operands::{Make, Onto, Right};
+pub use partition::packing;
 pub use path::{Path, path};
 pub use strips::{product_onto, rounded, wide};
 pub use tensors::{made, matmul, onto, takes};

@@ -19,10 +19,10 @@ pub type Make<'s> = dyn Fn(Range<usize>, Range<usize>, &mut [bf16]) + Sync + 's;
 #[derive(Clone, Copy)]
 pub enum Right<'s> {
     /// A stored matrix.
-    Of(Mat<'s, bf16>),
+    Stored(Mat<'s, bf16>),
     /// Generated in tiles of `columns` columns: row-major [inner, columns], or [columns, inner] if
     /// `transposed`.
-    Made {
+    Generated {
         /// Generator.
         make: &'s Make<'s>,
         /// Columns per tile.

@@ -1,8 +1,8 @@
 //! Multi-threaded bf16 products.
 
-use super::cut::{COLUMNS, Cut, PANELS, ROWS, SHORT_BLOCK, Sizes};
 use super::operands::{Onto, Right};
 use super::panels;
+use super::partition::{COLUMNS, PANELS, Partition, ROWS, SHORT_BLOCK, Sizes};
 use crate::matmul::gemm::cpu::Mat;
 use crate::matmul::gemm::strips::{Shared, each, threads};
 use half::bf16;
@@ -79,11 +79,11 @@ pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: 
 /// Number of columns of a product.
 fn columns(a: Mat<'_, bf16>, b: Right<'_>) -> usize {
     match b {
-        Right::Of(b) => {
+        Right::Stored(b) => {
             assert_eq!(a.cols, b.rows, "inner sizes of a product");
             b.cols
         }
-        Right::Made { columns, .. } => columns,
+        Right::Generated { columns, .. } => columns,
     }
 }
 
@@ -112,15 +112,15 @@ fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
         }
         return;
     }
-    let cut = Cut::new((m, k, n), threads(), (a.cs != 1, matches!(b, Right::Made { .. })));
-    let sizes = cut.sizes(out.half.is_some());
+    let partition = Partition::new((m, k, n), threads(), (a.cs != 1, matches!(b, Right::Generated { .. })));
+    let sizes = partition.sizes(out.half.is_some());
     let (mut left, mut right) = (Buffer::<u32>::new(sizes.left), Buffer::<u32>::new(sizes.right));
-    let panels = cut.packed.then(|| Shared::new(left.start()));
-    let work = Work { cut, sizes, out, add, alpha, rows: a, panels, b: Shared::new(right.start()) };
+    let panels = partition.packed.then(|| Shared::new(left.start()));
+    let work = Work { partition, sizes, out, add, alpha, rows: a, panels, b: Shared::new(right.start()) };
     if let Some(to) = panels {
         work.pack_left(to);
     }
-    match cut.strip {
+    match partition.strip {
         Some(width) => work.by_strips(width, b),
         None => work.by_rows(b),
     }
@@ -128,7 +128,7 @@ fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
 
 /// State of a running product.
 struct Work<'a> {
-    cut: Cut,
+    partition: Partition,
     sizes: Sizes,
     out: Place,
     add: bool,
@@ -144,7 +144,7 @@ struct Work<'a> {
 impl Work<'_> {
     /// Position of the panels from `row` on within a block.
     fn panel(&self, panels: Shared<u32>, block: &Range<usize>, row: usize) -> *mut u32 {
-        panels.at(block.start / 2 * self.cut.m + row * block.len().div_ceil(2))
+        panels.at(block.start / 2 * self.partition.m + row * block.len().div_ceil(2))
     }
 
     /// `rows` rows of a block, starting at `row`.
@@ -160,20 +160,20 @@ impl Work<'_> {
 
     /// Position of the panels from `column` on within a block.
     fn right(&self, block: &Range<usize>, column: usize) -> *mut u32 {
-        self.b.at(block.start / 2 * panels::width(self.cut.n) + column * block.len().div_ceil(2))
+        self.b.at(block.start / 2 * panels::width(self.partition.n) + column * block.len().div_ceil(2))
     }
 
     fn pack_left(&self, to: Shared<u32>) {
         /// Panels packed per task.
         const MANY: usize = 16;
-        let m = self.cut.m;
+        let m = self.partition.m;
         each(
-            self.cut.threads,
+            self.partition.threads,
             m.div_ceil(MANY * ROWS),
             || (),
             |(), task| {
                 let rows = task * MANY * ROWS..m.min((task + 1) * MANY * ROWS);
-                for block in self.cut.blocks() {
+                for block in self.partition.blocks() {
                     // SAFETY: the instructions are supported (asserted in `product`); each task packs its own
                     // panels, and the buffer has room for all of them.
                     unsafe {
@@ -186,7 +186,7 @@ impl Work<'_> {
     }
 
     fn by_strips(&self, width: usize, b: Right<'_>) {
-        let Cut { m, n, threads, .. } = self.cut;
+        let Partition { m, n, threads, .. } = self.partition;
         let Sizes { strip, sums, tile, .. } = self.sizes;
         let buffers = || {
             let tile = vec![0u16; tile].reinterpret_into::<bf16>();
@@ -195,7 +195,7 @@ impl Work<'_> {
         each(threads, n.div_ceil(width), buffers, |(packed, sums, tile), i| {
             let (packed, sums) = (Shared::new(packed.start()), Shared::new(sums.start()));
             let own = i * width..((i + 1) * width).min(n);
-            for block in self.cut.blocks() {
+            for block in self.partition.blocks() {
                 pack_right(packed, b, own.clone(), block.clone(), tile);
                 let right = |c: usize| packed.at(c * block.len().div_ceil(2)).cast_const();
                 self.multiply(0..m, own.clone(), &block, &right, sums);
@@ -204,14 +204,14 @@ impl Work<'_> {
     }
 
     fn by_rows(&self, b: Right<'_>) {
-        let Cut { m, n, threads, .. } = self.cut;
+        let Partition { m, n, threads, .. } = self.partition;
         each(
             threads,
             n.div_ceil(COLUMNS),
             || (),
             |(), p| {
                 let own = p * COLUMNS..n.min((p + 1) * COLUMNS);
-                for block in self.cut.blocks() {
+                for block in self.partition.blocks() {
                     let to = Shared::new(self.right(&block, own.start));
                     pack_right(to, b, own.clone(), block, &mut []);
                 }
@@ -224,7 +224,7 @@ impl Work<'_> {
             || Buffer::<f32>::new(self.sizes.sums),
             |sums, i| {
                 let sums = Shared::new(sums.start());
-                for block in self.cut.blocks() {
+                for block in self.partition.blocks() {
                     let right = |c: usize| self.right(&block, c).cast_const();
                     self.multiply(i * height..((i + 1) * height).min(m), 0..n, &block, &right, sums);
                 }
@@ -243,7 +243,7 @@ impl Work<'_> {
         sums: Shared<f32>,
     ) {
         let (stride, pairs) = (self.out.stride, block.len().div_ceil(2));
-        let (first, last) = (block.start == 0, block.end == self.cut.k);
+        let (first, last) = (block.start == 0, block.end == self.partition.k);
         for (c, width) in panels::Shape::RIGHT.panels(own.len()) {
             let count = width.min(own.len() - c);
             for row in rows.clone().step_by(ROWS) {
@@ -286,8 +286,8 @@ impl Work<'_> {
 fn pack_right(to: Shared<u32>, b: Right<'_>, own: Range<usize>, block: Range<usize>, tile: &mut [bf16]) {
     // matrix to pack from, with the offset of the columns and the inner range in it
     let (lines, first, inner) = match b {
-        Right::Of(b) => (b.t(), own.start, block),
-        Right::Made { make, transposed, .. } => {
+        Right::Stored(b) => (b.t(), own.start, block),
+        Right::Generated { make, transposed, .. } => {
             let tile = &mut tile[..own.len() * block.len()];
             make(own.clone(), block.clone(), tile);
             let lines = if transposed {

@@ -1,7 +1,7 @@
 //! bf16 products of tensors and ghosts.
 
-use super::cut::packing;
 use super::operands::{Make, Onto, Right};
+use super::partition::packing;
 use super::path::{Path, path};
 use super::strips::{product_onto, rounded, wide};
 use crate::Tensor;
@@ -44,7 +44,7 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, to_half: b
         return Ok(y.into());
     }
     let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
-    let (am, bm, alpha) = (mat(&av, &a, ta)?, Right::Of(mat(&bv, &b, tb)?), alpha as f32);
+    let (am, bm, alpha) = (mat(&av, &a, ta)?, Right::Stored(mat(&bv, &b, tb)?), alpha as f32);
     if to_half {
         Tensor::from_vec(rounded(am, bm, alpha), (m, n), &Device::Cpu)
     } else {
@@ -64,7 +64,7 @@ pub fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: boo
         return Ok(());
     }
     let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
-    let (am, bm) = (mat(&av, &a, ta)?, Right::Of(mat(&bv, &b, tb)?));
+    let (am, bm) = (mat(&av, &a, ta)?, Right::Stored(mat(&bv, &b, tb)?));
     put((c, add), am, bm, alpha as f32)
 }
 
@@ -82,7 +82,7 @@ fn put((c, add): (&Tensor, bool), a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) ->
     })
 }
 
-/// `x B`, added to `sum` if given, for a generated B [k, n]; see [`Right::Made`].
+/// `x B`, added to `sum` if given, for a generated B [k, n]; see [`Right::Generated`].
 ///
 /// # Errors
 /// The destination is not contiguous.
@@ -95,7 +95,7 @@ pub fn made(x: &Tensor, n: usize, transposed: bool, make: &Make<'_>, sum: Option
         return Ok(y);
     }
     let v = Halves::of(&x)?;
-    let (a, b) = (mat(&v, &x, false)?, Right::Made { make, columns: n, transposed });
+    let (a, b) = (mat(&v, &x, false)?, Right::Generated { make, columns: n, transposed });
     match sum {
         None => Tensor::from_vec(rounded(a, b, 1.0), (m, n), &Device::Cpu),
         Some(sum) => {

@@ -25,18 +25,18 @@ impl<'a> Bits<'a> {
     }
 
     pub(in crate::matmul::gemm) fn half(&self) -> Half<'_> {
-        let (bits, how): (&[u16], How) = match &*self.storage {
-            Storage::Cpu(CpuStorage::BF16(v)) => (v[self.at.clone()].reinterpret_cast(), How::Bf16),
-            Storage::Cpu(CpuStorage::F16(v)) => (v[self.at.clone()].reinterpret_cast(), How::F16),
-            _ => (&[], How::Bf16),
+        let (bits, format): (&[u16], Format) = match &*self.storage {
+            Storage::Cpu(CpuStorage::BF16(v)) => (v[self.at.clone()].reinterpret_cast(), Format::Bf16),
+            Storage::Cpu(CpuStorage::F16(v)) => (v[self.at.clone()].reinterpret_cast(), Format::F16),
+            _ => (&[], Format::Bf16),
         };
-        Half { bits, how }
+        Half { bits, format }
     }
 }
 
 /// Interpretation of the bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum How {
+pub(super) enum Format {
     Bf16,
     F16,
 }
@@ -45,7 +45,7 @@ pub(super) enum How {
 #[derive(Clone, Copy)]
 pub(in crate::matmul::gemm) struct Half<'a> {
     pub(super) bits: &'a [u16],
-    pub(super) how: How,
+    pub(super) format: Format,
 }
 
 impl Half<'_> {
@@ -53,11 +53,11 @@ impl Half<'_> {
     #[inline(always)]
     pub(in crate::matmul::gemm) fn widen(&self, at: usize, to: &mut [f32]) {
         let bits = &self.bits[at..at + to.len()];
-        match self.how {
-            How::Bf16 => {
+        match self.format {
+            Format::Bf16 => {
                 to.iter_mut().zip(bits).for_each(|(t, b)| *t = cpu::wide(bf16::from_bits(*b)));
             }
-            How::F16 => bits.reinterpret_cast::<f16>().convert_to_f32_slice(to),
+            Format::F16 => bits.reinterpret_cast::<f16>().convert_to_f32_slice(to),
         }
     }
 }

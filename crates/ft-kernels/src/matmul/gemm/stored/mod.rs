@@ -10,10 +10,10 @@
 //! If the crate sums differently (a single row, or very few values), one panel spans the whole inner
 //! dimension.
 
-mod cut;
 mod half;
+mod partition;
 mod product;
-mod turn;
+mod transpose;
 
 pub(super) use half::{Bits, Half};
 pub(super) use product::{matmul, onto, takes};

@@ -1,8 +1,8 @@
 //! Products with a half-precision right operand.
 
-use super::cut::Cut;
 use super::half::{Bits, Half};
-use super::turn;
+use super::partition::Partition;
+use super::transpose;
 use crate::cpu::{in_place, is_native, vectorised, view};
 use crate::is_half;
 use crate::ledger::{Cost, Ledger};
@@ -48,7 +48,7 @@ impl Right<'_> {
             return self.as_stored(own, block, to);
         }
         let width = own.len();
-        turn::turn(self.values, (own, self.k), block.clone(), to);
+        transpose::transpose(self.values, (own, self.k), block.clone(), to);
         Mat::new(&*to, block.len(), width, width)
     }
 }
@@ -64,18 +64,18 @@ fn product(dst: &mut [f32], add: bool, a: Mat<'_, f32>, b: Right<'_>, alpha: f32
         }
         return;
     }
-    let cut = Cut::new((m, k, n), b.transposed, threads());
+    let partition = Partition::new((m, k, n), b.transposed, threads());
     let columns = Shared::new(dst.as_mut_ptr());
     each(
         threads(),
-        cut.strips,
-        || vec![0f32; cut.panel()],
+        partition.strips,
+        || vec![0f32; partition.panel()],
         |panel, i| {
-            let own = cut.strip(i);
-            for from in (0..k).step_by(cut.depth()) {
-                let block = from..(from + cut.depth()).min(k);
+            let own = partition.strip(i);
+            for from in (0..k).step_by(partition.depth()) {
+                let block = from..(from + partition.depth()).min(k);
                 let to = &mut panel[..block.len() * own.len()];
-                let right = match cut.block {
+                let right = match partition.block {
                     Some(_) => b.by_inner(own.clone(), block.clone(), to),
                     None => b.as_stored(own.clone(), block.clone(), to),
                 };
@@ -92,8 +92,11 @@ fn product(dst: &mut [f32], add: bool, a: Mat<'_, f32>, b: Right<'_>, alpha: f32
 fn work(l: &Ledger, a: &Tensor, of: (usize, usize, usize), transposed: bool) {
     let _contiguous = l.hold(if a.is_contiguous() { 0 } else { 4 * (of.0 * of.1) as u64 });
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
-    let bytes =
-        if of.0 * of.1 * of.2 == 0 { 0 } else { Cut::new(of, transposed, threads).bytes(of.0, threads) };
+    let bytes = if of.0 * of.1 * of.2 == 0 {
+        0
+    } else {
+        Partition::new(of, transposed, threads).bytes(of.0, threads)
+    };
     l.touch(bytes);
     l.work(Cost { started: 1.0, ..Cost::default() });
 }

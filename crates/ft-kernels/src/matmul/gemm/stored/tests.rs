@@ -1,4 +1,4 @@
-use super::half::{Half, How};
+use super::half::{Format, Half};
 use super::*;
 use crate::Tensor;
 use crate::check::randn;
@@ -82,24 +82,24 @@ fn bits_are_those_of_the_widened_matrix() -> Result<()> {
 /// NaN, infinity and subnormals widen exactly, on both transposition paths.
 #[test]
 fn every_number_is_widened_to_itself() {
-    for how in [How::Bf16, How::F16] {
+    for format in [Format::Bf16, Format::F16] {
         let bits: Vec<u16> = (0..=u16::MAX).collect();
-        let values = Half { bits: &bits, how };
-        let want = |b: u16| match how {
-            How::Bf16 => bf16::from_bits(b).to_f32(),
-            How::F16 => f16::from_bits(b).to_f32(),
+        let values = Half { bits: &bits, format };
+        let want = |b: u16| match format {
+            Format::Bf16 => bf16::from_bits(b).to_f32(),
+            Format::F16 => f16::from_bits(b).to_f32(),
         };
         // NaN payloads don't count
         let same = |x: f32, y: f32| x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
         let (lines, k) = (250, 256);
         let mut turned = vec![0f32; lines * 201];
-        turn::turn(values, (3..3 + lines, k), 50..251, &mut turned);
+        transpose::transpose(values, (3..3 + lines, k), 50..251, &mut turned);
         let mut wide = vec![0f32; bits.len()];
         values.widen(0, &mut wide);
         assert!(bits.iter().zip(&wide).all(|(b, x)| same(*x, want(*b))));
         for (i, x) in turned.iter().enumerate() {
             let (p, l) = (i / lines, i % lines);
-            assert!(same(*x, want(((3 + l) * k + 50 + p) as u16)), "{how:?}: {p} {l}: {x}");
+            assert!(same(*x, want(((3 + l) * k + 50 + p) as u16)), "{format:?}: {p} {l}: {x}");
         }
     }
 }

@@ -13,7 +13,7 @@ const FEW: usize = 256;
 
 /// Partition of a product among threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct Partition {
     pub(super) k: usize,
     pub(super) n: usize,
     /// Number of strips.
@@ -24,7 +24,7 @@ pub(super) struct Cut {
     pub(super) block: Option<usize>,
 }
 
-impl Cut {
+impl Partition {
     pub(super) fn new((m, k, n): (usize, usize, usize), transposed: bool, threads: usize) -> Self {
         // the crate treats a single row separately from very few values, so strips of a single row must
         // exceed `FEW` values

@@ -8,7 +8,7 @@ const SIDE: usize = 16;
 
 /// Widens inner values `inner` of lines `lines`, each `k` values long, into `to`: value `p` of line `l`
 /// goes to `p * lines + l`.
-pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<usize>, to: &mut [f32]) {
+pub fn transpose(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<usize>, to: &mut [f32]) {
     let width = lines.len();
     assert!(lines.end * k <= values.bits.len() && inner.end <= k && to.len() == width * inner.len());
     for l0 in (0..width).step_by(SIDE) {
@@ -18,7 +18,7 @@ pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<us
         if wide::is_here() {
             // SAFETY: the CPU supports the instructions; lengths of lines and panel are asserted above.
             unsafe {
-                wide::lines((from.as_ptr(), values.how), (count, k), inner.len(), (&mut to[l0..], width))
+                wide::lines((from.as_ptr(), values.format), (count, k), inner.len(), (&mut to[l0..], width))
             };
             continue;
         }
@@ -26,7 +26,7 @@ pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<us
             let some = SIDE.min(inner.len() - p0);
             let mut square = [[0f32; SIDE]; SIDE];
             for (l, row) in square.iter_mut().enumerate().take(count) {
-                Half { bits: &from[l * k..], how: values.how }.widen(p0, &mut row[..some]);
+                Half { bits: &from[l * k..], format: values.format }.widen(p0, &mut row[..some]);
             }
             for p in 0..some {
                 let to = &mut to[(p0 + p) * width + l0..][..count];
@@ -39,7 +39,7 @@ pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<us
 /// AVX-512: transposes squares in registers.
 #[cfg(target_arch = "x86_64")]
 mod wide {
-    use super::super::half::How;
+    use super::super::half::Format;
     use super::SIDE;
     use crate::matmul::gemm::pairs::panels::{LANES, VALUES_AHEAD, ones, transposed};
     use std::arch::x86_64::{
@@ -63,7 +63,7 @@ mod wide {
     /// room for `lines` values.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub unsafe fn lines(
-        (from, how): (*const u16, How),
+        (from, format): (*const u16, Format),
         (lines, k): (usize, usize),
         inner: usize,
         (to, width): (&mut [f32], usize),
@@ -77,9 +77,9 @@ mod wide {
                 // SAFETY: in bounds by contract; the mask excludes values past `inner`.
                 let bits: __m256i =
                     unsafe { _mm256_maskz_loadu_epi16(there, from.add(l * k + p0).cast::<i16>()) };
-                *v = match how {
-                    How::Bf16 => _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)),
-                    How::F16 => _mm512_castps_si512(_mm512_cvtph_ps(bits)),
+                *v = match format {
+                    Format::Bf16 => _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)),
+                    Format::F16 => _mm512_castps_si512(_mm512_cvtph_ps(bits)),
                 };
             }
             for (p, row) in transposed(v).into_iter().enumerate().take(inner - p0) {

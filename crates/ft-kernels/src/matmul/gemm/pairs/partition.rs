@@ -10,7 +10,7 @@ pub fn packing(
     (transposed, made): (bool, bool),
     to_half: bool,
 ) -> u64 {
-    Cut::new(sizes, threads, (transposed, made)).bytes(to_half)
+    Partition::new(sizes, threads, (transposed, made)).bytes(to_half)
 }
 
 /// Rows and columns of the register tile; see `panels`.
@@ -38,7 +38,7 @@ pub(super) const PANELS: usize = 4;
 
 /// Partition of a product among threads.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cut {
+pub(super) struct Partition {
     pub(super) m: usize,
     pub(super) k: usize,
     pub(super) n: usize,
@@ -51,7 +51,7 @@ pub(super) struct Cut {
     pub(super) strip: Option<usize>,
 }
 
-impl Cut {
+impl Partition {
     pub(super) fn new(
         (m, k, n): (usize, usize, usize),
         threads: usize,
