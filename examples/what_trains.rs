@@ -5,7 +5,7 @@
 //! ```
 
 use anyhow::Context;
-use ft::adapt::Selection;
+use ft::adapters::Selection;
 use ft::model::{Config, modules};
 use ft::recipe::Recipe;
 use std::path::Path;

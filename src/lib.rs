@@ -14,7 +14,7 @@
 //!
 //! There is no tape: every backward pass is written by hand on untracked tensors, and what it needs is a value
 //! (`Saved`). Frozen weights get no gradient; gradients of what trains accumulate in f32, in one flat buffer a
-//! layer ([`adapt::params`]), of which the layers' weights are views.
+//! layer ([`params`]), of which the layers' weights are views.
 //!
 //! # Where things are
 //!
@@ -27,7 +27,8 @@
 //! comm/     ranks, and the collectives between them
 //! model/    the mathematics: families as data, one decoder layer
 //! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
-//! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
+//! adapters/ what trains: selection, LoRA's initial values, PEFT files in and out
+//! params/   trained tensors in flat buffers, and their loading;   export/   files of other programs
 //! gguf/     models and adapters as llama.cpp reads them
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, how routers decided, generation
@@ -59,7 +60,7 @@ pub use ft_base::{ExitCode, rng, store};
 #[doc(hidden)]
 pub use ft_data::{self as data, hub};
 #[doc(hidden)]
-pub use ft_engine::{adapt, base, comm, files, gguf, model, optim, quant, walk};
+pub use ft_engine::{adapters, base, comm, export, files, model, optim, params, quant, walk};
 #[doc(hidden)]
 pub use ft_kernels as kernel;
 #[doc(hidden)]

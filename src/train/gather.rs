@@ -4,9 +4,9 @@
 //! own.
 
 use super::ranks::{self, Next};
-use ft_engine::adapt::Params;
 use ft_engine::comm::Comm;
 use ft_engine::model::Decoder;
+use ft_engine::params::Params;
 use ft_engine::walk::{Around, Outline, Visit};
 use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;

@@ -6,14 +6,15 @@ use ft_base::memory;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_data::{Added, Dataset, Form, Tokenizer, Trained};
-use ft_engine::adapt::adapter::Adapter;
-use ft_engine::adapt::buffer::Shard;
-use ft_engine::adapt::build::{Build, check_full};
-use ft_engine::adapt::params::Allocate;
-use ft_engine::adapt::{self, Choice, Params, Selection};
+use ft_engine::adapters::Adapter;
+use ft_engine::adapters::{self, Choice, Selection};
 use ft_engine::base::Base;
 use ft_engine::comm::{self, Comm};
 use ft_engine::model::{Config, Decoder};
+use ft_engine::params::Allocate;
+use ft_engine::params::Params;
+use ft_engine::params::buffers::Shard;
+use ft_engine::params::build::{Build, check_full};
 use ft_engine::quant;
 use ft_kernels::cuda;
 use ft_kernels::gemm::pairs;
@@ -211,7 +212,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
         _ => Selection::from_rules(config, &recipe.train)?,
     };
     if selection.parts().is_empty() {
-        return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
+        return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     selection.notes.iter().for_each(|n| warn(n));
     selection.check_learning_rates(recipe)?;
@@ -370,7 +371,7 @@ impl Job {
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
         let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
-        Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
+        Ok(base.beginning(adapters::initial::initials(&self.recipe, &self.selection)?))
     }
 
     /// Checks names and shapes of all tensors of base and adapter against config and selection, without

@@ -5,7 +5,7 @@ use super::{Job, state};
 use crate::log::{last_event, read_metrics};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_data::hub::Want;
-use ft_engine::adapt::Params;
+use ft_engine::params::Params;
 use ft_recipe::{Dtype, Offload, Quantize, Recipe};
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};

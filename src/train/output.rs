@@ -11,13 +11,13 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::store::{self, NewFolder};
 use ft_base::terminal::warn;
 use ft_data::{Micro, Tokenizer};
-use ft_engine::adapt::adapter::{self, Adapter, Values};
-use ft_engine::adapt::selection::{Choice, Part, Trained};
-use ft_engine::adapt::{self, Params, Selection, peft};
+use ft_engine::adapters::peft::{self, Values};
+use ft_engine::adapters::{self, Adapter, Choice, Part, Selection, Trained};
 use ft_engine::base::check_tensors;
 use ft_engine::files::{COMPANIONS, TOKENIZER, TensorFiles, write_folder};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, modules};
+use ft_engine::params::Params;
 use ft_engine::walk::{self, Outline, visit};
 use ft_kernels::to_host;
 use ft_recipe::{Decomposition, Quantize};
@@ -100,9 +100,9 @@ pub fn write(
     } else {
         let selection = job.selection.exported(params.initials.as_deref());
         let mut neutral = Vec::new();
-        if adapter::needs_neutral(&job.selection) {
+        if peft::needs_neutral(&job.selection) {
             visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
-                neutral.extend(adapter::neutral(&job.selection, decoder, unit)?);
+                neutral.extend(peft::neutral(&job.selection, decoder, unit)?);
                 Ok(())
             })?;
         }
@@ -147,7 +147,7 @@ fn save_adapter(
     if let Some((file, _)) = job.tokenizer.as_deref().and_then(Tokenizer::with_added) {
         store::write_atomic(&out.join(TOKENIZER), file)?;
     }
-    adapter::save(out, selection, what, &job.model.source, revision, quantize)
+    peft::save(out, selection, what, &job.model.source, revision, quantize)
 }
 
 /// Returns true if the initial values of the adapter were subtracted from the base.
@@ -176,7 +176,7 @@ pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> ft_base::Resul
     if job.selection.everything_full() {
         write_model(job, (&trained, &values), out)?;
     } else {
-        if adapter::needs_neutral(&job.selection) {
+        if peft::needs_neutral(&job.selection) {
             let why =
                 "DoRA beside plain LoRA needs the base's weights\n  hint: ft run --resume writes adapter/";
             return Err(wrong(checkpoint, why.into()).into());
@@ -219,12 +219,12 @@ pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> 
     Ok(())
 }
 
-fn wrong(dir: &Path, why: String) -> adapt::Error {
-    adapt::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
+fn wrong(dir: &Path, why: String) -> adapters::Error {
+    adapters::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
 }
 
 /// Checks that the PEFT config on disk makes the same choices as the selection.
-fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapt::Error> {
+fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapters::Error> {
     for ((m, a), (_, b)) in ours.modules.iter().zip(&read.modules) {
         let same = match (a, b) {
             (Choice::Freeze, Choice::Freeze) | (Choice::Full { .. }, Choice::Full { .. }) => true,
@@ -250,7 +250,7 @@ fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Pa
             continue;
         }
         for part in [Part::Weight, Part::Bias] {
-            let name = format!("{}.{}", m.name, adapt::selection::part_name(&m, part));
+            let name = format!("{}.{}", m.name, adapters::part_name(&m, part));
             if let Some(i) = find(&name) {
                 entries.push((name, job.dtype, trained[i].shape.clone()));
             }

@@ -2,7 +2,7 @@
 
 use super::search::choose;
 use super::{Inputs, Machine, Plan, Prepared, Workloads};
-use ft_engine::adapt::Selection;
+use ft_engine::adapters::Selection;
 use ft_recipe::{Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
 use serde::Serialize;
 

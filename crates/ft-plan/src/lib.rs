@@ -49,11 +49,12 @@ pub use workload::{Tokens, Workload, check_steps};
 
 use ft_base::error::{ExitCode, Failure};
 use ft_base::memory;
-use ft_engine::adapt::{self, LearningRate, Selection};
+use ft_engine::adapters::{self, Selection};
 use ft_engine::base::Base;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
+use ft_engine::params::LearningRate;
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::attention::Cache;
 use ft_recipe::{Dtype, Recipe, Weights};
@@ -532,12 +533,12 @@ fn select(recipe: &Recipe, config: &Config) -> ft_base::Result<Selection> {
             let path = recipe.resolve(source);
             let source = if path.exists() { path.display().to_string() } else { source.into() };
             let dir = ft_data::hub::fetch_adapter(&source, "main", false)?;
-            Selection::from_peft(config, &adapt::PeftConfig::load(&dir)?)?
+            Selection::from_peft(config, &adapters::PeftConfig::load(&dir)?)?
         }
         _ => Selection::from_rules(config, &recipe.train)?,
     };
     if selection.parts().is_empty() {
-        return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
+        return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     selection.check_learning_rates(recipe)?;
     Ok(selection)

@@ -4,7 +4,7 @@ use super::report::bytes;
 use super::statics::{self, Statics};
 use super::{Component, Error, Machine, Room, Workload};
 use candle_core::DType;
-use ft_engine::adapt::Selection;
+use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_kernels::attention::Cache;
 use ft_recipe::{Dtype, OneDevice, Quantize, Recipe};

@@ -122,7 +122,7 @@ impl Plan {
         let (total, trainable) = self.parameters;
         let share = 100.0 * trainable as f64 / total.max(1) as f64;
         let _ = writeln!(s, "parameters  {} train of {} ({share:.2}%)", count(trainable), count(total));
-        let rates = ft_engine::adapt::learning_rates::line(&self.learning_rates);
+        let rates = ft_engine::params::learning_rates::line(&self.learning_rates);
         let _ = writeln!(s, "lr          {rates}");
         let w = &self.workload;
         let sure = if w.measured() { "as the data has it" } else { "assuming rows full to data.max_length" };

@@ -1,14 +1,14 @@
 //! Shape-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
 
 use candle_core::DType;
-use ft_engine::adapt::ghost::Ghosts;
-use ft_engine::adapt::{Choice, Selection};
+use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::Config;
 use ft_engine::model::decoder::Builder;
 use ft_engine::model::embedding::Embedding;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
+use ft_engine::params::build::ghost::Ghosts;
 use ft_engine::walk::Outline;
 use ft_kernels::{Ledger, Machine, Tensor};
 use ft_recipe::Quantize;

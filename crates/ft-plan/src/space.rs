@@ -10,7 +10,7 @@ use super::workload::Workload;
 use ft_base::memory;
 use ft_base::store;
 use ft_data::hub::Settings;
-use ft_engine::adapt::Selection;
+use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
 use ft_engine::quant;

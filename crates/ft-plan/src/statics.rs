@@ -2,17 +2,17 @@
 
 use super::Machine;
 use super::ledger::{Bytes, Component};
-use ft_engine::adapt::buffer::{ALIGN, Shard};
-use ft_engine::adapt::ghost::{is_quantized, room, stays_stored};
-use ft_engine::adapt::initial;
-use ft_engine::adapt::layout::wide_units;
-use ft_engine::adapt::moments::{self, is_large};
-use ft_engine::adapt::projected::Projection;
-use ft_engine::adapt::selection::TrainedPart;
-use ft_engine::adapt::{Choice, Selection};
+use ft_engine::adapters::TrainedPart;
+use ft_engine::adapters::initial;
+use ft_engine::adapters::{Choice, Selection};
 use ft_engine::comm::ROUND;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::optim::{PIECE, STAGED};
+use ft_engine::params::buffers::layout::wide_units;
+use ft_engine::params::buffers::moments::{self, is_large};
+use ft_engine::params::buffers::projected::Projection;
+use ft_engine::params::buffers::{ALIGN, Shard};
+use ft_engine::params::build::ghost::{is_quantized, room, stays_stored};
 use ft_kernels::decompose;
 use ft_kernels::gemm;
 use ft_kernels::grouped::table;

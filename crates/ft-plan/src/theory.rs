@@ -6,10 +6,10 @@
 //! quantization (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
 use super::statics::states;
-use ft_engine::adapt::ghost::is_quantized;
-use ft_engine::adapt::selection::TrainedPart;
-use ft_engine::adapt::{Choice, Selection};
+use ft_engine::adapters::TrainedPart;
+use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::modules::{Group, Kind};
+use ft_engine::params::build::ghost::is_quantized;
 use ft_recipe::{Method, Optimizer, Parallel, Quantize};
 use serde::Serialize;
 

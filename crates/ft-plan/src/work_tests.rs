@@ -5,7 +5,7 @@ use crate::Tokens;
 use crate::shape::Shape;
 use crate::statics::Statics;
 use crate::step::{Levels, Parts, StepInputs};
-use ft_engine::adapt::Selection;
+use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
 use ft_recipe::{Quantize, Recipe};

@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, NewFolder};
 use ft_data::{Tokenizer, Trained};
-use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::base::{Base, layout};
 use ft_engine::files::{TOKENIZER, TensorFiles, write_folder};
 use ft_engine::model::Config;

@@ -7,12 +7,12 @@ mod schedule;
 pub use offload::{PIECE, STAGED};
 pub use schedule::Schedule;
 
-use crate::adapt::Params;
-use crate::adapt::buffer::Held;
-use crate::adapt::moments::Of;
-use crate::adapt::params::Unit;
-use crate::adapt::selection::Part;
+use crate::adapters::Part;
 use crate::comm::{self, Comm};
+use crate::params::Params;
+use crate::params::Unit;
+use crate::params::buffers::Held;
+use crate::params::buffers::moments::Of;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::{AdamW, adamw, adamw_rounded, adamw8bit, adamw8bit_rounded, sum_squares};

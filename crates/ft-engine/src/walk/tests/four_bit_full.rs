@@ -1,7 +1,7 @@
 //! Full training of some tensors with a 4-bit base: against PyTorch on weights dequantized by bitsandbytes.
 
 use super::*;
-use crate::adapt::params::Allocate;
+use crate::params::Allocate;
 use crate::quant;
 use crate::quant::quantize;
 
