@@ -43,7 +43,7 @@ impl<'a> Gather<'a> {
 
 impl Around for Gather<'_> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        if !self.params.comes_and_goes() {
+        if !self.params.is_gathered() {
             return Ok(());
         }
         let mut here = self.here.borrow_mut();

@@ -18,7 +18,7 @@ use ft_engine::params::build::{Build, check_full};
 use ft_engine::quant;
 use ft_kernels::cuda;
 use ft_kernels::gemm::pairs;
-use ft_plan::{Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
+use ft_plan::{Allocation, Capacity, Inputs, Machine, Plan, Workload, Workloads};
 use ft_recipe::{
     Device as DeviceName, Dtype, Launch, Method, Offload, OneDevice, Part, Quantize, Recipe, Rule, Token,
     Weights,
@@ -483,7 +483,7 @@ impl Job {
                 &workloads.of(&self.recipe, self.recipe.run.micro_rows.count()),
                 (memory::reach_bytes(), server),
             ),
-            host: ft_plan::space::beside_device(&self.recipe, machine, (memory::reach_bytes(), server)),
+            host: ft_plan::beside_device(&self.recipe, machine, (memory::reach_bytes(), server)),
         }
     }
 
@@ -517,12 +517,12 @@ impl Job {
             plan.space.files.clear();
         }
         plan.space.model(&self.recipe, &self.config, &self.selection, true);
-        plan.look(&self.recipe, &Room::of(inputs.machine));
+        plan.look(&self.recipe, &Capacity::of(inputs.machine));
         Ok(plan)
     }
 
     /// Lists the planned allocations by phase and unit.
-    pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
+    pub fn allocations(&self, plan: &Plan) -> Vec<Allocation> {
         let planned = plan.workload;
         // Only used in out-of-memory reports, so errors of the plan are ignored.
         ft_plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.execution).unwrap_or_default()

@@ -22,7 +22,7 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
     let mut of = Vec::new();
     for (m, choice) in &selection.modules {
         let Choice::Lora { spec, .. } = choice else { continue };
-        let takes = begins(recipe, m);
+        let takes = from_base(recipe, m);
         if takes && selection.tied && m.group == Group::Head && how.changes_base() {
             let why = format!(
                 "lora.init = \"{}\" on {}: its weight is the embedding's too (tie_word_embeddings)\n  hint: leave the \
@@ -40,7 +40,7 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
 }
 
 /// Whether `lora.init` initializes a module's LoRA from the base weight.
-pub fn begins(recipe: &Recipe, m: &Module) -> bool {
+pub fn from_base(recipe: &Recipe, m: &Module) -> bool {
     let how = recipe.lora.init.decomposition();
     how.is_some_and(|how| matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::takes(m)))
 }

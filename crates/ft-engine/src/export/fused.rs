@@ -174,21 +174,21 @@ impl<'a> Export<'a> {
                 tensors.push((v5(self.config, &self.key(&t)), v.clone()));
             }
         }
-        let (f, d) = (moe.width, self.config.hidden);
         for (l, layer) in &layers {
-            let block = format!("model.layers.{l}.mlp.experts");
-            let (gate_up, down) = (layer.gate_up(f, d)?, layer.down(f, d)?);
-            // PEFT nests two adapted parameters of one module: the first one becomes the inner.
-            let inner = if down.is_some() { ".base_layer" } else { "" };
-            for (fused, parameter, nested) in [(gate_up, "gate_up_proj", inner), (down, "down_proj", "")] {
-                let Some(Fused { a, b, rank }) = fused else { continue };
-                ranks.insert(pattern(&format!("{block}.{parameter}")), json!(rank));
-                parameters.push(format!("{block}.{parameter}"));
-                tensors.push((format!("{PREFIX}{block}{nested}.lora_A.weight"), a));
-                tensors.push((format!("{PREFIX}{block}{nested}.lora_B.weight"), b));
+            for (name, nested, fused) in layer.fused(*l, moe.width, self.config.hidden)? {
+                let Fused { a, b, rank } = fused;
+                ranks.insert(pattern(&name), json!(rank));
+                tensors.push((format!("{PREFIX}{nested}.lora_A.weight"), a));
+                tensors.push((format!("{PREFIX}{nested}.lora_B.weight"), b));
+                parameters.push(name);
             }
         }
-        let mut config = self.peft_config(&rest);
+        Ok((tensors, self.fused_config(&rest, &ranks, &parameters)))
+    }
+
+    /// Config of a fused adapter: `parameters` as a whole, with `ranks` by pattern.
+    fn fused_config(&self, rest: &Selection, ranks: &Map<String, Value>, parameters: &[String]) -> Value {
+        let mut config = self.peft_config(rest);
         if let Some(Value::Array(names)) = config.get("modules_to_save") {
             let names: Vec<String> =
                 names.iter().filter_map(Value::as_str).map(|n| v5(self.config, n)).collect();
@@ -204,7 +204,7 @@ impl<'a> Export<'a> {
         }
         config["target_parameters"] = json!(parameters);
         config["lora_dropout"] = json!(0.0);
-        Ok((tensors, config))
+        config
     }
 
     fn vllm(&self) -> ft_base::Result<(Vec<(String, Tensor)>, Value)> {
@@ -292,6 +292,19 @@ struct Fused {
 impl Layer {
     fn new(experts: usize) -> Self {
         Self { pairs: [(); 3].map(|_| (0..experts).map(|_| None).collect()) }
+    }
+
+    /// Name of each adapted parameter, its module with PEFT's nesting, and its values.
+    fn fused(&self, layer: usize, f: usize, d: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
+        let block = format!("model.layers.{layer}.mlp.experts");
+        let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);
+        // PEFT nests two adapted parameters of one module: the first one becomes the inner.
+        let inner = if down.is_some() { ".base_layer" } else { "" };
+        let both = [(gate_up, "gate_up_proj", inner), (down, "down_proj", "")];
+        let named = |(fused, parameter, nested): (Option<Fused>, &str, &str)| {
+            Some((format!("{block}.{parameter}"), format!("{block}{nested}"), fused?))
+        };
+        Ok(both.into_iter().filter_map(named).collect())
     }
 
     fn gate_up(&self, f: usize, d: usize) -> candle_core::Result<Option<Fused>> {

@@ -8,11 +8,11 @@
 //! and released afterwards.
 
 use super::buffers::allocate::Allocate;
-use super::buffers::layout::{layout, wide_units};
-use super::buffers::moments::{Moments, is_large};
+use super::buffers::layout::{UnitLayout, layout, wide_units};
+use super::buffers::moments::is_large;
 use super::buffers::projected::{Projected, Projection};
-use super::buffers::{Buffer, Held, Shard, common};
-use super::unit::Unit;
+use super::buffers::{Buffer, Shard, common};
+use super::unit::{Placement, Unit};
 use crate::adapters::Trained;
 use crate::base::Initials;
 use crate::comm::{At, Comm};
@@ -22,7 +22,7 @@ use ft_kernels::Tensor;
 use ft_kernels::cpu::is_native;
 use ft_kernels::crossing::Arrival;
 use ft_kernels::tensor::Real;
-use ft_kernels::vacant::{vacant, vacate};
+use ft_kernels::vacant::vacate;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -68,88 +68,36 @@ impl Params {
         what: Allocate,
     ) -> Result<Self> {
         let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
-        let (slots, ends) = layout(&tensors, units, projection);
+        let (slots, layouts) = layout(&tensors, units, projection);
         let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
-        let Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard, .. } = what;
-        let count = units;
-        let home = if offload { &Device::Cpu } else { device };
-        let frozen = vec![Vec::new(); units];
-        let units = (0..units)
-            .map(|number| {
-                let len = ends.all[number];
-                if len == 0 {
-                    return Ok(None);
-                }
-                let (split, apart) = (shard.is_split(), shard.is_split() || offload_weights);
-                let compute = match apart {
-                    true => Buffer::apart(vacant(len, dtype, device)?, what)?,
-                    false => Buffer::replicated(len, dtype, device)?,
-                };
-                let (part, states) = (shard.part(len), shard.held(len, 1));
-                let same = dtype == DType::F32 && offload == offload_weights;
-                let wide = wide.contains(&number);
-                let replicated = !split && (same || shard.stage == 0 || wide);
-                // If layers use some master weights directly, the whole unit keeps them.
-                let kept = match what.rounding.is_none() || dtype == DType::F32 || wide {
-                    true => 0..len,
-                    false => ends.large_full[number]..ends.adapters[number],
-                };
-                let master = match (same, replicated) {
-                    (true, _) => compute.held.clone(),
-                    (_, true) => Held::zeros(kept.clone(), home)?,
-                    _ => Held::zeros(common(&states, &kept), home)?,
-                };
-                // In f32, the compute buffer has the same values.
-                let wide = match apart
-                    && wide
-                    && dtype != DType::F32
-                    && (offload_weights || home.same_device(device))
-                {
-                    true => Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, what)?),
-                    false => None,
-                };
-                let grads = || Held::zeros(shard.held(len, 2), device);
-                let large = if eight_bit { ends.large[number] } else { 0 };
-                let own = common(&states, &(0..ends.plain[number]));
-                let moments = || Moments::new(&own, large, home);
-                let mut projected = Vec::new();
-                for slot in slots.iter().filter(|s| s.unit == number && train) {
-                    if projection.takes_tensor(&tensors[slot.index], count) {
-                        projected.push(Projected::new(slot.index, (slot.rows, slot.cols), projection, home)?);
-                    }
-                }
-                Ok(Some(Unit {
-                    len,
-                    part,
-                    replicated,
-                    master,
-                    kept,
-                    number,
-                    seed: what.rounding.unwrap_or(0),
-                    wide,
-                    compute,
-                    grads: (train && !in_backward).then(grads).transpose()?,
-                    moments: train.then(moments).transpose()?,
-                    projected,
-                }))
-            })
-            .collect::<Result<_>>()?;
-        let zeroed = AtomicBool::new(false);
-        let (offloaded, weights_offloaded, initials) = (offload, offload_weights, None);
+        let home = if what.offload { &Device::Cpu } else { device };
+        let unit = |(number, layout): (usize, UnitLayout)| {
+            if layout.len == 0 {
+                return Ok(None);
+            }
+            let is_projected = |s: &&Slot| {
+                what.train && s.unit == number && projection.takes_tensor(&tensors[s.index], units)
+            };
+            let projected = slots.iter().filter(is_projected);
+            let projected = projected.map(|s| Projected::new(s.index, (s.rows, s.cols), projection, home));
+            let place = Placement { number, wide: wide.contains(&number), dtype, device, home };
+            Unit::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
+        };
+        let buffers = layouts.into_iter().enumerate().map(unit).collect::<Result<_>>()?;
         Ok(Self {
             tensors,
             slots,
-            units,
-            frozen,
-            offloaded,
-            weights_offloaded,
-            pin,
-            eight_bit,
+            units: buffers,
+            frozen: vec![Vec::new(); units],
+            offloaded: what.offload,
+            weights_offloaded: what.offload_weights,
+            pin: what.pin,
+            eight_bit: what.eight_bit,
             projection,
-            in_backward,
-            shard,
-            initials,
-            zeroed,
+            in_backward: what.in_backward,
+            shard: what.shard,
+            initials: None,
+            zeroed: AtomicBool::new(false),
         })
     }
 
@@ -193,7 +141,7 @@ impl Params {
     }
 
     /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
-    pub fn comes_and_goes(&self) -> bool {
+    pub fn is_gathered(&self) -> bool {
         self.is_split() || self.weights_offloaded
     }
 

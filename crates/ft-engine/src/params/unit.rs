@@ -1,11 +1,14 @@
 //! Buffers of the trained tensors of one unit of the walk.
 
+use super::buffers::allocate::Allocate;
+use super::buffers::layout::UnitLayout;
 use super::buffers::moments::Moments;
 use super::buffers::projected::Projected;
 use super::buffers::{Buffer, Held, common};
-use candle_core::{DType, Result};
+use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::Draws;
+use ft_kernels::vacant::vacant;
 use std::ops::Range;
 
 /// Buffers of one unit.
@@ -24,8 +27,8 @@ pub struct Unit {
     /// [`Unit::draws`].
     pub kept: Range<usize>,
     /// Unit index in the walk, and seed of stochastic rounding for elements without master weights.
-    pub(super) number: usize,
-    pub(super) seed: u64,
+    number: usize,
+    seed: u64,
     /// f32 copy for layers that use master weights directly, if sharded or offloaded.
     pub wide: Option<Buffer>,
     /// Whether every rank holds all master weights of this unit.
@@ -38,7 +41,73 @@ pub struct Unit {
     pub projected: Vec<Projected>,
 }
 
+/// Unit to allocate, and the devices of its buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Placement<'a> {
+    /// Index in the walk.
+    pub(super) number: usize,
+    /// Whether layers use f32 master weights directly.
+    pub(super) wide: bool,
+    /// Compute dtype.
+    pub(super) dtype: DType,
+    pub(super) device: &'a Device,
+    /// Device of master weights and moments.
+    pub(super) home: &'a Device,
+}
+
 impl Unit {
+    /// Allocates zero-filled buffers.
+    pub(super) fn new(
+        layout: UnitLayout,
+        place: Placement<'_>,
+        what: Allocate,
+        projected: Vec<Projected>,
+    ) -> Result<Self> {
+        let Placement { number, wide, dtype, device, home } = place;
+        let (len, shard) = (layout.len, what.shard);
+        let gathered = shard.is_split() || what.offload_weights;
+        let compute = if gathered {
+            Buffer::apart(vacant(len, dtype, device)?, what)?
+        } else {
+            Buffer::replicated(len, dtype, device)?
+        };
+        let states = shard.held(len, 1);
+        let same = dtype == DType::F32 && what.offload == what.offload_weights;
+        let replicated = !shard.is_split() && (same || shard.stage == 0 || wide);
+        // If layers use some master weights directly, the whole unit keeps them.
+        let keeps_all = what.rounding.is_none() || dtype == DType::F32 || wide;
+        let kept = if keeps_all { 0..len } else { layout.large_full..layout.adapters };
+        let master = match (same, replicated) {
+            (true, _) => compute.held.clone(),
+            (_, true) => Held::zeros(kept.clone(), home)?,
+            _ => Held::zeros(common(&states, &kept), home)?,
+        };
+        // In f32, the compute buffer has the same values.
+        let copies = gathered && wide && dtype != DType::F32;
+        let wide = if copies && (what.offload_weights || home.same_device(device)) {
+            Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, what)?)
+        } else {
+            None
+        };
+        let grads = || Held::zeros(shard.held(len, 2), device);
+        let large = if what.eight_bit { layout.large } else { 0 };
+        let moments = || Moments::new(&common(&states, &(0..layout.plain)), large, home);
+        Ok(Self {
+            len,
+            part: shard.part(len),
+            replicated,
+            master,
+            kept,
+            number,
+            seed: what.rounding.unwrap_or(0),
+            wide,
+            compute,
+            grads: (what.train && !what.in_backward).then(grads).transpose()?,
+            moments: what.train.then(moments).transpose()?,
+            projected,
+        })
+    }
+
     /// Buffers updated by parts on each rank but needed in full by all.
     pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
         let apart = self.replicated && !self.is_master();

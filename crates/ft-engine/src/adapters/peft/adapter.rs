@@ -14,42 +14,46 @@ use std::path::{Path, PathBuf};
 /// Relative tolerance of a neutral DoRA magnitude against the row norm.
 const NEUTRAL: f32 = 1e-4;
 
+/// Largest relative error of a rounding to bf16, and the smallest positive value of f16.
+const ROUNDING: f64 = 1.0 / 256.0;
+const SMALLEST: f64 = 1.0 / 16_777_216.0;
+
 /// An opened adapter folder.
 #[derive(Debug)]
 pub struct Adapter {
     pub dir: PathBuf,
     pub config: PeftConfig,
-    held: Held,
+    tensors: Tensors,
 }
 
 /// Storage of an adapter's tensors.
 #[derive(Debug)]
-enum Held {
+enum Tensors {
     File(TensorFiles),
     /// Tensors by file key.
     Memory(HashMap<String, Tensor>),
 }
 
-impl Held {
+impl Tensors {
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
         match self {
-            Held::File(f) => Box::new(f.names()),
-            Held::Memory(m) => Box::new(m.keys().map(String::as_str)),
+            Tensors::File(f) => Box::new(f.names()),
+            Tensors::Memory(m) => Box::new(m.keys().map(String::as_str)),
         }
     }
 
     fn shape(&self, key: &str) -> Option<&[usize]> {
         match self {
-            Held::File(f) => f.info(key).map(|i| i.shape.as_slice()),
-            Held::Memory(m) => m.get(key).map(|t| t.dims()),
+            Tensors::File(f) => f.info(key).map(|i| i.shape.as_slice()),
+            Tensors::Memory(m) => m.get(key).map(|t| t.dims()),
         }
     }
 
     /// Reads a tensor as f32 on the CPU.
     fn tensor(&self, key: &str) -> ft_base::Result<Tensor> {
         match self {
-            Held::File(f) => Ok(f.tensor(key, DType::F32, &Device::Cpu)?),
-            Held::Memory(m) => match m.get(key) {
+            Tensors::File(f) => Ok(f.tensor(key, DType::F32, &Device::Cpu)?),
+            Tensors::Memory(m) => match m.get(key) {
                 Some(t) => Ok(t.to_dtype(DType::F32)?),
                 None => Err(candle_core::Error::Msg(format!("{key} is not held")).into()),
             },
@@ -62,13 +66,13 @@ impl Adapter {
     pub fn open(dir: &Path) -> ft_base::Result<Self> {
         let config = PeftConfig::load(dir)?;
         let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
-        Ok(Self { dir: dir.to_path_buf(), config, held: Held::File(files) })
+        Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files) })
     }
 
     /// The same adapter with other values, given by names of trained tensors.
     pub fn with_values(&self, values: HashMap<String, Tensor>) -> Self {
         let values = values.into_iter().map(|(name, t)| (format!("{PREFIX}{name}"), t)).collect();
-        Self { dir: self.dir.clone(), config: self.config.clone(), held: Held::Memory(values) }
+        Self { dir: self.dir.clone(), config: self.config.clone(), tensors: Tensors::Memory(values) }
     }
 
     /// `model.quantize` of the run that trained this adapter. [`Quantize::None`] for adapters of other
@@ -77,7 +81,7 @@ impl Adapter {
     /// # Errors
     /// An unknown value.
     pub fn quantize(&self) -> Result<Quantize, Error> {
-        let Held::File(files) = &self.held else { return Ok(Quantize::None) };
+        let Tensors::File(files) = &self.tensors else { return Ok(Quantize::None) };
         let Some(word) = files.metadata().get(BASE_QUANTIZE) else { return Ok(Quantize::None) };
         Quantize::from_word(word).ok_or_else(|| {
             self.fail(format!(
@@ -115,11 +119,11 @@ impl Adapter {
         m: &Module,
         norms: &dyn Fn() -> candle_core::Result<Tensor>,
     ) -> ft_base::Result<()> {
-        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.held.shape(k).is_some())
+        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.tensors.shape(k).is_some())
         else {
             return Ok(());
         };
-        let held = self.held.tensor(&key)?.flatten_all()?;
+        let held = self.tensors.tensor(&key)?.flatten_all()?;
         let norms = norms()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let neutral = held.dims() == norms.dims() && {
             let apart = ((held - &norms)?.abs()? / norms)?.max_all()?.to_scalar::<f32>()?;
@@ -135,7 +139,7 @@ impl Adapter {
     /// Key of a trained tensor in this adapter.
     fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
         let Some((key, shape)) =
-            Self::keys(t).into_iter().find_map(|k| self.held.shape(&k).map(|s| (k.clone(), s)))
+            Self::keys(t).into_iter().find_map(|k| self.tensors.shape(&k).map(|s| (k.clone(), s)))
         else {
             return Ok(None);
         };
@@ -150,7 +154,7 @@ impl Adapter {
     pub fn replaces(&self, module: &str) -> bool {
         ["weight", "modules_to_save.weight"]
             .iter()
-            .any(|last| self.held.shape(&format!("{PREFIX}{module}.{last}")).is_some())
+            .any(|last| self.tensors.shape(&format!("{PREFIX}{module}.{last}")).is_some())
     }
 
     /// Reads every tensor, to find NaN and infinite values before anything is written.
@@ -158,14 +162,14 @@ impl Adapter {
     /// # Errors
     /// [`store::Error::NotFinite`].
     pub fn check_values(&self) -> ft_base::Result<()> {
-        self.held.names().try_for_each(|name| self.held.tensor(name).map(|_| ()))
+        self.tensors.names().try_for_each(|name| self.tensors.tensor(name).map(|_| ()))
     }
 
     /// Values of a trained tensor, f32 on the CPU, if the adapter holds them.
     pub fn get(&self, t: &Trained) -> ft_base::Result<Option<Tensor>> {
         match self.find(t)? {
             None => Ok(None),
-            Some(key) => Ok(Some(self.held.tensor(&key)?)),
+            Some(key) => Ok(Some(self.tensors.tensor(&key)?)),
         }
     }
 
@@ -207,7 +211,7 @@ impl Adapter {
             known.insert(format!("{PREFIX}lm_head.weight"));
         }
         let mut extra: Vec<&str> =
-            self.held.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
+            self.tensors.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
         extra.sort_unstable();
         if let Some(first) = extra.first() {
             return Err(self
@@ -254,7 +258,7 @@ impl Adapter {
     fn check_tied(&self, trained: &[Trained]) -> ft_base::Result<()> {
         let head = format!("{PREFIX}lm_head.weight");
         let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
-        if self.held.shape(&head).is_none() {
+        if self.tensors.shape(&head).is_none() {
             return match self.find(t)? {
                 Some(key) if !self.config.ties => {
                     let why = format!(
@@ -275,7 +279,7 @@ impl Adapter {
             );
             return Err(self.fail(why).into());
         };
-        let head_values = self.held.tensor(&head)?;
+        let head_values = self.tensors.tensor(&head)?;
         let same = head_values.dims() == embedding.dims()
             && (head_values - embedding)?.abs()?.max_all()?.to_scalar::<f32>()? == 0.0;
         if same {
@@ -287,7 +291,7 @@ impl Adapter {
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
     pub fn check_base(&self, base: &TensorFiles, tied: bool) -> ft_base::Result<()> {
-        for name in self.held.names().filter(|n| n.contains(".base_layer.")) {
+        for name in self.tensors.names().filter(|n| n.contains(".base_layer.")) {
             let own =
                 name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
             let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {
@@ -298,11 +302,10 @@ impl Adapter {
             if base.info(&own).is_none() {
                 return Err(self.fail(format!("{name}: the base has no {own}")).into());
             }
-            let (a, b) = (self.held.tensor(name)?, base.tensor(&own, DType::F32, &Device::Cpu)?);
+            let (a, b) = (self.tensors.tensor(name)?, base.tensor(&own, DType::F32, &Device::Cpu)?);
             let same = a.dims() == b.dims() && {
-                let worst = (a - b)?.abs()?.max_all()?.to_scalar::<f32>()?;
-                // Allows for one rounding to bf16 or f16.
-                worst <= 0.01
+                let allowed = ((b.abs()? * ROUNDING)? + SMALLEST)?;
+                ((a - b)?.abs()? - allowed)?.max_all()?.to_scalar::<f32>()? <= 0.0
             };
             if !same {
                 return Err(self

@@ -5,9 +5,10 @@ use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
 use crate::model::linear::Linear;
-use crate::model::modules::Module;
+use crate::model::modules::{Kind, Module};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store;
+use ft_base::terminal::warn;
 use ft_recipe::Quantize;
 use std::collections::HashMap;
 use std::path::Path;
@@ -39,10 +40,25 @@ pub fn save(
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata(quantize))?;
+    if let Some((least, most)) = mixed_dropout(selection) {
+        warn(&format!(
+            "adapter_config.json has one lora_dropout for all modules: {most}, and some trained with {least}"
+        ));
+    }
     let json = config_json(selection, base, revision);
     let text = serde_json::to_string_pretty(&json).unwrap_or_default() + "\n";
     store::write_atomic(&dir.join("adapter_config.json"), text.as_bytes())?;
     Ok(())
+}
+
+/// Least and most dropout of LoRA on linears, if they differ. PEFT applies none to embeddings.
+fn mixed_dropout(selection: &Selection) -> Option<(f64, f64)> {
+    let dropouts = selection.modules.iter().filter_map(|(m, c)| match c {
+        Choice::Lora { spec, .. } if !matches!(m.kind, Kind::Embedding { .. }) => Some(spec.dropout),
+        _ => None,
+    });
+    let (least, most) = dropouts.fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), p| (a.min(p), b.max(p)));
+    (least < most).then_some((least, most))
 }
 
 /// Whether [`neutral`] magnitudes are needed: PEFT's DoRA switch applies to the whole adapter, so plain

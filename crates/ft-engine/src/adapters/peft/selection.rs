@@ -27,7 +27,7 @@ impl Selection {
                 *c = Choice::Lora { spec, lr_scale: 1.0 };
             }
         }
-        s.tie().map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+        s.tie().map_err(|c| Error::Peft { file: peft.file.clone(), why: c.why })?;
         s.tokens_of(config, peft)?;
         Ok(s)
     }

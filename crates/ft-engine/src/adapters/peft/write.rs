@@ -23,41 +23,17 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         .collect();
     let rslora = loras.iter().all(|(_, s)| s.rslora) && !loras.is_empty();
     // Alpha for PEFT to arrive at our scale.
-    let alpha = |s: &LoraSpec| {
-        let scale = scale(s);
-        if rslora {
-            s.alpha
-        } else if s.rslora {
-            scale * s.rank as f64
-        } else {
-            s.alpha
-        }
+    let alpha = |s: &LoraSpec| if s.rslora && !rslora { scale(s) * s.rank as f64 } else { s.alpha };
+    let rank = |s: &LoraSpec| s.rank as f64;
+    let common = |value: &dyn Fn(&LoraSpec) -> f64| most_common(loras.iter().map(|(_, s)| value(s)));
+    let (common_rank, common_alpha) = (common(&rank), common(&alpha));
+    let exceptions = |value: &dyn Fn(&LoraSpec) -> f64, common: f64| -> Map<String, Value> {
+        let others = loras.iter().filter(|(_, s)| value(s) != common);
+        others.map(|(m, s)| (format!("^{}", regex::escape(&m.name)), number(value(s)))).collect()
     };
-    let most = |value: &dyn Fn(&LoraSpec) -> f64| -> f64 {
-        let mut counts: Vec<(f64, usize)> = Vec::new();
-        for (_, s) in &loras {
-            let v = value(s);
-            match counts.iter_mut().find(|(x, _)| *x == v) {
-                Some((_, n)) => *n += 1,
-                None => counts.push((v, 1)),
-            }
-        }
-        counts.iter().rev().max_by_key(|(_, n)| *n).map_or(8.0, |(v, _)| *v)
-    };
-    let (rank, common_alpha) = (most(&|s| s.rank as f64), most(&alpha));
-    let (mut ranks, mut alphas) = (Map::new(), Map::new());
-    for (m, s) in &loras {
-        let key = format!("^{}", regex::escape(&m.name));
-        if s.rank as f64 != rank {
-            ranks.insert(key.clone(), json!(s.rank));
-        }
-        if alpha(s) != common_alpha {
-            alphas.insert(key, number(alpha(s)));
-        }
-    }
     let save: Vec<String> = saved_modules(selection);
     let mut config = json!({
-        "alpha_pattern": alphas,
+        "alpha_pattern": exceptions(&alpha, common_alpha),
         "auto_mapping": null,
         "base_model_name_or_path": base,
         "bias": "none",
@@ -72,8 +48,8 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "lora_dropout": loras.iter().map(|(_, s)| s.dropout).fold(0.0, f64::max),
         "modules_to_save": if save.is_empty() { Value::Null } else { json!(save) },
         "peft_type": "LORA",
-        "r": rank as u64,
-        "rank_pattern": ranks,
+        "r": common_rank as u64,
+        "rank_pattern": exceptions(&rank, common_rank),
         "revision": revision,
         "target_modules": target_modules(selection, &loras),
         "task_type": "CAUSAL_LM",
@@ -86,6 +62,18 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         config["trainable_token_indices"] = Value::Object(tokens);
     }
     config
+}
+
+/// Most common value, the first of several; PEFT's default of 8 without values.
+fn most_common(values: impl Iterator<Item = f64>) -> f64 {
+    let mut counts: Vec<(f64, usize)> = Vec::new();
+    for v in values {
+        match counts.iter_mut().find(|(x, _)| *x == v) {
+            Some((_, n)) => *n += 1,
+            None => counts.push((v, 1)),
+        }
+    }
+    counts.iter().rev().max_by_key(|(_, n)| *n).map_or(8.0, |(v, _)| *v)
 }
 
 fn last_component(name: &str) -> &str {

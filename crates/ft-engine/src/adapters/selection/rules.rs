@@ -16,129 +16,123 @@ impl Selection {
     /// alternatives); LoRA on a norm; LoRA rank 0. Ranges beyond the model are warnings in `notes`.
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
+        // rule of each module's choice
+        let mut chosen_by = vec![0; s.modules.len()];
         for (i, rule) in rules.iter().enumerate() {
             if rule.is_of_tokens() {
                 s.choose_tokens(i, rule)?;
-                continue;
-            }
-            let patterns: Vec<Pattern> = rule
-                .modules
-                .iter()
-                .map(|p| Pattern::parse(p))
-                .collect::<Result<_, _>>()
-                .map_err(|why| Error::Rule { place: rule.place.to_string(), rule: i, why })?;
-            let fail = |why: String| Error::Rule { place: rule.place.to_string(), rule: i, why };
-            for absent in absent(rule, config) {
-                match absent {
-                    Ok(note) => s.notes.push(format!("{}: train.{i}.{note}", rule.place)),
-                    Err(why) => return Err(fail(format!("{why}\n  hint: {}", s.inventory(config)))),
-                }
-            }
-            let choice = match rule.method {
-                Method::Freeze => Choice::Freeze,
-                Method::Full => Choice::Full { lr_scale: rule.lr_scale },
-                Method::Lora => Choice::Lora { spec: rule.spec(), lr_scale: rule.lr_scale },
-            };
-            let mut used = vec![false; patterns.len()];
-            for (m, c) in &mut s.modules {
-                let in_layers = rule
-                    .layers
-                    .as_ref()
-                    .is_none_or(|set| m.layer.is_some_and(|l| set.contains(l, config.layers)));
-                let in_experts =
-                    rule.experts.as_ref().is_none_or(|set| m.expert.is_some_and(|e| set.contains(e)));
-                if !in_layers || !in_experts {
-                    continue;
-                }
-                let mut hit = false;
-                for (p, used) in patterns.iter().zip(&mut used) {
-                    if p.matches(m) {
-                        (hit, *used) = (true, true);
-                    }
-                }
-                if hit {
-                    if rule.method == Method::Lora {
-                        check_lora(m, rule.spec()).map_err(fail)?;
-                    }
-                    *c = choice;
-                }
-            }
-            if let Some(unused) = used.iter().position(|u| !u) {
-                let near = s
-                    .nearest(&rule.modules[unused])
-                    // The name may be correct, with wrong layers or experts.
-                    .filter(|n| *n != rule.modules[unused])
-                    .map(|n| format!("did you mean {n}? "))
-                    .unwrap_or_default();
-                return Err(fail(format!(
-                    "{:?}{} matches no module of this model\n  hint: {near}{}",
-                    rule.modules[unused],
-                    match (&rule.layers, &rule.experts) {
-                        (None, None) => "",
-                        (Some(_), None) => " within these layers",
-                        (None, Some(_)) => " within these experts",
-                        (Some(_), Some(_)) => " within these layers and experts",
-                    },
-                    s.inventory(config)
-                )));
+            } else {
+                s.apply(config, i, rule, &mut chosen_by).map_err(|why| rule_error(rules, i, why))?;
             }
         }
-        let last = rules.len().saturating_sub(1);
         s.tokens_alone()?;
-        s.one_switch().and_then(|()| s.tie()).map_err(|why| Error::Rule {
-            place: rules.last().map_or(String::new(), |r| r.place.to_string()),
-            rule: last,
-            why,
+        s.one_switch().and_then(|()| s.tie()).map_err(|conflict| {
+            // the later of both rules completes the conflict
+            let rule = conflict.modules.map(|m| chosen_by[m]).into_iter().max().unwrap_or(0);
+            rule_error(rules, rule, conflict.why)
         })?;
         Ok(s)
     }
 
+    /// Applies one rule for modules; returns the reason for a refusal.
+    fn apply(
+        &mut self,
+        config: &Config,
+        index: usize,
+        rule: &Rule,
+        chosen_by: &mut [usize],
+    ) -> Result<(), String> {
+        let patterns: Vec<Pattern> =
+            rule.modules.iter().map(|p| Pattern::parse(p)).collect::<Result<_, _>>()?;
+        for absent in absent(rule, config) {
+            match absent {
+                Ok(note) => self.notes.push(format!("{}: train.{index}.{note}", rule.place)),
+                Err(why) => return Err(format!("{why}\n  hint: {}", self.inventory(config))),
+            }
+        }
+        let choice = match rule.method {
+            Method::Freeze => Choice::Freeze,
+            Method::Full => Choice::Full { lr_scale: rule.lr_scale },
+            Method::Lora => Choice::Lora { spec: rule.spec(), lr_scale: rule.lr_scale },
+        };
+        let within = |m: &Module| {
+            let layer = |set: &LayerSet| m.layer.is_some_and(|l| set.contains(l, config.layers));
+            let expert = |set: &IndexSet| m.expert.is_some_and(|e| set.contains(e));
+            rule.layers.as_ref().is_none_or(layer) && rule.experts.as_ref().is_none_or(expert)
+        };
+        let mut used = vec![false; patterns.len()];
+        let modules = self.modules.iter_mut().zip(chosen_by).filter(|((m, _), _)| within(m));
+        for ((m, c), by) in modules {
+            let mut hit = false;
+            for (p, used) in patterns.iter().zip(&mut used) {
+                if p.matches(m) {
+                    (hit, *used) = (true, true);
+                }
+            }
+            if hit {
+                if rule.method == Method::Lora {
+                    check_lora(m, rule.spec())?;
+                }
+                (*c, *by) = (choice, index);
+            }
+        }
+        match used.iter().position(|u| !u) {
+            Some(unused) => Err(self.no_match(config, rule, &rule.modules[unused])),
+            None => Ok(()),
+        }
+    }
+
+    /// Error text for an entry of `modules` without matches.
+    fn no_match(&self, config: &Config, rule: &Rule, written: &str) -> String {
+        // The name may be correct, with wrong layers or experts.
+        let near = self.nearest(written).filter(|n| *n != written);
+        let near = near.map(|n| format!("did you mean {n}? ")).unwrap_or_default();
+        let within = match (&rule.layers, &rule.experts) {
+            (None, None) => "",
+            (Some(_), None) => " within these layers",
+            (None, Some(_)) => " within these experts",
+            (Some(_), Some(_)) => " within these layers and experts",
+        };
+        let inventory = self.inventory(config);
+        format!("{written:?}{within} matches no module of this model\n  hint: {near}{inventory}")
+    }
+
     /// Refuses plain LoRA on the embedding combined with DoRA elsewhere. PEFT's DoRA switch applies to the
     /// whole adapter: plain LoRA then needs neutral magnitudes, and none exists for the embedding.
-    fn one_switch(&self) -> Result<(), String> {
+    fn one_switch(&self) -> Result<(), Conflict> {
         let lora = |c: &Choice| match c {
             Choice::Lora { spec, .. } => Some(spec.dora),
             _ => None,
         };
-        let dora = self.modules.iter().any(|(_, c)| lora(c) == Some(true));
-        let embedding =
-            self.modules.iter().find(|(m, c)| m.group == Group::Embedding && lora(c) == Some(false));
-        match embedding {
-            Some((m, _)) if dora => Err(format!(
-                "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
-                 with method = \"full\"",
-                m.name
-            )),
-            _ => Ok(()),
-        }
+        let dora = self.modules.iter().position(|(_, c)| lora(c) == Some(true));
+        let plain = |(m, c): &(Module, Choice)| m.group == Group::Embedding && lora(c) == Some(false);
+        let (Some(dora), Some(embedding)) = (dora, self.modules.iter().position(plain)) else {
+            return Ok(());
+        };
+        let why = format!(
+            "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
+             with method = \"full\"",
+            self.modules[embedding].0.name
+        );
+        Err(Conflict { modules: [dora, embedding], why })
     }
 
     /// Makes a tied head and embedding train in full together.
-    pub(crate) fn tie(&mut self) -> Result<(), String> {
+    pub(crate) fn tie(&mut self) -> Result<(), Conflict> {
         if !self.tied {
             return Ok(());
         }
-        let ends: Vec<Choice> = self
-            .modules
-            .iter()
-            .filter(|(m, _)| matches!(m.group, Group::Head | Group::Embedding))
-            .map(|(_, c)| *c)
-            .collect();
-        let Some(full) = ends.iter().find(|c| matches!(c, Choice::Full { .. })).copied() else {
-            return Ok(());
-        };
-        if ends.iter().any(|c| matches!(c, Choice::Lora { .. })) {
-            return Err(
-                "head and embedding of this model are one tensor (tie_word_embeddings): one of them cannot \
-                        train in full and the other by LoRA\n  hint: the same method for both, or freeze one"
-                    .into(),
-            );
+        let is_table = |m: &Module| matches!(m.group, Group::Head | Group::Embedding);
+        let table =
+            |wanted: fn(&Choice) -> bool| self.modules.iter().position(|(m, c)| is_table(m) && wanted(c));
+        let Some(full) = table(|c| matches!(c, Choice::Full { .. })) else { return Ok(()) };
+        if let Some(lora) = table(|c| matches!(c, Choice::Lora { .. })) {
+            let why = "head and embedding of this model are one tensor (tie_word_embeddings): one of them cannot \
+                       train in full and the other by LoRA\n  hint: the same method for both, or freeze one";
+            return Err(Conflict { modules: [full, lora], why: why.into() });
         }
-        for (m, c) in &mut self.modules {
-            if matches!(m.group, Group::Head | Group::Embedding) {
-                *c = full;
-            }
-        }
+        let choice = self.modules[full].1;
+        self.modules.iter_mut().filter(|(m, _)| is_table(m)).for_each(|(_, c)| *c = choice);
         Ok(())
     }
 
@@ -167,6 +161,17 @@ impl Selection {
             config.layers - 1
         )
     }
+}
+
+/// Two modules with incompatible choices.
+pub(crate) struct Conflict {
+    /// Indices of the modules.
+    modules: [usize; 2],
+    pub(crate) why: String,
+}
+
+fn rule_error(rules: &[Rule], rule: usize, why: String) -> Error {
+    Error::Rule { place: rules[rule].place.to_string(), rule, why }
 }
 
 /// Layers and experts of a rule missing from the model: a warning if a range extends beyond the model, an

@@ -37,28 +37,13 @@ pub fn write_adapter(
 ) -> ft_base::Result<()> {
     let trained = selection.trained();
     adapter.check_against(selection, &trained)?;
-    let choices: HashMap<&str, &Choice> =
-        selection.modules.iter().map(|(m, c)| (m.name.as_str(), c)).collect();
-    let spec = |m: &Module| match choices.get(m.name.as_str()) {
-        Some(Choice::Lora { spec, .. }) => Some(*spec),
-        _ => None,
-    };
     check(config, selection)?;
-    // The most common alpha: most B matrices stay unchanged.
-    let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
-    for (_, c) in &selection.modules {
-        if let Choice::Lora { spec, .. } = c {
-            *counts.entry((peft::scale(spec) * spec.rank as f64).to_bits()).or_default() += 1;
-        }
-    }
-    let alpha = counts.iter().max_by_key(|(_, n)| **n).map_or(0.0, |(bits, _)| f64::from_bits(*bits));
-    let alpha = if alpha == 0.0 { 1.0 } else { alpha };
-
+    let source = Source::new(adapter, selection, &trained);
     let all = place(config)?;
-    let mut entries: Vec<Entry> = Vec::new();
-    let mut pairs = HashMap::new();
+    let (mut entries, mut pairs): (Vec<Entry>, _) = (Vec::new(), HashMap::new());
     for placed in &all {
-        let Some(rank) = placed.modules.iter().filter_map(&spec).map(|s| s.rank).max() else { continue };
+        let ranks = placed.modules.iter().filter_map(|m| source.spec(m)).map(|s| s.rank);
+        let Some(rank) = ranks.max() else { continue };
         let [first, second] = match placed.modules[0].weight_shape()[..] {
             // llama.cpp stores A of the embedding transposed, for row lookup.
             [v, d] if placed.name == "token_embd" => [vec![v, rank], vec![d, rank]],
@@ -66,9 +51,9 @@ pub fn write_adapter(
             _ => return Ok(refuse(&placed.modules[0].name, "LoRA on what is no matrix")?),
         };
         let stacked = placed.modules[0].expert.is_some();
-        for (which, shape) in [("lora_a", first), ("lora_b", second)] {
+        for (half, shape) in [("lora_a", first), ("lora_b", second)] {
             let shape = if stacked { [vec![placed.modules.len()], shape].concat() } else { shape };
-            let name = format!("{}.weight.{which}", placed.name);
+            let name = format!("{}.weight.{half}", placed.name);
             entries.push((name.clone(), dtype, shape));
             pairs.insert(name, Pair { placed, rank });
         }
@@ -79,35 +64,78 @@ pub fn write_adapter(
         ("general.file_type".into(), GgufValue::U32(file_type(dtype))),
         ("general.quantization_version".into(), GgufValue::U32(2)),
         ("adapter.type".into(), "lora".into()),
-        ("adapter.lora.alpha".into(), GgufValue::F32(alpha as f32)),
+        ("adapter.lora.alpha".into(), GgufValue::F32(source.alpha as f32)),
     ];
-    let names: HashMap<(&str, Part), &Trained> =
-        trained.iter().map(|t| ((t.module.as_str(), t.part), t)).collect();
     write_gguf(path, &keys, &entries, |name| {
-        let Some(Pair { placed, rank }) = pairs.get(name) else {
+        let Some(pair) = pairs.get(name) else {
             return Err(candle_core::Error::Msg(format!("{name} has no source")).into());
         };
         let part = if name.ends_with("lora_a") { Part::A } else { Part::B };
-        let parts: Vec<Tensor> = placed
-            .modules
-            .iter()
-            .map(|m| match spec(m) {
-                Some(spec) => half(
-                    adapter,
-                    names.get(&(m.name.as_str(), part)).copied(),
-                    placed,
-                    (m, &spec),
-                    (part, *rank, alpha),
-                ),
-                None => zeros(m, part, *rank),
-            })
-            .collect::<ft_base::Result<_>>()?;
-        let whole = match placed.modules[0].expert {
+        Ok(source.tensor(pair, part)?.to_dtype(dtype)?)
+    })
+}
+
+/// An adapter, with the alpha of the file.
+struct Source<'a> {
+    adapter: &'a Adapter,
+    choices: HashMap<&'a str, &'a Choice>,
+    trained: HashMap<(&'a str, Part), &'a Trained>,
+    /// The most common alpha: most B matrices stay unchanged.
+    alpha: f64,
+}
+
+impl<'a> Source<'a> {
+    fn new(adapter: &'a Adapter, selection: &'a Selection, trained: &'a [Trained]) -> Self {
+        let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
+        for (_, c) in &selection.modules {
+            if let Choice::Lora { spec, .. } = c {
+                *counts.entry((peft::scale(spec) * spec.rank as f64).to_bits()).or_default() += 1;
+            }
+        }
+        let alpha = counts.iter().max_by_key(|(_, n)| **n).map_or(0.0, |(bits, _)| f64::from_bits(*bits));
+        Self {
+            adapter,
+            choices: selection.modules.iter().map(|(m, c)| (m.name.as_str(), c)).collect(),
+            trained: trained.iter().map(|t| ((t.module.as_str(), t.part), t)).collect(),
+            alpha: if alpha == 0.0 { 1.0 } else { alpha },
+        }
+    }
+
+    fn spec(&self, m: &Module) -> Option<LoraSpec> {
+        match self.choices.get(m.name.as_str()) {
+            Some(Choice::Lora { spec, .. }) => Some(*spec),
+            _ => None,
+        }
+    }
+
+    /// A or B of a tensor of the file, f32.
+    fn tensor(&self, pair: &Pair<'_>, part: Part) -> ft_base::Result<Tensor> {
+        let module = |m: &Module| match self.spec(m) {
+            Some(spec) => self.half(pair, m, &spec, part),
+            None => zeros(m, part, pair.rank),
+        };
+        let parts: Vec<Tensor> = pair.placed.modules.iter().map(module).collect::<ft_base::Result<_>>()?;
+        Ok(match pair.placed.modules[0].expert {
             None => parts[0].clone(),
             Some(_) => Tensor::stack(&parts, 0)?,
+        })
+    }
+
+    /// A or B of a module in the layout of the file, f32.
+    fn half(&self, pair: &Pair<'_>, m: &Module, spec: &LoraSpec, part: Part) -> ft_base::Result<Tensor> {
+        let trained = self.trained.get(&(m.name.as_str(), part));
+        let Some(value) = trained.map(|t| self.adapter.get(t)).transpose()?.flatten() else {
+            return Ok(refuse(&m.name, "half an adapter")?);
         };
-        Ok(whole.to_dtype(dtype)?)
-    })
+        let missing = pair.rank - spec.rank;
+        if part == Part::A {
+            let value = value.pad_with_zeros(0, 0, missing)?;
+            return Ok(if m.group == Group::Embedding { value.t()?.contiguous()? } else { value });
+        }
+        let more = peft::scale(spec) * pair.rank as f64 / self.alpha;
+        let value = if (more - 1.0).abs() < 1e-12 { value } else { (value * more)? };
+        Ok(reorder(&value.pad_with_zeros(1, 0, missing)?, pair.placed.heads)?)
+    }
 }
 
 /// Refuses trained parts unsupported by llama.cpp's adapters.
@@ -126,27 +154,6 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
         return refuse(&m.name, format!("{why}\n  {MERGE}"));
     }
     Ok(())
-}
-
-/// A or B of a module in the layout of the file, f32.
-fn half(
-    adapter: &Adapter,
-    trained: Option<&Trained>,
-    placed: &Placed,
-    (m, spec): (&Module, &LoraSpec),
-    (part, rank, alpha): (Part, usize, f64),
-) -> ft_base::Result<Tensor> {
-    let Some(value) = trained.map(|t| adapter.get(t)).transpose()?.flatten() else {
-        return Ok(refuse(&m.name, "half an adapter")?);
-    };
-    let missing = rank - spec.rank;
-    if part == Part::A {
-        let value = value.pad_with_zeros(0, 0, missing)?;
-        return Ok(if m.group == Group::Embedding { value.t()?.contiguous()? } else { value });
-    }
-    let more = peft::scale(spec) * rank as f64 / alpha;
-    let value = if (more - 1.0).abs() < 1e-12 { value } else { (value * more)? };
-    Ok(reorder(&value.pad_with_zeros(1, 0, missing)?, placed.heads)?)
 }
 
 fn zeros(m: &Module, part: Part, rank: usize) -> ft_base::Result<Tensor> {

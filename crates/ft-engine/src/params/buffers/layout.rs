@@ -8,23 +8,23 @@ use crate::model::sink::Slot;
 use ft_recipe::Method;
 use std::collections::BTreeSet;
 
-/// Ends of the kinds of tensors in a unit's buffer, by unit. The order makes each property a contiguous
-/// range: large tensors, adapter tensors, projected tensors.
-#[derive(Debug, Default)]
-pub(crate) struct Ends {
-    pub large_full: Vec<usize>,
+/// Ends of the kinds of tensors in a unit's buffer. The order makes each property a contiguous range: large
+/// tensors, adapter tensors, projected tensors.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct UnitLayout {
+    pub large_full: usize,
     /// Moments up to here can be in 8 bits.
-    pub large: Vec<usize>,
-    pub adapters: Vec<usize>,
+    pub large: usize,
+    pub adapters: usize,
     /// Gradients from here on are projected.
-    pub plain: Vec<usize>,
-    pub all: Vec<usize>,
+    pub plain: usize,
+    /// Length in elements.
+    pub len: usize,
 }
 
 /// Assigns slots to all tensors.
-pub(crate) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, Ends) {
-    let mut len = vec![0usize; units];
-    let mut ends = [(); 5].map(|()| Vec::new());
+pub(crate) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, Vec<UnitLayout>) {
+    let mut layouts = vec![UnitLayout::default(); units];
     let mut slots = Vec::with_capacity(tensors.len());
     let kind = |t: &Trained| match (is_large(t.elements()), t.part.method() == Method::Lora) {
         _ if how.takes_tensor(t, units) => 4,
@@ -33,22 +33,22 @@ pub(crate) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec
         (false, true) => 2,
         (false, false) => 3,
     };
-    for (number, end) in ends.iter_mut().enumerate() {
-        for (index, t) in tensors.iter().enumerate() {
-            if kind(t) != number {
-                continue;
-            }
+    let ends: [fn(&mut UnitLayout) -> &mut usize; 4] =
+        [|u| &mut u.large_full, |u| &mut u.large, |u| &mut u.adapters, |u| &mut u.plain];
+    for number in 0..5 {
+        for (index, t) in tensors.iter().enumerate().filter(|(_, t)| kind(t) == number) {
             let cols = *t.shape.last().unwrap_or(&1);
             let rows = t.elements() / cols.max(1);
-            let offset = len[t.unit];
-            len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
+            let offset = layouts[t.unit].len;
+            layouts[t.unit].len = (offset + t.elements()).next_multiple_of(ALIGN);
             slots.push(Slot { index, unit: t.unit, offset, rows, cols });
         }
-        end.clone_from(&len);
+        if let Some(end) = ends.get(number) {
+            layouts.iter_mut().for_each(|u| *end(u) = u.len);
+        }
     }
     slots.sort_by_key(|s| s.index);
-    let [large_full, large, adapters, plain, all] = ends;
-    (slots, Ends { large_full, large, adapters, plain, all })
+    (slots, layouts)
 }
 
 /// Units in which layers use the f32 master weights directly: DoRA's magnitudes are applied in f32. Every

@@ -22,7 +22,7 @@ pub struct Place {
 }
 
 /// Frozen weights of a unit under construction.
-pub struct Split<'a> {
+pub struct FrozenUnit<'a> {
     /// Unit of the walk.
     pub unit: usize,
     device: &'a Device,
@@ -31,7 +31,7 @@ pub struct Split<'a> {
     unread: Vec<(Place, Unread<'a>)>,
 }
 
-impl<'a> Split<'a> {
+impl<'a> FrozenUnit<'a> {
     /// Starts an empty unit.
     pub fn new(unit: usize, device: &'a Device) -> Self {
         Self { unit, device, buffers: Vec::new(), unread: Vec::new() }
@@ -52,7 +52,7 @@ impl<'a> Split<'a> {
         Ok((Place { buffer, start, len }, view))
     }
 
-    /// Places a vector to be read by [`Split::end`]; returns a view.
+    /// Places a vector to be read by [`FrozenUnit::end`]; returns a view.
     pub fn later(&mut self, unread: Unread<'a>) -> Result<Tensor> {
         let (place, view) = self.place(unread.dtype, unread.len)?;
         self.unread.push((place, unread));

@@ -3,7 +3,7 @@
 
 use super::build::Build;
 use super::check::{check_full, four_bit};
-use super::frozen::{Place, Split};
+use super::frozen::{FrozenUnit, Place};
 use crate::adapters::{Choice, Part, peft};
 use crate::base::{self, FourBit};
 use crate::comm::{At, Comm};
@@ -42,7 +42,7 @@ pub(super) struct Loader<'a> {
     /// Tables of the 4-bit types.
     books: CodeBooks,
     /// The unit under construction, if frozen weights are sharded or offloaded.
-    split: Option<Split<'a>>,
+    split: Option<FrozenUnit<'a>>,
     /// Adapters of this unit whose row norms are computed after gathering it.
     norms: Vec<Norms>,
     bar: Option<ProgressBar>,
@@ -84,9 +84,9 @@ impl<'a> Loader<'a> {
     /// Moves on to a module; entering a new unit completes the previous one.
     fn come_to(&mut self, m: &Module) -> ft_base::Result<()> {
         let unit = m.unit(self.b.base.config.layers);
-        if self.params.comes_and_goes() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+        if self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
             self.complete()?;
-            self.split = Some(Split::new(unit, self.b.device));
+            self.split = Some(FrozenUnit::new(unit, self.b.device));
         }
         Ok(())
     }
@@ -119,9 +119,8 @@ impl<'a> Loader<'a> {
         let squares = weight.row_squares()?;
         let norms = || lora.norms(&weight, &squares)?.real().cloned();
         match (dora, self.b.adapter) {
-            (Some((i, place)), adapter) => {
-                let from_adapter = adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
-                let init = from_adapter.map_or_else(norms, Ok)?;
+            (Some((i, place)), _) => {
+                let init = self.from_adapter(i)?.map_or_else(norms, Ok)?;
                 self.params.set(i, &init)?;
                 place.set(&self.params.frozen[unit], squares.real()?)?;
             }
@@ -215,8 +214,7 @@ impl<'a> Loader<'a> {
         self.come_to(m)?;
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
         let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part, &shape)?, None)) };
-        let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
-        match from_adapter {
+        match self.from_adapter(i)? {
             Some(t) => self.params.set(i, &t)?,
             None => {
                 let mine = self.params.mine(i)?;
@@ -224,23 +222,20 @@ impl<'a> Loader<'a> {
                 self.params.set_from(i, mine.start, &values)?;
             }
         }
-        Ok((self.params.view(i)?, self.b.allocate.train.then_some(self.params.slots[i])))
+        Ok((self.params.view(i)?, self.slot(i)))
     }
 
-    /// Fills A and B from the adapter, or initializes them. Returns whether they came from the adapter.
-    fn init_lora(&self, m: &Module, a: usize, b: usize) -> ft_base::Result<bool> {
-        if let Some(adapter) = self.b.adapter {
-            let (ta, tb) = (adapter.get(&self.params.tensors[a])?, adapter.get(&self.params.tensors[b])?);
-            if let (Some(ta), Some(tb)) = (ta, tb) {
-                self.params.set(a, &ta)?;
-                self.params.set(b, &tb)?;
-                return Ok(true);
-            }
+    /// Fills A and B from the adapter, or initializes them.
+    fn init_lora(&self, m: &Module, a: usize, b: usize) -> ft_base::Result<()> {
+        if let (Some(ta), Some(tb)) = (self.from_adapter(a)?, self.from_adapter(b)?) {
+            self.params.set(a, &ta)?;
+            self.params.set(b, &tb)?;
+            return Ok(());
         }
         if let Some(f) = self.b.base.factors((m, self.number(m)))? {
             self.params.set(a, &f.a)?;
             self.params.set(b, &f.b)?;
-            return Ok(false);
+            return Ok(());
         }
         let embedding = matches!(m.kind, Kind::Embedding { .. });
         // PEFT's initialization: A is Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i),
@@ -254,12 +249,24 @@ impl<'a> Loader<'a> {
             .into_par_iter()
             .map(|i| if embedding { s.normal(i) } else { (2.0 * s.uniform(i) - 1.0) * bound })
             .collect();
-        self.params.set(index, &Real::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?;
-        Ok(false)
+        Ok(self.params.set(index, &Real::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?)
+    }
+
+    /// Values of a trained tensor in the adapter, if there is one.
+    fn from_adapter(&self, index: usize) -> ft_base::Result<Option<Real>> {
+        match self.b.adapter {
+            Some(adapter) => adapter.get(&self.params.tensors[index]),
+            None => Ok(None),
+        }
+    }
+
+    /// Gradient slot of a trained tensor, in training.
+    fn slot(&self, index: usize) -> Option<Slot> {
+        self.b.allocate.train.then_some(self.params.slots[index])
     }
 
     fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
-        self.b.allocate.train.then(|| (self.params.slots[a], self.params.slots[b]))
+        self.slot(a).zip(self.slot(b))
     }
 }
 
@@ -301,7 +308,7 @@ impl Weights for Loader<'_> {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
                 let (weight, slot) = self.weight(m)?;
-                let (ranks, apart) = (self.params.shard.ranks, self.params.comes_and_goes());
+                let (ranks, apart) = (self.params.shard.ranks, self.params.is_gathered());
                 let rooms = self.b.device.is_cuda() && ranks == 1 && !apart;
                 let rank = super::ghost::room(m, &self.choice(m), rooms);
                 Ok((
@@ -342,7 +349,7 @@ impl Weights for Loader<'_> {
                 let (place, row_squares) = split.place(DType::F32, weight.dims()?.0)?;
                 lora.dora = Some(Dora {
                     magnitude: self.params.wide_view(*i)?.unsqueeze(0)?,
-                    slot: self.b.allocate.train.then_some(self.params.slots[*i]),
+                    slot: self.slot(*i),
                     row_squares,
                 });
                 dora = Some((*i, place));
@@ -363,15 +370,14 @@ impl Weights for Loader<'_> {
         }
         if let Some(i) = self.part(m, Part::Magnitude) {
             let row_squares = weight.row_squares()?;
-            let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
-            let init = match from_adapter {
+            let init = match self.from_adapter(i)? {
                 Some(t) => t,
                 None => lora.norms(weight, &row_squares)?.real()?.clone(),
             };
             self.params.set(i, &init)?;
             lora.dora = Some(Dora {
                 magnitude: self.params.wide_view(i)?.unsqueeze(0)?,
-                slot: self.b.allocate.train.then_some(self.params.slots[i]),
+                slot: self.slot(i),
                 row_squares,
             });
         }
@@ -386,7 +392,7 @@ impl Weights for Loader<'_> {
             let why = format!("{}: {rows} rows train, and of {} it is known which", m.name, ids.len());
             return Err(candle_core::Error::Msg(why).into());
         }
-        match self.b.adapter.map(|a| a.get(t)).transpose()?.flatten() {
+        match self.from_adapter(i)? {
             Some(values) => self.params.set(i, &values)?,
             None => {
                 for (row, id) in ids.iter().enumerate() {
@@ -399,7 +405,7 @@ impl Weights for Loader<'_> {
             }
         }
         let index = Real::from_slice(ids.as_slice(), rows, self.b.device)?.into();
-        let slot = self.b.allocate.train.then_some(self.params.slots[i]);
+        let slot = self.slot(i);
         Ok(Some(Rows { ids, index, values: self.params.view(i)?, slot }))
     }
 
