@@ -56,7 +56,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
     let model = TrainedModel::new(job, job.load(true)?);
     let mut step = 0;
     Ok(move || {
-        let alone = ft::comm::alone();
+        let alone = ft::ranks::alone();
         let cx = TrainContext::new(job, &model, &alone, plan.execution, None);
         let start = Instant::now();
         cx.step(&StepInput { data, rows: &[0], step, lr: &|_| 1e-4 })?;

@@ -43,7 +43,7 @@
 //!
 //! There is no tape: every backward pass is written by hand on untracked tensors, and what it needs is a value
 //! (`Saved`). Frozen weights get no gradient; gradients of what trains accumulate in f32, in one flat buffer a
-//! layer ([`adapt::params`]), of which the layers' weights are views.
+//! layer ([`params`]), of which the layers' weights are views.
 //!
 //! # Where things are
 //!
@@ -90,7 +90,7 @@ pub use ft_base::{ExitCode, rng, store};
 #[doc(hidden)]
 pub use ft_data::{self as data, hub};
 #[doc(hidden)]
-pub use ft_engine::{adapt, files, gguf, load, model, optim, quant, ranks, walk};
+pub use ft_engine::{adapters, export, files, load, model, optim, params, quant, ranks, walk};
 #[doc(hidden)]
 pub use ft_kernels as kernel;
 #[doc(hidden)]
@@ -99,7 +99,7 @@ pub use ft_plan as plan;
 pub use ft_recipe as recipe;
 
 pub use ft_base::{Error, Place, Result};
-pub use ft_engine::adapt::Selection;
+pub use ft_engine::adapters::Selection;
 pub use ft_engine::model::Config;
 pub use ft_recipe::Recipe;
 pub use train::session::{Run, Session};

@@ -3,16 +3,17 @@
 use super::report::{Report, randn};
 use anyhow::Result;
 use candle_core::{DType, Device};
-use ft::adapt::adapter::Adapter;
-use ft::adapt::build::Build;
-use ft::adapt::params::Allocate;
-use ft::adapt::{Choice, Params, Selection};
-use ft::base::Base;
+use ft::adapters::Adapter;
+use ft::adapters::{Choice, Selection};
 use ft::kernel::{Tensor, loss};
+use ft::load::Base;
 use ft::model::batch::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
 use ft::optim::Optimizer;
+use ft::params::Allocate;
+use ft::params::Params;
+use ft::params::build::Build;
 use ft::recipe::Recipe;
 use ft::walk::Walk;
 use std::path::Path;
@@ -66,7 +67,7 @@ pub fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
                 for (u, g) in p.grads().iter().flatten().enumerate() {
                     g.slice_set(&randn(10 * t + u as u64, g.dims(), DType::F32, device)?, 0, 0)?;
                 }
-                optimizer.step(&p, &ft::comm::alone(), t, &|_| 1e-2, 0.5)?;
+                optimizer.step(&p, &ft::ranks::alone(), t, &|_| 1e-2, 0.5)?;
             }
             let one = |i| -> candle_core::Result<Tensor> {
                 let flat = p.view(i)?.flatten_all()?.to_dtype(DType::F32)?;

@@ -3,7 +3,7 @@
 use crate::train::job;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_engine::adapt::{self, Adapter};
+use ft_engine::adapters::{self, Adapter};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::layout;
 use ft_engine::model::Config;
@@ -34,7 +34,7 @@ pub(super) fn base_of(
         (None, Some(base)) => base,
         (None, None) => {
             let why = "base_model_name_or_path: names no base\n  hint: --base MODEL".to_string();
-            return Err(adapt::Error::Peft { file: adapter.config.file.clone(), why }.into());
+            return Err(adapters::Error::Peft { file: adapter.config.file.clone(), why }.into());
         }
     };
     let found = hub::fetch_model_with(settings, source, revision.unwrap_or("main"), want, true);
@@ -43,7 +43,7 @@ pub(super) fn base_of(
             let why = format!(
                 "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"
             );
-            adapt::Error::Peft { file: adapter.config.file.clone(), why }.into()
+            adapters::Error::Peft { file: adapter.config.file.clone(), why }.into()
         }
         (_, e) => ft_base::Error::from(e),
     })?;
@@ -91,7 +91,7 @@ pub(super) fn original(
     }
     let fail = |why: String| {
         let dir = model.dir.join("config.json").display().to_string();
-        ft_base::Error::from(adapt::Error::Merge { dir, why: format!("{why}\n  {hint}") })
+        ft_base::Error::from(adapters::Error::Merge { dir, why: format!("{why}\n  {hint}") })
     };
     let found = hub::fetch_model_with(settings, &named, "main", Want::Weights, true)
         .map_err(|e| fail(format!("the base is 4-bit, and its original ({MADE_FROM}) cannot be had: {e}")))?;

@@ -11,13 +11,14 @@ use ft_base::store;
 use ft_base::terminal::{print, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_data::{PromptConfig, PromptFormat, Tokenizer};
-use ft_engine::adapt::build::Build;
-use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::{Config, Decoder};
+use ft_engine::params::build::Build;
+use ft_engine::params::build::Build;
 use ft_engine::walk::generate::{self, Reader};
 use ft_kernels::cuda;
-use ft_plan::{Loaded, Reading};
+use ft_plan::{InferenceMemory, InferenceModel};
 use ft_recipe::{Device as DeviceName, Dtype, OneDevice, Quantize};
 use serde_json::{Map, Value, json};
 use std::io;
@@ -370,28 +371,30 @@ pub(super) fn fits(
     devices: &[Device],
 ) -> ft_base::Result<()> {
     let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
-    let of = Loaded { config, selection, quantize, dtype, stored: Base::stored_width(config, Some(dir)) };
-    let mut least: Option<Reading> = None;
+    let of =
+        InferenceModel { config, selection, quantize, dtype, stored: Base::stored_width(config, Some(dir)) };
+    let mut least: Option<InferenceMemory> = None;
     for device in devices {
         cuda::enter(device)?;
-        let reading = Reading::new(of, device.is_cuda())?;
+        let reading = InferenceMemory::new(of, device.is_cuda())?;
         if !reading.fits() {
             let mut others =
-                vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];
+                vec![("--quantize nf4", InferenceModel { quantize: Quantize::Nf4, ..of }, device.is_cuda())];
             if device.is_cpu() && dtype != Some(Dtype::Bf16) {
-                others.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..of }, false));
+                others.push(("--dtype bf16", InferenceModel { dtype: Some(Dtype::Bf16), ..of }, false));
             }
             if device.is_cuda() {
                 others.push(("--device cpu", of, false));
             }
-            let others = others.into_iter().map(|(option, of, cuda)| Ok((option, Reading::new(of, cuda)?)));
+            let others =
+                others.into_iter().map(|(option, of, cuda)| Ok((option, InferenceMemory::new(of, cuda)?)));
             return Err(reading.refusal(&others.collect::<ft_base::Result<Vec<_>>>()?).into());
         }
         if least.as_ref().is_none_or(|l| reading.tokens() < l.tokens()) {
             least = Some(reading);
         }
     }
-    let cut = |r: &Reading| r.tokens().filter(|t| *t < config.max_positions as u64);
+    let cut = |r: &InferenceMemory| r.tokens().filter(|t| *t < config.max_positions as u64);
     if let Some((reading, tokens)) = least.as_ref().and_then(|r| Some((r, cut(r)?))) {
         let (text, most) = (reading.text(), config.max_positions);
         tell(&format!("{text}: there is memory for about {tokens} tokens, the model is made for {most}"));

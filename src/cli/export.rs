@@ -9,13 +9,14 @@ use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
 use ft_data::hub::{self, Settings, Want};
-use ft_engine::adapt::adapter::Adapter;
-use ft_engine::adapt::build::Build;
-use ft_engine::adapt::export::{Export, Target, read_fused};
-use ft_engine::adapt::{self, Choice, Selection};
+use ft_engine::adapters::Adapter;
+use ft_engine::adapters::{self, Choice, Selection};
+use ft_engine::export::{Export, Target, read_fused};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
+use ft_engine::params::build::Build;
+use ft_engine::params::build::Build;
 use ft_engine::walk;
 use ft_recipe::{Dtype, Quantize};
 use serde_json::Map;
@@ -133,7 +134,7 @@ fn read_back(
             let (selection, values) = read_fused(config, out)?;
             if let Some(t) = selection.trained().iter().find(|t| !values.contains_key(&t.name)) {
                 let why = format!("read back: {} is missing", t.name);
-                return Err(adapt::Error::Peft { file: out.display().to_string(), why }.into());
+                return Err(adapters::Error::Peft { file: out.display().to_string(), why }.into());
             }
             Ok((selection, adapter.with_values(values)))
         }

@@ -4,7 +4,7 @@ use crate::train::{Job, checkpoint, output};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::tell;
 use ft_data::hub::Want;
-use ft_engine::adapt;
+use ft_engine::adapters;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -67,7 +67,7 @@ impl Given {
     }
 
     fn of_checkpoint(dir: &Path) -> ft_base::Result<Self> {
-        let why = |why: &str| adapt::Error::Peft { file: dir.display().to_string(), why: why.into() };
+        let why = |why: &str| adapters::Error::Peft { file: dir.display().to_string(), why: why.into() };
         let run = dir.parent().and_then(Path::parent).filter(|r| r.join("recipe.toml").is_file());
         let run =
             run.ok_or_else(|| why("a checkpoint is used with its run's recipe.toml, two folders above"))?;

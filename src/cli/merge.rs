@@ -8,7 +8,7 @@ use candle_core::Device;
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{bytes_bar, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_engine::adapt::Adapter;
+use ft_engine::adapters::Adapter;
 use ft_engine::load::Base;
 use ft_recipe::{Dtype, Quantize};
 use serde_json::Map;

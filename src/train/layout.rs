@@ -1,7 +1,7 @@
 //! Names of the files and folders of a run.
 
 use crate::report::CARD;
-use ft_engine::adapt::Selection;
+use ft_engine::adapters::Selection;
 use ft_engine::files::COMPANIONS;
 use std::path::{Path, PathBuf};
 

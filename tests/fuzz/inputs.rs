@@ -153,7 +153,7 @@ fn config(base: &'static Base, d: &mut Dice) -> Case {
         [
             of("model/config.json"),
             of("transformers5.json"),
-            seeds("src/plan/configs", ".json"),
+            seeds("crates/ft-plan/src/model/configs", ".json"),
             seeds("data/model", "/config.json"),
         ]
         .concat()

@@ -2,12 +2,13 @@
 
 #![forbid(unsafe_code)]
 
-pub mod adapt;
+pub mod adapters;
+pub mod export;
 pub mod files;
-pub mod gguf;
 pub mod load;
 pub mod model;
 pub mod optim;
+pub mod params;
 pub mod quant;
 pub mod ranks;
 pub mod walk;

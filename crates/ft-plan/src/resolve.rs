@@ -4,7 +4,7 @@
 use crate::{Error, Inputs, Server, Workloads, budget, machine, space, stored};
 use candle_core::DType;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapt::{self, PeftConfig, Selection};
+use ft_engine::adapters::{self, PeftConfig, Selection};
 use ft_engine::model::Config;
 use ft_recipe::{Dtype, Recipe};
 use std::path::{Path, PathBuf};
@@ -123,7 +123,7 @@ pub fn selection(
         Selection::from_rules(config, &recipe.train)?
     };
     if selection.parts().is_empty() {
-        return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
+        return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     selection.check_learning_rates(recipe)?;
     Ok(selection)

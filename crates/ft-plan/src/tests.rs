@@ -1,9 +1,12 @@
 //! Plans: choices under a budget, and planned bytes.
 
-use super::hints;
 use super::*;
+use crate::memory::Settings;
+use crate::plan::{hints, select};
+use crate::search::Prepared;
+use ft_engine::adapters::Selection;
 use ft_engine::model::layer::Level;
-use ft_engine::walk::Dequantize;
+use ft_engine::walk::{Dequantize, Recomputed};
 use ft_recipe::{Recipe, SHIPPED};
 use std::path::Path;
 
@@ -11,10 +14,10 @@ mod published;
 mod shipped;
 
 /// A machine with room for everything.
-const PLENTY: Room<'static> = Room {
+const PLENTY: Capacity<'static> = Capacity {
     host: Some(1 << 50),
     shared: Some(1 << 40),
-    volume: &|_| Some(space::Volume { id: 1, free: 1 << 50 }),
+    volume: &|_| Some(host::Volume { id: 1, free: 1 << 50 }),
     replaced: &|_| 0,
 };
 
@@ -92,7 +95,7 @@ impl Sweep {
     fn new(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Self> {
         let recipe = recipe(source, rules, set)?;
         let found = source::find(&recipe)?;
-        let selection = crate::resolve::selection_without_weights(&recipe, &found.config)?;
+        let selection = select(&recipe, &found.config)?;
         Ok(Self { recipe, found, selection, cuda, host: None })
     }
 
@@ -185,8 +188,8 @@ fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
             let workloads = Workloads::new(Workload::of_recipe);
             let inputs = sweep.inputs(&workloads, Some(budget));
             let prepared = Prepared::new(&inputs)?;
-            let parts = prepared.parts(prepared.workload(1), &[head])?;
-            let of = |recompute| Levels {
+            let parts = prepared.simulate(prepared.workload(1), &[head])?;
+            let of = |recompute| Settings {
                 recompute,
                 inputs: p.execution.inputs,
                 dequantize: p.execution.dequantize,
@@ -194,8 +197,8 @@ fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
             };
             for (a, b) in (0..4).flat_map(|a| (0..a).map(move |b| (a, b))) {
                 for n in 0..=p.walked {
-                    let mix = Recomputed::mixed((n, Level::ALL[a]), Level::ALL[b], p.walked);
-                    let fits = parts.total(of(mix)) + search::reserve(p.machine, budget) <= budget;
+                    let mix = Recomputed::mixed((n, Level::EACH[a]), Level::EACH[b], p.walked);
+                    let fits = parts.total(of(mix)) + crate::search::reserve(p.machine, budget) <= budget;
                     let work = parts.work(of(mix)).total();
                     assert!(!fits || work >= p.work.total(), "{length}, {budget}: {mix:?}, {p:?}");
                 }

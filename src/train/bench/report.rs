@@ -2,8 +2,8 @@
 
 use super::matmul::MatmulRate;
 use crate::train::memory::MemoryMonitor;
-use ft_engine::adapt::moments::Moments;
-use ft_engine::adapt::params::{Params, Unit};
+use ft_engine::params::buffers::moments::Moments;
+use ft_engine::params::{Params, Unit};
 use ft_engine::walk::{Part, Times};
 use ft_plan::{Plan, report};
 use serde_json::{Map, Value, json};

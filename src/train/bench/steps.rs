@@ -11,7 +11,7 @@ use ft_base::memory;
 use ft_base::rng::{Purpose, Stream};
 use ft_data::hub::Want;
 use ft_data::{Dataset, Example};
-use ft_engine::comm;
+use ft_engine::ranks;
 use ft_engine::walk::{Part, Times};
 use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};

@@ -5,7 +5,7 @@ use crate::train::job::hash::{hash_of, model_hash};
 use candle_core::DType;
 use ft_base::store::{self, hash};
 use ft_data::Dataset;
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_recipe::Method;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};

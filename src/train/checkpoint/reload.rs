@@ -6,7 +6,7 @@ use crate::train::job::Job;
 use crate::train::layout::CHECKPOINTS;
 use ft_base::store::checkpoint::Checkpoints;
 use ft_data::hub::Want;
-use ft_engine::adapt::Params;
+use ft_engine::params::Params;
 use ft_recipe::{Dtype, Offload, Quantize, Recipe};
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};

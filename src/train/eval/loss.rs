@@ -3,8 +3,8 @@
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro, Size};
-use ft_engine::comm::{self, At, Comm};
 use ft_engine::model::{Batch, Decoder};
+use ft_engine::ranks::{self, At, Comm};
 use ft_engine::walk::{Around, Execution, Nothing, Outline, Walk, visit};
 use ft_kernels::loss;
 use ft_kernels::tensor::Real;

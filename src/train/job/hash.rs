@@ -1,8 +1,8 @@
 //! Hash of a model.
 
 use ft_base::store;
-use ft_engine::base::layout;
 use ft_engine::files::TensorFiles;
+use ft_engine::load::layout;
 use ft_engine::model::Config;
 use ft_recipe::{Recipe, Weights};
 use std::path::Path;

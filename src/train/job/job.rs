@@ -5,15 +5,16 @@ use super::{cache_4bit, lookup, sources};
 use candle_core::{DType, Device};
 use ft_data::hub::{ModelDir, Settings, Want};
 use ft_data::{Form, Tokenizer, Trained};
-use ft_engine::adapt::adapter::Adapter;
-use ft_engine::adapt::buffer::Shard;
-use ft_engine::adapt::build::{Build, check_full};
-use ft_engine::adapt::params::Allocate;
-use ft_engine::adapt::{self, Choice, Params, Selection};
-use ft_engine::base::Base;
-use ft_engine::comm::{self, Comm};
+use ft_engine::adapters::Adapter;
+use ft_engine::adapters::{self, Choice, Selection};
+use ft_engine::load::Base;
 use ft_engine::model::{Config, Decoder};
+use ft_engine::params::Allocate;
+use ft_engine::params::Params;
+use ft_engine::params::buffers::Shard;
+use ft_engine::params::build::{Build, check_full};
 use ft_engine::quant;
+use ft_engine::ranks::{self, Comm};
 use ft_kernels::gemm::pairs;
 use ft_plan::Resolved;
 use ft_recipe::{Method, Offload, Quantize, Recipe, Rule, Weights};
@@ -138,7 +139,7 @@ impl Job {
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
         let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
-        Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
+        Ok(base.beginning(adapters::initial::initials(&self.recipe, &self.selection)?))
     }
 
     /// Checks names and shapes of all tensors of base and adapter against config and selection, without

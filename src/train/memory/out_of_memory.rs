@@ -20,7 +20,7 @@ static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
 #[derive(Debug)]
 pub struct Planned {
     plan: Plan,
-    listed: Vec<Listed>,
+    listed: Vec<Allocation>,
 }
 
 /// Reports failed allocations of this process and exits with an error code, in place of an abort.
@@ -29,7 +29,7 @@ pub fn tell_failures() {
 }
 
 /// Stores a plan for reports of later allocation failures.
-pub fn remember(plan: &Plan, listed: Vec<Listed>) -> Arc<Planned> {
+pub fn remember(plan: &Plan, listed: Vec<Allocation>) -> Arc<Planned> {
     let planned = Arc::new(Planned { plan: plan.clone(), listed });
     if let Ok(mut p) = PLANNED.lock() {
         *p = Some(Arc::clone(&planned));
@@ -71,7 +71,7 @@ impl Planned {
     fn say(&self, at: (Phase, usize), wanted: Option<u64>, free: Option<u64>) -> String {
         let plan = &self.plan;
         let found = self.nearest(at, wanted, free);
-        let place = report::spot(at.0, at.1, plan.layers);
+        let place = report::place_of(at.0, at.1, plan.layers);
         let what = match found {
             Some(l) => format!(" for {} in {place}", l.component.label()),
             None => format!(" in {place}"),
@@ -111,7 +111,7 @@ impl Planned {
     /// Finds the most likely entry of the plan for a failed allocation. If the size is known, this is the
     /// nearest size within 10%; otherwise the smallest one larger than the free memory, or else the
     /// largest.
-    fn nearest(&self, at: (Phase, usize), wanted: Option<u64>, free: Option<u64>) -> Option<Listed> {
+    fn nearest(&self, at: (Phase, usize), wanted: Option<u64>, free: Option<u64>) -> Option<Allocation> {
         let here = || self.listed.iter().filter(|l| (l.phase, l.unit) == at).copied();
         match (wanted, free) {
             (Some(n), _) => {
@@ -139,7 +139,7 @@ mod tests {
         let set = ["memory.recompute=none".to_string(), "memory.budget=1TiB".into()];
         let recipe = Recipe::parse(text, "r.toml", &set)?;
         let (plan, _) = ft_plan::of_recipe(&recipe, true)?;
-        let listed = |unit, component, bytes| Listed { phase: Phase::Forward, unit, component, bytes };
+        let listed = |unit, component, bytes| Allocation { phase: Phase::Forward, unit, component, bytes };
         let list = vec![
             listed(3, Component::Activations, 1 << 20),
             listed(3, Component::Workspace, 5 << 20),

@@ -3,10 +3,11 @@
 
 use candle_core::{DType, Device, Tensor};
 use ft_base::memory;
-use ft_engine::adapt::build::Build;
-use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::modules::modules;
+use ft_engine::params::build::Build;
+use ft_engine::params::build::Build;
 use ft_engine::quant;
 use std::collections::HashMap;
 

@@ -12,9 +12,9 @@
 //! merged model has separate tensors.
 
 use candle_core::{DType, Device, Tensor};
-use ft_engine::adapt::selection::{Choice, Part, Selection, Trained, part_name};
-use ft_engine::adapt::tokens::Tokens;
-use ft_engine::adapt::{Adapter, Error, peft};
+use ft_engine::adapters::Tokens;
+use ft_engine::adapters::{Adapter, Error, peft};
+use ft_engine::adapters::{Choice, Part, Selection, Trained, part_name};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::Base;
 use ft_engine::model::modules::{Group, Kind, Module};

@@ -5,8 +5,8 @@ use super::read_back::wrong;
 use crate::train::checkpoint::state;
 use crate::train::job::Job;
 use candle_core::{DType, Device, Tensor};
-use ft_engine::adapt::adapter;
-use ft_engine::adapt::selection::Trained;
+use ft_engine::adapters::Trained;
+use ft_engine::adapters::peft;
 use std::path::Path;
 
 /// Exports a checkpoint as a result, without the weights of the base.

@@ -6,9 +6,9 @@ use candle_core::Tensor;
 use ft_base::store;
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
-use ft_engine::adapt::adapter::{self, Values};
-use ft_engine::adapt::selection::{Part, Trained};
-use ft_engine::adapt::{self, Selection};
+use ft_engine::adapters::peft::{self, Values};
+use ft_engine::adapters::{self, Selection};
+use ft_engine::adapters::{Part, Trained};
 use ft_engine::files::{TOKENIZER, write_folder};
 use ft_engine::model::modules::{Group, modules};
 use ft_kernels::to_host;
@@ -60,7 +60,7 @@ pub fn write_model(
             continue;
         }
         for part in [Part::Weight, Part::Bias] {
-            let name = format!("{}.{}", m.name, adapt::selection::part_name(&m, part));
+            let name = format!("{}.{}", m.name, adapters::part_name(&m, part));
             if let Some(i) = find(&name) {
                 entries.push((name, job.dtype, trained[i].shape.clone()));
             }

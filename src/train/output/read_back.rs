@@ -2,10 +2,11 @@
 
 use crate::train::job::Job;
 use candle_core::{DType, Device};
-use ft_engine::adapt::adapter::Adapter;
-use ft_engine::adapt::selection::Choice;
-use ft_engine::adapt::{self, Params, Selection, peft};
+use ft_engine::adapters::Adapter;
+use ft_engine::adapters::Choice;
+use ft_engine::adapters::{self, Selection, peft};
 use ft_engine::files::TensorFiles;
+use ft_engine::params::Params;
 use std::path::Path;
 
 /// Loads a result from `dir` over the trained values.
@@ -35,12 +36,12 @@ pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> 
 }
 
 /// Error for an unusable result.
-pub fn wrong(dir: &Path, why: String) -> adapt::Error {
-    adapt::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
+pub fn wrong(dir: &Path, why: String) -> adapters::Error {
+    adapters::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
 }
 
 /// Checks that the PEFT config on disk makes the same choices as the selection.
-pub fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapt::Error> {
+pub fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapters::Error> {
     for ((m, a), (_, b)) in ours.modules.iter().zip(&read.modules) {
         let same = match (a, b) {
             (Choice::Freeze, Choice::Freeze) | (Choice::Full { .. }, Choice::Full { .. }) => true,

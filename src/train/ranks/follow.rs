@@ -13,8 +13,8 @@ use crate::train::output;
 use crate::train::step::command::{self, Command};
 use crate::train::step::{Gather, Stop, TrainContext, TrainedModel, finite};
 use ft_base::memory::place;
-use ft_engine::base::Base;
-use ft_engine::comm::{self, Comm};
+use ft_engine::load::Base;
+use ft_engine::ranks::{self, Comm};
 use ft_engine::walk::{Around, Outline, Times, visit};
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! Ranks in other processes, as seen by the first rank.
 
 use super::inputs::RunInputs;
-use ft_engine::comm::Comm;
+use ft_engine::ranks::Comm;
 
 /// Ranks in other processes, as seen by the first rank.
 pub trait RemoteRanks {

@@ -3,11 +3,11 @@
 use crate::train::checkpoint::state;
 use crate::train::job::Job;
 use crate::train::step::TrainContext;
-use ft_engine::adapt::Params;
-use ft_engine::adapt::buffer::Shard;
-use ft_engine::base::Base;
-use ft_engine::comm::{At, Comm, Mesh};
+use ft_engine::load::Base;
 use ft_engine::model::Decoder;
+use ft_engine::params::Params;
+use ft_engine::params::buffers::Shard;
+use ft_engine::ranks::{At, Comm, Mesh};
 use ft_kernels::gemm;
 use ft_recipe::Parallel;
 use std::path::Path;

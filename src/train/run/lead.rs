@@ -10,8 +10,8 @@ use crate::train::memory::{MemoryMonitor, start_threads_of};
 use crate::train::ranks::{self, RankThreads, RemoteRanks};
 use crate::train::step::TrainedModel;
 use ft_base::store::RunLock;
-use ft_engine::base::Base;
-use ft_engine::comm::Comm;
+use ft_engine::load::Base;
+use ft_engine::ranks::Comm;
 use ft_recipe::Recipe;
 
 /// As [`super::run`], on the first rank; `remote` are the ranks in other processes.

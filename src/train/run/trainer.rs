@@ -22,7 +22,7 @@ use ft_base::memory::place;
 use ft_base::store;
 use ft_base::store::checkpoint::Checkpoints;
 use ft_data::Micro;
-use ft_engine::adapt::build::unreached;
+use ft_engine::params::build::unreached;
 use ft_engine::walk::{Times, generate};
 use std::path::PathBuf;
 use std::time::Instant;

@@ -1,7 +1,7 @@
 //! Operations of all ranks, announced by the first rank.
 
 use crate::train::Error;
-use ft_engine::comm::{At, Comm};
+use ft_engine::ranks::{At, Comm};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};

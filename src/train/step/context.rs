@@ -4,11 +4,11 @@ use super::LossScale;
 use crate::train::job::Job;
 use candle_core::Device;
 use ft_data::{Dataset, Micro};
-use ft_engine::adapt::Params;
-use ft_engine::comm::{At, Comm};
 use ft_engine::model::Decoder;
 use ft_engine::model::batch::HostBatch;
 use ft_engine::optim::{Optimizer, Rate};
+use ft_engine::params::Params;
+use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Execution, Load, RouterLosses};
 use std::cell::Cell;
 
@@ -36,7 +36,7 @@ pub struct TrainContext<'a> {
     pub job: &'a Job,
     /// The model.
     pub model: &'a TrainedModel,
-    /// Data-parallel ranks; [`ft_engine::comm::alone`] for a single one.
+    /// Data-parallel ranks; [`ft_engine::ranks::alone`] for a single one.
     pub comm: &'a dyn Comm,
     /// Execution chosen by the plan.
     pub execution: Execution,

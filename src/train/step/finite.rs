@@ -2,10 +2,10 @@
 
 use super::context::{StepInput, StepOutput, TrainContext};
 use crate::train::Error;
-use ft_engine::adapt::Params;
-use ft_engine::adapt::buffer::{Held, common};
-use ft_engine::adapt::params::Unit;
-use ft_engine::comm::{At, Comm};
+use ft_engine::params::Params;
+use ft_engine::params::Unit;
+use ft_engine::params::buffers::{Held, common};
+use ft_engine::ranks::{At, Comm};
 use ft_kernels::optimizer;
 use std::collections::BTreeSet;
 use std::ops::Range;

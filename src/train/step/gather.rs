@@ -4,8 +4,8 @@
 //! own.
 
 use super::command::{self, Command};
-use ft_engine::adapt::Params;
 use ft_engine::model::Decoder;
+use ft_engine::params::Params;
 use ft_engine::ranks::Comm;
 use ft_engine::walk::{Hooks, Outline, Visit};
 use ft_kernels::crossing::Arrival;
@@ -43,7 +43,7 @@ impl<'a> Gather<'a> {
 
 impl Hooks for Gather<'_> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        if !self.params.comes_and_goes() {
+        if !self.params.is_gathered() {
             return Ok(());
         }
         let mut here = self.here.borrow_mut();

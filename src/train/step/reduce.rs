@@ -9,11 +9,11 @@
 
 use super::gather::Gather;
 use candle_core::{DType, Device};
-use ft_engine::adapt::Params;
-use ft_engine::adapt::buffer::Held;
-use ft_engine::adapt::params::Unit;
 use ft_engine::model::sink::Sink;
 use ft_engine::optim::{self, Optimizer};
+use ft_engine::params::Params;
+use ft_engine::params::Unit;
+use ft_engine::params::buffers::Held;
 use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Hooks, Visit};
 use ft_kernels::Tensor;

@@ -1,7 +1,7 @@
 //! The base model of a recipe or an adapter: config and tensors.
 //!
 //! [`Base::open`] or [`Base::random`] creates a base; [`Base::in_nf4`] and [`Base::with_copy`] select 4-bit
-//! linears. Tensors are read one by one; [`crate::adapt::build`] builds a model from them.
+//! linears. Tensors are read one by one; [`crate::adapters::build`] builds a model from them.
 
 use super::check::check_tensors;
 use super::error::Error;

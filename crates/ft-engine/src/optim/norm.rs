@@ -1,7 +1,7 @@
 //! Gradient norm and clipping.
 
-use crate::adapt::Params;
-use crate::adapt::params::Unit;
+use crate::params::Params;
+use crate::params::Unit;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::sum_squares;

@@ -14,7 +14,7 @@
 //! of a piece, the gradients of the next piece and the values of the previous one are copied.
 
 use super::update::Update;
-use crate::adapt::buffer::ALIGN;
+use crate::params::buffers::ALIGN;
 use candle_core::Result;
 
 /// Values of a piece: 64 MiB of gradients.
@@ -107,10 +107,10 @@ impl Staged {
 
 #[cfg(test)]
 mod tests {
-    use crate::adapt::moments::{Moments, Of};
-    use crate::adapt::params::{Allocate, Params};
-    use crate::adapt::selection::{Part, Trained};
+    use crate::adapters::{Part, Trained};
     use crate::optim::Optimizer;
+    use crate::params::buffers::moments::{Moments, Of};
+    use crate::params::{Allocate, Params};
     use candle_core::{DType, Device, Result};
     use ft_kernels::Tensor;
     use ft_kernels::check::{randn, values};

@@ -3,10 +3,10 @@
 use super::offload::{self, PIECE, STAGED};
 use super::projected::GaLore;
 use super::update::Update;
-use crate::adapt::Params;
-use crate::adapt::buffer::Held;
-use crate::adapt::params::Unit;
-use crate::adapt::selection::Part;
+use crate::adapters::Part;
+use crate::params::Params;
+use crate::params::Unit;
+use crate::params::buffers::Held;
 use crate::ranks::{self, Comm};
 use candle_core::Result;
 use ft_kernels::optimizer::AdamW;

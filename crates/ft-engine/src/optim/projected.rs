@@ -3,10 +3,10 @@
 //! across projections, so the sign of each singular vector, which the SVD leaves open, matters: the entry of
 //! largest magnitude is positive.
 
-use crate::adapt::buffer::Held;
-use crate::adapt::moments::Of;
-use crate::adapt::params::{Params, Unit};
-use crate::adapt::projected::Projected;
+use crate::params::buffers::Held;
+use crate::params::buffers::moments::Of;
+use crate::params::buffers::projected::Projected;
+use crate::params::{Params, Unit};
 use candle_core::{DType, Device, Result};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::decompose::Matrix;

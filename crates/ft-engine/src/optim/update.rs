@@ -1,8 +1,8 @@
 //! Update of a part of a unit.
 
-use crate::adapt::buffer::Held;
-use crate::adapt::moments::Of;
-use crate::adapt::params::Unit;
+use crate::params::Unit;
+use crate::params::buffers::Held;
+use crate::params::buffers::moments::Of;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::{AdamW, adamw, adamw_rounded, adamw8bit, adamw8bit_rounded};

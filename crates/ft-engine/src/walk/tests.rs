@@ -1,11 +1,9 @@
 //! Logits, losses and every gradient against PyTorch, on the cases in `tests/fixtures/reference`.
 
 use super::{Dequantize, Execution, Inputs, Recomputed, RouterLosses, Walk};
-use crate::adapt::adapter::Adapter;
-use crate::adapt::build::Build;
-use crate::adapt::export::{Export, Target, read_fused};
-use crate::adapt::params::Allocate;
-use crate::adapt::{Choice, Params, Selection};
+use crate::adapters::Adapter;
+use crate::adapters::{Choice, Selection};
+use crate::export::{Export, Target, read_fused};
 use crate::files::TensorFiles;
 use crate::load::Base;
 use crate::model::batch::HostBatch;
@@ -14,6 +12,12 @@ use crate::model::linear::{Linear, Weight};
 use crate::model::modules::{Group, modules};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
+use crate::params::Allocate;
+use crate::params::Allocate;
+use crate::params::Params;
+use crate::params::Params;
+use crate::params::build::Build;
+use crate::params::build::Build;
 use anyhow::{Context as _, Result};
 use candle_core::{DType, Device};
 use ft_base::memory::place::Phase;

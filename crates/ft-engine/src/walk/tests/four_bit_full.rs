@@ -1,8 +1,8 @@
 //! Full training of some tensors with a 4-bit base: against PyTorch on weights dequantized by bitsandbytes.
 
 use super::*;
-use crate::adapt::params::Allocate;
 use crate::load::quantize;
+use crate::params::Allocate;
 use crate::quant;
 
 /// Cases of `tests/fixtures/nf4-full`: the model, the folder, and the tensors trained in full.

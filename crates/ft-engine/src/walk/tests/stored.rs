@@ -1,7 +1,7 @@
 //! Half-precision bases: a model with f32 compute keeps the matrices in half precision.
 
 use super::*;
-use crate::adapt::selection::Part;
+use crate::adapters::Part;
 use crate::files::write_file;
 
 /// The weights of a case, rounded to `half`, in a file of `dtype`.

@@ -1,0 +1,68 @@
+//! Errors in adapters and selections.
+
+use ft_base::error::{ExitCode, Failure};
+
+/// Errors in adapters and selections.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A `[[train]]` rule does not apply to this model.
+    #[error("{place}: train.{rule}: {why}")]
+    Rule {
+        /// File and line of the rule.
+        place: String,
+        /// Index of the rule, from 0.
+        rule: usize,
+        why: String,
+    },
+    /// No tensor trains.
+    #[error("{place}: nothing trains\n  hint: add a [[train]] rule, or name an adapter in lora.init")]
+    Nothing {
+        /// File of the recipe.
+        place: String,
+    },
+    /// `lora.init` cannot be applied.
+    #[error("{place}: {why}")]
+    Initial {
+        /// File and line of `lora.init`.
+        place: String,
+        why: String,
+    },
+    /// An unusable learning rate.
+    #[error("{place}: {why}")]
+    LearningRate {
+        /// File and line of the key.
+        place: String,
+        why: String,
+    },
+    /// An invalid adapter config or tensor.
+    #[error("{file}: {why}")]
+    Peft { file: String, why: String },
+    /// A rule or adapter not applicable to a 4-bit weight.
+    #[error("{module}: {why}")]
+    FourBit {
+        /// Module or key.
+        module: String,
+        /// Reason and hint.
+        why: String,
+    },
+    /// An adapter that cannot be merged into the base.
+    #[error("{dir}: {why}")]
+    Merge {
+        /// Folder of the base.
+        dir: String,
+        why: String,
+    },
+}
+
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
+        match self {
+            Error::Rule { .. }
+            | Error::Nothing { .. }
+            | Error::FourBit { .. }
+            | Error::Initial { .. }
+            | Error::LearningRate { .. } => ExitCode::Usage,
+            Error::Peft { .. } | Error::Merge { .. } => ExitCode::Model,
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Base-derived LoRA initialization (`lora.init`), and export of the resulting adapters for the original
+//! base.
+//!
+//! With `s B0 A0` subtracted from the base, the trained weight is `W - s B0 A0 + s B A = W + s [B, -B0] [A;
+//! A0]`: an adapter of twice the LoRA rank and equal scale, as written by PEFT with
+//! `path_initial_model_for_weight_conversion`.
+
+use super::peft;
+use super::{Choice, Error, Selection};
+use crate::load::Initials;
+use crate::model::modules::{Group, Kind, Module};
+use crate::quant;
+use ft_recipe::{Decomposition, Recipe};
+
+/// Initial factors for a recipe's `lora.init`, covering linears; with "loftq", 4-bit linears only. Other
+/// modules use the default initialization, as in PEFT.
+///
+/// # Errors
+/// A tied head, since the weight is shared with the embedding.
+pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initials>, Error> {
+    let Some(how) = recipe.lora.init.decomposition() else { return Ok(None) };
+    let mut of = Vec::new();
+    for (m, choice) in &selection.modules {
+        let Choice::Lora { spec, .. } = choice else { continue };
+        let takes = from_base(recipe, m);
+        if takes && selection.tied && m.group == Group::Head && how.changes_base() {
+            let why = format!(
+                "lora.init = \"{}\" on {}: its weight is the embedding's too (tie_word_embeddings)\n  hint: leave the \
+                 head out of the rules",
+                how.word(),
+                m.name
+            );
+            return Err(Error::Initial { place: recipe.place("lora.init").to_string(), why });
+        }
+        if takes {
+            of.push((m.name.clone(), spec.rank, peft::scale(spec)));
+        }
+    }
+    Ok(Some(Initials::new(how, recipe.run.seed, of.into_iter())))
+}
+
+/// Whether `lora.init` initializes a module's LoRA from the base weight.
+pub fn from_base(recipe: &Recipe, m: &Module) -> bool {
+    let how = recipe.lora.init.decomposition();
+    how.is_some_and(|how| matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::takes(m)))
+}
+
+/// One-line description of a base-derived `lora.init`.
+pub fn line(how: Decomposition, quantized: bool) -> String {
+    let begin = match how {
+        Decomposition::Pissa => "A and B begin as the largest singular values of their weights (pissa)",
+        Decomposition::Olora => "A and B begin as the first part of their weights' QR decomposition (olora)",
+        Decomposition::Loftq => {
+            return "A and B begin as the largest singular values of what 4 bits lose (loftq); the adapter is of the base \
+                    in NF4"
+                .into();
+        }
+    };
+    let quantized = match quantized {
+        false => "",
+        true => {
+            "; what NF4 loses of the rest is in training and not in that: to be used on the base as it is, not in 4 bits"
+        }
+    };
+    format!(
+        "{begin}, which these then lack; the adapter that is written has twice the rank, for the base as it is{quantized}"
+    )
+}
+
+impl Selection {
+    /// Selection of the exported adapter: twice the LoRA rank for modules with a residual base weight.
+    pub fn exported(&self, initials: Option<&Initials>) -> Self {
+        let mut out = self.clone();
+        let Some(initials) = initials.filter(|i| i.how().changes_base()) else { return out };
+        for (m, choice) in &mut out.modules {
+            if let Choice::Lora { spec, .. } = choice
+                && initials.has(&m.name)
+            {
+                spec.rank *= 2;
+                spec.alpha *= if spec.rslora { std::f64::consts::SQRT_2 } else { 2.0 };
+            }
+        }
+        out
+    }
+}

@@ -1,0 +1,318 @@
+//! Reads adapter folders in PEFT's format.
+
+use super::config::PeftConfig;
+use super::format::{BASE_QUANTIZE, PREFIX};
+use crate::adapters::{Error, Part, Selection, Trained};
+use crate::files::TensorFiles;
+use crate::model::Config;
+use crate::model::modules::Module;
+use candle_core::{DType, Device, Tensor};
+use ft_recipe::Quantize;
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// Relative tolerance of a neutral DoRA magnitude against the row norm.
+const NEUTRAL: f32 = 1e-4;
+
+/// Largest relative error of a rounding to bf16, and the smallest positive value of f16.
+const ROUNDING: f64 = 1.0 / 256.0;
+const SMALLEST: f64 = 1.0 / 16_777_216.0;
+
+/// An opened adapter folder.
+#[derive(Debug)]
+pub struct Adapter {
+    pub dir: PathBuf,
+    pub config: PeftConfig,
+    tensors: Tensors,
+}
+
+/// Storage of an adapter's tensors.
+#[derive(Debug)]
+enum Tensors {
+    File(TensorFiles),
+    /// Tensors by file key.
+    Memory(HashMap<String, Tensor>),
+}
+
+impl Tensors {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        match self {
+            Tensors::File(f) => Box::new(f.names()),
+            Tensors::Memory(m) => Box::new(m.keys().map(String::as_str)),
+        }
+    }
+
+    fn shape(&self, key: &str) -> Option<&[usize]> {
+        match self {
+            Tensors::File(f) => f.info(key).map(|i| i.shape.as_slice()),
+            Tensors::Memory(m) => m.get(key).map(|t| t.dims()),
+        }
+    }
+
+    /// Reads a tensor as f32 on the CPU.
+    fn tensor(&self, key: &str) -> ft_base::Result<Tensor> {
+        match self {
+            Tensors::File(f) => Ok(f.tensor(key, DType::F32, &Device::Cpu)?),
+            Tensors::Memory(m) => match m.get(key) {
+                Some(t) => Ok(t.to_dtype(DType::F32)?),
+                None => Err(candle_core::Error::Msg(format!("{key} is not held")).into()),
+            },
+        }
+    }
+}
+
+impl Adapter {
+    /// Opens `adapter_config.json` and `adapter_model.safetensors` in a folder.
+    pub fn open(dir: &Path) -> ft_base::Result<Self> {
+        let config = PeftConfig::load(dir)?;
+        let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
+        Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files) })
+    }
+
+    /// The same adapter with other values, given by names of trained tensors.
+    pub fn with_values(&self, values: HashMap<String, Tensor>) -> Self {
+        let values = values.into_iter().map(|(name, t)| (format!("{PREFIX}{name}"), t)).collect();
+        Self { dir: self.dir.clone(), config: self.config.clone(), tensors: Tensors::Memory(values) }
+    }
+
+    /// `model.quantize` of the run that trained this adapter. [`Quantize::None`] for adapters of other
+    /// programs, whose 4-bit bases are 4-bit checkpoints.
+    ///
+    /// # Errors
+    /// An unknown value.
+    pub fn quantize(&self) -> Result<Quantize, Error> {
+        let Tensors::File(files) = &self.tensors else { return Ok(Quantize::None) };
+        let Some(word) = files.metadata().get(BASE_QUANTIZE) else { return Ok(Quantize::None) };
+        Quantize::from_word(word).ok_or_else(|| {
+            self.fail(format!(
+                "metadata {BASE_QUANTIZE}: {word:?} is not known\n  hint: a newer version of ft"
+            ))
+        })
+    }
+
+    fn fail(&self, why: String) -> Error {
+        Error::Peft { file: self.dir.join("adapter_model.safetensors").display().to_string(), why }
+    }
+
+    /// Possible keys of a trained tensor in PEFT files.
+    fn keys(t: &Trained) -> Vec<String> {
+        if t.part == Part::Magnitude {
+            return Self::magnitude_keys(&t.module).into();
+        }
+        let mut keys = vec![format!("{PREFIX}{}", t.name)];
+        if matches!(t.part, Part::Weight | Part::Bias) {
+            let last = if t.part == Part::Weight { "weight" } else { "bias" };
+            keys.push(format!("{PREFIX}{}.modules_to_save.{last}", t.module));
+        }
+        keys
+    }
+
+    fn magnitude_keys(module: &str) -> [String; 2] {
+        let key = format!("{PREFIX}{module}.lora_magnitude_vector");
+        [key.clone(), key + ".weight"]
+    }
+
+    /// Refuses a DoRA magnitude on a module trained by plain LoRA, unless it equals the row norms and so
+    /// has no effect. `norms` is only called if a magnitude exists.
+    pub fn check_neutral(
+        &self,
+        m: &Module,
+        norms: &dyn Fn() -> candle_core::Result<Tensor>,
+    ) -> ft_base::Result<()> {
+        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.tensors.shape(k).is_some())
+        else {
+            return Ok(());
+        };
+        let held = self.tensors.tensor(&key)?.flatten_all()?;
+        let norms = norms()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let neutral = held.dims() == norms.dims() && {
+            let apart = ((held - &norms)?.abs()? / norms)?.max_all()?.to_scalar::<f32>()?;
+            apart <= NEUTRAL
+        };
+        if neutral {
+            return Ok(());
+        }
+        let why = format!("{key}: a magnitude that changes the numbers, but {} trains without DoRA", m.name);
+        Err(self.fail(why + "\n  hint: dora = true in its rule").into())
+    }
+
+    /// Key of a trained tensor in this adapter.
+    fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
+        let Some((key, shape)) =
+            Self::keys(t).into_iter().find_map(|k| self.tensors.shape(&k).map(|s| (k.clone(), s)))
+        else {
+            return Ok(None);
+        };
+        if shape != t.shape {
+            let why = format!("{key}: {shape:?} in the adapter, {:?} by the recipe and the model", t.shape);
+            return Err(self.fail(why));
+        }
+        Ok(Some(key))
+    }
+
+    /// Whether the adapter holds the full weight of a module, replacing the base's.
+    pub fn replaces(&self, module: &str) -> bool {
+        ["weight", "modules_to_save.weight"]
+            .iter()
+            .any(|last| self.tensors.shape(&format!("{PREFIX}{module}.{last}")).is_some())
+    }
+
+    /// Reads every tensor, to find NaN and infinite values before anything is written.
+    ///
+    /// # Errors
+    /// [`store::Error::NotFinite`].
+    pub fn check_values(&self) -> ft_base::Result<()> {
+        self.tensors.names().try_for_each(|name| self.tensors.tensor(name).map(|_| ()))
+    }
+
+    /// Values of a trained tensor, f32 on the CPU, if the adapter holds them.
+    pub fn get(&self, t: &Trained) -> ft_base::Result<Option<Tensor>> {
+        match self.find(t)? {
+            None => Ok(None),
+            Some(key) => Ok(Some(self.tensors.tensor(&key)?)),
+        }
+    }
+
+    /// Selection described by the adapter's config; all tensors must be present.
+    ///
+    /// # Errors
+    /// A config that does not match the model; missing tensors.
+    pub fn selection(&self, config: &Config) -> ft_base::Result<Selection> {
+        let selection = Selection::from_peft(config, &self.config)?;
+        let mut missing = Vec::new();
+        for t in selection.trained() {
+            if self.find(&t)?.is_none() {
+                missing.push(t.name);
+            }
+        }
+        let Some(first) = missing.first() else { return Ok(selection) };
+        let why = match missing.len() {
+            1 => format!("{first} is missing, and adapter_config.json chooses it"),
+            n => format!("{first} and {} more tensors that adapter_config.json chooses are missing", n - 1),
+        };
+        Err(self.fail(why).into())
+    }
+
+    /// Checks the adapter against a selection: refuses untrained tensors, shape mismatches, A without B or
+    /// vice versa, and a tied head that differs from the embedding.
+    pub fn check_against(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
+        let mut known: HashSet<String> = HashSet::new();
+        for t in trained {
+            self.find(t)?;
+            known.extend(Self::keys(t));
+            if t.part == Part::A {
+                // Plain LoRA in an adapter with DoRA: see check_neutral.
+                known.extend(Self::magnitude_keys(&t.module));
+            }
+        }
+        self.check_tokens(selection, trained)?;
+        if selection.tied_in_full() {
+            self.check_tied(trained)?;
+            known.insert(format!("{PREFIX}lm_head.weight"));
+        }
+        let mut extra: Vec<&str> =
+            self.tensors.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
+        extra.sort_unstable();
+        if let Some(first) = extra.first() {
+            return Err(self
+                .fail(format!(
+                    "{first}: {} in the adapter that nothing trains\n  hint: add a [[train]] rule that chooses \
+                     it, or take it out of the adapter",
+                    if extra.len() == 1 { "a tensor".to_string() } else { format!("{} tensors", extra.len()) }
+                ))
+                .into());
+        }
+        let mut halves: HashMap<&str, (bool, bool)> = HashMap::new();
+        for t in trained.iter().filter(|t| matches!(t.part, Part::A | Part::B)) {
+            let half = halves.entry(&t.module).or_default();
+            let held = self.find(t)?.is_some();
+            *(if t.part == Part::A { &mut half.0 } else { &mut half.1 }) = held;
+        }
+        let mut torn: Vec<&str> = halves.iter().filter(|(_, (a, b))| a != b).map(|(m, _)| *m).collect();
+        torn.sort_unstable();
+        match torn.first() {
+            None => Ok(()),
+            Some(m) => Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into()),
+        }
+    }
+
+    /// Token rows must match the tokens that train, in the same order.
+    fn check_tokens(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
+        for t in trained.iter().filter(|t| t.part == Part::Rows) {
+            let ours = selection.tokens.of(&t.module);
+            let held = self.config.tokens().iter().find(|(m, _)| t.module.ends_with(m.as_str()));
+            let same = held.is_none_or(|(_, ids)| *ids == ours || ours.is_empty());
+            if self.find(t)?.is_some() && !same {
+                let why = format!(
+                    "{}: its rows are of other tokens than train, or in another order\n  hint: the tokens of \
+                     trainable_token_indices in adapter_config.json, in that order",
+                    t.module
+                );
+                return Err(self.fail(why).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// A tied head's copy must equal the embedding.
+    fn check_tied(&self, trained: &[Trained]) -> ft_base::Result<()> {
+        let head = format!("{PREFIX}lm_head.weight");
+        let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
+        if self.tensors.shape(&head).is_none() {
+            return match self.find(t)? {
+                Some(key) if !self.config.ties => {
+                    let why = format!(
+                        "{key} without lm_head, but the model's head and embedding are one tensor \
+                         (tie_word_embeddings): PEFT would train a copy and leave the head as it was\n  hint: \
+                         ensure_weight_tying = true in adapter_config.json, if the adapter was trained so; or merge \
+                         it with PEFT (merge_and_unload)"
+                    );
+                    Err(self.fail(why).into())
+                }
+                _ => Ok(()),
+            };
+        }
+        let Some(embedding) = self.get(t)? else {
+            let why = format!(
+                "{head} without the embedding, but the model's head and embedding are one tensor \
+                 (tie_word_embeddings)"
+            );
+            return Err(self.fail(why).into());
+        };
+        let head_values = self.tensors.tensor(&head)?;
+        let same = head_values.dims() == embedding.dims()
+            && (head_values - embedding)?.abs()?.max_all()?.to_scalar::<f32>()? == 0.0;
+        if same {
+            return Ok(());
+        }
+        let why = format!("{head} is not the embedding, but the model's head and embedding are one tensor");
+        Err(self.fail(why).into())
+    }
+
+    /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
+    pub fn check_base(&self, base: &TensorFiles, tied: bool) -> ft_base::Result<()> {
+        for name in self.tensors.names().filter(|n| n.contains(".base_layer.")) {
+            let own =
+                name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
+            let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {
+                "model.embed_tokens.weight".to_string()
+            } else {
+                own
+            };
+            if base.info(&own).is_none() {
+                return Err(self.fail(format!("{name}: the base has no {own}")).into());
+            }
+            let (a, b) = (self.tensors.tensor(name)?, base.tensor(&own, DType::F32, &Device::Cpu)?);
+            let same = a.dims() == b.dims() && {
+                let allowed = ((b.abs()? * ROUNDING)? + SMALLEST)?;
+                ((a - b)?.abs()? - allowed)?.max_all()?.to_scalar::<f32>()? <= 0.0
+            };
+            if !same {
+                return Err(self
+                    .fail(format!("{name}: differs from the base's {own}: the adapter is of another model"))
+                    .into());
+            }
+        }
+        Ok(())
+    }
+}

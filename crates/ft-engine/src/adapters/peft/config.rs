@@ -1,0 +1,551 @@
+//! Reads PEFT's `adapter_config.json` with an allow-list of keys, value types and values.
+//!
+//! A key is either supported, or without effect on the numbers, or must be off. Everything else is refused
+//! by name, including values of a wrong type, which Python would coerce or fail on. The list covers
+//! `LoraConfig` of PEFT 0.18 to 0.21; PEFT writes `null` for most unused keys.
+
+use crate::adapters::Error;
+use crate::model::modules::{Group, Kind, Module};
+use ft_base::store::json::{object, short};
+use ft_recipe::LoraSpec;
+use regex::Regex;
+use serde_json::{Map, Value};
+use std::collections::{HashMap, HashSet};
+use std::ops::RangeInclusive;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Accepted values of a key, besides `null`.
+#[derive(Clone, Copy)]
+enum Says {
+    /// Interpreted by [`PeftConfig::parse`].
+    Read,
+    /// Any string; no effect on the numbers.
+    Text,
+    /// Any boolean; no effect on the numbers.
+    Flag,
+    /// Any number from 0; no effect on the numbers.
+    Count,
+    /// Any object; no effect on the numbers.
+    Object,
+    /// One of these strings.
+    Word(&'static [&'static str]),
+    /// Only `false`: true would change the numbers.
+    False,
+    /// Only an empty list or object: others would change the numbers.
+    Empty,
+    /// Only `null`: PEFT enables the feature even for an empty list or `false`.
+    Null,
+}
+
+/// All keys of PEFT's `LoraConfig`.
+const KEYS: &[(&str, Says)] = &[
+    ("alora_invocation_tokens", Says::Null),
+    ("alpha_pattern", Says::Read),
+    ("arrow_config", Says::Null),
+    ("auto_mapping", Says::Object),
+    ("base_model_name_or_path", Says::Text),
+    ("bias", Says::Word(&["none"])),
+    // PEFT reads the next four configs only under the init_lora_weights of the same name.
+    ("corda_config", Says::Object),
+    ("eva_config", Says::Object),
+    ("loftq_config", Says::Object),
+    ("lora_ga_config", Says::Object),
+    ("ensure_weight_tying", Says::Read),
+    ("exclude_modules", Says::Read),
+    ("fan_in_fan_out", Says::False),
+    ("inference_mode", Says::Flag),
+    ("init_lora_weights", Says::Read),
+    ("kasa_config", Says::Null),
+    ("layer_replication", Says::Empty),
+    ("layers_pattern", Says::Read),
+    ("layers_to_transform", Says::Read),
+    ("lora_alpha", Says::Read),
+    ("lora_bias", Says::False),
+    ("lora_dropout", Says::Read),
+    ("megatron_config", Says::Empty),
+    ("megatron_core", Says::Text),
+    ("modules_to_save", Says::Read),
+    ("monteclora_config", Says::Null),
+    ("peft_type", Says::Read),
+    ("peft_version", Says::Text),
+    ("qalora_group_size", Says::Count),
+    ("r", Says::Read),
+    ("rank_pattern", Says::Read),
+    ("revision", Says::Text),
+    ("runtime_config", Says::Object),
+    ("target_modules", Says::Read),
+    ("target_parameters", Says::Empty),
+    (
+        "task_type",
+        Says::Word(&[
+            "CAUSAL_LM",
+            "SEQ_CLS",
+            "SEQ_2_SEQ_LM",
+            "TOKEN_CLS",
+            "QUESTION_ANS",
+            "FEATURE_EXTRACTION",
+        ]),
+    ),
+    ("trainable_token_indices", Says::Read),
+    ("use_bdlora", Says::Null),
+    ("use_dora", Says::Read),
+    ("use_qalora", Says::False),
+    ("use_rslora", Says::Read),
+    ("velora_config", Says::Null),
+];
+
+/// Hint for adapters unsupported by `ft`.
+const MERGE: &str =
+    "merge it into its base with PEFT (merge_and_unload), and name the merged model in model.source";
+
+/// Hint for adapters whose initialization changes the base on loading.
+const CONVERT: &str = "save it again with PEFT's save_pretrained(.., path_initial_model_for_weight_conversion = ..), \
+                       which makes it an adapter of the unchanged base; or merge it with PEFT (merge_and_unload)";
+
+/// Largest LoRA rank.
+const RANK: u64 = ft_recipe::MAX_RANK;
+
+/// Range of |alpha|: the range in recipes, widened by the adjustment for partial rsLoRA.
+const ALPHA: RangeInclusive<f64> = 1e-12..=1e12;
+
+/// Token ids by module-name suffix.
+type Lists = Vec<(String, Arc<Vec<u32>>)>;
+
+/// A parsed `adapter_config.json`.
+#[derive(Clone, Debug)]
+pub struct PeftConfig {
+    /// Path, for error messages.
+    pub file: String,
+    base: Option<String>,
+    revision: Option<String>,
+    targets: Targets,
+    saves: Vec<String>,
+    spec: LoraSpec,
+    ranks: Patterns<usize>,
+    alphas: Patterns<f64>,
+    tokens: Lists,
+    /// Whether a saved embedding of a tied model is the head as well (`ensure_weight_tying`).
+    pub ties: bool,
+}
+
+impl PeftConfig {
+    /// Reads `adapter_config.json` of an adapter folder.
+    ///
+    /// # Errors
+    /// A missing or malformed file; an unsupported key with an effect on the numbers, or an invalid value,
+    /// by name.
+    pub fn load(dir: &Path) -> Result<Self, Error> {
+        let path = dir.join("adapter_config.json");
+        let file = path.display().to_string();
+        let text = ft_base::store::read_plain_text(&path, ft_base::store::LARGEST)
+            .map_err(|e| Error::Peft { file: file.clone(), why: format!("cannot be read: {e}") })?;
+        let raw = object(&text).map_err(|why| Error::Peft { file: file.clone(), why })?;
+        Self::parse(file, &raw)
+    }
+
+    /// Parses a JSON object; `file` is the name in errors.
+    ///
+    /// # Errors
+    /// As [`PeftConfig::load`].
+    pub fn parse(file: String, raw: &Map<String, Value>) -> Result<Self, Error> {
+        let keys = Keys { file: &file, raw };
+        keys.kind()?;
+        raw.iter().try_for_each(|(key, v)| keys.allow(key, v))?;
+        keys.init()?;
+        let text = |key| keys.get(key).and_then(Value::as_str).filter(|s| !s.is_empty()).map(str::to_string);
+        let (base, revision, targets) = (text("base_model_name_or_path"), text("revision"), keys.targets()?);
+        let saves = keys.list("modules_to_save")?.unwrap_or_default();
+        let spec = LoraSpec {
+            rank: keys.required("r", 8, |v| keys.rank("r", v))?,
+            alpha: keys.required("lora_alpha", 8.0, |v| keys.alpha("lora_alpha", v))?,
+            dropout: keys.required("lora_dropout", 0.0, |v| keys.dropout(v))?,
+            rslora: keys.flag("use_rslora")?,
+            dora: keys.flag("use_dora")?,
+        };
+        let ranks = keys.patterns("rank_pattern", |key, v| keys.rank(key, v))?;
+        let alphas = keys.patterns("alpha_pattern", |key, v| keys.alpha(key, v))?;
+        let (ties, tokens) = (keys.flag("ensure_weight_tying")?, keys.tokens()?);
+        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, ties, file })
+    }
+
+    /// Base model of the adapter, and the revision on the hub.
+    pub fn base(&self) -> Option<(&str, Option<&str>)> {
+        Some((self.base.as_deref()?, self.revision.as_deref()))
+    }
+
+    /// Modules with LoRA.
+    pub fn targets(&self) -> &Targets {
+        &self.targets
+    }
+
+    /// Whether `modules_to_save` includes a module: PEFT matches suffixes of the module's name or of an
+    /// enclosing module's.
+    pub fn saves(&self, name: &str) -> bool {
+        let mut around = Some(name);
+        while let Some(n) = around {
+            if self.saves.iter().any(|t| n.ends_with(t.as_str())) {
+                return true;
+            }
+            around = n.rsplit_once('.').map(|(a, _)| a);
+        }
+        false
+    }
+
+    /// Token ids of trained rows, by module-name suffix.
+    pub fn tokens(&self) -> &[(String, Arc<Vec<u32>>)] {
+        &self.tokens
+    }
+
+    /// LoRA settings of a module.
+    pub fn spec(&self, name: &str) -> LoraSpec {
+        LoraSpec {
+            rank: self.ranks.find(name).unwrap_or(self.spec.rank),
+            alpha: self.alphas.find(name).unwrap_or(self.spec.alpha),
+            ..self.spec
+        }
+    }
+}
+
+/// Typed access to the keys; errors name the file and the key.
+struct Keys<'a> {
+    file: &'a str,
+    raw: &'a Map<String, Value>,
+}
+
+impl<'a> Keys<'a> {
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.raw.get(key).filter(|v| !v.is_null())
+    }
+
+    fn bad(&self, key: &str, why: impl Into<String>) -> Error {
+        Error::Peft { file: self.file.into(), why: format!("{key}: {}", why.into()) }
+    }
+
+    fn wanted(&self, key: &str, v: &Value, what: &str) -> Error {
+        self.bad(key, format!("{}; {what} is wanted", short(v)))
+    }
+
+    /// Checked first, since methods other than LoRA have other keys.
+    fn kind(&self) -> Result<(), Error> {
+        match self.raw.get("peft_type") {
+            Some(Value::String(s)) if s == "LORA" => Ok(()),
+            Some(v) => {
+                Err(self.bad("peft_type", format!("{}; LORA is what ft reads\n  hint: {MERGE}", short(v))))
+            }
+            None => Err(self.bad("peft_type", "missing; LORA is wanted")),
+        }
+    }
+
+    /// Checks a key and value against [`KEYS`].
+    fn allow(&self, key: &str, v: &Value) -> Result<(), Error> {
+        let Some((_, says)) = KEYS.iter().find(|(k, _)| *k == key) else {
+            let off = match v {
+                Value::Null | Value::Bool(false) => true,
+                Value::Array(l) => l.is_empty(),
+                Value::Object(m) => m.is_empty(),
+                _ => false,
+            };
+            let why = format!(
+                "{}; ft does not know this key, and it may change the numbers\n  hint: {MERGE}",
+                short(v)
+            );
+            return if off { Ok(()) } else { Err(self.bad(key, why)) };
+        };
+        let fits = match (says, v) {
+            (Says::Read, _) | (_, Value::Null) => true,
+            (Says::Text, v) => v.is_string(),
+            (Says::Flag, v) => v.is_boolean(),
+            (Says::Count, v) => v.is_u64(),
+            (Says::Object, v) => v.is_object(),
+            (Says::Word(words), v) => v.as_str().is_some_and(|w| words.contains(&w)),
+            (Says::False, v) => *v == Value::Bool(false),
+            (Says::Empty, Value::Array(l)) => l.is_empty(),
+            (Says::Empty, Value::Object(m)) => m.is_empty(),
+            (Says::Empty | Says::Null, _) => false,
+        };
+        if fits {
+            return Ok(());
+        }
+        let what = match says {
+            Says::Text => "a text".to_string(),
+            Says::Flag => "true or false".into(),
+            Says::Count => "a whole number".into(),
+            Says::Object => "an object".into(),
+            Says::Word(words) if words.len() > 1 => format!("one of {}", words.join(", ")),
+            _ => {
+                let why = format!("{}; it changes the numbers and is not built\n  hint: {MERGE}", short(v));
+                return Err(self.bad(key, why));
+            }
+        };
+        Err(self.wanted(key, v, &what))
+    }
+
+    /// Checks `init_lora_weights`. A and B are read from the file, but PEFT initializes them first, and
+    /// some methods modify the base.
+    fn init(&self) -> Result<(), Error> {
+        let v = match self.get("init_lora_weights") {
+            None | Some(Value::Bool(_)) => return Ok(()),
+            Some(v) => v,
+        };
+        let word = v.as_str().unwrap_or_default().to_lowercase();
+        let why = match word.as_str() {
+            "gaussian" | "eva" | "orthogonal" => return Ok(()),
+            "olora" | "loftq" | "corda" | "lora_ga" => {
+                format!("it changes the base too, and is not built\n  hint: {CONVERT}")
+            }
+            w if w.starts_with("pissa") || w.starts_with("corda") => {
+                format!("it changes the base too, and is not built\n  hint: {CONVERT}")
+            }
+            "mica" => format!("it freezes B, and is not built\n  hint: {MERGE}"),
+            _ => "true, false, \"gaussian\", \"eva\" or \"orthogonal\" is wanted".into(),
+        };
+        Err(self.bad("init_lora_weights", format!("{}; {why}", short(v))))
+    }
+
+    /// A boolean, false if absent. Strings and numbers are refused; Python would take `"false"` and 1 for
+    /// true.
+    fn flag(&self, key: &str) -> Result<bool, Error> {
+        match self.get(key) {
+            None => Ok(false),
+            Some(Value::Bool(b)) => Ok(*b),
+            Some(v) => Err(self.wanted(key, v, "true or false, without quotes,")),
+        }
+    }
+
+    /// A number with a default in PEFT, but invalid as `null`.
+    fn required<T>(
+        &self,
+        key: &str,
+        default: T,
+        read: impl Fn(&Value) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        self.raw.get(key).map_or(Ok(default), read)
+    }
+
+    fn rank(&self, key: &str, v: &Value) -> Result<usize, Error> {
+        match v.as_u64().filter(|r| (1..=RANK).contains(r)) {
+            Some(r) => Ok(r as usize),
+            None => Err(self.wanted(key, v, &format!("a whole number from 1 to {RANK}"))),
+        }
+    }
+
+    fn alpha(&self, key: &str, v: &Value) -> Result<f64, Error> {
+        match v.as_f64().filter(|a| ALPHA.contains(&a.abs())) {
+            Some(a) => Ok(a),
+            None => Err(self.wanted(key, v, "a number of a size from 1e-12 to 1e12")),
+        }
+    }
+
+    fn dropout(&self, v: &Value) -> Result<f64, Error> {
+        match v.as_f64().filter(|p| (0.0..1.0).contains(p)) {
+            Some(p) => Ok(p),
+            None => Err(self.wanted("lora_dropout", v, "a number from 0 to below 1")),
+        }
+    }
+
+    /// A list of strings.
+    fn list(&self, key: &str) -> Result<Option<Vec<String>>, Error> {
+        let Some(v) = self.get(key) else { return Ok(None) };
+        let names = |l: &Vec<Value>| l.iter().map(|s| s.as_str().map(str::to_string)).collect();
+        match v.as_array().and_then(names) {
+            Some(list) => Ok(Some(list)),
+            None => Err(self.wanted(key, v, "a list of names")),
+        }
+    }
+
+    /// `trainable_token_indices`: a list for the embedding, or lists by module.
+    fn tokens(&self) -> Result<Lists, Error> {
+        let key = "trainable_token_indices";
+        let list = |v: &Value| {
+            let ids = v.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok());
+            let ids: Vec<u32> = ids.collect::<Option<_>>()?;
+            let once: HashSet<&u32> = ids.iter().collect();
+            (once.len() == ids.len()).then_some(Arc::new(ids))
+        };
+        let Some(v) = self.get(key) else { return Ok(Vec::new()) };
+        let lists: Option<Vec<_>> = match v {
+            Value::Object(map) => map.iter().map(|(m, v)| Some((m.clone(), list(v)?))).collect(),
+            v => list(v).map(|ids| vec![("embed_tokens".into(), ids)]),
+        };
+        match lists {
+            Some(lists) => Ok(lists.into_iter().filter(|(_, ids)| !ids.is_empty()).collect()),
+            None => Err(self.wanted(key, v, "a list of tokens, each once, or such lists by module,")),
+        }
+    }
+
+    fn regex(&self, key: &str, pattern: &str) -> Result<Regex, Error> {
+        self.compiled(key, pattern, whole(pattern))
+    }
+
+    fn compiled(&self, key: &str, pattern: &str, r: Result<Regex, regex::Error>) -> Result<Regex, Error> {
+        r.map_err(|e| {
+            let why = e.to_string();
+            let why = why.lines().last().unwrap_or_default().trim_start_matches("error: ");
+            let shown = short(&Value::from(pattern));
+            self.bad(key, format!("{shown}: {why}\n  hint: list the names of the modules instead"))
+        })
+    }
+
+    /// A list of names or one regular expression; `all` permits `"all-linear"`.
+    fn target(&self, key: &str, all: bool) -> Result<Option<Target>, Error> {
+        Ok(match self.get(key) {
+            Some(Value::String(s)) if all && s.eq_ignore_ascii_case("all-linear") => Some(Target::AllLinear),
+            Some(Value::String(s)) => Some(Target::Regex(self.regex(key, s)?)),
+            _ => self.list(key)?.map(|l| Target::List(l.into_iter().collect())),
+        })
+    }
+
+    /// Modules with LoRA.
+    fn targets(&self) -> Result<Targets, Error> {
+        let Some(target) = self.target("target_modules", true)? else {
+            return Err(self.bad("target_modules", "missing; a list of names is wanted"));
+        };
+        let exclude = self.target("exclude_modules", false)?;
+        let layers = self.layers()?;
+        let patterns = match self.get("layers_pattern") {
+            Some(Value::String(s)) if s.is_empty() => Vec::new(),
+            Some(Value::String(s)) => vec![s.clone()],
+            _ => self.list("layers_pattern")?.unwrap_or_default(),
+        };
+        for key in ["layers_to_transform", "layers_pattern"] {
+            if let (Some(v), false) = (self.get(key), matches!(target, Target::List(_))) {
+                let why = "; only a list in target_modules goes with it, to PEFT as to ft";
+                return Err(self.bad(key, format!("{}{why}", short(v))));
+            }
+        }
+        if layers.is_none() && !patterns.is_empty() {
+            return Err(self.bad("layers_pattern", "it means nothing without layers_to_transform"));
+        }
+        // Without a pattern, PEFT takes the last number in a name (the expert index, in experts).
+        let any = [r"[^.]*".to_string()];
+        let patterns = if patterns.is_empty() { &any[..] } else { &patterns };
+        let expression = |p: &String| {
+            // Compiled alone first: unbalanced parentheses would change the surrounding expression.
+            self.regex("layers_pattern", p)?;
+            let r = Regex::new(&format!(r"^(?:.*\.{p}\.(\d+)\.)"));
+            self.compiled("layers_pattern", p, r)
+        };
+        let layers = match layers {
+            None => None,
+            Some(indices) => Some((indices, patterns.iter().map(expression).collect::<Result<_, _>>()?)),
+        };
+        Ok(Targets { target, exclude, layers })
+    }
+
+    /// `layers_to_transform`: a number or a list. An empty list means all layers, as in PEFT.
+    fn layers(&self) -> Result<Option<HashSet<u64>>, Error> {
+        let key = "layers_to_transform";
+        let Some(v) = self.get(key) else { return Ok(None) };
+        let numbers = match v {
+            Value::Array(l) => l.iter().map(Value::as_u64).collect(),
+            v => v.as_u64().map(|n| HashSet::from([n])),
+        };
+        match numbers {
+            Some(n) => Ok(Some(n).filter(|n| !n.is_empty())),
+            None => Err(self.wanted(key, v, "a list of layers, from 0,")),
+        }
+    }
+
+    /// `rank_pattern` or `alpha_pattern`: values by regular expressions on suffixes of module names.
+    fn patterns<T>(
+        &self,
+        key: &str,
+        read: impl Fn(&str, &Value) -> Result<T, Error>,
+    ) -> Result<Patterns<T>, Error> {
+        let mut out = Patterns { exact: HashMap::new(), others: Vec::new() };
+        let map = match self.get(key) {
+            None => return Ok(out),
+            Some(Value::Object(map)) => map,
+            Some(v) => return Err(self.wanted(key, v, "an object of names and numbers")),
+        };
+        for (i, (pattern, v)) in map.iter().enumerate() {
+            let value = read(&format!("{key}.{pattern}"), v)?;
+            match exact(pattern) {
+                Some(name) => {
+                    out.exact.entry(name).or_insert((i, value));
+                }
+                None => {
+                    self.regex(key, pattern)?;
+                    out.others.push((i, self.regex(key, &format!(r"(?:.*\.)?(?:{pattern})"))?, value));
+                }
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// Module name matched by a pattern of the form `^model\.layers\.0\.mlp`, which matches nothing else.
+fn exact(pattern: &str) -> Option<String> {
+    let name = pattern.strip_prefix('^')?.replace(r"\.", "\0");
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '\0';
+    name.chars().all(plain).then(|| name.replace('\0', "."))
+}
+
+/// Values by pattern; the first match wins (`peft.utils.other.get_pattern_key`).
+#[derive(Clone, Debug)]
+struct Patterns<T> {
+    /// Exact names, hashed: there may be one per module, too many to try in turn.
+    exact: HashMap<String, (usize, T)>,
+    others: Vec<(usize, Regex, T)>,
+}
+
+impl<T: Copy> Patterns<T> {
+    fn find(&self, name: &str) -> Option<T> {
+        let exact = self.exact.get(name).map(|(i, v)| (*i, *v));
+        let other = self.others.iter().find(|(_, r, _)| r.is_match(name)).map(|(i, _, v)| (*i, *v));
+        exact.into_iter().chain(other).min_by_key(|(i, _)| *i).map(|(_, v)| v)
+    }
+}
+
+/// Modules with LoRA, as described by an adapter config.
+#[derive(Clone, Debug)]
+pub struct Targets {
+    target: Target,
+    exclude: Option<Target>,
+    /// Layer indices, and regular expressions that extract a module's layer.
+    layers: Option<(HashSet<u64>, Vec<Regex>)>,
+}
+
+#[derive(Clone, Debug)]
+enum Target {
+    Regex(Regex),
+    List(HashSet<String>),
+    AllLinear,
+}
+
+impl Target {
+    fn matches(&self, m: &Module) -> bool {
+        match self {
+            Target::Regex(r) => r.is_match(&m.name),
+            // The full name, or a suffix after a dot.
+            Target::List(l) => {
+                l.contains(&m.name) || m.name.match_indices('.').any(|(i, _)| l.contains(&m.name[i + 1..]))
+            }
+            Target::AllLinear => matches!(m.kind, Kind::Linear { .. }) && m.group != Group::Head,
+        }
+    }
+}
+
+impl Targets {
+    /// Whether a module is selected, following `peft.tuners.tuners_utils.check_target_module_exists`.
+    pub fn matches(&self, m: &Module) -> bool {
+        if self.exclude.as_ref().is_some_and(|e| e.matches(m)) || !self.target.matches(m) {
+            return false;
+        }
+        let Some((indices, patterns)) = &self.layers else { return true };
+        match &self.target {
+            // An exact name matches in any layer.
+            Target::List(list) if list.contains(&m.name) => true,
+            _ => {
+                let layer = |r: &Regex| r.captures(&m.name)?.get(1)?.as_str().parse().ok();
+                patterns.iter().find_map(layer).is_some_and(|l| indices.contains(&l))
+            }
+        }
+    }
+}
+
+/// Regular expression anchored at both ends.
+fn whole(pattern: &str) -> Result<Regex, regex::Error> {
+    Regex::new(&format!("^(?:{pattern})$"))
+}

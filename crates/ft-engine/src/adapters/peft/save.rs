@@ -1,0 +1,110 @@
+//! Writes adapter folders in PEFT's format.
+
+use super::format::{PREFIX, metadata};
+use super::write::config_json;
+use crate::adapters::{Choice, Error, Selection, Trained};
+use crate::model::Decoder;
+use crate::model::linear::Linear;
+use crate::model::modules::{Kind, Module};
+use candle_core::{DType, Device, Tensor};
+use ft_base::store;
+use ft_base::terminal::warn;
+use ft_recipe::Quantize;
+use std::collections::HashMap;
+use std::path::Path;
+
+/// Returns a trained tensor by index: f32, or 16 bits for weights trained without f32 master weights.
+pub type Values<'a> = dyn Fn(usize) -> ft_base::Result<Tensor> + 'a;
+
+/// Writes `adapter/`: PEFT's config and the tensors in their current dtype. `base` and `revision` go into
+/// the config; `quantize` is `model.quantize` of the run; `neutral` is the output of [`neutral`] over all
+/// units.
+pub fn save(
+    dir: &Path,
+    selection: &Selection,
+    (trained, values, neutral): (&[Trained], &Values<'_>, Vec<(String, Tensor)>),
+    base: &str,
+    revision: Option<&str>,
+    quantize: Quantize,
+) -> ft_base::Result<()> {
+    std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
+    let mut tensors = Vec::new();
+    for (i, t) in trained.iter().enumerate() {
+        let value = values(i)?;
+        if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
+            // PEFT stores a copy for both.
+            tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
+        }
+        tensors.push((format!("{PREFIX}{}", t.name), value));
+    }
+    tensors.extend(neutral);
+    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata(quantize))?;
+    if let Some((least, most)) = mixed_dropout(selection) {
+        warn(&format!(
+            "adapter_config.json has one lora_dropout for all modules: {most}, and some trained with {least}"
+        ));
+    }
+    let json = config_json(selection, base, revision);
+    let text = serde_json::to_string_pretty(&json).unwrap_or_default() + "\n";
+    store::write_atomic(&dir.join("adapter_config.json"), text.as_bytes())?;
+    Ok(())
+}
+
+/// Least and most dropout of LoRA on linears, if they differ. PEFT applies none to embeddings.
+fn mixed_dropout(selection: &Selection) -> Option<(f64, f64)> {
+    let dropouts = selection.modules.iter().filter_map(|(m, c)| match c {
+        Choice::Lora { spec, .. } if !matches!(m.kind, Kind::Embedding { .. }) => Some(spec.dropout),
+        _ => None,
+    });
+    let (least, most) = dropouts.fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), p| (a.min(p), b.max(p)));
+    (least < most).then_some((least, most))
+}
+
+/// Whether [`neutral`] magnitudes are needed: PEFT's DoRA switch applies to the whole adapter, so plain
+/// LoRA modules need one too.
+pub fn needs_neutral(selection: &Selection) -> bool {
+    let dora = |(_, c): &(_, Choice)| matches!(c, Choice::Lora { spec, .. } if spec.dora);
+    selection.modules.iter().any(dora) && plain_lora(selection).next().is_some()
+}
+
+/// DoRA magnitudes without effect for the plain LoRA modules of a unit, by file key.
+///
+/// # Errors
+/// LoRA on the embedding: PEFT has no neutral magnitude for it.
+pub fn neutral(
+    selection: &Selection,
+    decoder: &Decoder,
+    unit: usize,
+) -> ft_base::Result<Vec<(String, Tensor)>> {
+    let layers = decoder.layers.len();
+    let linears: HashMap<String, &Linear> = decoder
+        .linears()
+        .into_iter()
+        .filter(|(m, _)| m.unit(layers) == unit)
+        .map(|(m, l)| (m.name, l))
+        .collect();
+    let mut out = Vec::new();
+    for m in plain_lora(selection).filter(|m| m.unit(layers) == unit) {
+        let Some((linear, lora)) = linears.get(&m.name).and_then(|l| Some((l, l.lora.as_ref()?))) else {
+            return Err(Error::Peft {
+                file: m.name.clone(),
+                why: "PEFT's DoRA has no neutral magnitude for LoRA on an embedding".into(),
+            }
+            .into());
+        };
+        let norms = lora.norms(&linear.weight, &linear.weight.row_squares()?)?;
+        let name = format!("{PREFIX}{}.lora_magnitude_vector", m.name);
+        out.push((name, norms.real()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?));
+    }
+    Ok(out)
+}
+
+/// Modules with LoRA but without DoRA.
+fn plain_lora(selection: &Selection) -> impl Iterator<Item = &Module> {
+    selection
+        .modules
+        .iter()
+        .filter(|(_, c)| matches!(c, Choice::Lora { spec, .. } if !spec.dora))
+        .map(|(m, _)| m)
+}

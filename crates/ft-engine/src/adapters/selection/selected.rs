@@ -1,0 +1,109 @@
+//! Modules of a model with their training methods, and the tensors that train.
+
+use super::choice::Choice;
+use super::tokens::Tokens;
+use super::trained::{Part, Trained, TrainedPart, part_name};
+use crate::model::Config;
+use crate::model::modules::{Group, Kind, Module, modules};
+
+/// All modules of a model with their training method.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    /// Modules in the order of the forward pass.
+    pub modules: Vec<(Module, Choice)>,
+    /// Number of decoder layers.
+    pub layers: usize,
+    /// Whether the head shares the embedding's weight.
+    pub tied: bool,
+    /// Tokens with trained rows, if any.
+    pub tokens: Tokens,
+    /// Warnings about ranges of layers or experts beyond the model.
+    pub notes: Vec<String>,
+}
+
+impl Selection {
+    /// All modules frozen.
+    pub fn frozen(config: &Config) -> Self {
+        Self {
+            modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
+            layers: config.layers,
+            tied: config.tied,
+            tokens: Tokens::default(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// Trained tensors in the order of the forward pass.
+    ///
+    /// A tied head and embedding trained in full are one tensor, under the embedding's name.
+    pub fn trained(&self) -> Vec<Trained> {
+        let named = |t: TrainedPart<'_>| Trained {
+            name: format!("{}.{}", t.module.name, part_name(t.module, t.part)),
+            module: t.module.name.clone(),
+            part: t.part,
+            shape: t.shape().to_vec(),
+            unit: t.module.unit(self.layers),
+            lr_scale: t.lr_scale,
+            matrix: t.matrix,
+        };
+        self.parts().into_iter().map(named).collect()
+    }
+
+    /// As [`Selection::trained`], but without allocating names: plans call this many times.
+    pub fn parts(&self) -> Vec<TrainedPart<'_>> {
+        let mut out = Vec::new();
+        for (m, choice) in &self.modules {
+            let mut choice = *choice;
+            // A tied head trained in full is the embedding's tensor.
+            if self.tied && m.group == Group::Head && matches!(choice, Choice::Full { .. }) {
+                choice = Choice::Freeze;
+            }
+            let mut add = |part, shape: &[usize], lr_scale, matrix| {
+                let (mut dims, rank) = ([1; 2], shape.len().min(2));
+                dims[..rank].copy_from_slice(&shape[..rank]);
+                out.push(TrainedPart { module: m, part, dims, rank, lr_scale, matrix });
+            };
+            match choice {
+                Choice::Freeze => {}
+                Choice::Full { lr_scale } => {
+                    let shape = m.weight_shape();
+                    add(Part::Weight, &shape, lr_scale, shape.len() > 1);
+                    if let Some(n) = m.bias() {
+                        add(Part::Bias, &[n], lr_scale, false);
+                    }
+                }
+                Choice::Lora { spec, lr_scale } => {
+                    let (o, i) = match m.kind {
+                        Kind::Linear { out, inp, .. } => (out, inp),
+                        Kind::Embedding { vocab, dim } => (dim, vocab),
+                        Kind::Norm { .. } => continue,
+                    };
+                    add(Part::A, &[spec.rank, i], lr_scale, true);
+                    add(Part::B, &[o, spec.rank], lr_scale, true);
+                    if spec.dora {
+                        add(Part::Magnitude, &[o], lr_scale, false);
+                    }
+                }
+                Choice::Rows { count, lr_scale } => {
+                    add(Part::Rows, &[count, m.cols()], lr_scale, true);
+                }
+            }
+        }
+        out
+    }
+
+    /// Training method of a module, by name.
+    pub fn choice(&self, name: &str) -> Choice {
+        self.modules.iter().find(|(m, _)| m.name == name).map_or(Choice::Freeze, |(_, c)| *c)
+    }
+
+    /// Whether every tensor of the model trains in full.
+    pub fn everything_full(&self) -> bool {
+        self.modules.iter().all(|(_, c)| matches!(c, Choice::Full { .. }))
+    }
+
+    /// Whether a tied head and embedding train in full.
+    pub fn tied_in_full(&self) -> bool {
+        self.tied && matches!(self.choice("lm_head"), Choice::Full { .. })
+    }
+}

@@ -1,0 +1,415 @@
+//! Exports adapters to the layouts of other programs: PEFT with fused experts, and vLLM.
+//!
+//! `ft`'s own adapters have an A, B pair per linear, as in PEFT 0.18. Since transformers 5, all experts of
+//! a layer form one parameter, and PEFT 0.19 and later adapt it as a whole (`target_parameters`): with E
+//! experts and LoRA rank R, A is `[E R, i]` (experts outer) and B is `[o, R E]` (experts inner). Gate and
+//! up projection form one parameter with twice the rows: the LoRA rank is the sum of both, and B is
+//! block-structured.
+//!
+//! vLLM stacks the linears of all experts in a layer: every expert needs LoRA, with a common rank.
+//!
+//! Both targets use a single scale (alpha / rank of the config): every B is premultiplied by its own scale,
+//! and the config's scale is 1.
+
+use crate::adapters::peft::{self, PREFIX, metadata};
+use crate::adapters::{Adapter, Choice, Error, Part, Selection, Trained, part_name};
+use crate::files::TensorFiles;
+use crate::model::Config;
+use crate::model::modules::{Group, Module};
+use candle_core::{DType, Device, Tensor};
+use ft_base::store::{self};
+use ft_recipe::LoraSpec;
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
+
+/// Target of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// PEFT 0.19 and later with transformers 5.
+    PeftFused,
+    /// vLLM.
+    Vllm,
+}
+
+/// An adapter to be exported.
+pub struct Export<'a> {
+    /// Config of the base.
+    pub config: &'a Config,
+    pub adapter: &'a Adapter,
+    /// Selection described by the adapter.
+    pub selection: &'a Selection,
+    values: HashMap<(String, Part), Tensor>,
+}
+
+/// A and B of one linear, B premultiplied by the scale.
+struct Pair {
+    a: Tensor,
+    b: Tensor,
+}
+
+impl<'a> Export<'a> {
+    /// Reads an adapter.
+    ///
+    /// # Errors
+    /// A tensor required by the config but missing from the file.
+    pub fn new(config: &'a Config, adapter: &'a Adapter, selection: &'a Selection) -> ft_base::Result<Self> {
+        let mut values = HashMap::new();
+        for t in selection.trained() {
+            match adapter.get(&t)? {
+                Some(v) => values.insert((t.module.clone(), t.part), v),
+                None => return Err(fail(&adapter.dir, format!("{}: missing", t.name)).into()),
+            };
+        }
+        Ok(Self { config, adapter, selection, values })
+    }
+
+    /// Writes the adapter for `target` into a folder.
+    ///
+    /// # Errors
+    /// Anything the target does not support, by name; an unwritable folder.
+    pub fn write(&self, target: Target, out: &Path) -> ft_base::Result<()> {
+        let (mut tensors, config) = match target {
+            Target::PeftFused => self.fused()?,
+            Target::Vllm => self.vllm()?,
+        };
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        std::fs::create_dir_all(out).map_err(|e| store::Error::write("make the folder", out, None, e))?;
+        crate::files::write_file(
+            &out.join("adapter_model.safetensors"),
+            &tensors,
+            &metadata(self.adapter.quantize()?),
+        )?;
+        let text = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
+        store::write_atomic(&out.join("adapter_config.json"), text.as_bytes())?;
+        Ok(())
+    }
+
+    fn refuse(&self, m: &Module, why: &str) -> ft_base::Error {
+        fail(&self.adapter.dir, format!("{}: {why}", m.name)).into()
+    }
+
+    /// A and B of a module.
+    fn pair(&self, m: &Module, spec: &LoraSpec) -> ft_base::Result<Pair> {
+        let get = |part| match self.values.get(&(m.name.clone(), part)) {
+            Some(t) => Ok(t.clone()),
+            None => Err(self.refuse(m, "half an adapter")),
+        };
+        Ok(Pair { a: get(Part::A)?, b: (get(Part::B)? * peft::scale(spec))? })
+    }
+
+    fn loras(&self) -> impl Iterator<Item = (&Module, &LoraSpec)> {
+        self.selection.modules.iter().filter_map(|(m, c)| match c {
+            Choice::Lora { spec, .. } => Some((m, spec)),
+            _ => None,
+        })
+    }
+
+    /// Key of a trained tensor in PEFT's files.
+    fn key(&self, t: &Trained) -> String {
+        format!("{PREFIX}{}", t.name)
+    }
+
+    fn no_dora(&self, who: &str) -> ft_base::Result<()> {
+        match self.loras().find(|(_, s)| s.dora) {
+            Some((m, _)) => {
+                Err(self.refuse(m, &format!("has DoRA, which {who} does not load\n  hint: ft merge")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn fused(&self) -> ft_base::Result<(Vec<(String, Tensor)>, Value)> {
+        let Some(moe) = &self.config.moe else {
+            let why = format!("{} has no experts: the adapter loads as it is", self.config.family.model_type);
+            return Err(fail(&self.adapter.dir, why).into());
+        };
+        self.no_dora("PEFT on fused experts")?;
+        let mut rest = self.selection.clone();
+        let mut layers: BTreeMap<usize, Layer> = BTreeMap::new();
+        let (mut tensors, mut ranks, mut parameters) = (Vec::new(), Map::new(), Vec::new());
+        for (m, c) in &mut rest.modules {
+            match (m.group, &mut *c) {
+                (Group::Experts, Choice::Full { .. }) => {
+                    let why =
+                        "an expert that trained in full has no place in a fused adapter\n  hint: ft merge";
+                    return Err(self.refuse(m, why));
+                }
+                (Group::Experts, Choice::Lora { spec, .. }) => {
+                    let (Some(l), Some(e)) = (m.layer, m.expert) else { continue };
+                    let which = match &self.config.family.experts {
+                        Some(n) => n.names.iter().position(|n| *n == m.last()).unwrap_or(0),
+                        None => 0,
+                    };
+                    let layer = layers.entry(l).or_insert_with(|| Layer::new(moe.experts));
+                    layer.pairs[which][e] = Some(self.pair(m, spec)?);
+                    *c = Choice::Freeze;
+                }
+                // Dense feed-forwards too: PEFT mistakes any module named gate_proj for an expert of an old
+                // model and would target the fused parameter instead.
+                (Group::Router | Group::Mlp, Choice::Lora { spec, .. }) => {
+                    let p = self.pair(m, spec)?;
+                    let name = v5(self.config, &m.name);
+                    ranks.insert(pattern(&format!("{name}.weight")), json!(spec.rank));
+                    parameters.push(format!("{name}.weight"));
+                    tensors.push((format!("{PREFIX}{name}.lora_A.weight"), p.a));
+                    tensors.push((format!("{PREFIX}{name}.lora_B.weight"), p.b));
+                    *c = Choice::Freeze;
+                }
+                (_, Choice::Lora { spec, .. }) => {
+                    let p = self.pair(m, spec)?;
+                    for (part, t) in [(Part::A, p.a), (Part::B, p.b)] {
+                        let name = part_name(m, part);
+                        tensors.push((format!("{PREFIX}{}.{name}", m.name), t));
+                    }
+                    *spec = unit(spec.rank);
+                }
+                _ => {}
+            }
+        }
+        for t in self.selection.trained() {
+            if matches!(t.part, Part::Weight | Part::Bias | Part::Rows)
+                && let Some(v) = self.values.get(&(t.module.clone(), t.part))
+            {
+                tensors.push((v5(self.config, &self.key(&t)), v.clone()));
+            }
+        }
+        for (l, layer) in &layers {
+            for (name, nested, fused) in layer.fused(*l, moe.width, self.config.hidden)? {
+                let Fused { a, b, rank } = fused;
+                ranks.insert(pattern(&name), json!(rank));
+                tensors.push((format!("{PREFIX}{nested}.lora_A.weight"), a));
+                tensors.push((format!("{PREFIX}{nested}.lora_B.weight"), b));
+                parameters.push(name);
+            }
+        }
+        Ok((tensors, self.fused_config(&rest, &ranks, &parameters)))
+    }
+
+    /// Config of a fused adapter: `parameters` as a whole, with `ranks` by pattern.
+    fn fused_config(&self, rest: &Selection, ranks: &Map<String, Value>, parameters: &[String]) -> Value {
+        let mut config = self.peft_config(rest);
+        if let Some(Value::Array(names)) = config.get("modules_to_save") {
+            let names: Vec<String> =
+                names.iter().filter_map(Value::as_str).map(|n| v5(self.config, n)).collect();
+            config["modules_to_save"] = json!(names);
+        }
+        if !parameters.is_empty() && config["target_modules"].is_string() {
+            config["target_modules"] = json!([]);
+        }
+        for key in ["rank_pattern", "alpha_pattern"] {
+            if let Value::Object(map) = &mut config[key] {
+                map.extend(ranks.clone());
+            }
+        }
+        config["target_parameters"] = json!(parameters);
+        config["lora_dropout"] = json!(0.0);
+        config
+    }
+
+    fn vllm(&self) -> ft_base::Result<(Vec<(String, Tensor)>, Value)> {
+        self.no_dora("vLLM")?;
+        for (m, c) in &self.selection.modules {
+            let why = match c {
+                Choice::Full { .. } => {
+                    "trained in full, which vLLM does not load from an adapter (modules_to_save)\n  hint: ft merge"
+                }
+                Choice::Rows { .. } => {
+                    "rows of tokens trained, which vLLM does not load from an adapter (trainable_token_indices)\n  hint: \
+                     ft merge"
+                }
+                Choice::Freeze | Choice::Lora { .. } => continue,
+            };
+            return Err(self.refuse(m, why));
+        }
+        let rank = self.loras().map(|(_, s)| s.rank).max().unwrap_or(1);
+        // Layers with LoRA on some expert: all of their experts must have it.
+        let layers: Vec<Option<usize>> =
+            self.loras().filter(|(m, _)| m.group == Group::Experts).map(|(m, _)| m.layer).collect();
+        let mut all = self.selection.clone();
+        let mut tensors = Vec::new();
+        for (m, c) in &mut all.modules {
+            let p = match &*c {
+                Choice::Lora { spec, .. } => self.pair(m, spec)?,
+                _ if m.group == Group::Experts && layers.contains(&m.layer) => {
+                    let [o, i] = m.weight_shape()[..] else { continue };
+                    let zeros = |shape| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+                    Pair { a: zeros((rank, i))?, b: zeros((o, rank))? }
+                }
+                _ => continue,
+            };
+            let missing = rank - p.a.dim(0)?;
+            for (part, t, dim) in [(Part::A, p.a, 0), (Part::B, p.b, 1)] {
+                let name = part_name(m, part);
+                tensors.push((format!("{PREFIX}{}.{name}", m.name), t.pad_with_zeros(dim, 0, missing)?));
+            }
+            *c = Choice::Lora { spec: unit(rank), lr_scale: 1.0 };
+        }
+        let mut config = self.peft_config(&all);
+        config["lora_dropout"] = json!(0.0);
+        Ok((tensors, config))
+    }
+
+    fn peft_config(&self, selection: &Selection) -> Value {
+        let (base, revision) = self.adapter.config.base().unwrap_or_default();
+        peft::config_json(selection, base, revision)
+    }
+}
+
+/// A spec with scale 1.
+fn unit(rank: usize) -> LoraSpec {
+    LoraSpec { rank, alpha: rank as f64, dropout: 0.0, rslora: false, dora: false }
+}
+
+fn pattern(name: &str) -> String {
+    format!("^{}", regex::escape(name))
+}
+
+/// Module name in transformers 5, where every family's mixture is called `mlp`.
+fn v5(config: &Config, name: &str) -> String {
+    match &config.family.experts {
+        Some(names) => name.replace(&format!(".{}.", names.block), ".mlp."),
+        None => name.into(),
+    }
+}
+
+fn fail(dir: &Path, why: String) -> Error {
+    Error::Peft { file: dir.display().to_string(), why }
+}
+
+/// Pairs of gate, up and down for every expert of a layer.
+struct Layer {
+    pairs: [Vec<Option<Pair>>; 3],
+}
+
+/// A `[e r, i]` and B `[o, r e]` of one fused parameter.
+struct Fused {
+    a: Tensor,
+    b: Tensor,
+    rank: usize,
+}
+
+impl Layer {
+    fn new(experts: usize) -> Self {
+        Self { pairs: [(); 3].map(|_| (0..experts).map(|_| None).collect()) }
+    }
+
+    /// Name of each adapted parameter, its module with PEFT's nesting, and its values.
+    fn fused(&self, layer: usize, f: usize, d: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
+        let block = format!("model.layers.{layer}.mlp.experts");
+        let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);
+        // PEFT nests two adapted parameters of one module: the first one becomes the inner.
+        let inner = if down.is_some() { ".base_layer" } else { "" };
+        let both = [(gate_up, "gate_up_proj", inner), (down, "down_proj", "")];
+        let named = |(fused, parameter, nested): (Option<Fused>, &str, &str)| {
+            Some((format!("{block}.{parameter}"), format!("{block}{nested}"), fused?))
+        };
+        Ok(both.into_iter().filter_map(named).collect())
+    }
+
+    fn gate_up(&self, f: usize, d: usize) -> candle_core::Result<Option<Fused>> {
+        let [gate, up, _] = &self.pairs;
+        let experts: Vec<Vec<(&Pair, usize)>> = gate
+            .iter()
+            .zip(up)
+            .map(|(g, u)| g.iter().map(|p| (p, 0)).chain(u.iter().map(|p| (p, f))).collect())
+            .collect();
+        fuse(&experts, 2 * f, d)
+    }
+
+    fn down(&self, f: usize, d: usize) -> candle_core::Result<Option<Fused>> {
+        let experts: Vec<Vec<(&Pair, usize)>> =
+            self.pairs[2].iter().map(|p| p.iter().map(|p| (p, 0)).collect()).collect();
+        fuse(&experts, d, f)
+    }
+}
+
+/// Fuses the pairs of all experts, given with the first output row of each, into one parameter.
+fn fuse(experts: &[Vec<(&Pair, usize)>], out: usize, inp: usize) -> candle_core::Result<Option<Fused>> {
+    let rank_of = |pairs: &[(&Pair, usize)]| -> candle_core::Result<usize> {
+        pairs.iter().map(|(p, _)| p.a.dim(0)).sum()
+    };
+    let mut rank = 0;
+    for pairs in experts {
+        rank = rank.max(rank_of(pairs)?);
+    }
+    if rank == 0 {
+        return Ok(None);
+    }
+    let e = experts.len();
+    let (mut a, mut b) = (vec![0f32; e * rank * inp], vec![0f32; out * rank * e]);
+    for (i, pairs) in experts.iter().enumerate() {
+        let mut r = 0;
+        for (p, first) in pairs {
+            for (j, row) in p.a.to_vec2::<f32>()?.iter().enumerate() {
+                a[(i * rank + r + j) * inp..][..inp].copy_from_slice(row);
+            }
+            for (o, row) in p.b.to_vec2::<f32>()?.iter().enumerate() {
+                for (j, x) in row.iter().enumerate() {
+                    b[((first + o) * rank + r + j) * e + i] = *x;
+                }
+            }
+            r += p.a.dim(0)?;
+        }
+    }
+    let a = Tensor::from_vec(a, (e * rank, inp), &Device::Cpu)?;
+    Ok(Some(Fused { a, b: Tensor::from_vec(b, (out, rank * e), &Device::Cpu)?, rank }))
+}
+
+/// Reads a fused adapter back into one pair per linear.
+///
+/// # Errors
+/// An unreadable folder; shapes that do not match the config.
+pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, HashMap<String, Tensor>)> {
+    let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
+    let mut selection = Selection::frozen(config);
+    let mut values = HashMap::new();
+    let get = |name: &str| files.tensor(name, DType::F32, &Device::Cpu);
+    let path = dir.join("adapter_config.json");
+    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::read(&path, e))?;
+    let raw: Value = serde_json::from_str(&text).map_err(|e| fail(&path, e.to_string()))?;
+    let parameters: HashSet<String> =
+        serde_json::from_value(raw["target_parameters"].clone()).map_err(|e| fail(&path, e.to_string()))?;
+    for (m, c) in &mut selection.modules {
+        let name = v5(config, &m.name);
+        if let (Group::Experts, Some(l), Some(e), Some(moe)) = (m.group, m.layer, m.expert, &config.moe) {
+            let block = format!("{PREFIX}model.layers.{l}.mlp.experts");
+            let has = |parameter| parameters.contains(&format!("model.layers.{l}.mlp.experts.{parameter}"));
+            let which = match &config.family.experts {
+                Some(n) => n.names.iter().position(|n| *n == m.last()).unwrap_or(0),
+                None => 0,
+            };
+            let [o, i] = m.weight_shape()[..] else { continue };
+            // With both parameters adapted, PEFT nests them: down is the outer one.
+            let prefix = match (which, has("gate_up_proj"), has("down_proj")) {
+                (2, _, true) | (0 | 1, true, false) => block,
+                (0 | 1, true, true) => format!("{block}.base_layer"),
+                _ => continue,
+            };
+            let (a, b) = (get(&format!("{prefix}.lora_A.weight"))?, get(&format!("{prefix}.lora_B.weight"))?);
+            let rank = a.dim(0)? / moe.experts;
+            let a = a.reshape((moe.experts, rank, i))?.get(e)?;
+            let rows = b.dim(0)?;
+            let b = b.reshape((rows, rank, moe.experts))?.narrow(2, e, 1)?.squeeze(2)?;
+            let first = if which == 1 { rows - o } else { 0 };
+            values.insert(format!("{}.lora_A.weight", m.name), a.contiguous()?);
+            values.insert(format!("{}.lora_B.weight", m.name), b.narrow(0, first, o)?.contiguous()?);
+            *c = Choice::Lora { spec: unit(rank), lr_scale: 1.0 };
+            continue;
+        }
+        for part in [Part::Weight, Part::Bias, Part::A, Part::B] {
+            let part = part_name(m, part);
+            let key = format!("{PREFIX}{name}.{part}");
+            let Some(info) = files.info(&key) else { continue };
+            *c = match part {
+                "weight" | "bias" => Choice::Full { lr_scale: 1.0 },
+                _ => Choice::Lora {
+                    spec: unit(if part.contains("_A") { info.shape[0] } else { info.shape[1] }),
+                    lr_scale: 1.0,
+                },
+            };
+            values.insert(format!("{}.{part}", m.name), get(&key)?);
+        }
+    }
+    Ok((selection, values))
+}

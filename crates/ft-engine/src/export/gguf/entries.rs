@@ -1,0 +1,19 @@
+//! Keys and tensor entries of a GGUF file.
+
+use crate::files::GgufValue;
+use candle_core::DType;
+
+/// Keys and values, in the order of the file.
+pub(super) type Keys = Vec<(String, GgufValue)>;
+
+/// Name, dtype and shape of a tensor.
+pub(super) type Entry = (String, DType, Vec<usize>);
+
+/// `general.file_type` of a file with matrices in `dtype`.
+pub(super) fn file_type(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 1,
+        DType::BF16 => 32,
+        _ => 0,
+    }
+}

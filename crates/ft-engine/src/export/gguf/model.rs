@@ -1,0 +1,130 @@
+//! Writes a model as a GGUF file, one tensor at a time.
+
+use super::entries::{Entry, Keys, file_type};
+use super::error::{Error, refuse};
+use super::names::{Placed, architecture, place, reorder};
+use super::{keys, tokenizer};
+use crate::files::{GgufValue, write_gguf};
+use crate::load::Base;
+use crate::model::modules::Module;
+use crate::quant::CodeBooks;
+use candle_core::{DType, Device, Tensor};
+use ft_base::terminal::{tell, warn};
+use std::collections::HashMap;
+use std::path::Path;
+
+const ROPE: &str = "rope_freqs.weight";
+
+/// Source of a tensor of the file.
+struct Source<'a> {
+    placed: &'a Placed,
+    bias: bool,
+    dtype: DType,
+}
+
+/// Writes the model in `dir`, opened as `base`, to `path`. Matrices are written in `dtype`; norms, biases
+/// and routers in f32, as llama.cpp requires. `pre` overrides llama.cpp's name of the pre-tokenizer.
+/// `progress` receives the bytes of every tensor.
+///
+/// # Errors
+/// A model or tokenizer that llama.cpp reads differently; values beyond f16's range; a full disk.
+pub fn write_model(
+    base: &Base,
+    dir: &Path,
+    name: &str,
+    dtype: DType,
+    pre: Option<&str>,
+    path: &Path,
+    progress: &dyn Fn(u64),
+) -> ft_base::Result<()> {
+    base.check()?;
+    let config = &base.config;
+    let placed = place(config)?;
+    let (of_config, factors) = keys::of_config(config)?;
+    let mut all: Keys = vec![
+        ("general.architecture".into(), architecture(config)?.into()),
+        ("general.type".into(), "model".into()),
+        ("general.name".into(), name.into()),
+        ("general.file_type".into(), GgufValue::U32(file_type(dtype))),
+        ("general.quantization_version".into(), GgufValue::U32(2)),
+    ];
+    all.extend(of_config);
+    all.extend(tokenizer::keys(dir, config, pre)?);
+    let window = keys::context(config);
+    if window < config.max_positions {
+        warn(&format!(
+            "llama.cpp has no sliding windows for this family: the context in the file is {window} tokens, the window, \
+             up to which it makes no difference"
+        ));
+    }
+
+    let mut entries: Vec<Entry> = Vec::new();
+    let mut sources = HashMap::new();
+    for p in &placed {
+        let Some(first) = p.modules.first() else { continue };
+        let stacked = |shape: Vec<usize>| match p.modules.len() {
+            1 if first.expert.is_none() => shape,
+            n => [vec![n], shape].concat(),
+        };
+        let of = if p.in_f32 { DType::F32 } else { dtype };
+        entries.push((format!("{}.weight", p.name), of, stacked(first.weight_shape())));
+        sources.insert(format!("{}.weight", p.name), Source { placed: p, bias: false, dtype: of });
+        if let Some(n) = first.bias() {
+            entries.push((format!("{}.bias", p.name), DType::F32, vec![n]));
+            sources.insert(format!("{}.bias", p.name), Source { placed: p, bias: true, dtype: DType::F32 });
+        }
+    }
+    if let Some(f) = &factors {
+        entries.push((ROPE.into(), DType::F32, vec![f.len()]));
+    }
+    let mut books = CodeBooks::new(&Device::Cpu)?;
+    write_gguf(path, &all, &entries, |name| {
+        let tensor = match (sources.get(name), &factors) {
+            (Some(source), _) => tensor(base, source, &mut books)?,
+            (None, Some(f)) if name == ROPE => Tensor::new(f.as_slice(), &Device::Cpu)?,
+            _ => return Err(candle_core::Error::Msg(format!("{name} has no source")).into()),
+        };
+        progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
+        Ok(tensor)
+    })?;
+    tell(&format!("{} tensors, {} keys", entries.len(), all.len()));
+    Ok(())
+}
+
+fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::Result<Tensor> {
+    let parts: Vec<Tensor> = source
+        .placed
+        .modules
+        .iter()
+        .map(|m| {
+            let t = read(base, m, source, books)?;
+            Ok(reorder(&t, source.placed.heads)?)
+        })
+        .collect::<ft_base::Result<_>>()?;
+    match &parts[..] {
+        [one] if source.placed.modules[0].expert.is_none() => Ok(one.clone()),
+        all => Ok(Tensor::stack(all, 0)?),
+    }
+}
+
+/// Reads a weight or bias, dequantized if 4-bit.
+fn read(base: &Base, m: &Module, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::Result<Tensor> {
+    let dtype = source.dtype;
+    let name = format!("{}.{}", m.name, if source.bias { "bias" } else { "weight" });
+    let Some(files) = base.files() else {
+        return Err(Error { place: name, why: "a model of random weights has no files".into() }.into());
+    };
+    let value = match base.four_bit(m).filter(|_| !source.bias) {
+        Some(how) => {
+            base.codes((m, 0), how, DType::F32, books)?.dequantize()?.to_dtype(dtype)?.real()?.clone()
+        }
+        None => files.tensor(&name, dtype, &Device::Cpu)?,
+    };
+    if dtype == DType::F16 {
+        let most = value.to_dtype(DType::F32)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        if !most.is_finite() {
+            return Ok(refuse(name, "has values beyond f16's range\n  hint: --dtype bf16, or f32")?);
+        }
+    }
+    Ok(value)
+}

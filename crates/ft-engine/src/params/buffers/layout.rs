@@ -1,0 +1,58 @@
+//! Layout of trained tensors in the buffers of their units.
+
+use super::moments::is_large;
+use super::projected::Projection;
+use super::shard::ALIGN;
+use crate::adapters::{Part, Trained};
+use crate::model::sink::Slot;
+use ft_recipe::Method;
+use std::collections::BTreeSet;
+
+/// Ends of the kinds of tensors in a unit's buffer. The order makes each property a contiguous range: large
+/// tensors, adapter tensors, projected tensors.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct UnitLayout {
+    pub large_full: usize,
+    /// Moments up to here can be in 8 bits.
+    pub large: usize,
+    pub adapters: usize,
+    /// Gradients from here on are projected.
+    pub plain: usize,
+    /// Length in elements.
+    pub len: usize,
+}
+
+/// Assigns slots to all tensors.
+pub(crate) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, Vec<UnitLayout>) {
+    let mut layouts = vec![UnitLayout::default(); units];
+    let mut slots = Vec::with_capacity(tensors.len());
+    let kind = |t: &Trained| match (is_large(t.elements()), t.part.method() == Method::Lora) {
+        _ if how.takes_tensor(t, units) => 4,
+        (true, false) => 0,
+        (true, true) => 1,
+        (false, true) => 2,
+        (false, false) => 3,
+    };
+    let ends: [fn(&mut UnitLayout) -> &mut usize; 4] =
+        [|u| &mut u.large_full, |u| &mut u.large, |u| &mut u.adapters, |u| &mut u.plain];
+    for number in 0..5 {
+        for (index, t) in tensors.iter().enumerate().filter(|(_, t)| kind(t) == number) {
+            let cols = *t.shape.last().unwrap_or(&1);
+            let rows = t.elements() / cols.max(1);
+            let offset = layouts[t.unit].len;
+            layouts[t.unit].len = (offset + t.elements()).next_multiple_of(ALIGN);
+            slots.push(Slot { index, unit: t.unit, offset, rows, cols });
+        }
+        if let Some(end) = ends.get(number) {
+            layouts.iter_mut().for_each(|u| *end(u) = u.len);
+        }
+    }
+    slots.sort_by_key(|s| s.index);
+    (slots, layouts)
+}
+
+/// Units in which layers use the f32 master weights directly: DoRA's magnitudes are applied in f32. Every
+/// rank holds them in full.
+pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<usize> {
+    parts.into_iter().filter(|(_, part)| *part == Part::Magnitude).map(|(unit, _)| unit).collect()
+}

@@ -1,0 +1,11 @@
+//! Flat buffers: layout, shards, moments.
+
+pub(super) mod allocate;
+mod buffer;
+pub mod layout;
+pub mod moments;
+pub mod projected;
+mod shard;
+
+pub use buffer::{Buffer, Held};
+pub use shard::{ALIGN, Shard, common};

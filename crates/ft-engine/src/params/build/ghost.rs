@@ -1,0 +1,184 @@
+//! Shape-only weights for a plan, mirroring what [`super::build`] would load and allocate.
+
+use crate::adapters::{Choice, peft};
+use crate::model::decoder::Weights;
+use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::Rows;
+use crate::model::linear::{Dora, Lora, Weight};
+use crate::model::modules::{Group, MlpTree, Module};
+use crate::model::sink::Slot;
+use crate::quant;
+use candle_core::{DType, Shape};
+use ft_kernels::padded::Padded;
+use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::tensor::Ghost;
+use ft_kernels::{Ledger, Machine, Tensor};
+use ft_recipe::{LoraSpec, Quantize};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Length of the buffer that all shape-only gradients share.
+const BUFFER: usize = 1 << 60;
+
+/// Whether `quantize` makes a module's weight 4-bit: decoder linears, except routers and weights trained in
+/// full.
+pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
+    quantize == Quantize::Nf4 && quant::applies_to(m) && !matches!(choice, Choice::Full { .. })
+}
+
+/// Whether a frozen matrix stays in the checkpoint's half precision while the model computes in f32
+/// ([`ft_kernels::gemm::kept`]).
+pub fn stays_stored(m: &Module, choice: &Choice, machine: Machine) -> bool {
+    m.weight_shape().len() == 2 && choice.leaves_weight() && machine.frozen() < machine.width
+}
+
+/// LoRA rank if a dense matrix gets spare columns and rows to fuse adapter products, otherwise 0. `rooms`
+/// is whether weights reside on a CUDA device. DoRA and experts are excluded: they use other products
+/// (`kernel::grouped` for experts).
+pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
+    let Choice::Lora { spec, .. } = choice else { return 0 };
+    let takes = rooms && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
+    if takes { spec.rank } else { 0 }
+}
+
+/// Source of shape-only weights, given the choice for every module.
+pub struct Ghosts<'a> {
+    /// Ledger to charge.
+    pub ledger: &'a Ledger,
+    pub dtype: DType,
+    /// Choice by module name; frozen if absent.
+    pub choices: HashMap<&'a str, Choice>,
+    /// Quantization of decoder linears.
+    pub quantize: Quantize,
+    /// Whether weights reside on a CUDA device, so that dense ones get spare columns for adapters.
+    rooms: bool,
+    used: usize,
+}
+
+impl<'a> Ghosts<'a> {
+    /// Builds the source; `stays` is whether weights reside on the device.
+    pub fn new(
+        ledger: &'a Ledger,
+        dtype: DType,
+        choices: impl Iterator<Item = (&'a str, Choice)>,
+        (quantize, stays): (Quantize, bool),
+    ) -> Self {
+        let rooms = stays && ledger.machine().cuda;
+        Self { ledger, dtype, choices: choices.collect(), quantize, rooms, used: 0 }
+    }
+
+    /// Gradient buffers for a model with these weights, by unit.
+    pub fn grads(ledger: &Ledger) -> Vec<Option<Tensor>> {
+        vec![Some(Ghost::weight(ledger, BUFFER, DType::F32).into())]
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.choices.get(m.name.as_str()).copied().unwrap_or(Choice::Freeze)
+    }
+
+    fn ghost(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
+        Ghost::weight(self.ledger, shape, dtype).into()
+    }
+
+    fn slot(&mut self, rows: usize, cols: usize) -> Slot {
+        let offset = self.used;
+        self.used += rows * cols;
+        Slot { index: 0, unit: 0, offset, rows, cols }
+    }
+
+    fn tensor(&mut self, m: &Module, shape: &[usize]) -> (Tensor, Option<Slot>) {
+        let choice = self.choice(m);
+        let full = matches!(choice, Choice::Full { .. });
+        let cols = shape.last().copied().unwrap_or(1);
+        let rows = shape.iter().product::<usize>() / cols.max(1);
+        let kept = shape.len() == 2 && stays_stored(m, &choice, self.ledger.machine());
+        let dtype = if kept { DType::BF16 } else { self.dtype };
+        (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
+    }
+
+    /// LoRA of a matrix `[o, i]`: spec, A, B and gradient slots.
+    fn update(&mut self, m: &Module) -> Option<(LoraSpec, Tensor, Tensor, (Slot, Slot))> {
+        let Choice::Lora { spec, .. } = self.choice(m) else { return None };
+        let &[o, i] = m.weight_shape().as_slice() else { return None };
+        // LoRA adapts the transpose of an embedding's table `[v, d]`.
+        let (o, i) = if m.last() == "embed_tokens" { (i, o) } else { (o, i) };
+        let (a, b) = (self.ghost((spec.rank, i), self.dtype), self.ghost((o, spec.rank), self.dtype));
+        Some((spec, a, b, (self.slot(spec.rank, i), self.slot(o, spec.rank))))
+    }
+}
+
+impl Weights for Ghosts<'_> {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        Ok(self.tensor(m, &m.weight_shape()))
+    }
+
+    fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        match m.weight_shape().as_slice() {
+            &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => Ok((
+                Weight::Nf4(Arc::new(QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype))),
+                None,
+            )),
+            shape => {
+                let rank = room(m, &self.choice(m), self.rooms);
+                if let (&[o, i], true) = (shape, rank > 0) {
+                    let all = self.ghost(Padded::shape((o, i), rank), self.dtype);
+                    return Ok((Weight::Padded(Padded::within(all, (o, i))?), None));
+                }
+                let (weight, slot) = self.tensor(m, shape);
+                Ok((Weight::Dense(weight), slot))
+            }
+        }
+    }
+
+    fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        Ok(self.tensor(m, &[m.bias().unwrap_or(0)]))
+    }
+
+    fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
+        let Some((spec, a, b, slots)) = self.update(m) else { return Ok(None) };
+        let (o, _) = weight.dims()?;
+        let dora = spec.dora.then(|| Dora {
+            magnitude: self.ghost((1, o), DType::F32),
+            slot: Some(self.slot(1, o)),
+            row_squares: self.ghost(o, DType::F32),
+        });
+        let (scale, dropout) = (peft::scale(&spec), spec.dropout);
+        Ok(Some(Lora { a, b, slots: Some(slots), scale, dropout, stream: 0, dora }))
+    }
+
+    fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {
+        let update = self.update(m);
+        Ok(update.map(|(spec, a, b, slots)| EmbeddingLora {
+            a,
+            b,
+            slots: Some(slots),
+            scale: peft::scale(&spec),
+        }))
+    }
+
+    fn rows(&mut self, m: &Module) -> ft_base::Result<Option<Rows>> {
+        let Choice::Rows { count, .. } = self.choice(m) else { return Ok(None) };
+        let (index, values) = (self.ghost(count, DType::U32), self.ghost((count, m.cols()), self.dtype));
+        let slot = Some(self.slot(count, m.cols()));
+        Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
+    }
+
+    /// Run lengths of adjacent experts with equal choices.
+    fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
+        let mut out: Vec<usize> = Vec::new();
+        let mut last = None;
+        for e in experts {
+            let choices = [&e.gate, &e.up, &e.down].map(|m| self.choice(m));
+            match out.last_mut() {
+                Some(n) if last == Some(choices) => *n += 1,
+                _ => out.push(1),
+            }
+            last = Some(choices);
+        }
+        out
+    }
+}

@@ -1,0 +1,438 @@
+//! Loads a model's tensors as the decoder asks for them: frozen ones from the base, trained ones into their
+//! flat buffers.
+
+use super::build::Build;
+use super::check::{check_full, four_bit};
+use super::frozen::{FrozenUnit, Place};
+use crate::adapters::{Choice, Part, peft};
+use crate::load::{self, FourBit};
+use crate::model::Decoder;
+use crate::model::decoder::Weights;
+use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::{Dora, Lora, Weight};
+use crate::model::modules::{Kind, Module};
+use crate::model::rows::Rows;
+use crate::model::sink::Slot;
+use crate::params::Params;
+use crate::params::buffers::Shard;
+use crate::quant::{BLOCK, CodeBooks, Unread};
+use crate::ranks::{At, Comm};
+use candle_core::{DType, Device};
+use ft_base::rng::{Purpose, Stream};
+use ft_base::terminal::bytes_bar;
+use ft_kernels::Tensor;
+use ft_kernels::crossing::Arrival;
+use ft_kernels::padded::Padded;
+use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::tensor::Real;
+use indicatif::ProgressBar;
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// State of a build.
+pub(super) struct Loader<'a> {
+    b: &'a Build<'a>,
+    params: Params,
+    /// Index of each module.
+    numbers: HashMap<String, usize>,
+    /// Index of each trained tensor, hashed: a model may have tens of thousands.
+    tensors: HashMap<(String, Part), usize>,
+    /// Tables of the 4-bit types.
+    books: CodeBooks,
+    /// The unit under construction, if frozen weights are sharded or offloaded.
+    split: Option<FrozenUnit<'a>>,
+    /// Adapters of this unit whose row norms are computed after gathering it.
+    norms: Vec<Norms>,
+    bar: Option<ProgressBar>,
+}
+
+/// An adapter waiting for the row norms of the adapted matrix.
+struct Norms {
+    module: Module,
+    weight: Weight,
+    lora: Lora,
+    /// DoRA: index of the magnitude among the trained tensors, and location of the squared row norms.
+    dora: Option<(usize, Place)>,
+}
+
+impl<'a> Loader<'a> {
+    /// Allocates the trained tensors.
+    pub(super) fn new(b: &'a Build<'a>) -> ft_base::Result<Self> {
+        b.base.check()?;
+        check_full(b.base, b.selection, b.adapter)?;
+        let units = b.base.config.layers + 2;
+        let mut params = Params::new(b.selection.trained(), units, b.dtype, b.device, b.allocate)?;
+        params.initials = b.base.initials().cloned();
+        if let Some(a) = b.adapter {
+            a.check_against(b.selection, &params.tensors)?;
+        }
+        let books = CodeBooks::new(b.device)?;
+        let bar = b.shown.map(|what| bytes_bar(what, b.base.bytes()));
+        let (numbers, tensors, split, norms) = (HashMap::new(), HashMap::new(), None, Vec::new());
+        let mut loader = Self { b, params, numbers, tensors, books, split, norms, bar };
+        for (i, (m, _)) in b.selection.modules.iter().enumerate() {
+            loader.numbers.insert(m.name.clone(), i);
+        }
+        for (i, t) in loader.params.tensors.iter().enumerate() {
+            loader.tensors.insert((t.module.clone(), t.part), i);
+        }
+        Ok(loader)
+    }
+
+    /// Moves on to a module; entering a new unit completes the previous one.
+    fn come_to(&mut self, m: &Module) -> ft_base::Result<()> {
+        let unit = m.unit(self.b.base.config.layers);
+        if self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+            self.complete()?;
+            self.split = Some(FrozenUnit::new(unit, self.b.device));
+        }
+        Ok(())
+    }
+
+    /// Reads this rank's part of the finished unit.
+    fn complete(&mut self) -> ft_base::Result<()> {
+        let Some(split) = self.split.take() else { return Ok(()) };
+        let unit = split.unit;
+        self.params.frozen[unit] = split.end(self.b.allocate)?;
+        let norms = std::mem::take(&mut self.norms);
+        if norms.is_empty() {
+            return Ok(());
+        }
+        // A tied head uses the embedding's table.
+        let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
+        let units = std::iter::once(unit).chain(tied.then_some(0));
+        for u in units.clone() {
+            self.params.gather(u, self.b.ranks())?.into_iter().try_for_each(Arrival::wait)?;
+        }
+        for n in norms {
+            self.complete_norms(unit, n)?;
+        }
+        units.clone().try_for_each(|u| self.params.release(u))?;
+        Ok(())
+    }
+
+    /// Computes the row norms of a gathered weight: sets DoRA's magnitude, or validates the adapter.
+    fn complete_norms(&self, unit: usize, n: Norms) -> ft_base::Result<()> {
+        let Norms { module, weight, lora, dora } = n;
+        let squares = weight.row_squares()?;
+        let norms = || lora.norms(&weight, &squares)?.real().cloned();
+        match (dora, self.b.adapter) {
+            (Some((i, place)), _) => {
+                let init = self.from_adapter(i)?.map_or_else(norms, Ok)?;
+                self.params.set(i, &init)?;
+                place.set(&self.params.frozen[unit], squares.real()?)?;
+            }
+            (None, Some(adapter)) => adapter.check_neutral(&module, &norms)?,
+            (None, None) => {}
+        }
+        Ok(())
+    }
+
+    /// Index of a module in the model, from 1; seeds the module's random numbers.
+    fn number(&self, m: &Module) -> u64 {
+        self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
+    }
+
+    fn part(&self, m: &Module, part: Part) -> Option<usize> {
+        self.tensors.get(&(m.name.clone(), part)).copied()
+    }
+
+    /// Finishes the last unit and the progress bar.
+    pub(super) fn end(mut self) -> ft_base::Result<Params> {
+        self.complete()?;
+        self.bar.inspect(|bar| bar.finish_and_clear());
+        Ok(self.params)
+    }
+
+    /// Advances the progress bar by the bytes read for a module.
+    fn was_read(&self, m: &Module, bias: bool, full: bool) {
+        if let Some(bar) = &self.bar {
+            bar.inc(self.b.base.bytes_of(m, bias, full));
+        }
+    }
+
+    /// Reads a range of a base tensor as a vector on `device`.
+    fn base(
+        &self,
+        m: &Module,
+        part: Part,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> ft_base::Result<Real> {
+        let (bias, full) = (part == Part::Bias, matches!(self.choice(m), Choice::Full { .. }));
+        let t = self.b.base.part((m, self.number(m)), bias, full, elements, dtype, device)?;
+        self.was_read(m, bias, full);
+        Ok(t)
+    }
+
+    /// Loads the weight of a linear in 4 bits.
+    fn blocks(&mut self, m: &Module, how: FourBit) -> ft_base::Result<QuantizedMatrix> {
+        let of = (m, self.number(m));
+        let blocks = match &mut self.split {
+            Some(split) => {
+                let (shard, comm) = (self.params.shard, self.b.ranks());
+                let scales = |n: usize, make: base::Scales<'_>| all_scales(m, n, make, shard, comm);
+                let unread = self.b.base.unread_codes(of, how, self.b.dtype, &scales)?;
+                unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(u)?))?
+            }
+            None => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
+        };
+        self.was_read(m, false, false);
+        Ok(blocks)
+    }
+
+    /// Loads a frozen tensor: a separate one, or a view if frozen weights are sharded or offloaded.
+    fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> ft_base::Result<Tensor> {
+        let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
+        let dtype = match part {
+            Part::Weight if self.choice(m).leaves_weight() => b.base.kept(m, b.dtype, b.device),
+            _ => b.dtype,
+        };
+        let Some(split) = &mut self.split else {
+            let flat = self.base(m, part, 0..len, dtype, b.device)?;
+            return Ok(flat.reshape(shape)?.into());
+        };
+        let module = m.clone();
+        let read = move |elements| {
+            let bias = part == Part::Bias;
+            b.base.part((&module, number), bias, false, elements, dtype, &Device::Cpu)
+        };
+        let view = split.later(Unread { dtype, len, read: Box::new(read) })?;
+        self.was_read(m, part == Part::Bias, false);
+        Ok(view.reshape(shape)?)
+    }
+
+    /// Loads a tensor of the base: frozen, or trained in its buffer.
+    fn tensor(&mut self, m: &Module, part: Part) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        self.come_to(m)?;
+        let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
+        let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part, &shape)?, None)) };
+        match self.from_adapter(i)? {
+            Some(t) => self.params.set(i, &t)?,
+            None => {
+                let mine = self.params.mine(i)?;
+                let values = self.base(m, part, mine.clone(), DType::F32, self.params.home(i)?)?;
+                self.params.set_from(i, mine.start, &values)?;
+            }
+        }
+        Ok((self.params.view(i)?, self.slot(i)))
+    }
+
+    /// Fills A and B from the adapter, or initializes them.
+    fn init_lora(&self, m: &Module, a: usize, b: usize) -> ft_base::Result<()> {
+        if let (Some(ta), Some(tb)) = (self.from_adapter(a)?, self.from_adapter(b)?) {
+            self.params.set(a, &ta)?;
+            self.params.set(b, &tb)?;
+            return Ok(());
+        }
+        if let Some(f) = self.b.base.factors((m, self.number(m)))? {
+            self.params.set(a, &f.a)?;
+            self.params.set(b, &f.b)?;
+            return Ok(());
+        }
+        let embedding = matches!(m.kind, Kind::Embedding { .. });
+        // PEFT's initialization: A is Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i),
+        // and B zero; on an embedding, A is zero and B standard normal.
+        let (index, stream) = if embedding { (b, 1) } else { (a, 0) };
+        let t = &self.params.tensors[index];
+        let s = Stream::new(self.b.seed, Purpose::Adapter, stream, self.number(m));
+        let bound = 1.0 / (t.shape[1] as f32).sqrt();
+        let n = t.elements() as u64;
+        let values: Vec<f32> = (0..n)
+            .into_par_iter()
+            .map(|i| if embedding { s.normal(i) } else { (2.0 * s.uniform(i) - 1.0) * bound })
+            .collect();
+        Ok(self.params.set(index, &Real::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?)
+    }
+
+    /// Values of a trained tensor in the adapter, if there is one.
+    fn from_adapter(&self, index: usize) -> ft_base::Result<Option<Real>> {
+        match self.b.adapter {
+            Some(adapter) => adapter.get(&self.params.tensors[index]),
+            None => Ok(None),
+        }
+    }
+
+    /// Gradient slot of a trained tensor, in training.
+    fn slot(&self, index: usize) -> Option<Slot> {
+        self.b.allocate.train.then_some(self.params.slots[index])
+    }
+
+    fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
+        self.slot(a).zip(self.slot(b))
+    }
+}
+
+impl Build<'_> {
+    /// Loads the model and allocates trained tensors.
+    ///
+    /// # Errors
+    /// Missing, unexpected or misshapen tensors, all named; an adapter that does not match.
+    pub fn run(&self) -> ft_base::Result<(Decoder, Params)> {
+        let mut loader = Loader::new(self)?;
+        let decoder = Decoder::build(&self.base.config, &mut loader)?;
+        Ok((decoder, loader.end()?))
+    }
+
+    /// Logits `[t, v]` (f32) for a few tokens of one document, with a single layer in memory at a time.
+    ///
+    /// # Errors
+    /// As [`Build::run`].
+    pub fn logits(&self, ids: &[u32]) -> ft_base::Result<Real> {
+        let mut loader = Loader::new(self)?;
+        let logits = Decoder::logits_by_layer(&self.base.config, &mut loader, ids, self.device)?;
+        loader.end()?;
+        Ok(logits)
+    }
+}
+
+impl Weights for Loader<'_> {
+    fn dtype(&self) -> DType {
+        self.b.dtype
+    }
+
+    fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        self.tensor(m, Part::Weight)
+    }
+
+    fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        self.come_to(m)?;
+        match four_bit(self.b.base, m, &self.choice(m)) {
+            Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
+            None => {
+                let (weight, slot) = self.weight(m)?;
+                let (ranks, apart) = (self.params.shard.ranks, self.params.is_gathered());
+                let rooms = self.b.device.is_cuda() && ranks == 1 && !apart;
+                let rank = super::ghost::room(m, &self.choice(m), rooms);
+                Ok((
+                    if rank == 0 {
+                        Weight::Dense(weight)
+                    } else {
+                        Weight::Padded(Padded::copy_of(&weight, rank)?)
+                    },
+                    slot,
+                ))
+            }
+        }
+    }
+
+    fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        self.tensor(m, Part::Bias)
+    }
+
+    fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
+        self.come_to(m)?;
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
+        let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
+        self.init_lora(m, a, b)?;
+        let scale = peft::scale(&spec);
+        let mut lora = Lora {
+            a: self.params.view(a)?,
+            b: self.params.view(b)?,
+            slots: self.slots(a, b),
+            scale,
+            dropout: spec.dropout,
+            stream: self.number(m),
+            dora: None,
+        };
+        if let Some(split) = &mut self.split {
+            // The weight is not in memory yet.
+            let mut dora = None;
+            if let Some(i) = self.tensors.get(&(m.name.clone(), Part::Magnitude)) {
+                let (place, row_squares) = split.place(DType::F32, weight.dims()?.0)?;
+                lora.dora = Some(Dora {
+                    magnitude: self.params.wide_view(*i)?.unsqueeze(0)?,
+                    slot: self.slot(*i),
+                    row_squares,
+                });
+                dora = Some((*i, place));
+            }
+            if dora.is_some() || self.b.adapter.is_some() {
+                let (module, weight) = (m.clone(), weight.clone());
+                self.norms.push(Norms { module, weight, lora: lora.clone(), dora });
+            }
+            return Ok(Some(lora));
+        }
+        if !spec.dora
+            && let Some(adapter) = self.b.adapter
+        {
+            // PEFT has a single DoRA switch: an adapter with DoRA stores magnitudes for plain LoRA too,
+            // which must be neutral.
+            let norms = || lora.norms(weight, &weight.row_squares()?)?.real().cloned();
+            adapter.check_neutral(m, &norms)?;
+        }
+        if let Some(i) = self.part(m, Part::Magnitude) {
+            let row_squares = weight.row_squares()?;
+            let init = match self.from_adapter(i)? {
+                Some(t) => t,
+                None => lora.norms(weight, &row_squares)?.real()?.clone(),
+            };
+            self.params.set(i, &init)?;
+            lora.dora = Some(Dora {
+                magnitude: self.params.wide_view(i)?.unsqueeze(0)?,
+                slot: self.slot(i),
+                row_squares,
+            });
+        }
+        Ok(Some(lora))
+    }
+
+    fn rows(&mut self, m: &Module) -> ft_base::Result<Option<Rows>> {
+        let Some(i) = self.part(m, Part::Rows) else { return Ok(None) };
+        let (ids, t) = (self.b.selection.tokens.of(&m.name), &self.params.tensors[i]);
+        let (rows, cols) = (t.shape[0], m.cols());
+        if ids.len() != rows {
+            let why = format!("{}: {rows} rows train, and of {} it is known which", m.name, ids.len());
+            return Err(candle_core::Error::Msg(why).into());
+        }
+        match self.from_adapter(i)? {
+            Some(values) => self.params.set(i, &values)?,
+            None => {
+                for (row, id) in ids.iter().enumerate() {
+                    let at = *id as usize * cols;
+                    let of = (m, self.number(m));
+                    let values =
+                        self.b.base.part(of, false, false, at..at + cols, DType::F32, &Device::Cpu)?;
+                    self.params.set_from(i, row * cols, &values)?;
+                }
+            }
+        }
+        let index = Real::from_slice(ids.as_slice(), rows, self.b.device)?.into();
+        let slot = self.slot(i);
+        Ok(Some(Rows { ids, index, values: self.params.view(i)?, slot }))
+    }
+
+    fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
+        let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
+        self.init_lora(m, a, b)?;
+        let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);
+        Ok(Some(EmbeddingLora { a: view_a, b: view_b, slots: self.slots(a, b), scale: peft::scale(&spec) }))
+    }
+}
+
+/// Computes the scales of a weight's blocks in parallel on all ranks and gathers them.
+fn all_scales(
+    m: &Module,
+    values: usize,
+    make: base::Scales<'_>,
+    shard: Shard,
+    comm: &dyn Comm,
+) -> ft_base::Result<Vec<f32>> {
+    let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
+    let parts = shard.parts(values);
+    let mine = make(parts[shard.rank].clone())?;
+    let mine = Real::from_vec(mine, blocks(&parts[shard.rank]).len(), &Device::Cpu)?;
+    let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
+    let unit = m.layer.map(|l| l + 1);
+    let at = At { what: "the gathering of scales", unit };
+    comm.gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
+    Ok(all.real()?.to_vec1()?)
+}

@@ -1,0 +1,14 @@
+//! Trained parameters in flat buffers, and their loading.
+
+pub mod buffers;
+pub mod build;
+mod exported;
+pub mod learning_rates;
+#[expect(clippy::module_inception, reason = "the type of the folder's name")]
+mod params;
+mod unit;
+
+pub use buffers::allocate::Allocate;
+pub use learning_rates::LearningRate;
+pub use params::Params;
+pub use unit::Unit;

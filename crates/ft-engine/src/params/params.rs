@@ -1,0 +1,299 @@
+//! Trained tensors in flat buffers, one set per unit of the walk.
+//!
+//! A unit (embedding, layer or head) stores all trained tensors end to end, so that reduction, norm,
+//! clipping and optimizer take one pass per unit. Layers use views of the `compute` buffer; a step updates
+//! it in place, without copies, unless master weights and moments are offloaded to the host
+//! (`memory.offload`). With ZeRO, a rank holds a range of every unit's buffer; with offloaded weights, the
+//! device holds nothing permanently. In both cases compute weights are gathered before a visit to the unit
+//! and released afterwards.
+
+use super::buffers::allocate::Allocate;
+use super::buffers::layout::{UnitLayout, layout, wide_units};
+use super::buffers::moments::is_large;
+use super::buffers::projected::{Projected, Projection};
+use super::buffers::{Buffer, Shard, common};
+use super::unit::{Placement, Unit};
+use crate::adapters::Trained;
+use crate::load::Initials;
+use crate::model::sink::Slot;
+use crate::ranks::{At, Comm};
+use candle_core::{DType, Device, Result};
+use ft_kernels::Tensor;
+use ft_kernels::cpu::is_native;
+use ft_kernels::crossing::Arrival;
+use ft_kernels::tensor::Real;
+use ft_kernels::vacant::vacate;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// All trained tensors of a model.
+#[derive(Debug)]
+pub struct Params {
+    /// Trained tensors in the order of the forward pass.
+    pub tensors: Vec<Trained>,
+    /// Slot of each tensor.
+    pub slots: Vec<Slot>,
+    /// Buffers by unit; `None` if nothing trains.
+    pub units: Vec<Option<Unit>>,
+    /// Frozen weights by unit, if sharded or offloaded; otherwise empty.
+    pub frozen: Vec<Vec<Buffer>>,
+    /// Whether master weights and moments are on the host.
+    pub offloaded: bool,
+    /// Whether compute weights are on the host and copied to the device for each visit.
+    pub weights_offloaded: bool,
+    /// Whether host buffers for transfers are page-locked.
+    pub pin: bool,
+    /// Whether large tensors have 8-bit moments.
+    pub eight_bit: bool,
+    /// Gradient projection.
+    pub projection: Projection,
+    /// Whether units are updated during the backward pass.
+    pub in_backward: bool,
+    /// Sharding and this rank's share.
+    pub shard: Shard,
+    /// LoRA initializations from the base, if any.
+    pub initials: Option<Arc<Initials>>,
+    /// Whether all gradients are zero already, left so by the last update.
+    pub zeroed: AtomicBool,
+}
+
+impl Params {
+    /// Allocates zero-filled buffers for these tensors.
+    pub fn new(
+        tensors: Vec<Trained>,
+        units: usize,
+        dtype: DType,
+        device: &Device,
+        what: Allocate,
+    ) -> Result<Self> {
+        let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
+        let (slots, layouts) = layout(&tensors, units, projection);
+        let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
+        let home = if what.offload { &Device::Cpu } else { device };
+        let unit = |(number, layout): (usize, UnitLayout)| {
+            if layout.len == 0 {
+                return Ok(None);
+            }
+            let is_projected = |s: &&Slot| {
+                what.train && s.unit == number && projection.takes_tensor(&tensors[s.index], units)
+            };
+            let projected = slots.iter().filter(is_projected);
+            let projected = projected.map(|s| Projected::new(s.index, (s.rows, s.cols), projection, home));
+            let place = Placement { number, wide: wide.contains(&number), dtype, device, home };
+            Unit::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
+        };
+        let buffers = layouts.into_iter().enumerate().map(unit).collect::<Result<_>>()?;
+        Ok(Self {
+            tensors,
+            slots,
+            units: buffers,
+            frozen: vec![Vec::new(); units],
+            offloaded: what.offload,
+            weights_offloaded: what.offload_weights,
+            pin: what.pin,
+            eight_bit: what.eight_bit,
+            projection,
+            in_backward: what.in_backward,
+            shard: what.shard,
+            initials: None,
+            zeroed: AtomicBool::new(false),
+        })
+    }
+
+    /// Buffers of a slot's unit.
+    ///
+    /// # Errors
+    /// A unit without trained tensors.
+    pub fn unit(&self, slot: &Slot) -> Result<&Unit> {
+        match self.units.get(slot.unit) {
+            Some(Some(u)) => Ok(u),
+            _ => candle_core::bail!("no buffers for unit {}", slot.unit),
+        }
+    }
+
+    /// Index of a trained tensor by name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.tensors.iter().position(|t| t.name == name)
+    }
+
+    /// View of the compute weights, in the shape used in files.
+    pub fn view(&self, index: usize) -> Result<Tensor> {
+        let slot = &self.slots[index];
+        slot.view(&self.unit(slot)?.compute.whole)?.reshape(self.tensors[index].shape.as_slice())
+    }
+
+    /// As [`Params::view`], but in f32 if master weights are on the device.
+    pub fn wide_view(&self, index: usize) -> Result<Tensor> {
+        let (slot, shape) = (&self.slots[index], self.tensors[index].shape.as_slice());
+        let unit = self.unit(slot)?;
+        let here = unit.master.values.real()?.device().same_device(unit.compute.whole.real()?.device());
+        match &unit.wide {
+            Some(wide) => slot.view(&wide.whole)?.reshape(shape),
+            None if here && !unit.compute.is_apart() => unit.master.whole(slot, shape),
+            None => self.view(index),
+        }
+    }
+
+    /// Whether compute weights are sharded (ZeRO stage 3).
+    pub fn is_split(&self) -> bool {
+        self.shard.is_split()
+    }
+
+    /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
+    pub fn is_gathered(&self) -> bool {
+        self.is_split() || self.weights_offloaded
+    }
+
+    /// Buffers to gather before a unit can compute.
+    fn gathered(&self, unit: usize) -> impl Iterator<Item = &Buffer> {
+        let trained = self.units.get(unit).and_then(Option::as_ref);
+        let own = trained.into_iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
+        self.frozen.get(unit).into_iter().flatten().chain(own).filter(|b| b.is_apart())
+    }
+
+    /// Starts gathering all weights of a unit, if sharded or offloaded; collective if sharded. The weights
+    /// are usable after waiting for every arrival.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<Arrival>> {
+        let at = At::unit("the gathering of weights", unit);
+        self.gathered(unit).map(|b| b.gather(at, self.shard, comm)).collect()
+    }
+
+    /// Frees the device memory of a unit's gathered weights. Held parts remain.
+    ///
+    /// # Errors
+    /// Device errors.
+    pub fn release(&self, unit: usize) -> Result<()> {
+        self.gathered(unit).try_for_each(|b| vacate(&b.whole))
+    }
+
+    /// Elements of a tensor to be set by this rank.
+    ///
+    /// # Errors
+    /// As [`Params::unit`].
+    pub fn mine(&self, index: usize) -> Result<Range<usize>> {
+        let slot = &self.slots[index];
+        let here = common(&self.unit(slot)?.compute.held.at, &slot.range());
+        Ok(if here.is_empty() { 0..0 } else { here.start - slot.offset..here.end - slot.offset })
+    }
+
+    /// Authoritative values of a tensor: a view of the master weights, or of the compute weights if there
+    /// are none.
+    ///
+    /// # Errors
+    /// A tensor only partly held by this rank.
+    pub fn master(&self, index: usize) -> Result<Tensor> {
+        let slot = &self.slots[index];
+        self.unit(slot)?.values(slot.range())?.reshape(self.tensors[index].shape.as_slice())
+    }
+
+    /// Whether this rank holds the authoritative values of all trained tensors.
+    pub fn has_masters(&self) -> bool {
+        let whole = |u: &Unit| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
+        self.units.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+    }
+
+    /// Dtype of a tensor's authoritative values: f32 with master weights.
+    ///
+    /// # Errors
+    /// As [`Params::unit`].
+    pub fn stored(&self, index: usize) -> Result<DType> {
+        let slot = &self.slots[index];
+        let unit = self.unit(slot)?;
+        Ok(if unit.keeps(&slot.range()) { DType::F32 } else { unit.compute.whole.dtype() })
+    }
+
+    /// View of a tensor's gradient.
+    ///
+    /// # Errors
+    /// As [`Params::master`].
+    pub fn grad(&self, index: usize) -> Result<Option<Tensor>> {
+        let slot = &self.slots[index];
+        let grads = &self.unit(slot)?.grads;
+        grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
+    }
+
+    /// GaLore state of a tensor, if the gradient is projected.
+    pub fn projected(&self, index: usize) -> Option<&Projected> {
+        self.unit(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
+    }
+
+    /// Whether a tensor's moments are in 8 bits.
+    pub fn is_coded(&self, index: usize) -> bool {
+        self.eight_bit && is_large(self.tensors[index].elements())
+    }
+
+    /// Sets the locally held part of a tensor, in master and compute weights.
+    pub fn set(&self, index: usize, value: &Real) -> Result<()> {
+        let slot = &self.slots[index];
+        if value.elem_count() != slot.rows * slot.cols {
+            candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
+        }
+        self.set_from(index, 0, value)
+    }
+
+    /// As [`Params::set`], for the values from element `first` of the tensor on.
+    pub fn set_from(&self, index: usize, first: usize, value: &Real) -> Result<()> {
+        // CUDA rejects launches without elements.
+        if value.elem_count() == 0 {
+            return Ok(());
+        }
+        let slot = &self.slots[index];
+        let unit = self.unit(slot)?;
+        // Converted on the device of `value`, nearly always the host.
+        let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
+        unit.master.set(slot.offset + first, &flat)?;
+        let dtype = unit.compute.whole.dtype();
+        if !unit.is_master() {
+            unit.compute.held.set(slot.offset + first, &flat.to_dtype(dtype)?)?;
+        }
+        Ok(())
+    }
+
+    /// Device of a tensor's master weights; the best one to read values to.
+    pub fn home(&self, index: usize) -> Result<&Device> {
+        Ok(self.unit(&self.slots[index])?.master.values.real()?.device())
+    }
+
+    /// Gradient buffers by unit, for a [`crate::model::sink::Sink`].
+    pub fn grads(&self) -> Vec<Option<Tensor>> {
+        let grads = |u: &Unit| u.grads.as_ref().map(|g| g.values.clone());
+        self.units.iter().map(|u| u.as_ref().and_then(grads)).collect()
+    }
+
+    /// Buffer length of every unit, in elements.
+    pub fn lens(&self) -> Vec<usize> {
+        self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
+    }
+
+    /// Zeroes all gradients, unless the last update left them zero.
+    pub fn zero_grads(&self) -> Result<()> {
+        if self.zeroed.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.units.iter().flatten().filter_map(|u| u.grads.as_ref()).try_for_each(|g| g.values.zero_set())
+    }
+
+    /// As [`Params::zero_grads`], but if the sink can overwrite leftovers of an earlier step, returns the
+    /// slots to overwrite instead of zeroing them.
+    pub fn new_sums(&self) -> Result<&[Slot]> {
+        let mut grads = self.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
+            return Ok(&self.slots);
+        }
+        self.zero_grads().map(|()| &[][..])
+    }
+
+    /// Number of trained values.
+    pub fn count(&self) -> usize {
+        self.tensors.iter().map(Trained::elements).sum()
+    }
+
+    /// Lowest unit with a trained tensor.
+    pub fn lowest_unit(&self) -> Option<usize> {
+        self.tensors.iter().map(|t| t.unit).min()
+    }
+}

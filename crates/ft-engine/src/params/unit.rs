@@ -1,0 +1,163 @@
+//! Buffers of the trained tensors of one unit of the walk.
+
+use super::buffers::allocate::Allocate;
+use super::buffers::layout::UnitLayout;
+use super::buffers::moments::Moments;
+use super::buffers::projected::Projected;
+use super::buffers::{Buffer, Held, common};
+use candle_core::{DType, Device, Result};
+use ft_kernels::Tensor;
+use ft_kernels::optimizer::Draws;
+use ft_kernels::vacant::vacant;
+use std::ops::Range;
+
+/// Buffers of one unit.
+#[derive(Debug)]
+pub struct Unit {
+    /// Length in elements, including gaps between tensors.
+    pub len: usize,
+    /// This rank's range, if anything is sharded.
+    pub part: Range<usize>,
+    /// Weights used by the layers, in the compute dtype.
+    pub compute: Buffer,
+    /// f32 master weights: this rank's share of the range `kept`. Shares memory with the held part of
+    /// `compute` if that is f32 on the same device.
+    pub master: Held,
+    /// Elements with master weights. For all others, the compute buffer is the only copy: see
+    /// [`Unit::draws`].
+    pub kept: Range<usize>,
+    /// Unit index in the walk, and seed of stochastic rounding for elements without master weights.
+    number: usize,
+    seed: u64,
+    /// f32 copy for layers that use master weights directly, if sharded or offloaded.
+    pub wide: Option<Buffer>,
+    /// Whether every rank holds all master weights of this unit.
+    pub replicated: bool,
+    /// f32 gradients; `None` in inference, or if the unit is updated during backward.
+    pub grads: Option<Held>,
+    /// AdamW's moments, except for projected matrices.
+    pub moments: Option<Moments>,
+    /// GaLore state of projected matrices.
+    pub projected: Vec<Projected>,
+}
+
+/// Unit to allocate, and the devices of its buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Placement<'a> {
+    /// Index in the walk.
+    pub(super) number: usize,
+    /// Whether layers use f32 master weights directly.
+    pub(super) wide: bool,
+    /// Compute dtype.
+    pub(super) dtype: DType,
+    pub(super) device: &'a Device,
+    /// Device of master weights and moments.
+    pub(super) home: &'a Device,
+}
+
+impl Unit {
+    /// Allocates zero-filled buffers.
+    pub(super) fn new(
+        layout: UnitLayout,
+        place: Placement<'_>,
+        what: Allocate,
+        projected: Vec<Projected>,
+    ) -> Result<Self> {
+        let Placement { number, wide, dtype, device, home } = place;
+        let (len, shard) = (layout.len, what.shard);
+        let gathered = shard.is_split() || what.offload_weights;
+        let compute = if gathered {
+            Buffer::apart(vacant(len, dtype, device)?, what)?
+        } else {
+            Buffer::replicated(len, dtype, device)?
+        };
+        let states = shard.held(len, 1);
+        let same = dtype == DType::F32 && what.offload == what.offload_weights;
+        let replicated = !shard.is_split() && (same || shard.stage == 0 || wide);
+        // If layers use some master weights directly, the whole unit keeps them.
+        let keeps_all = what.rounding.is_none() || dtype == DType::F32 || wide;
+        let kept = if keeps_all { 0..len } else { layout.large_full..layout.adapters };
+        let master = match (same, replicated) {
+            (true, _) => compute.held.clone(),
+            (_, true) => Held::zeros(kept.clone(), home)?,
+            _ => Held::zeros(common(&states, &kept), home)?,
+        };
+        // In f32, the compute buffer has the same values.
+        let copies = gathered && wide && dtype != DType::F32;
+        let wide = if copies && (what.offload_weights || home.same_device(device)) {
+            Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, what)?)
+        } else {
+            None
+        };
+        let grads = || Held::zeros(shard.held(len, 2), device);
+        let large = if what.eight_bit { layout.large } else { 0 };
+        let moments = || Moments::new(&common(&states, &(0..layout.plain)), large, home);
+        Ok(Self {
+            len,
+            part: shard.part(len),
+            replicated,
+            master,
+            kept,
+            number,
+            seed: what.rounding.unwrap_or(0),
+            wide,
+            compute,
+            grads: (what.train && !what.in_backward).then(grads).transpose()?,
+            moments: what.train.then(moments).transpose()?,
+            projected,
+        })
+    }
+
+    /// Buffers updated by parts on each rank but needed in full by all.
+    pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
+        let apart = self.replicated && !self.is_master();
+        std::iter::once(&self.compute.held.values).chain(apart.then_some(&self.master.values))
+    }
+
+    /// Whether all elements of a range have master weights; fully trained 16-bit weights may have none.
+    pub fn keeps(&self, range: &Range<usize>) -> bool {
+        self.kept.start <= range.start && range.end <= self.kept.end
+    }
+
+    /// Splits a range into parts without, with, and without master weights.
+    pub fn by_kept(&self, range: &Range<usize>) -> [Range<usize>; 3] {
+        let ends = [0..self.kept.start, self.kept.clone(), self.kept.end..self.len];
+        ends.map(|part| common(&part, range))
+    }
+
+    /// Random numbers for stochastic rounding in update `t` (from 1), for elements from `start`.
+    pub fn draws(&self, t: u64, start: usize) -> Draws {
+        Draws::new(self.seed, t, self.number, start)
+    }
+
+    /// Authoritative values of a range: f32 master weights, or compute weights if there are no master
+    /// weights.
+    ///
+    /// # Errors
+    /// A range not fully held by this rank.
+    pub fn values(&self, range: Range<usize>) -> Result<Tensor> {
+        if self.keeps(&range) { self.master.of(range) } else { self.compute.held.of(range) }
+    }
+
+    /// Copies master weights to the compute buffer, converting dtype and device.
+    ///
+    /// # Errors
+    /// A range not fully held by this rank; device errors.
+    pub fn refresh(&self, range: Range<usize>) -> Result<()> {
+        if self.is_master() || !self.keeps(&range) {
+            return Ok(());
+        }
+        let (values, to) = (self.master.of(range.clone())?, self.compute.held.of(range)?);
+        let values = match self.compute.whole.dtype() {
+            // A separate tensor, not a view of the master weights.
+            DType::F32 => values.force_contiguous()?,
+            dtype => values.to_dtype(dtype)?,
+        };
+        to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
+    }
+
+    /// Whether the held compute weights and the master weights are the same memory.
+    pub fn is_master(&self) -> bool {
+        self.master.is(&self.compute.held.values)
+    }
+}

@@ -1,0 +1,16 @@
+//! Host memory, shared memory and disks of a run.
+
+mod budget;
+mod capacity;
+mod files;
+mod parts;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+pub use budget::{beside_device, budget};
+pub use capacity::Capacity;
+#[cfg(test)]
+pub use capacity::Volume;
+pub use parts::sum;
+pub use plan::HostPlan;

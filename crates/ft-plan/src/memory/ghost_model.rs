@@ -1,0 +1,140 @@
+//! GhostModel-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
+
+use candle_core::DType;
+use ft_engine::adapters::{Choice, Selection};
+use ft_engine::model::Config;
+use ft_engine::model::decoder::Builder;
+use ft_engine::model::embedding::Embedding;
+use ft_engine::model::head::Head;
+use ft_engine::model::layer::Layer;
+use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
+use ft_engine::params::build::ghost::Ghosts;
+use ft_engine::walk::Outline;
+use ft_kernels::{Ledger, Machine, Tensor};
+use ft_recipe::Quantize;
+
+/// A model of ghosts.
+#[derive(Debug)]
+pub struct GhostModel {
+    /// Ledger of all its ghosts.
+    pub ledger: Ledger,
+    /// Compute dtype.
+    pub dtype: DType,
+    /// Hidden size.
+    pub d: usize,
+    /// Channels per attention head.
+    pub head_dim: usize,
+    pub embedding: Embedding,
+    /// One layer of each distinct kind.
+    pub kinds: Vec<Layer>,
+    /// Index into `kinds` for each layer.
+    pub of: Vec<usize>,
+    /// Final norm and head.
+    pub head: Head,
+    /// Whether the head shares the embedding's table.
+    pub tied: bool,
+    /// Gradient buffers by unit, as `Sink` takes them.
+    pub grads: Vec<Option<Tensor>>,
+    /// Lowest unit that trains; `None` if nothing does.
+    pub lowest: Option<usize>,
+}
+
+/// Key of a layer kind: choices of its modules, mixture or dense, sliding window.
+type Kind<'a> = (Vec<&'a Choice>, bool, Option<usize>);
+
+impl GhostModel {
+    /// Builds the model from a config and a module selection. `weights` is the quantization of linear
+    /// layers and whether frozen matrices are stored with room for their adapters; `tensor` and `stages`
+    /// are the tensor-parallel and pipeline world sizes.
+    pub fn new(
+        config: &Config,
+        selection: &Selection,
+        weights: (Quantize, bool),
+        machine: Machine,
+        (tensor, stages): (usize, usize),
+    ) -> ft_base::Result<Self> {
+        let ledger = Ledger::new(machine);
+        let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
+        let split = (tensor > 1).then(|| part(config, tensor));
+        let c = split.as_ref().unwrap_or(config);
+        let mut layers: Vec<Vec<usize>> = vec![Vec::new(); c.layers];
+        let (mut first, mut last) = (Vec::new(), Vec::new());
+        for (i, (m, _)) in selection.modules.iter().enumerate() {
+            match (m.layer, m.group) {
+                (Some(l), _) => layers[l].push(i),
+                (None, Group::Embedding) => first.push(i),
+                (None, _) => last.push(i),
+            }
+        }
+        let ghosts = |list: &[usize]| {
+            let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
+            Ghosts::new(&ledger, dtype, execution, weights)
+        };
+        let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =
+            (Vec::new(), Vec::new(), Vec::new());
+        for (l, list) in layers.iter().enumerate() {
+            let execution = list.iter().map(|i| &selection.modules[*i].1).collect();
+            let kind = (execution, c.moe.as_ref().is_some_and(|m| m.sparse[l]), c.windows[l]);
+            let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
+            if at == known.len() {
+                kinds.push(Builder::new(c, &mut ghosts(list)).layer(l, &LayerTree::of(c, l))?);
+                known.push(kind);
+            }
+            of.push(at);
+        }
+        // shards use the module names of the whole model
+        let (table, norm, head) = Tree::ends(c);
+        let (embedding, table) = Builder::new(c, &mut ghosts(&first)).embedding(&table)?;
+        let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
+        let trains = |(_, choice): &&(Module, Choice)| *choice != Choice::Freeze;
+        let mut lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
+        if stages > 1 {
+            let mine = of.len().div_ceil(stages);
+            // a stage keeps the top layers: count the walked ones from the top
+            let walked = walked(lowest, of.len()).min(mine);
+            of.drain(..of.len() - mine);
+            lowest = lowest.map(|u| if u == 0 { 0 } else { mine + 1 - walked });
+        }
+        let grads = Ghosts::grads(&ledger);
+        Ok(Self {
+            ledger,
+            dtype,
+            d: c.hidden,
+            head_dim: c.head_dim,
+            embedding,
+            kinds,
+            of,
+            head,
+            tied: config.tied,
+            grads,
+            lowest,
+        })
+    }
+
+    /// Determines the visits of the walk's passes.
+    pub fn outline(&self) -> Outline {
+        let e = &self.embedding;
+        Outline { layers: self.of.len(), tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
+    }
+
+    /// Layers walked backward.
+    pub fn walked(&self) -> usize {
+        walked(self.lowest, self.of.len())
+    }
+}
+
+fn walked(lowest: Option<usize>, layers: usize) -> usize {
+    lowest.map_or(0, |u| (layers + 1).saturating_sub(u.max(1)))
+}
+
+/// Config of one rank's shard under tensor parallelism over `ranks`.
+fn part(config: &Config, ranks: usize) -> Config {
+    let mut c = config.clone();
+    c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);
+    let own = [&mut c.kv_heads, &mut c.intermediate, &mut c.vocab];
+    own.into_iter().for_each(|n| *n = n.div_ceil(ranks));
+    if let Some(moe) = &mut c.moe {
+        (moe.width, moe.shared) = (moe.width.div_ceil(ranks), moe.shared.div_ceil(ranks));
+    }
+    c
+}

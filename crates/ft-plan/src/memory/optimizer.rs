@@ -1,0 +1,54 @@
+//! Bytes of quantized weights and of optimizer states.
+
+use ft_engine::adapters::{Selection, TrainedPart};
+use ft_engine::params::buffers::layout::wide_units;
+use ft_engine::params::buffers::moments::{self, is_large};
+use ft_engine::params::buffers::projected::Projection;
+use ft_kernels::Machine;
+use ft_recipe::{Method, Optimizer, Recipe};
+
+/// Values per NF4 quantization block, and blocks per group of double quantization.
+const NF4_BLOCK: u64 = 64;
+
+const NF4_NESTED: u64 = 256;
+
+/// Bytes of NF4 codes for `n` values of one tensor, count of 8-bit scales, count of f32 scales of those.
+pub(super) fn nf4_values(n: u64) -> [u64; 3] {
+    let blocks = n.div_ceil(NF4_BLOCK);
+    [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
+}
+
+/// Bytes of NF4 codes and of all scales for `n` values of one tensor.
+pub fn nf4(n: u64) -> (u64, u64) {
+    let [codes, blocks, groups] = nf4_values(n);
+    (codes, blocks + 4 * groups)
+}
+
+/// Gradient projection of a recipe's optimizer.
+pub(super) fn projection(o: &Optimizer) -> Projection {
+    Projection { rank: if o.name.projects() { o.galore_rank } else { 0 }, eight_bit: o.name.eight_bit() }
+}
+
+/// Bytes of a tensor's optimizer states, alignment gaps excluded.
+pub fn optimizer_bytes(o: &Optimizer, t: &TrainedPart<'_>, layers: usize) -> u64 {
+    optimizer_bytes_of(o, t, layers, t.elements() as u64)
+}
+
+/// Like [`optimizer_bytes`], with the tensor padded to `values`.
+pub(super) fn optimizer_bytes_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> u64 {
+    let how = projection(o);
+    match t.shape() {
+        &[a, b] if how.takes(t.part, t.shape(), t.module.unit(layers), layers + 2) => how.bytes((a, b)),
+        _ if o.name.eight_bit() && is_large(t.elements()) => moments::bytes(values as usize),
+        _ => 8 * values,
+    }
+}
+
+/// For each trained tensor, whether it has no f32 master weights and is rounded stochastically instead.
+pub fn rounded(r: &Recipe, s: &Selection, machine: Machine, trained: &[TrainedPart<'_>]) -> Vec<bool> {
+    let unit = |t: &TrainedPart<'_>| t.module.unit(s.layers);
+    let wide = wide_units(trained.iter().map(|t| (unit(t), t.part)));
+    let keeps = r.optimizer.keeps_master(machine.computes_in_f32());
+    let full = |t: &TrainedPart<'_>| t.part.method() == Method::Full;
+    trained.iter().map(|t| !keeps && full(t) && !wide.contains(&unit(t))).collect()
+}

@@ -1,0 +1,88 @@
+//! Settings of a run with an effect on its model states.
+
+use super::optimizer::rounded;
+use super::shares::Ranks;
+use ft_engine::adapters::{Selection, TrainedPart};
+use ft_engine::model::modules::Module;
+use ft_engine::params::buffers::{ALIGN, Shard};
+use ft_kernels::Machine;
+use ft_recipe::{Offload, Recipe};
+
+/// A recipe, its selection and machine, with derived settings.
+pub(super) struct Setup<'a> {
+    pub recipe: &'a Recipe,
+    pub selection: &'a Selection,
+    pub machine: Machine,
+    pub ranks: Ranks,
+    /// Trained tensors, each with whether it has no f32 master weights.
+    pub trained: Vec<(TrainedPart<'a>, bool)>,
+}
+
+impl<'a> Setup<'a> {
+    pub fn new(recipe: &'a Recipe, selection: &'a Selection, machine: Machine) -> Self {
+        let trained = selection.parts();
+        let rounded = rounded(recipe, selection, machine, &trained);
+        let trained = trained.into_iter().zip(rounded).collect();
+        Self { recipe, selection, machine, ranks: Ranks::of(recipe, selection.layers), trained }
+    }
+
+    /// Bytes of a value in the compute dtype.
+    pub fn width(&self) -> u64 {
+        self.machine.width
+    }
+
+    /// Units of the walk.
+    pub fn units(&self) -> usize {
+        self.selection.layers + 2
+    }
+
+    /// Unit of a module.
+    pub fn unit(&self, m: &Module) -> usize {
+        m.unit(self.selection.layers)
+    }
+
+    pub fn offloads(&self, what: Offload) -> bool {
+        self.recipe.memory.offloads(what)
+    }
+
+    /// Whether optimizer states are in host memory apart from the device's.
+    pub fn states_on_host(&self) -> bool {
+        self.offloads(Offload::Optimizer) && self.machine.cuda
+    }
+
+    /// Whether weights are in host memory apart from the device's.
+    pub fn weights_on_host(&self) -> bool {
+        self.offloads(Offload::Params) && self.machine.cuda
+    }
+
+    /// Whether the weights double as master weights.
+    pub fn one_copy(&self) -> bool {
+        self.machine.computes_in_f32() && self.offloads(Offload::Optimizer) == self.offloads(Offload::Params)
+    }
+
+    /// Whether compute weights are sharded (ZeRO stage 3).
+    pub fn is_split(&self) -> bool {
+        self.ranks.zero >= 3 && self.ranks.data > 1
+    }
+
+    /// Whether compute weights are gathered for a visit: sharded or offloaded.
+    pub fn is_gathered(&self) -> bool {
+        self.recipe.weights_come_and_go()
+    }
+
+    /// Length of a frozen tensor in its buffer: gathered ones start at aligned offsets.
+    pub fn placed(&self, values: u64) -> u64 {
+        if self.is_gathered() { values.next_multiple_of(ALIGN as u64) } else { values }
+    }
+
+    /// Values of rank 0 in a buffer of `values`.
+    pub fn own(&self, values: u64) -> u64 {
+        let shard = Shard { rank: 0, ranks: self.ranks.data as usize, stage: self.ranks.zero };
+        shard.part(values as usize).len() as u64
+    }
+
+    /// Bytes received from the other ranks for a buffer of `values` of `size` bytes each.
+    pub fn received(&self, values: u64, size: u64) -> u64 {
+        size * (values - self.own(values))
+    }
+}

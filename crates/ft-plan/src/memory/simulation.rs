@@ -1,0 +1,446 @@
+//! A whole run as a sequence of allocations: loading, the walk of a step, optimizer, evaluation, saving.
+//!
+//! Visits run the engine's own code on ghosts. A visit's allocations do not depend on the other layers,
+//! so each kind of visit runs once ([`Simulation`]). A run is then a sum over layers, cheap enough to compare
+//! hundreds of combinations.
+
+use super::component::{Allocation, Bytes, Component, Peak, Phase};
+use super::overhead::overhead;
+use super::visits::{BackwardVisit, LayerVisits, StepInputs, Usage};
+use crate::time::{CostModel, Work};
+use crate::workload::Tokens;
+use Component::Workspace;
+use candle_core::Result;
+use ft_engine::model::Batch;
+use ft_engine::model::layer::{FeedForward, Level};
+use ft_engine::walk::{Dequantize, Inputs, Recomputed};
+use ft_kernels::ledger::Cost;
+
+/// Settings the search varies for a given micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    pub recompute: Recomputed,
+    /// Place of recomputed layers' inputs; on the CPU host and device are the same.
+    pub inputs: Inputs,
+    /// Dequantization of recomputed layers' 4-bit weights.
+    pub dequantize: Dequantize,
+    /// Index of the logit chunk in the `heads` of [`Simulation::new`].
+    pub head: usize,
+}
+
+/// Simulated visits of a run, each kind run once.
+#[derive(Clone, Debug)]
+pub struct Simulation<'a> {
+    run: StepInputs<'a>,
+    states: Usage,
+    batch: Usage,
+    embedding: Usage,
+    embedding_backward: Option<Usage>,
+    kinds: Vec<LayerVisits>,
+    /// Input of a layer.
+    input: Usage,
+    /// By logit chunk: head in training, cost of its forward pass, head in evaluation.
+    heads: Vec<(Usage, Cost, Option<Usage>)>,
+    /// Batch and embedding in evaluation.
+    eval: Option<(Usage, Usage)>,
+    /// Batch and embedding of a prompt in generation.
+    answer: Option<(Usage, Usage)>,
+    optimizer: u64,
+    /// Gathered weight bytes during and after a visit, by visit: training, then evaluation.
+    flights: [Vec<[u64; 2]>; 2],
+    /// The same run with all tokens on the same experts, for mixtures.
+    skewed: Option<Box<Simulation<'a>>>,
+}
+
+/// One point of a run, with the bytes held there.
+#[derive(Clone, Copy)]
+struct Point<'p> {
+    phase: Phase,
+    unit: usize,
+    /// Micro-batch, and the visit.
+    parts: [Option<&'p Usage>; 2],
+    /// Layers below this index hold saved activations.
+    kept: usize,
+    kept_total: u64,
+    /// Saved activations of other micro-batches in the pipeline.
+    waiting: u64,
+    /// Additional bytes of [`Workspace`].
+    extra: u64,
+    /// Gradient bytes of one micro-batch.
+    live: u64,
+    /// Gathered weights ([`Component::InFlight`]).
+    flight: u64,
+    /// Key-value cache ([`Component::Cache`]).
+    cache: u64,
+    /// An input in transfer to or from the host ([`Component::Activations`]).
+    crossing: u64,
+}
+
+impl<'p> Point<'p> {
+    /// A point outside of visits, with `extra` temporary bytes.
+    fn new(phase: Phase, extra: u64) -> Self {
+        Self {
+            phase,
+            unit: 0,
+            parts: [None, None],
+            kept: 0,
+            kept_total: 0,
+            waiting: 0,
+            extra,
+            live: 0,
+            flight: 0,
+            cache: 0,
+            crossing: 0,
+        }
+    }
+
+    /// The visit of a unit from here.
+    fn visit(&self, unit: usize, usage: &'p Usage) -> Self {
+        Self { unit, parts: [self.parts[0], Some(usage)], ..*self }
+    }
+
+    /// Gathers the weights of the next visit; returns the bytes left after it.
+    fn next(&mut self, flights: &mut Flights<'_>) -> u64 {
+        let [during, after] = flights.next().unwrap_or_default();
+        self.flight = during;
+        after
+    }
+
+    fn total(&self) -> u64 {
+        let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
+        let weights = self.live + self.flight + self.cache;
+        parts + self.kept_total + self.waiting + self.extra + self.crossing + weights
+    }
+}
+
+/// Bytes of gathered weights during each visit, and after it.
+type Flights<'f> = std::iter::Copied<std::slice::Iter<'f, [u64; 2]>>;
+
+impl<'a> Simulation<'a> {
+    /// Runs each kind of visit once; `heads` are candidate logit chunk sizes in rows.
+    ///
+    /// # Errors
+    /// Inconsistent sizes.
+    pub fn new(run: StepInputs<'a>, heads: &[u64]) -> Result<Self> {
+        let s = run.shape;
+        let mixture = s.kinds.iter().any(|l| matches!(l.mlp, FeedForward::Mixture(_)));
+        let skewed = match mixture && !run.skewed {
+            true => Some(Box::new(Self::new(StepInputs { skewed: true, ..run.clone() }, heads)?)),
+            false => None,
+        };
+        s.ledger.route(run.skewed);
+        let unit = |kind| s.of.iter().position(|k| *k == kind).map_or(0, |l| l + 1);
+        let kinds = s.kinds.iter().enumerate().map(|(k, layer)| run.kind(layer, unit(k)));
+        let kinds = kinds.collect::<Result<Vec<LayerVisits>>>()?;
+        let mut states = run.states.device.clone();
+        states.add(Component::Batch, run.orders);
+        let embedding = |t: Tokens, train: bool| {
+            let batch = run.batch(t, train)?;
+            run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
+        };
+        let batch = |t: Tokens| -> Usage {
+            let mut bytes = Bytes::default();
+            let (targets, cuda) = (t.targets as usize, run.machine().cuda);
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), targets, s.head_dim, cuda));
+            bytes.into()
+        };
+        let mut input = Bytes::default();
+        input.add(Component::Activations, run.train.tokens * s.d as u64 * s.dtype.size_in_bytes() as u64);
+        Ok(Self {
+            states: states.into(),
+            skewed,
+            batch: batch(run.train),
+            embedding: embedding(run.train, true)?,
+            embedding_backward: s.embedding.trains().then(|| run.embedding_backward()).transpose()?,
+            kinds,
+            input: input.into(),
+            heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
+            eval: run.eval.map(|t| embedding(t, false).map(|e| (batch(t), e))).transpose()?,
+            answer: run.answers.map(|a| embedding(a.part, false).map(|e| (batch(a.part), e))).transpose()?,
+            flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
+            optimizer: run
+                .optimizer()?
+                .max(run.states.projecting)
+                .max(run.states.staging)
+                .max(run.states.sent[1]),
+            run,
+        })
+    }
+
+    /// Lowest layer walked backward.
+    fn first(&self) -> usize {
+        self.run.shape.lowest.map_or(usize::MAX, |u| u.saturating_sub(1))
+    }
+
+    /// Recompute level of a layer; `None` if not walked backward.
+    fn level(&self, l: usize, settings: Settings) -> Option<Level> {
+        l.checked_sub(self.first()).map(|i| settings.recompute.level(i))
+    }
+
+    /// Saved activations and backward visit of a layer at its recompute level.
+    fn way(&self, l: usize, settings: Settings) -> Option<&BackwardVisit> {
+        self.level(l, settings).map(|level| &self.kinds[self.run.shape.of[l]].ways[level as usize])
+    }
+
+    /// Saved activations of a layer, without the input if offloaded.
+    fn kept(&self, l: usize, settings: Settings) -> Option<&Usage> {
+        let elsewhere = self.waits(l, settings) && self.run.machine().cuda;
+        self.way(l, settings).map(|way| if elsewhere { &way.beside } else { &way.kept })
+    }
+
+    /// Whether a layer's input waits on the host: some of the layer is recomputed, and it is not the
+    /// topmost (visited first in the backward pass).
+    fn waits(&self, l: usize, settings: Settings) -> bool {
+        let recomputed = self.level(l, settings) > Some(Level::Nothing);
+        settings.inputs.on_host && recomputed && l + 1 < self.run.shape.of.len()
+    }
+
+    /// Bytes of the lower layer's input, in transfer while layer `l` is visited.
+    fn crosses(&self, l: usize, settings: Settings) -> u64 {
+        if l > 0 && self.waits(l - 1, settings) { self.input.total } else { 0 }
+    }
+
+    /// Calls `f` with every point of the run, in order.
+    fn each<'p>(&'p self, settings: Settings, f: &mut dyn FnMut(Point<'p>)) {
+        f(Point::new(Phase::Load, self.run.states.load_transient));
+        let mut flights = self.flights[0].iter().copied();
+        let mut at = self.forward(settings, &mut flights, f);
+        self.backward(settings, &mut at, &mut flights, f);
+        f(Point::new(Phase::Step, self.optimizer));
+        self.evaluation(settings, f);
+        self.generation(f);
+        f(Point::new(Phase::Save, self.run.states.save_transient));
+    }
+
+    /// Forward pass in training; returns the point after it.
+    fn forward<'p>(
+        &'p self,
+        settings: Settings,
+        flights: &mut Flights<'_>,
+        f: &mut dyn FnMut(Point<'p>),
+    ) -> Point<'p> {
+        let mut at = Point::new(Phase::Forward, 0);
+        at.parts = [Some(&self.batch), Some(&self.embedding)];
+        at.next(flights);
+        f(at.visit(0, &self.embedding));
+        for (l, kind) in self.run.shape.of.iter().enumerate() {
+            at.next(flights);
+            at.crossing = self.crosses(l, settings);
+            f(at.visit(l + 1, &self.kinds[*kind].forward));
+            at.crossing = 0;
+            at.kept = l + 1;
+            at.kept_total += self.kept(l, settings).map_or(0, |k| k.total);
+        }
+        if self.run.stages > 1 {
+            let kept = (0..self.run.shape.of.len()).filter_map(|l| self.kept(l, settings));
+            let kept: u64 = kept.map(|k| k.bytes.get(Component::Activations)).sum();
+            at.waiting = (kept + self.input.total) * (self.run.stages - 1);
+        }
+        at
+    }
+
+    fn backward<'p>(
+        &'p self,
+        settings: Settings,
+        at: &mut Point<'p>,
+        flights: &mut Flights<'_>,
+        f: &mut dyn FnMut(Point<'p>),
+    ) {
+        let (count, states) = (self.run.shape.of.len(), self.run.states);
+        at.phase = Phase::Backward;
+        let left = at.next(flights);
+        f(at.visit(count + 1, &self.heads[settings.head].0));
+        at.live = self.live(count + 1);
+        f(self.summing(at, count + 1, left));
+        for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
+            let Some(way) = self.way(l, settings) else { break };
+            at.kept = l;
+            at.kept_total -= self.kept(l, settings).map_or(0, |k| k.total);
+            let (usage, _) = way.backward(settings.dequantize);
+            at.live = self.live(l + 1) + states.on_its_way(l + 1);
+            let left = at.next(flights);
+            at.crossing = self.crosses(l, settings);
+            // `usage` already includes the layer's own gradients
+            let before = Point { live: at.live - self.kinds[*kind].own, ..*at };
+            f(before.visit(l + 1, usage));
+            f(self.summing(at, l + 1, left));
+            at.crossing = 0;
+        }
+        if let Some(usage) = &self.embedding_backward {
+            at.live = self.live(0) + states.on_its_way(0);
+            let left = at.next(flights);
+            f(at.visit(0, usage));
+            f(self.summing(at, 0, left));
+        }
+    }
+
+    fn evaluation<'p>(&'p self, settings: Settings, f: &mut dyn FnMut(Point<'p>)) {
+        let Some((batch, embedding)) = &self.eval else { return };
+        let layers = |k: usize| self.kinds[k].eval.as_ref();
+        let mut flights = self.flights[1].iter().copied();
+        let mut at = Point::new(Phase::Evaluate, 0);
+        at.parts[0] = Some(batch);
+        self.layers_forward(&mut at, embedding, &layers, &mut flights, f);
+        at.next(&mut flights);
+        if let Some(usage) = &self.heads[settings.head].2 {
+            f(at.visit(self.run.shape.of.len() + 1, usage));
+        }
+    }
+
+    fn generation<'p>(&'p self, f: &mut dyn FnMut(Point<'p>)) {
+        let (Some((batch, embedding)), Some(answers)) = (&self.answer, self.run.answers) else { return };
+        let layers = |k: usize| self.kinds[k].answer.as_ref();
+        let mut at = Point::new(Phase::Evaluate, 0);
+        at.parts[0] = Some(batch);
+        at.cache = answers.cache[0];
+        self.layers_forward(&mut at, embedding, &layers, &mut self.flights[1].iter().copied(), f);
+        // logits of one token, in the compute dtype and in f32
+        let model = self.run.shape;
+        let logits = model.head.vocab as u64 * (self.run.machine().width + 4);
+        let (unit, cache) = (model.of.len() + 1, answers.cache[1]);
+        f(Point { unit, cache, ..Point::new(Phase::Evaluate, logits) });
+    }
+
+    /// Embedding and layers of a forward pass without gradients; `layers` has the visit of each kind.
+    fn layers_forward<'p>(
+        &'p self,
+        at: &mut Point<'p>,
+        embedding: &'p Usage,
+        layers: &dyn Fn(usize) -> Option<&'p Usage>,
+        flights: &mut Flights<'_>,
+        f: &mut dyn FnMut(Point<'p>),
+    ) {
+        at.next(flights);
+        f(at.visit(0, embedding));
+        for (l, kind) in self.run.shape.of.iter().enumerate() {
+            at.next(flights);
+            if let Some(usage) = layers(*kind) {
+                f(at.visit(l + 1, usage));
+            }
+        }
+    }
+
+    /// Live gradient bytes of one micro-batch during a unit's backward visit.
+    fn live(&self, unit: usize) -> u64 {
+        self.run.states.live_at(unit)
+    }
+
+    /// The reduction of a unit's gradients, with the weights gathered for the next visit.
+    fn summing<'p>(&'p self, at: &Point<'p>, unit: usize, flight: u64) -> Point<'p> {
+        let states = self.run.states;
+        let given = if at.live > 0 { states.summing(unit) } else { 0 };
+        let parts = [at.parts[0], Some(&self.input)];
+        // with the temporaries of the unit's update, if it runs here
+        let extra = if states.updates && states.live_as == Component::Gradients { self.optimizer } else { 0 };
+        Point { phase: Phase::Backward, unit, parts, live: at.live + given, flight, extra, ..*at }
+    }
+
+    /// Peak bytes: engine, allocator overhead, routing reserve.
+    pub fn total(&self, settings: Settings) -> u64 {
+        let engine = self.engine(settings);
+        engine + overhead(self.run.machine(), engine) + self.routing(settings, engine)
+    }
+
+    /// Peak bytes of the engine alone.
+    fn engine(&self, settings: Settings) -> u64 {
+        let mut most = 0;
+        self.each(settings, &mut |point| most = most.max(point.total()));
+        self.states.total + most
+    }
+
+    /// Extra bytes with all tokens on the same experts.
+    fn routing(&self, settings: Settings, engine: u64) -> u64 {
+        self.skewed.as_ref().map_or(0, |s| s.engine(settings).saturating_sub(engine))
+    }
+
+    /// Bytes held at the peak, by component.
+    pub fn peak(&self, settings: Settings) -> Peak {
+        let mut at_peak: Option<Point<'_>> = None;
+        let mut phases = [0; Phase::ALL.len()];
+        self.each(settings, &mut |point| {
+            let phase = &mut phases[point.phase as usize];
+            *phase = (*phase).max(self.states.total + point.total());
+            if at_peak.as_ref().is_none_or(|f| point.total() > f.total()) {
+                at_peak = Some(point);
+            }
+        });
+        let mut bytes = self.states.bytes.clone();
+        let mut at = (Phase::Load, 0);
+        if let Some(point) = at_peak {
+            at = (point.phase, point.unit);
+            point.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
+            (0..point.kept).filter_map(|l| self.kept(l, settings)).for_each(|k| bytes.add_all(&k.bytes));
+            bytes.add(Component::Activations, point.waiting + point.crossing);
+            bytes.add(Workspace, point.extra);
+            bytes.add(self.run.states.live_as, point.live);
+            bytes.add(Component::InFlight, point.flight);
+            bytes.add(Component::Cache, point.cache);
+        }
+        let engine = bytes.total();
+        bytes.add(Component::Routing, self.routing(settings, engine));
+        bytes.add(Component::AllocatorOverhead, overhead(self.run.machine(), engine));
+        Peak { phase: at.0, unit: at.1, bytes, phases }
+    }
+}
+
+impl Simulation<'_> {
+    /// Work of a micro-batch.
+    pub fn work(&self, settings: Settings) -> Work {
+        let b = CostModel::of(self.run.machine());
+        let (head, forward, _) = &self.heads[settings.head];
+        let (mut up, mut again, mut down) = (*forward, Cost::default(), head.cost);
+        down.add(*forward, -1.0);
+        up.add(self.embedding.cost, 1.0);
+        self.embedding_backward.iter().for_each(|e| down.add(e.cost, 1.0));
+        let mut waiting = 0.0;
+        for (l, kind) in self.run.shape.of.iter().enumerate() {
+            let crossing = self.crosses(l, settings);
+            let mut wait = |visit: [Cost; 3]| {
+                if crossing > 0 {
+                    waiting += b.waiting(crossing, settings.inputs, Work::of(visit, b));
+                }
+            };
+            let none = Cost::default();
+            let forward = self.kinds[*kind].forward.cost;
+            up.add(forward, 1.0);
+            wait([forward, none, none]);
+            if let Some(way) = self.way(l, settings) {
+                let (both, first) = way.backward(settings.dequantize);
+                let mut rest = both.cost;
+                rest.add(*first, -1.0);
+                again.add(*first, 1.0);
+                down.add(rest, 1.0);
+                wait([none, *first, rest]);
+            }
+        }
+        let head = [forward.flops, head.cost.flops - forward.flops];
+        Work { head, waiting, ..Work::of([up, again, down], b) }
+    }
+
+    /// All allocations; each kind appears once per place.
+    pub fn listed(&self, settings: Settings) -> Vec<Allocation> {
+        let mut all: Vec<Allocation> = Vec::new();
+        let mut list = |phase, unit, component, bytes| all.push(Allocation { phase, unit, component, bytes });
+        self.states.bytes.iter().for_each(|(c, b)| list(Phase::Load, 0, c, b));
+        self.each(settings, &mut |point| {
+            let [batch, visit] = point.parts;
+            let batch = batch.filter(|_| point.unit == 0 && point.phase != Phase::Backward);
+            for (c, b) in batch.into_iter().chain(visit).flat_map(|f| &f.listed) {
+                list(point.phase, point.unit, *c, *b);
+            }
+            let beside = [
+                (Workspace, point.extra),
+                (self.run.states.live_as, point.live),
+                (Component::InFlight, point.flight),
+                (Component::Cache, point.cache),
+                (Component::Activations, point.crossing),
+            ];
+            for (component, bytes) in beside {
+                if bytes > 0 {
+                    list(point.phase, point.unit, component, bytes);
+                }
+            }
+        });
+        all
+    }
+}

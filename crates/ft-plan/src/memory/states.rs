@@ -1,0 +1,311 @@
+//! Bytes of one rank that stay for the whole run: weights and optimizer states, on device and host.
+
+use super::component::{Bytes, Component};
+use super::frozen::Frozen;
+use super::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
+use super::setup::Setup;
+use super::trained::TrainedBytes;
+use ft_engine::adapters::Selection;
+use ft_engine::model::modules::Group;
+use ft_engine::optim::{PIECE, STAGED};
+use ft_engine::ranks::ROUND;
+use ft_kernels::{Machine, gemm};
+use ft_recipe::{Decomposition, Offload, Recipe, Weights};
+
+/// Bytes read at a time by a thread of `store::convert`.
+const READ_PIECE: u64 = 4 << 20;
+/// Logit rows compared by the check of the result, and bytes per logit.
+const CHECKED_ROWS: u64 = ft_data::PROBE_TOKENS as u64;
+const CHECKED_LOGIT: u64 = 40;
+
+/// Bytes of a rank that do not depend on the micro-batch.
+#[derive(Clone, Debug, Default)]
+pub struct ModelStates {
+    pub device: Bytes,
+    /// On the host, by name.
+    pub host: Vec<(&'static str, u64)>,
+    /// Temporary bytes during loading, above the sum of all loaded weights.
+    pub load_transient: u64,
+    /// Temporary bytes while the result is written and checked.
+    pub save_transient: u64,
+    /// Most values the optimizer updates at once on the device; 0 with offloaded states or weights.
+    pub largest_group: u64,
+    /// Temporary bytes of a GaLore update of one matrix.
+    pub projecting: u64,
+    /// Device buffers for gradients or new weights on their way to or from the host.
+    pub staging: u64,
+    /// Gradient bytes of one micro-batch by unit, with data parallelism or updates in the backward pass.
+    /// They live from the unit's backward visit to the reduction, or to the update.
+    pub live: Vec<u64>,
+    /// CUDA with data parallelism: bytes received by the reduction of each unit's gradients.
+    pub summed: Vec<u64>,
+    /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
+    /// gradient, sent to all ranks.
+    pub shards: Vec<u64>,
+    /// Component of `live`.
+    pub live_as: Component,
+    /// Whether units are updated in the backward pass.
+    pub updates: bool,
+    /// Whether head and embedding share one gradient buffer.
+    pub tied: bool,
+    /// Weights gathered per visit (ZeRO-3) or offloaded: bytes by unit, fetched one visit ahead.
+    pub flight: Vec<u64>,
+    /// Bytes of `flight` received from other ranks.
+    pub received: Vec<u64>,
+    /// Largest send buffers: for this rank's shard of a reduced gradient, and for updated weights.
+    pub sent: [u64; 2],
+    /// Tensor bytes received per micro-batch and per update.
+    pub wire: [u64; 2],
+    /// Parameters of the model, and trainable ones.
+    pub parameters: (u64, u64),
+}
+
+impl ModelStates {
+    /// Computes the static bytes of a rank; `parameters` is the model's total.
+    pub fn new(recipe: &Recipe, selection: &Selection, machine: Machine, parameters: u64) -> Self {
+        let c = Setup::new(recipe, selection, machine);
+        let frozen = Frozen::new(&c);
+        let trained = TrainedBytes::new(&c);
+        let count = c.trained.iter().map(|(t, _)| t.elements() as u64).sum();
+        let mut out =
+            Self { parameters: (parameters, count), projecting: trained.projecting, ..Self::default() };
+        out.weights_and_gradients(&c, &frozen, &trained);
+        out.optimizer(&c, &trained);
+        out.gathered_weights(&c, &frozen, &trained);
+        out.reductions(&c, &trained);
+        let nccl = if recipe.parallel.ranks() > 1 { NCCL } else { 0 };
+        let context = if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads) };
+        out.device.add(Component::Context, context);
+        out.process(&c);
+        out.saving(&c, count);
+        out
+    }
+
+    fn weights_and_gradients(&mut self, c: &Setup<'_>, frozen: &Frozen, trained: &TrainedBytes) {
+        self.device = frozen.device.clone();
+        match (frozen.initial_factors, c.machine.cuda) {
+            (0, _) => {}
+            (bytes, true) => self.host.push(("initial_factors", bytes)),
+            (bytes, false) => self.device.add(Component::Adapters, bytes),
+        }
+        self.load_transient = frozen.load_transient(read_buffers(c));
+        self.device.add(Component::Trained, trained.full);
+        self.device.add(Component::Adapters, trained.adapters);
+        self.device.add(Component::Gradients, trained.gradients);
+    }
+
+    /// Master weights and moments, and staging buffers of `optim/offload.rs`.
+    fn optimizer(&mut self, c: &Setup<'_>, trained: &TrainedBytes) {
+        let longest = |lens: &[u64]| lens.iter().copied().max().unwrap_or(0);
+        let crosses = c.offloads(Offload::Optimizer) || c.offloads(Offload::Params);
+        // the optimizer works in pieces
+        self.largest_group = if crosses { 0 } else { longest(&trained.kept).min(PIECE as u64) };
+        let mut staging_on_host = 0;
+        if crosses {
+            // staging for new values; with CUDA two host pieces in each direction
+            let own = |longest: u64| longest.div_ceil(if c.ranks.zero >= 1 { c.ranks.data } else { 1 });
+            let piece = |longest: u64, most: usize| c.width() * own(longest).min(most as u64);
+            let all = longest(&trained.lens);
+            [self.staging, staging_on_host] = if c.states_on_host() {
+                let bare = trained.lens.iter().zip(&trained.kept).map(|(all, kept)| all - kept).max();
+                let there = piece(bare.unwrap_or(0), STAGED);
+                [there, 2 * (4 + c.width()) * own(all).min(STAGED as u64) + there]
+            } else {
+                // on the CPU weights without master weights are updated in place
+                let updated = if c.machine.cuda { all } else { longest(&trained.kept) };
+                [if c.one_copy() { 0 } else { piece(updated, PIECE) }; 2]
+            };
+        }
+        if c.states_on_host() {
+            self.host.push(("offloaded_optimizer", trained.master + trained.moments));
+            self.host.push(("offload_staging", staging_on_host));
+        } else {
+            self.device.add(Component::Master, trained.master);
+            self.device.add(Component::Moments, trained.moments);
+        }
+    }
+
+    /// Weights that are gathered for a visit, from other ranks or the host.
+    fn gathered_weights(&mut self, c: &Setup<'_>, frozen: &Frozen, trained: &TrainedBytes) {
+        let units = 0..c.units();
+        if c.is_split() {
+            let received = |u: usize| {
+                let v = frozen.values[u];
+                let apart = if c.machine.computes_in_f32() {
+                    c.received(v.compute + v.f32s, 4)
+                } else {
+                    c.received(v.compute, c.width()) + c.received(v.f32s, 4)
+                };
+                let wide = c.received(trained.wide_values(c, u), 4);
+                let bytes = c.received(v.u8s, 1) + c.received(v.halves, 2) + apart;
+                bytes + c.received(trained.lens[u], c.width()) + wide
+            };
+            self.received = units.clone().map(received).collect();
+        }
+        if c.is_gathered() {
+            let flight = |u: usize| {
+                let bytes = frozen.unit_bytes[u] + c.width() * trained.lens[u];
+                (bytes + 4 * trained.wide_values(c, u)).div_ceil(c.ranks.tensor)
+            };
+            self.flight = units.map(flight).collect();
+            self.load_transient = frozen.gathered_transient(read_buffers(c), &self.flight);
+        }
+        if c.weights_on_host() {
+            let weights = self.weights();
+            let mut rest = Bytes::default();
+            self.device.iter().filter(|(c, _)| !is_weight(*c)).for_each(|(c, b)| rest.add(c, b));
+            self.device = rest;
+            self.host.push(("offloaded_weights", weights));
+        }
+    }
+
+    /// Gradients of a micro-batch, and their reduction: see `train/reduce.rs` and `optim`, reduce-scatter,
+    /// then all-gather.
+    fn reductions(&mut self, c: &Setup<'_>, trained: &TrainedBytes) {
+        let (lens, data, zero) = (&trained.lens, c.ranks.data, c.ranks.zero);
+        self.updates = c.recipe.optimizer.in_backward;
+        if data > 1 || self.updates {
+            self.live = lens.iter().map(|n| 4 * n).collect();
+            self.tied = c.selection.tied_in_full() || c.selection.tied_in_rows();
+        }
+        if data == 1 {
+            self.live_as = Component::Gradients;
+            return;
+        }
+        self.live_as = Component::Communication;
+        let part = lens.iter().copied().max().unwrap_or(0).div_ceil(data);
+        let [sums, weights] = [zero < 2, (1..3).contains(&zero)].map(u64::from);
+        // without gradient buffers the reduced shard is an extra copy
+        let sums_here = if self.updates { 1 } else { sums };
+        self.sent = [4 * part * sums_here, c.width() * part * weights];
+        // shards received from the other ranks (`comm/devices.rs`)
+        let summed: Vec<u64> = lens.iter().map(|n| 4 * c.own(*n) * (data - 1)).collect();
+        let taken = |size: u64| lens.iter().map(|n| c.received(*n, size)).sum::<u64>();
+        let wide = trained.wide.iter().filter(|_| !c.one_copy()).map(|u| c.received(lens[*u], 4));
+        self.wire =
+            [summed.iter().sum::<u64>() + taken(4) * sums, (taken(c.width()) + wide.sum::<u64>()) * weights];
+        if c.machine.cuda {
+            self.summed = summed;
+            self.shards = lens.iter().map(|n| if zero < 2 { 4 * c.own(*n) } else { 0 }).collect();
+        }
+    }
+
+    /// Host memory of the process besides tensors.
+    fn process(&mut self, c: &Setup<'_>) {
+        let parallel = &c.recipe.parallel;
+        self.host.push(("process", PROCESS));
+        if parallel.local() == 1 && parallel.ranks() > 1 && !c.machine.cuda {
+            // between processes: send and receive buffers of one round
+            self.host.push(("communication_buffers", 2 * 4 * ROUND as u64));
+        }
+        if c.machine.cuda {
+            self.host.push(("cuda_libraries", CUDA_HOST));
+        }
+    }
+
+    /// Buffers for checkpoints, and for the result and its check; `count` values train.
+    fn saving(&mut self, c: &Setup<'_>, count: u64) {
+        let largest = c.trained.iter().map(|(t, _)| t.elements() as u64).max().unwrap_or(0);
+        let whole_model = c.selection.everything_full();
+        let lacks = c.recipe.lora.init.decomposition().is_some_and(Decomposition::changes_base);
+        // one tensor at a time: read back, then rounded on the host
+        let value = match (c.states_on_host(), lacks) {
+            (true, false) => 0,
+            (_, true) => 8 * largest,
+            (false, false) => 4 * largest,
+        };
+        let in_place = (c.machine.computes_in_f32() || c.machine.cuda) && !c.states_on_host();
+        let rounded = if in_place { 0 } else { c.width() * largest };
+        // a model is stored in the compute dtype, an adapter in f32; rounding starts after the whole
+        // tensor is read
+        let stored = if whole_model { c.width() } else { 4 };
+        let read = pieces(c, stored * largest.min(READ_PIECE / 4));
+        // sharded master weights are read back from the checkpoint; an adapter's all at once
+        let sharded = c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
+        let together = c.ranks.data > 1 && sharded && !whole_model;
+        let values = if together { 4 * count + read } else { 0 };
+        // read into host memory
+        let [here, there] = if c.machine.cuda { [0, values] } else { [values, 0] };
+        // an adapter of doubled LoRA rank is built completely before writing
+        let here = if lacks && !whole_model { here.max(8 * count + read) } else { here };
+        let logits = CHECKED_ROWS * vocab(c.selection);
+        self.save_transient =
+            ((value + rounded.max(read)).max(here) + 4 * logits).max(CHECKED_LOGIT * logits);
+        let offload = c.offloads(Offload::Optimizer);
+        let written = if c.machine.cuda && !offload { 4 * largest } else { WRITER };
+        self.host.push(("checkpoint_writer", written));
+        let read_back = if c.states_on_host() { there.max(4 * largest) } else { there };
+        if read_back > 0 {
+            self.host.push(("reading_weights", read_back));
+        }
+    }
+
+    /// Device bytes of weights and adapters.
+    pub fn weights(&self) -> u64 {
+        self.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum()
+    }
+
+    /// Live gradient bytes of one micro-batch during a unit's backward visit, with the embedding's if
+    /// tied.
+    pub fn live_at(&self, unit: usize) -> u64 {
+        self.own_live(unit) + if self.tied && unit > 0 { self.own_live(0) } else { 0 }
+    }
+
+    /// Gradient bytes of the unit alone, live from the first gradient on.
+    pub fn own_live(&self, unit: usize) -> u64 {
+        self.live.get(unit).copied().unwrap_or(0)
+    }
+
+    /// Bytes received while a unit's gradients are reduced.
+    fn summed_at(&self, unit: usize) -> u64 {
+        self.summed.get(unit).copied().unwrap_or(0)
+    }
+
+    /// Asynchronous reductions during a unit's backward visit: gradients and received shards of the
+    /// previously visited unit, and this rank's shards of the previous two units.
+    pub fn on_its_way(&self, unit: usize) -> u64 {
+        if self.updates || self.summed.is_empty() {
+            return 0;
+        }
+        let before: Vec<usize> = (unit + 1..self.live.len()).filter(|u| self.live[*u] > 0).take(2).collect();
+        let parts: u64 = before.iter().map(|u| self.shards[*u]).sum();
+        before.first().map_or(0, |u| self.live[*u] + self.summed_at(*u)) + parts
+    }
+
+    /// Send and receive buffers of the reduction of a unit's gradients.
+    pub fn summing(&self, unit: usize) -> u64 {
+        let own = if self.updates { None } else { self.shards.get(unit).copied() };
+        own.unwrap_or(self.sent[0]) + self.summed_at(unit)
+    }
+
+    /// Bytes of `units` while gathered.
+    pub fn gathered(&self, units: impl IntoIterator<Item = usize>) -> u64 {
+        units.into_iter().filter_map(|u| self.flight.get(u)).sum()
+    }
+}
+
+/// Buffers of the threads that read and convert files in pieces, on the CPU.
+fn pieces(c: &Setup<'_>, largest: u64) -> u64 {
+    if c.machine.cuda { 0 } else { c.machine.threads * READ_PIECE.min(largest) }
+}
+
+/// Buffers of the readers of the base.
+fn read_buffers(c: &Setup<'_>) -> u64 {
+    match c.recipe.model.weights {
+        Weights::Load => pieces(c, READ_PIECE),
+        Weights::Random => 0,
+    }
+}
+
+fn vocab(s: &Selection) -> u64 {
+    let head = s.modules.iter().find(|(m, _)| m.group == Group::Head);
+    head.map_or(0, |(m, _)| m.weight_shape()[0] as u64)
+}
+
+fn is_weight(c: Component) -> bool {
+    use Component::*;
+    matches!(
+        c,
+        Embedding | Attention | Mlp | Experts | Router | Norms | Head | QuantConstants | Trained | Adapters
+    )
+}

@@ -1,0 +1,94 @@
+//! Trained tensors of a rank: buffers by unit, gradients, master weights and moments.
+
+use super::optimizer::{optimizer_bytes_of, projection};
+use super::setup::Setup;
+use ft_engine::adapters::TrainedPart;
+use ft_engine::params::buffers::ALIGN;
+use ft_engine::params::buffers::layout::wide_units;
+use ft_kernels::decompose;
+use ft_recipe::Method;
+use std::collections::BTreeSet;
+
+/// Trained tensors, with the gaps of their alignment.
+#[derive(Default)]
+pub(super) struct TrainedBytes {
+    /// Values by unit.
+    pub lens: Vec<u64>,
+    /// Values with master weights, by unit.
+    pub kept: Vec<u64>,
+    /// Units with layers that read the f32 master weights.
+    pub wide: BTreeSet<usize>,
+    /// Weights trained in full, and adapters, in the compute dtype.
+    pub full: u64,
+    pub adapters: u64,
+    pub gradients: u64,
+    pub master: u64,
+    pub moments: u64,
+    /// Temporary bytes of a GaLore update of one matrix.
+    pub projecting: u64,
+}
+
+impl TrainedBytes {
+    pub fn new(c: &Setup<'_>) -> Self {
+        let mut out = Self {
+            lens: vec![0; c.units()],
+            kept: vec![0; c.units()],
+            wide: wide_units(c.trained.iter().map(|(t, _)| (c.unit(t.module), t.part))),
+            ..Self::default()
+        };
+        for (t, rounded) in &c.trained {
+            out.add(c, t, *rounded);
+        }
+        if c.recipe.optimizer.in_backward {
+            out.gradients = 0;
+        }
+        out
+    }
+
+    fn add(&mut self, c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) {
+        let (m, unit) = (t.module, c.unit(t.module));
+        let n = t.elements().next_multiple_of(ALIGN) as u64;
+        self.lens[unit] += n;
+        let weights = c.ranks.share(m, c.width() * n, 3);
+        match t.part.method() {
+            Method::Lora => self.adapters += weights,
+            _ => self.full += weights,
+        }
+        self.gradients += c.ranks.share(m, 4 * n, 2);
+        if !rounded {
+            self.kept[unit] += n;
+            let from = if self.wide.contains(&unit) { 3 } else { 1 };
+            self.master += if c.one_copy() { 0 } else { c.ranks.share(m, 4 * n, from) };
+        }
+        // alignment gaps have moments too
+        let moments = optimizer_bytes_of(&c.recipe.optimizer, t, c.selection.layers, n);
+        self.moments += c.ranks.share(m, moments, 1);
+        self.projecting = self.projecting.max(projecting(c, t, rounded));
+    }
+
+    /// Bytes of the f32 copy that layers of a unit read; 0 if the compute weights are f32.
+    pub fn wide_values(&self, c: &Setup<'_>, unit: usize) -> u64 {
+        if c.machine.computes_in_f32() || !self.wide.contains(&unit) { 0 } else { self.lens[unit] }
+    }
+}
+
+/// Temporary bytes of the GaLore update of a matrix (`optim/projected.rs`): first the gradient and its
+/// decomposition on the host; then the projected gradient and update, and a copy of the matrix for weight
+/// decay or rounding.
+fn projecting(c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) -> u64 {
+    let how = projection(&c.recipe.optimizer);
+    let &[o, i] = t.shape() else { return 0 };
+    if !how.takes(t.part, t.shape(), c.unit(t.module), c.units()) {
+        return 0;
+    }
+    let (n, low) = ((o * i) as u64, 8 * (how.rank * o.max(i)) as u64);
+    let look = if c.machine.cuda { 0 } else { 4 * n + decompose::bytes((o, i), how.rank) };
+    let copy = if c.recipe.optimizer.weight_decay != 0.0 { 4 * n } else { 0 };
+    let after = match (c.machine.computes_in_f32(), rounded) {
+        (true, _) => copy,
+        (false, false) => copy.max(c.width() * n),
+        // f32 copy of the weights
+        (false, true) => 4 * n + copy,
+    };
+    look.max(low + after)
+}

@@ -1,0 +1,255 @@
+//! The engine's visits on ghosts: each kind of visit runs once, and its peak is recorded.
+
+use super::component::{Bytes, Component};
+use super::ghost_model::GhostModel;
+use super::states::ModelStates;
+use crate::workload::Tokens;
+use candle_core::{DType, Result};
+use ft_engine::model::Batch;
+use ft_engine::model::layer::{Layer, Level};
+use ft_engine::model::sink::Sink;
+use ft_engine::walk::generate::PART;
+use ft_engine::walk::{self, Dequantize, Visit};
+use ft_kernels::attention::Cache;
+use ft_kernels::ledger::{Cost, Taken};
+use ft_kernels::optimizer::{AdamW, adamw};
+use ft_kernels::padded::Padded;
+use ft_kernels::tensor::Ghost;
+use ft_kernels::{Machine, Role, Tensor};
+
+/// Inputs of the simulation.
+#[derive(Clone, Debug)]
+pub struct StepInputs<'a> {
+    pub shape: &'a GhostModel,
+    /// Static bytes of the rank.
+    pub states: &'a ModelStates,
+    /// Training micro-batch.
+    pub train: Tokens,
+    /// Evaluation micro-batch, if the recipe evaluates.
+    pub eval: Option<Tokens>,
+    /// Generation in evaluation, if the recipe asks for it.
+    pub answers: Option<Answers>,
+    /// Bytes of shuffled row orders.
+    pub orders: u64,
+    /// NEFTune noise scale.
+    pub neftune: f64,
+    /// Whether all tokens choose the same experts; balanced routing if not.
+    pub skewed: bool,
+    /// Pipeline stages, also the number of micro-batches in flight.
+    pub stages: u64,
+}
+
+/// Generation from the longest prompt, and its key-value cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Answers {
+    /// Prompt tokens processed at a time.
+    pub part: Tokens,
+    /// Cache bytes over all layers, after the prompt and after the answer.
+    pub cache: [u64; 2],
+}
+
+impl Answers {
+    /// For at most `prompt` and `answer` tokens, with `token` bytes of cache a token.
+    pub fn new(prompt: u64, answer: u64, token: u64) -> Self {
+        let part = prompt.min(PART as u64);
+        let read = Cache::held(prompt, prompt + answer);
+        let cache = [read, prompt + answer].map(|tokens| tokens.saturating_mul(token));
+        Self { part: Tokens::of(&[usize::try_from(part).unwrap_or(usize::MAX)], 0), cache }
+    }
+}
+
+/// Bytes at a visit's peak, the list of allocations, and its cost.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Usage {
+    pub(super) bytes: Bytes,
+    pub(super) total: u64,
+    pub(super) listed: Vec<(Component, u64)>,
+    pub(super) cost: Cost,
+}
+
+impl Usage {
+    /// Reassigns bytes of one component to another.
+    fn call(&mut self, from: Component, to: Component) {
+        let mut bytes = Bytes::default();
+        let name = |c: Component| if c == from { to } else { c };
+        self.bytes.iter().for_each(|(c, b)| bytes.add(name(c), b));
+        self.bytes = bytes;
+        self.listed.iter_mut().for_each(|(c, _)| *c = name(*c));
+    }
+}
+
+impl From<Bytes> for Usage {
+    fn from(bytes: Bytes) -> Self {
+        Self { total: bytes.total(), bytes, ..Self::default() }
+    }
+}
+
+impl From<Taken> for Usage {
+    fn from(t: Taken) -> Self {
+        let listed = t.listed.into_iter().map(|(role, bytes)| (role.into(), bytes)).collect();
+        Self { listed, cost: t.cost, ..Bytes::from(t.at_peak).into() }
+    }
+}
+
+/// Visits of one layer kind. Each peak includes the input, saved activations and incoming gradient of the
+/// layer itself.
+#[derive(Clone, Debug)]
+pub(super) struct LayerVisits {
+    /// Bytes of the layer's own gradients included in the backward peaks.
+    pub(super) own: u64,
+    pub(super) forward: Usage,
+    /// By [`Level`].
+    pub(super) ways: [BackwardVisit; Level::EACH.len()],
+    /// Forward in evaluation.
+    pub(super) eval: Option<Usage>,
+    /// Forward of a prompt in generation.
+    pub(super) answer: Option<Usage>,
+}
+
+/// Saved activations and backward visit at one recompute level.
+#[derive(Clone, Debug)]
+pub(super) struct BackwardVisit {
+    /// Saved activations, input included.
+    pub(super) kept: Usage,
+    /// Saved activations without the input.
+    pub(super) beside: Usage,
+    /// Recompute plus backward, with the cost of the recompute: dequantized by tiles, and per layer.
+    pub(super) backward: [(Usage, Cost); 2],
+}
+
+impl BackwardVisit {
+    pub(super) fn backward(&self, d: Dequantize) -> &(Usage, Cost) {
+        &self.backward[usize::from(d == Dequantize::PerLayer)]
+    }
+}
+
+impl StepInputs<'_> {
+    pub(super) fn machine(&self) -> Machine {
+        self.shape.ledger.machine()
+    }
+
+    /// Gathered weight bytes during each visit of a pass, and after it.
+    pub(super) fn flights(&self, visits: &[Visit]) -> Vec<[u64; 2]> {
+        let (outline, s) = (self.shape.outline(), self.states);
+        let of = |i: usize| {
+            let next = visits.get(i + 1).copied();
+            let both = outline.needs([visits[i]].into_iter().chain(next));
+            [s.gathered(both), s.gathered(outline.needs(next))]
+        };
+        (0..visits.len()).map(of).collect()
+    }
+
+    /// Runs `f` on an empty ledger and returns its allocations.
+    pub(super) fn visit(&self, f: impl FnOnce() -> Result<()>) -> Result<Usage> {
+        self.shape.ledger.take();
+        f()?;
+        Ok(self.shape.ledger.take().into())
+    }
+
+    /// A micro-batch, for training or evaluation.
+    pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
+        let s = self.shape;
+        let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
+        Batch::ghost(&s.ledger, t.attended(), targets, s.head_dim, train.then_some((0, 0)))
+    }
+
+    /// Hidden states of a micro-batch or their gradient, `[t, d]`.
+    pub(super) fn hidden_states(&self, t: Tokens) -> Tensor {
+        let s = self.shape;
+        Ghost::new(&s.ledger, (t.tokens as usize, s.d), s.dtype).into()
+    }
+
+    pub(super) fn input(&self, t: Tokens) -> Tensor {
+        self.shape.ledger.role(Role::Activations, || self.hidden_states(t))
+    }
+
+    pub(super) fn embedding_backward(&self) -> Result<Usage> {
+        let (s, batch) = (self.shape, self.batch(self.train, true)?);
+        self.visit(|| s.embedding.backward(&batch, &self.hidden_states(self.train), &Sink::new(&s.grads, 0)))
+    }
+
+    /// Temporary bytes of the optimizer on the device.
+    pub(super) fn optimizer(&self) -> Result<u64> {
+        let (s, n) = (self.shape, self.states.largest_group as usize);
+        let flat = |dtype| Tensor::from(Ghost::weight(&s.ledger, n, dtype));
+        let (f, copy) = (flat(DType::F32), if s.dtype == DType::F32 { None } else { Some(flat(s.dtype)) });
+        let k = AdamW { lr: 0.0, betas: [0.0; 2], eps: 0.0, weight_decay: 0.0, t: 1, grad_scale: 1.0 };
+        Ok(self.visit(|| adamw(&f, &f, &f, &f, copy.as_ref(), &k))?.total)
+    }
+
+    /// Runs the visits of `Walk::train` and `Walk::eval` for one layer kind.
+    pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<LayerVisits> {
+        let (ledger, t) = (&self.shape.ledger, self.train);
+        let batch = self.batch(t, true)?;
+        let ctx = &batch.context;
+        let taken = || -> Usage {
+            let mut full: Usage = ledger.take().into();
+            full.call(Component::Gradients, self.states.live_as);
+            full
+        };
+        let live = |roles| Usage::from(Bytes::from(roles));
+
+        let forward = self.visit(|| layer.forward(&self.input(t), ctx, None, None).map(drop))?;
+        let own = self.states.own_live(unit);
+        let sink = || Sink::ghost(&self.shape.grads, ledger, own);
+        let way = |level: Level| -> Result<BackwardVisit> {
+            let (mut kept, mut beside) = (Usage::default(), Usage::default());
+            let mut backward = |dequantize| -> Result<(Usage, Cost)> {
+                let x = self.input(t);
+                let rest = layer.forward(&x, ctx, None, None)?.1.keep(level);
+                kept = live(ledger.keep());
+                drop(x);
+                beside = live(ledger.keep());
+                let x = self.input(t);
+                let rank = layer.room_back(&x, ctx);
+                let dy = Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype)?;
+                ledger.take();
+                let routing = rest.routing();
+                let dequantized = walk::dequantized_layer(layer, dequantize, level, routing.as_deref())?;
+                drop(routing);
+                let layer = dequantized.as_ref().unwrap_or(layer);
+                let saved = layer.recompute(&x, ctx, level, rest)?;
+                let again = ledger.cost();
+                drop(layer.backward((&x, saved), &dy, ctx, &sink(), None, rank)?);
+                Ok((taken(), again))
+            };
+            let tiles = backward(Dequantize::PerMatmul)?;
+            let visit = match level >= Level::FeedForward && layer.is_packed() {
+                true => backward(Dequantize::PerLayer)?,
+                false => tiles.clone(),
+            };
+            Ok(BackwardVisit { kept, beside, backward: [tiles, visit] })
+        };
+        let [a, b, c, d] = Level::EACH.map(way);
+        let ways = [a?, b?, c?, d?];
+        let eval = |t| {
+            let batch = self.batch(t, false)?;
+            self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
+        };
+        let answer = self.answers.map(|a| eval(a.part)).transpose()?;
+        let eval = self.eval.map(eval).transpose()?;
+        Ok(LayerVisits { own, forward, ways, eval, answer })
+    }
+
+    /// Runs the head with logit chunks of at most `rows` targets.
+    pub(super) fn head(&self, rows: usize) -> Result<(Usage, Cost, Option<Usage>)> {
+        let s = self.shape;
+        let live = self.states.live_at(s.of.len() + 1);
+        let visit = |t: Tokens, backward: bool| {
+            let batch = self.batch(t, backward)?;
+            let mut full = self.visit(|| {
+                let x = self.input(t);
+                let sink = Sink::ghost(&s.grads, &s.ledger, live);
+                if t.targets > rows as u64 && backward {
+                    // all chunks but the first find the buffer allocated
+                    sink.flat(0)?;
+                }
+                s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
+            })?;
+            full.call(Component::Gradients, self.states.live_as);
+            Ok::<_, candle_core::Error>(full)
+        };
+        let forward = visit(self.train, false)?.cost;
+        Ok((visit(self.train, true)?, forward, self.eval.map(|t| visit(t, false)).transpose()?))
+    }
+}

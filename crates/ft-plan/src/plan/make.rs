@@ -1,0 +1,85 @@
+//! Plans of a recipe and a known model.
+
+use super::hints::hints;
+use super::plan::Plan;
+use crate::host::HostPlan;
+use crate::inference::Server;
+use crate::memory::{Allocation, Settings, Theory, rounded};
+use crate::search::{Inputs, Prepared, SearchResult, choose};
+use ft_engine::walk::Execution;
+
+impl Plan {
+    /// Plans a recipe.
+    ///
+    /// # Errors
+    /// Inconsistent sizes of the model or of a rank's shard.
+    pub fn new(i: &Inputs<'_>) -> ft_base::Result<Self> {
+        let prepared = Prepared::new(i)?;
+        let decision = choose(&prepared)?;
+        let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
+        let mut plan = Self::of(i, &prepared, decision, server);
+        if !plan.fits() {
+            plan.hints = hints(i, &plan);
+        }
+        Ok(plan)
+    }
+
+    fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, d: SearchResult, server: Option<Server>) -> Self {
+        let r = i.recipe;
+        let p = &r.parallel;
+        let mut host = prepared.states.host.clone();
+        let activations = prepared.host_activations(&d.workload, d.execution.recompute, d.execution.inputs);
+        if activations > 0 {
+            host.push(("offloaded_activations", activations));
+        }
+        if let Some(server) = &server {
+            // ranks of a machine share one server
+            host.push(("server", server.on_host.div_ceil(p.local())));
+        }
+        let unit = (d.execution.micro_rows * p.data).max(1);
+        let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
+        Self {
+            ranks: p.ranks(),
+            local: p.local(),
+            wire: prepared.wire(micro_batches),
+            machine: i.machine,
+            parameters: prepared.states.parameters,
+            budget: i.budget,
+            space: HostPlan::new(r, i.selection, i.machine, &d.workload, host),
+            server,
+            mixture: i.config.moe.is_some(),
+            layers: i.config.layers,
+            walked: prepared.walked(),
+            execution: d.execution,
+            reasons: d.reasons,
+            peak: d.peak,
+            workload: d.workload,
+            micro_batches,
+            keeps_gradients: !r.optimizer.in_backward,
+            no_master: no_master(i),
+            work: d.work,
+            learning_rates: i.selection.learning_rates(&r.optimizer),
+            theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
+            hints: Vec::new(),
+        }
+    }
+}
+
+/// Lists the engine's allocations under the given execution settings.
+///
+/// # Errors
+/// As [`Plan::new`].
+pub fn allocations(i: &Inputs<'_>, c: &Execution) -> ft_base::Result<Vec<Allocation>> {
+    let prepared = Prepared::new(i)?;
+    let levels = Settings { recompute: c.recompute, inputs: c.inputs, dequantize: c.dequantize, head: 0 };
+    Ok(prepared.simulate(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
+}
+
+/// Why fully trained weights have no f32 master weights; `None` if they have.
+fn no_master(i: &Inputs<'_>) -> Option<&'static str> {
+    let rounded = rounded(i.recipe, i.selection, i.machine, &i.selection.parts());
+    rounded.contains(&true).then_some(match i.recipe.optimizer.master {
+        ft_recipe::Master::Auto => "optimizer.master = \"auto\" with 8-bit moments",
+        _ => "as optimizer.master says",
+    })
+}

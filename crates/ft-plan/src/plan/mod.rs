@@ -1,0 +1,13 @@
+//! Memory plan of a rank, and changes for a run that does not fit.
+
+pub(crate) mod hints;
+mod make;
+#[expect(clippy::module_inception, reason = "the type of the folder's name")]
+mod plan;
+mod recipe;
+
+pub use make::allocations;
+pub use plan::{Hint, Plan};
+#[cfg(test)]
+pub(crate) use recipe::select;
+pub use recipe::{of_recipe, of_recipe_in};

@@ -1,0 +1,138 @@
+//! Memory plan of one rank.
+
+use crate::host::{Capacity, HostPlan};
+use crate::inference::Server;
+use crate::memory::{Component, Peak, Theory, overhead};
+use crate::search::{self, Reasons};
+use crate::time::Work;
+use crate::workload::Workload;
+use ft_engine::params::LearningRate;
+use ft_engine::walk::Execution;
+use ft_kernels::Machine;
+use ft_recipe::Recipe;
+use serde::Serialize;
+
+/// Memory plan of one rank, and the execution chosen for it.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// World size.
+    pub ranks: u64,
+    /// Ranks in this process, as threads.
+    pub local: u64,
+    /// Tensor bytes received by a rank per step.
+    pub wire: u64,
+    pub machine: Machine,
+    /// Parameters of the model, and trainable ones.
+    pub parameters: (u64, u64),
+    /// Device peak of a rank.
+    pub peak: Peak,
+    /// Usable device bytes, if known.
+    pub budget: Option<u64>,
+    /// Host memory, disks and shared memory.
+    pub space: HostPlan,
+    /// The inference server of `serve.devices`; `space` includes its host memory.
+    pub server: Option<Server>,
+    /// Whether the model is a mixture of experts.
+    pub mixture: bool,
+    /// Number of layers.
+    pub layers: usize,
+    /// Layers walked backward.
+    pub walked: usize,
+    /// Chosen execution settings.
+    pub execution: Execution,
+    /// Reason for each choice.
+    pub reasons: Reasons,
+    pub workload: Workload,
+    /// Micro-batches per step and rank.
+    pub micro_batches: u64,
+    /// Whether gradient buffers live from loading on. If not, a unit holds gradients during its backward
+    /// visit only.
+    pub keeps_gradients: bool,
+    /// Why fully trained weights have no f32 master weights; `None` if they have.
+    pub no_master: Option<&'static str>,
+    /// Work of a micro-batch.
+    pub work: Work,
+    /// Learning rates of the trained parameters, highest first.
+    pub learning_rates: Vec<LearningRate>,
+    /// Textbook estimate, for comparison.
+    pub theory: Theory,
+    /// Changes to make the run fit.
+    pub hints: Vec<Hint>,
+}
+
+/// A recipe change to make the run fit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Hint {
+    /// Settings in command-line form, e.g. `run.micro_rows=1`.
+    pub set: Vec<String>,
+    /// The change in words, with its cost and the bytes saved.
+    pub text: String,
+    /// Device peak in bytes after the change.
+    pub total: u64,
+    /// Whether `ft run` supports these settings.
+    pub built: bool,
+}
+
+impl Plan {
+    /// Device peak in bytes.
+    pub fn total(&self) -> u64 {
+        self.peak.bytes.total()
+    }
+
+    /// Device peak of the engine alone, without allocator overhead and routing reserve.
+    pub fn engine(&self) -> u64 {
+        self.total()
+            - self.peak.bytes.get(Component::AllocatorOverhead)
+            - self.peak.bytes.get(Component::Routing)
+    }
+
+    /// CPU only: growth of the process over its size before loading, as engine bytes plus allocator
+    /// overhead.
+    pub fn process(&self) -> Option<u64> {
+        (!self.machine.cuda).then(|| self.total() - self.peak.bytes.get(Component::Routing))
+    }
+
+    /// Bound on used plus reusable freed blocks of the CPU allocator, small blocks excluded.
+    pub fn reused_within(&self) -> u64 {
+        self.engine() + overhead::reuse(self.engine())
+    }
+
+    /// Bytes of the budget to leave free, and bytes left free by the plan.
+    pub fn kept_back(&self) -> Option<(u64, u64)> {
+        let budget = self.budget?;
+        Some((search::reserve(self.machine, budget), budget.saturating_sub(self.total())))
+    }
+
+    /// Whether the device peak is within the budget; true without a budget.
+    pub fn fits_device(&self) -> bool {
+        self.budget.is_none_or(|b| self.total() <= b)
+    }
+
+    /// Whether the run fits device, host and disks, as far as they are known.
+    pub fn fits(&self) -> bool {
+        self.fits_device() && self.space.fits() && self.fits_server()
+    }
+
+    /// Whether the server fits its devices.
+    pub fn fits_server(&self) -> bool {
+        self.server.as_ref().is_none_or(Server::fits)
+    }
+
+    /// Records available host memory, disk space and shared memory, and adds hints for what lacks room.
+    pub fn look(&mut self, r: &Recipe, room: &Capacity<'_>) {
+        let total = self.total();
+        self.space.look(r, self.machine, total, room);
+        let hints = self.space.hints(r);
+        self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total, built: true }));
+    }
+
+    /// Work of a rank's step. Time is this divided by the rate measured by `ft bench`.
+    pub fn step_work(&self) -> f64 {
+        self.work.total() * self.micro_batches as f64
+    }
+
+    /// Upper bound on the tokens of a step over all ranks.
+    pub fn tokens_per_step(&self, data_ranks: u64) -> u64 {
+        self.workload.train.tokens.saturating_mul(self.micro_batches).saturating_mul(data_ranks)
+    }
+}

@@ -1,0 +1,9 @@
+//! A plan as text, as JSON, and as the error of a run that does not fit.
+
+mod json;
+mod place;
+mod shortage;
+mod text;
+
+pub use crate::units::bytes;
+pub use place::{place, place_of};

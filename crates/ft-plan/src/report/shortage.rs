@@ -1,0 +1,45 @@
+//! Errors of runs that do not fit.
+
+use super::place;
+use crate::error::Error;
+use crate::plan::Plan;
+use crate::units::bytes;
+use std::fmt::Write;
+
+impl Plan {
+    /// Error for a run that does not fit, with hints.
+    pub fn refusal(&self) -> Error {
+        let mut s = self.lacks();
+        for h in &self.hints {
+            let _ = write!(s, "\n  hint: {}", h.text);
+        }
+        Error::DoesNotFit(s)
+    }
+
+    /// Error for a run that does not fit, without hints.
+    pub fn verdict(&self) -> Error {
+        Error::DoesNotFit(self.lacks())
+    }
+
+    /// Shortages, one per line.
+    fn lacks(&self) -> String {
+        let mut lines = Vec::new();
+        if !self.fits_device() {
+            lines.push(format!(
+                "this run needs {} at its peak (in {}), and {} is available",
+                bytes(self.total()),
+                place(&self.peak, self.layers),
+                bytes(self.budget.unwrap_or(0))
+            ));
+        }
+        if let Some(server) = self.server.as_ref().filter(|s| !s.fits()) {
+            lines.push(format!(
+                "the server beside it needs {}, and memory.budget is {}; to change: serve.devices",
+                server.text(),
+                bytes(server.budget.unwrap_or(0))
+            ));
+        }
+        lines.extend(self.space.shortages(self.machine.cuda || self.fits_device()));
+        lines.join("\n")
+    }
+}

@@ -1,0 +1,154 @@
+//! A plan as text.
+
+use super::place;
+use crate::memory::{Component, Theory, overhead};
+use crate::plan::Plan;
+use crate::time::rates::Range;
+use crate::units::{bytes, count, seconds};
+use ft_engine::params::learning_rates;
+use std::fmt::{self, Write};
+
+/// Width of the longest bar, in characters.
+const BAR: usize = 36;
+
+impl Plan {
+    /// The plan as text, for a terminal.
+    pub fn text(&self, data_ranks: u64, range: Option<Range>, notes: &[String]) -> String {
+        let mut s = String::new();
+        let _ = self.write_data(&mut s, data_ranks);
+        let _ = self.write_execution(&mut s, range);
+        let _ = self.write_device(&mut s);
+        let _ = self.write_others(&mut s);
+        for n in notes {
+            let _ = writeln!(s, "note: {n}");
+        }
+        for h in &self.hints {
+            let _ = writeln!(s, "hint: {}", h.text);
+        }
+        s
+    }
+
+    fn write_data(&self, s: &mut String, data_ranks: u64) -> fmt::Result {
+        let (total, trainable) = self.parameters;
+        let share = 100.0 * trainable as f64 / total.max(1) as f64;
+        writeln!(s, "parameters  {} train of {} ({share:.2}%)", count(trainable), count(total))?;
+        writeln!(s, "lr          {}", learning_rates::line(&self.learning_rates))?;
+        let w = &self.workload;
+        let sure = if w.measured() { "as the data has it" } else { "assuming rows full to data.max_length" };
+        let steps = w.steps.map_or("steps by run.epochs".into(), |n| format!("{n} steps"));
+        writeln!(
+            s,
+            "tokens      {} a step in {} micro-batches of {} ({sure}), {steps}",
+            count(self.tokens_per_step(data_ranks)),
+            self.micro_batches * data_ranks,
+            count(w.train.tokens)
+        )?;
+        match w.epoch {
+            Some(e) => writeln!(
+                s,
+                "data        {} samples in {} rows, {} tokens an epoch, {} supervised, the longest sample {}",
+                e.samples,
+                e.rows,
+                count(e.tokens),
+                count(e.targets),
+                e.longest
+            ),
+            None => writeln!(
+                s,
+                "data        lengths of samples are not known yet: ft data, ft check and ft run measure them"
+            ),
+        }
+    }
+
+    fn write_execution(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
+        let (c, why) = (&self.execution, &self.reasons);
+        let rows = if c.micro_rows == 1 { "row" } else { "rows" };
+        writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows)?;
+        writeln!(s, "recompute   {} ({})", c.recompute.words(self.walked), why.recompute)?;
+        if c.recompute.layers() > 0 && (self.machine.cuda || c.inputs.on_host) {
+            writeln!(s, "inputs      of those layers on the {} ({})", c.inputs.word(), why.inputs)?;
+        }
+        if let Some(why) = self.no_master {
+            writeln!(
+                s,
+                "master      none of what trains in full, which is rounded by random numbers ({why})"
+            )?;
+        }
+        writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize)?;
+        writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows)?;
+        let Some(r) = range else { return Ok(()) };
+        let whole = self.workload.steps.map_or(String::new(), |n| {
+            format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
+        });
+        writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))
+    }
+
+    fn write_device(&self, s: &mut String) -> fmt::Result {
+        let device = if self.machine.cuda { "CUDA" } else { "CPU" };
+        let ranks = if self.ranks > 1 { format!(", each of {} ranks", self.ranks) } else { String::new() };
+        writeln!(s, "\n{device} peak memory, in {}{ranks}", place(&self.peak, self.layers))?;
+        let most = self.peak.bytes.iter().map(|(_, b)| b).max().unwrap_or(1).max(1);
+        for (c, b) in self.peak.bytes.iter() {
+            let bar = "#".repeat(((b as f64 / most as f64) * BAR as f64).round() as usize);
+            writeln!(s, "  {:<24} {:>11}  {bar}", c.label(), bytes(b))?;
+        }
+        let verdict = match self.budget {
+            None => "no budget known: set memory.budget".to_string(),
+            Some(b) if self.fits_device() => format!("fits {}{}", bytes(b), self.left()),
+            Some(b) => format!("DOES NOT FIT {}", bytes(b)),
+        };
+        writeln!(s, "  {:<24} {:>11}  {verdict}", "total", bytes(self.total()))?;
+        match (self.mixture, self.peak.bytes.get(Component::Routing)) {
+            (false, _) => Ok(()),
+            (true, 0) => writeln!(
+                s,
+                "routing     planned both for tokens spread evenly over the experts and for all tokens at the same ones, \
+                 which takes no more"
+            ),
+            (true, reserve) => writeln!(
+                s,
+                "routing     the table has tokens spread evenly over the experts; up to {} more (the routing reserve) \
+                 where all choose the same ones, less where experts stay idle",
+                bytes(reserve)
+            ),
+        }
+    }
+
+    /// Other ranks, the server, the host, and the estimate of the literature.
+    fn write_others(&self, s: &mut String) -> fmt::Result {
+        if self.ranks > 1 {
+            writeln!(s, "ranks       {} come to each from the others in a step", bytes(self.wire))?;
+        }
+        if let Some(server) = &self.server {
+            writeln!(s, "server      {}", server.text())?;
+        }
+        s.push_str(&self.space.text());
+        if self.machine.cuda {
+            writeln!(
+                s,
+                "            cuda libraries: {} of host memory, by what PyTorch's processes were seen to take \
+                 (pytorch issue 12873); ft's were not measured",
+                bytes(overhead::CUDA_HOST)
+            )?;
+        }
+        let Theory { weights, gradients, master, moments, total, frozen } = self.theory;
+        let [weights, gradients, master, moments, total, frozen] =
+            [weights, gradients, master, moments, total, frozen].map(|n| format!("{:.2}", n as f64 / 1e9));
+        writeln!(
+            s,
+            "theory      weights {weights} + gradients {gradients} + master {master} + moments {moments} = {total} GB \
+             that train, {frozen} GB frozen"
+        )
+    }
+
+    /// Describes the free part of the budget if a reserve applies.
+    fn left(&self) -> String {
+        match self.kept_back() {
+            Some((wanted, left)) if wanted > left => {
+                format!(", leaving {}: less than the {} that a run should", bytes(left), bytes(wanted))
+            }
+            Some((wanted, left)) if wanted > 0 => format!(", leaving {}", bytes(left)),
+            _ => String::new(),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Search for the fastest execution that fits the budget, by the plan's own cost model.
+//!
+//! Five settings are open: recompute level of the layers, place of the recomputed layers' inputs,
+//! dequantization of 4-bit weights, logit chunk size, and micro-batch rows if `run.micro_rows` is
+//! "auto". The search compares all combinations and takes the fitting one with the least [`Work`] per
+//! row. A larger budget therefore never costs time, except that inputs move to the host only to save at
+//! least 1%.
+
+use super::candidates::{BatchSize, Scored, SearchSpace};
+use super::prepared::Prepared;
+use super::reasons::{Explanation, Reasons};
+use crate::memory::{Peak, Settings};
+use crate::time::Work;
+use crate::workload::Workload;
+use candle_core::Result;
+use ft_engine::walk::{Execution, Recomputed};
+use ft_kernels::Machine;
+
+/// Divisor of a CUDA budget for the reserve: 1/25 stays free if possible, since the planned allocator
+/// overhead is unconfirmed on GPUs.
+const RESERVE_DIVISOR: u64 = 25;
+
+/// Bytes of a budget to leave free.
+pub fn reserve(machine: Machine, budget: u64) -> u64 {
+    if machine.cuda { budget / RESERVE_DIVISOR } else { 0 }
+}
+
+/// Result of the search.
+#[derive(Clone, Debug)]
+pub struct SearchResult {
+    pub execution: Execution,
+    pub reasons: Reasons,
+    /// Device peak.
+    pub peak: Peak,
+    /// Work of a micro-batch.
+    pub work: Work,
+    /// Workload with the chosen micro-batch.
+    pub workload: Workload,
+}
+
+/// Combinations seen so far.
+struct Search<'s, 'p> {
+    prepared: &'s Prepared<'p>,
+    space: &'s SearchSpace,
+    /// Bytes to stay within.
+    budget: u64,
+    /// The combination with the smallest peak.
+    least: Scored,
+    /// Least work per row among fitting combinations with inputs on the device.
+    on_device: Option<f64>,
+}
+
+impl Search<'_, '_> {
+    /// Fastest combination of a micro-batch size within the budget.
+    fn fastest(&mut self, size: &BatchSize<'_>, tracks_least: bool) -> Option<Scored> {
+        let (p, space, budget, mut least) = (self.prepared, self.space, self.budget, self.least);
+        let mut fastest: Option<Scored> = None;
+        for (inputs, head, dequantize) in space.others() {
+            let on_host_fits =
+                |r: &&Recomputed| space.inputs.len() == 1 || p.host_has_room(&size.workload, **r, inputs);
+            for list in &space.recompute {
+                let mut scored = list
+                    .iter()
+                    .filter(on_host_fits)
+                    .map(|r| size.weigh(Settings { recompute: *r, inputs, dequantize, head }));
+                // later entries recompute more and only take longer
+                let fitting = scored.find(|s| {
+                    if tracks_least && s.total < least.total {
+                        least = *s;
+                    }
+                    s.total <= budget
+                });
+                let Some(s) = fitting else { continue };
+                if fastest.is_none_or(|f| (s.rank, s.total) < (f.rank, f.total)) {
+                    fastest = Some(s);
+                }
+                if !inputs.on_host {
+                    self.on_device = Some(self.on_device.map_or(s.work, |w| w.min(s.work)));
+                }
+            }
+        }
+        self.least = least;
+        fastest
+    }
+}
+
+/// Takes the fastest combination that fits and leaves the reserve free; if none does, the one with the
+/// smallest peak.
+pub fn choose(p: &Prepared<'_>) -> Result<SearchResult> {
+    let space = SearchSpace::of(p);
+    let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
+    let largest = space.rows[space.rows.len() - 1];
+    let whole = (p.workload(largest).train, largest);
+    let of_rows = |rows: &usize| BatchSize::new(p, &space, *rows, whole);
+    let first = of_rows(&space.rows[0])?;
+    let most = space.recompute.iter().flatten().copied().max().unwrap_or_default();
+    let (inputs, dequantize) = (space.inputs[0], space.dequantize[0]);
+    let least = first.weigh(Settings { recompute: most, inputs, dequantize, head: 0 });
+    let mut search = Search { prepared: p, space: &space, budget, least, on_device: None };
+    let mut best: Option<(BatchSize<'_>, Scored)> = None;
+    let mut too_large = None;
+    for size in std::iter::once(Ok(first)).chain(space.rows[1..].iter().map(of_rows)) {
+        let size = size?;
+        let Some(fastest) = search.fastest(&size, best.is_none()) else {
+            // more rows do not fit either
+            too_large = Some(size.rows);
+            break;
+        };
+        if best.as_ref().is_none_or(|(_, b)| fastest.rank < b.rank) {
+            best = Some((size, fastest));
+        }
+    }
+    let fits = best.is_some();
+    let (size, chosen) = match best {
+        Some(best) => best,
+        None => (of_rows(&space.rows[0])?, search.least),
+    };
+    let execution = Execution {
+        micro_rows: size.rows,
+        recompute: chosen.settings.recompute,
+        inputs: chosen.settings.inputs,
+        dequantize: chosen.settings.dequantize,
+        head_rows: usize::try_from(space.heads[chosen.settings.head]).unwrap_or(usize::MAX),
+    };
+    let without = search.on_device;
+    let why = Explanation { p, open: &space, size: &size, chosen, fits, too_large, without };
+    Ok(SearchResult {
+        execution,
+        reasons: why.reasons(),
+        peak: size.simulation.peak(chosen.settings),
+        work: size.simulation.work(chosen.settings),
+        workload: size.workload,
+    })
+}

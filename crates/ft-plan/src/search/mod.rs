@@ -1,0 +1,10 @@
+//! Search for the fastest execution that fits.
+
+mod candidates;
+mod choose;
+mod prepared;
+mod reasons;
+
+pub use choose::{SearchResult, choose, reserve};
+pub use prepared::{Inputs, Prepared};
+pub use reasons::Reasons;

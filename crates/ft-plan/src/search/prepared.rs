@@ -1,0 +1,158 @@
+//! Inputs of a plan, and its state independent of the search.
+
+use crate::error::Error;
+use crate::host::sum;
+use crate::memory::{Answers, GhostModel, ModelStates, Simulation, StepInputs};
+use crate::workload::{Tokens, Workload, Workloads};
+use ft_engine::adapters::Selection;
+use ft_engine::model::Config;
+use ft_engine::model::layer::Layer;
+use ft_engine::model::modules::{Group, Module};
+use ft_engine::walk::{Inputs as Waiting, Recomputed};
+use ft_kernels::Machine;
+use ft_kernels::attention::Cache;
+use ft_recipe::Recipe;
+
+/// Divisor of host memory for automatically offloaded inputs: at most 1/2, since page-locked memory is
+/// lost to other processes.
+const OF_THE_HOST: u64 = 2;
+
+/// Inputs of a plan.
+#[derive(Clone)]
+pub struct Inputs<'a> {
+    pub recipe: &'a Recipe,
+    pub config: &'a Config,
+    /// Modules and adapters that train.
+    pub selection: &'a Selection,
+    pub machine: Machine,
+    pub workloads: &'a Workloads<'a>,
+    /// Usable device bytes of a rank, if known.
+    pub budget: Option<u64>,
+    /// Usable host bytes of a rank besides its CUDA device, if known.
+    pub host: Option<u64>,
+}
+
+/// Plan state independent of the search: shapes and static bytes.
+pub struct Prepared<'a> {
+    pub(super) inputs: &'a Inputs<'a>,
+    shape: GhostModel,
+    pub states: ModelStates,
+}
+
+impl<'a> Prepared<'a> {
+    /// Builds the shape-only model and the static bytes.
+    pub fn new(inputs: &'a Inputs<'a>) -> ft_base::Result<Self> {
+        let p = &inputs.recipe.parallel;
+        let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
+        let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
+        let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
+        let states = ModelStates::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
+        let quantize = inputs.recipe.model.quantize;
+        let split = (p.tensor, p.pipeline);
+        let weights = (quantize, inputs.recipe.has_rooms());
+        let shape = GhostModel::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
+        if inputs.recipe.memory.dequantize == ft_recipe::Dequantize::PerLayer
+            && shape.kinds.iter().any(Layer::reads_codes)
+        {
+            let place = inputs.recipe.place("memory.dequantize");
+            return Err(Error::Ignored(format!(
+                "{place}: memory.dequantize = \"per_layer\" is not built for experts on CUDA: the products of all experts of a \
+                 layer take the 4-bit codes as they are\n  hint: \"auto\" or \"per_matmul\", or run.device = \"cpu\""
+            ))
+            .into());
+        }
+        Ok(Self { inputs, shape, states })
+    }
+
+    /// Layers walked backward.
+    pub fn walked(&self) -> usize {
+        self.shape.walked()
+    }
+
+    /// Vocabulary size.
+    pub fn vocab(&self) -> u64 {
+        self.shape.head.vocab as u64
+    }
+
+    /// Whether any weight is 4-bit.
+    pub fn packed(&self) -> bool {
+        self.shape.kinds.iter().any(Layer::is_packed)
+    }
+
+    /// Whether the logit chunk size leaves results bitwise equal: the head must not train (gradients are
+    /// sums over chunks), and hidden size must exceed 64 (row count changes the summation order of
+    /// smaller products).
+    pub fn head_is_free(&self) -> bool {
+        let s = &self.shape;
+        !s.head.trains() && s.d > 64
+    }
+
+    /// Whether the plan may move inputs of recomputed layers to the host: on CUDA without pipeline
+    /// stages, with both budgets known and `memory.offload` and `memory.recompute` left to the plan.
+    pub fn inputs_are_open(&self) -> bool {
+        let (i, r) = (self.inputs, self.inputs.recipe);
+        let known = i.budget.is_some() && i.host.is_some() && i.machine.cuda;
+        let auto = r.memory.offload.is_none() && r.memory.recompute == ft_recipe::Recompute::Auto;
+        known && auto && r.parallel.pipeline == 1
+    }
+
+    /// Whether offloaded layer inputs stay within their share of the host memory left to the rank.
+    pub fn host_has_room(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> bool {
+        let beside = sum(&self.states.host) + w.resident().unwrap_or(0);
+        let left = self.inputs.host.unwrap_or(0).saturating_sub(beside);
+        self.host_activations(w, recompute, inputs) <= left / OF_THE_HOST
+    }
+
+    /// Workload for micro-batches of `rows` rows.
+    pub fn workload(&self, rows: usize) -> Workload {
+        self.inputs.workloads.of(self.inputs.recipe, rows)
+    }
+
+    /// This rank's part of a micro-batch under context parallelism.
+    fn part(&self, t: Tokens) -> Tokens {
+        t.split(self.inputs.recipe.parallel.context as u64)
+    }
+
+    /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
+    fn answers(&self, eval: Tokens) -> Answers {
+        let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
+        let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, self.shape.dtype) * c.layers;
+        Answers::new(eval.longest, most as u64, token as u64)
+    }
+
+    /// Simulates a run with this workload; `heads` are candidate logit chunk sizes in targets.
+    pub fn simulate(&self, w: Workload, heads: &[u64]) -> candle_core::Result<Simulation<'_>> {
+        let r = self.inputs.recipe;
+        let run = StepInputs {
+            shape: &self.shape,
+            states: &self.states,
+            train: self.part(w.train),
+            eval: w.eval.map(|t| self.part(t)),
+            answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
+            // on CUDA the shuffled orders are in host memory
+            orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
+            neftune: r.data.neftune,
+            skewed: false,
+            stages: r.parallel.pipeline as u64,
+        };
+        Simulation::new(run, heads)
+    }
+
+    /// Tensor bytes received by a rank per step.
+    pub fn wire(&self, micro_batches: u64) -> u64 {
+        let (s, outline) = (&self.states, self.shape.outline());
+        let each = |v| outline.needs([v]).into_iter().filter_map(|u| s.received.get(u)).sum::<u64>();
+        let gathered: u64 = outline.training(self.shape.lowest).into_iter().map(each).sum();
+        (s.wire[0] + gathered) * micro_batches + s.wire[1]
+    }
+
+    /// Host bytes of offloaded layer inputs; 0 on the CPU.
+    pub fn host_activations(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> u64 {
+        if !self.inputs.machine.cuda || !inputs.on_host {
+            return 0;
+        }
+        // the topmost layer's input stays on the device
+        let waiting = recompute.layers().min(self.walked().saturating_sub(1)) as u64;
+        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
+    }
+}

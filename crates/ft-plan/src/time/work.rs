@@ -1,0 +1,124 @@
+//! Cost model of a step: FLOPs, and all other time expressed in equivalent FLOPs.
+//!
+//! The FLOPs of matrix products follow from the token count. The search can save the rest: 4-bit weights
+//! are dequantized once per product or once per visit; each product reads (and on the CPU packs) its
+//! weights regardless of row count; elementwise operations move bytes; attention runs at its own rate;
+//! each operation has a launch cost; offloaded inputs cross the bus. [`CostModel`] converts each to FLOPs
+//! of a large product. The sum assumes no overlap, except for transfers.
+
+use ft_engine::walk::Inputs;
+use ft_kernels::Machine;
+use ft_kernels::ledger::Cost;
+
+/// Work of one micro-batch, in FLOPs of a large product.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Work {
+    /// FLOPs of the forward pass.
+    pub forward: f64,
+    /// FLOPs of recomputed layers.
+    pub recompute: f64,
+    /// FLOPs of the backward pass.
+    pub backward: f64,
+    /// FLOPs of the head, included in `forward` and `backward`.
+    pub head: [f64; 2],
+    /// Extra time of attention's FLOPs.
+    pub attention: f64,
+    /// Time of 4-bit dequantization.
+    pub dequantize: f64,
+    /// Memory traffic of operations other than products.
+    pub moved: f64,
+    /// Weight reads and operation launches.
+    pub fixed: f64,
+    /// Stalls on inputs in transfer to or from the host.
+    pub waiting: f64,
+}
+
+impl Work {
+    /// From the costs of forward, recompute and backward.
+    pub fn of(costs: [Cost; 3], b: CostModel) -> Self {
+        let mut all = Cost::default();
+        costs.iter().for_each(|c| all.add(*c, 1.0));
+        let [forward, recompute, backward] = costs;
+        Self {
+            forward: forward.flops,
+            recompute: recompute.flops,
+            backward: backward.flops,
+            head: [0.0; 2],
+            attention: (forward.attention + recompute.attention) * (b.attention[0] - 1.0)
+                + backward.attention * (b.attention[1] - 1.0),
+            dequantize: all.dequantized * b.dequantize + all.held * b.held,
+            moved: all.moved * b.moved,
+            fixed: all.read * b.byte + all.started * b.start,
+            waiting: 0.0,
+        }
+    }
+
+    /// Total FLOPs.
+    pub fn flops(&self) -> f64 {
+        self.forward + self.recompute + self.backward
+    }
+
+    /// Total work, proportional to time.
+    pub fn total(&self) -> f64 {
+        self.flops() + self.attention + self.dequantize + self.moved + self.fixed + self.waiting
+    }
+}
+
+/// Equivalent FLOPs of other operations on a kind of machine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostModel {
+    /// Per attention FLOP, forward and backward.
+    pub attention: [f64; 2],
+    /// Per 4-bit value dequantized.
+    pub dequantize: f64,
+    /// Per byte of a fully dequantized matrix, written once and read back.
+    pub held: f64,
+    /// Per byte moved by operations other than products.
+    pub moved: f64,
+    /// Per weight byte read by a product.
+    pub byte: f64,
+    /// Per operation launched.
+    pub start: f64,
+    /// Per byte transferred to or from the host: page-locked, and pageable.
+    pub crossing: [f64; 2],
+}
+
+impl CostModel {
+    /// CPU values are measured (`benches/RESULTS.md`). CUDA values are estimates from the data sheet of
+    /// an H200 (790 TFLOP/s in bf16, 4.8 TB/s), some microseconds per launch, design rates of 350 and 265
+    /// TFLOP/s for the attention kernels, and PCIe 4 at 25 GB/s (half for pageable memory, copied
+    /// through a driver buffer). On devices with slower products, transfers cost less than stated here.
+    pub fn of(m: Machine) -> Self {
+        match m.cuda {
+            // a tile is dequantized in L2 from half a byte a value; a full matrix is written to memory
+            // once and read twice
+            true => Self {
+                attention: [2.3, 3.0],
+                dequantize: 200.0,
+                held: 495.0,
+                moved: 165.0,
+                byte: 165.0,
+                start: 4e9,
+                crossing: [32e3, 64e3],
+            },
+            false => Self {
+                attention: [2.0, 2.0],
+                dequantize: 60.0,
+                held: 40.0,
+                moved: 24.0,
+                byte: 8.0,
+                start: 1e6,
+                crossing: [0.0; 2],
+            },
+        }
+    }
+
+    /// Stall of a visit during a transfer of `bytes`. Page-locked transfers overlap with the visit;
+    /// pageable ones block.
+    pub fn waiting(&self, bytes: u64, inputs: Inputs, visit: Work) -> f64 {
+        match inputs.pin {
+            true => (bytes as f64 * self.crossing[0] - visit.total()).max(0.0),
+            false => bytes as f64 * self.crossing[1],
+        }
+    }
+}

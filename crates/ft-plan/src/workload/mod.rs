@@ -1,0 +1,10 @@
+//! Tokens of a run.
+
+mod tokens;
+#[expect(clippy::module_inception, reason = "the type of the folder's name")]
+mod workload;
+mod workloads;
+
+pub use tokens::Tokens;
+pub use workload::{Known, Workload, check_steps};
+pub use workloads::Workloads;

@@ -1,0 +1,45 @@
+//! Size of a micro-batch.
+
+use ft_kernels::attention::Sizes as Attended;
+
+/// Size of a micro-batch, as far as memory depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tokens {
+    pub tokens: u64,
+    /// Supervised targets.
+    pub targets: u64,
+    /// Tokens of the longest document.
+    pub longest: u64,
+    /// Most keys visible to a block of queries.
+    pub reach: u64,
+}
+
+impl Tokens {
+    /// For concatenated documents with `targets` targets.
+    pub fn of(docs: &[usize], targets: usize) -> Self {
+        let Attended { keys, longest, reach } = Attended::of(docs);
+        Self { tokens: keys as u64, targets: targets as u64, longest: longest as u64, reach: reach as u64 }
+    }
+
+    /// Sizes as attention takes them.
+    pub fn attended(self) -> Attended {
+        let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        Attended { keys: size(self.tokens), longest: size(self.longest), reach: size(self.reach) }
+    }
+
+    /// Elementwise maximum.
+    pub fn max(self, o: Self) -> Self {
+        Self {
+            tokens: self.tokens.max(o.tokens),
+            targets: self.targets.max(o.targets),
+            longest: self.longest.max(o.longest),
+            reach: self.reach.max(o.reach),
+        }
+    }
+
+    /// A context-parallel rank's part.
+    pub fn split(self, ranks: u64) -> Self {
+        let part = |n: u64| n.div_ceil(ranks.max(1));
+        Self { tokens: part(self.tokens), targets: part(self.targets), ..self }
+    }
+}
