@@ -19,7 +19,8 @@
 //! # Where things are
 //!
 //! ```text
-//! cli/      one file a verb
+//! cli/      one file a verb, in folders by purpose
+//! infer/    models that answer: opened from a folder or followed in a run, prompts, sampling
 //! recipe/   what the user wrote: keys, checks, diagnostics with line and column
 //! hub/      where models come from: the Hugging Face hub, its cache, local folders
 //! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
@@ -50,6 +51,7 @@
 //! | a recipe key | one entry in [`recipe::keys`] |
 
 pub mod cli;
+pub mod infer;
 pub mod log;
 pub mod report;
 pub mod train;

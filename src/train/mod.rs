@@ -11,7 +11,6 @@ mod gather;
 mod guard;
 mod identity;
 pub mod job;
-pub mod latest;
 mod loss_scale;
 pub mod merge;
 pub mod output;
@@ -42,7 +41,7 @@ pub use job::Job;
 pub use loss_scale::LossScale;
 pub use output::logits_apart;
 pub use ranks::carries_nothing;
-pub use run::{Options, Outcome, run};
+pub use run::{CHECKPOINTS, Options, Outcome, run};
 pub use step::{StepRows, Stepped, evaluate, train_step};
 
 use ft_base::error::{ExitCode, Failure};
