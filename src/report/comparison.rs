@@ -1,8 +1,8 @@
 //! One page for several runs: overlaid curves, and recipe differences.
 
-use super::facts::{Fact, flatten};
 use super::files::Files;
 use super::metrics::Metrics;
+use super::page::{Fact, flatten};
 use super::plot::{Chart, Curve, LineStyle, Range, Series, Table, grouped, short};
 use super::state::State;
 use super::words::{cut, duration};

@@ -1,6 +1,5 @@
 //! Contents of a report page: texts and coordinates for the template.
 
-use super::facts::{Fact, flatten};
 use super::files::Files;
 use super::memory::Memory;
 use super::metrics::{ExpertLoad, Metrics, SCORES, Sample, text};
@@ -26,6 +25,14 @@ struct Headline {
     value: String,
     /// Details below the figure.
     more: String,
+}
+
+/// A name and a value.
+#[derive(Clone, Debug, Serialize)]
+pub struct Fact {
+    /// Dotted path.
+    pub name: String,
+    pub value: String,
 }
 
 /// Answers to one prompt over time.
@@ -165,6 +172,27 @@ fn samples(m: &Metrics) -> Vec<Samples> {
         Samples { prompt: cut(prompt, MAX_TEXT), replies, note }
     };
     prompts.into_iter().map(of_prompt).collect()
+}
+
+/// Flattens an object to dotted paths; list entries of objects are named by index.
+pub fn flatten(prefix: &str, v: &Value, out: &mut Vec<Fact>) {
+    let name = |k: &str| if prefix.is_empty() { k.to_string() } else { format!("{prefix}.{k}") };
+    match v {
+        Value::Object(map) => map.iter().for_each(|(k, v)| flatten(&name(k), v, out)),
+        Value::Null => {}
+        Value::Array(list) if list.iter().any(Value::is_object) => {
+            list.iter().enumerate().for_each(|(i, v)| flatten(&name(&i.to_string()), v, out));
+        }
+        Value::Array(list) => {
+            let words: Vec<String> = list.iter().map(plain).collect();
+            out.push(Fact { name: prefix.into(), value: cut(&words.join(" "), MAX_TEXT) });
+        }
+        other => out.push(Fact { name: prefix.into(), value: cut(&plain(other), MAX_TEXT) }),
+    }
+}
+
+fn plain(v: &Value) -> String {
+    v.as_str().map_or_else(|| v.to_string(), String::from)
 }
 
 /// Facts of the "start" event, except the plan.
