@@ -1,7 +1,7 @@
 //! The base model of an adapter: where to find it, and whether to quantize it.
 
 use ft_base::terminal::{tell, warn};
-use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_data::hub::{self, ModelDir, Want};
 use ft_engine::adapt::{self, Adapter};
 use ft_engine::model::Config;
 use ft_recipe::Quantize;
@@ -9,14 +9,9 @@ use ft_recipe::Quantize;
 /// Finds a model, downloads missing files, and prints the notes on it.
 ///
 /// # Errors
-/// As [`hub::fetch_model_with`].
-pub fn fetch_model(
-    settings: &Settings,
-    source: &str,
-    revision: &str,
-    want: Want,
-) -> Result<ModelDir, hub::Error> {
-    let model = hub::fetch_model_with(settings, source, revision, want, true)?;
+/// As [`hub::fetch_model`].
+pub fn fetch_model(source: &str, revision: &str, want: Want) -> Result<ModelDir, hub::Error> {
+    let model = hub::fetch_model(source, revision, want, true)?;
     model.notes.iter().for_each(|n| warn(n));
     Ok(model)
 }
@@ -25,20 +20,15 @@ pub fn fetch_model(
 ///
 /// # Errors
 /// A missing or unusable adapter.
-pub fn open_adapter(settings: &Settings, source: &str) -> ft_base::Result<Adapter> {
-    Ok(Adapter::open(&hub::fetch_adapter_with(settings, source, "main", true)?)?)
+pub fn open_adapter(source: &str) -> ft_base::Result<Adapter> {
+    Ok(Adapter::open(&hub::fetch_adapter(source, "main", true)?)?)
 }
 
 /// The base named on the command line, or the one named in the adapter's config.
 ///
 /// # Errors
 /// A missing base.
-pub fn base_of(
-    settings: &Settings,
-    adapter: &Adapter,
-    named: Option<&str>,
-    want: Want,
-) -> ft_base::Result<ModelDir> {
+pub fn base_of(adapter: &Adapter, named: Option<&str>, want: Want) -> ft_base::Result<ModelDir> {
     let fail = |why| adapt::Error::Peft { file: adapter.config.file.clone(), why };
     let (source, revision) = match (named, adapter.config.base()) {
         (Some(base), _) => (base, None),
@@ -47,7 +37,7 @@ pub fn base_of(
             return Err(fail("base_model_name_or_path: names no base\n  hint: --base MODEL".into()).into());
         }
     };
-    let model = fetch_model(settings, source, revision.unwrap_or("main"), want);
+    let model = fetch_model(source, revision.unwrap_or("main"), want);
     model.map_err(|e| match (named, e) {
         (None, e @ hub::Error::Missing { .. }) => fail(format!(
             "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"

@@ -5,7 +5,7 @@ use super::{PromptFormat, Source, usage};
 use crate::train::job;
 use candle_core::Device;
 use ft_base::terminal::tell;
-use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_data::hub::{self, ModelDir, Want};
 use ft_data::{Form, Tokenizer, Trained};
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
@@ -45,8 +45,7 @@ impl ModelFiles {
     pub fn open(model: &str, adapter: Option<&str>) -> ft_base::Result<Self> {
         let source = Source::find(model)?;
         let adapter_source = adapter.map(Source::find).transpose()?;
-        let settings = Settings::from_env();
-        let named = adapter_source.as_ref().map(|a| open_adapter(&settings, &a.name)).transpose()?;
+        let named = adapter_source.as_ref().map(|a| open_adapter(&a.name)).transpose()?;
         let (name, dir) = (&source.name, Path::new(&source.name));
         let (model, adapter) =
             if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
@@ -54,9 +53,9 @@ impl ModelFiles {
                     return Err(usage(format!("{name}: is an adapter, and --adapter names another")));
                 }
                 let adapter = Adapter::open(dir)?;
-                (base_of(&settings, &adapter, None, Want::Weights)?, Some(adapter))
+                (base_of(&adapter, None, Want::Weights)?, Some(adapter))
             } else {
-                (fetch_model(&settings, name, "main", Want::Weights)?, named)
+                (fetch_model(name, "main", Want::Weights)?, named)
             };
         let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
         Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })

@@ -2,7 +2,7 @@
 
 use super::files::Files;
 use super::metrics::Metrics;
-use super::page::{Fact, flatten};
+use super::page::flatten;
 use super::plot::{Chart, Curve, LineStyle, Range, Series, Table, grouped, short};
 use super::state::State;
 use super::words::{cut, duration};
@@ -119,19 +119,19 @@ type Keys = BTreeMap<String, String>;
 
 /// Keys of a resolved recipe, without name and output folder.
 fn keys(recipe: &str) -> Keys {
-    let Ok(value) = toml::from_str::<Value>(recipe) else { return Keys::new() };
-    let mut out = Vec::new();
-    flatten("", &value, &mut out);
-    let named = |f: &Fact| f.name == "name" || f.name == "run.output";
-    out.into_iter().filter(|f| !named(f)).map(|f| (f.name, f.value)).collect()
+    let table = toml::from_str(recipe).unwrap_or(Value::Null);
+    flat_keys(&table, |name| name != "name" && name != "run.output")
 }
 
 /// Inputs recorded at the start: versions, hashes, device.
 fn inputs(start: &Value) -> Keys {
+    flat_keys(start, |name| !name.split('.').next().is_some_and(|key| NOT_INPUTS.contains(&key)))
+}
+
+fn flat_keys(v: &Value, keep: impl Fn(&str) -> bool) -> Keys {
     let mut out = Vec::new();
-    let map = start.as_object().into_iter().flatten();
-    map.filter(|(k, _)| !NOT_INPUTS.contains(&k.as_str())).for_each(|(k, v)| flatten(k, v, &mut out));
-    out.into_iter().map(|f| (f.name, f.value)).collect()
+    flatten("", v, &mut out);
+    out.into_iter().filter(|f| keep(&f.name)).map(|f| (f.name, f.value)).collect()
 }
 
 /// Table of the keys with differing values.

@@ -103,7 +103,8 @@ impl Memory {
             (None, Some(m)) => format!("Measured {}; no plan is recorded.", bytes(m)),
             (None, None) => return None,
         };
-        let recorded = m.recorded();
+        // as recorded at the end or stop of the run
+        let recorded = &m.last_event()["memory"];
         let mut compared = pair(&recorded["planned"], &recorded["measured"]);
         compared.push(Bar { name: "peak".into(), planned, measured });
         let on_cpu = text(&m.start, "device") == "cpu";

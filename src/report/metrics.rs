@@ -56,15 +56,6 @@ impl Step {
     }
 }
 
-/// A generated sample.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Sample {
-    /// Completed steps.
-    pub step: u64,
-    pub prompt: String,
-    pub reply: String,
-}
-
 /// Expert load over the steps before an "experts" event.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertLoad {
@@ -88,21 +79,6 @@ impl ExpertLoad {
     }
 }
 
-/// Why a run stopped early.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Stopped {
-    /// Completed steps.
-    pub step: u64,
-    /// Exit code.
-    pub code: u64,
-    /// Error message.
-    pub why: String,
-    /// Unix time, if recorded.
-    pub time: Option<u64>,
-    /// Planned and measured memory; null if not recorded.
-    pub memory: Value,
-}
-
 /// Score names, in the order of [`Metrics::scores`].
 pub const SCORES: [&str; 3] = ["exact match", "ROUGE-L", "regex match"];
 
@@ -117,15 +93,16 @@ pub struct Metrics {
     pub evals: BTreeMap<u64, f64>,
     /// Scores of generated answers, by completed steps, in the order of [`SCORES`]; NaN if not requested.
     pub scores: BTreeMap<u64, [f64; 3]>,
-    /// Samples by step and prompt.
-    pub samples: BTreeMap<(u64, String), Sample>,
+    /// Replies by step and prompt.
+    pub samples: BTreeMap<(u64, String), String>,
     /// Expert load, by step.
     pub expert_load: BTreeMap<u64, ExpertLoad>,
     /// Steps the run resumed from.
     pub resumed: Vec<u64>,
     /// The "end" event.
     pub end: Option<Value>,
-    pub stopped: Option<Stopped>,
+    /// The "stopped" event.
+    pub stopped: Option<Value>,
     /// Numbers of unreadable lines, from 1, except a truncated last line.
     pub damaged: Vec<u64>,
     /// Whether the last line is truncated.
@@ -203,23 +180,15 @@ impl Metrics {
                 self.evals.insert(step, n("loss"));
             }
             "sample" => {
-                let (prompt, reply) = (text(&e, "prompt").to_string(), text(&e, "reply").to_string());
-                self.samples.insert((step, prompt.clone()), Sample { step, prompt, reply });
+                let prompt = text(&e, "prompt").to_string();
+                self.samples.insert((step, prompt), text(&e, "reply").to_string());
             }
             "experts" => {
                 let (entropy, peak, dead) = (n("entropy"), n("peak"), n("dead"));
                 let load = ExpertLoad { entropy, peak, dead, steps: count(&e, "steps"), at };
                 self.expert_load.insert(step, load);
             }
-            "stopped" => {
-                self.stopped = Some(Stopped {
-                    step,
-                    code: count(&e, "code"),
-                    why: text(&e, "why").to_string(),
-                    time: e["time"].as_u64(),
-                    memory: e["memory"].clone(),
-                });
-            }
+            "stopped" => self.stopped = Some(e),
             "end" => self.end = Some(e),
             _ => {}
         }
@@ -252,13 +221,9 @@ impl Metrics {
         (self.end, self.stopped) = (None, None);
     }
 
-    /// Planned and measured memory, as recorded at the end or stop of the run.
-    pub fn recorded(&self) -> &Value {
-        match (&self.end, &self.stopped) {
-            (Some(end), _) => &end["memory"],
-            (None, Some(s)) => &s.memory,
-            (None, None) => &Value::Null,
-        }
+    /// The event of the end or the stop of the run; null while it goes on.
+    pub fn last_event(&self) -> &Value {
+        self.end.as_ref().or(self.stopped.as_ref()).unwrap_or(&Value::Null)
     }
 
     /// Last completed step.

@@ -28,4 +28,4 @@ mod words;
 
 pub use card::{CARD, card, is_hub_id, is_untouched, leave_card};
 pub use error::Error;
-pub use render::{page, write, write_several};
+pub use render::{page, write, write_comparison};

@@ -2,12 +2,13 @@
 
 use super::files::Files;
 use super::memory::Memory;
-use super::metrics::{ExpertLoad, Metrics, SCORES, Sample, text};
+use super::metrics::{ExpertLoad, Metrics, SCORES, text};
 use super::plot::{Chart, Curve, HeatMap, LineStyle, Range, Series, Table, grouped, short, thin_evenly};
 use super::state::State;
 use super::words::{cut, duration, moment, plural};
 use serde::Serialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// Most samples per prompt.
 const SAMPLES: usize = 24;
@@ -52,7 +53,7 @@ pub struct Page {
     charts: Vec<Chart>,
     evals: Option<Table>,
     expert_charts: Vec<Chart>,
-    heats: Vec<HeatMap>,
+    heat_maps: Vec<HeatMap>,
     memory: Option<Memory>,
     samples: Vec<Samples>,
     recipe: Option<String>,
@@ -161,17 +162,16 @@ fn eval_table(m: &Metrics) -> Option<Table> {
 }
 
 fn samples(m: &Metrics) -> Vec<Samples> {
-    let mut prompts: Vec<&str> = m.samples.values().map(|s| s.prompt.as_str()).collect();
-    prompts.sort_unstable();
-    prompts.dedup();
-    prompts.truncate(PROMPTS);
-    let of_prompt = |prompt| {
-        let all: Vec<&Sample> = m.samples.values().filter(|s| s.prompt == prompt).collect();
-        let (shown, note) = thin_evenly(all, SAMPLES, "replies");
-        let replies = shown.into_iter().map(|s| (s.step, cut(&s.reply, MAX_TEXT))).collect();
+    let mut prompts: BTreeMap<&str, Vec<(u64, &str)>> = BTreeMap::new();
+    for ((step, prompt), reply) in &m.samples {
+        prompts.entry(prompt).or_default().push((*step, reply));
+    }
+    let samples = |(prompt, replies)| {
+        let (replies, note) = thin_evenly(replies, SAMPLES, "replies");
+        let replies = replies.into_iter().map(|(step, reply)| (step, cut(reply, MAX_TEXT))).collect();
         Samples { prompt: cut(prompt, MAX_TEXT), replies, note }
     };
-    prompts.into_iter().map(of_prompt).collect()
+    prompts.into_iter().take(PROMPTS).map(samples).collect()
 }
 
 /// Flattens an object to dotted paths; list entries of objects are named by index.
@@ -209,15 +209,15 @@ fn facts(m: &Metrics) -> Vec<Fact> {
             _ => flatten(key, v, &mut out),
         }
     }
-    let ended = m.end.as_ref().and_then(|e| e["time"].as_u64()).or(m.stopped.as_ref().and_then(|s| s.time));
+    let ended = m.last_event()["time"].as_u64();
     out.extend(ended.map(|t| Fact { name: "ended".into(), value: moment(t) }));
     out.truncate(200);
     out
 }
 
 impl Page {
-    /// Builds the page of a run; `heats` are expert load maps.
-    pub fn new(name: &str, m: &Metrics, heats: Vec<HeatMap>, files: Files) -> Self {
+    /// Builds the page of a run; `heat_maps` are expert load maps.
+    pub fn new(name: &str, m: &Metrics, heat_maps: Vec<HeatMap>, files: Files) -> Self {
         let own = text(&m.start, "name");
         Self {
             title: cut(if own.is_empty() { name } else { own }, 200),
@@ -226,7 +226,7 @@ impl Page {
             charts: charts(m),
             evals: eval_table(m),
             expert_charts: expert_charts(m),
-            heats,
+            heat_maps,
             memory: Memory::new(m),
             samples: samples(m),
             recipe: files.recipe.map(|r| cut(&r, RECIPE)),

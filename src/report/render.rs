@@ -19,7 +19,7 @@ const TEMPLATES: [(&str, &str); 6] = [
     ("parts.html", include_str!("parts.html")),
     ("base.html", include_str!("base.html")),
     ("page.html", include_str!("page.html")),
-    ("several.html", include_str!("several.html")),
+    ("comparison.html", include_str!("comparison.html")),
 ];
 
 /// Writes the report of the run in folder `run` to `out`, by default `report.html` in the run folder, and
@@ -38,7 +38,7 @@ pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
 ///
 /// # Errors
 /// As [`write()`]; more runs than a page shows.
-pub fn write_several(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> {
+pub fn write_comparison(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> {
     if runs.len() > MAX_RUNS {
         return Err(Error::Many { runs: runs.len(), most: MAX_RUNS });
     }
@@ -52,7 +52,7 @@ pub fn write_several(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> {
         metrics,
     };
     let all: Vec<Run> = metrics.into_iter().zip(&names).zip(runs).map(run).collect();
-    store::write_atomic(out, render("several.html", &Comparison::new(&all))?.as_bytes())?;
+    store::write_atomic(out, render("comparison.html", &Comparison::new(&all))?.as_bytes())?;
     Ok(out.to_path_buf())
 }
 

@@ -1,6 +1,6 @@
 //! Status of a run.
 
-use super::metrics::Metrics;
+use super::metrics::{Metrics, count, text};
 use super::plot::first_few;
 use super::words::{cut, plural};
 use serde::Serialize;
@@ -26,14 +26,14 @@ impl State {
         let (kind, sign, words) = match (&m.end, &m.stopped) {
             (Some(_), _) => ("finished", "✓", format!("finished: {}", plural(last, "step"))),
             (None, Some(s)) => {
-                let why = match s.code {
+                let why = match count(s, "code") {
                     129 | 130 | 143 => "interrupted by a signal",
                     6 => "stopped by the guard against numbers that are not finite",
                     8 => "stopped: out of memory",
                     5 => "stopped by the disk",
                     _ => "stopped by an error",
                 };
-                let lines = s.why.lines().map(str::trim).filter(|l| !l.starts_with("hint:"));
+                let lines = text(s, "why").lines().map(str::trim).filter(|l| !l.starts_with("hint:"));
                 more.extend(lines.take(12).map(|l| cut(l, 400)));
                 ("stopped", "■", format!("{why} after step {of}"))
             }

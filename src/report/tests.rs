@@ -476,7 +476,7 @@ fn several_runs_are_compared() -> Result<()> {
     let dirs = [of("low", 4, 2.0)?, of("high <b>", 64, 4.0)?];
     let runs = dirs.each_ref().map(|d| d.path().to_path_buf());
     let out = dirs[0].path().join("c.html");
-    write_several(&runs, &out)?;
+    write_comparison(&runs, &out)?;
     let html = std::fs::read_to_string(&out)?;
     balanced(&html)?;
     for wanted in [
@@ -490,11 +490,11 @@ fn several_runs_are_compared() -> Result<()> {
     }
     ensure!(!html.contains("run.output") && !html.contains("<b>"), "what is only a name");
     // runs of equal name are labeled by folder
-    write_several(&[runs[0].clone(), runs[0].clone()], &out)?;
+    write_comparison(&[runs[0].clone(), runs[0].clone()], &out)?;
     let html = std::fs::read_to_string(&out)?;
     let folder = runs[0].display().to_string().replace('/', "&#x2f;");
     ensure!(html.contains(&folder) && html.contains("In the recipes: nothing"), "{html}");
     let many = vec![runs[0].clone(); MAX_RUNS + 1];
-    ensure!(write_several(&many, &out).is_err_and(|e| e.exit_code() == ExitCode::Usage));
+    ensure!(write_comparison(&many, &out).is_err_and(|e| e.exit_code() == ExitCode::Usage));
     Ok(())
 }

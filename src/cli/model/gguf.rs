@@ -7,7 +7,7 @@ use crate::train::job;
 use candle_core::{DType, Device};
 use ft_base::store::{self, NewFolder};
 use ft_base::terminal::{bytes_bar, tell};
-use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_data::hub::{self, ModelDir, Want};
 use ft_engine::adapt::Adapter;
 use ft_engine::base::Base;
 use ft_engine::gguf;
@@ -33,15 +33,14 @@ pub(super) struct GgufOptions<'a> {
 pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
     let new = NewFolder::begin_named(args.out)?;
     new.refuse_occupied("another folder")?;
-    let settings = Settings::from_env();
     let dtype = args.dtype.and_then(Dtype::from_word).map(|d| job::dtype(Some(d), &Device::Cpu));
     let source = Source::find(args.source)?;
-    let name = match find_adapter(&settings, &source.name)? {
+    let name = match find_adapter(&source.name)? {
         Some(adapter) => {
             if args.pre.is_some() {
                 return Err(usage("--pre: an adapter's file has no tokenizer"));
             }
-            let model = base_of(&settings, &adapter, args.base, Want::Config)?;
+            let model = base_of(&adapter, args.base, Want::Config)?;
             let config = Config::load(&model.dir, &Map::new())?;
             let selection = adapter.selection(&config)?;
             let (name, dtype) = ("adapter.gguf", dtype.unwrap_or(DType::F32));
@@ -49,7 +48,7 @@ pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
             name
         }
         None => {
-            let model = fetch_model(&settings, &source.name, "main", Want::Weights)?;
+            let model = fetch_model(&source.name, "main", Want::Weights)?;
             if args.base.is_some() {
                 return Err(usage(format!("--base: {} is a whole model", args.source)));
             }
@@ -89,13 +88,13 @@ fn write_model(
 }
 
 /// The adapter in a folder or on the hub under this name; `None` if it is a model.
-fn find_adapter(settings: &Settings, source: &str) -> ft_base::Result<Option<Adapter>> {
+fn find_adapter(source: &str) -> ft_base::Result<Option<Adapter>> {
     let dir = Path::new(source);
     let is_adapter = dir.join("adapter_config.json").is_file();
     if !is_adapter && dir.is_dir() {
         return Ok(None);
     }
-    match hub::fetch_adapter_with(settings, source, "main", true) {
+    match hub::fetch_adapter(source, "main", true) {
         Ok(dir) => Ok(Some(Adapter::open(&dir)?)),
         Err(e) if is_adapter => Err(e.into()),
         Err(_) => Ok(None),

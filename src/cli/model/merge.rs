@@ -9,7 +9,7 @@ use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
 use ft_base::store::NewFolder;
 use ft_base::terminal::{bytes_bar, tell, warn};
-use ft_data::hub::{ModelDir, Settings, Want};
+use ft_data::hub::{ModelDir, Want};
 use ft_engine::adapt::Adapter;
 use ft_engine::base::Base;
 use ft_recipe::{Dtype, Quantize};
@@ -58,11 +58,10 @@ struct Target {
 /// A missing or mismatched base or adapter; a nonempty folder; a merged model with
 /// different logits.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    let settings = Settings::from_env();
     let source = Source::find(&args.adapter)?;
-    let adapter = open_adapter(&settings, &source.name)?;
-    let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
-    let Target { base, dir, trained } = target(args, &settings, &model, &adapter)?;
+    let adapter = open_adapter(&source.name)?;
+    let model = base_of(&adapter, args.base.as_deref(), Want::Weights)?;
+    let Target { base, dir, trained } = target(args, &model, &adapter)?;
     let selection = adapter.selection(&base.config)?;
     compare::fits(&base, &selection, "comparing the merged model")?;
     let out = &args.out;
@@ -85,7 +84,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 }
 
 /// Chooses the weights to merge into, and prints the choice.
-fn target(args: &Args, settings: &Settings, model: &ModelDir, adapter: &Adapter) -> ft_base::Result<Target> {
+fn target(args: &Args, model: &ModelDir, adapter: &Adapter) -> ft_base::Result<Target> {
     let base = open(model)?;
     let four_bit = base.config.four_bit;
     let trained_in_nf4 = adapter.quantize()? == Quantize::Nf4;
@@ -107,7 +106,7 @@ fn target(args: &Args, settings: &Settings, model: &ModelDir, adapter: &Adapter)
         tell(&format!("merging into the original weights of {name}, which were NF4 in training"));
         return of_model(base.clone(), Some(base.in_nf4(true)));
     }
-    if let Some(source) = original(settings, model, &base.config)? {
+    if let Some(source) = original(model, &base.config)? {
         tell(&format!(
             "merging into the weights of {}, of which {name} says that it was made, and whose 4-bit codes it has",
             source.source

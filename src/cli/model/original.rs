@@ -2,7 +2,7 @@
 
 use crate::infer::base::fetch_model;
 use crate::train::job;
-use ft_data::hub::{ModelDir, Settings, Want};
+use ft_data::hub::{ModelDir, Want};
 use ft_engine::adapt;
 use ft_engine::base::layout;
 use ft_engine::files::TensorFiles;
@@ -23,11 +23,7 @@ const SAME_CODES: f64 = 0.98;
 ///
 /// # Errors
 /// An original that cannot be fetched or does not match, with a hint.
-pub(super) fn original(
-    settings: &Settings,
-    model: &ModelDir,
-    config: &Config,
-) -> ft_base::Result<Option<ModelDir>> {
+pub(super) fn original(model: &ModelDir, config: &Config) -> ft_base::Result<Option<ModelDir>> {
     let four = &model.source;
     let hint = "hint: --base MODEL names the original; --onto 4bit merges into the dequantized weights";
     let named = config.raw.get(SOURCE_KEY).and_then(|v| v.as_str()).unwrap_or_default().to_string();
@@ -38,7 +34,7 @@ pub(super) fn original(
         let dir = model.dir.join("config.json").display().to_string();
         ft_base::Error::from(adapt::Error::Merge { dir, why: format!("{why}\n  {hint}") })
     };
-    let found = fetch_model(settings, &named, "main", Want::Weights).map_err(|e| {
+    let found = fetch_model(&named, "main", Want::Weights).map_err(|e| {
         fail(format!("the base is 4-bit, and its original ({SOURCE_KEY}) cannot be had: {e}"))
     })?;
     if same_folder(&found.dir, &model.dir) {

@@ -98,7 +98,7 @@ fn two(
 ) -> ft_base::Result<()> {
     let (queue, jobs) = bounded(64);
     let (sender, at) = unbounded();
-    let (stop, told) =
+    let (stop, status) =
         (AtomicBool::new(false), ["cuda:1", "cuda:2"].map(|d| ReplicaStatus::new(d.into(), step)));
     let (jobs, gates) = (Queue::new(jobs, &stop), [unbounded(), unbounded()]);
     let copies = [0, 1].map(|name| Scripted {
@@ -110,10 +110,10 @@ fn two(
     });
     let two = Two { queue, at, go: gates.map(|g| g.0) };
     std::thread::scope(|s| {
-        let (jobs, told) = (&jobs, &told);
-        let work = |(told, mut copy): (_, Scripted)| (told, move || jobs.work(&mut copy, told));
-        let works = told.iter().zip(copies).map(work).collect();
-        let tested = s.spawn(move || test(two, told));
+        let (jobs, status) = (&jobs, &status);
+        let work = |(status, mut copy): (_, Scripted)| (status, move || jobs.work(&mut copy, status));
+        let works = status.iter().zip(copies).map(work).collect();
+        let tested = s.spawn(move || test(two, status));
         let outcome = run_all(works);
         assert!(tested.join().is_ok());
         outcome
@@ -122,7 +122,7 @@ fn two(
 
 #[test]
 fn as_many_are_answered_at_once_as_there_are_copies_and_the_rest_in_order() -> ft_base::Result<()> {
-    two(None, [true; 2], |two, told| {
+    two(None, [true; 2], |two, status| {
         let mut answers: Vec<_> = (0..5).map(|n| Some(two.ask(n))).collect();
         let mut begun = [two.at(), two.at()];
         begun.sort_by_key(|(_, at)| at == &At::Answer(1));
@@ -138,13 +138,13 @@ fn as_many_are_answered_at_once_as_there_are_copies_and_the_rest_in_order() -> f
         }
         two.go(slow);
         assert_eq!(got(answers[0].take().expect("asked")), (None, slow.to_string()));
-        assert!(!told.iter().any(ReplicaStatus::is_stopped));
+        assert!(!status.iter().any(ReplicaStatus::is_stopped));
     })
 }
 
 #[test]
 fn a_copy_that_cannot_compute_leaves_the_rest_to_the_other() -> ft_base::Result<()> {
-    two(None, [false, true], |two, told| {
+    two(None, [false, true], |two, status| {
         let answers = [two.ask(0), two.ask(1)];
         let begun = [two.at(), two.at()];
         assert_ne!(begun[0].0, begun[1].0);
@@ -159,7 +159,7 @@ fn a_copy_that_cannot_compute_leaves_the_rest_to_the_other() -> ft_base::Result<
             two.go(1);
             assert_eq!(got(answer).1, "1");
         }
-        assert!(told[0].is_stopped() && !told[1].is_stopped());
+        assert!(status[0].is_stopped() && !status[1].is_stopped());
     })
 }
 
@@ -179,17 +179,17 @@ fn the_last_copy_that_cannot_compute_ends_all() {
 
 #[test]
 fn one_copy_takes_up_a_checkpoint_while_the_other_answers() -> ft_base::Result<()> {
-    two(Some(4), [true; 2], |two, told| {
-        let (looks, at) = two.at();
+    two(Some(4), [true; 2], |two, status| {
+        let (polls, at) = two.at();
         assert_eq!(at, At::Poll);
-        let (other, answer) = (1 - looks, two.ask(0));
+        let (other, answer) = (1 - polls, two.ask(0));
         assert_eq!(two.at(), (other, At::Answer(0)));
         two.go(other);
         assert_eq!(got(answer), (Some(4), other.to_string()));
-        assert_eq!(told[looks].step(), Some(4));
-        two.go(looks);
+        assert_eq!(status[polls].step(), Some(4));
+        two.go(polls);
         // another look by either copy shows that the first has loaded the checkpoint
         assert_eq!(two.at().1, At::Poll);
-        assert_eq!((told[looks].step(), told[other].step()), (Some(5), Some(4)));
+        assert_eq!((status[polls].step(), status[other].step()), (Some(5), Some(4)));
     })
 }

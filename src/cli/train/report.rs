@@ -22,7 +22,7 @@ pub struct Args {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let path = match args.runs.as_slice() {
         [run] => report::write(run, args.out.as_deref())?,
-        runs => report::write_several(runs, args.out.as_deref().unwrap_or(Path::new("comparison.html")))?,
+        runs => report::write_comparison(runs, args.out.as_deref().unwrap_or(Path::new("comparison.html")))?,
     };
     print(&format!("{}\n", path.display()))
 }

@@ -69,7 +69,7 @@ pub struct Range<'a> {
 #[derive(Clone, Debug, Serialize)]
 struct Line {
     label: String,
-    look: LineStyle,
+    style: LineStyle,
     dotted: bool,
     path: String,
     dots: Vec<(f64, f64)>,
@@ -156,7 +156,7 @@ fn line(c: &Curve<'_>, x: &Axis, y: &Axis) -> Line {
     } else {
         Vec::new()
     };
-    Line { label: c.label.to_string(), look: c.style, dotted, path: path(&points, x, y), dots }
+    Line { label: c.label.to_string(), style: c.style, dotted, path: path(&points, x, y), dots }
 }
 
 impl Chart {
