@@ -5,7 +5,7 @@
 //! plot/        series by step -> charts and heat maps in SVG coordinates
 //! memory       plan and measurement;   state: how the run went
 //! page         all contents of the page of a run;   comparison: of several runs
-//! render       fills the templates base.html, page.html, several.html, page.css, card.md
+//! render       fills the templates base.html, page.html, comparison.html, page.css, card.md
 //! card         model card of a run's result
 //! ```
 //!
