@@ -48,7 +48,8 @@
 //! # Where things are
 //!
 //! ```text
-//! cli/      one file a verb
+//! cli/      one file a verb, in folders by purpose
+//! infer/    models that answer: opened from a folder or followed in a run, prompts, sampling
 //! recipe/   what the user wrote: keys, checks, diagnostics with line and column
 //! hub/      where models come from: the Hugging Face hub, its cache, local folders
 //! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
@@ -80,6 +81,8 @@
 
 #[doc(hidden)]
 pub mod cli;
+#[doc(hidden)]
+pub mod infer;
 mod log;
 mod report;
 #[doc(hidden)]

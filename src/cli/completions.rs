@@ -1,5 +1,6 @@
 //! `ft completions` and `ft man`: shell completions and manual pages.
 
+use crate::cli::console::print;
 use clap_complete::Shell;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ pub struct Args {
 pub fn completions(shell: Shell, command: &mut clap::Command) -> ft_base::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, command, "ft", &mut script);
-    super::print(&String::from_utf8_lossy(&script))
+    print(&String::from_utf8_lossy(&script))
 }
 
 /// Writes a manual page for `ft` and one per subcommand.

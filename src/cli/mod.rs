@@ -1,41 +1,39 @@
-//! Command line: one file per subcommand.
+//! Command line: one file per subcommand, in folders by purpose.
+//!
+//! ```text
+//! recipe/   verbs that read a recipe without weights: check, data, init, plan, recipes, schema
+//! train/    verbs that compute with a recipe, and their results: run, bench, eval, report, routes
+//! model/    verbs on a model or an adapter: export, merge, push, quantize
+//! chat/     conversation on the terminal
+//! serve/    HTTP server
+//! args      options of several verbs
+//! console   results and errors
+//! ```
 
-mod base;
-pub mod bench;
-pub mod chat;
-pub mod check;
-pub mod completions;
-pub mod data;
-pub mod eval;
-pub mod export;
-mod gguf;
-mod given;
-pub mod init;
-mod lines;
-pub mod merge;
-pub mod plan;
-pub mod push;
-pub mod quantize;
-pub mod recipes;
-pub mod report;
-pub mod routes;
-pub mod run;
-pub mod schema;
+mod args;
+mod chat;
+mod completions;
+mod console;
+mod model;
+mod recipe;
 #[cfg(feature = "serve")]
-pub mod serve;
+mod serve;
+mod train;
 
-use crate::train;
-use clap::builder::PossibleValuesParser;
+use crate::infer::usage;
+use crate::train::exhausted;
 use clap::{CommandFactory, Parser, Subcommand};
-use ft_base::error::Error;
+use console::exit;
 use ft_base::memory;
-use ft_base::terminal::{color_on_stderr, escape, panics, tell, tell_escaped};
+use ft_base::terminal::{escape, panics, tell, tell_escaped};
 use ft_kernels::gemm::pairs;
+use model::{export, merge, push, quantize};
+use recipe::{check, data, init, plan, recipes, schema};
 use rustix::process::{Resource, getrlimit};
 use std::borrow::Cow;
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::process::ExitCode;
+use train::{bench, eval, report, routes, run};
 
 /// Fine-tune large language models from a recipe file.
 #[derive(Debug, Parser)]
@@ -43,16 +41,6 @@ use std::process::ExitCode;
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
-}
-
-/// A recipe and what is set over it.
-#[derive(Clone, Debug, clap::Args)]
-pub struct RecipeArgs {
-    /// The recipe: a TOML file, or the name of a shipped one
-    pub recipe: PathBuf,
-    /// Any recipe key by its dotted path: run.steps=10, train.0.rank=8
-    #[arg(value_name = "KEY=VALUE")]
-    pub set: Vec<String>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -113,10 +101,10 @@ const STACK: usize = 8 << 20;
 
 /// Runs the command line of this process and returns the exit code.
 ///
-/// With a small `ulimit -s` or any `ulimit -v` the subcommand runs on a thread with a stack of fixed
+/// With a small `ulimit -s` or any `ulimit -v` the command line runs on a thread with a stack of fixed
 /// size: the main thread's stack grows on demand, and the kernel kills the process if the limit leaves no
-/// memory for it. Without limits the subcommand runs on the main thread, since a second thread costs
-/// allocator memory.
+/// memory for it. Without limits it runs on the main thread, and only subcommands that compute get a
+/// thread of their own, one of the compute pool.
 pub fn main() -> ExitCode {
     let work = || call(std::env::args_os());
     if !is_limited() {
@@ -146,7 +134,7 @@ fn is_limited() -> bool {
 /// error.
 pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     panics::install();
-    train::memory::tell_failures();
+    exhausted::tell_failures();
     panics::told(|| verb(words)).unwrap_or_else(|code| code as u8)
 }
 
@@ -167,7 +155,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
             return code;
         }
     };
-    if let Err(e) = train::memory::start_threads() {
+    if let Err(e) = exhausted::start_threads() {
         return exit(&[e.into()]);
     }
     // reject an invalid environment variable before any work
@@ -207,7 +195,7 @@ fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Resu
     }
     std::thread::scope(|s| {
         let work = || {
-            let _threads = train::memory::start_threads_beside(1)?;
+            let _threads = exhausted::start_threads_beside(1)?;
             verb()
         };
         let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(s, work);
@@ -216,61 +204,9 @@ fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Resu
     })
 }
 
-/// An invalid command.
-fn usage(message: impl Into<String>) -> Error {
-    train::Error::Usage(message.into()).into()
-}
-
-/// Prints errors; the first determines the exit code.
-fn exit(errors: &[Error]) -> u8 {
-    for e in errors {
-        tell_escaped(&render(e, color_on_stderr()));
-    }
-    errors.first().map_or(0, |e| e.exit_code() as u8)
-}
-
-/// Formats `error: ...` with each hint on a line starting with `hint:`; the text is escaped before
-/// coloring.
-fn render(error: &Error, color: bool) -> String {
-    let (red, cyan, reset) = if color { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
-    if let Some(e) = error.of::<ft_recipe::Error>()
-        && !e.problems().is_empty()
-    {
-        return e.render(color);
-    }
-    let mut out = format!("{red}error{reset}: ");
-    for (i, line) in escape(&error.to_string()).lines().enumerate() {
-        if i > 0 {
-            out.push('\n');
-        }
-        match line.trim_start().strip_prefix("hint:") {
-            Some(hint) => out.push_str(&format!("{cyan}hint{reset}:{hint}")),
-            None => out.push_str(line),
-        }
-    }
-    out
-}
-
-/// Prints a result on stdout. A closed pipe (`| head`) is no error.
-fn print(text: &str) -> ft_base::Result<()> {
-    Ok(ft_recipe::Error::of_print(ft_base::terminal::print(text))?)
-}
-
-/// The values of a recipe key as possible values of an option.
-fn words(words: &'static [(&'static str, &'static str)]) -> PossibleValuesParser {
-    PossibleValuesParser::new(words.iter().map(|(w, _)| *w))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn hints_stand_at_the_beginning_of_a_line() {
-        let e = usage("a\n  hint: b\n  more\nhint: c");
-        assert_eq!(render(&e, false), "error: a\nhint: b\n  more\nhint: c");
-        assert!(render(&e, true).contains("\x1b[1;36mhint\x1b[0m: b"));
-    }
 
     #[test]
     fn the_command_line_is_consistent() {

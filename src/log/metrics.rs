@@ -88,7 +88,7 @@ impl Metrics {
     /// The disk is full or failing, or the run folder is gone.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let line = format!("{event}\n");
-        self.look()?;
+        self.follow_changes()?;
         self.file
             .write_all(line.as_bytes())
             .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
@@ -102,7 +102,7 @@ impl Metrics {
     }
 
     /// Detects changes made by other programs. Restores the file if it was removed.
-    fn look(&mut self) -> Result<(), store::Error> {
+    fn follow_changes(&mut self) -> Result<(), store::Error> {
         let fail = |what, e| store::Error::write(what, &self.path, None, e);
         let shown = self.path.display();
         let ours = self.file.metadata().map_err(|e| fail("look at", e))?;
@@ -142,10 +142,10 @@ fn reopen(path: &Path) -> Result<File, store::Error> {
     let fail = |e| store::Error::write("open", path, None, e);
     let file = OpenOptions::new().read(true).append(true).open(path).map_err(fail)?;
     // The path may have become a pipe, which would swallow the events.
-    match file.metadata().map_err(fail)?.is_file() {
-        true => Ok(file),
-        false => Err(fail(io::Error::other("it is not a plain file"))),
+    if !file.metadata().map_err(fail)?.is_file() {
+        return Err(fail(io::Error::other("it is not a plain file")));
     }
+    Ok(file)
 }
 
 /// The bytes of a line, and the parsed event.

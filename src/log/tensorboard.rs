@@ -137,10 +137,10 @@ impl TensorBoard {
     /// The disk is full or failing.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let value = entries(event);
-        match value.is_empty() {
-            true => Ok(()),
-            false => self.record(event["step"].as_u64().unwrap_or(0), What::Summary(Summary { value })),
+        if value.is_empty() {
+            return Ok(());
         }
+        self.record(event["step"].as_u64().unwrap_or(0), What::Summary(Summary { value }))
     }
 
     fn record(&mut self, step: u64, what: What) -> Result<(), store::Error> {
@@ -166,7 +166,7 @@ fn masked(bytes: &[u8]) -> [u8; 4] {
 fn entries(event: &Value) -> Vec<Entry> {
     let scalar = |tag: String, value: &Value| {
         let simple_value = value.as_f64().map(|x| x as f32);
-        simple_value.map(|_| Entry { tag, simple_value, tensor: None, metadata: None })
+        simple_value.map(|_| Entry { tag, simple_value, ..Entry::default() })
     };
     let scalars = |prefix: &str, keys: &[&str]| -> Vec<Entry> {
         keys.iter().filter_map(|k| scalar(format!("{prefix}/{k}"), &event[*k])).collect()
@@ -194,13 +194,13 @@ fn entries(event: &Value) -> Vec<Entry> {
             let plugin = Plugin { plugin_name: "text".into() };
             vec![Entry {
                 tag: "sample".into(),
-                simple_value: None,
                 tensor: Some(Texts {
                     dtype: STRING,
                     shape: Some(Shape {}),
                     string_val: vec![shown.into_bytes()],
                 }),
                 metadata: Some(Metadata { plugin_data: Some(plugin) }),
+                ..Entry::default()
             }]
         }
         _ => Vec::new(),

@@ -1,16 +1,18 @@
 //! Model card (README.md on the hub) of an adapter or a model.
 
-use super::read::{Metrics, text};
+use super::metrics::{Metrics, text};
+use super::render::render;
 use ft_base::store;
 use ft_base::terminal::escape;
 use ft_data::holds_rows;
+use ft_data::hub::{self, Settings, Want};
 use ft_recipe::{Data, Init, Recipe};
+use serde::Serialize;
 use serde_json::{Value, json};
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Contents of a card, gathered from a folder and its run.
-struct About {
+struct CardFacts {
     adapter: bool,
     /// Base model as named in the files.
     base: Option<String>,
@@ -22,14 +24,38 @@ struct About {
     license: Option<String>,
 }
 
+/// Values of the template of a card; JSON strings are quoted.
+#[derive(Serialize)]
+struct Card {
+    adapter: bool,
+    /// Base model on the hub.
+    base: Option<String>,
+    base_yaml: Option<String>,
+    license: Option<String>,
+    /// Quoted hub datasets.
+    datasets: Vec<String>,
+    /// Sources of the training data in Markdown.
+    sources: String,
+    name: String,
+    version: &'static str,
+    results: Vec<(String, String)>,
+    repository: String,
+    /// The quoted repository.
+    id: String,
+    /// Quoted repository of the model to load in Python.
+    load: String,
+    form: Option<String>,
+    recipe: Option<String>,
+    fence: String,
+}
+
 /// Model card of the adapter or model in `folder`, for hub repository `repository`. Training facts come
 /// from the run folder `run`, if given.
 ///
 /// # Errors
 /// A recipe or metrics file that exists but cannot be read.
 pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Result<String> {
-    let about = About::read(folder, run)?;
-    Ok(about.render(repository))
+    Ok(render("card.md", &CardFacts::read(folder, run)?.fill(repository))?)
 }
 
 /// File name of the card.
@@ -79,128 +105,75 @@ fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&bytes).unwrap_or(Value::Null)
 }
 
-impl About {
+impl CardFacts {
     fn read(folder: &Path, run: Option<&Path>) -> ft_base::Result<Self> {
         let config = json_of(&folder.join("adapter_config.json"));
         let adapter = config.is_object();
-        let recipe = match run.map(|r| r.join("recipe.toml")).filter(|p| p.is_file()) {
-            Some(path) => Some(Recipe::load(&path, &[])?),
-            None => None,
-        };
+        let file = |name: &str| run.map(|r| r.join(name)).filter(|p| p.is_file());
+        let recipe = file("recipe.toml").map(|path| Recipe::load(&path, &[])).transpose()?;
+        let metrics = file("metrics.jsonl").map(|path| Metrics::read(&path)).transpose()?;
         let base = match text(&config, "base_model_name_or_path") {
             "" => recipe.as_ref().map(|r| r.model.source.clone()),
             base => Some(base.to_string()),
         };
-        let metrics = match run.map(|r| r.join("metrics.jsonl")).filter(|p| p.is_file()) {
-            Some(path) => Some(Metrics::read(&path)?),
-            None => None,
-        };
-        let license = base.as_deref().and_then(|b| license(Path::new(b)));
+        let license = base.as_deref().and_then(license);
         let form = json_of(&folder.join("ft.json"))["form"].as_str().map(str::to_string);
         Ok(Self { adapter, base, form, recipe: recipe.map(without_paths), metrics, license })
     }
 
-    fn render(&self, repository: &str) -> String {
-        // JSON strings are valid YAML
+    /// Fills the template.
+    fn fill(self, repository: &str) -> Card {
+        // JSON strings are valid YAML and Python
         let quoted = |s: &str| json!(s).to_string();
-        let hub_base = self.base.as_deref().filter(|b| is_hub_id(b));
-        let mut out = String::from("---\n");
-        if let Some(base) = hub_base {
-            let _ = writeln!(out, "base_model: {}", quoted(base));
-            let relation = if self.adapter { "adapter" } else { "finetune" };
-            let _ = writeln!(out, "base_model_relation: {relation}");
-        }
-        let _ = writeln!(out, "library_name: {}", if self.adapter { "peft" } else { "transformers" });
-        out.push_str("pipeline_tag: text-generation\n");
-        if let Some(license) = &self.license {
-            let _ = writeln!(out, "license: {}", quoted(license));
-        }
-        let data: Vec<&str> =
-            self.recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str()).collect();
-        let datasets: Vec<&&str> = data.iter().filter(|d| is_hub_id(d)).collect();
-        if !datasets.is_empty() {
-            out.push_str("datasets:\n");
-            for d in datasets {
-                let _ = writeln!(out, "- {}", quoted(d));
+        let base = self.base.filter(|b| is_hub_id(b));
+        let sources = self.recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str());
+        let shown = sources.clone().map(|s| {
+            if is_hub_id(s) {
+                format!("[{s}](https://huggingface.co/datasets/{s})")
+            } else {
+                format!("`{}`", escape(s).replace('`', ""))
             }
-        }
-        out.push_str("tags:\n- ft\n");
-        out.push_str(if self.adapter { "- lora\n" } else { "" });
-        let name = repository.rsplit('/').next().unwrap_or(repository);
-        let _ = writeln!(out, "---\n\n# {name}\n");
-        let what = if self.adapter { "An adapter (PEFT)" } else { "A model" };
-        // a local path is useless to other people
-        let of = hub_base.map_or(String::new(), |b| format!(" of [{b}](https://huggingface.co/{b})"));
-        let _ = writeln!(out, "{what}{of}, trained with ft {}.\n", env!("CARGO_PKG_VERSION"));
-        if !data.is_empty() {
-            let shown = |d: &&str| match is_hub_id(d) {
-                true => format!("[{d}](https://huggingface.co/datasets/{d})"),
-                false => format!("`{}`", escape(d).replace('`', "")),
-            };
-            let all: Vec<String> = data.iter().map(shown).collect();
-            let _ = writeln!(out, "Trained on {}.\n", all.join(", "));
-        }
-        self.results(&mut out);
-        self.usage(&mut out, repository, hub_base);
-        if let Some(recipe) = &self.recipe {
-            let recipe = recipe.to_toml();
+        });
+        let recipe = self.recipe.as_ref().map(Recipe::to_toml);
+        let id = quoted(repository);
+        let load = if self.adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
+        Card {
+            adapter: self.adapter,
+            base_yaml: base.as_deref().map(quoted),
+            license: self.license.as_deref().map(quoted),
+            datasets: sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect(),
+            sources: shown.collect::<Vec<_>>().join(", "),
+            name: repository.rsplit('/').next().unwrap_or(repository).to_string(),
+            version: env!("CARGO_PKG_VERSION"),
+            results: self.metrics.as_ref().map(results).unwrap_or_default(),
             // longer than any backtick run in the recipe
-            let fence = "`".repeat(3 + longest_run(&recipe, '`'));
-            let _ = writeln!(out, "## Recipe\n\n{fence}toml\n{}\n{fence}", escape(recipe.trim_end()));
+            fence: "`".repeat(3 + recipe.as_deref().map_or(0, |r| longest_run(r, '`'))),
+            recipe: recipe.map(|r| escape(r.trim_end()).into_owned()),
+            repository: repository.to_string(),
+            form: self.form,
+            base,
+            load,
+            id,
         }
-        out
     }
+}
 
-    fn results(&self, out: &mut String) {
-        let Some(m) = &self.metrics else { return };
-        let _ = writeln!(out, "## Results\n\n| | |\n|---|---|");
-        let row = |out: &mut String, what: &str, value: String| {
-            let _ = writeln!(out, "| {what} | {value} |");
-        };
-        row(out, "steps", m.last_step().to_string());
-        let tokens: f64 = m.steps.values().map(|s| s.tokens).filter(|n| n.is_finite()).sum();
-        row(out, "tokens", format!("{tokens:.0}"));
-        if let Some((_, s)) = m.steps.last_key_value().filter(|(_, s)| s.loss.is_finite()) {
-            row(out, "training loss of the last step", format!("{:.4}", s.loss));
-        }
-        let evals: Vec<(&u64, &f64)> = m.evals.iter().filter(|(_, l)| l.is_finite()).collect();
-        let mut ends = vec![evals.first(), evals.last().filter(|_| evals.len() > 1)];
-        ends.retain(Option::is_some);
-        for (step, loss) in ends.into_iter().flatten() {
-            let value = format!("{loss:.4} (perplexity {:.2})", loss.exp());
-            row(out, &format!("evaluation loss after step {step}"), value);
-        }
-        out.push('\n');
+/// Rows of the table of results.
+fn results(m: &Metrics) -> Vec<(String, String)> {
+    let mut rows = vec![
+        ("steps".to_string(), m.last_step().to_string()),
+        ("tokens".to_string(), format!("{:.0}", m.sum(|s| s.tokens))),
+    ];
+    if let Some((_, s)) = m.steps.last_key_value().filter(|(_, s)| s.loss.is_finite()) {
+        rows.push(("training loss of the last step".into(), format!("{:.4}", s.loss)));
     }
-
-    fn usage(&self, out: &mut String, repository: &str, base: Option<&str>) {
-        let id = json!(repository);
-        let _ = writeln!(out, "## Use\n");
-        if self.adapter {
-            let named = base.unwrap_or("BASE");
-            let base = json!(named);
-            let _ = writeln!(
-                out,
-                "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
-                 model = AutoModelForCausalLM.from_pretrained({base})\nmodel = PeftModel.from_pretrained(model, {id})\n\
-                 tokenizer = AutoTokenizer.from_pretrained({base})\n```\n"
-            );
-            let _ = writeln!(out, "Or with ft: `ft chat {named} --adapter {repository}`\n");
-        } else {
-            let _ = writeln!(
-                out,
-                "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
-                 model = AutoModelForCausalLM.from_pretrained({id})\ntokenizer = AutoTokenizer.from_pretrained({id})\n```\n"
-            );
-            let _ = writeln!(out, "Or with ft: `ft chat {repository}`\n");
-        }
-        match self.form.as_deref() {
-            Some("chat") => out.push_str("It was trained with the chat template.\n\n"),
-            Some("alpaca") => out.push_str("It was trained on Alpaca's prompts: ask it in that form.\n\n"),
-            Some("text") => out.push_str("It was trained on plain text, which it continues.\n\n"),
-            _ => {}
-        }
+    let evals: Vec<(u64, f64)> = m.eval_losses().finite().collect();
+    let last = evals.last().filter(|_| evals.len() > 1);
+    for (step, loss) in evals.first().into_iter().chain(last) {
+        let value = format!("{loss:.4} (perplexity {:.2})", loss.exp());
+        rows.push((format!("evaluation loss after step {step}"), value));
     }
+    rows
 }
 
 /// Replaces local paths in a recipe by their last component, for privacy, and resets the output folder,
@@ -233,9 +206,12 @@ fn longest_run(text: &str, c: char) -> usize {
     text.split(|x| x != c).map(str::len).max().unwrap_or(0)
 }
 
-/// License named in the model card of the base folder.
-fn license(base: &Path) -> Option<String> {
-    let card = store::read_plain_text(&base.join("README.md"), 1 << 20).ok()?;
+/// License named in the model card of the base: a folder, or a repository in the hub cache.
+fn license(base: &str) -> Option<String> {
+    let settings = Settings { offline: true, ..Settings::from_env() };
+    let cached = || Some(hub::fetch_model_with(&settings, base, "main", Want::Config, false).ok()?.dir);
+    let folder = Some(PathBuf::from(base)).filter(|dir| dir.is_dir()).or_else(cached)?;
+    let card = store::read_plain_text(&folder.join(CARD), 1 << 20).ok()?;
     let head = card.strip_prefix("---\n")?.split("\n---").next()?;
     let line = head.lines().find_map(|l| l.strip_prefix("license:"))?;
     Some(line.trim().trim_matches(['"', '\'']).to_string()).filter(|l| !l.is_empty())

@@ -1,12 +1,13 @@
 //! Files of a run folder besides its metrics.
 
 use ft_plan::report::bytes;
+use std::fs::DirEntry;
 use std::path::Path;
 
 /// Largest recipe shown, in bytes.
-const RECIPE: u64 = 1 << 20;
+const MAX_RECIPE: u64 = 1 << 20;
 /// Most checkpoints listed.
-const LISTED: usize = 60;
+const MAX_CHECKPOINTS: usize = 60;
 
 /// The recipe, and a listing of results and checkpoints.
 #[derive(Clone, Debug, Default)]
@@ -19,10 +20,14 @@ pub struct Files {
     pub rows: Vec<Vec<String>>,
 }
 
+/// Entries of a folder; empty if unreadable.
+fn entries(dir: &Path) -> impl Iterator<Item = DirEntry> {
+    std::fs::read_dir(dir).into_iter().flatten().flatten()
+}
+
 /// Bytes of all files in a folder, down to `depth` levels, not following links.
 fn size(dir: &Path, depth: usize) -> u64 {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    entries
+    entries(dir)
         .map(|e| match e.file_type() {
             Ok(t) if t.is_dir() && depth > 0 => size(&e.path(), depth - 1),
             Ok(t) if t.is_file() => e.metadata().map_or(0, |m| m.len()),
@@ -33,11 +38,10 @@ fn size(dir: &Path, depth: usize) -> u64 {
 
 impl Files {
     /// Inspects a run folder; missing files are skipped.
-    pub fn look(run: &Path) -> Self {
-        let recipe = run.join("recipe.toml");
-        let recipe = ft_base::store::read_plain(&recipe, RECIPE).ok();
-        let mut out =
-            Self { recipe: recipe.map(|r| String::from_utf8_lossy(&r).into_owned()), ..Self::default() };
+    pub fn list(run: &Path) -> Self {
+        let recipe = ft_base::store::read_plain(&run.join("recipe.toml"), MAX_RECIPE).ok();
+        let recipe = recipe.map(|r| String::from_utf8_lossy(&r).into_owned());
+        let mut out = Self { recipe, ..Self::default() };
         for result in ["adapter", "model"] {
             let dir = run.join(result);
             if dir.is_dir() {
@@ -45,9 +49,7 @@ impl Files {
                 out.result.get_or_insert_with(|| dir.display().to_string());
             }
         }
-        let checkpoints = run.join("checkpoints");
-        let entries = std::fs::read_dir(&checkpoints).into_iter().flatten().flatten();
-        let mut steps: Vec<_> = entries
+        let mut steps: Vec<_> = entries(&run.join("checkpoints"))
             .filter(|e| e.file_name().to_string_lossy().starts_with("step-"))
             .map(|e| {
                 // COMPLETE is written last
@@ -57,7 +59,7 @@ impl Files {
             })
             .collect();
         steps.sort();
-        steps.truncate(LISTED);
+        steps.truncate(MAX_CHECKPOINTS);
         out.rows.extend(steps);
         out
     }

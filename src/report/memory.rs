@@ -1,6 +1,6 @@
 //! Memory section: planned bytes by component, and measured bytes.
 
-use super::read::{Metrics, count};
+use super::metrics::{Metrics, count, text};
 use ft_engine::walk::Recomputed;
 use ft_plan::Component;
 use ft_plan::report::bytes;
@@ -63,7 +63,7 @@ fn rows(bars: Vec<Bar>) -> Vec<Row> {
 }
 
 /// Pairs planned and measured bytes by name, dropping names with zero in both.
-fn beside(planned: &Value, measured: &Value) -> Vec<Bar> {
+fn pair(planned: &Value, measured: &Value) -> Vec<Bar> {
     let (planned, measured) = (parts(planned), parts(measured));
     let of = |list: &[(&str, u64)], key: &str| list.iter().find(|(k, _)| *k == key).map(|(_, b)| *b);
     let mut keys: Vec<&str> = planned.iter().chain(&measured).map(|(k, _)| *k).collect();
@@ -94,77 +94,83 @@ impl Memory {
     /// From a run's metrics; `None` if nothing was planned or measured.
     pub fn new(m: &Metrics) -> Option<Self> {
         let plan = &m.start["plan"];
-        let device = parts(&plan["device"]);
-        let total = plan["peak_device_bytes"].as_u64();
-        let of_steps = m.steps.values().map(|s| s.device_bytes).max().unwrap_or(0);
+        let planned = plan["peak_device_bytes"].as_u64();
         let of_end = m.end.as_ref().map_or(0, |e| count(e, "peak_device_bytes"));
-        let measured = Some(of_steps.max(of_end)).filter(|b| *b > 0);
-        if total.is_none() && measured.is_none() {
-            return None;
-        }
-        let on_cpu = super::read::text(&m.start, "device") == "cpu";
-
-        let one = |(key, b): &(&str, u64)| Bar { name: name(key), planned: Some(*b), measured: None };
-        let recorded = m.recorded();
-        let mut bars = beside(&recorded["planned"], &recorded["measured"]);
-        bars.push(Bar { name: "peak".into(), planned: total, measured });
-
-        let resident = m.steps.values().map(|s| s.host_bytes).max().unwrap_or(0);
-        let resident = resident.max(m.end.as_ref().map_or(0, |e| count(e, "peak_host_bytes")));
-        let mut host: Vec<Bar> = parts(&plan["host"]).iter().map(one).collect();
-        if !host.is_empty() && !on_cpu {
-            let sum = host.iter().filter_map(|b| b.planned).sum();
-            let measured = Some(resident).filter(|b| *b > 0);
-            host.push(Bar { name: "all of the host".into(), planned: Some(sum), measured });
-        } else if resident > 0 {
-            let measured = Some(resident);
-            host.push(Bar {
-                name: "resident size of the process, at the most".into(),
-                planned: None,
-                measured,
-            });
-        }
-
-        let mut facts = Vec::new();
-        let place = super::read::text(plan, "where");
-        if !place.is_empty() {
-            facts.push(format!("The plan's peak: {place}."));
-        }
-        if let (Some(n), Some(of)) = (plan["recompute_layers"].as_u64(), plan["recompute_of"].as_u64()) {
-            let reason = super::read::text(plan, "reason");
-            let part = |key: &str| plan["choices"]["recompute"][key].as_u64().unwrap_or(0) as usize;
-            let of_it =
-                Recomputed { all: n as usize, feed_forward: part("feed_forward"), norms: part("norms") };
-            facts.push(format!("Recomputed: {} ({reason}).", of_it.words(of as usize)));
-            let inputs = &plan["choices"]["inputs"];
-            if of_it.layers() > 0 && inputs["value"] == "host" {
-                let reason = super::read::text(inputs, "reason");
-                facts.push(format!("Inputs of those layers wait on the host ({reason})."));
-            }
-        }
-        if let Some(budget) = plan["budget"].as_u64() {
-            facts.push(format!("Budget: {}.", bytes(budget)));
-        }
-        if on_cpu {
-            let before = plan["host_bytes_before_loading"].as_u64().unwrap_or(0);
-            facts.push(format!(
-                "The device is the CPU: measured are the engine's own allocations, a part of the resident size; the process had {} before the model was loaded.",
-                bytes(before)
-            ));
-        }
-        let about = match (total, measured) {
+        let measured = nonzero(m.peak(|s| s.device_bytes).max(of_end));
+        let about = match (planned, measured) {
             (Some(p), Some(m)) => format!("Planned {}, measured {}.", bytes(p), bytes(m)),
             (Some(p), None) => format!("Planned {}; nothing was measured yet.", bytes(p)),
             (None, Some(m)) => format!("Measured {}; no plan is recorded.", bytes(m)),
-            (None, None) => String::new(),
+            (None, None) => return None,
         };
+        // as recorded at the end or stop of the run
+        let recorded = &m.last_event()["memory"];
+        let mut compared = pair(&recorded["planned"], &recorded["measured"]);
+        compared.push(Bar { name: "peak".into(), planned, measured });
+        let on_cpu = text(&m.start, "device") == "cpu";
         Some(Self {
-            planned: rows(device.iter().map(one).collect()),
-            compared: rows(bars),
-            phases: rows(beside(&recorded["planned_phases"], &recorded["measured_phases"])),
-            host: rows(host),
-            facts,
+            planned: rows(planned_bars(&plan["device"])),
+            compared: rows(compared),
+            phases: rows(pair(&recorded["planned_phases"], &recorded["measured_phases"])),
+            host: rows(host(m, on_cpu)),
+            facts: facts(plan, on_cpu),
             about,
         })
     }
+}
+
+fn nonzero(bytes: u64) -> Option<u64> {
+    Some(bytes).filter(|b| *b > 0)
+}
+
+/// Planned bytes by component.
+fn planned_bars(planned: &Value) -> Vec<Bar> {
+    let bar = |(key, b): (&str, u64)| Bar { name: name(key), planned: Some(b), measured: None };
+    parts(planned).into_iter().map(bar).collect()
+}
+
+/// Planned host memory by component, and the measured resident size.
+fn host(m: &Metrics, on_cpu: bool) -> Vec<Bar> {
+    let of_end = m.end.as_ref().map_or(0, |e| count(e, "peak_host_bytes"));
+    let measured = nonzero(m.peak(|s| s.host_bytes).max(of_end));
+    let mut host = planned_bars(&m.start["plan"]["host"]);
+    if !host.is_empty() && !on_cpu {
+        let sum = host.iter().filter_map(|b| b.planned).sum();
+        host.push(Bar { name: "all of the host".into(), planned: Some(sum), measured });
+    } else if measured.is_some() {
+        let name = "resident size of the process, at the most".into();
+        host.push(Bar { name, planned: None, measured });
+    }
+    host
+}
+
+/// Place of the peak, recomputed layers, budget, device.
+fn facts(plan: &Value, on_cpu: bool) -> Vec<String> {
+    let mut facts = Vec::new();
+    let place = text(plan, "where");
+    if !place.is_empty() {
+        facts.push(format!("The plan's peak: {place}."));
+    }
+    if let (Some(n), Some(of)) = (plan["recompute_layers"].as_u64(), plan["recompute_of"].as_u64()) {
+        let part = |key: &str| plan["choices"]["recompute"][key].as_u64().unwrap_or(0) as usize;
+        let recomputed =
+            Recomputed { all: n as usize, feed_forward: part("feed_forward"), norms: part("norms") };
+        facts.push(format!("Recomputed: {} ({}).", recomputed.words(of as usize), text(plan, "reason")));
+        let inputs = &plan["choices"]["inputs"];
+        if recomputed.layers() > 0 && inputs["value"] == "host" {
+            facts.push(format!("Inputs of those layers wait on the host ({}).", text(inputs, "reason")));
+        }
+    }
+    if let Some(budget) = plan["budget"].as_u64() {
+        facts.push(format!("Budget: {}.", bytes(budget)));
+    }
+    if on_cpu {
+        let before = plan["host_bytes_before_loading"].as_u64().unwrap_or(0);
+        facts.push(format!(
+            "The device is the CPU: measured are the engine's own allocations, a part of the resident size; the process \
+             had {} before the model was loaded.",
+            bytes(before)
+        ));
+    }
+    facts
 }

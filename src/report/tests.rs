@@ -1,11 +1,14 @@
 //! Reports of finished, killed and resumed runs, and of hostile metrics.
 
-use super::read::{Layer, Metrics};
-use super::series::{Series, duration, evenly, grouped, moment, short};
+use super::comparison::MAX_RUNS;
+use super::metrics::Metrics;
+use super::plot::{ExpertCounts, Series, evenly, grouped, short};
+use super::words::{duration, moment};
 use super::*;
 use anyhow::{Context as _, Result, ensure};
-use ft_base::error::Failure;
+use ft_base::error::{ExitCode, Failure};
 use serde_json::{Value, json};
+use std::path::Path;
 
 /// A run folder with the given metrics lines.
 fn folder(lines: &[Value]) -> Result<tempfile::TempDir> {
@@ -429,7 +432,7 @@ fn experts_are_told_by_layer() -> Result<()> {
     ])?)?;
     says(&html, &["512 experts in 128 columns"]);
     assert!(html.len() < 1_000_000, "{} bytes", html.len());
-    let even = Layer { layer: 0, tokens: vec![3; 8] };
+    let even = ExpertCounts { layer: 0, tokens: vec![3; 8] };
     assert_eq!((even.entropy(), even.peak()), (1.0, 1.0));
     Ok(())
 }
@@ -473,7 +476,7 @@ fn several_runs_are_compared() -> Result<()> {
     let dirs = [of("low", 4, 2.0)?, of("high <b>", 64, 4.0)?];
     let runs = dirs.each_ref().map(|d| d.path().to_path_buf());
     let out = dirs[0].path().join("c.html");
-    write_several(&runs, &out)?;
+    write_comparison(&runs, &out)?;
     let html = std::fs::read_to_string(&out)?;
     balanced(&html)?;
     for wanted in [
@@ -487,11 +490,11 @@ fn several_runs_are_compared() -> Result<()> {
     }
     ensure!(!html.contains("run.output") && !html.contains("<b>"), "what is only a name");
     // runs of equal name are labeled by folder
-    write_several(&[runs[0].clone(), runs[0].clone()], &out)?;
+    write_comparison(&[runs[0].clone(), runs[0].clone()], &out)?;
     let html = std::fs::read_to_string(&out)?;
     let folder = runs[0].display().to_string().replace('/', "&#x2f;");
     ensure!(html.contains(&folder) && html.contains("In the recipes: nothing"), "{html}");
-    let many = vec![runs[0].clone(); several::MOST + 1];
-    ensure!(write_several(&many, &out).is_err_and(|e| e.exit_code() == ExitCode::Usage));
+    let many = vec![runs[0].clone(); MAX_RUNS + 1];
+    ensure!(write_comparison(&many, &out).is_err_and(|e| e.exit_code() == ExitCode::Usage));
     Ok(())
 }

@@ -1,40 +1,46 @@
 //! `ft serve`: an OpenAI-compatible HTTP API for a model.
 //!
 //! ```text
-//! model     model to serve: fixed, or a run's newest checkpoint; one copy per device
-//! request   request parsing: JSON -> validated question
-//! http      routes, API key, responses whole and as server-sent events
-//! work      copies: each answers one question at a time from a shared bounded queue
+//! request, parameters   JSON -> validated request
+//! http, error           routes, API key, errors in OpenAI's format
+//! response              answers, whole or as server-sent events
+//! worker, stop          replicas: each answers one request at a time from a shared bounded queue
+//! job, state            what requests and replicas share
 //! ```
 //!
-//! Each copy computes on a thread of its own (the last on the main thread); connections run on a tokio
+//! Each replica computes on a thread of its own (the last on the main thread); connections run on a tokio
 //! runtime. A disconnected client closes its channel, and generation stops at the next token. New
-//! checkpoints are loaded between two questions, by one copy at a time: an answer uses one set of weights
+//! checkpoints are loaded between two answers, by one replica at a time: an answer uses one set of weights
 //! throughout, and names the step.
 //!
-//! If an answer fails, the client gets an error, and the copy reads one token as a test. If this fails
-//! too, the device counts as broken or occupied: the copy stops with a warning while the rest continue.
-//! The server ends with the last copy.
+//! If an answer fails, the client gets an error, and the replica reads one token as a test. If this fails
+//! too, the device counts as broken or occupied: the replica stops with a warning while the rest continue.
+//! The server ends with the last replica.
 
+mod error;
 mod http;
-mod model;
+mod job;
+mod parameters;
 mod request;
-mod work;
+mod response;
+mod state;
+mod stop;
+mod worker;
 
-use super::chat::{Loading, device_word};
+use super::args::{LoadArgs, TemplateArgs};
+use super::console::print;
+use crate::infer::{Follower, Model, ModelOptions, Replica, device, usage};
 use crate::log::unix_time;
-use crossbeam_channel::Sender;
 use ft_base::terminal::{tell, warn};
-use ft_data::{PromptFormat, Tokenizer};
-use model::{Copy, Followed, Model};
+use ft_data::Tokenizer;
+use job::ReplicaStatus;
 use rustix::process::{Signal, getpid, kill_process};
-use serde_json::{Map, Value};
+use state::ServerState;
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use work::{Answering, Desk, Told};
+use worker::{Generator, Queue};
 
 /// Capacity of the queue; further requests get status 429.
 const QUEUE: usize = 64;
@@ -69,36 +75,25 @@ pub struct Args {
     until_eof: bool,
     /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one. Of several (cuda:1,cuda:2) each
     /// has a copy of the model, and as many requests are answered at once
-    #[arg(long, value_name = "DEVICE", default_value = "auto", value_delimiter = ',', value_parser = device_word)]
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_delimiter = ',', value_parser = device::parse)]
     device: Vec<String>,
     #[command(flatten)]
-    loading: Loading,
-    /// A chat template to use instead of that of the training, or the model's own
-    #[arg(long, value_name = "FILE")]
-    chat_template: Option<PathBuf>,
-    /// A variable for the chat template: enable_thinking=false
-    #[arg(long, value_name = "KEY=VALUE")]
-    template: Vec<String>,
+    load: LoadArgs,
+    #[command(flatten)]
+    template: TemplateArgs,
 }
 
-/// State shared by all requests.
-struct Served {
-    /// Model name in the API.
-    name: String,
-    /// Unix time of loading.
-    created: u64,
-    key: Option<String>,
-    tokenizer: Arc<Tokenizer>,
-    form: PromptFormat,
-    variables: Map<String, Value>,
-    /// Folder of the model, with `generation_config.json`.
-    dir: PathBuf,
-    max_tokens: usize,
-    max_positions: usize,
-    /// Embedding rows.
-    vocab: usize,
-    copies: Arc<Vec<Told>>,
-    queue: Sender<work::Job>,
+impl Args {
+    fn model_options(&self) -> ft_base::Result<ModelOptions<'_>> {
+        Ok(ModelOptions {
+            model: &self.model,
+            adapter: self.adapter.as_deref(),
+            follow: !self.no_watch,
+            load: self.load.options(),
+            chat_template: self.template.chat_template.as_deref(),
+            variables: self.template.variables()?,
+        })
+    }
 }
 
 /// Loads the model, prints the address, and serves until interrupted.
@@ -106,68 +101,75 @@ struct Served {
 /// # Errors
 /// An address already in use or not available; a model or adapter that cannot be found or loaded.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    let address = (args.host, args.port);
     let fail = |e: std::io::Error| {
-        super::usage(format!(
+        usage(format!(
             "--host {}, --port {}: {e}\n  hint: another port, or 0 for a free one",
             args.host, args.port
         ))
     };
     // bind before the slow loading of the model
-    let listener = TcpListener::bind(address).map_err(fail)?;
+    let listener = TcpListener::bind((args.host, args.port)).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
-    let Model { config, copies, tokenizer, form, variables, dir } = model::load(args)?;
-
+    let devices = device::open_all(&args.device)?;
+    let model = Model::load(args.model_options()?, &devices)?;
     let key = args.api_key.clone().or_else(|| std::env::var("FT_API_KEY").ok()).filter(|k| !k.is_empty());
     if !args.host.is_loopback() && key.is_none() {
         warn("whoever reaches this machine can use the model\n  hint: --api-key, or FT_API_KEY");
     }
+    let Model { replicas, prompt, dir, files: _files } = model;
     let (queue, jobs) = crossbeam_channel::bounded(QUEUE);
-    let told = |c: &Copy| Told::new(model::word(&c.device), c.run.as_ref().map(Followed::step));
-    let told: Arc<Vec<Told>> = Arc::new(copies.iter().map(told).collect());
-    let served = Arc::new(Served {
+    let status =
+        |r: &Replica| ReplicaStatus::new(device::name(&r.device), r.run.as_ref().map(Follower::step));
+    let status: Arc<Vec<ReplicaStatus>> = Arc::new(replicas.iter().map(status).collect());
+    let (max_positions, vocab) = replicas.first().map_or((0, 0), |r| {
+        let config = &r.decoder.config;
+        (config.max_positions, config.vocab)
+    });
+    let prompt = Arc::new(prompt);
+    let state = Arc::new(ServerState {
         name: args.adapter.clone().unwrap_or_else(|| args.model.clone()),
         created: unix_time(),
         key,
-        form,
-        variables,
+        prompt: prompt.clone(),
         dir,
         max_tokens: args.max_tokens,
-        max_positions: config.max_positions,
-        vocab: config.vocab,
-        tokenizer: tokenizer.clone(),
-        copies: told.clone(),
+        max_positions,
+        vocab,
+        replicas: status.clone(),
         queue,
     });
     let stop = Arc::new(AtomicBool::new(false));
-    let web = http::start(listener, served, stop.clone()).map_err(fail)?;
-    super::print(&format!("http://{local}/v1\n"))?;
+    let web = http::start(listener, state, stop.clone()).map_err(fail)?;
+    print(&format!("http://{local}/v1\n"))?;
     if args.until_eof {
         end_with_stdin().map_err(fail)?;
     } else {
         tell("ctrl-c ends it");
     }
-    let outcome = {
-        let desk = Desk::new(jobs, &stop);
-        let work = |(copy, told)| {
-            let (desk, tokenizer) = (&desk, &*tokenizer);
-            let work = move || {
-                let Copy { decoder, device, run } = copy;
-                desk.attend(&mut Answering::new(&decoder, &device, tokenizer, run), told)
-            };
-            (told, work)
-        };
-        work::together(copies.into_iter().zip(told.iter()).map(work).collect())
-    };
+    let outcome = answer(replicas, &status, &prompt.tokenizer, Queue::new(jobs, &stop));
     if outcome.is_err() {
         end();
     }
     match web.join() {
         Ok(ended) => outcome.and(ended.map_err(fail)),
         // the panic hook has reported it
-        Err(_) => Err(super::usage("the server ended")),
+        Err(_) => Err(usage("the server ended")),
     }
+}
+
+/// Answers requests of the queue with all replicas until it closes.
+fn answer(
+    replicas: Vec<Replica>,
+    status: &[ReplicaStatus],
+    tokenizer: &Tokenizer,
+    queue: Queue<'_>,
+) -> ft_base::Result<()> {
+    let queue = &queue;
+    let work = |(mut replica, status)| {
+        (status, move || queue.work(&mut Generator::new(&mut replica, tokenizer), status))
+    };
+    worker::run_all(replicas.into_iter().zip(status).map(work).collect())
 }
 
 /// Shuts the server down by SIGTERM to this process.

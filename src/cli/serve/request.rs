@@ -1,69 +1,32 @@
 //! Request validation: unknown or unsupported parameters are rejected by name, never ignored.
 
-use super::Served;
-use crate::cli::chat;
+use super::error::ApiError;
+use super::job::{Generation, random};
+use super::parameters::Parameters;
+use super::state::ServerState;
+use crate::infer::sampling::SamplingOptions;
 use axum::http::StatusCode;
 use candle_transformers::generation::LogitsProcessor;
-use ft_data::PromptFormat;
-use serde_json::{Map, Value, json};
-
-/// An error in OpenAI's format.
-#[derive(Debug)]
-pub(super) struct Refused {
-    pub status: StatusCode,
-    pub message: String,
-    /// The offending parameter.
-    pub param: Option<String>,
-    pub code: Option<&'static str>,
-}
-
-impl Refused {
-    pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None, code: None }
-    }
-
-    fn param(param: &str, message: impl Into<String>) -> Self {
-        Self { param: Some(param.into()), ..Self::new(StatusCode::BAD_REQUEST, message) }
-    }
-
-    /// Body of the response.
-    pub fn body(&self) -> Value {
-        let kind = match self.status.as_u16() {
-            401 => "authentication_error",
-            429 => "rate_limit_error",
-            500.. => "server_error",
-            _ => "invalid_request_error",
-        };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
-    }
-}
-
-impl From<ft_base::Error> for Refused {
-    fn from(e: ft_base::Error) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, e.to_string())
-    }
-}
+use ft_data::Form;
+use serde_json::{Value, json};
 
 /// API endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum Endpoint {
     Chat,
     Text,
 }
 
 /// A validated request.
-pub(super) struct Question {
-    pub prompt: Vec<u32>,
-    pub max_tokens: usize,
-    pub stop: Vec<String>,
-    pub sampler: LogitsProcessor,
+pub(super) struct Completion {
+    pub generation: Generation,
     pub stream: bool,
     /// Whether to end a stream with token counts.
-    pub usage: bool,
+    pub include_usage: bool,
 }
 
 /// Accepted parameters without effect.
-const HARMLESS: [&str; 7] = [
+const WITHOUT_EFFECT: [&str; 7] = [
     "user",
     "store",
     "metadata",
@@ -73,268 +36,222 @@ const HARMLESS: [&str; 7] = [
     "parallel_tool_calls",
 ];
 
-/// Parameters of a request, taken out one by one.
-struct Parameters {
-    map: Map<String, Value>,
-}
-
-impl Parameters {
-    fn parse(body: &[u8]) -> Result<Self, Refused> {
-        let bad = |why: String| {
-            Refused::new(
-                StatusCode::BAD_REQUEST,
-                format!("We could not parse the JSON body of your request: {why}"),
-            )
-        };
-        match serde_json::from_slice(body) {
-            Ok(Value::Object(mut map)) => {
-                map.retain(|_, v| !v.is_null());
-                Ok(Self { map })
-            }
-            Ok(_) => Err(bad("it is not an object".into())),
-            Err(e) => Err(bad(e.to_string())),
-        }
-    }
-
-    fn take(&mut self, key: &str) -> Option<Value> {
-        self.map.remove(key)
-    }
-
-    fn number(&mut self, key: &str) -> Result<Option<f64>, Refused> {
-        let Some(value) = self.take(key) else { return Ok(None) };
-        value.as_f64().map(Some).ok_or_else(|| Refused::param(key, format!("{key}: a number is wanted")))
-    }
-
-    fn count(&mut self, key: &str) -> Result<Option<usize>, Refused> {
-        let Some(value) = self.take(key) else { return Ok(None) };
-        match value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n > 0) {
-            Some(n) => Ok(Some(n)),
-            None => Err(Refused::param(key, format!("{key}: a whole number above 0 is wanted"))),
-        }
-    }
-
-    fn flag(&mut self, key: &str) -> Result<bool, Refused> {
-        let Some(value) = self.take(key) else { return Ok(false) };
-        value.as_bool().ok_or_else(|| Refused::param(key, format!("{key}: true or false is wanted")))
-    }
-
-    /// Accepts a parameter only with a neutral value.
-    fn only(&mut self, key: &str, neutral: &[Value]) -> Result<(), Refused> {
-        match self.take(key) {
-            Some(v) if !neutral.contains(&v) => {
-                Err(Refused::param(key, format!("{key}: {v} is not built; only {} is", neutral[0])))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
 /// Parses and validates a request body.
+///
+/// A token limit above the server's, or above the rest of the context, is lowered; the answer then ends
+/// with finish reason `length`.
 ///
 /// # Errors
 /// Client errors: status 400, or 404 for an unknown model.
-pub(super) fn question(served: &Served, kind: Kind, body: &[u8]) -> Result<Question, Refused> {
+pub(super) fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Completion, ApiError> {
     let mut p = Parameters::parse(body)?;
-    match p.take("model") {
-        Some(Value::String(name)) if name == served.name => {}
-        Some(Value::String(name)) => {
-            let message = format!("The model `{name}` does not exist; {:?} is served", served.name);
-            return Err(Refused {
-                param: Some("model".into()),
-                code: Some("model_not_found"),
-                ..Refused::new(StatusCode::NOT_FOUND, message)
-            });
-        }
-        Some(_) => return Err(Refused::param("model", "model: a name is wanted")),
-        None => return Err(Refused::param("model", "you must provide a model parameter")),
-    }
-    for key in HARMLESS {
+    check_model(state, p.take("model"))?;
+    for key in WITHOUT_EFFECT {
         p.take(key);
     }
-    p.only("n", &[json!(1)])?;
-    p.only("frequency_penalty", &[json!(0), json!(0.0)])?;
-    p.only("presence_penalty", &[json!(0), json!(0.0)])?;
-    p.only("logit_bias", &[json!({})])?;
-    let prompt = match kind {
-        Kind::Chat => {
-            p.only("logprobs", &[json!(false)])?;
-            p.only("top_logprobs", &[json!(0)])?;
-            p.only("tools", &[json!([])])?;
-            p.only("tool_choice", &[json!("none"), json!("auto")])?;
-            p.only("response_format", &[json!({"type": "text"})])?;
-            p.only("modalities", &[json!(["text"])])?;
-            conversation(served, p.take("messages"))?
-        }
-        Kind::Text => {
-            p.only("best_of", &[json!(1)])?;
-            p.only("echo", &[json!(false)])?;
-            p.only("suffix", &[json!("")])?;
-            p.only("logprobs", &[json!(0)])?;
-            text(served, p.take("prompt"))?
-        }
+    p.reject_unless_neutral(&[
+        ("n", json!(1)),
+        ("frequency_penalty", json!(0)),
+        ("presence_penalty", json!(0)),
+        ("logit_bias", json!({})),
+    ])?;
+    let prompt = match endpoint {
+        Endpoint::Chat => conversation(state, &mut p)?,
+        Endpoint::Text => text(state, &mut p)?,
     };
-    let left = served.max_positions.saturating_sub(prompt.len());
+    let left = state.max_positions.saturating_sub(prompt.len());
     if left == 0 {
         let message = format!(
             "This model's maximum context length is {} tokens, and your prompt has {}",
-            served.max_positions,
+            state.max_positions,
             prompt.len()
         );
-        let param = Some(if kind == Kind::Chat { "messages" } else { "prompt" }.to_string());
-        return Err(Refused {
-            param,
-            code: Some("context_length_exceeded"),
-            ..Refused::new(StatusCode::BAD_REQUEST, message)
-        });
+        let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
+        return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
     }
     let (newer, older) = (p.count("max_completion_tokens")?, p.count("max_tokens")?);
-    let max_tokens = newer.or(older).unwrap_or(served.max_tokens).min(served.max_tokens).min(left);
-    let (temperature, top_p) = (p.number("temperature")?, p.number("top_p")?);
-    if temperature.is_some_and(|t| !(0.0..=2.0).contains(&t)) {
-        return Err(Refused::param("temperature", "temperature: a number from 0 to 2 is wanted"));
-    }
-    if top_p.is_some_and(|p| !(p > 0.0 && p <= 1.0)) {
-        return Err(Refused::param("top_p", "top_p: a number above 0 and at most 1 is wanted"));
-    }
-    let seed = match p.take("seed") {
-        Some(Value::Number(n)) if n.is_i64() || n.is_u64() => {
-            n.as_u64().unwrap_or_else(|| n.as_i64().unwrap_or(0) as u64)
+    let max_tokens = newer.or(older).unwrap_or(state.max_tokens).min(state.max_tokens).min(left);
+    let sampler = sampler(state, &mut p)?;
+    let stop = stop_strings(p.take("stop"))?;
+    let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
+    let include_usage = include_usage(p.take("stream_options"), stream)?;
+    p.finish()?;
+    let generation = Generation { prompt, max_tokens, stop, sampler };
+    Ok(Completion { generation, stream, include_usage })
+}
+
+fn check_model(state: &ServerState, name: Option<Value>) -> Result<(), ApiError> {
+    match name {
+        Some(Value::String(name)) if name == state.name => Ok(()),
+        Some(Value::String(name)) => {
+            let message = format!("The model `{name}` does not exist; {:?} is served", state.name);
+            let error = ApiError::param("model", message).with_code("model_not_found");
+            Err(ApiError { status: StatusCode::NOT_FOUND, ..error })
         }
-        Some(_) => return Err(Refused::param("seed", "seed: a whole number is wanted")),
-        None => super::http::random(),
-    };
-    let sampler = chat::sampler((temperature, top_p, None, seed), &served.dir)?;
-    let stop = stops(p.take("stop"))?;
-    let stream = p.flag("stream")?;
-    let usage = match p.take("stream_options") {
-        None => false,
-        Some(Value::Object(_)) if !stream => {
-            return Err(Refused::param("stream_options", "stream_options: belongs to stream = true"));
-        }
-        Some(Value::Object(o)) => {
-            match o.keys().find(|k| !["include_usage", "include_obfuscation"].contains(&k.as_str())) {
-                Some(k) => {
-                    return Err(Refused::param("stream_options", format!("stream_options.{k} is not known")));
-                }
-                None => o.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
-            }
-        }
-        Some(_) => return Err(Refused::param("stream_options", "stream_options: an object is wanted")),
-    };
-    if let Some(key) = p.map.keys().next() {
-        return Err(Refused::param(key, format!("Unrecognized request argument supplied: {key}")));
+        Some(_) => Err(ApiError::param("model", "model: a name is wanted")),
+        None => Err(ApiError::param("model", "you must provide a model parameter")),
     }
-    Ok(Question { prompt, max_tokens, stop, sampler, stream, usage })
+}
+
+fn sampler(state: &ServerState, p: &mut Parameters) -> Result<LogitsProcessor, ApiError> {
+    let number = |range: fn(f64) -> bool| move |v: &Value| v.as_f64().filter(|n| range(*n));
+    let in_range = number(|t| (0.0..=2.0).contains(&t));
+    let temperature = p.read("temperature", "a number from 0 to 2", in_range)?;
+    let in_range = number(|p| p > 0.0 && p <= 1.0);
+    let top_p = p.read("top_p", "a number above 0 and at most 1", in_range)?;
+    let whole = |v: &Value| v.as_u64().or_else(|| v.as_i64().map(|n| n as u64));
+    let seed = p.read("seed", "a whole number", whole)?.unwrap_or_else(random);
+    Ok(SamplingOptions { temperature, top_p, top_k: None, seed }.sampler(&state.dir)?)
 }
 
 /// Up to four stop strings.
-fn stops(value: Option<Value>) -> Result<Vec<String>, Refused> {
-    let bad =
-        || Refused::param("stop", "stop: a text, or a list of up to four that are not empty, is wanted");
+fn stop_strings(value: Option<Value>) -> Result<Vec<String>, ApiError> {
+    let fail =
+        || ApiError::param("stop", "stop: a text, or a list of up to four that are not empty, is wanted");
     let list = match value {
         None => return Ok(Vec::new()),
         Some(Value::String(s)) => vec![Value::String(s)],
         Some(Value::Array(list)) if list.len() <= 4 => list,
-        Some(_) => return Err(bad()),
+        Some(_) => return Err(fail()),
     };
-    let text = |v: Value| v.as_str().filter(|s| !s.is_empty()).map(str::to_string).ok_or_else(bad);
+    let text = |v: Value| v.as_str().filter(|s| !s.is_empty()).map(str::to_string).ok_or_else(fail);
     list.into_iter().map(text).collect()
 }
 
+/// `stream_options.include_usage`.
+fn include_usage(options: Option<Value>, stream: bool) -> Result<bool, ApiError> {
+    let fail = |message: &str| ApiError::param("stream_options", format!("stream_options{message}"));
+    match options {
+        None => Ok(false),
+        Some(Value::Object(_)) if !stream => Err(fail(": belongs to stream = true")),
+        Some(Value::Object(o)) => {
+            let known = ["include_usage", "include_obfuscation"];
+            match o.keys().find(|k| !known.contains(&k.as_str())) {
+                Some(k) => Err(fail(&format!(".{k} is not known"))),
+                None => Ok(o.get("include_usage").and_then(Value::as_bool).unwrap_or(false)),
+            }
+        }
+        Some(_) => Err(fail(": an object is wanted")),
+    }
+}
+
 /// Tokens of a text to continue.
-fn text(served: &Served, prompt: Option<Value>) -> Result<Vec<u32>, Refused> {
-    let bad = || Refused::param("prompt", "prompt: one text, or one list of token ids, is wanted");
-    let one = match prompt {
+fn text(state: &ServerState, p: &mut Parameters) -> Result<Vec<u32>, ApiError> {
+    p.reject_unless_neutral(&[
+        ("best_of", json!(1)),
+        ("echo", json!(false)),
+        ("suffix", json!("")),
+        ("logprobs", json!(0)),
+    ])?;
+    let fail = || ApiError::param("prompt", "prompt: one text, or one list of token ids, is wanted");
+    let one = match p.take("prompt") {
         Some(Value::Array(mut list)) if list.len() == 1 && !list[0].is_number() => list.remove(0),
         Some(v) => v,
-        None => return Err(bad()),
+        None => return Err(fail()),
     };
     let ids = match one {
-        Value::String(s) => PromptFormat::Text
-            .prompt(&served.tokenizer, None, &s, &served.variables)
-            .map_err(|e| Refused::from(ft_base::Error::from(e)))?,
+        Value::String(s) => Form::Text.prompt(&state.prompt.tokenizer, None, &s, &state.prompt.variables)?,
         Value::Array(list) => {
-            let id =
-                |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| served.has(*id));
-            list.iter().map(|v| id(v).ok_or_else(bad)).collect::<Result<_, _>>()?
+            let in_vocabulary = |id: &u32| (*id as usize) < state.vocab;
+            let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(in_vocabulary);
+            list.iter().map(|v| id(v).ok_or_else(fail)).collect::<Result<_, _>>()?
         }
-        _ => return Err(bad()),
+        _ => return Err(fail()),
     };
     if ids.is_empty() {
-        return Err(Refused::param("prompt", "prompt: it is empty, and there is nothing to go on from"));
+        return Err(ApiError::param("prompt", "prompt: it is empty, and there is nothing to go on from"));
     }
     Ok(ids)
 }
 
-impl Served {
-    fn has(&self, id: u32) -> bool {
-        (id as usize) < self.vocab
-    }
+/// An invalid list of messages.
+fn bad_messages(why: &str) -> ApiError {
+    ApiError::param("messages", format!("messages: {why}"))
 }
 
-/// Tokens of a conversation, in the training's prompt form.
-fn conversation(served: &Served, messages: Option<Value>) -> Result<Vec<u32>, Refused> {
-    let bad = |why: &str| Refused::param("messages", format!("messages: {why}"));
-    let Some(Value::Array(list)) = messages else { return Err(bad("a list of messages is wanted")) };
-    if list.is_empty() {
-        return Err(bad("at least one message is wanted"));
-    }
-    let mut plain = Vec::new();
-    for (i, message) in list.into_iter().enumerate() {
-        let Value::Object(mut m) = message else { return Err(bad(&format!("{i}: an object is wanted"))) };
+/// A message of a conversation.
+struct Message {
+    role: String,
+    content: String,
+    /// The whole message, for the chat template.
+    value: Value,
+}
+
+impl Message {
+    /// Parses message `i`.
+    fn parse(i: usize, message: Value) -> Result<Self, ApiError> {
+        let fail = |why: &str| bad_messages(&format!("{i}: {why}"));
+        let Value::Object(mut m) = message else { return Err(fail("an object is wanted")) };
         m.retain(|_, v| !v.is_null());
         let role = match m.get("role").and_then(Value::as_str) {
             // newer name of the system role
             Some("developer") => "system",
             Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
-            _ => return Err(bad(&format!("{i}: role is not system, user, assistant or tool"))),
+            _ => return Err(fail("role is not system, user, assistant or tool")),
         };
+        let role = role.to_string();
         let content = match m.get("content") {
             Some(Value::String(s)) => s.clone(),
             Some(Value::Array(parts)) => parts
                 .iter()
-                .map(|part| match (part["type"].as_str(), part["text"].as_str()) {
-                    (Some("text"), Some(text)) => Ok(text),
-                    _ => Err(bad(&format!("{i}: content has a part that is no text"))),
-                })
-                .collect::<Result<String, _>>()?,
+                .map(|part| part["text"].as_str().filter(|_| part["type"] == "text"))
+                .collect::<Option<String>>()
+                .ok_or_else(|| fail("content has a part that is no text"))?,
             None if m.contains_key("tool_calls") => String::new(),
-            _ => return Err(bad(&format!("{i}: content: a text is wanted"))),
+            _ => return Err(fail("content: a text is wanted")),
         };
-        let role = role.to_string();
         m.insert("role".into(), json!(role));
         m.insert("content".into(), json!(content));
-        plain.push((role, content, Value::Object(m)));
+        Ok(Self { role, content, value: Value::Object(m) })
     }
-    let of_data = |e: ft_data::Error| Refused::from(ft_base::Error::from(e));
-    let ids = match (served.form, &plain[..]) {
-        (PromptFormat::Chat, _) => {
-            if !served.tokenizer.has_template() {
-                return Err(bad(
-                    "the model has no chat template (ft serve --chat-template FILE); /v1/completions continues texts",
-                ));
-            }
-            let messages = Value::Array(plain.iter().map(|m| m.2.clone()).collect());
-            let text = served.tokenizer.render(&messages, None, true, &served.variables).map_err(of_data)?;
-            served.tokenizer.encode(&text).map_err(of_data)?
+}
+
+/// Tokens of a conversation, in the training's prompt form.
+fn conversation(state: &ServerState, p: &mut Parameters) -> Result<Vec<u32>, ApiError> {
+    p.reject_unless_neutral(&[
+        ("logprobs", json!(false)),
+        ("top_logprobs", json!(0)),
+        ("tools", json!([])),
+        ("response_format", json!({"type": "text"})),
+        ("modalities", json!(["text"])),
+    ])?;
+    let choice = p.take("tool_choice");
+    if let Some(v) = choice.filter(|v| !["none", "auto"].iter().any(|neutral| v == neutral)) {
+        return Err(ApiError::param(
+            "tool_choice",
+            format!("tool_choice: {v} is not built; only \"none\" is"),
+        ));
+    }
+    let Some(Value::Array(list)) = p.take("messages") else {
+        return Err(bad_messages("a list of messages is wanted"));
+    };
+    if list.is_empty() {
+        return Err(bad_messages("at least one message is wanted"));
+    }
+    let messages = list.into_iter().enumerate().map(|(i, m)| Message::parse(i, m));
+    let messages = messages.collect::<Result<Vec<_>, _>>()?;
+    let roles: Vec<&str> = messages.iter().map(|m| m.role.as_str()).collect();
+    let prompt = &state.prompt;
+    let ids = match (prompt.form, roles.as_slice()) {
+        (Form::Chat, _) if !prompt.tokenizer.has_template() => {
+            return Err(bad_messages(
+                "the model has no chat template (ft serve --chat-template FILE); /v1/completions continues texts",
+            ));
         }
-        (PromptFormat::Text, _) => {
-            return Err(bad("the model was trained on plain text, which /v1/completions continues"));
+        (Form::Chat, _) => prompt.conversation(messages.into_iter().map(|m| m.value).collect())?,
+        (Form::Text, _) => {
+            return Err(bad_messages("the model was trained on plain text, which /v1/completions continues"));
         }
-        (form, [(user, prompt, _)]) if user == "user" => {
-            form.prompt(&served.tokenizer, None, prompt, &served.variables).map_err(of_data)?
-        }
-        (form, [(system, before, _), (user, prompt, _)]) if system == "system" && user == "user" => form
-            .prompt(&served.tokenizer, Some(before.as_str()), prompt, &served.variables)
-            .map_err(of_data)?,
+        (_, ["user"]) => prompt.single(None, &messages[0].content)?,
+        (_, ["system", "user"]) => prompt.single(Some(&messages[0].content), &messages[1].content)?,
         _ => {
-            return Err(bad(
+            return Err(bad_messages(
                 "the model was trained on single prompts: one user message, after a system message or none",
             ));
         }
     };
     if ids.is_empty() {
-        return Err(bad("the chat template makes no tokens of them"));
+        return Err(bad_messages("the chat template makes no tokens of them"));
     }
     Ok(ids)
 }

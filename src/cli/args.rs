@@ -1,0 +1,71 @@
+//! Options of several verbs.
+
+use crate::infer::{LoadOptions, usage};
+use clap::builder::PossibleValuesParser;
+use ft_recipe::{Dtype, Quantize, Recipe};
+use serde_json::{Map, Value};
+use std::path::PathBuf;
+
+/// A recipe and what is set over it.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RecipeArgs {
+    /// The recipe: a TOML file, or the name of a shipped one
+    pub recipe: PathBuf,
+    /// Any recipe key by its dotted path: run.steps=10, train.0.rank=8
+    #[arg(value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+impl RecipeArgs {
+    /// Loads the recipe.
+    pub(super) fn load(&self) -> Result<Recipe, ft_recipe::Error> {
+        Recipe::load(&self.recipe, &self.set)
+    }
+}
+
+/// How a model that answers is loaded.
+#[derive(Debug, clap::Args)]
+pub struct LoadArgs {
+    /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
+    #[arg(long, value_parser = words(Dtype::WORDS))]
+    dtype: Option<String>,
+    /// Quantization of the base's linears; by default that of the adapter's run
+    #[arg(long, value_parser = words(Quantize::WORDS))]
+    quantize: Option<String>,
+}
+
+impl LoadArgs {
+    pub(super) fn options(&self) -> LoadOptions {
+        LoadOptions {
+            dtype: self.dtype.as_deref().and_then(Dtype::from_word),
+            quantize: self.quantize.as_deref().and_then(Quantize::from_word),
+        }
+    }
+}
+
+/// The chat template of a model that answers.
+#[derive(Debug, clap::Args)]
+pub struct TemplateArgs {
+    /// A chat template to use instead of that of the training, or the model's own
+    #[arg(long, value_name = "FILE")]
+    pub(super) chat_template: Option<PathBuf>,
+    /// A variable for the chat template: enable_thinking=false
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(super) template: Vec<String>,
+}
+
+impl TemplateArgs {
+    /// The template variables; values are TOML, bare words are strings.
+    pub(super) fn variables(&self) -> ft_base::Result<Map<String, Value>> {
+        let variable = |text: &String| match text.split_once('=').filter(|(k, _)| !k.trim().is_empty()) {
+            Some((key, value)) => Ok((key.trim().to_string(), ft_recipe::loose_value(value))),
+            None => Err(usage(format!("--template {text:?}: KEY=VALUE is wanted"))),
+        };
+        self.template.iter().map(variable).collect()
+    }
+}
+
+/// The values of a recipe key as possible values of an option.
+pub(super) fn words(words: &'static [(&'static str, &'static str)]) -> PossibleValuesParser {
+    PossibleValuesParser::new(words.iter().map(|(w, _)| *w))
+}

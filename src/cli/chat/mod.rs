@@ -1,0 +1,214 @@
+//! `ft chat`: chats with a model in the format of the training data.
+
+mod lines;
+
+use super::args::{LoadArgs, TemplateArgs, words};
+use crate::infer::sampling::SamplingOptions;
+use crate::infer::{ModelFiles, PromptFormat, device, usage};
+use candle_transformers::generation::LogitsProcessor;
+use ft_base::terminal::{print, tell, warn};
+use ft_data::{Form, Trained};
+use ft_engine::walk::generate::{self, Reader};
+use lines::Lines;
+use serde_json::{Value, json};
+use std::io;
+use std::slice;
+
+/// Arguments of `ft chat`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
+    /// a hub id
+    model: String,
+    /// A PEFT adapter over it, unmerged: a folder, or a hub id
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<String>,
+    /// A first message that says how to answer
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Answer this and end
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+    /// Most tokens of a reply
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    max_tokens: usize,
+    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one
+    #[arg(long, default_value = "auto", value_parser = device::parse)]
+    device: String,
+    #[command(flatten)]
+    load: LoadArgs,
+    /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
+    /// text, each prompt stands alone
+    #[arg(long, value_parser = words(Form::WORDS))]
+    form: Option<String>,
+    /// Continue each prompt as it is, the same as --form text
+    #[arg(long, conflicts_with = "form")]
+    raw: bool,
+    #[command(flatten)]
+    template: TemplateArgs,
+}
+
+/// How tokens are drawn.
+#[derive(Clone, Copy, Debug, clap::Args)]
+struct SamplingArgs {
+    /// Sampling temperature; 0 is greedy. Default: the model's own
+    #[arg(long, value_name = "X")]
+    temperature: Option<f64>,
+    /// Nucleus sampling: draw from the most likely tokens whose probabilities add up to P
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    /// Draw from the K most likely tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Seed of the sampling
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+/// Answers one prompt, or every line of stdin until the end or `/exit`.
+///
+/// # Errors
+/// A missing or unusable model or adapter; a template that rejects the conversation.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    let variables = args.template.variables()?;
+    let device = device::open(&args.device)?;
+    let files = ModelFiles::open(&args.model, args.adapter.as_deref())?;
+    let form = form(args, files.trained.as_ref())?;
+    let prompt = files.prompt_format(form, args.template.chat_template.as_deref(), variables)?;
+    if form == Form::Chat && !prompt.tokenizer.has_template() {
+        let source = &files.model.source;
+        return Err(usage(format!(
+            "{source}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
+        )));
+    }
+    let SamplingArgs { temperature, top_p, top_k, seed } = args.sampling;
+    let mut sampler = SamplingOptions { temperature, top_p, top_k, seed }.sampler(&files.model.dir)?;
+    let decoders = files.load(args.load.options(), slice::from_ref(&device))?;
+    let Some(decoder) = decoders.first() else { return Ok(()) };
+    let system = args.system.as_deref();
+    let first: Vec<Value> = system.iter().map(|s| json!({"role": "system", "content": s})).collect();
+    let mut chat = Chat {
+        cache: Reader::new(decoder, &device),
+        prompt,
+        system,
+        messages: first.clone(),
+        first,
+        max_tokens: args.max_tokens,
+        max_positions: decoder.config.max_positions,
+    };
+    match &args.prompt {
+        Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
+        None => talk(&mut chat, &mut sampler),
+    }
+}
+
+/// Commands in place of a message.
+const COMMANDS: &str = "/clear begins anew, /exit ends";
+
+/// Reads and answers prompts line by line.
+fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<()> {
+    let fail = |e: io::Error| usage(format!("stdin: {e}"));
+    let mut lines = Lines::open("chat-history").map_err(fail)?;
+    if lines.is_terminal() {
+        tell(&format!("one line a message; {COMMANDS}"));
+    }
+    while let Some(line) = lines.next("> ").map_err(fail)? {
+        match line.trim() {
+            "" => continue,
+            "/exit" => break,
+            "/clear" => chat.messages.clone_from(&chat.first),
+            other if is_command(&line) => {
+                warn(&format!(
+                    "no command is called {other}: {COMMANDS}\n  hint: a space before it makes it a message"
+                ));
+            }
+            // keep the white space of a text to continue
+            trimmed => {
+                let prompt = if chat.prompt.form == Form::Text { line.as_str() } else { trimmed };
+                if !chat.answer(prompt, sampler)? {
+                    break;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a line looks like a command: a slash followed by letters.
+fn is_command(line: &str) -> bool {
+    let word = line.trim_end().strip_prefix('/');
+    word.is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_alphabetic()))
+}
+
+/// A conversation and its KV cache.
+struct Chat<'a> {
+    cache: Reader<'a>,
+    prompt: PromptFormat,
+    system: Option<&'a str>,
+    /// Initial messages of every conversation.
+    first: Vec<Value>,
+    messages: Vec<Value>,
+    max_tokens: usize,
+    max_positions: usize,
+}
+
+impl Chat<'_> {
+    /// Streams the answer to stdout. Returns whether stdout is still open.
+    fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
+        self.messages.push(json!({"role": "user", "content": prompt}));
+        let ids = if self.prompt.form == Form::Chat {
+            self.prompt.conversation(self.messages.clone())?
+        } else {
+            self.prompt.single(self.system, prompt)?
+        };
+        if ids.is_empty() {
+            return Err(usage("the prompt is empty, and there is nothing to go on from"));
+        }
+        let mut listening = Ok(());
+        let mut say = |piece: &str| {
+            listening = print(piece);
+            listening.is_ok()
+        };
+        let tokenizer = &self.prompt.tokenizer;
+        let reply = generate::answer(&mut self.cache, tokenizer, &ids, self.max_tokens, sampler, &mut say)?;
+        say("\n");
+        if self.cache.len() > self.max_positions {
+            warn(&format!(
+                "the conversation has {} tokens, the model is made for {}: /clear begins anew",
+                self.cache.len(),
+                self.max_positions
+            ));
+        }
+        self.messages.push(json!({"role": "assistant", "content": reply.text}));
+        let gone = listening.is_err();
+        ft_recipe::Error::of_print(listening)?;
+        Ok(!gone)
+    }
+}
+
+/// Prompt form: from the options, or from the training.
+fn form(args: &Args, trained: Option<&Trained>) -> ft_base::Result<Form> {
+    let named = if args.raw { Some(Form::Text) } else { args.form.as_deref().and_then(Form::from_word) };
+    let TemplateArgs { chat_template, template } = &args.template;
+    let options = [("--chat-template", chat_template.is_some()), ("--template", !template.is_empty())];
+    let chat_option = options.into_iter().find(|o| o.1).map(|o| o.0);
+    if let (Some(option), Some(form)) = (chat_option, named.filter(|f| *f != Form::Chat)) {
+        return Err(usage(format!("{option} and the form {}: it has no chat template", form.word())));
+    }
+    let trained = trained.map(|t| t.form).filter(|_| chat_option.is_none());
+    let form = named.or(trained).unwrap_or(Form::Chat);
+    if form == Form::Text && args.system.is_some() {
+        let why =
+            "--system: a text that is continued has no system message\n  hint: begin the prompt with it";
+        return Err(usage(why));
+    }
+    if form != Form::Chat {
+        let by =
+            if named.is_some() { "" } else { ", as in its training (--form chat: by the chat template)" };
+        let what = Form::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
+        tell(&format!("each prompt stands alone, as {what}{by}"));
+    }
+    Ok(form)
+}

@@ -1,0 +1,160 @@
+//! `ft export`: an adapter or a model in another program's format.
+
+use super::gguf::{self, GgufOptions};
+use crate::cli::args::words;
+use crate::cli::console::print;
+use crate::infer::base::{base_of, open_adapter, quantized};
+use crate::infer::{Source, usage};
+use crate::train::{self, compare, logits_apart};
+use ft_base::store::NewFolder;
+use ft_base::terminal::{tell, warn};
+use ft_data::Trained;
+use ft_data::hub::Want;
+use ft_engine::adapters::Adapter;
+use ft_engine::params::build::Build;
+use ft_engine::export::{Export, Target, read_fused};
+use ft_engine::adapters::{self, Choice, Selection};
+use ft_engine::load::Base;
+use ft_engine::model::Config;
+use ft_engine::model::modules::Group;
+use ft_engine::walk;
+use ft_recipe::{Dtype, Quantize};
+use serde_json::Map;
+use std::path::{Path, PathBuf};
+
+/// Largest relative L2 distance of equal logits.
+const BAR: f64 = 1e-5;
+/// Number of tokens in the logit comparison.
+const PROBE: u32 = 48;
+
+/// Arguments of `ft export`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id; with --to gguf also a whole model
+    adapter: String,
+    /// peft-fused: PEFT 0.19 and later with transformers 5; vllm; gguf: llama.cpp
+    #[arg(long, value_parser = ["peft-fused", "vllm", "gguf"])]
+    to: String,
+    /// Where the export goes: a folder that is new or empty
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// The base, a folder or a hub id, if it is not where the adapter's config says
+    #[arg(long, value_name = "MODEL")]
+    base: Option<String>,
+    /// Quantization of the base in the comparison; by default that of the adapter's run
+    #[arg(long, value_parser = words(Quantize::WORDS))]
+    quantize: Option<String>,
+    /// With --to gguf: dtype of the matrices; by default the model's own, of an adapter f32
+    #[arg(long, value_parser = words(Dtype::WORDS))]
+    dtype: Option<String>,
+    /// With --to gguf: llama.cpp's name of the tokenizer's way to split texts, where ft does not know it
+    #[arg(long, value_name = "NAME")]
+    pre: Option<String>,
+}
+
+/// Writes the export, reads it back, compares logits, renames it into place, and prints the folder.
+///
+/// # Errors
+/// A missing or mismatched base or adapter; features the target does not support; a
+/// nonempty folder; an export with different logits.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    if args.to == "gguf" {
+        if args.quantize.is_some() {
+            return Err(usage("--quantize: the file is not compared with a base"));
+        }
+        return gguf::run(&GgufOptions {
+            source: &args.adapter,
+            out: &args.out,
+            base: args.base.as_deref(),
+            dtype: args.dtype.as_deref(),
+            pre: args.pre.as_deref(),
+        });
+    }
+    if let Some(option) = [("--dtype", &args.dtype), ("--pre", &args.pre)].iter().find(|o| o.1.is_some()) {
+        return Err(usage(format!("{}: belongs to --to gguf", option.0)));
+    }
+    let target = if args.to == "vllm" { Target::Vllm } else { Target::PeftFused };
+    let new = NewFolder::begin_named(&args.out)?;
+    new.refuse_occupied("another folder")?;
+    let out = new.path();
+    let source = Source::find(&args.adapter)?;
+    let adapter = open_adapter(&source.name)?;
+    let model = base_of(&adapter, args.base.as_deref(), Want::Weights)?;
+    let config = Config::load(&model.dir, &Map::new())?;
+    let selection = adapter.selection(&config)?;
+    let quantize = args.quantize.as_deref().and_then(Quantize::from_word);
+    let nf4 = quantized(quantize, Some(&adapter), &config)?;
+    let base = Base::open(config, &model.dir)?.in_nf4(nf4);
+    compare::fits(&base, &selection, "comparing the export with the adapter")?;
+    if let Some(files) = base.files() {
+        adapter.check_base(files, base.config.tied)?;
+    }
+    Export::new(&base.config, &adapter, &selection)?.write(target, &out)?;
+    Trained::copy(&adapter.dir, &out)?;
+    let apart = distance(target, &base, &adapter, &selection, &out)?;
+    if apart > BAR {
+        let path = args.out.display().to_string();
+        return Err(train::Error::Readback { path, apart, bar: BAR }.into());
+    }
+    new.commit()?;
+    notes(target, &args.to, &base.config, &selection);
+    tell(&format!("read back, its logits are {apart:.1e} from those of the adapter (at most {BAR:.0e})"));
+    print(&format!("{}\n", args.out.display()))
+}
+
+/// Relative L2 distance between the logits of the adapter and of the export in `out`.
+fn distance(
+    target: Target,
+    base: &Base,
+    adapter: &Adapter,
+    selection: &Selection,
+    out: &Path,
+) -> ft_base::Result<f64> {
+    // any tokens will do, but many: experts without tokens would go unchecked
+    let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % base.config.vocab.max(1) as u32).collect();
+    let logits = |selection: &Selection, adapter: &Adapter| {
+        Build::new(base, selection).adapter(Some(adapter)).shown("checking").logits(&ids)
+    };
+    let before = logits(selection, adapter)?;
+    walk::finite(&before, "base and adapter", "hint: the adapter has diverged, or it is of another base")?;
+    let (read, written) = read_back(target, &base.config, adapter, out)?;
+    Ok(logits_apart(&logits(&read, &written)?, &before)?)
+}
+
+/// Prints differences between training and the target program.
+fn notes(target: Target, to: &str, config: &Config, selection: &Selection) {
+    if selection.modules.iter().any(|(_, c)| matches!(c, Choice::Lora { spec, .. } if spec.dropout > 0.0)) {
+        tell(&format!("its lora_dropout is 0: {to} takes no other, and it matters in training only"));
+    }
+    let routers =
+        selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
+    if target == Target::Vllm && routers && config.family.model_type == "qwen3_moe" {
+        warn(
+            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are left \
+             out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
+        );
+    }
+}
+
+/// Reads the complete export back.
+fn read_back(
+    target: Target,
+    config: &Config,
+    adapter: &Adapter,
+    out: &Path,
+) -> ft_base::Result<(Selection, Adapter)> {
+    match target {
+        Target::PeftFused => {
+            let (selection, values) = read_fused(config, out)?;
+            if let Some(t) = selection.trained().iter().find(|t| !values.contains_key(&t.name)) {
+                let why = format!("read back: {} is missing", t.name);
+                return Err(adapters::Error::Peft { file: out.display().to_string(), why }.into());
+            }
+            Ok((selection, adapter.with_values(values)))
+        }
+        Target::Vllm => {
+            let written = Adapter::open(out)?;
+            Ok((written.selection(config)?, written))
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! `ft export --to gguf`: a model or an adapter for llama.cpp.
+
+use crate::cli::console::print;
+use crate::infer::base::{base_of, fetch_model};
+use crate::infer::{Source, usage};
+use crate::train::job;
+use candle_core::{DType, Device};
+use ft_base::store::{self, NewFolder};
+use ft_base::terminal::{bytes_bar, tell};
+use ft_data::hub::{self, ModelDir, Want};
+use ft_engine::adapters::Adapter;
+use ft_engine::load::Base;
+use ft_engine::export::gguf;
+use ft_engine::model::Config;
+use ft_recipe::Dtype;
+use serde_json::Map;
+use std::path::Path;
+
+/// Options of the export.
+pub(super) struct GgufOptions<'a> {
+    /// Folder or hub id of an adapter or a model.
+    pub source: &'a str,
+    pub out: &'a Path,
+    pub base: Option<&'a str>,
+    pub dtype: Option<&'a str>,
+    pub pre: Option<&'a str>,
+}
+
+/// Writes `adapter.gguf` or `model.gguf` into a new folder, reads the header back, and prints the file.
+///
+/// # Errors
+/// A missing source; features unsupported by llama.cpp; a nonempty folder.
+pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
+    let new = NewFolder::begin_named(args.out)?;
+    new.refuse_occupied("another folder")?;
+    let dtype = args.dtype.and_then(Dtype::from_word).map(|d| job::dtype(Some(d), &Device::Cpu));
+    let source = Source::find(args.source)?;
+    let name = match find_adapter(&source.name)? {
+        Some(adapter) => {
+            if args.pre.is_some() {
+                return Err(usage("--pre: an adapter's file has no tokenizer"));
+            }
+            let model = base_of(&adapter, args.base, Want::Config)?;
+            let config = Config::load(&model.dir, &Map::new())?;
+            let selection = adapter.selection(&config)?;
+            let (name, dtype) = ("adapter.gguf", dtype.unwrap_or(DType::F32));
+            gguf::write_adapter(&config, &adapter, &selection, dtype, &new.path().join(name))?;
+            name
+        }
+        None => {
+            let model = fetch_model(&source.name, "main", Want::Weights)?;
+            if args.base.is_some() {
+                return Err(usage(format!("--base: {} is a whole model", args.source)));
+            }
+            let name = "model.gguf";
+            write_model(&model, dtype, args.pre, &new.path().join(name))?;
+            name
+        }
+    };
+    check(&new.path().join(name))?;
+    new.commit()?;
+    print(&format!("{}\n", args.out.join(name).display()))
+}
+
+/// Writes a whole model, by default in the dtype of the embedding.
+fn write_model(
+    model: &ModelDir,
+    dtype: Option<DType>,
+    pre: Option<&str>,
+    path: &Path,
+) -> ft_base::Result<()> {
+    let base = Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?;
+    let own = base.files().and_then(|f| f.info("model.embed_tokens.weight")).map(|i| i.dtype);
+    let dtype = dtype.unwrap_or(match own {
+        Some(safetensors::Dtype::BF16) => DType::BF16,
+        Some(safetensors::Dtype::F16) => DType::F16,
+        _ => DType::F32,
+    });
+    if base.is_4bit() {
+        tell("the model is 4-bit: its weights are dequantized");
+    }
+    let title = Path::new(&model.source).file_name();
+    let title = title.map_or(model.source.clone().into(), |n| n.to_string_lossy());
+    let bar = bytes_bar("writing", base.bytes());
+    gguf::write_model(&base, &model.dir, &title, dtype, pre, path, &|n| bar.inc(n))?;
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// The adapter in a folder or on the hub under this name; `None` if it is a model.
+fn find_adapter(source: &str) -> ft_base::Result<Option<Adapter>> {
+    let dir = Path::new(source);
+    let is_adapter = dir.join("adapter_config.json").is_file();
+    if !is_adapter && dir.is_dir() {
+        return Ok(None);
+    }
+    match hub::fetch_adapter(source, "main", true) {
+        Ok(dir) => Ok(Some(Adapter::open(&dir)?)),
+        Err(e) if is_adapter => Err(e.into()),
+        Err(_) => Ok(None),
+    }
+}
+
+/// Reads the file back with candle's reader and checks that every tensor lies within the file.
+fn check(path: &Path) -> ft_base::Result<()> {
+    let mut file = std::fs::File::open(path).map_err(|e| store::Error::read(path, e))?;
+    let bytes = file.metadata().map_err(|e| store::Error::read(path, e))?.len();
+    let content = candle_core::quantized::gguf_file::Content::read(&mut file)?;
+    for (name, info) in &content.tensor_infos {
+        let end = content.tensor_data_offset
+            + info.offset
+            + (info.shape.elem_count() * info.ggml_dtype.type_size() / info.ggml_dtype.block_size()) as u64;
+        if end > bytes {
+            let why = format!("read back: the file ends within {name}");
+            return Err(gguf::Error { place: path.display().to_string(), why }.into());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,132 @@
+//! `ft push`: uploads an adapter or a model to the hub, with a model card.
+
+use crate::cli::console::print;
+use crate::infer::{Source, usage};
+use crate::report::{CARD, card, is_hub_id, is_untouched};
+use crate::train::output::{is_of_adapter, is_of_model};
+use ft_base::store;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, Push, Settings};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Arguments of `ft push`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A folder: an adapter, a model, a run, whose result goes, or a checkpoint
+    dir: String,
+    /// OWNER/NAME on the hub; made if it is not there
+    repository: String,
+    /// Make the repository private, if it is made
+    #[arg(long)]
+    private: bool,
+    /// The branch; made if it is not there
+    #[arg(long, value_name = "BRANCH", default_value = "main")]
+    revision: String,
+    /// Message of the commit
+    #[arg(long, value_name = "TEXT")]
+    message: Option<String>,
+    /// Print the card and the files, and send nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Uploads and prints the repository's address; with `--dry-run` lists the files and prints the card.
+///
+/// # Errors
+/// A folder without a result; a request refused by the hub.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    hub::check_name(&args.repository, &args.revision).map_err(|e| usage(e.to_string()))?;
+    let source = Source::find(&args.dir)?;
+    let dir = result(&source)?;
+    let run = source.run.as_deref();
+    let (mut files, left) = files(dir)?;
+    // a generated card does not know the repository: regenerate it
+    let own = store::read_plain_text(&dir.join(CARD), store::LARGEST).is_ok_and(|text| !is_untouched(&text));
+    let mut texts = Vec::new();
+    if !own {
+        files.retain(|(name, _)| name != CARD);
+        texts.push((CARD.to_string(), card(dir, run, &args.repository)?));
+    }
+    if !left.is_empty() {
+        warn(&format!("not of the model, and left out: {}", left.join(", ")));
+    }
+    warn_of_local_base(dir);
+    if args.dry_run {
+        for (name, path) in &files {
+            let bytes = path.metadata().map_or(0, |m| m.len());
+            tell(&format!("{name}: {bytes} bytes"));
+        }
+        let card = match texts.first() {
+            Some((_, text)) => text.clone(),
+            None => store::read_plain_text(&dir.join(CARD), store::LARGEST)
+                .map_err(|e| store::Error::read(&dir.join(CARD), e))?,
+        };
+        return print(&card);
+    }
+    let message =
+        args.message.clone().unwrap_or_else(|| format!("Upload with ft {}", env!("CARGO_PKG_VERSION")));
+    let push = Push {
+        repository: args.repository.clone(),
+        revision: args.revision.clone(),
+        private: args.private,
+        message,
+        files,
+        texts,
+    };
+    let address = hub::push_with(&Settings::from_env(), &push)?;
+    print(&format!("{address}\n"))
+}
+
+/// The folder, if it holds an adapter or a model.
+fn result(source: &Source) -> ft_base::Result<&Path> {
+    let dir = Path::new(&source.name);
+    if ["adapter_config.json", "config.json"].iter().any(|f| dir.join(f).is_file()) {
+        return Ok(dir);
+    }
+    Err(usage(format!(
+        "{}: neither an adapter nor a model, and no run with one\n  hint: a folder with adapter_config.json or \
+         config.json, or one that ft run wrote",
+        source.name
+    )))
+}
+
+/// Names and paths of files to upload.
+type Files = Vec<(String, PathBuf)>;
+
+/// Files of a folder to upload, and names of all other entries.
+fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
+    let fail = |e| store::Error::read(dir, e);
+    let (mut go, mut left) = (Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(dir).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let ours = is_of_model(&name)
+            || is_of_adapter(&name)
+            || name == CARD
+            || name.ends_with(".gguf")
+            || name.starts_with("LICENSE");
+        // a symlink could point to a private file
+        if entry.file_type().map_err(fail)?.is_file() && ours {
+            go.push((name, entry.path()));
+        } else {
+            left.push(name);
+        }
+    }
+    go.sort();
+    left.sort();
+    Ok((go, left))
+}
+
+/// Warns if an adapter names a local folder as base.
+fn warn_of_local_base(dir: &Path) {
+    let path = dir.join("adapter_config.json");
+    let Ok(bytes) = store::read_plain(&path, store::LARGEST) else { return };
+    let config: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    if let Some(base) = config["base_model_name_or_path"].as_str().filter(|b| !is_hub_id(b)) {
+        warn(&format!(
+            "adapter_config.json names the base {base:?}, which is no repository of the hub: others will not find it\n  \
+             hint: put the base's hub id there (base_model_name_or_path)"
+        ));
+    }
+}

@@ -1,0 +1,246 @@
+//! `ft check`: all problems of a recipe, the model and the data at once, without loading weights.
+
+use super::summary::Found;
+use crate::cli::args::RecipeArgs;
+use crate::cli::console::print;
+use crate::train::{job, rows, server, sources};
+use candle_core::Device;
+use ft_base::error::Error;
+use ft_base::store;
+use ft_base::terminal::warn;
+use ft_data::hub::{self, Settings, Want};
+use ft_data::{Dataset, Tokenizer};
+use ft_engine::params::build::check_full;
+use ft_engine::adapters::{Adapter, initial};
+use ft_engine::load::Base;
+use ft_plan::source;
+use ft_recipe::{Part, Quantize, Recipe, Source, Weights};
+use std::collections::HashSet;
+
+/// Most data problems shown.
+const MAX_PROBLEMS: usize = 20;
+
+/// Arguments of `ft check`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+}
+
+/// Runs all checks, and prints a summary if they pass. Returns the problems in order.
+pub fn run(args: &Args) -> Vec<Error> {
+    let mut recipe = match args.recipe.load() {
+        Ok(recipe) => recipe,
+        Err(e) => return vec![e.into()],
+    };
+    let unsettled = sources::settle(&Settings::from_env(), &mut recipe, true);
+    let rows = unsettled.is_empty();
+    let mut check = Check { recipe: &recipe, rows, errors: Vec::new(), unchecked: Vec::new() };
+    for e in unsettled {
+        check.reach::<()>("the rows", Err(e));
+    }
+    let found = check.all();
+    for what in check.unchecked.iter().filter(|_| !check.errors.is_empty()) {
+        warn(&format!("not checked: {what}"));
+    }
+    if check.errors.is_empty()
+        && let Err(e) = print(&found.summary(&recipe, &check.unchecked))
+    {
+        check.errors.push(e);
+    }
+    // training and evaluation data may report the same problem
+    let mut seen = HashSet::new();
+    check.errors.retain(|e| seen.insert(e.to_string()));
+    check.errors
+}
+
+/// State of a check.
+struct Check<'a> {
+    recipe: &'a Recipe,
+    /// Whether all data sources were resolved.
+    rows: bool,
+    errors: Vec<Error>,
+    /// Checks not possible, with reasons.
+    unchecked: Vec<String>,
+}
+
+impl Check<'_> {
+    /// Records an error, or returns the value.
+    fn keep<T, E: Into<Error>>(&mut self, outcome: Result<T, E>) -> Option<T> {
+        outcome.map_err(|e| self.errors.push(e.into())).ok()
+    }
+
+    /// Like [`Check::keep`], but an unreachable hub is recorded as "not checked" instead of an error.
+    fn reach<T>(&mut self, what: &str, outcome: ft_base::Result<T>) -> Option<T> {
+        match outcome {
+            Err(e) if is_out_of_reach(&e) => {
+                let why = e.to_string();
+                self.unchecked.push(format!("{what}: {}", why.lines().next().unwrap_or_default()));
+                None
+            }
+            outcome => self.keep(outcome),
+        }
+    }
+
+    fn all(&mut self) -> Found {
+        let recipe = self.recipe;
+        let settings = Settings::from_env();
+        let device = self.machine();
+        let compute = device.map(|d| (d.clone(), job::dtype(recipe.model.dtype, &d)));
+        let mut found = Found { compute, ..Found::default() };
+        let adapter_outcome = job::adapter(&settings, recipe, true);
+        let adapter = self.reach("the adapter", adapter_outcome).flatten();
+        let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
+
+        self.model(&settings, &mut found);
+        let Some(config) = &found.config else {
+            self.unchecked.push("what trains, tokenizer and rows, which need the model's config".into());
+            self.sources();
+            return found;
+        };
+        self.keep(job::routers(recipe, config));
+        // without rules, the adapter determines the trained modules
+        if !(adapter_lost && recipe.train.is_empty()) {
+            found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
+        }
+        let tokenizer = self.tokenizer(&settings, adapter.as_ref());
+        if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
+            self.keep(selection.look_up(config, tokenizer.as_ref()));
+        }
+        if let Some(tokenizer) = &tokenizer {
+            self.keep(job::sample(recipe, tokenizer.as_ref()));
+        }
+        match &tokenizer {
+            Some(tokenizer) if self.rows => self.data(&mut found, tokenizer.as_ref()),
+            _ => self.sources(),
+        }
+        self.weights(&settings, &mut found, adapter.as_ref());
+        found
+    }
+
+    /// Checks devices and the output folder.
+    fn machine(&mut self) -> Option<Device> {
+        let recipe = self.recipe;
+        let device = self.keep(job::device(recipe.run.device));
+        if let Some(device) = &device {
+            let program = std::env::current_exe().ok();
+            self.keep(server::check(recipe, device.is_cuda(), program.as_deref()));
+        }
+        let output = &recipe.run.output;
+        if output.exists() && !output.is_dir() {
+            let why = std::io::ErrorKind::NotADirectory.into();
+            self.errors.push(store::Error::write("create", output, None, why).into());
+        }
+        device
+    }
+
+    /// Finds the model and its config.
+    fn model(&mut self, settings: &Settings, found: &mut Found) {
+        let model = job::model(settings, self.recipe, Want::Config, true);
+        let known = self.keep(source::built_in(&self.recipe.model)).flatten();
+        found.model = match known {
+            Some(_) => self.reach("the model's files", model),
+            None => self.keep(model),
+        };
+        found.config = match (&found.model, known) {
+            (Some(model), _) => self.keep(job::config(&model.dir, &self.recipe.model.overrides)),
+            (None, known) => known.map(|(config, _)| config),
+        };
+    }
+
+    /// The tokenizer; the outer `Option` is `None` if it cannot be fetched, the inner if the model has
+    /// none.
+    fn tokenizer(&mut self, settings: &Settings, adapter: Option<&Adapter>) -> Option<Option<Tokenizer>> {
+        let recipe = self.recipe;
+        let model = job::model(settings, recipe, Want::Tokenizer, true);
+        let model = self.reach("tokenizer, chat template and rows", model)?;
+        self.keep(job::tokenizer(recipe, &model.dir, adapter))
+    }
+
+    /// Without a tokenizer, checks only that the data files exist.
+    fn sources(&mut self) {
+        let d = &self.recipe.data;
+        let sources = d.train.iter().chain(&d.eval);
+        let here = |s: &&Source| ft_data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
+        let problems =
+            sources.filter(here).filter_map(|s| ft_data::find(s, &|s| self.recipe.resolve(s)).err());
+        let problems: Vec<Error> = problems.map(Error::from).collect();
+        self.errors.extend(problems);
+    }
+
+    fn data(&mut self, found: &mut Found, tokenizer: Option<&Tokenizer>) {
+        let Some(config) = &found.config else { return };
+        let (recipe, vocab) = (self.recipe, config.vocab);
+        let resolve = |s: &str| recipe.resolve(s);
+        let mut trained_on = None;
+        for part in [Part::Train, Part::Eval] {
+            let train = part == Part::Train;
+            if recipe.data.sources(part).is_empty() {
+                continue;
+            }
+            let checked =
+                Dataset::check(part, &recipe.data, &resolve, tokenizer, vocab, recipe.run.seed, MAX_PROBLEMS);
+            let bad = !checked.problems.is_empty();
+            self.errors.extend(checked.problems.into_iter().map(Error::from));
+            if checked.more > 0 {
+                warn(&format!("{} more problems in the data are not shown", checked.more));
+            }
+            let Some(dataset) = checked.dataset else { continue };
+            self.keep(rows::tell_data(part.key(&recipe.data), &dataset, config));
+            if train && !bad {
+                rows::tell_few(recipe, &dataset);
+                found.steps = self.keep(rows::batches(recipe, &dataset)).map(|b| b.steps());
+            }
+            if let Some(train) = &trained_on {
+                self.keep(rows::tell_shared(train, &dataset));
+            }
+            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
+            if train {
+                trained_on = Some(dataset);
+            }
+        }
+    }
+
+    /// Checks names and shapes of the weights' tensors, if they are on this machine.
+    fn weights(&mut self, settings: &Settings, found: &mut Found, adapter: Option<&Adapter>) {
+        let (Some(config), recipe) = (&found.config, self.recipe) else { return };
+        if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
+            self.keep(adapter.check_against(selection, &selection.trained()));
+            self.keep(adapter.check_values());
+        }
+        // 4-bit weights of the checkpoint itself are unknown before it is downloaded
+        if let Some(selection) = &found.selection {
+            let quantize = recipe.model.quantize == Quantize::Nf4;
+            let initials = self.keep(initial::initials(recipe, selection)).flatten();
+            let base = Base::random(config.clone(), 0).in_nf4(quantize).beginning(initials);
+            self.keep(check_full(&base, selection, adapter));
+        }
+        if recipe.model.weights == Weights::Random {
+            return;
+        }
+        let cached = Settings { offline: true, ..settings.clone() };
+        let model = match job::model(&cached, recipe, Want::Weights, false) {
+            Err(e) if matches!(e.of(), Some(hub::Error::NotCached { .. })) => {
+                self.unchecked.push("the weights, which are not downloaded yet".into());
+                return;
+            }
+            outcome => self.keep(outcome),
+        };
+        let Some(model) = model else { return };
+        let Some(base) = self.keep(Base::open(config.clone(), &model.dir)) else { return };
+        self.keep(base.check());
+        if let Some(selection) = &found.selection {
+            self.keep(check_full(&base, selection, adapter));
+        }
+        if let (Some(adapter), Some(files)) = (adapter, base.files()) {
+            self.keep(adapter.check_base(files, config.tied));
+        }
+        found.weights = true;
+    }
+}
+
+/// Whether an error means that the hub cannot be asked.
+fn is_out_of_reach(e: &Error) -> bool {
+    use hub::Error::{NotCached, Unreachable, WithoutHub};
+    matches!(e.of(), Some(Unreachable { .. } | NotCached { .. } | WithoutHub { .. }))
+}

@@ -1,0 +1,90 @@
+//! `ft data`: rows as text with supervision marks, and statistics.
+
+use crate::cli::args::RecipeArgs;
+use crate::cli::console::print;
+use crate::infer::usage;
+use crate::train::{job, rows, sources};
+use ft_base::terminal::color_on_stdout;
+use ft_data::hub::{Settings, Want};
+use ft_data::{Dataset, Lengths};
+use ft_recipe::{Part, Recipe};
+use serde_json::json;
+use std::io::{self, Write};
+
+/// Arguments of `ft data`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Rows to show
+    #[arg(long, default_value_t = 3)]
+    rows: usize,
+    /// Show the evaluation data
+    #[arg(long)]
+    eval: bool,
+    /// Print the statistics as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Reads the data as a run does, and prints it. Needs only config and tokenizer of the model.
+///
+/// # Errors
+/// Any data error a run would report before loading weights.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    let mut recipe = args.recipe.load()?;
+    let settings = Settings::from_env();
+    if let Some(e) = sources::resolve(&settings, &mut recipe, true).into_iter().next() {
+        return Err(e);
+    }
+    let model = job::model(&settings, &recipe, Want::Tokenizer, true)?;
+    let config = job::config(&model.dir, &recipe.model.overrides)?;
+    let tokenizer = job::tokenizer(&recipe, &model.dir, None)?;
+    let (seed, vocab, t) = (recipe.run.seed, config.vocab, tokenizer.as_ref());
+    let resolve = |s: &str| recipe.resolve(s);
+    if args.eval && !recipe.data.evaluates() {
+        return Err(usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
+    }
+    let part = if args.eval { Part::Eval } else { Part::Train };
+    let (train, eval) = Dataset::load_both(&recipe.data, &resolve, t, vocab, seed)?;
+    let shared = eval.as_ref().map(|eval| rows::tell_shared(&train, eval)).transpose()?;
+    let dataset = match eval {
+        Some(eval) if args.eval => eval,
+        _ => train,
+    };
+    if part == Part::Train {
+        rows::batches(&recipe, &dataset)?;
+    }
+    rows::tell_data(part.key(&recipe.data), &dataset, &config)?;
+    if args.json {
+        let value = json(&dataset, &recipe, shared);
+        return print(&format!("{value:#}\n"));
+    }
+    // all data text is escaped
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let (rows, color) = (args.rows, color_on_stdout());
+    let limit = (recipe.data.max_length, recipe.data.over_length);
+    let outcome = ft_data::show::rows(&dataset, t, rows, limit, color, &mut out).and_then(|()| out.flush());
+    Ok(ft_recipe::Error::of_print(outcome)?)
+}
+
+/// The statistics as JSON; `shared` counts evaluation samples also present in the training data.
+fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json::Value {
+    let s = &dataset.stats;
+    let lengths = |l: &Lengths| json!({"min": l.min, "median": l.median, "p95": l.p95, "max": l.max});
+    let cuts: Vec<_> = ft_data::show::cuts(s, (recipe.data.max_length, recipe.data.over_length))
+        .into_iter()
+        .map(|(max, tokens, samples)| json!({"max_length": max, "tokens": tokens, "samples": samples}))
+        .collect();
+    json!({
+        "rows_read": s.rows_read, "samples": s.examples, "truncated": s.truncated,
+        "left_out": {
+            "bad": s.drops.bad, "empty_mask": s.drops.empty_mask,
+            "empty_after_truncation": s.drops.empty_after_truncation, "too_long": s.drops.too_long,
+        },
+        "lengths": lengths(&s.lengths),
+        "whole_lengths": lengths(&s.whole.lengths()),
+        "lost": cuts, "tokens": s.tokens, "target_tokens": s.targets, "batch_rows": s.rows, "fill": s.fill,
+        "in_both": shared, "hash": dataset.hash,
+    })
+}

@@ -1,0 +1,166 @@
+//! `ft init`: asks some questions and writes a recipe.
+
+use crate::cli::args::words;
+use crate::cli::console::print;
+use crate::infer::usage;
+use ft_base::store;
+use ft_base::terminal::{shell_word, tell};
+use ft_engine::model::modules::{Group, groups};
+use ft_plan::source;
+use ft_recipe::Recipe;
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::PathBuf;
+
+/// Training methods with descriptions.
+const METHODS: &[(&str, &str)] = &[
+    ("lora", "adapters on the base as it is"),
+    ("qlora", "adapters on a 4-bit base: the least memory"),
+    ("full", "every weight"),
+];
+
+/// Arguments of `ft init`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name of the recipe: NAME.toml is written
+    #[arg(default_value = "recipe")]
+    name: String,
+    /// The model: hub id or folder; asked for if not given
+    #[arg(long)]
+    model: Option<String>,
+    /// The training data: file, folder, pattern or hub dataset; asked for if not given
+    #[arg(long)]
+    data: Option<String>,
+    /// How to train; asked for if not given
+    #[arg(long, value_parser = words(METHODS))]
+    method: Option<String>,
+    /// Memory of the card, such as 24GiB, or "free" for what is free; asked for if not given
+    #[arg(long)]
+    memory: Option<String>,
+    /// Write over a file that is there
+    #[arg(long)]
+    overwrite: bool,
+}
+
+/// Asks on stdin for missing options, and writes the recipe.
+///
+/// # Errors
+/// Invalid answers; an existing file; a closed stdin.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    let path = PathBuf::from(format!("{}.toml", args.name.trim_end_matches(".toml")));
+    if path.exists() && !args.overwrite {
+        let what = format!("{} is there already\n  hint: another name, or --overwrite", path.display());
+        return Err(usage(what));
+    }
+    let ask = |given: &Option<String>, question: &str, default: &str| match given {
+        Some(answer) => Ok(answer.clone()),
+        None => answer(question, default),
+    };
+    let model = ask(&args.model, "Model (hub id or folder)", "Qwen/Qwen3-0.6B")?;
+    let data = ask(&args.data, "Training data (file, folder, pattern or hub dataset)", "data/train.jsonl")?;
+    let methods = METHODS.iter().map(|(w, what)| format!("{w}: {what}")).collect::<Vec<_>>().join("; ");
+    let method = ask(&args.method, &format!("Method ({methods})"), "lora")?;
+    let memory = ask(&args.memory, "Memory of the card, such as 24GiB (free: what is free)", "free")?;
+    if !METHODS.iter().any(|(w, _)| *w == method) {
+        return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
+    }
+    let of = |more: &str, has: Option<&[Group]>| {
+        let source = format!("{{ source = {}{more} }}", toml::Value::from(data.as_str()));
+        text(&model, &source, &method, &memory, has)
+    };
+    // invalid answers are reported before anything is written
+    let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
+    let more = recipe.data.train.first().and_then(|s| ft_data::suggest_fields(s, &|s| recipe.resolve(s)));
+    // an unavailable model is no error here: `ft check` reports it
+    let has = source::find(&recipe).ok().map(|found| groups(&found.config));
+    let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
+    store::write_atomic(&path, text.as_bytes())?;
+    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
+    print(&format!("{}\n", path.display()))
+}
+
+/// Reads an answer from stdin; an empty line gives the default.
+fn answer(question: &str, default: &str) -> ft_base::Result<String> {
+    let cannot = |e: io::Error| usage(format!("cannot ask: {e}"));
+    let mut err = io::stderr();
+    write!(err, "{question} [{default}]: ").and_then(|()| err.flush()).map_err(cannot)?;
+    let mut line = String::new();
+    let read = io::stdin().lock().read_line(&mut line).map_err(cannot)?;
+    if !io::stdin().is_terminal() {
+        // echo the missing line break, as the answer was not typed
+        let _ = writeln!(err);
+    }
+    if read == 0 {
+        let hint = "hint: --model, --data, --method and --memory answer without being asked";
+        return Err(usage(format!("stdin ended before {question:?} was answered\n  {hint}")));
+    }
+    let line = line.trim();
+    Ok(if line.is_empty() { default.into() } else { line.into() })
+}
+
+/// Module groups trained by a method, out of the model's groups (by default a dense model's). Adapters go
+/// on attention, feed-forward and expert linears; routers are rarely fine-tuned.
+fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
+    let dense = [Group::Attention, Group::Mlp, Group::Norms, Group::Embedding, Group::Head];
+    let adapted = |g: &Group| matches!(g, Group::Attention | Group::Mlp | Group::Experts);
+    let of = has.unwrap_or(&dense).iter();
+    of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
+}
+
+/// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
+/// available.
+fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Group]>) -> String {
+    let quote = |s: &str| toml::Value::from(s).to_string();
+    let mut out = format!("[model]\nsource = {}\n", quote(model));
+    if method == "qlora" {
+        out += "quantize = \"nf4\"                  # decoder linears in 4 bits; adapters train on top\n";
+    }
+    if method != "full" {
+        out += "\n[lora]\nrank = 16                         # width of the update; more learns more and takes more memory\n\
+                alpha = 32                        # its scale is alpha / rank\n";
+    }
+    out += "\n[[train]]                         # what trains; more rules may follow, a later one wins\n";
+    if has.is_none() {
+        out += "# The model's config was not at hand: these are modules of a dense model. A mixture of experts has \"experts\"\n\
+                # and \"router\", and mostly no \"mlp\".\n";
+    }
+    let modules = format!("modules = {:?}", trained(method, has));
+    out += &match method {
+        "full" => format!("{modules}\nmethod = \"full\"\n"),
+        _ => format!("{modules:<33} # of the model's groups; or names, \"/regex/\"\n"),
+    };
+    out += &format!(
+        "\n[data]\ntrain = [{source}]         # a format that is not given is found by the first row, and said\n\
+         eval_share = 0.02                 # of the rows: evaluated on, not trained on\n\
+         max_length = 2048                 # tokens a row at the most: ft data shows what it cuts\n\
+         \n[run]\nepochs = 1\nbatch_rows = 16                   # rows an optimizer step\n\
+         micro_rows = \"auto\"               # rows at once: as many as is fastest\n\
+         eval_every = 100                  # steps\nsave_every = 100\n"
+    );
+    let lr = if method == "full" { "1e-5" } else { "2e-4" };
+    out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
+    if memory != "free" {
+        out += &format!("\n[memory]\nbudget = {}                  # ft plan says what fits\n", quote(memory));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_answer_makes_a_recipe() {
+        for (method, _) in METHODS {
+            for memory in ["free", "24GiB"] {
+                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory, None);
+                let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
+                assert_eq!(
+                    (r.model.source.as_str(), r.data.train[0].source.as_str()),
+                    ("a \"b\"", "c\\d.csv")
+                );
+                assert_eq!(r.memory.budget.is_some(), memory != "free");
+                assert_eq!(r.model.quantize == ft_recipe::Quantize::Nf4, *method == "qlora");
+            }
+        }
+    }
+}

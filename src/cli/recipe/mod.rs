@@ -1,0 +1,9 @@
+//! Verbs that read a recipe without loading weights.
+
+pub mod check;
+pub mod data;
+pub mod init;
+pub mod plan;
+pub mod recipes;
+pub mod schema;
+mod summary;

@@ -1,0 +1,49 @@
+//! State shared by all requests.
+
+use super::job::{Job, ReplicaStatus};
+use crate::infer::PromptFormat;
+use crossbeam_channel::Sender;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The served model, and the queue to its replicas.
+pub(super) struct ServerState {
+    /// Model name in the API.
+    pub name: String,
+    /// Unix time of loading.
+    pub created: u64,
+    /// Key that clients must send.
+    pub key: Option<String>,
+    pub prompt: Arc<PromptFormat>,
+    /// Folder of the model, with `generation_config.json`.
+    pub dir: PathBuf,
+    /// Limit of tokens per reply.
+    pub max_tokens: usize,
+    pub max_positions: usize,
+    /// Embedding rows.
+    pub vocab: usize,
+    pub replicas: Arc<Vec<ReplicaStatus>>,
+    pub queue: Sender<Job>,
+}
+
+impl ServerState {
+    /// The model object of the API.
+    pub fn describe(&self) -> Value {
+        let mut model =
+            json!({"id": self.name, "object": "model", "created": self.created, "owned_by": "ft"});
+        let running = || self.replicas.iter().filter(|r| !r.is_stopped());
+        // the newest step among the replicas
+        if let Some(step) = running().filter_map(ReplicaStatus::step).max() {
+            model["step"] = json!(step);
+        }
+        if self.replicas.len() > 1 {
+            let describe = |r: &ReplicaStatus| match r.step() {
+                Some(step) => json!({"device": r.device, "step": step}),
+                None => json!({"device": r.device}),
+            };
+            model["copies"] = running().map(describe).collect();
+        }
+        model
+    }
+}

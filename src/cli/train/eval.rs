@@ -1,0 +1,94 @@
+//! `ft eval`: loss and perplexity on the evaluation data, and scores of generated answers if the recipe
+//! asks for them.
+
+use crate::cli::args::RecipeArgs;
+use crate::cli::console::print;
+use crate::infer::{Source, recipe_of, usage};
+use crate::train::{self, Job};
+use ft_base::terminal::warn;
+use ft_data::hub::Want;
+use ft_engine::walk::{Execution, visit::Nothing};
+use ft_recipe::{Init, Recipe, Weights};
+use serde_json::json;
+
+/// Arguments of `ft eval`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// A PEFT adapter (folder or hub id), a run or a checkpoint over the base, unmerged; else the recipe's lora.init, if
+    /// it has one. A run's folder in the recipe's place stands for both
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Evaluates the base, with an adapter if given, and prints the result.
+///
+/// # Errors
+/// Errors in recipe, model, adapter or data; a non-finite loss.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    let (recipe, source) = recipe(args)?;
+    let job = Job::open_frozen(recipe, Want::Weights, true)?;
+    let Some(data) = job.eval_data()? else { return Ok(()) };
+    job.check()?;
+    let (here, there) = (job.recipe.model.quantize, job.adapter.as_ref().map(|a| a.quantize()).transpose()?);
+    if let Some(there) = there.filter(|t| *t != here && !job.config.four_bit) {
+        let (here, there) = (here.word(), there.word());
+        warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
+    }
+    let (decoder, _) = job.load(false)?;
+    let execution =
+        Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab, job.device.is_cuda());
+    let (loss, targets) = train::evaluate(&decoder, &data, &execution, &job.device)?;
+    if !loss.is_finite() {
+        return Err(train::Error::Evaluation.into());
+    }
+    let scores = train::score(&job, &decoder, &Nothing, &data, &|| 0)?;
+    let shown = |is_model| source.as_ref().filter(|s| s.is_model() == is_model).map(|s| s.shown.clone());
+    let model = shown(true).unwrap_or_else(|| job.model.source.clone());
+    let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));
+    let (perplexity, rows) = (loss.exp(), data.rows.len());
+    if args.json {
+        let mut line = json!({
+            "model": model, "adapter": adapter, "loss": loss, "perplexity": perplexity,
+            "target_tokens": targets, "rows": rows,
+        });
+        scores.iter().for_each(|s| train::add_to(&mut line, s));
+        return print(&format!("{line}\n"));
+    }
+    let adapter = adapter.map_or(String::new(), |a| format!(" + {a}"));
+    let scores = scores.map_or(String::new(), |s| format!("generated   {}\n", train::scores_line(&s)));
+    print(&format!(
+        "model       {model}{adapter}\nloss        {loss:.6}\nperplexity  {perplexity:.4}\n\
+         targets     {targets} in {rows} rows\n{scores}"
+    ))
+}
+
+/// The recipe with the model or adapter to evaluate, and their source if not the recipe. A run folder
+/// provides recipe and result.
+fn recipe(args: &Args) -> ft_base::Result<(Recipe, Option<Source>)> {
+    let named = &args.recipe.recipe;
+    let run = recipe_of(named);
+    let mut recipe = Recipe::load(run.as_ref().unwrap_or(named), &args.recipe.set)?;
+    if !recipe.data.evaluates() {
+        let place = recipe.place("data");
+        return Err(usage(format!("{place}: data.eval names nothing to evaluate on")));
+    }
+    if recipe.data.eval_share == 0.0 {
+        recipe.data.train.clear();
+    }
+    let of_run = run.map(|_| named.display().to_string());
+    let source = args.adapter.clone().or(of_run).map(|name| Source::find(&name)).transpose()?;
+    match &source {
+        Some(source) if source.is_model() => {
+            recipe.model.source.clone_from(&source.name);
+            recipe.model.weights = Weights::Load;
+        }
+        Some(source) => recipe.lora.init = Init::Adapter(source.name.clone()),
+        None => {}
+    }
+    Ok((recipe, source))
+}

@@ -1,0 +1,7 @@
+//! Verbs that compute with a recipe, and reports of their results.
+
+pub mod bench;
+pub mod eval;
+pub mod report;
+pub mod routes;
+pub mod run;

@@ -1,0 +1,53 @@
+//! `ft run`: trains as a recipe says.
+
+use crate::cli::args::RecipeArgs;
+use crate::cli::console::print;
+use crate::infer::usage;
+use crate::train::{self, Options, Outcome};
+use ft_base::terminal::{hush, tell};
+use ft_recipe::Launch;
+
+/// Arguments of `ft run`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Go on from the newest whole checkpoint of the run folder
+    #[arg(long, conflicts_with = "overwrite")]
+    resume: bool,
+    /// With --resume: go on from the checkpoint of this step; what came later is done again
+    #[arg(long, value_name = "N", requires = "resume")]
+    step: Option<u64>,
+    /// Replace what an earlier run left in the run folder: checkpoints when this one starts, the result when the new
+    /// one is whole
+    #[arg(long)]
+    overwrite: bool,
+    /// With --resume: a recipe key, or hash.data, hash.model, .., that may differ from the checkpoint's
+    #[arg(long, value_name = "KEY", requires = "resume")]
+    accept_change: Vec<String>,
+}
+
+/// Trains, and prints the folder of the result.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    Launch::check().map_err(usage)?;
+    if Launch::of_env().is_some_and(|l| l.rank > 0) {
+        // rank 0 prints the same messages
+        hush();
+    }
+    let recipe = args.recipe.load()?;
+    let options = Options {
+        resume: args.resume,
+        overwrite: args.overwrite,
+        accept_change: args.accept_change.clone(),
+        step: args.step,
+        program: std::env::current_exe().ok(),
+    };
+    match train::run(recipe, &options)? {
+        Outcome::Done { result } => print(&format!("{}\n", result.display())),
+        Outcome::Followed => Ok(()),
+        Outcome::Already { result } => {
+            tell("this run is finished already");
+            print(&format!("{}\n", result.display()))
+        }
+    }
+}

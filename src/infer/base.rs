@@ -1,0 +1,69 @@
+//! The base model of an adapter: where to find it, and whether to quantize it.
+
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, ModelDir, Want};
+use ft_engine::adapters::{self, Adapter};
+use ft_engine::model::Config;
+use ft_recipe::Quantize;
+
+/// Finds a model, downloads missing files, and prints the notes on it.
+///
+/// # Errors
+/// As [`hub::fetch_model`].
+pub fn fetch_model(source: &str, revision: &str, want: Want) -> Result<ModelDir, hub::Error> {
+    let model = hub::fetch_model(source, revision, want, true)?;
+    model.notes.iter().for_each(|n| warn(n));
+    Ok(model)
+}
+
+/// Finds and opens an adapter.
+///
+/// # Errors
+/// A missing or unusable adapter.
+pub fn open_adapter(source: &str) -> ft_base::Result<Adapter> {
+    Ok(Adapter::open(&hub::fetch_adapter(source, "main", true)?)?)
+}
+
+/// The base named on the command line, or the one named in the adapter's config.
+///
+/// # Errors
+/// A missing base.
+pub fn base_of(adapter: &Adapter, named: Option<&str>, want: Want) -> ft_base::Result<ModelDir> {
+    let fail = |why| adapters::Error::Peft { file: adapter.config.file.clone(), why };
+    let (source, revision) = match (named, adapter.config.base()) {
+        (Some(base), _) => (base, None),
+        (None, Some(base)) => base,
+        (None, None) => {
+            return Err(fail("base_model_name_or_path: names no base\n  hint: --base MODEL".into()).into());
+        }
+    };
+    let model = fetch_model(source, revision.unwrap_or("main"), want);
+    model.map_err(|e| match (named, e) {
+        (None, e @ hub::Error::Missing { .. }) => fail(format!(
+            "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"
+        ))
+        .into(),
+        (_, e) => ft_base::Error::from(e),
+    })
+}
+
+/// Whether to quantize the base to NF4 while loading: as `chosen`, or as in the adapter's training. Prints
+/// a message in the latter case.
+///
+/// # Errors
+/// An adapter with unknown quantization metadata.
+pub fn quantized(
+    chosen: Option<Quantize>,
+    adapter: Option<&Adapter>,
+    config: &Config,
+) -> ft_base::Result<bool> {
+    let trained = adapter.map_or(Ok(Quantize::None), Adapter::quantize)?;
+    // a 4-bit checkpoint is never quantized again
+    if config.four_bit {
+        return Ok(false);
+    }
+    if chosen.is_none() && trained == Quantize::Nf4 {
+        tell("the base is loaded in NF4, as it was when the adapter was trained (--quantize none: as it is)");
+    }
+    Ok(chosen.unwrap_or(trained) == Quantize::Nf4)
+}

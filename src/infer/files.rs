@@ -1,0 +1,164 @@
+//! A model and an optional adapter on disk, and the way to load them.
+
+use super::base::{base_of, fetch_model, open_adapter, quantized};
+use super::{PromptFormat, Source, usage};
+use crate::train::job;
+use candle_core::Device;
+use ft_base::terminal::tell;
+use ft_data::hub::{self, ModelDir, Want};
+use ft_data::{Form, Tokenizer, Trained};
+use ft_engine::params::build::Build;
+use ft_engine::adapters::{Adapter, Selection};
+use ft_engine::load::Base;
+use ft_engine::model::Decoder;
+use ft_kernels::cuda;
+use ft_plan::{Loaded, Reading};
+use ft_recipe::{Dtype, Quantize};
+use serde_json::{Map, Value};
+use std::path::Path;
+use std::sync::Arc;
+
+/// How to load a model.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// Compute dtype; `None` for the default of device or run.
+    pub dtype: Option<Dtype>,
+    /// Quantization of the base; `None` as in the training of the adapter or the run.
+    pub quantize: Option<Quantize>,
+}
+
+/// A model with an optional unmerged adapter; the weights are not loaded yet.
+pub struct ModelFiles {
+    pub model: ModelDir,
+    adapter: Option<Adapter>,
+    /// Prompt format of the training, if recorded.
+    pub trained: Option<Trained>,
+    /// Temporary folders of converted checkpoints.
+    _sources: [Option<Source>; 2],
+}
+
+impl ModelFiles {
+    /// Finds a model and an adapter. An adapter in place of the model stands for base and adapter.
+    ///
+    /// # Errors
+    /// A missing or unusable model or adapter.
+    pub fn open(model: &str, adapter: Option<&str>) -> ft_base::Result<Self> {
+        let source = Source::find(model)?;
+        let adapter_source = adapter.map(Source::find).transpose()?;
+        let named = adapter_source.as_ref().map(|a| open_adapter(&a.name)).transpose()?;
+        let (name, dir) = (&source.name, Path::new(&source.name));
+        let (model, adapter) =
+            if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
+                if named.is_some() {
+                    return Err(usage(format!("{name}: is an adapter, and --adapter names another")));
+                }
+                let adapter = Adapter::open(dir)?;
+                (base_of(&adapter, None, Want::Weights)?, Some(adapter))
+            } else {
+                (fetch_model(name, "main", Want::Weights)?, named)
+            };
+        let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
+        Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })
+    }
+
+    /// Loads the tokenizer. The chat template is `template`, the adapter's, or the model's; `variables`
+    /// override the training's.
+    ///
+    /// # Errors
+    /// A missing or unusable tokenizer.
+    pub fn prompt_format(
+        &self,
+        form: Form,
+        template: Option<&Path>,
+        variables: Map<String, Value>,
+    ) -> ft_base::Result<PromptFormat> {
+        let own = self.adapter.as_ref().map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
+        let added = job::added(self.adapter.as_ref())?;
+        let tokenizer = Tokenizer::load_with(&self.model.dir, template.or(own.as_deref()), &added)?;
+        let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(&self.model))?);
+        let mut all = self.trained.as_ref().map(|t| t.template.clone()).unwrap_or_default();
+        all.extend(variables);
+        Ok(PromptFormat { tokenizer, form, variables: all })
+    }
+
+    /// Loads the model onto each device, if all have enough memory.
+    ///
+    /// # Errors
+    /// A mismatched adapter; too little memory; as [`Build::run`].
+    pub fn load(&self, options: LoadOptions, devices: &[Device]) -> ft_base::Result<Vec<Decoder>> {
+        let base = Base::open(job::config(&self.model.dir, &Map::new())?, &self.model.dir)?;
+        let adapter = self.adapter.as_ref();
+        let selection = match adapter {
+            None => Selection::frozen(&base.config),
+            Some(a) => {
+                if let Some(files) = base.files() {
+                    a.check_base(files, base.config.tied)?;
+                }
+                a.selection(&base.config)?
+            }
+        };
+        let nf4 = quantized(options.quantize, adapter, &base.config)?;
+        check_memory(
+            Loaded {
+                config: &base.config,
+                selection: &selection,
+                quantize: if nf4 { Quantize::Nf4 } else { Quantize::None },
+                dtype: options.dtype,
+                stored: Base::stored_width(&base.config, Some(&self.model.dir)),
+            },
+            devices,
+        )?;
+        let base = base.in_nf4(nf4);
+        let load = |device: &Device| {
+            let build = Build::new(&base, &selection).adapter(adapter);
+            Ok(build.on(job::dtype(options.dtype, device), device).shown("loading").run()?.0)
+        };
+        devices.iter().map(load).collect()
+    }
+}
+
+/// The error of a model without `tokenizer.json`.
+pub(super) fn no_tokenizer(model: &ModelDir) -> hub::Error {
+    hub::Error::NoLocalFile { dir: model.dir.clone(), file: "tokenizer.json", hint: "" }
+}
+
+/// Checks the model against the memory of all devices before loading. Prints a message if memory limits
+/// the context length.
+///
+/// # Errors
+/// A device with too little memory; the error lists options to save memory.
+pub(super) fn check_memory(model: Loaded<'_>, devices: &[Device]) -> ft_base::Result<()> {
+    let mut least: Option<Reading> = None;
+    for device in devices {
+        cuda::enter(device)?;
+        let reading = Reading::new(model, device.is_cuda())?;
+        if !reading.fits() {
+            return Err(refusal(&reading, model, device)?);
+        }
+        if least.as_ref().is_none_or(|l| reading.tokens() < l.tokens()) {
+            least = Some(reading);
+        }
+    }
+    let most = model.config.max_positions;
+    if let Some(reading) = least
+        && let Some(tokens) = reading.tokens().filter(|t| *t < most as u64)
+    {
+        let text = reading.text();
+        tell(&format!("{text}: there is memory for about {tokens} tokens, the model is made for {most}"));
+    }
+    Ok(())
+}
+
+/// The error of a model too large for a device, with the memory of alternative options.
+fn refusal(reading: &Reading, model: Loaded<'_>, device: &Device) -> ft_base::Result<ft_base::Error> {
+    let cuda = device.is_cuda();
+    let mut options = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..model }, cuda)];
+    if device.is_cpu() && model.dtype != Some(Dtype::Bf16) {
+        options.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..model }, false));
+    }
+    if cuda {
+        options.push(("--device cpu", model, false));
+    }
+    let options = options.into_iter().map(|(option, model, cuda)| Ok((option, Reading::new(model, cuda)?)));
+    Ok(reading.refusal(&options.collect::<ft_base::Result<Vec<_>>>()?).into())
+}

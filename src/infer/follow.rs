@@ -1,0 +1,265 @@
+//! The newest weights of a run: `ft serve` answers with them during training.
+
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+use super::state;
+use crate::log::{last_event, read_metrics};
+use crate::train::job::Job;
+use crate::train::layout::CHECKPOINTS;
+========
+use super::LoadOptions;
+use super::run_folder::{end_of, run_recipe};
+use crate::train::{self, CHECKPOINTS, Job, state};
+>>>>>>>> heads/cli:src/infer/follow.rs
+use ft_base::store::checkpoint::Checkpoints;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::Want;
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+use ft_engine::params::Params;
+use ft_recipe::{Dtype, Offload, Quantize, Recipe};
+========
+use ft_engine::params::Params;
+use ft_recipe::{Offload, Quantize, Recipe};
+>>>>>>>> heads/cli:src/infer/follow.rs
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// Number of attempts if checkpoints are deleted while they are read.
+const TRIES: usize = 8;
+
+/// Returns the step of the result, if the run has ended.
+pub fn ended_at(run: &Path) -> Option<u64> {
+    end_of(run)?["of_step"].as_u64()
+}
+
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+/// Overrides for loading the model of a run.
+#[derive(Clone, Debug)]
+pub struct ModelOverrides {
+    /// Compute dtype; `None` for the dtype of the run.
+    pub dtype: Option<Dtype>,
+    /// Quantization; `None` as in the run.
+    pub quantize: Option<Quantize>,
+    /// Chat template; `None` for the template of the run.
+    pub chat_template: Option<PathBuf>,
+}
+
+/// Outcome of [`CheckpointFollower::reload`].
+#[derive(Debug, Default)]
+pub struct Reload {
+    /// True if the model has new weights.
+    pub changed: bool,
+    /// Unusable checkpoints; every one is reported once.
+    pub problems: Vec<String>,
+}
+
+/// Tracks the newest checkpoint of a run, and the checkpoint loaded into a model.
+#[derive(Debug)]
+pub struct CheckpointFollower {
+    run: PathBuf,
+    checkpoints: Checkpoints,
+    /// Recipe keys that define the loaded model.
+    keys: BTreeMap<String, String>,
+    /// Loaded checkpoint: step and fingerprint. `None` before the first.
+    at: Option<(u64, Vec<u8>)>,
+    /// Fingerprints of unusable checkpoints.
+    unusable: HashSet<Vec<u8>>,
+}
+
+========
+>>>>>>>> heads/cli:src/infer/follow.rs
+/// Recipe keys that define the model in the checkpoints of a run.
+fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
+    let keys = Recipe::load(&run.join("recipe.toml"), &[])?.math_keys();
+    let of_model = |k: &str| ["model.", "lora.", "train."].iter().any(|t| k.starts_with(t));
+    let of_training = |k: &str| [".lr_scale", ".dropout"].iter().any(|t| k.ends_with(t));
+    Ok(keys.into_iter().filter(|(k, _)| of_model(k) && !of_training(k)).collect())
+}
+
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+impl CheckpointFollower {
+========
+/// A run folder, and the model that its checkpoints fit.
+#[derive(Clone, Debug)]
+pub struct FollowedRun {
+    folder: PathBuf,
+    /// Recipe keys that define the loaded model.
+    keys: BTreeMap<String, String>,
+}
+
+impl FollowedRun {
+>>>>>>>> heads/cli:src/infer/follow.rs
+    /// Opens the model of a run for inference on the devices passed to [`Job::on`]. Ignores the data of the
+    /// run.
+    ///
+    /// # Errors
+    /// As [`Job::open`].
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+    pub fn open(run: &Path, how: &ModelOverrides) -> ft_base::Result<(Self, Job)> {
+        let mut recipe = recipe_of(run)?;
+        let keys = model_keys(run)?;
+========
+    pub fn open(
+        folder: &Path,
+        options: LoadOptions,
+        chat_template: Option<&Path>,
+    ) -> ft_base::Result<(Self, Job)> {
+        let mut recipe = run_recipe(folder)?;
+        let keys = model_keys(folder)?;
+>>>>>>>> heads/cli:src/infer/follow.rs
+        recipe.run.device = ft_recipe::Device::Cpu;
+        // Inference needs neither master weights nor optimizer states.
+        recipe.memory.offload.iter_mut().for_each(|all| all.retain(|o| *o == Offload::Activations));
+        recipe.optimizer.master = ft_recipe::Master::None;
+        if let Some(quantize) = options.quantize {
+            recipe.model.quantize = quantize;
+            recipe.model.cache = recipe.model.cache.filter(|_| quantize == Quantize::Nf4);
+        }
+        recipe.model.dtype = options.dtype.or(recipe.model.dtype);
+        recipe.data.chat_template = chat_template.map(PathBuf::from).or(recipe.data.chat_template);
+        // Data sources are only needed for their prompt format.
+        let (train, _) = (std::mem::take(&mut recipe.data.train), std::mem::take(&mut recipe.data.eval));
+        let mut job = Job::open(recipe, Want::Weights, true)?;
+        job.recipe.data.train = train;
+        Ok((Self { folder: folder.into(), keys }, job))
+    }
+
+    /// Follows the run with one copy of the model, without a checkpoint yet. `on` is the device suffix for
+    /// messages.
+    pub fn follower(&self, params: Params, on: String) -> Follower {
+        let checkpoints = Checkpoints::look(&self.folder.join(CHECKPOINTS));
+        Follower { run: self.clone(), checkpoints, params, loaded: None, unusable: HashSet::new(), on }
+    }
+}
+
+/// A copy of the model, with the newest checkpoint of a run loaded.
+pub struct Follower {
+    run: FollowedRun,
+    checkpoints: Checkpoints,
+    params: Params,
+    /// Loaded checkpoint: step and fingerprint. `None` before the first.
+    loaded: Option<(u64, Vec<u8>)>,
+    /// Fingerprints of unusable checkpoints.
+    unusable: HashSet<Vec<u8>>,
+    /// Device suffix for messages; empty with a single copy.
+    on: String,
+}
+
+/// Outcome of a check for new checkpoints.
+#[derive(Default)]
+struct Poll {
+    /// Whether the model has new weights.
+    changed: bool,
+    /// Unusable checkpoints; every one is reported once.
+    problems: Vec<String>,
+}
+
+impl Follower {
+    /// Step of the loaded weights; 0 before the first checkpoint.
+    pub fn step(&self) -> u64 {
+        self.loaded.as_ref().map_or(0, |(step, _)| *step)
+    }
+
+    /// Loads the newest checkpoint, unless already loaded; if the run has ended, the checkpoint of the
+    /// result. Retries if a checkpoint is deleted during reading. Reports damaged and foreign checkpoints,
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+    /// and leaves the model unchanged.
+    pub fn reload(&mut self, params: &Params) -> Reload {
+        let mut reload = Reload::default();
+        // A deleted checkpoint has a newer successor on disk already.
+        let _ = (0..TRIES).any(|_| self.reload_once(params, &mut reload));
+        reload
+    }
+
+    /// As [`CheckpointFollower::reload`], once. Returns false if a checkpoint was deleted during reading.
+    fn reload_once(&mut self, params: &Params, reload: &mut Reload) -> bool {
+========
+    /// and leaves the model unchanged. Returns whether the weights changed.
+    pub fn poll(&mut self) -> bool {
+        let mut poll = Poll::default();
+        // A deleted checkpoint has a newer successor on disk already.
+        let _ = (0..TRIES).any(|_| self.poll_once(&mut poll));
+        let (step, on) = (self.step(), &self.on);
+        if poll.changed {
+            tell(&format!("step {step} answers{on}"));
+        }
+        let current = if step == 0 { "the base".into() } else { format!("step {step}") };
+        for problem in poll.problems {
+            warn(&format!("not taken up, and {current} answers{on}: {problem}"));
+        }
+        poll.changed
+    }
+
+    /// As [`Follower::poll`], once. Returns false if a checkpoint was deleted during reading.
+    fn poll_once(&mut self, poll: &mut Poll) -> bool {
+>>>>>>>> heads/cli:src/infer/follow.rs
+        // The folder does not exist before the run begins.
+        let mut steps = self.checkpoints.list().unwrap_or_default();
+        if let Some(step) = ended_at(&self.run.folder).filter(|s| steps.contains(s)) {
+            steps = vec![step];
+        }
+        let mut found = Vec::new();
+        for step in steps {
+            let Some(mark) = self.checkpoints.mark(step) else { return false };
+            found.push((step, mark));
+        }
+        // Forgets deleted checkpoints, so that a new one at the same step gets a chance.
+        self.unusable.retain(|u| found.iter().any(|(_, mark)| mark == u));
+        let mut passed_over = false;
+        for (step, mark) in found.into_iter().rev() {
+            let loaded = self.loaded.as_ref();
+            if loaded.is_some_and(|(s, m)| *m == mark || (passed_over && *s > step)) {
+                return true;
+            }
+            if self.unusable.contains(&mark) {
+                passed_over = true;
+                continue;
+            }
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+            match self.load(step, params) {
+                Ok(()) => {
+                    self.at = Some((step, mark));
+                    reload.changed = true;
+========
+            match self.load(step) {
+                Ok(()) => {
+                    self.loaded = Some((step, mark));
+                    poll.changed = true;
+>>>>>>>> heads/cli:src/infer/follow.rs
+                    return true;
+                }
+                Err(_) if self.checkpoints.mark(step).as_ref() != Some(&mark) => return false,
+                Err(e) => {
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+                    reload.problems.push(e.to_string());
+========
+                    poll.problems.push(e.to_string());
+>>>>>>>> heads/cli:src/infer/follow.rs
+                    self.unusable.insert(mark);
+                    passed_over = true;
+                }
+            }
+        }
+        true
+    }
+
+<<<<<<<< HEAD:src/train/checkpoint/reload.rs
+    fn load(&self, step: u64, params: &Params) -> ft_base::Result<()> {
+        if model_keys(&self.run)? != self.keys {
+            let why = "the run folder is that of another run now, which trains another model or something else of it\n  \
+                       hint: ft serve, started again, answers with that";
+            let path = self.checkpoints.folder(step).display().to_string();
+            return Err(crate::train::Error::Checkpoint { path, why: why.into() }.into());
+========
+    fn load(&self, step: u64) -> ft_base::Result<()> {
+        let folder = self.checkpoints.folder(step);
+        if model_keys(&self.run.folder)? != self.run.keys {
+            let why = "the run folder is that of another run now, which trains another model or something else of it\n  \
+                       hint: ft serve, started again, answers with that";
+            let path = folder.display().to_string();
+            return Err(train::Error::Checkpoint { path, why: why.into() }.into());
+>>>>>>>> heads/cli:src/infer/follow.rs
+        }
+        self.checkpoints.whole_file(step, state::WEIGHTS)?;
+        state::load_weights(&folder, &self.params)
+    }
+}

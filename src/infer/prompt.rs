@@ -1,0 +1,31 @@
+//! Prompt format of a model.
+
+use ft_data::{Error, Form, Tokenizer};
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// Converts conversations and texts to token ids, as in the training data.
+pub struct PromptFormat {
+    pub tokenizer: Arc<Tokenizer>,
+    pub form: Form,
+    /// Variables of the chat template.
+    pub variables: Map<String, Value>,
+}
+
+impl PromptFormat {
+    /// Token ids of a conversation in the chat template, up to the start of the answer.
+    ///
+    /// # Errors
+    /// No template, or an error raised by the template.
+    pub fn conversation(&self, messages: Vec<Value>) -> Result<Vec<u32>, Error> {
+        self.tokenizer.encode(&self.tokenizer.render(&Value::Array(messages), None, true, &self.variables)?)
+    }
+
+    /// Token ids of a single prompt.
+    ///
+    /// # Errors
+    /// As [`Form::prompt`].
+    pub fn single(&self, system: Option<&str>, prompt: &str) -> Result<Vec<u32>, Error> {
+        self.form.prompt(&self.tokenizer, system, prompt, &self.variables)
+    }
+}

@@ -1,0 +1,237 @@
+//! Contents of a report page: texts and coordinates for the template.
+
+use super::files::Files;
+use super::memory::Memory;
+use super::metrics::{ExpertLoad, Metrics, SCORES, text};
+use super::plot::{Chart, Curve, HeatMap, LineStyle, Range, Series, Table, grouped, short, thin_evenly};
+use super::state::State;
+use super::words::{cut, duration, moment, plural};
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Most samples per prompt.
+const SAMPLES: usize = 24;
+/// Most prompts.
+const PROMPTS: usize = 12;
+/// Most characters of a text from a file.
+const MAX_TEXT: usize = 4000;
+/// Most characters of the recipe.
+const RECIPE: usize = 200_000;
+
+/// A key figure at the top of the page.
+#[derive(Clone, Debug, Serialize)]
+struct Headline {
+    name: &'static str,
+    value: String,
+    /// Details below the figure.
+    more: String,
+}
+
+/// A name and a value.
+#[derive(Clone, Debug, Serialize)]
+pub struct Fact {
+    /// Dotted path.
+    pub name: String,
+    pub value: String,
+}
+
+/// Answers to one prompt over time.
+#[derive(Clone, Debug, Serialize)]
+struct Samples {
+    prompt: String,
+    replies: Vec<(u64, String)>,
+    note: String,
+}
+
+/// The page's contents.
+#[derive(Clone, Debug, Serialize)]
+pub struct Page {
+    title: String,
+    state: State,
+    headlines: Vec<Headline>,
+    charts: Vec<Chart>,
+    evals: Option<Table>,
+    expert_charts: Vec<Chart>,
+    heat_maps: Vec<HeatMap>,
+    memory: Option<Memory>,
+    samples: Vec<Samples>,
+    recipe: Option<String>,
+    facts: Vec<Fact>,
+    files: Vec<Vec<String>>,
+}
+
+fn headlines(m: &Metrics) -> Vec<Headline> {
+    let mut out = Vec::new();
+    let mut add = |name, value, more| out.push(Headline { name, value, more });
+    let ends = |s: &Series| Some((s.finite().next()?, s.finite().next_back()?));
+    let evals = m.eval_losses();
+    if let (Some((first, last)), Some(best)) = (ends(&evals), evals.lowest()) {
+        let [first_loss, best_loss, perplexity] = [first.1, best.1, last.1.exp()].map(short);
+        let more = format!(
+            "first {first_loss} at step {}, best {best_loss} at step {}; perplexity {perplexity}",
+            first.0, best.0
+        );
+        add("evaluation loss", short(last.1), more);
+    }
+    if let Some((first, last)) = ends(&m.smoothed(|s| s.loss)) {
+        let window = plural(m.window() as u64, "step");
+        let more = format!("first {} at step {}; smoothed over {window}", short(first.1), first.0);
+        add("training loss", short(last.1), more);
+    }
+    if let Some(rate) = m.series(|s| s.rate).median() {
+        add("speed", short(rate), "tokens a second, the median of all steps".into());
+    }
+    let (tokens, targets, seconds) = (m.sum(|s| s.tokens), m.sum(|s| s.targets), m.sum(|s| s.seconds));
+    if tokens > 0.0 {
+        let more = format!("{} of them supervised", grouped(targets as u64));
+        add("tokens", grouped(tokens as u64), more);
+    }
+    if seconds > 0.0 {
+        let more = format!("in {} of training, evaluation not counted", plural(m.steps.len() as u64, "step"));
+        add("time", duration(seconds), more);
+    }
+    out
+}
+
+/// Range of all recorded steps.
+fn range(m: &Metrics) -> Range<'_> {
+    Range { steps: m.span().unwrap_or((0, 1)), resumed: &m.resumed }
+}
+
+fn charts(m: &Metrics) -> Vec<Chart> {
+    let range = range(m);
+    let chart = |id, title, label, points: Series, notes: &[&str]| {
+        Chart::new(id, title, &[Curve { label, style: LineStyle::Main, points }], &range, notes)
+    };
+    let mut loss = vec![
+        Curve { label: "training loss", style: LineStyle::Raw, points: m.series(|s| s.loss) },
+        Curve { label: "training loss, smoothed", style: LineStyle::Main, points: m.smoothed(|s| s.loss) },
+    ];
+    let curve = Curve { label: "evaluation loss", style: LineStyle::Dots, points: m.eval_losses() };
+    let evaluated = curve.points.finite().count();
+    let evaluation = Chart::new("evaluation", "Evaluation loss", std::slice::from_ref(&curve), &range, &[]);
+    if evaluated > 0 {
+        loss.push(curve);
+    }
+    let smoothed = format!("Smoothed: an exponential mean over some {}.", plural(m.window() as u64, "step"));
+    let nats = "Loss: mean cross-entropy of a supervised token, in nats.";
+    let aux = "Before its coefficient; not in the loss above.";
+    let load_balancing = ("Load-balancing loss of the routers", "load-balancing loss");
+    let charts = [
+        Chart::new("loss", "Loss", &loss, &range, &[&smoothed, nats]),
+        evaluation.filter(|_| evaluated > 1),
+        chart("aux", load_balancing.0, load_balancing.1, m.series(|s| s.aux_loss), &[aux]),
+        chart("z", "z-loss of the routers", "z-loss", m.series(|s| s.z_loss), &[aux]),
+        chart("norm", "Gradient norm", "gradient norm", m.series(|s| s.grad_norm), &["Before clipping."]),
+        chart("lr", "Learning rate", "learning rate", m.series(|s| s.lr), &[]),
+        chart("speed", "Tokens a second", "tokens a second", m.series(|s| s.rate), &[]),
+    ];
+    charts.into_iter().flatten().collect()
+}
+
+fn expert_charts(m: &Metrics) -> Vec<Chart> {
+    let range = range(m);
+    let chart = |id, title, label, f: fn(&ExpertLoad) -> f64, note| {
+        let points = Series(m.expert_load.iter().map(|(s, x)| (*s, f(x))).collect());
+        Chart::new(id, title, &[Curve { label, style: LineStyle::Main, points }], &range, &[note])
+    };
+    let mean = "Mean of the layers; 1 is an even load, 0 one expert for all tokens.";
+    let all = "Of all layers together, in the steps since the point before.";
+    let peak = "Busiest expert, times the even load";
+    let charts = [
+        chart("entropy", "Entropy of the load", "entropy", |x| x.entropy, mean),
+        chart("dead", "Experts without a token", "experts", |x| x.dead, all),
+        chart("peak", peak, "times the even load", |x| x.peak, "Of any layer."),
+    ];
+    charts.into_iter().flatten().collect()
+}
+
+fn eval_table(m: &Metrics) -> Option<Table> {
+    if m.evals.is_empty() {
+        return None;
+    }
+    let recorded = |k: &usize| m.scores.values().any(|s| s[*k].is_finite());
+    let recorded: Vec<usize> = (0..SCORES.len()).filter(recorded).collect();
+    let score = |step: &u64, k: usize| m.scores.get(step).map_or(f64::NAN, |s| s[k]);
+    let head = ["after step", "loss", "perplexity"].into_iter().chain(recorded.iter().map(|k| SCORES[*k]));
+    Some(Table::thinned(head, m.evals.iter().collect(), "evaluations", |(step, loss)| {
+        let scores = recorded.iter().map(|k| short(score(step, *k)));
+        [step.to_string(), short(*loss), short(loss.exp())].into_iter().chain(scores).collect()
+    }))
+}
+
+fn samples(m: &Metrics) -> Vec<Samples> {
+    let mut prompts: BTreeMap<&str, Vec<(u64, &str)>> = BTreeMap::new();
+    for ((step, prompt), reply) in &m.samples {
+        prompts.entry(prompt).or_default().push((*step, reply));
+    }
+    let samples = |(prompt, replies)| {
+        let (replies, note) = thin_evenly(replies, SAMPLES, "replies");
+        let replies = replies.into_iter().map(|(step, reply)| (step, cut(reply, MAX_TEXT))).collect();
+        Samples { prompt: cut(prompt, MAX_TEXT), replies, note }
+    };
+    prompts.into_iter().take(PROMPTS).map(samples).collect()
+}
+
+/// Flattens an object to dotted paths; list entries of objects are named by index.
+pub fn flatten(prefix: &str, v: &Value, out: &mut Vec<Fact>) {
+    let name = |k: &str| if prefix.is_empty() { k.to_string() } else { format!("{prefix}.{k}") };
+    match v {
+        Value::Object(map) => map.iter().for_each(|(k, v)| flatten(&name(k), v, out)),
+        Value::Null => {}
+        Value::Array(list) if list.iter().any(Value::is_object) => {
+            list.iter().enumerate().for_each(|(i, v)| flatten(&name(&i.to_string()), v, out));
+        }
+        Value::Array(list) => {
+            let words: Vec<String> = list.iter().map(plain).collect();
+            out.push(Fact { name: prefix.into(), value: cut(&words.join(" "), MAX_TEXT) });
+        }
+        other => out.push(Fact { name: prefix.into(), value: cut(&plain(other), MAX_TEXT) }),
+    }
+}
+
+fn plain(v: &Value) -> String {
+    v.as_str().map_or_else(|| v.to_string(), String::from)
+}
+
+/// Facts of the "start" event, except the plan.
+fn facts(m: &Metrics) -> Vec<Fact> {
+    let mut out = Vec::new();
+    let Some(start) = m.start.as_object() else { return out };
+    for (key, v) in start {
+        match key.as_str() {
+            "event" | "plan" | "step" => {}
+            "time" => {
+                let value = v.as_u64().map(moment).unwrap_or_default();
+                out.push(Fact { name: "started".into(), value });
+            }
+            _ => flatten(key, v, &mut out),
+        }
+    }
+    let ended = m.last_event()["time"].as_u64();
+    out.extend(ended.map(|t| Fact { name: "ended".into(), value: moment(t) }));
+    out.truncate(200);
+    out
+}
+
+impl Page {
+    /// Builds the page of a run; `heat_maps` are expert load maps.
+    pub fn new(name: &str, m: &Metrics, heat_maps: Vec<HeatMap>, files: Files) -> Self {
+        let own = text(&m.start, "name");
+        Self {
+            title: cut(if own.is_empty() { name } else { own }, 200),
+            state: State::new(m, files.result.as_deref()),
+            headlines: headlines(m),
+            charts: charts(m),
+            evals: eval_table(m),
+            expert_charts: expert_charts(m),
+            heat_maps,
+            memory: Memory::new(m),
+            samples: samples(m),
+            recipe: files.recipe.map(|r| cut(&r, RECIPE)),
+            facts: facts(m),
+            files: files.rows,
+        }
+    }
+}
