@@ -1,25 +1,13 @@
 //! The newest weights of a run: `ft serve` answers with them during training.
 
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-use super::state;
-use crate::log::{last_event, read_metrics};
-use crate::train::job::Job;
-use crate::train::layout::CHECKPOINTS;
-========
 use super::LoadOptions;
 use super::run_folder::{end_of, run_recipe};
 use crate::train::{self, CHECKPOINTS, Job, state};
->>>>>>>> heads/cli:src/infer/follow.rs
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::Want;
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-use ft_engine::params::Params;
-use ft_recipe::{Dtype, Offload, Quantize, Recipe};
-========
 use ft_engine::params::Params;
 use ft_recipe::{Offload, Quantize, Recipe};
->>>>>>>> heads/cli:src/infer/follow.rs
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -31,42 +19,6 @@ pub fn ended_at(run: &Path) -> Option<u64> {
     end_of(run)?["of_step"].as_u64()
 }
 
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-/// Overrides for loading the model of a run.
-#[derive(Clone, Debug)]
-pub struct ModelOverrides {
-    /// Compute dtype; `None` for the dtype of the run.
-    pub dtype: Option<Dtype>,
-    /// Quantization; `None` as in the run.
-    pub quantize: Option<Quantize>,
-    /// Chat template; `None` for the template of the run.
-    pub chat_template: Option<PathBuf>,
-}
-
-/// Outcome of [`CheckpointFollower::reload`].
-#[derive(Debug, Default)]
-pub struct Reload {
-    /// True if the model has new weights.
-    pub changed: bool,
-    /// Unusable checkpoints; every one is reported once.
-    pub problems: Vec<String>,
-}
-
-/// Tracks the newest checkpoint of a run, and the checkpoint loaded into a model.
-#[derive(Debug)]
-pub struct CheckpointFollower {
-    run: PathBuf,
-    checkpoints: Checkpoints,
-    /// Recipe keys that define the loaded model.
-    keys: BTreeMap<String, String>,
-    /// Loaded checkpoint: step and fingerprint. `None` before the first.
-    at: Option<(u64, Vec<u8>)>,
-    /// Fingerprints of unusable checkpoints.
-    unusable: HashSet<Vec<u8>>,
-}
-
-========
->>>>>>>> heads/cli:src/infer/follow.rs
 /// Recipe keys that define the model in the checkpoints of a run.
 fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
     let keys = Recipe::load(&run.join("recipe.toml"), &[])?.math_keys();
@@ -75,9 +27,6 @@ fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
     Ok(keys.into_iter().filter(|(k, _)| of_model(k) && !of_training(k)).collect())
 }
 
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-impl CheckpointFollower {
-========
 /// A run folder, and the model that its checkpoints fit.
 #[derive(Clone, Debug)]
 pub struct FollowedRun {
@@ -87,17 +36,11 @@ pub struct FollowedRun {
 }
 
 impl FollowedRun {
->>>>>>>> heads/cli:src/infer/follow.rs
     /// Opens the model of a run for inference on the devices passed to [`Job::on`]. Ignores the data of the
     /// run.
     ///
     /// # Errors
     /// As [`Job::open`].
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-    pub fn open(run: &Path, how: &ModelOverrides) -> ft_base::Result<(Self, Job)> {
-        let mut recipe = recipe_of(run)?;
-        let keys = model_keys(run)?;
-========
     pub fn open(
         folder: &Path,
         options: LoadOptions,
@@ -105,7 +48,6 @@ impl FollowedRun {
     ) -> ft_base::Result<(Self, Job)> {
         let mut recipe = run_recipe(folder)?;
         let keys = model_keys(folder)?;
->>>>>>>> heads/cli:src/infer/follow.rs
         recipe.run.device = ft_recipe::Device::Cpu;
         // Inference needs neither master weights nor optimizer states.
         recipe.memory.offload.iter_mut().for_each(|all| all.retain(|o| *o == Offload::Activations));
@@ -161,18 +103,6 @@ impl Follower {
 
     /// Loads the newest checkpoint, unless already loaded; if the run has ended, the checkpoint of the
     /// result. Retries if a checkpoint is deleted during reading. Reports damaged and foreign checkpoints,
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-    /// and leaves the model unchanged.
-    pub fn reload(&mut self, params: &Params) -> Reload {
-        let mut reload = Reload::default();
-        // A deleted checkpoint has a newer successor on disk already.
-        let _ = (0..TRIES).any(|_| self.reload_once(params, &mut reload));
-        reload
-    }
-
-    /// As [`CheckpointFollower::reload`], once. Returns false if a checkpoint was deleted during reading.
-    fn reload_once(&mut self, params: &Params, reload: &mut Reload) -> bool {
-========
     /// and leaves the model unchanged. Returns whether the weights changed.
     pub fn poll(&mut self) -> bool {
         let mut poll = Poll::default();
@@ -191,7 +121,6 @@ impl Follower {
 
     /// As [`Follower::poll`], once. Returns false if a checkpoint was deleted during reading.
     fn poll_once(&mut self, poll: &mut Poll) -> bool {
->>>>>>>> heads/cli:src/infer/follow.rs
         // The folder does not exist before the run begins.
         let mut steps = self.checkpoints.list().unwrap_or_default();
         if let Some(step) = ended_at(&self.run.folder).filter(|s| steps.contains(s)) {
@@ -214,26 +143,15 @@ impl Follower {
                 passed_over = true;
                 continue;
             }
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-            match self.load(step, params) {
-                Ok(()) => {
-                    self.at = Some((step, mark));
-                    reload.changed = true;
-========
             match self.load(step) {
                 Ok(()) => {
                     self.loaded = Some((step, mark));
                     poll.changed = true;
->>>>>>>> heads/cli:src/infer/follow.rs
                     return true;
                 }
                 Err(_) if self.checkpoints.mark(step).as_ref() != Some(&mark) => return false,
                 Err(e) => {
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-                    reload.problems.push(e.to_string());
-========
                     poll.problems.push(e.to_string());
->>>>>>>> heads/cli:src/infer/follow.rs
                     self.unusable.insert(mark);
                     passed_over = true;
                 }
@@ -242,14 +160,6 @@ impl Follower {
         true
     }
 
-<<<<<<<< HEAD:src/train/checkpoint/reload.rs
-    fn load(&self, step: u64, params: &Params) -> ft_base::Result<()> {
-        if model_keys(&self.run)? != self.keys {
-            let why = "the run folder is that of another run now, which trains another model or something else of it\n  \
-                       hint: ft serve, started again, answers with that";
-            let path = self.checkpoints.folder(step).display().to_string();
-            return Err(crate::train::Error::Checkpoint { path, why: why.into() }.into());
-========
     fn load(&self, step: u64) -> ft_base::Result<()> {
         let folder = self.checkpoints.folder(step);
         if model_keys(&self.run.folder)? != self.run.keys {
@@ -257,7 +167,6 @@ impl Follower {
                        hint: ft serve, started again, answers with that";
             let path = folder.display().to_string();
             return Err(train::Error::Checkpoint { path, why: why.into() }.into());
->>>>>>>> heads/cli:src/infer/follow.rs
         }
         self.checkpoints.whole_file(step, state::WEIGHTS)?;
         state::load_weights(&folder, &self.params)

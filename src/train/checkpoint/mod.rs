@@ -2,4 +2,3 @@
 
 pub mod identity;
 pub mod state;
-
