@@ -1,5 +1,4 @@
-//! Computes `FT_TOKENS`, a hash of everything that affects tokenization and part of the token cache's
-//! file names. With the `cuda` feature, compiles every CUDA source in `src/kernel`.
+//! Compiles every CUDA source of this crate, with the `cuda` feature.
 //!
 //! Each source is compiled to PTX for the compute capability `CUDA_COMPUTE_CAP` (default 80; runs on all
 //! later devices). The PTX is then assembled to machine code for the architectures in `FT_CUDA_CODE`

@@ -152,9 +152,11 @@ DEVICE void encode(float x, const float *map, float *magnitudes, uint8_t *code, 
   magnitudes[i] = fabsf(x);
   __syncthreads();
   for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-    const float a = magnitudes[i], b = i < half ? magnitudes[i + half] : 0.0f;
-    // a NaN of either half stays: it equals nothing, and no comparison with it holds
-    if (i < half && a == a && !(b <= a)) magnitudes[i] = b;
+    if (i < half) {
+      // a NaN of either half stays: it equals nothing, and no comparison with it holds
+      const float a = magnitudes[i], b = magnitudes[i + half];
+      if (a == a && !(b <= a)) magnitudes[i] = b;
+    }
     __syncthreads();
   }
   const float most = magnitudes[0];
