@@ -139,32 +139,15 @@ pub fn prepare(
         // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
         identity.get()?;
     }
-    match &resume {
-        Some(r) => {
-            r.check(&identity, options, &dir)?;
-            let (total, patience) = (batches.steps(), job.recipe.run.patience);
-            if options.step.is_none() && result.is_dir() && r.is_finished(&dir, total, patience) {
-                return Ok(Prepared::Finished(result));
-            }
-            tell(&format!(
-                "going on from {} (step {} of {total})",
-                r.checkpoint.path.display(),
-                r.state.step
-            ));
-        }
-        None if options.resume => {
-            tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
-        }
-        None => {}
+    if check_resume(resume.as_ref(), &identity, options, &job, (&result, batches.steps()))? {
+        return Ok(Prepared::Finished(result));
     }
     if goes_on {
         limits::check(&job, &plan)?;
     }
     let monitor = MemoryMonitor::begin(&plan, &job);
-    let initial_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
-    let resumed_scale = resume.as_ref().and_then(|r| r.state.loss_scale);
     let inputs = RunInputs {
-        loss_scale: initial_scale.map(|first| resumed_scale.unwrap_or(first)),
+        loss_scale: loss_scale(&job, resume.as_ref()),
         job,
         data,
         eval,
@@ -185,6 +168,37 @@ pub fn prepare(
         program: options.program.clone(),
     };
     Ok(Prepared::Ready(Box::new(run), Box::new(monitor)))
+}
+
+/// Checks the checkpoint to resume against this run. Returns true if the run is finished. `total` is the number
+/// of steps.
+fn check_resume(
+    resume: Option<&Resume>,
+    identity: &Identity,
+    options: &Options,
+    job: &Job,
+    (result, total): (&Path, usize),
+) -> ft_base::Result<bool> {
+    let dir = &job.recipe.run.output;
+    let Some(r) = resume else {
+        if options.resume {
+            tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
+        }
+        return Ok(false);
+    };
+    r.check(identity, options, dir)?;
+    let has_result = options.step.is_none() && result.is_dir();
+    if has_result && r.is_finished(dir, total, job.recipe.run.patience) {
+        return Ok(true);
+    }
+    tell(&format!("going on from {} (step {} of {total})", r.checkpoint.path.display(), r.state.step));
+    Ok(false)
+}
+
+/// Initial or resumed loss scale, for f16.
+fn loss_scale(job: &Job, resume: Option<&Resume>) -> Option<LossScale> {
+    let first = LossScale::new(job.dtype, job.recipe.memory.scale)?;
+    Some(resume.and_then(|r| r.state.loss_scale).unwrap_or(first))
 }
 
 /// Job and data of a run, checked without a plan.

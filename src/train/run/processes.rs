@@ -286,3 +286,21 @@ fn prepare(recipe: &mut Recipe, rank: usize) -> ft_base::Result<(Job, Dataset, O
     let (data, eval) = job.data()?;
     Ok((job, data, eval))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_version_or_an_unreadable_start_is_an_error() {
+        assert!(matches!(StartMessage::parse("", 1), Ok(None)));
+        for (text, said) in [
+            ("{", "rank 1 cannot read how rank 0 starts the run"),
+            ("{\"execution\": 1}", "rank 1 cannot read how rank 0 starts the run"),
+            ("{\"version\": \"0.0.0\"}", "and rank 0 is ft 0.0.0"),
+        ] {
+            let e = StartMessage::parse(text, 1).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(e.contains(said), "{text}: {e}");
+        }
+    }
+}

@@ -3,3 +3,4 @@
 mod composed;
 mod out_of_memory;
 mod ranks;
+mod session;
