@@ -467,7 +467,17 @@ fn mathematics() {
 fn candle_is_no_dependency() {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut tree = std::process::Command::new(cargo);
-    tree.args(["tree", "--offline", "--locked", "--package", "ft-recipe", "--edges", "normal", "--prefix", "none"]);
+    tree.args([
+        "tree",
+        "--offline",
+        "--locked",
+        "--package",
+        "ft-recipe",
+        "--edges",
+        "normal",
+        "--prefix",
+        "none",
+    ]);
     let out = tree.current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let packages = String::from_utf8(out.stdout).unwrap();
