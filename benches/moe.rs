@@ -12,9 +12,9 @@ use ft::kernel::gemm::pairs;
 use ft::kernel::padded::Padded;
 use ft::kernel::{Real, Tensor};
 use ft::model::batch::Context;
+use ft::model::feed_forward::Mixture;
+use ft::model::feed_forward::mlp::Mlp;
 use ft::model::linear::{Linear, Lora, Weight};
-use ft::model::mlp::Mlp;
-use ft::model::moe::Mixture;
 use ft::model::sink::{Sink, Slot};
 use std::time::{Duration, Instant};
 

@@ -13,12 +13,10 @@ use ft::data::Dataset;
 use ft::hub::Want;
 use ft::kernel::gemm;
 use ft::kernel::{Real, Tensor};
-use ft::optim::Optimizer;
 use ft::plan::Workload;
-use ft::quant::{CodeBooks, Encoded};
+use ft::quant::{CodeTables, Encoded};
 use ft::recipe::Recipe;
-use ft::train::step::Setup;
-use ft::train::{Job, StepRows, train_step};
+use ft::train::{Job, StepInput, TrainContext, TrainedModel};
 use std::time::Instant;
 
 const TOKENS: usize = 512;
@@ -55,14 +53,13 @@ recompute = "none"
 /// Loads a model and returns a closure that runs one training step and gives its seconds.
 fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::Result<f64>> {
     let plan = job.plan(|recipe| Workload::of_data(recipe, data, None))?;
-    let (decoder, params) = job.load(true)?;
-    let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
+    let model = TrainedModel::new(job, job.load(true)?);
     let mut step = 0;
     Ok(move || {
         let alone = ft::comm::alone();
-        let setup = Setup::new(job, (&decoder, &params, &optimizer), plan.execution, None, &alone);
+        let cx = TrainContext::new(job, &model, &alone, plan.execution, None);
         let start = Instant::now();
-        train_step(&setup, StepRows { data, rows: &[0], step }, &|_| 1e-4)?;
+        cx.step(&StepInput { data, rows: &[0], step, lr: &|_| 1e-4 })?;
         step += 1;
         Ok(start.elapsed().as_secs_f64())
     })
@@ -112,7 +109,7 @@ fn main() -> anyhow::Result<()> {
     let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_matrix(
         true,
         DType::F32,
-        &mut CodeBooks::new(&Device::Cpu)?,
+        &mut CodeTables::new(&Device::Cpu)?,
     )?;
     for tokens in [1, 8] {
         let x = Tensor::Real(Real::randn(0f32, 1.0, (tokens, i), &Device::Cpu)?);

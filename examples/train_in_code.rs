@@ -5,13 +5,7 @@
 //! cargo run --release --example train_in_code
 //! ```
 
-use ft::data::Batches;
-use ft::hub::Want;
-use ft::optim::{Optimizer, Schedule};
-use ft::plan::Workload;
-use ft::recipe::Recipe;
-use ft::train::step::Setup;
-use ft::train::{Job, LossScale, StepRows, evaluate, train_step};
+use ft::Run;
 
 const RECIPE: &str = r#"
 [model]
@@ -34,30 +28,19 @@ micro_rows = 2
 device = "cpu"
 "#;
 
-fn main() -> anyhow::Result<()> {
-    let job = Job::open(Recipe::parse(RECIPE, "in-code.toml", &[])?, Want::Weights, false)?;
-    let data = job.train_data()?;
-    let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
-    let plan = job.plan(|recipe| Workload::of_data(recipe, &data, None))?;
-    let (decoder, params) = job.load(true)?;
-    let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
-    let schedule = Schedule::new(&job.recipe.optimizer, batches.steps());
-    let (alone, scale) = (ft::comm::alone(), LossScale::new(job.dtype, job.recipe.memory.scale));
-    let setup = Setup::new(&job, (&decoder, &params, &optimizer), plan.execution, scale, &alone);
-    println!("{} values train", params.count());
-    for step in 0..batches.steps() {
-        let lr = |peak: f64| schedule.at(step, peak);
-        let s =
-            train_step(&setup, StepRows { data: &data, rows: &batches.rows(step), step: step as u64 }, &lr)?;
+fn main() -> ft::Result<()> {
+    let mut session = Run::from_toml(RECIPE)?.load()?;
+    println!("{} values train", session.trained_values());
+    while let Some(s) = session.step()? {
         println!(
             "step {}: loss {:.4}, gradient norm {:.3}, {} tokens",
-            step + 1,
+            session.done(),
             s.loss,
             s.grad_norm,
             s.tokens
         );
     }
-    let (loss, targets) = evaluate(&decoder, &data, &plan.execution, &job.device)?;
+    let (loss, targets) = session.evaluate()?;
     println!("after: loss {loss:.4} over {targets} targets");
     Ok(())
 }

@@ -1,5 +1,34 @@
 //! `ft` fine-tunes open-weight language models from a recipe file: in full, with LoRA or DoRA, on the layers
-//! and modules that the recipe chooses. This page is the map of the code.
+//! and modules that the recipe chooses.
+//!
+//! # As a library
+//!
+//! A whole run, as `ft run` does it, with checkpoints, metrics and a result in the run folder:
+//!
+//! ```no_run
+//! fn main() -> ft::Result<()> {
+//!     let outcome = ft::Run::from_recipe("recipe.toml")?.train()?;
+//!     println!("{outcome:?}");
+//!     Ok(())
+//! }
+//! ```
+//!
+//! Or step by step:
+//!
+//! ```no_run
+//! fn main() -> ft::Result<()> {
+//!     let mut session = ft::Run::with_keys("recipe.toml", &["run.steps=100"])?.load()?;
+//!     while let Some(step) = session.step()? {
+//!         println!("step {}: loss {:.4}", session.done(), step.loss);
+//!     }
+//!     let (loss, targets) = session.evaluate()?;
+//!     println!("loss {loss:.4} over {targets} targets; saved in {}", session.save("out")?.display());
+//!     Ok(())
+//! }
+//! ```
+//!
+//! A program that wants plans and measured memory compared installs the counting allocator of `ft-base`, as
+//! `src/main.rs` does.
 //!
 //! # How a step runs
 //!
@@ -24,9 +53,9 @@
 //! hub/      where models come from: the Hugging Face hub, its cache, local folders
 //! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
-//! comm/     ranks, and the collectives between them
+//! ranks/    ranks, and the collectives between them
 //! model/    the mathematics: families as data, one decoder layer
-//! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
+//! load/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
 //! gguf/     models and adapters as llama.cpp reads them
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
@@ -49,9 +78,11 @@
 //! | what an operation allocates or computes | beside it in [`kernel`], for its ghosts: see [`kernel::tensor`]; `tests/cli/plan.rs` compares with runs |
 //! | a recipe key | one entry in [`recipe::keys`] |
 
+#[doc(hidden)]
 pub mod cli;
-pub mod log;
-pub mod report;
+mod log;
+mod report;
+#[doc(hidden)]
 pub mod train;
 
 #[doc(hidden)]
@@ -59,7 +90,7 @@ pub use ft_base::{ExitCode, rng, store};
 #[doc(hidden)]
 pub use ft_data::{self as data, hub};
 #[doc(hidden)]
-pub use ft_engine::{adapt, base, comm, files, gguf, model, optim, quant, walk};
+pub use ft_engine::{adapt, files, gguf, load, model, optim, quant, ranks, walk};
 #[doc(hidden)]
 pub use ft_kernels as kernel;
 #[doc(hidden)]
@@ -68,6 +99,11 @@ pub use ft_plan as plan;
 pub use ft_recipe as recipe;
 
 pub use ft_base::{Error, Place, Result};
+pub use ft_engine::adapt::Selection;
+pub use ft_engine::model::Config;
+pub use ft_recipe::Recipe;
+pub use train::session::{Run, Session};
+pub use train::{Options, Outcome, StepOutput};
 
 /// Unit tests count allocations as the binary does.
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! 4-bit matrices: every kernel against the CPU, and the speed compared with a copy and a dense product.
 
-use super::{Report, randn};
+use super::report::{Report, randn};
 use anyhow::Result;
 use candle_core::{DType, Device};
 use ft::kernel::Tensor;

@@ -4,7 +4,7 @@
 //! `.ci/gpu bundle` compiles `tests/cuda/instructions.cu` for both: `instructions.fatbin`, and the program
 //! `instructions_twin`, driven by the protocol in `tests/cuda/serve.cpp`.
 
-use super::Report;
+use super::report::Report;
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};

@@ -10,10 +10,10 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use ft_base::store;
 use ft_base::terminal::{print, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_data::{Form, Tokenizer, Trained};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::{Adapter, Selection};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::{Config, Decoder};
 use ft_engine::walk::generate::{self, Reader};
 use ft_kernels::cuda;
@@ -61,7 +61,7 @@ pub struct Args {
     loading: Loading,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
     /// text, each prompt stands alone
-    #[arg(long, value_parser = words(Form::WORDS))]
+    #[arg(long, value_parser = words(PromptFormat::WORDS))]
     form: Option<String>,
     /// Continue each prompt as it is, the same as --form text
     #[arg(long, conflicts_with = "form")]
@@ -128,8 +128,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = find(&model, named.as_ref())?;
     let trained = match &adapter {
-        Some(adapter) => Trained::open(&adapter.dir)?,
-        None => Trained::open(&model.dir)?,
+        Some(adapter) => PromptConfig::open(&adapter.dir)?,
+        None => PromptConfig::open(&model.dir)?,
     };
     let form = form(args, trained.as_ref())?;
     for (key, value) in trained.into_iter().flat_map(|t| t.template) {
@@ -140,7 +140,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let Some(tokenizer) = Tokenizer::load_with(&model.dir, template.as_deref(), &added)? else {
         return Err(hub::Error::NoLocalFile { dir: model.dir, file: "tokenizer.json", hint: "" }.into());
     };
-    if form == Form::Chat && !tokenizer.has_template() {
+    if form == PromptFormat::Chat && !tokenizer.has_template() {
         let what = &model.source;
         return Err(super::usage(format!(
             "{what}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
@@ -189,7 +189,7 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<(
             }
             // keep the white space of a text to continue
             trimmed => {
-                let prompt = if chat.form == Form::Text { line.as_str() } else { trimmed };
+                let prompt = if chat.form == PromptFormat::Text { line.as_str() } else { trimmed };
                 if !chat.answer(prompt, sampler)? {
                     break;
                 }
@@ -209,7 +209,7 @@ fn is_command(line: &str) -> bool {
 struct Chat<'a> {
     reader: Reader<'a>,
     tokenizer: &'a Tokenizer,
-    form: Form,
+    form: PromptFormat,
     system: Option<&'a str>,
     /// Initial messages of every conversation.
     first: Vec<Value>,
@@ -223,7 +223,7 @@ impl Chat<'_> {
     /// Streams the answer to stdout. Returns whether stdout is still open.
     fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
-        let ids = if self.form == Form::Chat {
+        let ids = if self.form == PromptFormat::Chat {
             let messages = Value::Array(self.messages.clone());
             self.tokenizer.encode(&self.tokenizer.render(&messages, None, true, &self.variables)?)?
         } else {
@@ -255,25 +255,29 @@ impl Chat<'_> {
 }
 
 /// Prompt form: from the options, or from the training.
-fn form(args: &Args, trained: Option<&Trained>) -> ft_base::Result<Form> {
-    let named = if args.raw { Some(Form::Text) } else { args.form.as_deref().and_then(Form::from_word) };
+fn form(args: &Args, trained: Option<&PromptConfig>) -> ft_base::Result<PromptFormat> {
+    let named = if args.raw {
+        Some(PromptFormat::Text)
+    } else {
+        args.form.as_deref().and_then(PromptFormat::from_word)
+    };
     let template =
         [("--chat-template", args.chat_template.is_some()), ("--template", !args.template.is_empty())];
     let only_chat = template.into_iter().find(|o| o.1).map(|o| o.0);
-    if let (Some(option), Some(form)) = (only_chat, named.filter(|f| *f != Form::Chat)) {
+    if let (Some(option), Some(form)) = (only_chat, named.filter(|f| *f != PromptFormat::Chat)) {
         return Err(super::usage(format!("{option} and the form {}: it has no chat template", form.word())));
     }
     let trained = trained.map(|t| t.form).filter(|_| only_chat.is_none());
-    let form = named.or(trained).unwrap_or(Form::Chat);
-    if form == Form::Text && args.system.is_some() {
+    let form = named.or(trained).unwrap_or(PromptFormat::Chat);
+    if form == PromptFormat::Text && args.system.is_some() {
         let why =
             "--system: a text that is continued has no system message\n  hint: begin the prompt with it";
         return Err(super::usage(why));
     }
-    if form != Form::Chat {
+    if form != PromptFormat::Chat {
         let by =
             if named.is_some() { "" } else { ", as in its training (--form chat: by the chat template)" };
-        let what = Form::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
+        let what = PromptFormat::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
         tell(&format!("each prompt stands alone, as {what}{by}"));
     }
     Ok(form)

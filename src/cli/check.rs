@@ -10,7 +10,7 @@ use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_data::{Dataset, Stats, Tokenizer};
 use ft_engine::adapt::build::check_full;
 use ft_engine::adapt::{Adapter, Choice, Selection, initial, learning_rates};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, parameters};
 use ft_plan::source;
@@ -34,7 +34,7 @@ pub fn run(args: &Args) -> Vec<Error> {
         Ok(recipe) => recipe,
         Err(e) => return vec![e.into()],
     };
-    let unsettled = sources::settle(&Settings::from_env(), &mut recipe, true);
+    let unsettled = sources::resolve(&Settings::from_env(), &mut recipe, true);
     let rows = unsettled.is_empty();
     let mut check = Check { recipe: &recipe, rows, errors: Vec::new(), unchecked: Vec::new() };
     for e in unsettled {
@@ -139,7 +139,7 @@ impl Check<'_> {
             self.sources();
             return found;
         };
-        self.keep(job::routers(recipe, config).map_err(Error::from));
+        self.keep(job::check_routers(recipe, config).map_err(Error::from));
         // without rules, the adapter determines the trained modules
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
@@ -223,7 +223,7 @@ impl Check<'_> {
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
             let initials = self.keep(initial::initials(recipe, selection).map_err(Error::from)).flatten();
-            let base = Base::random(config.clone(), 0).in_nf4(quantize).beginning(initials);
+            let base = Base::random(config.clone(), 0).in_nf4(quantize).with_initials(initials);
             let outcome = check_full(&base, selection, adapter);
             self.keep(outcome.map_err(Error::from));
         }

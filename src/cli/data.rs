@@ -32,7 +32,7 @@ pub struct Args {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let settings = Settings::from_env();
-    if let Some(e) = sources::settle(&settings, &mut recipe, true).into_iter().next() {
+    if let Some(e) = sources::resolve(&settings, &mut recipe, true).into_iter().next() {
         return Err(e);
     }
     let model = job::model(&settings, &recipe, Want::Tokenizer, true)?;

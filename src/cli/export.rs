@@ -7,13 +7,13 @@ use super::words;
 use crate::train::{self, compare, logits_apart};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
-use ft_data::Trained;
+use ft_data::PromptConfig;
 use ft_data::hub::{self, Settings, Want};
 use ft_engine::adapt::adapter::Adapter;
 use ft_engine::adapt::build::Build;
 use ft_engine::adapt::export::{Export, Target, read_fused};
 use ft_engine::adapt::{self, Choice, Selection};
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
 use ft_engine::walk;
@@ -90,7 +90,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         adapter.check_base(files, config.tied)?;
     }
     Export::new(config, &adapter, &selection)?.write(target, &out)?;
-    Trained::copy(&adapter.dir, &out)?;
+    PromptConfig::copy(&adapter.dir, &out)?;
 
     // any tokens will do, but many: experts without tokens would go unchecked
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();

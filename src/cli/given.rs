@@ -1,6 +1,6 @@
 //! Resolves run folders and checkpoints given in place of a model or an adapter.
 
-use crate::train::{Job, latest, output};
+use crate::train::{Job, checkpoint, output};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::tell;
 use ft_data::hub::Want;
@@ -40,11 +40,11 @@ impl Given {
         }
         if !is_run(dir) {
             let is_result = dir.file_name().is_some_and(|n| output::RESULTS.iter().any(|r| n == *r));
-            let run = dir.parent().filter(|p| is_result && is_run(p) && latest::end_of(p).is_some());
+            let run = dir.parent().filter(|p| is_result && is_run(p) && checkpoint::end_of(p).is_some());
             return Ok(Self::named(name.into(), run));
         }
         let result = output::RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir());
-        if let Some(result) = result.as_ref().filter(|_| latest::end_of(dir).is_some()) {
+        if let Some(result) = result.as_ref().filter(|_| checkpoint::end_of(dir).is_some()) {
             return Ok(Self::named(result.display().to_string(), Some(dir)));
         }
         let folder = dir.join("checkpoints");
@@ -71,7 +71,7 @@ impl Given {
         let run = dir.parent().and_then(Path::parent).filter(|r| r.join("recipe.toml").is_file());
         let run =
             run.ok_or_else(|| why("a checkpoint is used with its run's recipe.toml, two folders above"))?;
-        let mut recipe = latest::recipe_of(run)?;
+        let mut recipe = checkpoint::recipe_of(run)?;
         // conversion runs on the CPU
         recipe.run.device = ft_recipe::Device::Cpu;
         let job = Job::open(recipe, Want::Tokenizer, false)?;

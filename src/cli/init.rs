@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     };
     // invalid answers are reported before anything is written
     let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
-    let more = recipe.data.train.first().and_then(|s| ft_data::to_write(s, &|s| recipe.resolve(s)));
+    let more = recipe.data.train.first().and_then(|s| ft_data::suggest_fields(s, &|s| recipe.resolve(s)));
     // an unavailable model is no error here: `ft check` reports it
     let has = source::find(&recipe).ok().map(|found| groups(&found.config));
     let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());

@@ -9,7 +9,7 @@ use ft_base::store::AtomicFolder;
 use ft_base::terminal::{bytes_bar, tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_engine::adapt::Adapter;
-use ft_engine::base::Base;
+use ft_engine::load::Base;
 use ft_recipe::{Dtype, Quantize};
 use serde_json::Map;
 use std::path::{Path, PathBuf};

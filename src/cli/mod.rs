@@ -146,7 +146,7 @@ fn is_limited() -> bool {
 /// error.
 pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     panics::install();
-    train::exhausted::tell_failures();
+    train::memory::tell_failures();
     panics::told(|| verb(words)).unwrap_or_else(|code| code as u8)
 }
 
@@ -167,7 +167,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
             return code;
         }
     };
-    if let Err(e) = train::exhausted::start_threads() {
+    if let Err(e) = train::memory::start_threads() {
         return exit(&[e.into()]);
     }
     // reject an invalid environment variable before any work
@@ -207,7 +207,7 @@ fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Resu
     }
     std::thread::scope(|s| {
         let work = || {
-            let _threads = train::exhausted::start_threads_beside(1)?;
+            let _threads = train::memory::start_threads_beside(1)?;
             verb()
         };
         let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(s, work);

@@ -23,7 +23,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     gemm::read_caches_ahead();
     let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
     // a plan needs no data: missing sources are ignored
-    sources::settle(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
+    sources::resolve(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // device presence affects free memory only, not the plan
     let cuda = match recipe.run.device {

@@ -5,6 +5,7 @@ mod adapters;
 mod answers;
 mod broken;
 mod daily;
+mod docs;
 mod four_bit;
 mod four_bit_verbs;
 mod gguf;

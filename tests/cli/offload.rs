@@ -3,7 +3,7 @@
 
 use super::resume::killed;
 use super::split::{ADAPTERS, MIXTURE, ends, world};
-use super::world::{FULL, LORA, World};
+use super::world::{FULL, LORA, World, kills};
 
 const PARAMS: &str = "memory.offload=['params']";
 const ACTIVATIONS: &str = "memory.offload=['activations']";
@@ -93,5 +93,5 @@ fn killed_with_things_on_the_host_it_ends_the_same() {
     let whole = bits(&w, "whole", &[&longer[..], &sets(2)].concat()).0;
     let args =
         |round| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer, &sets(round)].concat();
-    killed(&w, ("killed", 4, 11), &args, &|| assert!(ends(&w, "killed") == whole));
+    killed(&w, ("killed", kills(2) as usize, 11), &args, &|| assert!(ends(&w, "killed") == whole));
 }

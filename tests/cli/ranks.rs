@@ -2,7 +2,7 @@
 
 use super::resume::killed;
 use super::split::{ADAPTERS, MIXTURE, apart, ends, world};
-use super::world::{FULL, LORA, World, repository};
+use super::world::{FULL, LORA, World, kills, repository};
 
 /// Runs with settings. Returns the result, and weights and moments of the last checkpoint.
 #[track_caller]
@@ -124,8 +124,7 @@ fn killed_with_ranks_it_ends_the_same() {
     let whole = bits(&w, "whole", &[&longer[..], &ranks(1)].concat());
     let args =
         |round| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer, &ranks(round)].concat();
-    let kills = std::env::var("FT_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(6);
-    killed(&w, ("killed", kills, 3), &args, &|| assert!(ends(&w, "killed") == whole));
+    killed(&w, ("killed", kills(2) as usize, 3), &args, &|| assert!(ends(&w, "killed") == whole));
 }
 
 /// An error on one rank ends the run as on a single rank: same exit code, before any update.

@@ -1,6 +1,6 @@
 //! A run that was killed, stopped or restarted ends like an uninterrupted run.
 
-use super::world::{Dice, FULL, LORA, World, content, recipe, reference};
+use super::world::{Dice, FULL, LORA, World, content, kills, recipe, reference};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use std::process::Child;
@@ -104,7 +104,7 @@ fn same_end(w: &World, run: &str, result: &str) {
 
 /// A run on a 4-bit base resumes with offloaded or local states; checkpoints are the same.
 #[test]
-fn killed_ten_times_it_ends_the_same() {
+fn killed_and_resumed_it_ends_the_same() {
     let adapter = "adapter/adapter_model.safetensors";
     for (rules, result) in [(LORA, adapter), (FULL, "model/model.safetensors"), (FOUR_BIT, adapter)] {
         let w = world(rules);
@@ -113,7 +113,7 @@ fn killed_ten_times_it_ends_the_same() {
             _ => "memory.offload=[]",
         };
         let args = |round| vec!["run", "r.toml", "run.output=killed", "--resume", offload(round)];
-        killed(&w, ("killed", 10, 7), &args, &|| same_end(&w, "killed", result));
+        killed(&w, ("killed", kills(3) as usize, 7), &args, &|| same_end(&w, "killed", result));
         let folder = w.path("killed/checkpoints");
         let left: Vec<_> = content(&folder)
             .into_iter()

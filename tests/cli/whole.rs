@@ -1,7 +1,7 @@
 //! Atomicity: results and folders are replaced only on request, are whole or absent after a crash, and
 //! derived files are invalidated with the model.
 
-use super::world::{Dice, World, content, recipe, reference};
+use super::world::{Dice, World, content, kills, recipe, reference};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
 use std::os::unix::fs::{FileExt, symlink};
@@ -413,7 +413,7 @@ fn failures_leave_nothing() {
 #[test]
 fn killed_anywhere_everything_is_whole_or_absent() {
     let (w, model) = world();
-    let kills: u64 = std::env::var("FT_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(21);
+    let kills = kills(7);
     let seed = std::env::var("FT_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(11);
     w.ok(&["run", "r.toml", "run.output=a"]);
     w.ok(&["run", "r.toml", "run.output=b", "run.seed=7"]);

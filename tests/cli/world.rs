@@ -271,3 +271,14 @@ pub fn apart(a: &Tensor, b: &Tensor) -> f64 {
     };
     norm((a - b).expect("one shape")) / norm(b.clone()).max(f64::MIN_POSITIVE)
 }
+
+/// Number of kills of a test: `FT_KILLS`, else 100 in the nightly tier, else `few`.
+pub fn kills(few: u64) -> u64 {
+    let given = std::env::var("FT_KILLS").ok().and_then(|n| n.parse().ok());
+    given.unwrap_or(if nightly() { 100 } else { few })
+}
+
+/// Whether this is the nightly tier (`FT_TIER=nightly`): all cases and sizes of the slow tests, more kills.
+pub fn nightly() -> bool {
+    std::env::var("FT_TIER").is_ok_and(|tier| tier == "nightly")
+}

@@ -1,5 +1,5 @@
 // Dropout uses the numbers of src/rng.rs: published Philox test vectors, and one number per element.
-#include "../../crates/ft-kernels/src/dropout/dropout.cu"
+#include "../../crates/ft-kernels/src/adapters/dropout/dropout.cu"
 #include "call.h"
 
 TEST(known_answers) {

@@ -1,5 +1,5 @@
 // Embedding lookup, and the table's gradient from sorted tokens, compared with float64.
-#include "../../crates/ft-kernels/src/embed/embed.cu"
+#include "../../crates/ft-kernels/src/layers/embed/embed.cu"
 #include "call.h"
 
 template <typename T> static void table(const std::string &type) {

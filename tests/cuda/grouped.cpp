@@ -1,13 +1,13 @@
 // Grouped GEMMs compared with float64: dense and 4-bit matrices, mixed and missing adapters, experts
 // without rows, sizes that are no multiples of tiles or vectors, and sums of two tables in one launch.
-#include "../../crates/ft-kernels/src/grouped/grouped_half.cu"
+#include "../../crates/ft-kernels/src/experts/grouped/grouped_half.cu"
 namespace plain {
-#include "../../crates/ft-kernels/src/grouped/grouped_plain.cu"
+#include "../../crates/ft-kernels/src/experts/grouped/grouped_plain.cu"
 }
 namespace single {
-#include "../../crates/ft-kernels/src/grouped/grouped_one.cu"
+#include "../../crates/ft-kernels/src/experts/grouped/grouped_one.cu"
 }
-#include "../../crates/ft-kernels/src/grouped/grouped_dropout.cu"
+#include "../../crates/ft-kernels/src/experts/grouped/grouped_dropout.cu"
 #include "check.h"
 #include <algorithm>
 #include <memory>
@@ -97,7 +97,7 @@ template <typename... A> static void start(const std::string &name, Dim grid, si
   host::launch(name.c_str(), grid, k.threads, shared, pointers);
 }
 
-// Shared memory of products with tiles of `rows` rows, as in crates/ft-kernels/src/grouped/mod.rs.
+// Shared memory of products with tiles of `rows` rows, as in crates/ft-kernels/src/experts/grouped/mod.rs.
 static size_t SHARED(size_t rows) { return 4 * (rows + 128) * 64 + 2 * (128 + (16 + 256) * 4) + 32 * 128; }
 
 static Dim blocks(size_t x, size_t y, size_t z = 1) {

@@ -1,7 +1,7 @@
 // Cross-entropy and gradient compared with float64: in place, and rounded into another matrix; aligned
 // and unaligned columns, more than one iteration per block, large logits, and a target outside the
 // columns.
-#include "../../crates/ft-kernels/src/loss/loss.cu"
+#include "../../crates/ft-kernels/src/layers/loss/loss.cu"
 #include "call.h"
 
 template <typename T> static void losses(const std::string &type, bool over) {

@@ -2,30 +2,30 @@
 // kernels too small for their own program.
 #include "../../crates/ft-kernels/src/cuda/device.cuh"
 #include "../../crates/ft-kernels/src/cuda/rows.cuh"
-#include "../../crates/ft-kernels/src/dropout/stream.cuh"
+#include "../../crates/ft-kernels/src/adapters/dropout/stream.cuh"
 #include "../../crates/ft-kernels/src/quantized/codes.cuh"
 #include "call.h"
 
 namespace bias {
-#include "../../crates/ft-kernels/src/bias/bias.cu"
+#include "../../crates/ft-kernels/src/layers/bias/bias.cu"
 }
 namespace cast {
-#include "../../crates/ft-kernels/src/cast/cast.cu"
+#include "../../crates/ft-kernels/src/arithmetic/cast/cast.cu"
 }
 namespace dora {
-#include "../../crates/ft-kernels/src/dora/dora.cu"
+#include "../../crates/ft-kernels/src/adapters/dora/dora.cu"
 }
 namespace dropout {
-#include "../../crates/ft-kernels/src/dropout/dropout.cu"
+#include "../../crates/ft-kernels/src/adapters/dropout/dropout.cu"
 }
 namespace embed {
-#include "../../crates/ft-kernels/src/embed/embed.cu"
+#include "../../crates/ft-kernels/src/layers/embed/embed.cu"
 }
 namespace loss {
-#include "../../crates/ft-kernels/src/loss/loss.cu"
+#include "../../crates/ft-kernels/src/layers/loss/loss.cu"
 }
 namespace norm {
-#include "../../crates/ft-kernels/src/norm/norm.cu"
+#include "../../crates/ft-kernels/src/layers/norm/norm.cu"
 }
 namespace optimizer {
 #include "../../crates/ft-kernels/src/optimizer/optimizer.cu"
@@ -35,16 +35,16 @@ namespace quantized {
 #include "../../crates/ft-kernels/src/quantized/rows.cu"
 }
 namespace rope {
-#include "../../crates/ft-kernels/src/rope/rope.cu"
+#include "../../crates/ft-kernels/src/layers/rope/rope.cu"
 }
 namespace spread {
-#include "../../crates/ft-kernels/src/spread/spread.cu"
+#include "../../crates/ft-kernels/src/experts/spread/spread.cu"
 }
 namespace sum {
-#include "../../crates/ft-kernels/src/sum/sum.cu"
+#include "../../crates/ft-kernels/src/transfer/sum/sum.cu"
 }
 namespace swiglu {
-#include "../../crates/ft-kernels/src/swiglu/swiglu.cu"
+#include "../../crates/ft-kernels/src/layers/swiglu/swiglu.cu"
 }
 
 constexpr uint32_t R = 16, D = 1024; // rows, and values per row

@@ -1,11 +1,11 @@
 // RMSNorm compared with float64: aligned and unaligned rows, rows longer than a block covers, partly
 // filled blocks.
-#include "../../crates/ft-kernels/src/norm/norm.cu"
+#include "../../crates/ft-kernels/src/layers/norm/norm.cu"
 #include "call.h"
 
 struct Norms {
   uint32_t rows, d, per;
-  unsigned threads; // as in crates/ft-kernels/src/norm/cuda.rs
+  unsigned threads; // as in crates/ft-kernels/src/layers/norm/cuda.rs
   size_t skew;
   uint32_t room = 0; // padding of output rows, and of the rows added to dx
 };

@@ -206,6 +206,25 @@ TEST(updates_in_8_bits_in_f32) { eight_bit<float>("f32", false); }
 TEST(updates_in_8_bits_with_a_copy_in_bf16) { eight_bit<bf16>("bf16", true); }
 TEST(updates_in_8_bits_with_a_copy_in_f16) { eight_bit<f16>("f16", true); }
 
+// A NaN of any gradient makes both scales of its block NaN.
+TEST(updates_in_8_bits_keep_nan) {
+  const size_t n = 512;
+  const std::vector<float> map = maps();
+  host::Buffer<float> table(map);
+  for (const size_t at : {0, 1, 127, 128, 254, 255}) {
+    std::vector<float> gs = check::randn<float>(n, 3);
+    gs[at] = NAN;
+    const std::vector<float> zeros(2, 0.0f);
+    host::Buffer<float> p(check::randn<float>(n, 1)), ms(zeros), vs(zeros), g(gs);
+    host::Buffer<uint8_t> m(std::vector<uint8_t>(n, 127)), v(std::vector<uint8_t>(n, 0));
+    float *no = nullptr;
+    call("optimizer_adamw8bit_f32", grid(2), THREADS, p.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), no, table.at(), static_cast<uint64_t>(n), 0.5f, 0.9f, 0.1f,
+         0.99f, 0.01f, 0.999f, 0.1f, 0.1f, 1e-8f);
+    if (!std::isnan(ms[0]) || !std::isnan(vs[0])) check::wrong("a NaN that a scale lost");
+    if (std::isnan(ms[1]) || std::isnan(vs[1])) check::wrong("a NaN of another block");
+  }
+}
+
 TEST(sums_of_squares) {
   for (auto [n, skew, blocks, scale] : std::vector<std::tuple<size_t, size_t, size_t, float>>{{9001, 0, 3, 1}, {5, 1, 1, 1e25f}, {2000, 3, 2, 1e-25f}}) {
     host::Buffer<float> x(check::randn<float>(n, 5, scale), skew);

@@ -1,6 +1,6 @@
 // Head norms and rotary embedding, forward and backward, compared with float64: aligned and unaligned
 // heads, more heads than a warp handles at once, and warps without tokens.
-#include "../../crates/ft-kernels/src/rope/rope.cu"
+#include "../../crates/ft-kernels/src/layers/rope/rope.cu"
 #include "call.h"
 
 struct Rotation {

@@ -1,8 +1,8 @@
 // Router and sorting of tokens by expert: choices, gates, gradients, sums and schedules, compared with
 // host results.
-#include "../../crates/ft-kernels/src/route/route.cu"
-namespace group {
-#include "../../crates/ft-kernels/src/group/group.cu"
+#include "../../crates/ft-kernels/src/experts/route/route.cu"
+namespace dispatch {
+#include "../../crates/ft-kernels/src/experts/dispatch/dispatch.cu"
 }
 #include "call.h"
 #include <algorithm>
@@ -64,7 +64,7 @@ static void route(const Router &r, unsigned seed) {
 
   // sorted by expert, then by pair
   host::Buffer<uint32_t> starts(r.e + 1), token(pairs), pair(pairs), place(pairs);
-  call("group_sort", grid(r.e), group::SORT_THREADS, chosen.at(), uint32_t(pairs), r.k, starts.at(), token.at(), pair.at(), place.at());
+  call("dispatch_sort", grid(r.e), dispatch::SORT_THREADS, chosen.at(), uint32_t(pairs), r.k, starts.at(), token.at(), pair.at(), place.at());
   std::vector<uint32_t> order(pairs);
   for (uint32_t i = 0; i < pairs; i++) order[i] = i;
   std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return chosen[a] < chosen[b]; });
@@ -75,9 +75,9 @@ static void route(const Router &r, unsigned seed) {
     for (uint32_t first = starts[e]; first < starts[e + 1]; first += 32) want.push_back(make_uint2(e, first));
   const uint32_t most = static_cast<uint32_t>(pairs / 32 + std::min<size_t>(pairs, r.e));
   if (want.size() > most) check::wrong("more tiles than there may be");
-  want.resize(most, make_uint2(group::NONE, 0));
+  want.resize(most, make_uint2(dispatch::NONE, 0));
   host::Buffer<uint2> tiles(most);
-  host::launch("group_tiles", grid((most + 255) / 256), 256, 4 * r.e, [&] { group::group_tiles(starts.at(), r.e, 32, most, tiles.at()); });
+  host::launch("dispatch_tiles", grid((most + 255) / 256), 256, 4 * r.e, [&] { dispatch::dispatch_tiles(starts.at(), r.e, 32, most, tiles.at()); });
   for (uint32_t i = 0; i < most; i++)
     if (tiles[i].x != want[i].x || tiles[i].y != want[i].y) check::wrong("another schedule");
 
@@ -123,7 +123,7 @@ template <typename T> static void rows(const std::string &type, uint32_t tokens,
   host::Buffer<T> x(check::randn<T>(tokens * width, seed)), y(n * width), z(tokens * width), add(check::randn<T>(tokens * width, seed + 1));
   host::Buffer<float> gates(check::randn<float>(n, seed + 2)), dgates(n);
   const std::vector<double> xs = values(x), as = values(add);
-  call("group_gather_" + type, grid(n), 128, x.at(), token.at(), width, y.at());
+  call("dispatch_gather_" + type, grid(n), 128, x.at(), token.at(), width, y.at());
   std::vector<double> want(n * width);
   for (uint32_t i = 0; i < n * width; i++) want[i] = xs[of[i / width] * width + i % width];
   check::close("gathered", y, want, 0);
@@ -135,7 +135,7 @@ template <typename T> static void rows(const std::string &type, uint32_t tokens,
       for (uint32_t c = 0; c < width; c++) sum[i / k * width + c] += (gated ? gates[i] : 1.0) * ys[where[i] * width + c];
     if (gated)
       for (size_t i = 0; i < sum.size(); i++) sum[i] += as[i];
-    call("group_combine_" + type, grid(tokens), 128, y.at(), place.at(), gated ? gates.at() : none, gated ? add.at() : no, k, width, z.at());
+    call("dispatch_combine_" + type, grid(tokens), 128, y.at(), place.at(), gated ? gates.at() : none, gated ? add.at() : no, k, width, z.at());
     check::close("combined", z, sum, check::BAR<T>);
   }
   // outputs are replaced by their gradients
@@ -145,7 +145,7 @@ template <typename T> static void rows(const std::string &type, uint32_t tokens,
       const double d = as[of[i] * width + c];
       dots[pairs[i]] += d * ys[i * width + c], want[i * width + c] = gates[pairs[i]] * d;
     }
-  call("group_scale_" + type, grid(n), 128, add.at(), token.at(), pair.at(), gates.at(), width, y.at(), dgates.at());
+  call("dispatch_scale_" + type, grid(n), 128, add.at(), token.at(), pair.at(), gates.at(), width, y.at(), dgates.at());
   check::close("gradient of gates", dgates, dots, 1e-5), check::close("gradient of rows", y, want, check::BAR<T>);
 }
 

@@ -1,5 +1,5 @@
 // silu(gate) * up and gradients compared with float64: aligned values, tails, unaligned starts.
-#include "../../crates/ft-kernels/src/swiglu/swiglu.cu"
+#include "../../crates/ft-kernels/src/layers/swiglu/swiglu.cu"
 #include "call.h"
 
 template <typename T> static void swiglu(const std::string &type) {

@@ -150,7 +150,7 @@ impl Findings {
     }
 }
 
-/// Defines a test per input, with a number of cases for about ten seconds.
+/// Defines a test per input, with its number of cases.
 macro_rules! tests {
     ($($name:ident: $cases:literal;)*) => {
         $(#[test]
@@ -167,18 +167,18 @@ macro_rules! tests {
 }
 
 tests! {
-    recipe: 400;
-    config: 400;
-    tokenizer: 300;
-    template: 300;
-    safetensors: 300;
-    index: 300;
-    adapter: 300;
-    rows: 500;
-    tables: 500;
-    checkpoint: 150;
-    metrics: 300;
-    limits: 60;
+    recipe: 100;
+    config: 100;
+    tokenizer: 75;
+    template: 75;
+    safetensors: 75;
+    index: 75;
+    adapter: 75;
+    rows: 125;
+    tables: 125;
+    checkpoint: 37;
+    metrics: 75;
+    limits: 20;
 }
 
 /// The program starts under the lowest limits of the input `limits`. Above them, death by a signal is a

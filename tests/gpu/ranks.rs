@@ -3,8 +3,8 @@
 use super::split::{self, ADAPTERS, LATE, MIXTURE, all, apart, ends, launch, launch_with};
 use super::world::{FULL, LORA, Ran, World, ran};
 use candle_core::{DType, Device, Tensor};
-use ft::comm::{self, At, Comm};
 use ft::kernel::cuda;
+use ft::ranks::{self, At, Comm};
 use rustix::process::{Pid, Signal, kill_process};
 use std::time::{Duration, Instant};
 
@@ -267,12 +267,12 @@ type Does = fn(&dyn Comm, &Device) -> ft::Result<Vec<f32>>;
 
 /// Runs a function on `n` ranks.
 fn each(world: usize, timeout: Duration, f: Does) -> Vec<ft::Result<Vec<f32>>> {
-    let group = comm::group(world, timeout);
+    let group = ranks::group(world, timeout);
     std::thread::scope(|s| {
-        let start = |c: comm::Threads| {
+        let start = |c: ranks::Threads| {
             s.spawn(move || {
                 let device = cuda::open(c.rank()).expect("a device");
-                let out = comm::on_device(&c, &device, timeout, |c| f(c, &device));
+                let out = ranks::on_device(&c, &device, timeout, |c| f(c, &device));
                 out.inspect_err(|e| c.fail(e))
             })
         };
@@ -297,9 +297,9 @@ fn sums(c: &dyn Comm, device: &Device) -> ft::Result<Vec<f32>> {
     let to = tensor(part(7)[at(rank)].to_vec())?;
     // The second rank contributes nothing.
     let mine = if rank == 1 { None } else { Some(tensor(part(rank))?) };
-    c.add(SUM, mine, at(rank), &to)?.wait()?;
+    c.reduce_scatter(SUM, mine, at(rank), &to)?.wait()?;
     let all: ft::kernel::Tensor = Tensor::zeros(N, DType::F32, device)?.into();
-    c.gather(SUM, to, &ranges, &all)?.wait()?;
+    c.all_gather(SUM, to, &ranges, &all)?.wait()?;
     Ok(all.real()?.to_vec1()?)
 }
 
@@ -344,7 +344,7 @@ fn a_thread_that_fails_releases_the_others() {
         for (rank, got) in each(3, Duration::from_secs(timeout), does).into_iter().enumerate() {
             let e = got.expect_err("a rank is lost");
             if rank != 1 {
-                let lost = e.of::<comm::Error>().unwrap_or_else(|| panic!("{e}"));
+                let lost = e.of::<ranks::Error>().unwrap_or_else(|| panic!("{e}"));
                 assert!(lost.rank == 1 && lost.at == SUM && e.to_string().contains(why), "{e}");
             }
         }

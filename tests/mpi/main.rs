@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use split::{CASES, LATE, MIXTURE, ends};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use world::{Dice, FT, FULL, Ran, World, ran};
+use world::{Dice, FT, FULL, Ran, World, kills, ran};
 
 /// The command for `ft` on `ranks` processes.
 fn mpirun(w: &World, ranks: usize, args: &[&str]) -> Command {
@@ -237,7 +237,7 @@ fn killed_at_any_moment_it_ends_the_same() {
         _ => (4, "parallel.zero=2"),
     };
     let whole = threads(&w, 2, "whole", &longer);
-    let kills = std::env::var("FT_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(5);
+    let kills = kills(2) as usize;
     let (mut dice, mut done) = (Dice(5), 0);
     for round in 0..100 + 2 * kills {
         if done == kills {

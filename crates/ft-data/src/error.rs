@@ -1,7 +1,7 @@
 //! Errors of the data pipeline.
 
 use ft_base::error::{ExitCode, Failure, Place};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Errors of data files, tokenizers and chat templates.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +67,14 @@ pub enum Error {
         /// The problem and a remedy.
         message: String,
     },
+    /// An invalid `ft.json`.
+    #[error("{}: {message}", path.display())]
+    PromptConfig {
+        /// Path of the file.
+        path: PathBuf,
+        /// The problem and a remedy.
+        message: String,
+    },
     /// A failure to write tokens.
     #[error(transparent)]
     Write(#[from] ft_base::store::Error),
@@ -86,6 +94,20 @@ pub enum Error {
         /// The error message.
         message: String,
     },
+}
+
+impl Error {
+    pub(crate) fn read(path: &Path, cause: std::io::Error) -> Self {
+        Error::Read { path: path.into(), cause }
+    }
+
+    pub(crate) fn recipe(source: &ft_recipe::Source, message: String) -> Self {
+        Error::Recipe { place: source.place.clone(), message }
+    }
+
+    pub(crate) fn tokenizer(path: &Path, message: impl Into<String>) -> Self {
+        Error::Tokenizer { path: path.into(), message: message.into() }
+    }
 }
 
 fn at_line(line: usize) -> String {
@@ -129,6 +151,36 @@ pub enum Problem {
     },
 }
 
+/// Problems of rows and sources: collected up to a limit, or the first one stops.
+#[derive(Debug, Default)]
+pub(crate) struct Problems {
+    /// Maximum number of problems to collect; `None` stops at the first.
+    pub limit: Option<usize>,
+    /// The first problems, in order.
+    pub first: Vec<Error>,
+    /// Number of further problems.
+    pub more: usize,
+}
+
+impl Problems {
+    pub fn add(&mut self, problem: Error) {
+        if self.first.len() < self.limit.unwrap_or(0) {
+            self.first.push(problem);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    pub fn extend(&mut self, later: Problems) {
+        later.first.into_iter().for_each(|p| self.add(p));
+        self.more += later.more;
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.first.is_empty() && self.more == 0
+    }
+}
+
 impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
         match self {
@@ -141,7 +193,10 @@ impl Failure for Error {
             | Error::Row { .. }
             | Error::Empty { .. }
             | Error::TooLong(_) => ExitCode::Data,
-            Error::Tokenizer { .. } | Error::ModelLacks(_) | Error::Template { .. } => ExitCode::Model,
+            Error::Tokenizer { .. }
+            | Error::PromptConfig { .. }
+            | Error::ModelLacks(_)
+            | Error::Template { .. } => ExitCode::Model,
         }
     }
 }

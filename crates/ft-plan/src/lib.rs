@@ -24,6 +24,7 @@ pub mod ledger;
 pub mod rates;
 pub mod reading;
 pub mod report;
+pub mod resolve;
 pub mod search;
 pub mod shape;
 pub mod source;
@@ -42,6 +43,7 @@ pub use ft_kernels::Machine;
 pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
 pub use reading::{Loaded, Reading, Server};
+pub use resolve::Resolved;
 pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;
@@ -49,14 +51,14 @@ pub use workload::{Tokens, Workload, check_steps};
 
 use ft_base::error::{ExitCode, Failure};
 use ft_base::memory;
-use ft_engine::adapt::{self, LearningRate, Selection};
+use ft_engine::adapt::{LearningRate, Selection};
 use ft_engine::base::Base;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::attention::Cache;
-use ft_recipe::{Dtype, Recipe, Weights};
+use ft_recipe::{Recipe, Weights};
 use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
@@ -240,12 +242,7 @@ impl Plan {
 /// Machine of a recipe. The compute dtype defaults to bf16 on CUDA and f32 on the CPU; [`stored`] sets
 /// the width of stored weights.
 pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
-    let width = match recipe.model.dtype {
-        Some(Dtype::F32) => 4,
-        Some(Dtype::Bf16 | Dtype::F16) => 2,
-        None if cuda => 2,
-        None => 4,
-    };
+    let width = resolve::dtype(recipe.model.dtype, cuda).size_in_bytes() as u64;
     let threads = recipe.parallel.threads(rayon::current_num_threads());
     Machine { cuda, width, stored: width, threads: threads as u64 }
 }
@@ -478,28 +475,22 @@ pub fn of_recipe(recipe: &Recipe, cuda: bool) -> ft_base::Result<(Plan, source::
 /// As [`of_recipe`].
 pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> ft_base::Result<(Plan, source::Found)> {
     let mut found = source::find(recipe)?;
-    let selection = select(recipe, &found.config)?;
-    found.notes.clone_from(&selection.notes);
-    let machine = stored(machine(recipe, cuda), recipe, &found.config, found.dir.as_deref());
+    let resolved = Resolved::new(recipe, found.config.clone(), |config| {
+        resolve::selection_without_weights(recipe, config)
+    })?;
+    let (config, selection) = (&resolved.config, &resolved.selection);
+    found.notes.extend_from_slice(&selection.notes);
     let known = workload::Known::find(recipe, found.dir.as_deref(), &found.config);
     let workloads = &match &known {
         Some(known) => Workloads::new(|r| known.workload(r)),
         None => Workloads::new(Workload::of_recipe),
     };
-    let server = Server::of(recipe, &found.config, &selection, machine.stored)?.map_or(0, |s| s.on_host);
-    let workload = workloads.of(recipe, recipe.run.micro_rows.count());
-    workload.steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
-    let inputs = Inputs {
-        recipe,
-        config: &found.config,
-        selection: &selection,
-        machine,
-        workloads,
-        budget: budget(recipe, machine, &workload, (room.host, server)),
-        host: space::beside_device(recipe, machine, (room.host, server)),
-    };
+    let steps = workloads.of(recipe, recipe.run.micro_rows.count()).steps;
+    steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
+    let place = (cuda, found.dir.as_deref());
+    let inputs = Resolved::inputs(recipe, (config, selection), place, workloads, room.host)?;
     let mut plan = Plan::new(&inputs)?;
-    plan.space.model(recipe, &found.config, &selection, found.weights);
+    plan.space.model(recipe, config, selection, found.weights);
     if known.is_none() {
         plan.space.tokens(recipe);
     }
@@ -524,21 +515,4 @@ fn no_master(i: &Inputs<'_>) -> Option<&'static str> {
         ft_recipe::Master::Auto => "optimizer.master = \"auto\" with 8-bit moments",
         _ => "as optimizer.master says",
     })
-}
-
-fn select(recipe: &Recipe, config: &Config) -> ft_base::Result<Selection> {
-    let selection = match (recipe.lora.init.adapter(), recipe.train.is_empty()) {
-        (Some(source), true) => {
-            let path = recipe.resolve(source);
-            let source = if path.exists() { path.display().to_string() } else { source.into() };
-            let dir = ft_data::hub::fetch_adapter(&source, "main", false)?;
-            Selection::from_peft(config, &adapt::PeftConfig::load(&dir)?)?
-        }
-        _ => Selection::from_rules(config, &recipe.train)?,
-    };
-    if selection.parts().is_empty() {
-        return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
-    }
-    selection.check_learning_rates(recipe)?;
-    Ok(selection)
 }

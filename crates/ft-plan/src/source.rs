@@ -1,5 +1,6 @@
 //! Finds a model's config without weights: a local folder, the hub's cache, or a built-in one.
 
+use crate::resolve;
 use ft_data::hub::{self, Settings, Want};
 use ft_engine::model::{self, Config};
 use ft_recipe::Recipe;
@@ -60,7 +61,7 @@ pub struct Found {
     pub dir: Option<PathBuf>,
     /// Whether the weights are already on this machine.
     pub weights: bool,
-    /// Modules named by `[[train]]` rules but absent from the model.
+    /// Warnings: unknown keys of the config, and modules named by `[[train]]` rules but absent from the model.
     pub notes: Vec<String>,
 }
 
@@ -71,21 +72,13 @@ pub struct Found {
 /// A model found nowhere; an unsupported config.
 pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
     let m = &recipe.model;
-    let path = recipe.resolve(&m.source);
-    let source = if path.exists() { path.display().to_string() } else { m.source.clone() };
+    let source = resolve::source(recipe, &m.source);
     let settings = Settings { offline: true, ..Settings::from_env() };
     match hub::fetch_model_with(&settings, &source, &m.revision, Want::Config, false) {
         Ok(found) => {
-            let config = Config::load(&found.dir, &m.overrides)?;
             let weights =
                 hub::fetch_model_with(&settings, &source, &m.revision, Want::Weights, false).is_ok();
-            return Ok(Found {
-                config,
-                from: found.dir.display().to_string(),
-                dir: Some(found.dir),
-                weights,
-                notes: Vec::new(),
-            });
+            return Found::in_folder(found.dir, m, weights);
         }
         Err(hub::Error::NotCached { .. } | hub::Error::WithoutHub { .. }) => {}
         Err(e) => return Err(e.into()),
@@ -94,9 +87,15 @@ pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
         return Ok(Found { config, from, dir: None, weights: false, notes: Vec::new() });
     }
     let found = hub::fetch_model(&source, &m.revision, Want::Config, false)?;
-    let config = Config::load(&found.dir, &m.overrides)?;
-    let from = found.dir.display().to_string();
-    Ok(Found { config, from, dir: Some(found.dir), weights: false, notes: Vec::new() })
+    Found::in_folder(found.dir, m, false)
+}
+
+impl Found {
+    fn in_folder(dir: PathBuf, m: &ft_recipe::Model, weights: bool) -> ft_base::Result<Self> {
+        let config = Config::load(&dir, &m.overrides)?;
+        let notes = resolve::unknown_keys(&config, &dir.join("config.json").display().to_string());
+        Ok(Self { config, from: dir.display().to_string(), dir: Some(dir), weights, notes })
+    }
 }
 
 #[cfg(test)]

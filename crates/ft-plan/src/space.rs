@@ -245,7 +245,7 @@ impl Space {
             let mut bytes = 0;
             for (m, _) in s.modules.iter().filter(|(m, _)| !(s.tied && m.group == Group::Head)) {
                 let n = m.weight_values() as u64;
-                bytes += of(n, four_bit && quant::takes(m)) + of(m.bias().unwrap_or(0) as u64, false);
+                bytes += of(n, four_bit && quant::applies_to(m)) + of(m.bias().unwrap_or(0) as u64, false);
                 bytes += m.name.len() as u64 + ENTRY;
             }
             bytes

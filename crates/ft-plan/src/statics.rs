@@ -10,9 +10,9 @@ use ft_engine::adapt::moments::{self, is_large};
 use ft_engine::adapt::projected::Projection;
 use ft_engine::adapt::selection::TrainedPart;
 use ft_engine::adapt::{Choice, Selection};
-use ft_engine::comm::ROUND;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::optim::{PIECE, STAGED};
+use ft_engine::ranks::ROUND;
 use ft_kernels::decompose;
 use ft_kernels::gemm;
 use ft_kernels::grouped::table;
@@ -441,7 +441,7 @@ impl Statics {
             out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
         if machine.cuda && ranks.data > 1 {
-            // see `comm/devices.rs`: shards received from the other ranks
+            // see `ranks/nccl.rs`: shards received from the other ranks
             out.summed = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).collect();
             out.parts = lens.iter().map(|n| if ranks.zero < 2 { 4 * own(*n) } else { 0 }).collect();
         }

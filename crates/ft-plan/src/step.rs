@@ -208,7 +208,7 @@ impl<'a> Parts<'a> {
     /// Whether a layer's input waits on the host: some of the layer is recomputed, and it is not the
     /// topmost (visited first in the backward pass).
     fn waits(&self, l: usize, levels: Levels) -> bool {
-        let recomputed = self.level(l, levels) > Some(Level::Nothing);
+        let recomputed = self.level(l, levels) > Some(Level::None);
         levels.inputs.on_host && recomputed && l + 1 < self.run.shape.of.len()
     }
 

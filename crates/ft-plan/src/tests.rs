@@ -92,7 +92,7 @@ impl Sweep {
     fn new(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Self> {
         let recipe = recipe(source, rules, set)?;
         let found = source::find(&recipe)?;
-        let selection = select(&recipe, &found.config)?;
+        let selection = crate::resolve::selection_without_weights(&recipe, &found.config)?;
         Ok(Self { recipe, found, selection, cuda, host: None })
     }
 
@@ -194,7 +194,7 @@ fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
             };
             for (a, b) in (0..4).flat_map(|a| (0..a).map(move |b| (a, b))) {
                 for n in 0..=p.walked {
-                    let mix = Recomputed::mixed((n, Level::EACH[a]), Level::EACH[b], p.walked);
+                    let mix = Recomputed::mixed((n, Level::ALL[a]), Level::ALL[b], p.walked);
                     let fits = parts.total(of(mix)) + search::reserve(p.machine, budget) <= budget;
                     let work = parts.work(of(mix)).total();
                     assert!(!fits || work >= p.work.total(), "{length}, {budget}: {mix:?}, {p:?}");

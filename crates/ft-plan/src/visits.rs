@@ -55,7 +55,7 @@ pub(super) struct Kind {
     pub(super) own: u64,
     pub(super) forward: Full,
     /// By [`Level`].
-    pub(super) ways: [Way; Level::EACH.len()],
+    pub(super) ways: [Way; Level::ALL.len()],
     /// Forward in evaluation.
     pub(super) eval: Option<Full>,
     /// Forward of a prompt in generation.
@@ -157,7 +157,7 @@ impl StepInputs<'_> {
                 drop(x);
                 beside = live(ledger.keep());
                 let x = self.input(t);
-                let rank = layer.room_back(&x, ctx);
+                let rank = layer.fused_rank_back(&x, ctx);
                 let dy = Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype)?;
                 ledger.take();
                 let routing = rest.routing();
@@ -176,7 +176,7 @@ impl StepInputs<'_> {
             };
             Ok(Way { kept, beside, backward: [tiles, visit] })
         };
-        let [a, b, c, d] = Level::EACH.map(way);
+        let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
         let eval = |t| {
             let batch = self.batch(t, false)?;

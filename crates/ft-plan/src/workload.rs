@@ -130,7 +130,7 @@ pub struct Known {
 impl Known {
     /// Loads the still valid cached samples; `dir` is the model's folder, if local.
     pub fn find(r: &Recipe, dir: Option<&Path>, config: &Config) -> Option<Self> {
-        let find = |part| ft_data::kept(r, dir, config.vocab, part);
+        let find = |part| ft_data::cached_rows(r, dir, config.vocab, part);
         Some(Self { train: find(Part::Train)?, eval: find(Part::Eval) })
     }
 

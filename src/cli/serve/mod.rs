@@ -25,7 +25,7 @@ use super::chat::{Loading, device_word};
 use crate::log::unix_time;
 use crossbeam_channel::Sender;
 use ft_base::terminal::{tell, warn};
-use ft_data::{Form, Tokenizer};
+use ft_data::{PromptFormat, Tokenizer};
 use model::{Copy, Followed, Model};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Map, Value};
@@ -89,7 +89,7 @@ struct Served {
     created: u64,
     key: Option<String>,
     tokenizer: Arc<Tokenizer>,
-    form: Form,
+    form: PromptFormat,
     variables: Map<String, Value>,
     /// Folder of the model, with `generation_config.json`.
     dir: PathBuf,

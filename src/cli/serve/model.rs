@@ -4,12 +4,12 @@ use super::Args;
 use crate::cli::chat::{self, Opened};
 use crate::cli::given::{Given, is_run};
 use crate::cli::usage;
+use crate::train::checkpoint::{self, CheckpointFollower, ModelOverrides, Reload};
 use crate::train::job;
-use crate::train::latest::{self, Latest, Loading, Seen};
 use candle_core::{Device, DeviceLocation};
 use ft_base::terminal::{tell, warn};
 use ft_data::hub;
-use ft_data::{Form, Tokenizer, Trained};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapt::Params;
 use ft_engine::model::{Config, Decoder};
 use ft_recipe::{OneDevice, Quantize};
@@ -23,7 +23,7 @@ pub(super) struct Model {
     /// One per device, CPU last.
     pub copies: Vec<Copy>,
     pub tokenizer: Arc<Tokenizer>,
-    pub form: Form,
+    pub form: PromptFormat,
     pub variables: Map<String, Value>,
     /// Folder of the model.
     pub dir: PathBuf,
@@ -39,7 +39,7 @@ pub(super) struct Copy {
 
 /// A run, with the newest checkpoint loaded.
 pub(super) struct Followed {
-    latest: Latest,
+    latest: CheckpointFollower,
     params: Params,
     /// Device suffix for messages; empty with a single copy.
     on: String,
@@ -53,7 +53,7 @@ impl Followed {
 
     /// Loads a newer checkpoint if one exists. Returns whether the weights changed.
     pub fn look(&mut self) -> bool {
-        let Seen { changed, problems } = self.latest.look(&self.params);
+        let Reload { changed, problems } = self.latest.reload(&self.params);
         if changed {
             tell(&format!("step {} answers{}", self.step(), self.on));
         }
@@ -71,7 +71,7 @@ fn followed(args: &Args) -> Option<&Path> {
     if args.no_watch || args.adapter.is_some() || !is_run(dir) {
         return None;
     }
-    if let Some(step) = latest::ended_at(dir) {
+    if let Some(step) = checkpoint::ended_at(dir) {
         tell(&format!("this run has ended: its result, of step {step}, answers"));
         return None;
     }
@@ -125,12 +125,12 @@ fn of_run(
     devices: &[Device],
     variables: Map<String, Value>,
 ) -> ft_base::Result<Model> {
-    let how = Loading {
+    let how = ModelOverrides {
         dtype: args.loading.dtype(),
         quantize: args.loading.quantize(),
         chat_template: args.chat_template.clone(),
     };
-    let (latest, job) = Latest::open(run, &how)?;
+    let (latest, job) = CheckpointFollower::open(run, &how)?;
     let nf4 = job.recipe.model.quantize == Quantize::Nf4;
     chat::fits(&job.config, (&job.selection, &job.model.dir), (nf4, job.recipe.model.dtype), devices)?;
     let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(job.model.dir.clone()))?;
@@ -149,7 +149,7 @@ fn of_run(
     Ok(Model {
         copies,
         tokenizer,
-        form: if args.chat_template.is_some() { Form::Chat } else { trained.form },
+        form: if args.chat_template.is_some() { PromptFormat::Chat } else { trained.form },
         variables: with(variables, trained.template),
         dir: job.model.dir,
         config: job.config,
@@ -160,10 +160,10 @@ fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> ft_b
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = chat::find(&model, named.as_ref())?;
-    let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
+    let trained = PromptConfig::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
     let form = match &args.chat_template {
-        Some(_) => Form::Chat,
-        None => trained.as_ref().map_or(Form::Chat, |t| t.form),
+        Some(_) => PromptFormat::Chat,
+        None => trained.as_ref().map_or(PromptFormat::Chat, |t| t.form),
     };
     let template = chat::template(args.chat_template.as_ref(), adapter.as_ref());
     let added = job::added(adapter.as_ref())?;

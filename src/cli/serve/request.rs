@@ -4,7 +4,7 @@ use super::Served;
 use crate::cli::chat;
 use axum::http::StatusCode;
 use candle_transformers::generation::LogitsProcessor;
-use ft_data::Form;
+use ft_data::PromptFormat;
 use serde_json::{Map, Value, json};
 
 /// An error in OpenAI's format.
@@ -250,7 +250,7 @@ fn text(served: &Served, prompt: Option<Value>) -> Result<Vec<u32>, Refused> {
         None => return Err(bad()),
     };
     let ids = match one {
-        Value::String(s) => Form::Text
+        Value::String(s) => PromptFormat::Text
             .prompt(&served.tokenizer, None, &s, &served.variables)
             .map_err(|e| Refused::from(ft_base::Error::from(e)))?,
         Value::Array(list) => {
@@ -308,7 +308,7 @@ fn conversation(served: &Served, messages: Option<Value>) -> Result<Vec<u32>, Re
     }
     let of_data = |e: ft_data::Error| Refused::from(ft_base::Error::from(e));
     let ids = match (served.form, &plain[..]) {
-        (Form::Chat, _) => {
+        (PromptFormat::Chat, _) => {
             if !served.tokenizer.has_template() {
                 return Err(bad(
                     "the model has no chat template (ft serve --chat-template FILE); /v1/completions continues texts",
@@ -318,7 +318,7 @@ fn conversation(served: &Served, messages: Option<Value>) -> Result<Vec<u32>, Re
             let text = served.tokenizer.render(&messages, None, true, &served.variables).map_err(of_data)?;
             served.tokenizer.encode(&text).map_err(of_data)?
         }
-        (Form::Text, _) => {
+        (PromptFormat::Text, _) => {
             return Err(bad("the model was trained on plain text, which /v1/completions continues"));
         }
         (form, [(user, prompt, _)]) if user == "user" => {

@@ -15,11 +15,11 @@ use candle_core::{DType, Device, Tensor};
 use ft_engine::adapt::selection::{Choice, Part, Selection, Trained, part_name};
 use ft_engine::adapt::tokens::Tokens;
 use ft_engine::adapt::{Adapter, Error, peft};
-use ft_engine::base::Base;
 use ft_engine::files::TensorFiles;
+use ft_engine::load::Base;
 use ft_engine::model::modules::{Group, Kind, Module};
 use ft_engine::quant::MergeCost;
-use ft_engine::quant::{self, CodeBooks};
+use ft_engine::quant::{self, CodeTables};
 use ft_kernels::gemm::matmul_acc;
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -219,7 +219,7 @@ impl<'a> Merge<'a> {
         match self.base.four_bit(&s.module).filter(|_| s.part == Part::Weight) {
             Some(how) => {
                 // The position of the module matters for random weights only.
-                let codes = self.base.codes((&s.module, 0), how, DType::F32, &mut CodeBooks::new(cpu)?)?;
+                let codes = self.base.codes((&s.module, 0), how, DType::F32, &mut CodeTables::new(cpu)?)?;
                 Ok(codes.dequantize()?.to_dtype(dtype)?.real()?.clone())
             }
             None => Ok(self.files.tensor(&s.base, dtype, cpu)?),

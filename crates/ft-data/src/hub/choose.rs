@@ -1,7 +1,8 @@
 //! Selection of the required files of a repository.
 
-use super::files::{ADAPTER, CONFIG, Kind, Repository, TOKENIZER};
-use super::{Error, Want};
+use super::error::Error;
+use super::files::{ADAPTER, CONFIG, Repository, TOKENIZER};
+use super::request::{Kind, Want};
 use ft_base::store::{INDEX, SINGLE, is_pickle_name};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
@@ -26,61 +27,71 @@ pub(super) fn choose(
     listed: &[(String, u64)],
     kind: Kind,
 ) -> Result<Vec<String>, Error> {
-    let has = |file: &str| listed.iter().any(|(name, _)| name == file);
-    let missing = |file: &str, hint: String| Error::NoHubFile {
-        id: repository.id(),
-        revision: repository.revision.clone(),
-        file: file.to_string(),
-        hint,
+    let listing = Listing { repository, listed };
+    let wanted = match kind {
+        Kind::Adapter => listing.adapter()?,
+        Kind::Model(want) => listing.model(want)?,
     };
-    let pickle = || listed.iter().map(|(name, _)| name).find(|name| is_pickle_name(name));
-    let pickle_only = |file: &String| Error::PickleOnly { place: repository.id(), file: file.clone() };
-    let mut wanted: Vec<&str> = Vec::new();
-    match kind {
-        Kind::Adapter => {
-            for file in ADAPTER {
-                if !has(file) {
-                    return Err(match pickle() {
-                        Some(pickle) if file == ADAPTER[1] => pickle_only(pickle),
-                        _ if has(CONFIG) => {
-                            missing(file, "; it has config.json: a model, not an adapter".into())
-                        }
-                        _ => missing(file, String::new()),
-                    });
-                }
-            }
-            wanted.extend(ADAPTER);
-            wanted.extend(WITH_ADAPTER.into_iter().filter(|f| has(f)));
-        }
-        Kind::Model(want) => {
-            if !has(CONFIG) {
-                let hint = match has(ADAPTER[0]) {
-                    true => "; it has adapter_config.json: an adapter, for lora.init",
-                    false if listed.iter().any(|(n, _)| n.ends_with(".gguf")) => {
-                        "; it has GGUF files: use the safetensors release of the model"
-                    }
-                    false => "",
-                };
-                return Err(missing(CONFIG, hint.to_string()));
-            }
-            wanted.push(CONFIG);
-            wanted.extend(WITH_CONFIG.into_iter().filter(|f| has(f)));
-            if want >= Want::Tokenizer {
-                wanted.extend(WITH_TOKENIZER.into_iter().filter(|f| has(f)));
-            }
-            if want >= Want::Weights {
-                // Only one of the two: some repositories contain the same weights twice.
-                match [SINGLE, INDEX].into_iter().find(|f| has(f)) {
-                    Some(file) => wanted.push(file),
-                    None => {
-                        return Err(match pickle() {
-                            Some(file) => pickle_only(file),
-                            None => missing(SINGLE, format!(" (nor {INDEX})")),
-                        });
-                    }
-                }
-            }
+    Ok(wanted.into_iter().map(str::to_string).collect())
+}
+
+/// The files of a repository.
+struct Listing<'a> {
+    repository: &'a Repository,
+    /// Names and sizes.
+    listed: &'a [(String, u64)],
+}
+
+impl Listing<'_> {
+    fn has(&self, file: &str) -> bool {
+        self.listed.iter().any(|(name, _)| name == file)
+    }
+
+    /// The error for a missing file. If the weights `file` are missing, and a pickle is there, names the
+    /// pickle.
+    fn missing(&self, file: &str, weights: bool, hint: impl Into<String>) -> Error {
+        let pickle = self.listed.iter().map(|(name, _)| name).find(|name| weights && is_pickle_name(name));
+        let id = self.repository.id();
+        match pickle {
+            Some(file) => Error::PickleOnly { place: id, file: file.clone() },
+            None => Error::NoHubFile {
+                id,
+                revision: self.repository.revision.clone(),
+                file: file.to_string(),
+                hint: hint.into(),
+            },
         }
     }
-    Ok(wanted.into_iter().map(str::to_string).collect())
+
+    fn adapter(&self) -> Result<Vec<&'static str>, Error> {
+        if let Some(file) = ADAPTER.into_iter().find(|f| !self.has(f)) {
+            let hint = if self.has(CONFIG) { "; it has config.json: a model, not an adapter" } else { "" };
+            return Err(self.missing(file, file == ADAPTER[1], hint));
+        }
+        Ok(ADAPTER.into_iter().chain(WITH_ADAPTER.into_iter().filter(|f| self.has(f))).collect())
+    }
+
+    fn model(&self, want: Want) -> Result<Vec<&'static str>, Error> {
+        if !self.has(CONFIG) {
+            let hint = if self.has(ADAPTER[0]) {
+                "; it has adapter_config.json: an adapter, for lora.init"
+            } else if self.listed.iter().any(|(name, _)| name.ends_with(".gguf")) {
+                "; it has GGUF files: use the safetensors release of the model"
+            } else {
+                ""
+            };
+            return Err(self.missing(CONFIG, false, hint));
+        }
+        let mut wanted = vec![CONFIG];
+        wanted.extend(WITH_CONFIG.into_iter().filter(|f| self.has(f)));
+        if want >= Want::Tokenizer {
+            wanted.extend(WITH_TOKENIZER.into_iter().filter(|f| self.has(f)));
+        }
+        if want >= Want::Weights {
+            // Only one of the two: some repositories contain the same weights twice.
+            let weights = [SINGLE, INDEX].into_iter().find(|f| self.has(f));
+            wanted.push(weights.ok_or_else(|| self.missing(SINGLE, true, format!(" (nor {INDEX})")))?);
+        }
+        Ok(wanted)
+    }
 }

@@ -1,10 +1,12 @@
 //! Datasets on the hub: selects the files of a config and split by the rules of the `datasets` package.
 
+use super::error::Error;
 use super::files::{Repository, is_commit};
-use super::{Error, Settings};
-use crate::holds_rows;
+use super::remote::download_dataset;
+use super::request::{DatasetFiles, DatasetName, Layout};
+use super::settings::Settings;
+use crate::read::files::holds_rows;
 use ft_base::store;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,38 +26,6 @@ const SPLITS: &[(&str, &[&str])] = &[
     ("validation", &["validation", "valid", "val", "dev"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
-
-/// A hub dataset as given in a recipe.
-#[derive(Clone, Copy, Debug)]
-pub struct DatasetName<'a> {
-    /// `OWNER/NAME`.
-    pub id: &'a str,
-    /// Branch, tag or commit.
-    pub revision: &'a str,
-    /// Config; `None` selects the default or only config.
-    pub config: Option<&'a str>,
-    /// Split; `None` selects the only split.
-    pub split: Option<&'a str>,
-}
-
-/// Dataset files on this machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DatasetFiles {
-    /// Paths of the selected files, sorted by name.
-    pub files: Vec<PathBuf>,
-    /// Messages for the user, e.g. if the hub was unreachable and the cache was used.
-    pub notes: Vec<String>,
-}
-
-/// Contents of a dataset repository at a commit.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Layout {
-    pub commit: String,
-    /// Paths and sizes.
-    pub files: Vec<(String, u64)>,
-    /// `configs` of the dataset card.
-    pub configs: Value,
-}
 
 /// Files by split.
 type Splits = BTreeMap<String, Vec<String>>;
@@ -100,7 +70,8 @@ pub fn fetch_dataset_with(
     {
         return Ok(DatasetFiles { files, notes: Vec::new() });
     }
-    match download(settings, &repository, name, progress) {
+    let chosen = |layout: &Layout| choose(&repository, layout, name);
+    match download_dataset(settings, &repository, &chosen, progress) {
         Ok((layout, files)) => {
             if let Some(place) = place {
                 // best effort: without the layout, an offline run fails
@@ -117,27 +88,6 @@ pub fn fetch_dataset_with(
         },
         Err(e) => Err(e),
     }
-}
-
-#[cfg(feature = "hub")]
-fn download(
-    settings: &Settings,
-    repository: &Repository,
-    name: DatasetName<'_>,
-    progress: bool,
-) -> Result<(Layout, Vec<PathBuf>), Error> {
-    let choose = |layout: &Layout| choose(repository, layout, name);
-    super::remote::download_dataset(settings, repository, &choose, progress)
-}
-
-#[cfg(not(feature = "hub"))]
-fn download(
-    _settings: &Settings,
-    repository: &Repository,
-    _name: DatasetName<'_>,
-    _progress: bool,
-) -> Result<(Layout, Vec<PathBuf>), Error> {
-    Err(Error::WithoutHub { id: repository.id() })
 }
 
 /// File name of a cached layout.

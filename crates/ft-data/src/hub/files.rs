@@ -2,15 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Error, Settings, Want};
+use super::error::Error;
+use super::request::{Kind, Want};
+use super::settings::Settings;
 use ft_base::store::{INDEX, SINGLE, parse_index};
-
-/// Kind of download: a model up to some level, or an adapter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Model(Want),
-    Adapter,
-}
 
 pub(super) const CONFIG: &str = "config.json";
 pub(super) const TOKENIZER: &str = "tokenizer.json";
@@ -110,10 +105,7 @@ impl Repository {
         };
         let dir = self.snapshot(settings, &commit);
         // `is_file` follows links, so dangling links to blobs do not count.
-        let needs = |file: &str| match dir.join(file).is_file() {
-            true => Ok(()),
-            false => Err(file.to_string()),
-        };
+        let needs = |file: &str| if dir.join(file).is_file() { Ok(()) } else { Err(file.to_string()) };
         match kind {
             Kind::Adapter => ADAPTER.into_iter().try_for_each(needs)?,
             Kind::Model(want) => {

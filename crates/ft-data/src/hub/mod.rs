@@ -7,197 +7,21 @@
 mod datasets;
 mod error;
 mod files;
+mod model;
 mod push;
+mod request;
 mod settings;
 
 #[cfg(feature = "hub")]
 mod choose;
 #[cfg(feature = "hub")]
 mod progress;
-#[cfg(feature = "hub")]
+#[cfg_attr(not(feature = "hub"), path = "no_remote.rs")]
 mod remote;
-#[cfg(test)]
-mod tests;
 
-use std::path::{Path, PathBuf};
-
-pub use datasets::{DatasetFiles, DatasetName, fetch_dataset_with};
+pub use datasets::fetch_dataset_with;
 pub use error::Error;
-pub use push::{Push, check_name, push_with};
+pub use model::{fetch_adapter, fetch_adapter_with, fetch_model, fetch_model_with};
+pub use push::{check_name, push_with};
+pub use request::{DatasetFiles, DatasetName, ModelDir, Push, Want};
 pub use settings::Settings;
-
-use files::{ADAPTER, CONFIG, Kind, Repository};
-
-/// Required parts of a model; every level includes the previous ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Want {
-    /// `config.json` and `generation_config.json`.
-    Config,
-    /// Also tokenizer and chat template.
-    Tokenizer,
-    /// Also the weights.
-    Weights,
-}
-
-/// A model folder on this machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelDir {
-    /// The local folder as given, or a snapshot in the hub cache.
-    pub dir: PathBuf,
-    /// The source as given.
-    pub source: String,
-    /// The commit, for models from the hub.
-    pub revision: Option<String>,
-    /// Messages for the user, e.g. if the hub was unreachable and the cache was used.
-    pub notes: Vec<String>,
-}
-
-/// Finds a model: a local folder, or `OWNER/NAME` on the hub. Downloads missing files up to level `want`.
-///
-/// A source is local if the folder exists or the name is spelled as a path: starts with `.`, `/` or `~`, or
-/// is not of the form `OWNER/NAME`. A local folder must contain `config.json`. `revision` is a branch, tag
-/// or commit, for the hub only. With `progress`, reports on stderr: a bar on a terminal, plain lines
-/// otherwise.
-///
-/// # Errors
-/// Errors name the model and a remedy. The exit code is 4, except for an unwritable cache (5).
-pub fn fetch_model(source: &str, revision: &str, want: Want, progress: bool) -> Result<ModelDir, Error> {
-    fetch_model_with(&Settings::from_env(), source, revision, want, progress)
-}
-
-/// As [`fetch_model`], with explicit settings.
-///
-/// # Errors
-/// As [`fetch_model`].
-pub fn fetch_model_with(
-    settings: &Settings,
-    source: &str,
-    revision: &str,
-    want: Want,
-    progress: bool,
-) -> Result<ModelDir, Error> {
-    if let Some(dir) = local(settings, source)? {
-        if !dir.join(CONFIG).is_file() {
-            let hint = match dir.join(ADAPTER[0]).is_file() {
-                true => "; it has adapter_config.json: an adapter, for lora.init",
-                false => "; a model's folder has one",
-            };
-            return Err(Error::NoLocalFile { dir, file: CONFIG, hint });
-        }
-        return Ok(ModelDir { dir, source: source.into(), revision: None, notes: Vec::new() });
-    }
-    from_hub(settings, source, revision, Kind::Model(want), progress)
-}
-
-/// Finds a PEFT adapter: a local folder, or `OWNER/NAME` on the hub, with `adapter_config.json` and
-/// `adapter_model.safetensors`. Returns the folder.
-///
-/// # Errors
-/// As [`fetch_model`]; [`Error::PickleOnly`] for an adapter with only `adapter_model.bin`.
-pub fn fetch_adapter(source: &str, revision: &str, progress: bool) -> Result<PathBuf, Error> {
-    fetch_adapter_with(&Settings::from_env(), source, revision, progress)
-}
-
-/// As [`fetch_adapter`], with explicit settings.
-///
-/// # Errors
-/// As [`fetch_adapter`].
-pub fn fetch_adapter_with(
-    settings: &Settings,
-    source: &str,
-    revision: &str,
-    progress: bool,
-) -> Result<PathBuf, Error> {
-    if let Some(dir) = local(settings, source)? {
-        for file in ADAPTER {
-            if dir.join(file).is_file() {
-                continue;
-            }
-            if file == ADAPTER[1] && dir.join("adapter_model.bin").is_file() {
-                let place = dir.display().to_string();
-                return Err(Error::PickleOnly { place, file: "adapter_model.bin".into() });
-            }
-            let hint = match dir.join(CONFIG).is_file() {
-                true => "; it has config.json: a model, not an adapter",
-                false => "; an adapter's folder has one",
-            };
-            return Err(Error::NoLocalFile { dir, file, hint });
-        }
-        return Ok(dir);
-    }
-    from_hub(settings, source, revision, Kind::Adapter, progress).map(|found| found.dir)
-}
-
-/// The local folder of a source; `None` for a hub id.
-fn local(settings: &Settings, source: &str) -> Result<Option<PathBuf>, Error> {
-    let path = match (source.strip_prefix('~'), &settings.home) {
-        (Some(""), Some(home)) => home.clone(),
-        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(&rest[1..]),
-        _ => Path::new(source).to_path_buf(),
-    };
-    if path.is_dir() {
-        return Ok(Some(path));
-    }
-    if path.exists() {
-        return Err(Error::NotAFolder { path });
-    }
-    let slashes = source.bytes().filter(|&b| b == b'/').count();
-    let spelled_as_path =
-        source.starts_with(['.', '/', '~']) || source.ends_with('/') || source.contains('\\');
-    if spelled_as_path || slashes != 1 {
-        let hint = match slashes {
-            0 if !spelled_as_path => "; a hub id is OWNER/NAME",
-            _ => "",
-        };
-        return Err(Error::Missing { source_name: source.to_string(), hint });
-    }
-    Ok(None)
-}
-
-fn from_hub(
-    settings: &Settings,
-    source: &str,
-    revision: &str,
-    kind: Kind,
-    progress: bool,
-) -> Result<ModelDir, Error> {
-    let repository = Repository::parse(source, revision)?;
-    if !cfg!(feature = "hub") {
-        return Err(Error::WithoutHub { id: repository.id() });
-    }
-    let found =
-        |dir, commit, notes| ModelDir { dir, source: source.to_string(), revision: Some(commit), notes };
-    let cached = repository.cached(settings, kind);
-    if settings.offline {
-        return match cached {
-            Ok((dir, commit)) => Ok(found(dir, commit, Vec::new())),
-            Err(file) => Err(Error::NotCached {
-                id: repository.id(),
-                revision: revision.to_string(),
-                file,
-                cache: settings.cache.clone(),
-            }),
-        };
-    }
-    match (download(settings, &repository, kind, progress), cached) {
-        (Ok((dir, commit)), _) => Ok(found(dir, commit, Vec::new())),
-        (Err(e @ Error::Unreachable { .. }), Ok((dir, commit))) => {
-            let note = format!("{e}\nusing {source} from the cache, at commit {commit}");
-            Ok(found(dir, commit, vec![note]))
-        }
-        (Err(e), _) => Err(e),
-    }
-}
-
-#[cfg(feature = "hub")]
-use remote::download;
-
-#[cfg(not(feature = "hub"))]
-fn download(
-    _settings: &Settings,
-    repository: &Repository,
-    _kind: Kind,
-    _progress: bool,
-) -> Result<(PathBuf, String), Error> {
-    Err(Error::WithoutHub { id: repository.id() })
-}

@@ -1,28 +1,10 @@
 //! Uploads to the hub, through the `hf-hub` crate.
 
-use super::Error;
-use super::Settings;
+use super::error::Error;
 use super::files::Repository;
-#[cfg(feature = "hub")]
-use super::remote::Remote;
-use std::path::PathBuf;
-
-/// An upload as a single commit.
-#[derive(Clone, Debug)]
-pub struct Push {
-    /// `OWNER/NAME`; created if missing.
-    pub repository: String,
-    /// Branch; created if missing.
-    pub revision: String,
-    /// Whether to create the repository as private; an existing one keeps the current visibility.
-    pub private: bool,
-    /// Commit message.
-    pub message: String,
-    /// Names in the repository, and local paths.
-    pub files: Vec<(String, PathBuf)>,
-    /// Names and contents of generated files.
-    pub texts: Vec<(String, String)>,
-}
+use super::remote::upload;
+use super::request::Push;
+use super::settings::Settings;
 
 /// Validates the names of a repository and branch.
 ///
@@ -51,14 +33,4 @@ pub fn push_with(settings: &Settings, push: &Push) -> Result<String, Error> {
         return Err(Error::Push { id, message: message.into() });
     }
     upload(settings, &repository, push)
-}
-
-#[cfg(feature = "hub")]
-fn upload(settings: &Settings, repository: &Repository, push: &Push) -> Result<String, Error> {
-    Remote::connect(settings, repository)?.push(push)
-}
-
-#[cfg(not(feature = "hub"))]
-fn upload(_settings: &Settings, repository: &Repository, _push: &Push) -> Result<String, Error> {
-    Err(Error::WithoutHub { id: repository.id() })
 }

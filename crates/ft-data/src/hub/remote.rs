@@ -8,10 +8,11 @@ use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeMo
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
 
 use super::choose::choose;
-use super::datasets::Layout;
-use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
+use super::error::Error;
+use super::files::{Repository, TOKENIZER, is_commit, shards};
 use super::progress::Report;
-use super::{Error, Push, Settings, Want};
+use super::request::{Kind, Layout, Push, Want};
+use super::settings::Settings;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 use ft_base::terminal::tell;
 
@@ -76,7 +77,12 @@ pub(super) fn download_dataset(
     Ok((layout, files))
 }
 
-pub(super) struct Remote<'a> {
+/// Uploads files as a single commit; returns the URL of the repository.
+pub(super) fn upload(settings: &Settings, repository: &Repository, push: &Push) -> Result<String, Error> {
+    Remote::connect(settings, repository)?.push(push)
+}
+
+struct Remote<'a> {
     settings: &'a Settings,
     repository: &'a Repository,
     client: HFClientSync,
@@ -84,7 +90,7 @@ pub(super) struct Remote<'a> {
 }
 
 impl<'a> Remote<'a> {
-    pub(super) fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
+    fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
         let mut builder = HFClient::builder()
             .endpoint(&settings.endpoint)
             .cache_dir(&settings.cache)
@@ -197,7 +203,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Creates repository and branch if missing, and commits all files. Returns the URL.
-    pub(super) fn push(&self, push: &Push) -> Result<String, Error> {
+    fn push(&self, push: &Push) -> Result<String, Error> {
         let id = self.repository.id();
         let refused = |e| self.explain_push(e);
         self.client

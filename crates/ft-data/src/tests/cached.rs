@@ -1,7 +1,7 @@
 //! Token cache: results equal those without a cache, and entries become invalid when an input changes.
 
 use super::*;
-use crate::dataset::{Loader, kept_in};
+use crate::rows::dataset::{Loader, cached_rows_in};
 use ft_recipe::Recipe;
 use serde_json::json;
 
@@ -62,11 +62,11 @@ fn kept_tokens_make_the_data_that_reading_makes() {
             }
             let plain = seen(&loader(&off).load(part, 3).unwrap());
             assert_eq!(plain.2.drops.bad, 2);
-            let first = loader(&cfg).keeping(cache.path()).load(part, 3).unwrap();
+            let first = loader(&cfg).with_cache(cache.path()).load(part, 3).unwrap();
             assert_eq!(seen(&first), plain);
             assert_eq!(files_of(cache.path()).len(), 6, "two a source");
             // a cache hit: data files are not read, cache files not rewritten
-            let second = loader(&cfg).keeping(cache.path()).load(part, 3).unwrap();
+            let second = loader(&cfg).with_cache(cache.path()).load(part, 3).unwrap();
             assert_eq!(seen(&second), plain);
             // only the index is in memory, for all samples of a source and any part of them
             assert!(second.samples.resident() <= 40 * plain.2.rows_read as u64);
@@ -74,20 +74,20 @@ fn kept_tokens_make_the_data_that_reading_makes() {
             for threads in [1, 3] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let own = tempfile::tempdir().unwrap();
-                let made = pool.install(|| loader(&cfg).keeping(own.path()).load(part, 3).unwrap());
+                let made = pool.install(|| loader(&cfg).with_cache(own.path()).load(part, 3).unwrap());
                 assert_eq!(seen(&made), plain, "{threads} threads");
             }
         }
         // two bad rows were skipped: strict loading and checking must read the files
         let strict = ft_recipe::Data { on_bad_row: OnBadRow::Error, ..cfg.clone() };
         let stopped = |l: Loader<'_>| l.load(Part::Train, 3).unwrap_err().to_string();
-        let error = stopped(loader(&strict).keeping(cache.path()));
+        let error = stopped(loader(&strict).with_cache(cache.path()));
         assert!(error.contains("chat.jsonl:2"), "{error}");
         let strict_off = ft_recipe::Data { cache: false, ..strict.clone() };
         assert_eq!(error, stopped(loader(&strict_off)));
         let check = Dataset::check(Part::Train, &off, &resolve, Some(&t), 285, 3, 9);
-        let mut again = loader(&cfg).keeping(cache.path());
-        again.listing(9);
+        let mut again = loader(&cfg).with_cache(cache.path());
+        again.collect_problems(9);
         let again = again.check(Part::Train, 3);
         let text = |c: &Checked| c.problems.iter().map(|p| p.to_string()).collect::<Vec<_>>();
         assert_eq!((text(&again).len(), text(&again)), (2, text(&check)));
@@ -102,7 +102,8 @@ fn damage_is_told_and_made_anew() {
     let resolve = |s: &str| files.0.path().join(s);
     let cfg = of(&[source("a.jsonl", Format::Tokens)], &data(64));
     let cache = tempfile::tempdir().unwrap();
-    let load = || Loader::new(&cfg, &resolve, None, 285).keeping(cache.path()).load(Part::Train, 0).unwrap();
+    let load =
+        || Loader::new(&cfg, &resolve, None, 285).with_cache(cache.path()).load(Part::Train, 0).unwrap();
     let plain = seen(&load());
     let whole: Vec<Vec<u8>> = files_of(cache.path()).iter().map(|f| std::fs::read(f).unwrap()).collect();
     for (i, file) in files_of(cache.path()).into_iter().enumerate() {
@@ -146,7 +147,7 @@ fn places_have_the_names_that_the_files_have_now() {
     let load = |dir: &Path| {
         let resolve = |s: &str| dir.join(s);
         let t = tiny();
-        Loader::new(&cfg, &resolve, Some(&t), 285).keeping(cache.path()).load(Part::Train, 0).unwrap()
+        Loader::new(&cfg, &resolve, Some(&t), 285).with_cache(cache.path()).load(Part::Train, 0).unwrap()
     };
     let first = load(files.0.path());
     let other = world();
@@ -166,7 +167,7 @@ fn a_folder_that_cannot_be_written_leaves_the_tokens_in_memory() {
     let resolve = |s: &str| files.0.path().join(s);
     let cfg = of(&[source("a.jsonl", Format::Tokens)], &data(64));
     let load =
-        |cache: &Path| Loader::new(&cfg, &resolve, None, 285).keeping(cache).load(Part::Train, 0).unwrap();
+        |cache: &Path| Loader::new(&cfg, &resolve, None, 285).with_cache(cache).load(Part::Train, 0).unwrap();
     let d = load(Path::new("/dev/null"));
     let tokens: usize = all(&d).iter().map(|e| e.ids.len()).sum();
     assert!(d.samples.resident() >= 4 * tokens as u64);
@@ -185,7 +186,7 @@ fn plan_recipe(dir: &Path, set: &[&str]) -> anyhow::Result<Recipe> {
 
 fn load(r: &Recipe, cache: &Path) -> anyhow::Result<Dataset> {
     let resolve = |s: &str| r.resolve(s);
-    Ok(Loader::new(&r.data, &resolve, None, 64).keeping(cache).load(Part::Train, r.run.seed)?)
+    Ok(Loader::new(&r.data, &resolve, None, 64).with_cache(cache).load(Part::Train, r.run.seed)?)
 }
 
 #[test]
@@ -204,14 +205,14 @@ fn a_plan_knows_the_rows_that_the_data_makes() -> anyhow::Result<()> {
         &["data.max_length=40"],
     ] {
         let r = plan_recipe(dir, set)?;
-        let (samples, rows) = kept_in(cache.path(), &r, None, 64, Part::Train).expect("kept");
+        let (samples, rows) = cached_rows_in(cache.path(), &r, None, 64, Part::Train).expect("kept");
         let own = tempfile::tempdir()?;
         let d = load(&r, own.path())?;
         assert_eq!((lists(&rows), samples.len()), (lists(&d.rows), d.samples.len()), "{set:?}");
     }
     // 20 cuts some rows, so the entry for 64 does not apply
     let short = plan_recipe(dir, &["data.max_length=20"])?;
-    let found = |r: &Recipe| kept_in(cache.path(), r, None, 64, Part::Train).is_some();
+    let found = |r: &Recipe| cached_rows_in(cache.path(), r, None, 64, Part::Train).is_some();
     assert!(!found(&short));
     load(&short, cache.path())?;
     assert!(found(&short));
@@ -228,7 +229,7 @@ fn what_changes_the_tokens_ends_them() -> anyhow::Result<()> {
     let r = plan_recipe(dir, &[])?;
     load(&r, cache.path())?;
     let found = |r: &Recipe, model: Option<&Path>, vocab| {
-        kept_in(cache.path(), r, model, vocab, Part::Train).is_some()
+        cached_rows_in(cache.path(), r, model, vocab, Part::Train).is_some()
     };
     assert!(found(&r, None, 64));
     assert!(!found(&r, None, 65), "another vocabulary");
@@ -257,7 +258,7 @@ fn what_changes_the_tokens_ends_them() -> anyhow::Result<()> {
     let text = plan_recipe(dir, &["data.train.0.source=t.jsonl", "data.train.0.format=text"])?;
     let t = Tokenizer::load(model.path(), None)?.expect("a tokenizer");
     let resolve = |s: &str| text.resolve(s);
-    Loader::new(&text.data, &resolve, Some(&t), 64 + 300).keeping(cache.path()).load(Part::Train, 0)?;
+    Loader::new(&text.data, &resolve, Some(&t), 64 + 300).with_cache(cache.path()).load(Part::Train, 0)?;
     assert!(found(&text, Some(model.path()), 364));
     assert!(!found(&text, None, 364), "without a model nobody knows its tokenizer");
     std::fs::write(model.path().join("chat_template.jinja"), "{{ messages }}")?;

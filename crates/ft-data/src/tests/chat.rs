@@ -1,8 +1,8 @@
 //! Chat templates and masks, compared with Jinja.
 
 use super::*;
-use crate::format::{Sample, Shape};
-use crate::notes::Note;
+use crate::shape::notes::Note;
+use crate::shape::{sample::Sample, schema::Schema};
 use ft_base::error::Failure;
 use serde_json::{Map, Value, json};
 
@@ -30,7 +30,7 @@ fn read_with(
 ) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = ft_recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
-    let Sample::Chat(chat) = Shape::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
+    let Sample::Chat(chat) = Schema::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
         panic!()
     };
     let (text, spans) = t.conversation(&chat, vars, true, &mut notes)?;

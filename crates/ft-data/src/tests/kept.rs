@@ -2,7 +2,7 @@
 
 use super::chat::{read, with_template};
 use super::*;
-use crate::notes::Note;
+use crate::shape::notes::Note;
 use serde_json::{Map, Value, json};
 
 /// The published templates with required variables.
@@ -390,7 +390,7 @@ fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too
 
 #[test]
 fn a_token_that_reaches_over_an_edge_is_not_supervised_and_told() {
-    use crate::{encode::mask, markers::cuts, tokenizer::Encoded};
+    use crate::tokenize::{encode::mask, markers::cuts, tokenizer::Encoded};
     let offsets = vec![(0, 3), (3, 6), (6, 8), (8, 12)];
     let tokens = Encoded { ids: vec![1, 2, 3, 4], offsets, total: 4, more_within: false };
     for (span, supervised, cut) in [

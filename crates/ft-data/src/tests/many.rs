@@ -1,7 +1,7 @@
 //! Datasets beyond the in-memory limits for samples and permutations.
 
 use super::*;
-use crate::dataset::Loader;
+use crate::rows::dataset::Loader;
 use std::collections::BTreeMap;
 
 /// `n` rows of tokens; the first two tokens encode the row number.
@@ -43,7 +43,7 @@ impl Made {
 fn made(files: &Files, cfg: &ft_recipe::Data, cache: &Path, few: usize, held: usize) -> Made {
     let resolve = |s: &str| files.0.path().join(s);
     let load = |part| {
-        Loader::new(cfg, &resolve, None, 4096).keeping(cache).holding(few, held).load(part, 3).unwrap()
+        Loader::new(cfg, &resolve, None, 4096).with_cache(cache).with_limits(few, held).load(part, 3).unwrap()
     };
     Made { train: load(Part::Train), eval: (cfg.eval_share > 0.0).then(|| load(Part::Eval)) }
 }

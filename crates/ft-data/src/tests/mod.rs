@@ -3,6 +3,8 @@
 mod broken;
 mod cached;
 pub(super) mod chat;
+mod digest;
+mod hub;
 mod kept;
 mod many;
 mod properties;

@@ -26,7 +26,7 @@ fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
 fn dataset(lengths: &[usize], rows: Vec<Vec<usize>>) -> Dataset {
     let example = |(i, n): (usize, &usize)| Example {
         ids: (0..*n as u32).map(|k| i as u32 * 1000 + k).collect(),
-        labels: (0..*n).map(|k| if k % 3 == 0 { UNSUPERVISED } else { (i * 1000 + k) as i32 }).collect(),
+        labels: (0..*n).map(|k| if k % 3 == 0 { IGNORE_INDEX } else { (i * 1000 + k) as i32 }).collect(),
         source: 0,
         line: i + 1,
     };
@@ -81,9 +81,9 @@ proptest! {
             Ok(())
         };
         if ordered {
-            pack::in_order(items.into_iter().map(Ok), 50, &mut each).unwrap();
+            crate::rows::pack::in_order(items.into_iter().map(Ok), 50, &mut each).unwrap();
         } else {
-            pack::best_fit(&items, 50, order_of(seed), &mut each).unwrap();
+            crate::rows::pack::best_fit(&items, 50, order_of(seed), &mut each).unwrap();
         }
         let mut all: Vec<usize> = rows.iter().flatten().copied().collect();
         prop_assert!(rows.iter().all(|r| !r.is_empty() && r.iter().map(|i| lengths[*i]).sum::<usize>() <= 50));
@@ -146,7 +146,7 @@ proptest! {
             prop_assert_eq!(&m.ids[at..at + doc], &e.ids[..]);
             for k in 0..*doc {
                 prop_assert_eq!(m.positions[at + k] as usize, k);
-                if k + 1 < *doc && e.labels[k + 1] != UNSUPERVISED {
+                if k + 1 < *doc && e.labels[k + 1] != IGNORE_INDEX {
                     targets.push(((at + k) as u32, e.labels[k + 1] as u32));
                 }
             }
@@ -183,7 +183,7 @@ fn packing_a_million_samples_is_dense() {
         rows += 1;
         Ok(())
     };
-    pack::best_fit(&items(&lengths), 2048, order_of(1), &mut each).unwrap();
+    crate::rows::pack::best_fit(&items(&lengths), 2048, order_of(1), &mut each).unwrap();
     let fill = lengths.iter().sum::<usize>() as f64 / (rows * 2048) as f64;
     assert!(fill > 0.97, "{fill}");
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 /// The supervised text of a sample.
 pub(super) fn supervised(e: &Example) -> String {
     let ids: Vec<u32> =
-        e.ids.iter().zip(&e.labels).filter(|(_, l)| **l != UNSUPERVISED).map(|(i, _)| *i).collect();
+        e.ids.iter().zip(&e.labels).filter(|(_, l)| **l != IGNORE_INDEX).map(|(i, _)| *i).collect();
     tiny().decode(&ids).unwrap()
 }
 
@@ -64,7 +64,7 @@ fn what_each_format_supervises() {
         let e = one(row, s, &cfg).unwrap();
         assert_eq!(t.decode(&e.ids).unwrap(), text);
         assert_eq!(supervised(&e), trained);
-        assert!(e.ids.iter().zip(&e.labels).all(|(i, l)| *l == UNSUPERVISED || *l == *i as i32));
+        assert!(e.ids.iter().zip(&e.labels).all(|(i, l)| *l == IGNORE_INDEX || *l == *i as i32));
     }
 }
 
@@ -269,11 +269,11 @@ fn shown_rows_mark_what_is_supervised() {
         .load(&[source("a.jsonl", Format::Completion)], &ft_recipe::Data { pack: true, ..data(40) })
         .unwrap();
     let mut out = Vec::new();
-    crate::show::rows(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
+    crate::rows::show::rows(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     // escape codes come only from ft, and match the marks
     let mut colored = Vec::new();
-    crate::show::rows(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
+    crate::rows::show::rows(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
     let colored = String::from_utf8(colored).unwrap();
     let green = colored.lines().filter(|l| l.contains("> \u{1b}[32m") && l.ends_with("\u{1b}[0m")).count();
     assert_eq!(

@@ -1,8 +1,8 @@
 //! Tables written by other programs (`tests/fixtures/make_tables.py`), and broken tables.
 
-use super::super::format::Shape;
-use super::super::reader::Rows;
 use super::*;
+use crate::read::reader::Rows;
+use crate::shape::schema::Schema;
 use ft_base::error::Failure;
 
 /// Ids and labels of rows.
@@ -155,7 +155,7 @@ fn broken_tables_say_where() {
 fn rows_of_tables_stand_where_they_begin() {
     let lines = |text: &str| {
         let files = Files::new(&[("a.csv", text)]);
-        let table = Rows::open(&files.0.path().join("a.csv"), &Shape::of_any()).unwrap();
+        let table = Rows::open(&files.0.path().join("a.csv"), &Schema::of_any()).unwrap();
         table.map(|r| r.unwrap().line).collect::<Vec<_>>()
     };
     let rows = "text,id|a,1|\"b||b\",2|||c,3|  ,4|\"|d\",5||\"e\",6|f,7";

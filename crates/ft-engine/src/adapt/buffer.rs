@@ -1,8 +1,8 @@
 //! Sharded flat buffers: ranges held by a rank, and full buffers that exist during a visit.
 
 use super::params::Allocate;
-use crate::comm::{At, Comm};
 use crate::model::sink::Slot;
+use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::crossing::{self, Arrival, Locked};
 use ft_kernels::tensor::Real;
@@ -159,7 +159,7 @@ impl Buffer {
         occupy(&self.whole)?;
         if shard.is_split() {
             let parts = shard.parts(self.whole.elem_count());
-            return comm.gather(at, self.held.values.clone(), &parts, &self.whole);
+            return comm.all_gather(at, self.held.values.clone(), &parts, &self.whole);
         }
         Ok(crossing::send(self.held.values.real()?, self.whole.real()?)?)
     }

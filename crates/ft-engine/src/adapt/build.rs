@@ -5,10 +5,10 @@ use super::loader::Loader;
 use super::params::{Allocate, Params};
 use super::selection::{Choice, Selection};
 use super::{Error, Trained};
-use crate::base::{Base, FourBit};
-use crate::comm::{self, Comm, Threads};
+use crate::load::{Base, FourBit};
 use crate::model::Decoder;
 use crate::model::modules::{Kind, Module};
+use crate::ranks::{self, Comm, Threads};
 use candle_core::{DType, Device};
 use ft_kernels::tensor::Real;
 
@@ -39,7 +39,7 @@ impl<'a> Build<'a> {
             seed: 0,
             allocate: Allocate::default(),
             comm: None,
-            alone: comm::alone(),
+            alone: ranks::alone(),
             shown: None,
         }
     }
@@ -142,12 +142,12 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
                 "its weight is 4-bit, and rows of it cannot train\n  hint: model.source with its original weights",
             );
         }
-        made |= how == Some(FourBit::Made);
+        made |= how == Some(FourBit::Quantized);
         if how.is_some() && !matches!(m.kind, Kind::Linear { .. }) {
             return fail("not built yet: a 4-bit weight of anything but a linear");
         }
     }
-    if base.makes_nf4() && !made {
+    if base.quantizes() && !made {
         let why =
             "nothing is left to quantize: every linear of the decoder trains in full\n  hint: leave it out";
         return Err(Error::FourBit { module: "model.quantize = \"nf4\"".into(), why: why.into() });

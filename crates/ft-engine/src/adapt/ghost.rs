@@ -3,9 +3,9 @@
 use super::selection::Choice;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
-use crate::model::rows::Rows;
 use crate::model::sink::Slot;
 use crate::quant;
 use candle_core::{DType, Shape};
@@ -23,7 +23,7 @@ const BUFFER: usize = 1 << 60;
 /// Whether `quantize` makes a module's weight 4-bit: decoder linears, except routers and weights trained in
 /// full.
 pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
-    quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
+    quantize == Quantize::Nf4 && quant::applies_to(m) && !matches!(choice, Choice::Full { .. })
 }
 
 /// Whether a frozen matrix stays in the checkpoint's half precision while the model computes in f32

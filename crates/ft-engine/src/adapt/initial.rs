@@ -7,7 +7,7 @@
 
 use super::selection::{Choice, Part, Selection};
 use super::{Error, Params, Trained, peft};
-use crate::base::{Factors, Initials};
+use crate::load::{Factors, Initials};
 use crate::model::modules::{Group, Kind, Module};
 use crate::quant;
 use candle_core::Tensor;
@@ -43,7 +43,9 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
 /// Whether `lora.init` initializes a module's LoRA from the base weight.
 pub fn begins(recipe: &Recipe, m: &Module) -> bool {
     let how = recipe.lora.init.decomposition();
-    how.is_some_and(|how| matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::takes(m)))
+    how.is_some_and(|how| {
+        matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::applies_to(m))
+    })
 }
 
 /// One-line description of a base-derived `lora.init`.
@@ -95,7 +97,7 @@ impl Params {
             Part::B => 1,
             _ => return None,
         };
-        Some((self.initials.as_ref()?.taken(&t.module)?, dim))
+        Some((self.initials.as_ref()?.subtracted(&t.module)?, dim))
     }
 
     /// Converts a trained tensor for the original base: appends the initial factors to `value`.

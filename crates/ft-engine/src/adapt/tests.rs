@@ -330,7 +330,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
     let dir = tempfile::tempdir().expect("a folder");
     std::fs::write(dir.path().join("adapter_config.json"), text).expect("written");
     let e = PeftConfig::load(dir.path()).expect_err("a key stands twice").to_string();
-    assert!(e.contains("adapter_config.json: r: the key stands twice") && e.contains("line 2"), "{e}");
+    assert!(e.contains("adapter_config.json: the key \"r\" is there twice") && e.contains("line 2"), "{e}");
 }
 
 /// The first matching pattern wins, whether a full name or a regular expression.

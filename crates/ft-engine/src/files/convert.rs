@@ -3,12 +3,13 @@
 //! Only the result is held in memory as a whole: pieces are read, converted and discarded. Narrowing
 //! rounds to nearest, ties to even, like `Tensor::to_dtype`.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::Error;
+use std::convert::identity;
 use std::ops::{BitOr, Range};
 use std::path::Path;
 
@@ -19,7 +20,7 @@ const PIECE: usize = 1 << 20;
 pub type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
 
 /// A number with its little-endian encoding in safetensors.
-trait Stored: Copy + Send + Sync {
+trait Stored: Copy + Default + Send + Sync {
     const BYTES: usize;
     /// Type of the finiteness flag; flags of several values are combined by bitwise or.
     type Over: Copy + Default + BitOr<Output = Self::Over>;
@@ -63,6 +64,33 @@ stored! {
     f64, u64, |x| 0x7fef_ffff_ffff_ffff_u64.wrapping_sub(x.to_bits() & 0x7fff_ffff_ffff_ffff);
 }
 
+/// Target of a conversion. Widening to f32 or f64 is exact; narrowing rounds once.
+trait Float: Stored + WithDType {
+    fn of_f32(x: f32) -> Self;
+    fn of_f64(x: f64) -> Self;
+}
+
+macro_rules! float {
+    ($($t:ty, $from_f32:expr, $from_f64:expr;)*) => {$(
+        impl Float for $t {
+            #[inline(always)]
+            fn of_f32(x: f32) -> Self {
+                ($from_f32)(x)
+            }
+            #[inline(always)]
+            fn of_f64(x: f64) -> Self {
+                ($from_f64)(x)
+            }
+        }
+    )*};
+}
+float! {
+    f16, f16::from_f32, f16::from_f64;
+    bf16, bf16::from_f32, bf16::from_f64;
+    f32, identity, |x| x as f32;
+    f64, f64::from, identity;
+}
+
 /// Builds a flat tensor of `dtype` from a range of elements of a tensor stored as `from` in the file
 /// `path`. `fetch(offset, buffer)` reads by byte offset within the tensor.
 ///
@@ -79,61 +107,16 @@ pub fn tensor(
     fetch: &Fetch,
 ) -> Result<Tensor, Error> {
     let load = Load { path, name, shape, elements, device, fetch };
-    // Widening to f32 or f64 is exact; narrowing rounds once.
-    macro_rules! convert {
-        (f32, f32, $x:expr) => {
-            $x
-        };
-        (f64, f64, $x:expr) => {
-            $x
-        };
-        (f16, f16, $x:expr) => {
-            $x
-        };
-        (bf16, bf16, $x:expr) => {
-            $x
-        };
-        (f32, f64, $x:expr) => {
-            f64::from($x)
-        };
-        (f64, f32, $x:expr) => {
-            $x as f32
-        };
-        (f32, $d:ident, $x:expr) => {
-            $d::from_f32($x)
-        };
-        (f64, $d:ident, $x:expr) => {
-            $d::from_f64($x)
-        };
-        ($s:ident, f32, $x:expr) => {
-            $x.to_f32()
-        };
-        ($s:ident, f64, $x:expr) => {
-            $x.to_f64()
-        };
-        ($s:ident, $d:ident, $x:expr) => {
-            $d::from_f32($x.to_f32())
-        };
-    }
-    macro_rules! to {
-        ($s:ident) => {
-            match dtype {
-                DType::F32 => load.run::<$s, f32>(0.0, |x| convert!($s, f32, x)),
-                DType::BF16 => load.run::<$s, bf16>(bf16::ZERO, |x| convert!($s, bf16, x)),
-                DType::F16 => load.run::<$s, f16>(f16::ZERO, |x| convert!($s, f16, x)),
-                DType::F64 => load.run::<$s, f64>(0.0, |x| convert!($s, f64, x)),
-                _ => Err(load.refuse(from, dtype)),
-            }
-        };
-    }
     match (from, dtype) {
-        (Dtype::F32, _) => to!(f32),
-        (Dtype::BF16, _) => to!(bf16),
-        (Dtype::F16, _) => to!(f16),
-        (Dtype::F64, _) => to!(f64),
-        (Dtype::U8, DType::U8) => load.run::<u8, u8>(0, |x| x),
-        (Dtype::U32, DType::U32) => load.run::<u32, u32>(0, |x| x),
-        (Dtype::I64, DType::I64) => load.run::<i64, i64>(0, |x| x),
+        (Dtype::BF16, DType::BF16) => load.run::<bf16, bf16>(|x| x),
+        (Dtype::F16, DType::F16) => load.run::<f16, f16>(|x| x),
+        (Dtype::U8, DType::U8) => load.run::<u8, u8>(|x| x),
+        (Dtype::U32, DType::U32) => load.run::<u32, u32>(|x| x),
+        (Dtype::I64, DType::I64) => load.run::<i64, i64>(|x| x),
+        (_, DType::F32) => load.run_to::<f32>(from),
+        (_, DType::BF16) => load.run_to::<bf16>(from),
+        (_, DType::F16) => load.run_to::<f16>(from),
+        (_, DType::F64) => load.run_to::<f64>(from),
         _ => Err(load.refuse(from, dtype)),
     }
 }
@@ -163,14 +146,24 @@ impl Load<'_> {
         Error::NotFinite { path: self.path.to_path_buf(), name: self.name.to_string(), dtype, at }
     }
 
-    fn run<S: Stored, D: candle_core::WithDType + Stored>(
+    /// Converts from any floating-point type.
+    fn run_to<D: Float>(&self, from: Dtype) -> Result<Tensor, Error> {
+        match from {
+            Dtype::F32 => self.run(D::of_f32),
+            Dtype::BF16 => self.run(|x: bf16| D::of_f32(x.to_f32())),
+            Dtype::F16 => self.run(|x: f16| D::of_f32(x.to_f32())),
+            Dtype::F64 => self.run(D::of_f64),
+            _ => Err(self.refuse(from, D::DTYPE)),
+        }
+    }
+
+    fn run<S: Stored, D: WithDType + Stored>(
         &self,
-        zero: D,
         convert: impl Fn(S) -> D + Sync,
     ) -> Result<Tensor, Error> {
         // The header check bounds the count by the file size.
         let (first, count) = (self.elements.start, self.elements.len());
-        let mut out = vec![zero; count];
+        let mut out = vec![D::default(); count];
         out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
             Vec::new,
             |bytes: &mut Vec<u8>, (piece, out)| {

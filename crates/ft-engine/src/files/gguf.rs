@@ -6,9 +6,9 @@
 //! name, dimensions (fastest first), type and offset; then the data, with every tensor aligned to 32 bytes.
 
 use super::Error;
-use super::write::{Entry, check_names, write_tensor};
+use super::write::{Entry, check_space, entries_of, write_tensor};
 use candle_core::{DType, Tensor};
-use ft_base::store::{AtomicFile, free_bytes};
+use ft_base::store::{Pending, folder_of};
 use std::path::Path;
 
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -55,35 +55,26 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
 
 impl GgufValue {
     fn put(&self, out: &mut Vec<u8>) {
-        let kind = |out: &mut Vec<u8>, k: u32| out.extend(k.to_le_bytes());
-        let array = |out: &mut Vec<u8>, k: u32, n: usize| {
-            kind(out, kind::ARRAY);
-            kind(out, k);
-            out.extend((n as u64).to_le_bytes());
-        };
+        let mut kind = |k: u32| out.extend(k.to_le_bytes());
         match self {
-            Self::U32(x) => {
-                kind(out, kind::U32);
-                out.extend(x.to_le_bytes());
-            }
-            Self::F32(x) => {
-                kind(out, kind::F32);
-                out.extend(x.to_le_bytes());
-            }
-            Self::Bool(x) => {
-                kind(out, kind::BOOL);
-                out.push(u8::from(*x));
-            }
-            Self::Text(x) => {
-                kind(out, kind::TEXT);
-                put_text(out, x);
-            }
+            Self::U32(_) => kind(kind::U32),
+            Self::F32(_) => kind(kind::F32),
+            Self::Bool(_) => kind(kind::BOOL),
+            Self::Text(_) => kind(kind::TEXT),
+            Self::I32s(_) => [kind::ARRAY, kind::I32].into_iter().for_each(kind),
+            Self::Texts(_) => [kind::ARRAY, kind::TEXT].into_iter().for_each(kind),
+        }
+        match self {
+            Self::U32(x) => out.extend(x.to_le_bytes()),
+            Self::F32(x) => out.extend(x.to_le_bytes()),
+            Self::Bool(x) => out.push(u8::from(*x)),
+            Self::Text(x) => put_text(out, x),
             Self::I32s(all) => {
-                array(out, kind::I32, all.len());
+                out.extend((all.len() as u64).to_le_bytes());
                 all.iter().for_each(|x| out.extend(x.to_le_bytes()));
             }
             Self::Texts(all) => {
-                array(out, kind::TEXT, all.len());
+                out.extend((all.len() as u64).to_le_bytes());
                 all.iter().for_each(|x| put_text(out, x));
             }
         }
@@ -103,11 +94,7 @@ pub fn write_gguf(
     entries: &[(String, DType, Vec<usize>)],
     mut get: impl FnMut(&str) -> Result<Tensor, ft_base::Error>,
 ) -> Result<(), ft_base::Error> {
-    let entries = entries
-        .iter()
-        .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
-        .collect::<Result<Vec<_>, _>>()?;
-    check_names(path, &entries)?;
+    let entries = entries_of(path, entries.iter().map(|(name, dtype, shape)| (name, *dtype, &shape[..])))?;
     let mut header = MAGIC.to_vec();
     header.extend(VERSION.to_le_bytes());
     header.extend((entries.len() as u64).to_le_bytes());
@@ -127,12 +114,8 @@ pub fn write_gguf(
     }
     header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
     let needed = header.len() as u64 + at;
-    if let Some(free) = free_bytes(ft_base::store::folder_of(path))
-        && needed > free
-    {
-        return Err(Error::DiskFull { path: path.to_path_buf(), needed, free }.into());
-    }
-    let mut pending = AtomicFile::create(path, Some(needed))?;
+    check_space(path, folder_of(path), needed)?;
+    let mut pending = Pending::create(path, Some(needed))?;
     pending.write(&header)?;
     for e in &entries {
         write_tensor(&mut pending, e, &get(&e.name)?)?;

@@ -45,6 +45,15 @@ impl TensorInfo {
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
+
+    fn check_range(&self, name: &str, r: &Range<usize>, count: usize) -> Result<(), Error> {
+        if r.start <= r.end && r.end <= count { Ok(()) } else { Err(self.outside(name, r.start, r.end)) }
+    }
+
+    /// The error for a range outside of the tensor `name`.
+    fn outside(&self, name: &str, start: usize, end: usize) -> Error {
+        Error::Rows { name: name.to_string(), start, end, shape: self.shape.clone() }
+    }
 }
 
 /// Open safetensors files with validated headers. Tensors are read on demand.
@@ -199,13 +208,7 @@ impl TensorFiles {
             let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
             let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= whole.elements());
             let (Some(end), 0) = (end, bits % 8) else {
-                let shape = whole.shape.clone();
-                return Err(Error::Rows {
-                    name: name.to_string(),
-                    start,
-                    end: end.unwrap_or(usize::MAX),
-                    shape,
-                });
+                return Err(whole.outside(name, start, end.unwrap_or(usize::MAX)));
             };
             let at = |element: usize| whole.place.start + (element * (bits / 8)) as u64;
             cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
@@ -297,12 +300,7 @@ impl TensorFiles {
     /// [`Error::Rows`] for rows out of range, and for a scalar; otherwise as [`TensorFiles::read`].
     pub fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<u8>, Error> {
         let info = self.get(name)?;
-        let outside = || Error::Rows {
-            name: name.to_string(),
-            start: rows.start,
-            end: rows.end,
-            shape: info.shape.clone(),
-        };
+        let outside = || info.outside(name, rows.start, rows.end);
         let (&count, row_shape) = info.shape.split_first().ok_or_else(outside)?;
         if rows.start > rows.end || rows.end > count {
             return Err(outside());
@@ -343,7 +341,7 @@ impl TensorFiles {
         device: &Device,
     ) -> Result<Tensor, Error> {
         let info = self.get(name)?;
-        self.check_range(name, &elements, info.elements(), info)?;
+        info.check_range(name, &elements, info.elements())?;
         let path = &self.files[info.file].0;
         convert::tensor(path, name, info.dtype, (&info.shape, elements), dtype, device, &|offset, buffer| {
             self.fill(name, info, offset, buffer)
@@ -356,22 +354,8 @@ impl TensorFiles {
     /// [`Error::Rows`] for bytes out of range; otherwise as [`TensorFiles::read`].
     pub fn read_part(&self, name: &str, bytes: Range<usize>) -> Result<Vec<u8>, Error> {
         let info = self.get(name)?;
-        self.check_range(name, &bytes, info.bytes() as usize, info)?;
+        info.check_range(name, &bytes, info.bytes() as usize)?;
         self.bytes(name, info, bytes.start as u64..bytes.end as u64)
-    }
-
-    fn check_range(
-        &self,
-        name: &str,
-        r: &Range<usize>,
-        count: usize,
-        info: &TensorInfo,
-    ) -> Result<(), Error> {
-        if r.start <= r.end && r.end <= count {
-            return Ok(());
-        }
-        let shape = info.shape.clone();
-        Err(Error::Rows { name: name.to_string(), start: r.start, end: r.end, shape })
     }
 
     /// Path of the file with a tensor, if present.

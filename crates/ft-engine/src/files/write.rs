@@ -23,11 +23,7 @@ use ft_kernels::to_host;
 /// [`Error::Write`] with the path and the bytes needed; [`Error::Twice`] for a duplicate name.
 pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<(), Error> {
     let by_name: BTreeMap<&str, &Tensor> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
-    let entries = tensors
-        .iter()
-        .map(|(name, t)| Entry::new(name, t.dtype(), t.dims()))
-        .collect::<Result<Vec<_>, _>>()?;
-    check_names(path, &entries)?;
+    let entries = entries_of(path, tensors.iter().map(|(name, t)| (name, t.dtype(), t.dims())))?;
     let plan = Plan::new(entries, metadata);
     let mut pending = AtomicFile::create(path, Some(plan.bytes()))?;
     pending.write(&plan.header)?;
@@ -57,23 +53,13 @@ pub fn write_sharded(
     max_shard_bytes: u64,
     mut get: impl FnMut(&str) -> Result<Tensor, ft_base::Error>,
 ) -> Result<Vec<PathBuf>, ft_base::Error> {
-    let mut all = entries
-        .iter()
-        .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
-        .collect::<Result<Vec<_>, _>>()?;
-    check_names(dir, &all)?;
+    let mut all = entries_of(dir, entries.iter().map(|(name, dtype, shape)| (name, *dtype, &shape[..])))?;
     all.sort_by(|a, b| a.name.cmp(&b.name));
     let total: u64 = all.iter().map(|e| e.bytes).sum();
     let shards: Vec<Plan> =
         split(all, max_shard_bytes).into_iter().map(|s| Plan::new(s, &[("format", "pt")])).collect();
 
-    let needed: u64 = shards.iter().map(Plan::bytes).sum();
-    if let Some(free) = free_bytes(dir)
-        && needed > free
-    {
-        return Err(Error::DiskFull { path: dir.to_path_buf(), needed, free }.into());
-    }
-
+    check_space(dir, dir, shards.iter().map(Plan::bytes).sum())?;
     // All shards are complete under temporary names before the first is renamed.
     let mut pendings = Vec::with_capacity(shards.len());
     let mut paths = Vec::with_capacity(shards.len() + 1);
@@ -95,26 +81,28 @@ pub fn write_sharded(
         paths.push(path);
     }
 
-    let index_path = dir.join(format!("{stem}.safetensors.index.json"));
-    remove_if_there(&index_path)?;
-    let single = dir.join(format!("{stem}.safetensors"));
+    let index = dir.join(format!("{stem}.safetensors.index.json"));
+    remove_if_there(&index)?;
     if shards.len() > 1 {
         // Readers prefer a single file, so an old one would hide the new shards.
-        remove_if_there(&single)?;
+        remove_if_there(&dir.join(format!("{stem}.safetensors")))?;
     }
     sync_folder(dir)?;
-    for pending in pendings {
-        pending.commit()?;
-    }
+    pendings.into_iter().try_for_each(Pending::commit)?;
     if shards.len() > 1 {
-        let json = serde_json::json!({
-            "metadata": { "total_size": total },
-            "weight_map": weight_map,
-        });
-        ft_base::store::write_atomic(&index_path, format!("{json:#}\n").as_bytes())?;
-        paths.push(index_path);
+        let json = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        ft_base::store::write_atomic(&index, format!("{json:#}\n").as_bytes())?;
+        paths.push(index);
     }
     Ok(paths)
+}
+
+/// Refuses a write of `needed` bytes to `dir` if the disk has less; `path` is named in the error.
+pub(super) fn check_space(path: &Path, dir: &Path, needed: u64) -> Result<(), Error> {
+    match free_bytes(dir) {
+        Some(free) if needed > free => Err(Error::DiskFull { path: path.to_path_buf(), needed, free }),
+        _ => Ok(()),
+    }
 }
 
 /// A tensor to be written.
@@ -136,13 +124,7 @@ impl Entry {
             DType::BF16 => safetensors::Dtype::BF16,
             DType::F32 => safetensors::Dtype::F32,
             DType::F64 => safetensors::Dtype::F64,
-            other => {
-                return Err(Error::Convert {
-                    name: name.to_string(),
-                    from: other.as_str().to_uppercase(),
-                    to: "a safetensors format".to_string(),
-                });
-            }
+            other => return Err(no_format(name, other)),
         };
         let bytes = shape.iter().product::<usize>() as u64 * (format.bitsize() / 8) as u64;
         Ok(Entry { name: name.to_string(), dtype, format, shape: shape.to_vec(), bytes })
@@ -205,11 +187,18 @@ fn split(entries: Vec<Entry>, max_bytes: u64) -> Vec<Vec<Entry>> {
     shards
 }
 
-pub(super) fn check_names(path: &Path, entries: &[Entry]) -> Result<(), Error> {
+/// Entries of a file from name, dtype and shape; refuses duplicate names.
+pub(super) fn entries_of<'a>(
+    path: &Path,
+    tensors: impl Iterator<Item = (&'a String, DType, &'a [usize])>,
+) -> Result<Vec<Entry>, Error> {
+    let entries =
+        tensors.map(|(n, dtype, shape)| Entry::new(n, dtype, shape)).collect::<Result<Vec<_>, _>>()?;
     let mut seen = BTreeSet::from(["__metadata__"]);
-    match entries.iter().find(|e| !seen.insert(e.name.as_str())) {
-        None => Ok(()),
-        Some(e) => Err(Error::Twice { path: path.to_path_buf(), name: e.name.clone() }),
+    let twice = entries.iter().find(|e| !seen.insert(e.name.as_str())).map(|e| e.name.clone());
+    match twice {
+        None => Ok(entries),
+        Some(name) => Err(Error::Twice { path: path.to_path_buf(), name }),
     }
 }
 
@@ -222,6 +211,12 @@ pub(super) fn write_tensor(pending: &mut AtomicFile, entry: &Entry, tensor: &Ten
         });
     }
     stream(&entry.name, tensor, &mut |bytes| pending.write(bytes))
+}
+
+/// The error for a dtype unknown to safetensors.
+fn no_format(name: &str, dtype: DType) -> Error {
+    let from = dtype.as_str().to_uppercase();
+    Error::Convert { name: name.to_string(), from, to: "a safetensors format".to_string() }
 }
 
 /// Calls `put` with the bytes of a tensor, in chunks.
@@ -255,13 +250,7 @@ fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), 
         DType::BF16 => stream!(half::bf16),
         DType::F32 => stream!(f32),
         DType::F64 => stream!(f64),
-        other => {
-            return Err(Error::Convert {
-                name: name.to_string(),
-                from: other.as_str().to_uppercase(),
-                to: "a safetensors format".to_string(),
-            });
-        }
+        other => return Err(no_format(name, other)),
     }
     Ok(())
 }
@@ -285,11 +274,8 @@ impl SharedFile {
         tensors: &[(String, DType, Vec<usize>)],
         metadata: &[(&str, &str)],
     ) -> Result<Self, Error> {
-        let entries = tensors
-            .iter()
-            .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
-            .collect::<Result<Vec<_>, _>>()?;
-        check_names(path, &entries)?;
+        let entries =
+            entries_of(path, tensors.iter().map(|(name, dtype, shape)| (name, *dtype, &shape[..])))?;
         let plan = Plan::new(entries, metadata);
         let (mut at, mut from) = (BTreeMap::new(), plan.header.len() as u64);
         for (i, e) in plan.entries.iter().enumerate() {

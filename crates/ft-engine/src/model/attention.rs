@@ -1,10 +1,10 @@
 //! Self-attention: projections, per-head query and key norms, rotary embedding, grouped queries, sliding
 //! windows.
 
-use super::batch::Context;
 use super::linear::{self, Linear};
 use super::norm::Norm;
-use super::sink::Sink;
+use super::pass::batch::Context;
+use super::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
 pub use ft_kernels::attention::Cache;
@@ -46,9 +46,9 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Drops the activations restored by [`Attention::again`]: the input, and rotated queries and keys if
+    /// Drops the activations restored by [`Attention::restore`]: the input, and rotated queries and keys if
     /// they can be recomputed from `before_norm`.
-    pub fn without_input(&mut self) {
+    pub fn drop_inputs(&mut self) {
         self.linears[..3].iter_mut().for_each(|l| l.x = None);
         if self.before_norm.is_some() {
             self.rotated = None;
@@ -84,9 +84,9 @@ impl Attention {
         Some(rope::Norms { q: (&q.weight, q.eps), k: (&k.weight, k.eps) })
     }
 
-    /// Spare columns for an input like `x`: see [`Linear::room`].
-    pub fn room(&self, x: &Tensor) -> usize {
-        [&self.q, &self.k, &self.v].into_iter().map(|l| l.room(x)).max().unwrap_or(0)
+    /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
+    pub fn fused_rank(&self, x: &Tensor) -> usize {
+        [&self.q, &self.k, &self.v].into_iter().map(|l| l.fused_rank(x)).max().unwrap_or(0)
     }
 
     /// Whether the backward pass needs the input.
@@ -94,9 +94,9 @@ impl Attention {
         [&self.q, &self.k, &self.v].into_iter().any(Linear::needs_input)
     }
 
-    /// Restores the activations dropped by [`Saved::without_input`]: the input `x` if needed, and rotated
+    /// Restores the activations dropped by [`Saved::drop_inputs`]: the input `x` if needed, and rotated
     /// queries and keys.
-    pub fn again(&self, s: &mut Saved, x: Option<&Tensor>, ctx: &Context) -> Result<()> {
+    pub fn restore(&self, s: &mut Saved, x: Option<&Tensor>, ctx: &Context) -> Result<()> {
         for (l, s) in self.linears().into_iter().zip(&mut s.linears[..3]) {
             s.x = x.and_then(|x| l.input(x));
         }
@@ -122,12 +122,12 @@ impl Attention {
         let (v, vs) = by_head(&self.v, self.kv_heads)?;
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
         let [q, k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
-        let (how, room) = (self.causal(ctx), self.o.room(&q));
+        let (how, rank) = (self.causal(ctx), self.o.fused_rank(&q));
         let out = match cache {
-            None => attention::forward(&q, &k, &v, &how, room)?,
+            None => attention::forward(&q, &k, &v, &how, rank)?,
             Some(cache) => {
                 cache.add(&k, &v)?;
-                attention::forward_cached(&q, cache, &how, room)?
+                attention::forward_cached(&q, cache, &how, rank)?
             }
         };
         let (y, os) = self.o.forward_padded(&out.o, ctx)?;
@@ -141,7 +141,7 @@ impl Attention {
         let [qs, ks, vs, os] = s.linears;
         let Some([q, k]) = s.rotated else { candle_core::bail!("backward without queries and keys") };
         let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
-        let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.room_back(&d_o, ctx));
+        let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
         let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
         drop((d_o, q, k, s.v, s.out, os));
         let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));

@@ -1,18 +1,18 @@
 //! The whole decoder: embedding, layers, head.
 
 use super::attention::Attention;
-use super::batch::{Batch, HostBatch};
 use super::config::Config;
+use super::config::modules::{FeedForwardTree, Kind, LayerTree, MlpTree, Module, Tree, modules};
 use super::embedding::{Embedding, EmbeddingLora};
+use super::feed_forward::mlp::Mlp;
+use super::feed_forward::{Mixture, Shared};
 use super::head::Head;
 use super::layer::{FeedForward, Layer};
+use super::linear::Rows;
 use super::linear::{Linear, Lora, Weight};
-use super::mlp::Mlp;
-use super::modules::{FeedForwardTree, Kind, LayerTree, MlpTree, Module, Tree, modules};
-use super::moe::{Mixture, Shared};
 use super::norm::Norm;
-use super::rows::Rows;
-use super::sink::Slot;
+use super::pass::batch::{Batch, HostBatch};
+use super::pass::sink::Slot;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::tensor::Real;

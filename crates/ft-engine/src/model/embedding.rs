@@ -1,8 +1,8 @@
 //! The token embedding: frozen, trained in full or by row, or with LoRA.
 
-use super::batch::Batch;
-use super::rows::Rows;
-use super::sink::{Sink, Slot};
+use super::linear::Rows;
+use super::pass::batch::Batch;
+use super::pass::sink::{Sink, Slot};
 use candle_core::{DType, Result};
 use ft_kernels::{Tensor, embed, gemm, upcast};
 

@@ -2,10 +2,10 @@
 //!
 //! Logits exist for target queries only, and never all at once.
 
-use super::batch::{Batch, Context};
 use super::linear::Linear;
 use super::norm::Norm;
-use super::sink::Sink;
+use super::pass::batch::{Batch, Context};
+use super::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::spread::Spread;

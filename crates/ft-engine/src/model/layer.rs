@@ -1,15 +1,15 @@
 //! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 
 use super::attention::{self, Attention};
-use super::batch::Context;
+use super::feed_forward::mlp::{self, Mlp};
+use super::feed_forward::{self, Mixture};
 use super::linear::Linear;
-use super::mlp::{self, Mlp};
-use super::moe::{self, Mixture};
 use super::norm::Norm;
-use super::sink::Sink;
+use super::pass::batch::Context;
+use super::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
-use ft_kernels::group::Groups;
+use ft_kernels::dispatch::Groups;
 use ft_kernels::padded::Padded;
 use ft_kernels::route::Balance;
 use std::sync::Arc;
@@ -33,10 +33,10 @@ pub enum FeedForward {
 }
 
 impl FeedForward {
-    /// Spare columns for an input like `x`: see [`Linear::room`].
-    fn room(&self, x: &Tensor) -> usize {
+    /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
+    fn fused_rank(&self, x: &Tensor) -> usize {
         match self {
-            FeedForward::Dense(b) => b.room(x),
+            FeedForward::Dense(b) => b.fused_rank(x),
             FeedForward::Mixture(_) => 0,
         }
     }
@@ -50,19 +50,19 @@ impl FeedForward {
     }
 
     /// Restores the saved activations from the input `x` and the remains in `kept`.
-    fn again(&self, kept: FeedForwardSaved, x: &Padded, ctx: &Context) -> Result<FeedForwardSaved> {
+    fn restore(&self, kept: FeedForwardSaved, x: &Padded, ctx: &Context) -> Result<FeedForwardSaved> {
         use FeedForwardSaved as Saved;
         Ok(match (self, kept) {
-            (FeedForward::Dense(b), Saved::Again(_)) => Saved::Dense(Box::new(b.recompute(x, ctx)?)),
-            (FeedForward::Mixture(b), Saved::Again(groups)) => {
+            (FeedForward::Dense(b), Saved::Dropped(_)) => Saved::Dense(Box::new(b.recompute(x, ctx)?)),
+            (FeedForward::Mixture(b), Saved::Dropped(groups)) => {
                 Saved::Mixture(Box::new(b.recompute(&x.values()?, ctx, groups)?))
             }
             (FeedForward::Dense(b), Saved::Dense(mut s)) => {
-                b.again(&mut s, &x.values()?);
+                b.restore(&mut s, &x.values()?);
                 Saved::Dense(s)
             }
             (FeedForward::Mixture(b), Saved::Mixture(mut s)) => {
-                b.again(&mut s, &x.values()?)?;
+                b.restore(&mut s, &x.values()?)?;
                 Saved::Mixture(s)
             }
             _ => candle_core::bail!("{OTHER}"),
@@ -79,19 +79,19 @@ const OTHER: &str = "backward through another layer than forward, or before what
 pub enum Level {
     /// Saves everything, recomputes nothing.
     #[default]
-    Nothing,
+    None,
     /// Recomputes everything that takes no matrix product: norms, rotated queries and keys, gathered expert
     /// inputs.
     Norms,
     /// Recomputes the feed-forward part too; saves the output of attention.
     FeedForward,
     /// Recomputes the whole layer from its input and the routing decisions.
-    All,
+    Full,
 }
 
 impl Level {
     /// All levels, in order.
-    pub const EACH: [Level; 4] = [Level::Nothing, Level::Norms, Level::FeedForward, Level::All];
+    pub const ALL: [Level; 4] = [Level::None, Level::Norms, Level::FeedForward, Level::Full];
 }
 
 /// Saved activations of a layer, besides its input; reduced by [`Saved::keep`].
@@ -106,35 +106,35 @@ pub struct Saved {
 #[derive(Debug)]
 enum FeedForwardSaved {
     Dense(Box<mlp::Saved>),
-    Mixture(Box<moe::Saved>),
+    Mixture(Box<feed_forward::Saved>),
     /// To be recomputed; for a mixture, with this routing.
-    Again(Option<Arc<Groups>>),
+    Dropped(Option<Arc<Groups>>),
 }
 
 impl Saved {
     /// Drops the activations that are recomputed at `level`. Routing decisions are always retained.
     pub fn keep(mut self, level: Level) -> Self {
-        if level >= Level::All {
+        if level >= Level::Full {
             self.attn = None;
         }
         if level >= Level::FeedForward {
-            self.mlp = FeedForwardSaved::Again(self.routing());
+            self.mlp = FeedForwardSaved::Dropped(self.routing());
         }
         if level >= Level::Norms {
             if let Some((_, attn)) = &mut self.attn {
-                attn.without_input();
+                attn.drop_inputs();
             }
             match &mut self.mlp {
-                FeedForwardSaved::Dense(s) => s.without_input(),
-                FeedForwardSaved::Mixture(s) => s.without_input(),
-                FeedForwardSaved::Again(_) => {}
+                FeedForwardSaved::Dense(s) => s.drop_inputs(),
+                FeedForwardSaved::Mixture(s) => s.drop_inputs(),
+                FeedForwardSaved::Dropped(_) => {}
             }
         }
         self
     }
 
     /// Saved activations of a mixture, with the router's outputs. `None` for dense or dropped ones.
-    pub fn routed(&self) -> Option<&moe::Saved> {
+    pub fn routed(&self) -> Option<&feed_forward::Saved> {
         match &self.mlp {
             FeedForwardSaved::Mixture(s) => Some(s),
             _ => None,
@@ -146,7 +146,7 @@ impl Saved {
         match &self.mlp {
             FeedForwardSaved::Dense(_) => None,
             FeedForwardSaved::Mixture(s) => Some(Arc::clone(&s.groups)),
-            FeedForwardSaved::Again(groups) => groups.clone(),
+            FeedForwardSaved::Dropped(groups) => groups.clone(),
         }
     }
 }
@@ -187,7 +187,7 @@ impl Layer {
         };
         Ok(Self {
             attn_norm: self.attn_norm.clone(),
-            attn: if level == Level::All { self.attn.dequantized()? } else { self.attn.clone() },
+            attn: if level == Level::Full { self.attn.dequantized()? } else { self.attn.clone() },
             mlp_norm: self.mlp_norm.clone(),
             mlp,
         })
@@ -195,7 +195,7 @@ impl Layer {
 
     /// Rebuilds the full saved activations from `kept`, the result of [`Saved::keep`].
     pub fn recompute(&self, x: &Tensor, ctx: &Context, level: Level, kept: Saved) -> Result<Saved> {
-        if level == Level::Nothing {
+        if level == Level::None {
             return Ok(kept);
         }
         let (mid, normed, attn) = match kept.attn {
@@ -204,21 +204,18 @@ impl Layer {
                 (mid, Some(normed), attn)
             }
             Some((mid, mut attn)) => {
-                let normed = match self.attn.needs_input() {
-                    true => Some(self.attn_norm.forward_padded(x, self.attn.room(x))?.values()?),
-                    false => None,
-                };
-                self.attn.again(&mut attn, normed.as_ref(), ctx)?;
+                let norm = || self.attn_norm.forward_padded(x, self.attn.fused_rank(x))?.values();
+                let normed = self.attn.needs_input().then(norm).transpose()?;
+                self.attn.restore(&mut attn, normed.as_ref(), ctx)?;
                 drop(normed);
-                let normed = match level >= Level::FeedForward || self.mlp.needs_input() {
-                    true => Some(self.mlp_norm.forward_padded(&mid, self.mlp.room(x))?),
-                    false => None,
-                };
+                let needed = level >= Level::FeedForward || self.mlp.needs_input();
+                let norm = || self.mlp_norm.forward_padded(&mid, self.mlp.fused_rank(x));
+                let normed = needed.then(norm).transpose()?;
                 (mid, normed, attn)
             }
         };
         let mlp = match normed {
-            Some(normed) => self.mlp.again(kept.mlp, &normed, ctx)?,
+            Some(normed) => self.mlp.restore(kept.mlp, &normed, ctx)?,
             None => kept.mlp,
         };
         Ok(Saved { attn: Some((mid, attn)), mlp })
@@ -232,17 +229,17 @@ impl Layer {
         ctx: &Context,
         cache: Option<&mut attention::Cache>,
     ) -> Result<(Tensor, Padded, attention::Saved)> {
-        let normed = self.attn_norm.forward_padded(x, self.attn.room(x))?;
+        let normed = self.attn_norm.forward_padded(x, self.attn.fused_rank(x))?;
         let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
         drop(normed);
-        let (mid, normed) = self.mlp_norm.forward_add(x, a, self.mlp.room(x))?;
+        let (mid, normed) = self.mlp_norm.forward_add(x, a, self.mlp.fused_rank(x))?;
         Ok((mid, normed, attn))
     }
 
-    /// Spare columns for the gradient of the layer's output: see [`Linear::room_back`].
-    pub fn room_back(&self, like: &Tensor, ctx: &Context) -> usize {
+    /// Spare columns for the gradient of the layer's output: see [`Linear::fused_rank_back`].
+    pub fn fused_rank_back(&self, like: &Tensor, ctx: &Context) -> usize {
         match &self.mlp {
-            FeedForward::Dense(b) => b.down.room_back(like, ctx),
+            FeedForward::Dense(b) => b.down.fused_rank_back(like, ctx),
             FeedForward::Mixture(_) => 0,
         }
     }
@@ -288,8 +285,8 @@ impl Layer {
                 }
                 _ => candle_core::bail!("{OTHER}"),
             };
-            let room = self.attn.o.room_back(&dn, ctx);
-            self.mlp_norm.backward_add(&mid, &dn, dy, room, sink)?
+            let rank = self.attn.o.fused_rank_back(&dn, ctx);
+            self.mlp_norm.backward_add(&mid, &dn, dy, rank, sink)?
         };
         drop(mid);
         let dn = self.attn.backward(attn, &d_mid, ctx, sink)?;

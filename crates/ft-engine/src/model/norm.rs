@@ -1,6 +1,6 @@
 //! RMSNorm.
 
-use super::sink::{Sink, Slot};
+use super::pass::sink::{Sink, Slot};
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::norm;

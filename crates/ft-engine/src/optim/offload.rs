@@ -13,7 +13,7 @@
 //! The piece size bounds the transfer buffers. On CUDA, transfers overlap with arithmetic: during the update
 //! of a piece, the gradients of the next piece and the values of the previous one are copied.
 
-use super::Update;
+use super::update::Update;
 use crate::adapt::buffer::ALIGN;
 use candle_core::Result;
 
@@ -167,7 +167,7 @@ mod tests {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {
                         g.slice_set(&randn(10 * t + u as u64, g.elem_count(), DType::F32)?, 0, 0)?;
                     }
-                    optimizer.step(&p, &crate::comm::alone(), t, &|_| 1e-2, 0.7)?;
+                    optimizer.step(&p, &crate::ranks::alone(), t, &|_| 1e-2, 0.7)?;
                 }
                 let mut out = Vec::new();
                 for i in 0..SIZES.len() {

@@ -34,7 +34,7 @@ impl GaLore {
         let slot = &params.slots[p.index];
         let g = grads.of(slot.range())?.reshape(p.dims)?;
         if (k.t - 1).is_multiple_of(self.gap) {
-            look(params, p, &g, k.t)?;
+            update_basis(params, p, &g, k.t)?;
         }
         let (rows, cols) = p.low();
         let low = p.project(&g)?.reshape(rows * cols)?;
@@ -55,15 +55,15 @@ impl GaLore {
             let less = (&master * (1.0 - k.lr * k.weight_decay))?;
             master.slice_set(&less, 0, 0)?;
         }
-        match keeps {
-            true => unit.refresh(slot.range()),
-            false => round(&master, &unit.values(slot.range())?, unit.draws(k.t, slot.offset)),
+        if keeps {
+            return unit.refresh(slot.range());
         }
+        round(&master, &unit.values(slot.range())?, unit.draws(k.t, slot.offset))
     }
 }
 
 /// Computes a new basis, the leading singular vectors of a gradient, on the host.
-fn look(params: &Params, p: &Projected, g: &Tensor, t: u64) -> Result<()> {
+fn update_basis(params: &Params, p: &Projected, g: &Tensor, t: u64) -> Result<()> {
     let (short, rank) = p.basis.dims2()?;
     let name = &params.tensors[p.index].name;
     let values: Vec<f32> = to_host(g.real()?)?.flatten_all()?.to_vec1()?;

@@ -1,7 +1,7 @@
 //! Checks whether 4-bit codes were made from given weights.
 
-use super::code::CodeBooks;
-use super::state;
+use super::codebook::CodeTables;
+use super::stored;
 use crate::files::TensorFiles;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
@@ -18,8 +18,8 @@ pub fn agreement(
     dims: (usize, usize),
 ) -> ft_base::Result<f64> {
     let cpu = &Device::Cpu;
-    let blocks = state::read(four, name, dims, DType::F32, &mut CodeBooks::new(cpu)?)?;
-    let table = state::kind(four, name).map_or([0.0; 16], |t| t.table());
+    let blocks = stored::read(four, name, dims, DType::F32, &mut CodeTables::new(cpu)?)?;
+    let table = stored::kind(four, name).map_or([0.0; 16], |t| t.table());
     let codes = blocks.parts().0.flatten_all()?.to_vec1::<u8>()?;
     let values = original.tensor(name, blocks.source_dtype(), cpu)?.to_dtype(DType::F32)?;
     let values = values.flatten_all()?.to_vec1::<f32>()?;

@@ -1,6 +1,6 @@
 //! Products by dequantized copies of a matrix against products that dequantize tile by tile.
 
-use super::{CodeBooks, Encoded};
+use super::{CodeTables, Encoded};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::check::randn;
@@ -19,7 +19,7 @@ fn products_have_the_bits_of_those_that_decode() -> Result<()> {
                     let w = randn(1, (rows, cols), DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
                     let e =
                         Encoded::new("w", &w, (rows, cols), DType::BF16).map_err(candle_core::Error::wrap)?;
-                    let blocks = Arc::new(e.into_matrix(true, dtype, &mut CodeBooks::new(d)?)?);
+                    let blocks = Arc::new(e.into_matrix(true, dtype, &mut CodeTables::new(d)?)?);
                     let whole = Dequantized::new(Arc::clone(&blocks), 0)?;
                     let bits = |x: &Tensor| -> Result<Vec<u32>> {
                         let x = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
@@ -41,7 +41,7 @@ fn products_have_the_bits_of_those_that_decode() -> Result<()> {
         })?;
     }
     let e = Encoded::new("w", &[1.0; 128], (2, 64), DType::F32).map_err(candle_core::Error::wrap)?;
-    let whole = Dequantized::new(Arc::new(e.into_matrix(true, DType::F32, &mut CodeBooks::new(d)?)?), 0)?;
+    let whole = Dequantized::new(Arc::new(e.into_matrix(true, DType::F32, &mut CodeTables::new(d)?)?), 0)?;
     let wrong = randn(1, (3, 5), DType::F32)?;
     assert!(whole.forward(&wrong).is_err() && whole.backward(&wrong, None).is_err());
     Ok(())

@@ -1,7 +1,8 @@
 //! Quantization to NF4, bit-exact with bitsandbytes' CPU implementation.
 
-use super::code::{CodeBooks, Type, dynamic_map};
-use super::parts::{Read, Unread, UnreadMatrix, UnreadScales};
+use super::codebook::{CodeTables, Type, dynamic_map};
+use super::error::Error;
+use super::lazy::{LazyMatrix, LazyScales, LazyVector, ReadRange};
 use candle_core::{DType, Device, Result};
 use ft_kernels::quantized::{QuantizedMatrix, Scales};
 use ft_kernels::{Real, Tensor};
@@ -62,13 +63,13 @@ impl Encoded {
     /// Quantizes a matrix. `source` is the original dtype of the values.
     ///
     /// # Errors
-    /// [`super::Error::NotFinite`] with `name`.
+    /// [`Error::NotFinite`] with `name`.
     pub fn new(
         name: &str,
         values: &[f32],
         dims: (usize, usize),
         source: DType,
-    ) -> std::result::Result<Self, super::Error> {
+    ) -> std::result::Result<Self, Error> {
         let mut e = Self::empty(dims, source);
         let piece = 256 * BLOCK;
         let finite = e
@@ -78,7 +79,7 @@ impl Encoded {
             .zip(values.par_chunks(piece))
             .map(|((p, s), v)| encode(v, p, s, true))
             .reduce(|| true, |a, b| a && b);
-        if finite { Ok(e) } else { Err(super::Error::NotFinite { name: name.into() }) }
+        if finite { Ok(e) } else { Err(Error::NotFinite { name: name.into() }) }
     }
 
     pub(super) fn empty(dims: (usize, usize), source: DType) -> Self {
@@ -90,7 +91,12 @@ impl Encoded {
 
     /// Copies the matrix to the device of `books` for products in `compute`; `double` quantizes the scales
     /// to 8 bits.
-    pub fn into_matrix(self, double: bool, compute: DType, books: &mut CodeBooks) -> Result<QuantizedMatrix> {
+    pub fn into_matrix(
+        self,
+        double: bool,
+        compute: DType,
+        books: &mut CodeTables,
+    ) -> Result<QuantizedMatrix> {
         let device = books.device().clone();
         let scales = if double {
             let n = Nested::new(&self.scales);
@@ -115,27 +121,25 @@ pub type Values<'a> = Box<dyn Fn(Range<usize>) -> ft_base::Result<Vec<f32>> + 'a
 /// Block scales of values starting at a block boundary.
 ///
 /// # Errors
-/// [`super::Error::NotFinite`] with `name`.
-pub fn scales_of(name: &str, values: &[f32]) -> std::result::Result<Vec<f32>, super::Error> {
+/// [`Error::NotFinite`] with `name`.
+pub fn scales_of(name: &str, values: &[f32]) -> std::result::Result<Vec<f32>, Error> {
     let mut scales = vec![0.0; values.len().div_ceil(BLOCK)];
     let mut none: Vec<u8> = vec![0; values.len().div_ceil(2)];
-    match encode(values, &mut none, &mut scales, false) {
-        true => Ok(scales),
-        false => Err(super::Error::NotFinite { name: name.into() }),
-    }
+    let finite = encode(values, &mut none, &mut scales, false);
+    if finite { Ok(scales) } else { Err(Error::NotFinite { name: name.into() }) }
 }
 
 /// A matrix quantized lazily by ranges, from `values` of dtype `source` and precomputed `scales`; double
 /// quantization is applied.
-pub fn unread<'a>(
+pub fn lazy_nf4<'a>(
     name: &str,
     dims: (usize, usize),
     source: DType,
     scales: &[f32],
     values: Values<'a>,
-) -> UnreadMatrix<'a> {
+) -> LazyMatrix<'a> {
     let (n, name) = (dims.0 * dims.1, name.to_string());
-    let read: Read<'a> = Box::new(move |bytes| {
+    let read: ReadRange<'a> = Box::new(move |bytes| {
         // Widened to whole blocks.
         let first = bytes.start * 2 / BLOCK * BLOCK;
         let end = (bytes.end * 2).next_multiple_of(BLOCK).min(n);
@@ -144,15 +148,15 @@ pub fn unread<'a>(
         Ok(Real::new(&e.packed[at..at + bytes.len()], &Device::Cpu)?)
     });
     let nested = Nested::new(scales);
-    UnreadMatrix {
+    LazyMatrix {
         dims,
         block: BLOCK,
         kind: Type::Nf4,
         source: if source == DType::F64 { DType::F32 } else { source },
-        packed: Unread { dtype: DType::U8, len: n.div_ceil(2), read },
-        scales: UnreadScales::Nested {
-            codes: Unread::of(nested.codes),
-            factors: Unread::of(nested.absmax),
+        packed: LazyVector { dtype: DType::U8, len: n.div_ceil(2), read },
+        scales: LazyScales::Nested {
+            codes: LazyVector::of(nested.codes),
+            factors: LazyVector::of(nested.absmax),
             map: dynamic_map().to_vec(),
             group: GROUP,
             offset: nested.offset,

@@ -4,7 +4,8 @@
 //! in bf16, or quantizing it again for a 4-bit base, adds an error. Merging makes sense if this error is
 //! small relative to the update `M - W`.
 
-use crate::quant::{CodeBooks, Encoded};
+use super::codebook::CodeTables;
+use super::encode::Encoded;
 use candle_core::{DType, Device, Result};
 use ft_kernels::tensor::Real;
 
@@ -33,7 +34,7 @@ impl MergeCost {
         let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
         let values = bf16.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
-        let nf4 = encoded.into_matrix(true, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?.dequantize()?;
+        let nf4 = encoded.into_matrix(true, DType::F32, &mut CodeTables::new(&Device::Cpu)?)?.dequantize()?;
         let nf4 = nf4.real()?;
         Ok(Self {
             update: square((&merged - base)?)?,

@@ -1,8 +1,9 @@
 //! Quantizes checkpoint tensors while reading, in parallel pieces; a tensor is never in memory as a whole.
 
-use super::Error;
 use super::encode::{self, BLOCK, Encoded};
+use super::error::Error;
 use crate::files::TensorFiles;
+use crate::model::modules::{Group, Kind, Module};
 use candle_core::DType;
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -65,13 +66,11 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
             Ok(encode::encode(&widen(&bytes, source), packed, scales, codes))
         })
         .collect::<Result<Vec<bool>, ft_base::store::Error>>()?;
-    match finite.into_iter().all(|f| f) {
-        true => Ok(e),
-        false => {
-            let path = files.path_of(name).map_or(String::new(), |p| format!("{}: ", p.display()));
-            Err(Error::NotFinite { name: format!("{path}{name}") }.into())
-        }
+    if finite.into_iter().all(|f| f) {
+        return Ok(e);
     }
+    let path = files.path_of(name).map_or(String::new(), |p| format!("{}: ", p.display()));
+    Err(Error::NotFinite { name: format!("{path}{name}") }.into())
 }
 
 fn gcd(a: usize, b: usize) -> usize {
@@ -90,4 +89,10 @@ fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
         }
         _ => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
     }
+}
+
+/// Whether `model.quantize` applies to a module's weight: linears of decoder layers, experts included.
+/// Head, embedding, norms and routers stay unquantized.
+pub fn applies_to(m: &Module) -> bool {
+    m.layer.is_some() && matches!(m.kind, Kind::Linear { .. }) && m.group != Group::Router
 }

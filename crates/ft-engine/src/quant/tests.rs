@@ -1,6 +1,6 @@
 //! Comparison with files written by bitsandbytes, and malformed files.
 
-use super::code::dynamic_map;
+use super::codebook::dynamic_map;
 use super::*;
 use crate::files::{TensorFiles, write_file};
 use anyhow::{Context as _, Result};
@@ -45,7 +45,7 @@ fn bitsandbytes_bytes_decode_to_its_bits() -> Result<()> {
     let names = names(&files);
     assert!(names.len() >= 12, "{names:?}");
     for name in names {
-        let mut books = CodeBooks::new(CPU)?;
+        let mut books = CodeTables::new(CPU)?;
         let weight = format!("{name}.weight");
         let w = read(&files, &weight, dims(&files, &name)?, DType::F32, &mut books)?;
         let want = files.tensor(&format!("{name}.dequantized"), DType::F32, CPU)?;
@@ -126,7 +126,7 @@ fn what_is_written_reads_back_as_what_was_made() -> Result<()> {
     let original = fixture()?;
     for double in [false, true] {
         let (_dir, files) = written(&tensors(double)?)?;
-        let mut books = CodeBooks::new(CPU)?;
+        let mut books = CodeTables::new(CPU)?;
         let read = read(&files, "w", (160, 208), DType::F32, &mut books)?;
         let made =
             from_files(&original, "groups_bf16.original")?.into_matrix(double, DType::F32, &mut books)?;
@@ -161,7 +161,7 @@ fn state_with(tensors: &[(String, Tensor)], from: &str, to: &str) -> Result<Tens
 fn refused(tensors: &[(String, Tensor)]) -> Result<String> {
     let (_dir, files) = written(tensors)?;
     let error =
-        read(&files, "w", (160, 208), DType::F32, &mut CodeBooks::new(CPU)?).err().context("it was read")?;
+        read(&files, "w", (160, 208), DType::F32, &mut CodeTables::new(CPU)?).err().context("it was read")?;
     assert_eq!(error.exit_code(), ft_base::ExitCode::Model);
     let text = error.to_string();
     assert!(text.contains(": w: "), "{text}");

@@ -41,10 +41,10 @@ impl Recomputed {
         let mut of = Self::default();
         for (n, level) in [(n, level), (walked.saturating_sub(n), rest)] {
             match level {
-                Level::All => of.all += n,
+                Level::Full => of.all += n,
                 Level::FeedForward => of.feed_forward += n,
                 Level::Norms => of.norms += n,
-                Level::Nothing => {}
+                Level::None => {}
             }
         }
         of
@@ -63,10 +63,10 @@ impl Recomputed {
     /// Level of the `i`-th layer of the backward pass, counted from the lowest.
     pub fn level(self, i: usize) -> Level {
         match i {
-            _ if i < self.all => Level::All,
+            _ if i < self.all => Level::Full,
             _ if i < self.products() => Level::FeedForward,
             _ if i < self.layers() => Level::Norms,
-            _ => Level::Nothing,
+            _ => Level::None,
         }
     }
 

@@ -1,6 +1,7 @@
 //! Token-by-token generation with a KV cache; adapters stay unmerged.
 
-use super::visit::{Around, Nothing, Outline, Pass};
+use super::finite::finite;
+use super::visit::{Hooks, NoHooks, Outline, Pass};
 use crate::model::attention::Cache;
 use crate::model::batch::HostBatch;
 use crate::model::{Batch, Decoder};
@@ -22,13 +23,13 @@ pub struct Reader<'a> {
     device: &'a Device,
     caches: Vec<Cache>,
     seen: Vec<u32>,
-    around: &'a dyn Around,
+    hooks: &'a dyn Hooks,
 }
 
 impl<'a> Reader<'a> {
     /// A reader with an empty cache.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
-        Self { decoder, device, caches: Vec::new(), seen: Vec::new(), around: &Nothing }.within(usize::MAX)
+        Self { decoder, device, caches: Vec::new(), seen: Vec::new(), hooks: &NoHooks }.within(usize::MAX)
     }
 
     /// Limits the document to `tokens` tokens; the cache allocates no more. Clears the cache.
@@ -38,8 +39,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Sets the hooks around visits to units.
-    pub fn around(self, around: &'a dyn Around) -> Self {
-        Self { around, ..self }
+    pub fn hooks(self, hooks: &'a dyn Hooks) -> Self {
+        Self { hooks, ..self }
     }
 
     /// Number of cached tokens.
@@ -69,11 +70,7 @@ impl<'a> Reader<'a> {
         // sampling runs on the host
         let logits = to_host(&logits.real()?.squeeze(0)?)?;
         // sampling needs finite logits
-        super::finite(
-            &logits,
-            "the model",
-            "hint: its weights, or its adapter's, have diverged or are damaged",
-        )?;
+        finite(&logits, "the model", "hint: its weights, or its adapter's, have diverged or are damaged")?;
         Ok(logits)
     }
 
@@ -89,7 +86,7 @@ impl<'a> Reader<'a> {
             // the head comes last
             visits.pop();
         }
-        let mut pass = Pass::begin(visits, self.around)?;
+        let mut pass = Pass::begin(visits, self.hooks)?;
         pass.arrive()?;
         let mut x = self.decoder.embedding.forward(&sent)?;
         pass.leave()?;

@@ -1,6 +1,6 @@
 //! Routing decisions of a micro-batch, router losses and expert load.
 
-use crate::model::moe;
+use crate::model::feed_forward;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::route::{self, Balance};
@@ -32,11 +32,11 @@ pub struct Routing {
 struct RouterOutput {
     layer: usize,
     experts: usize,
-    noted: Noted,
+    sums: RouterSums,
 }
 
 #[derive(Debug)]
-enum Noted {
+enum RouterSums {
     /// Tokens per expert; if a loss needs them, the sums over tokens of the
     /// probabilities `[e]` and of `logsumexp^2`.
     Host(Vec<u64>, Option<(Tensor, Tensor)>),
@@ -46,7 +46,7 @@ enum Noted {
 
 /// Routing decisions, copied to the host.
 #[derive(Clone, Debug, Default)]
-pub struct Decided {
+pub struct HostRouting {
     tokens: usize,
     layers: Vec<Layer>,
 }
@@ -60,32 +60,31 @@ struct Layer {
 
 impl Routing {
     /// Records the routing of one layer.
-    pub fn note(&mut self, layer: usize, s: &moe::Saved, losses: RouterLosses) -> Result<()> {
+    pub fn note(&mut self, layer: usize, s: &feed_forward::Saved, losses: RouterLosses) -> Result<()> {
         self.tokens = s.groups.tokens;
         let experts = s.probs.dim(1)?;
-        let noted = match s.routed() {
+        let router_sums = match s.routed() {
             Some((sorted, routed)) => {
-                Noted::Device(route::cuda::sums(&routed, &sorted.starts, losses.any())?)
+                RouterSums::Device(route::cuda::sums(&routed, &sorted.starts, losses.any())?)
             }
             None => {
                 let exact =
                     |t: &Tensor| if t.device().is_cpu() { t.to_dtype(DType::F64) } else { Ok(t.clone()) };
-                let sums = match losses.any() {
-                    true => Some((exact(&s.probs)?.sum(0)?, exact(&s.lse)?.sqr()?.sum_all()?)),
-                    false => None,
-                };
-                Noted::Host(s.groups.counts().map(|n| n as u64).collect(), sums)
+                let sums =
+                    || -> Result<_> { Ok((exact(&s.probs)?.sum(0)?, exact(&s.lse)?.sqr()?.sum_all()?)) };
+                let sums = losses.any().then(sums).transpose()?;
+                RouterSums::Host(s.groups.counts().map(|n| n as u64).collect(), sums)
             }
         };
-        self.layers.push(RouterOutput { layer, experts, noted });
+        self.layers.push(RouterOutput { layer, experts, sums: router_sums });
         Ok(())
     }
 
     /// Stacks the numbers of layers with results on a device, `[layers, 2 e + 1]`.
     fn on_device(&self) -> Result<Option<Tensor>> {
-        let rows = self.layers.iter().filter_map(|l| match &l.noted {
-            Noted::Device(t) => Some(t.unsqueeze(0)),
-            Noted::Host(..) => None,
+        let rows = self.layers.iter().filter_map(|l| match &l.sums {
+            RouterSums::Device(t) => Some(t.unsqueeze(0)),
+            RouterSums::Host(..) => None,
         });
         let rows = rows.collect::<Result<Vec<_>>>()?;
         if rows.is_empty() { Ok(None) } else { Tensor::cat(&rows, 0).map(Some) }
@@ -95,20 +94,20 @@ impl Routing {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn read(&self) -> Result<Decided> {
+    pub fn read(&self) -> Result<HostRouting> {
         let rows = match self.on_device()? {
             Some(t) => t.to_vec2::<f64>()?,
             None => Vec::new(),
         };
         let mut rows = rows.into_iter();
         let one = |l: &RouterOutput| {
-            let (counts, sums) = match &l.noted {
-                Noted::Host(counts, None) => (counts.clone(), None),
-                Noted::Host(counts, Some((p, z))) => {
+            let (counts, sums) = match &l.sums {
+                RouterSums::Host(counts, None) => (counts.clone(), None),
+                RouterSums::Host(counts, Some((p, z))) => {
                     let p = p.to_dtype(DType::F64)?.to_vec1::<f64>()?;
                     (counts.clone(), Some((p, z.to_dtype(DType::F64)?.to_scalar::<f64>()?)))
                 }
-                Noted::Device(_) => {
+                RouterSums::Device(_) => {
                     let row = rows.next().unwrap_or_default();
                     let [counts, p, z] = [0..l.experts, l.experts..2 * l.experts, 2 * l.experts..row.len()]
                         .map(|r| row.get(r).unwrap_or_default());
@@ -118,7 +117,7 @@ impl Routing {
             };
             Ok(Layer { layer: l.layer, counts, sums })
         };
-        Ok(Decided { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
+        Ok(HostRouting { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
     }
 
     /// Terms that the router losses add to the gradient of every sparse layer; `None`
@@ -155,7 +154,7 @@ impl Routing {
     }
 }
 
-impl Decided {
+impl HostRouting {
     /// Layer number and token-expert pairs of each expert, by sparse layer from the bottom.
     pub fn counts(&self) -> impl Iterator<Item = (usize, &[u64])> {
         self.layers.iter().map(|r| (r.layer, r.counts.as_slice()))
@@ -199,7 +198,7 @@ pub struct Load {
 
 impl Load {
     /// Adds the decisions of one pass.
-    pub fn add(&mut self, decided: &Decided) {
+    pub fn add(&mut self, decided: &HostRouting) {
         self.add_counts(decided.counts());
     }
 

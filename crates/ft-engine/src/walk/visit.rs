@@ -72,7 +72,7 @@ impl Outline {
 }
 
 /// Hooks called around the visits of a pass.
-pub trait Around {
+pub trait Hooks {
     /// Called at the start of a pass.
     ///
     /// # Errors
@@ -91,15 +91,15 @@ pub trait Around {
     /// complete, except for unit 0, which is complete after its own visit.
     ///
     /// # Errors
-    /// See [`Around::arrive`].
+    /// See [`Hooks::arrive`].
     fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
 }
 
 /// Hooks that do nothing.
 #[derive(Clone, Copy, Debug)]
-pub struct Nothing;
+pub struct NoHooks;
 
-impl Around for Nothing {
+impl Hooks for NoHooks {
     fn arrive(&self, _: Visit, _: Option<Visit>) -> ft_base::Result<()> {
         Ok(())
     }
@@ -114,50 +114,50 @@ pub struct Pass<'a> {
     visits: Vec<Visit>,
     /// Index of the next or current visit.
     at: usize,
-    around: &'a dyn Around,
+    hooks: &'a dyn Hooks,
 }
 
 impl<'a> Pass<'a> {
     /// Starts a pass.
     ///
     /// # Errors
-    /// See [`Around::begin`].
-    pub fn begin(visits: Vec<Visit>, around: &'a dyn Around) -> ft_base::Result<Self> {
-        around.begin()?;
-        Ok(Self { visits, at: 0, around })
+    /// See [`Hooks::begin`].
+    pub fn begin(visits: Vec<Visit>, hooks: &'a dyn Hooks) -> ft_base::Result<Self> {
+        hooks.begin()?;
+        Ok(Self { visits, at: 0, hooks })
     }
 
     /// Starts the next visit; `None` after the last one.
     ///
     /// # Errors
-    /// See [`Around::arrive`].
+    /// See [`Hooks::arrive`].
     pub fn arrive(&self) -> ft_base::Result<Option<Visit>> {
         let visit = self.visits.get(self.at).copied();
-        visit.map_or(Ok(()), |v| self.around.arrive(v, self.visits.get(self.at + 1).copied()))?;
+        visit.map_or(Ok(()), |v| self.hooks.arrive(v, self.visits.get(self.at + 1).copied()))?;
         Ok(visit)
     }
 
     /// Ends the current visit.
     ///
     /// # Errors
-    /// See [`Around::leave`].
+    /// See [`Hooks::leave`].
     pub fn leave(&mut self) -> ft_base::Result<()> {
         let visit = self.visits.get(self.at).copied();
         self.at += 1;
-        visit.map_or(Ok(()), |v| self.around.leave(v, self.visits.get(self.at).copied()))
+        visit.map_or(Ok(()), |v| self.hooks.leave(v, self.visits.get(self.at).copied()))
     }
 }
 
 /// Runs a pass that calls only `f` at each unit, for instance on a rank without rows.
 ///
 /// # Errors
-/// See [`Around::arrive`]; errors of `f`.
+/// See [`Hooks::arrive`]; errors of `f`.
 pub fn pass(
     visits: Vec<Visit>,
-    around: &dyn Around,
+    hooks: &dyn Hooks,
     f: &mut dyn FnMut(usize) -> ft_base::Result<()>,
 ) -> ft_base::Result<()> {
-    let mut pass = Pass::begin(visits, around)?;
+    let mut pass = Pass::begin(visits, hooks)?;
     while let Some(visit) = pass.arrive()? {
         f(visit.unit)?;
         pass.leave()?;

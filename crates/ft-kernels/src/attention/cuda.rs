@@ -5,16 +5,15 @@
 //! with the same arguments cover the rest. The log-sum-exp is [h, t], contiguous per tile.
 
 use super::cache::Cache;
-use super::split::{self, Parts};
-use super::tiles::{ROWS, Tiles};
-use super::{Causal, Saved, Shape};
+use super::sequences::{Causal, Saved, Shape};
+use super::split::{self, KeySplit};
+use super::tiles::{ROWS, THREADS, Tiles};
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, compiled, empty, ghost_products, started};
+use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::padded::{Padded, stride};
+use crate::tensor::{ghost_products, started};
 use candle_core::{DType, Result};
 
-/// Threads per block; must match attention.cuh.
-pub const THREADS: u32 = 128;
 /// Head sizes with tensor-core kernels.
 const SIZES: [usize; 4] = [64, 96, 128, 256];
 /// Largest head size handled by one block of the dk/dv kernel; larger heads are split in two.
@@ -107,8 +106,8 @@ impl Shape {
     /// Pushes the arguments of the `SHAPE` macro in attention.cuh.
     fn push<'a>(self, launch: Launch<'a>, how: &Causal<'_>, apart: usize) -> Result<Launch<'a>> {
         let window = how.window.map_or(i32::MAX as usize, |w| w.min(i32::MAX as usize));
-        let launch = launch.count(self.t)?.count(self.h)?.count(self.g)?.count(self.c)?;
-        launch.count(how.seqs.first_query)?.count(window)?.number(how.scale as f32).count(apart)
+        let launch = launch.with(args![self.t, self.h, self.g, self.c])?;
+        launch.with(args![how.seqs.first_query, window, how.scale as f32, apart])
     }
 }
 
@@ -128,8 +127,8 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
     let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = Launch::named(&q, source, kernels.name("forward", shape.c, q.dtype()))?;
-    let launch = launch.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&tiles.queries)?;
-    let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
+    let launch = launch.with(args![&q, &k, &v, &tiles.queries])?;
+    let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
     // SAFETY: `Shape::of` checked q [t, h, c] and k, v [keys, g, c]; o has t rows with stride `apart`,
     // lse is [h, t]; the tiles were built from these documents and cover every query.
@@ -152,15 +151,15 @@ pub fn forward_cached(
     // blocks are separate allocations, thus aligned
     let aligned = is_aligned(&q)?;
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, (shape.h, shape.t), DType::F32)?);
-    if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
+    if let (true, Some(parts)) = (aligned, KeySplit::of(shape, how, q.dtype())) {
         split::forward(&q, table, shape, how, parts, &o, &lse)?;
         return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }
     let kernels = Kernels::of(q.dtype(), shape.c, aligned);
     let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = Launch::named(&q, source, kernels.name("cached", shape.c, q.dtype()))?;
-    let launch = launch.tensor(&q)?.tensor(table)?.tensor(&tiles.queries)?;
-    let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
+    let launch = launch.with(args![&q, table, &tiles.queries])?;
+    let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
     // SAFETY: as in `forward`; the table lists all blocks of the cache, which hold every key and value of
     // the g heads.
@@ -217,16 +216,16 @@ pub fn backward(
         if kernels.tensor_cores { compiled!(ATTENTION_BACKWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = |role| Launch::named(&q, source, kernels.name(role, shape.c, q.dtype()));
 
-    let of_q = launch("backward_q")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(o)?.tensor(&d_o)?;
-    let of_q = shape.push(of_q.tensor(lse)?.tensor(&tiles.queries)?, how, saved.o.stride())?;
-    let of_q = of_q.tensor(&delta)?.tensor(&dq)?;
+    let of_q = launch("backward_q")?.with(args![&q, &k, &v, o, &d_o])?;
+    let of_q = shape.push(of_q.with(args![lse, &tiles.queries])?, how, saved.o.stride())?;
+    let of_q = of_q.with(args![&delta, &dq])?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.backward_q);
     // SAFETY: as in `forward`; o (with its stride), d_o and dq have the shape of q, delta has the shape
     // of lse.
     unsafe { of_q.run(grid) }?;
-    let of_kv = launch("backward_kv")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&d_o)?;
-    let of_kv = of_kv.tensor(lse)?.tensor(&delta)?.tensor(&tiles.keys)?;
-    let of_kv = shape.push(of_kv, how, apart)?.tensor(&dk)?.tensor(&dv)?;
+    let of_kv = launch("backward_kv")?.with(args![&q, &k, &v, &d_o])?;
+    let of_kv = of_kv.with(args![lse, &delta, &tiles.keys])?;
+    let of_kv = shape.push(of_kv, how, apart)?.with(args![&dk, &dv])?;
     let grid = Grid::new(tiles.keys.dim(0)?, THREADS).by(shape.g).shared(kernels.backward_kv);
     let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], kernels.parts], ..grid };
     // SAFETY: as above; dk and dv have the shapes of k and v, dv with row stride `apart`.

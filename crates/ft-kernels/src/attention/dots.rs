@@ -1,11 +1,12 @@
 //! CPU attention in bf16 by dot-product instructions. Same blocking as `cpu`; scores and sums are f32,
 //! probabilities and their gradients are rounded to bf16 as in GPU kernels.
 
-use super::cpu::{AT_ONCE, BLOCK, Block, Item, KEYS};
-use super::{Causal, Saved, Shape};
+use super::gradients::{AT_ONCE, Block, Inputs, Item, KEYS, Products, Tile, gradients};
+use super::sequences::{Causal, Saved, Shape};
+use super::tiles::BLOCK;
 use crate::Tensor;
-use crate::cast::{narrow, wide};
-use crate::cpu::{Halves, Real, dot, ghost_products_in, max, sum, tensor, vectorised, view};
+use crate::cpu::{Float, Halves, dot, ghost_products_in, max, sum, tensor, vectorised, view};
+use crate::cpu::{narrow, wide};
 use crate::gemm::pairs::{Onto, Right, packing, product_onto};
 use crate::gemm::{Mat, serial};
 use crate::ledger::Ledger;
@@ -84,7 +85,7 @@ fn is_half(dtype: DType) -> bool {
 
 /// `dst (+)= alpha a b` on the current thread.
 fn product(dst: &mut [f32], stride: usize, add: bool, (a, b): (Mat<'_, bf16>, Mat<'_, bf16>), alpha: f64) {
-    serial(|| product_onto(Onto::Wide(dst), stride, add, a, Right::Of(b), alpha as f32));
+    serial(|| product_onto(Onto::Wide(dst), stride, add, a, Right::Stored(b), alpha as f32));
 }
 
 /// `p = exp(scores - max)`, rounded to bf16. Returns the maximum and the sum of the unrounded
@@ -92,16 +93,9 @@ fn product(dst: &mut [f32], stride: usize, add: bool, (a, b): (Mat<'_, bf16>, Ma
 #[inline(always)]
 fn exponentials(scores: &mut [f32], p: &mut [bf16]) -> (f32, f32) {
     let largest = max(scores);
-    scores.iter_mut().for_each(|x| *x = Real::exp(*x - largest));
+    scores.iter_mut().for_each(|x| *x = Float::exp(*x - largest));
     p.iter_mut().zip(&*scores).for_each(|(p, x)| *p = narrow(*x));
     (largest, sum(scores))
-}
-
-/// Backward buffers of an item: probabilities and score gradients [rows, n], query gradients [rows, c].
-struct Kept {
-    p: Vec<bf16>,
-    dp: Vec<bf16>,
-    dq: Vec<bf16>,
 }
 
 /// See [`super::cpu::backward`].
@@ -141,86 +135,70 @@ pub fn backward(
     let (ov, lv, dv) = (Halves::of(&o)?, view::<f32>(lse)?, Halves::of(&d_o)?);
     let (qv, kv, vv): (&[bf16], &[bf16], &[bf16]) = (&qv, &kv, &vv);
     let (ov, lv, dv): (&[bf16], &[f32], &[bf16]) = (&ov, &lv, &dv);
-    let items = Item::all(shape, how);
-    // allocate the maximum up front: a growing vector could reserve twice as much
-    let most = items.iter().map(|i| i.block.n).max().unwrap_or(0);
-    let (rows, at_once) = (BLOCK.min(t), AT_ONCE * rayon::current_num_threads());
-    let zeros = |n: usize| vec![bf16::ZERO; n];
-    let mut kept: Vec<Kept> = (0..at_once.min(items.len()))
-        .map(|_| Kept { p: zeros(rows * most), dp: zeros(rows * most), dq: zeros(rows * c) })
-        .collect();
-    let (mut dq, mut dk, mut dval) = (zeros(t * h * c), vec![0f32; keys * g * c], vec![0f32; keys * g * c]);
-    for now in items.chunks(at_once) {
-        kept.par_iter_mut().zip(now).with_max_len(1).for_each(|(kept, of)| {
-            let Item { head, kvh, i0, rows, block: Block { k0, n } } = *of;
-            let (qm, gm) = (of_head(qv, of.at(h, c), (rows, c), h), of_head(dv, of.at(h, c), (rows, c), h));
-            let mut of_rows = [0f32; BLOCK];
-            for (r, delta) in of_rows.iter_mut().enumerate().take(rows) {
-                let own = of.at(h, c) + r * h * c..of.at(h, c) + r * h * c + c;
-                *delta = vectorised(|| wide_dot(&dv[own.clone()], &ov[own]));
-            }
-            let mut room = vec![0f32; 2 * rows * CHUNK.min(n)];
-            for from in (0..n).step_by(CHUNK) {
-                let some = CHUNK.min(n - from);
-                let at = ((k0 + from) * g + kvh) * c;
-                let (scores, d_scores) = room.split_at_mut(rows * some);
-                product(scores, some, false, (qm, of_head(kv, at, (some, c), g).t()), how.scale);
-                product(d_scores, some, false, (gm, of_head(vv, at, (some, c), g).t()), 1.0);
-                for r in 0..rows {
-                    let (a, z) = of.block.seen(how, i0, r);
-                    let (a, z) = (a.clamp(from, from + some) - from, z.clamp(from, from + some) - from);
-                    let to = r * n + from..r * n + from + some;
-                    let (p, dp) = (&mut kept.p[to.clone()], &mut kept.dp[to]);
-                    for part in [0..a, z..some] {
-                        p[part.clone()].fill(bf16::ZERO);
-                        dp[part].fill(bf16::ZERO);
-                    }
-                    let (lse, delta, scale) = (lv[(i0 + r) * h + head], of_rows[r], how.scale as f32);
-                    let (scores, d_scores) = (&mut scores[r * some..][a..z], &mut d_scores[r * some..][a..z]);
-                    vectorised(|| {
-                        for (x, dx) in scores.iter_mut().zip(d_scores.iter_mut()) {
-                            *x = Real::exp(*x - lse);
-                            *dx = *x * (*dx - delta) * scale;
-                        }
-                        for (half, x) in [(&mut p[a..z], scores), (&mut dp[a..z], d_scores)] {
-                            half.iter_mut().zip(x).for_each(|(h, x)| *h = narrow(*x));
-                        }
-                    });
-                }
-            }
-            let (dpm, km) = (Mat::new(&kept.dp, rows, n, n), of_head(kv, (k0 * g + kvh) * c, (n, c), g));
-            serial(|| product_onto(Onto::Half(&mut kept.dq), c, false, dpm, Right::Of(km), 1.0));
-        });
-        for (kept, of) in kept.iter().zip(now) {
-            for (r, row) in kept.dq.chunks(c).take(of.rows).enumerate() {
-                dq[of.at(h, c) + r * h * c..][..c].copy_from_slice(row);
-            }
-        }
-        let blocks = dk.par_chunks_mut(KEYS * g * c).zip(dval.par_chunks_mut(KEYS * g * c));
-        blocks.enumerate().for_each(|(b, (dk, dval))| {
-            let (first, end) = (b * KEYS, keys.min((b + 1) * KEYS));
-            for (kept, of) in kept.iter().zip(now) {
-                let Item { kvh, rows, block: Block { k0, n }, .. } = *of;
-                let (from, to) = (first.max(k0), end.min(k0 + n));
-                if from >= to {
-                    continue;
-                }
-                let seen = |x| Mat::new(x, rows, to - from, n).t();
-                let (p, dp) = (&kept.p[from - k0..rows * n], &kept.dp[from - k0..rows * n]);
-                let (qm, gm) =
-                    (of_head(qv, of.at(h, c), (rows, c), h), of_head(dv, of.at(h, c), (rows, c), h));
-                let into = ((from - first) * g + kvh) * c;
-                product(&mut dval[into..], g * c, true, (seen(p), gm), 1.0);
-                product(&mut dk[into..], g * c, true, (seen(dp), qm), 1.0);
-            }
-        });
-    }
-    drop(kept);
+    let inputs = Inputs { q: qv, k: kv, v: vv, o: ov, d_o: dv, lse: lv };
+    let (dq, dk, dv) = gradients::<bf16, f32, Dots>(&inputs, shape, how);
     Ok((
         Tensor::from_vec(dq, (t, h, c), &Device::Cpu)?,
         tensor(dk, (keys, g, c), DType::BF16)?,
-        tensor(dval, (keys, g, c), DType::BF16)?,
+        tensor(dv, (keys, g, c), DType::BF16)?,
     ))
+}
+
+/// Products by dot-product instructions.
+struct Dots;
+
+impl Products<bf16, f32> for Dots {
+    fn tile(
+        inputs: &Inputs<'_, bf16, f32>,
+        shape: Shape,
+        how: &Causal<'_>,
+        of: &Item,
+        tile: &mut Tile<bf16>,
+    ) {
+        let Shape { h, c, .. } = shape;
+        let Item { head, i0, rows, block: Block { n, .. }, .. } = *of;
+        let (qm, gm) = (of.queries(inputs.q, shape), of.queries(inputs.d_o, shape));
+        let mut deltas = [0f32; BLOCK];
+        for (r, delta) in deltas.iter_mut().enumerate().take(rows) {
+            let own = of.at(h, c) + r * h * c..of.at(h, c) + r * h * c + c;
+            *delta = vectorised(|| wide_dot(&inputs.d_o[own.clone()], &inputs.o[own]));
+        }
+        let mut both = vec![0f32; 2 * rows * CHUNK.min(n)];
+        for from in (0..n).step_by(CHUNK) {
+            let some = CHUNK.min(n - from);
+            let (scores, d_scores) = both.split_at_mut(rows * some);
+            let keys = from..from + some;
+            product(scores, some, false, (qm, of.keys(inputs.k, shape, keys.clone()).t()), how.scale);
+            product(d_scores, some, false, (gm, of.keys(inputs.v, shape, keys).t()), 1.0);
+            for r in 0..rows {
+                let (a, z) = of.block.seen(how, i0, r);
+                let (a, z) = (a.clamp(from, from + some) - from, z.clamp(from, from + some) - from);
+                let to = r * n + from..r * n + from + some;
+                let (p, dp) = (&mut tile.p[to.clone()], &mut tile.dp[to]);
+                for unseen in [0..a, z..some] {
+                    p[unseen.clone()].fill(bf16::ZERO);
+                    dp[unseen].fill(bf16::ZERO);
+                }
+                let (lse, delta, scale) = (inputs.lse[(i0 + r) * h + head], deltas[r], how.scale as f32);
+                let (scores, d_scores) = (&mut scores[r * some..][a..z], &mut d_scores[r * some..][a..z]);
+                vectorised(|| {
+                    for (x, dx) in scores.iter_mut().zip(d_scores.iter_mut()) {
+                        *x = Float::exp(*x - lse);
+                        *dx = *x * (*dx - delta) * scale;
+                    }
+                    for (half, x) in [(&mut p[a..z], scores), (&mut dp[a..z], d_scores)] {
+                        half.iter_mut().zip(x).for_each(|(h, x)| *h = narrow(*x));
+                    }
+                });
+            }
+        }
+        let (dpm, km) = (Mat::new(&tile.dp, rows, n, n), of.keys(inputs.k, shape, 0..n));
+        serial(|| product_onto(Onto::Half(&mut tile.dq), c, false, dpm, Right::Stored(km), 1.0));
+    }
+
+    fn add(to: &mut [f32], stride: usize, a: Mat<'_, bf16>, b: Mat<'_, bf16>) {
+        product(to, stride, true, (a, b), 1.0);
+    }
 }
 
 /// Dot product in f32.

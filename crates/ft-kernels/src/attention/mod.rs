@@ -12,156 +12,22 @@ mod cache;
 mod cpu;
 mod cuda;
 mod dots;
+mod gradients;
+mod sequences;
 mod split;
 mod tiles;
 
 pub use self::cache::Cache;
-pub use self::cpu::BLOCK;
 #[cfg(test)]
 pub use self::cuda::shared_memory;
-use self::tiles::Tiles;
-use super::cpu::{is_cpu, on_real};
-use super::gemm::pairs;
-use super::ledger::Cost;
+use self::sequences::Shape;
+pub use self::sequences::{Causal, Saved, Sequences};
+pub use self::tiles::{BLOCK, Sizes};
 use crate::Tensor;
-use crate::cuda::upload::{Lists, Place, Sent};
+use crate::cpu::{is_cpu, on_real};
+use crate::gemm::pairs;
 use crate::padded::Padded;
-use candle_core::{Device, Result};
-
-/// Document boundaries: the attention mask in compact form.
-#[derive(Clone, Debug)]
-pub struct Sequences {
-    /// Document lengths, in order. They sum to the number of keys.
-    pub docs: Vec<usize>,
-    /// Key index of the first query: 0 in training, the number of cached tokens in decoding.
-    pub first_query: usize,
-    /// First token of the document of each key (CPU only).
-    lo: Vec<u32>,
-    /// Work lists of the CUDA kernels.
-    tiles: Option<Tiles>,
-    sizes: Sizes,
-}
-
-/// Size of the attention problem, all a plan needs to know about documents.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sizes {
-    /// Total tokens.
-    pub keys: usize,
-    /// Tokens of the longest document.
-    pub longest: usize,
-    /// Largest number of keys from the first key visible to a block of [`BLOCK`] queries up to the last.
-    pub reach: usize,
-}
-
-impl Sizes {
-    /// Sizes for concatenated documents of the given lengths.
-    pub fn of(docs: &[usize]) -> Self {
-        let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
-        let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
-        for from in (0..keys).step_by(BLOCK) {
-            while rest.peek().is_some_and(|n| start + **n <= from) {
-                start += rest.next().copied().unwrap_or(0);
-            }
-            reach = reach.max((from + BLOCK).min(keys) - start);
-        }
-        Self { keys, longest, reach }
-    }
-}
-
-impl Sequences {
-    /// Documents of the given lengths, with queries from `first_query` on.
-    pub fn new(docs: &[usize], first_query: usize, device: &Device) -> Result<Self> {
-        let (mut lo, mut tiles) = (Vec::new(), None);
-        if device.is_cpu() {
-            lo.reserve_exact(docs.iter().sum());
-            for &n in docs {
-                let start = lo.len() as u32;
-                lo.extend(std::iter::repeat_n(start, n));
-            }
-        } else {
-            let mut lists = Lists::default();
-            let places = Self::list(docs, first_query, &mut lists);
-            tiles = Some(Tiles::sent(places, &lists.send(device)?)?);
-        }
-        Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
-    }
-
-    /// Appends the work lists of the CUDA kernels to a pending upload.
-    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
-        Tiles::list(docs, first_query, to)
-    }
-
-    /// Documents with work lists already uploaded by [`list`](Self::list).
-    pub fn sent(docs: &[usize], first_query: usize, places: [Place; 2], sent: &Sent) -> Result<Self> {
-        let tiles = Some(Tiles::sent(places, sent)?);
-        Ok(Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
-    }
-
-    /// A plan's sequences: sizes only.
-    pub fn ghost(sizes: Sizes) -> Self {
-        Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), tiles: None, sizes }
-    }
-
-    /// Device bytes, if all documents are as long as the longest.
-    pub fn bytes(sizes: Sizes, cuda: bool) -> usize {
-        if cuda { tiles::bytes(sizes) } else { 4 * sizes.keys }
-    }
-
-    /// Number of keys.
-    pub fn keys(&self) -> usize {
-        self.sizes.keys
-    }
-}
-
-/// Attention mask and score scale.
-#[derive(Clone, Copy, Debug)]
-pub struct Causal<'a> {
-    /// Packed documents.
-    pub seqs: &'a Sequences,
-    /// Sliding window in keys, including the query's own.
-    pub window: Option<usize>,
-    /// Factor on the scores.
-    pub scale: f64,
-}
-
-impl Causal<'_> {
-    /// Upper bound on the keys visible to a block of queries.
-    fn most_keys(&self) -> usize {
-        self.window.map_or(self.seqs.sizes.reach, |w| self.seqs.sizes.reach.min(w + BLOCK))
-    }
-
-    /// Visible (query, key) pairs, counting the diagonal half: `n^2 / 2` for a document of `n` tokens.
-    /// Assumes that all documents are as long as the longest.
-    fn pairs(&self) -> f64 {
-        let n = self.seqs.sizes.longest as f64;
-        let w = self.window.map_or(n, |w| n.min(w as f64));
-        if n == 0.0 { 0.0 } else { self.seqs.sizes.keys as f64 * w * (1.0 - w / 2.0 / n) }
-    }
-
-    /// Records the FLOPs of `products` score-sized products in the ledger (ghosts only).
-    fn work(&self, q: &Tensor, products: f64) {
-        if let Some(g) = q.ghost() {
-            let flops =
-                2.0 * products * self.pairs() * (g.shape().elem_count() / self.seqs.keys().max(1)) as f64;
-            g.ledger().work(Cost { flops, attention: flops, ..Cost::default() });
-        }
-    }
-
-    /// First key visible to the query at key index `i`.
-    fn first_key(&self, i: usize) -> usize {
-        let lo = self.seqs.lo[i] as usize;
-        self.window.map_or(lo, |w| lo.max((i + 1).saturating_sub(w)))
-    }
-}
-
-/// Forward results saved for the backward pass.
-#[derive(Clone, Debug)]
-pub struct Saved {
-    /// Output [t, h c].
-    pub o: Padded,
-    /// Log-sum-exp in f32 (f64 for f64): [t, h] on the CPU, [h, t] on CUDA.
-    pub lse: Tensor,
-}
+use candle_core::Result;
 
 /// Computes attention.
 ///
@@ -216,44 +82,13 @@ pub fn backward(
         return cuda::backward(q, k, v, saved, d_o, how, rank);
     }
     let o = saved.o.values()?.reshape(q.shape())?;
-    let (dq, dk, dv) = match pairs::takes(&[q, k, v, &o, d_o])? {
-        true => dots::backward(q, k, v, (&o, &saved.lse), d_o, how)?,
-        false => on_real!(q.dtype(), cpu::backward(q, k, v, (&o, &saved.lse), d_o, how))?,
+    let (dq, dk, dv) = if pairs::takes(&[q, k, v, &o, d_o])? {
+        dots::backward(q, k, v, (&o, &saved.lse), d_o, how)?
+    } else {
+        on_real!(q.dtype(), cpu::backward(q, k, v, (&o, &saved.lse), d_o, how))?
     };
     let (keys, g, c) = dv.dims3()?;
     Ok((dq, dk, Padded::of(&dv.reshape((keys, g * c))?)?))
-}
-
-#[derive(Clone, Copy)]
-struct Shape {
-    t: usize,
-    h: usize,
-    g: usize,
-    c: usize,
-}
-
-impl Shape {
-    fn of(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Sequences) -> Result<Self> {
-        let (t, h, c) = q.dims3()?;
-        let (keys, g, kc) = k.dims3()?;
-        if kc != c
-            || k.dims() != v.dims()
-            || g == 0
-            || h % g != 0
-            || keys != seqs.keys()
-            || t + seqs.first_query != keys
-        {
-            candle_core::bail!(
-                "attention: q {:?}, k {:?}, v {:?}, {} keys, first query {}",
-                q.shape(),
-                k.shape(),
-                v.shape(),
-                seqs.keys(),
-                seqs.first_query
-            );
-        }
-        Ok(Self { t, h, g, c })
-    }
 }
 
 #[cfg(test)]
@@ -261,6 +96,7 @@ mod tests {
     use super::*;
     use crate::check::{close, gradient, randn, values};
     use candle_core::DType;
+    use candle_core::Device;
 
     struct Case {
         docs: &'static [usize],

@@ -4,10 +4,10 @@
 //! When decoding, each head has one query. One block per head would occupy 32 of 132 SMs and read the
 //! whole cache, so caches of at least [`LEAST`] keys are split across blocks.
 
-use super::cuda::THREADS;
-use super::{Causal, Shape};
+use super::sequences::{Causal, Shape};
+use super::tiles::THREADS;
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, compiled, empty};
+use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use candle_core::{DType, Result};
 
 /// Smallest number of keys worth splitting, minimum and maximum keys per block, and maximum number of
@@ -23,14 +23,14 @@ const SHARED: usize = 48 << 10;
 
 /// Split of a query's keys into `count` ranges of `each` keys, starting at key `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Parts {
+pub struct KeySplit {
     first: usize,
     each: usize,
     count: usize,
     shared: usize,
 }
 
-impl Parts {
+impl KeySplit {
     /// The split for a call with vector-aligned tensors. `None` if splitting does not pay off, or if
     /// there is more than one document or query.
     pub fn of(shape: Shape, how: &Causal<'_>, dtype: DType) -> Option<Self> {
@@ -69,35 +69,21 @@ pub fn forward(
     table: &Tensor,
     shape: Shape,
     how: &Causal<'_>,
-    parts: Parts,
+    parts: KeySplit,
     o: &Tensor,
     lse: &Tensor,
 ) -> Result<()> {
     let name = |role: &str| format!("attention_{role}_{}", q.dtype().as_str());
     let sums = empty(q, (shape.h, parts.count, shape.c), DType::F32)?;
     let stats = empty(q, (shape.h, parts.count, 2), DType::F32)?;
-    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("split"))?
-        .tensor(q)?
-        .tensor(table)?
-        .count(shape.h)?
-        .count(shape.g)?
-        .count(shape.c)?
-        .count(parts.first)?
-        .count(how.seqs.keys())?
-        .count(parts.each)?
-        .number(how.scale as f32)
-        .tensor(&sums)?
-        .tensor(&stats)?;
+    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("split"))?;
+    let launch = launch.with(args![q, table, shape.h, shape.g, shape.c, parts.first, how.seqs.keys()])?;
+    let launch = launch.with(args![parts.each, how.scale as f32, &sums, &stats])?;
     // SAFETY: `forward_cached` checked the cache against g heads; the launch has `count` blocks per key
     // head, `sums` and `stats` have one entry per block and head, and the last range ends at `keys`.
     unsafe { launch.run(Grid::new(parts.count, THREADS).by(shape.g).shared(parts.shared)) }?;
-    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?
-        .tensor(&sums)?
-        .tensor(&stats)?
-        .count(parts.count)?
-        .count(shape.c)?
-        .tensor(o)?
-        .tensor(lse)?;
+    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?;
+    let launch = launch.with(args![&sums, &stats, parts.count, shape.c, o, lse])?;
     // SAFETY: one block per head reads the `count` parts written above; o holds one row of h c values,
     // lse one value per head.
     unsafe { launch.run(Grid::new(shape.h, THREADS)) }
@@ -123,13 +109,13 @@ mod tests {
             let seqs = Sequences::new(&[keys], keys - 1, &Device::Cpu)?;
             let how = Causal { seqs: &seqs, window, scale: 1.0 };
             let shape = Shape { t: 1, h: 32, g: 4, c: 128 };
-            let parts = Parts::of(shape, &how, DType::BF16);
+            let parts = KeySplit::of(shape, &how, DType::BF16);
             assert_eq!(parts.map(|p| (p.first, p.each, p.count)), want, "{keys} keys");
             assert!(
                 parts.is_none_or(|p| p.first + p.each * p.count >= keys && p.each * (p.count - 1) < keys)
             );
-            assert_eq!(Parts::of(Shape { t: 2, ..shape }, &how, DType::BF16), None);
-            assert_eq!(Parts::of(Shape { c: 20, ..shape }, &how, DType::BF16), None);
+            assert_eq!(KeySplit::of(Shape { t: 2, ..shape }, &how, DType::BF16), None);
+            assert_eq!(KeySplit::of(Shape { c: 20, ..shape }, &how, DType::BF16), None);
         }
         Ok(())
     }

@@ -5,15 +5,44 @@
 //! Tiles with the most visible keys (or queries) come first, so that short ones fill the tail of the
 //! launch.
 
-use super::Sizes;
 use crate::Tensor;
 use crate::cuda::upload::{Lists, Place, Sent};
 use candle_core::Result;
 
 /// Tokens per tile; must match attention.cuh.
 pub const ROWS: usize = 64;
+/// Queries per block of the CPU kernels.
+pub const BLOCK: usize = 64;
+/// Threads per block of the CUDA kernels.
+pub const THREADS: u32 = 128;
 /// Values per tile: first token, number of tokens, start and end of the document.
 const WIDTH: usize = 4;
+
+/// Size of the attention problem, all a plan needs to know about documents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Total tokens.
+    pub keys: usize,
+    /// Tokens of the longest document.
+    pub longest: usize,
+    /// Largest number of keys from the first key visible to a block of [`BLOCK`] queries up to the last.
+    pub reach: usize,
+}
+
+impl Sizes {
+    /// Sizes for concatenated documents of the given lengths.
+    pub fn of(docs: &[usize]) -> Self {
+        let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
+        let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
+        for from in (0..keys).step_by(BLOCK) {
+            while rest.peek().is_some_and(|n| start + **n <= from) {
+                start += rest.next().copied().unwrap_or(0);
+            }
+            reach = reach.max((from + BLOCK).min(keys) - start);
+        }
+        Self { keys, longest, reach }
+    }
+}
 
 /// The two work lists on the device, u32.
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@
 //! bf16.
 
 use super::launch::at;
-use crate::gemm::row_stride;
+use crate::tensor::row_stride;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{DType, Result, Tensor};
@@ -37,9 +37,10 @@ impl Mat {
     }
 
     fn operation(&self) -> sys::cublasOperation_t {
-        match self.transposed {
-            true => sys::cublasOperation_t::CUBLAS_OP_T,
-            false => sys::cublasOperation_t::CUBLAS_OP_N,
+        if self.transposed {
+            sys::cublasOperation_t::CUBLAS_OP_T
+        } else {
+            sys::cublasOperation_t::CUBLAS_OP_N
         }
     }
 }

@@ -2,20 +2,18 @@
 //!
 //! ```text
 //! let y = empty(x, shape, dtype)?;
-//! let launch = Launch::of(x, compiled!(NORM), "norm_forward")?.tensor(x)?.tensor(&y)?.number(rows as u32);
+//! let launch = Launch::of(x, compiled!(NORM), "norm_forward")?.with(args![x, &y, rows])?;
 //! unsafe { launch.run(Grid::new(rows, 256)) }
 //! ```
 //!
-//! Launch code compiles in every build, since plans run it on ghosts ([`ghosts`]); only builds with the
+//! Launch code compiles in every build, since plans run it on ghosts ([`ghosts`](crate::tensor::ghosts)); only builds with the
 //! `cuda` feature can launch. Kernel names consist of file, function and dtype: `norm_forward_bf16`.
 //!
 //! Each device has a single stream. A launch sees the results of earlier launches, and freed memory is
 //! reused only after earlier launches are done.
 
 use crate::Tensor;
-use crate::gemm::row_stride;
-use crate::ledger::{Allocation, Cost, Ledger};
-use crate::tensor::{Ghost, Real};
+use crate::tensor::{Real, row_stride};
 use candle_core::{DType, Result, Shape};
 
 /// A source compiled by build.rs, by file name in capitals; an argument of [`Launch::of`].
@@ -37,50 +35,6 @@ pub use super::module::Module as Source;
 #[cfg(not(feature = "cuda"))]
 #[derive(Clone, Copy, Debug)]
 pub struct Source(pub &'static str);
-
-/// Ghost results of a CUDA kernel; `None` if `reads` are real tensors.
-///
-/// Records copies of non-contiguous inputs (`reads`), results (`out`), and one launch with the traffic of
-/// both. `during` records anything else.
-pub fn ghosts<const N: usize>(
-    reads: &[&Tensor],
-    out: [(Shape, DType); N],
-    during: impl FnOnce(&Ledger),
-) -> Option<[Tensor; N]> {
-    let out = ghost_products(reads, out, during)?;
-    moves(reads.iter().copied().chain(&out));
-    Some(out)
-}
-
-/// Records memory traffic for all ghosts in `all`.
-pub fn moves<'a>(all: impl IntoIterator<Item = &'a Tensor>) {
-    all.into_iter().filter_map(Tensor::ghost).for_each(Ghost::is_moved);
-}
-
-/// Like [`ghosts`] for compute-bound kernels: records no separate memory traffic.
-pub fn ghost_products<const N: usize>(
-    reads: &[&Tensor],
-    out: [(Shape, DType); N],
-    during: impl FnOnce(&Ledger),
-) -> Option<[Tensor; N]> {
-    let ledger = reads.first()?.ghost()?.ledger();
-    let _copies = hold_copies(ledger, reads);
-    let out = out.map(|(shape, dtype)| Ghost::new(ledger, shape, dtype).into());
-    during(ledger);
-    ledger.work(Cost { started: 1.0, ..Cost::default() });
-    Some(out)
-}
-
-/// Holds the memory of contiguous copies of non-contiguous inputs.
-pub fn hold_copies(ledger: &Ledger, reads: &[&Tensor]) -> Allocation {
-    let bytes = |t: &&Tensor| (t.dtype().size_in_bytes() * t.elem_count()) as u64;
-    ledger.hold(reads.iter().filter(|t| !t.is_contiguous()).map(bytes).sum())
-}
-
-/// Records a launch beyond the one counted by [`ghosts`].
-pub fn started(ledger: &Ledger) {
-    ledger.work(Cost { started: 1.0, ..Cost::default() });
-}
 
 /// An uninitialized tensor on the device of `on`. The caller launches a kernel writing every value.
 ///
@@ -136,37 +90,64 @@ impl Grid {
     }
 }
 
-/// A scalar kernel parameter.
-pub trait Number {
-    /// Bit pattern, in the low bits.
-    fn bits(self) -> u64;
+/// A kernel argument; see [`args`].
+#[derive(Clone, Copy, Debug)]
+pub enum Argument<'a> {
+    /// A contiguous tensor.
+    Tensor(&'a Tensor),
+    /// A matrix with contiguous rows.
+    Rows(&'a Tensor),
+    /// A null pointer.
+    Null,
+    /// A count, passed as u32.
+    Count(usize),
+    /// Bit pattern of a number, in the low bits.
+    Number(u64),
+}
+
+impl<'a> From<&'a Tensor> for Argument<'a> {
+    fn from(t: &'a Tensor) -> Self {
+        Argument::Tensor(t)
+    }
+}
+
+impl<'a> From<Option<&'a Tensor>> for Argument<'a> {
+    fn from(t: Option<&'a Tensor>) -> Self {
+        t.map_or(Argument::Null, Argument::Tensor)
+    }
 }
 
 macro_rules! numbers {
-    ($($t:ty: $x:ident => $bits:expr;)*) => { $(
-        impl Number for $t {
-            fn bits(self) -> u64 {
-                let $x = self;
-                $bits
+    ($($t:ty: $x:ident => $argument:expr;)*) => { $(
+        impl From<$t> for Argument<'_> {
+            fn from($x: $t) -> Self {
+                $argument
             }
         }
     )* };
 }
 
 numbers! {
-    u32: x => x.into();
-    i32: x => x.cast_unsigned().into();
-    u64: x => x;
-    f32: x => x.to_bits().into();
+    usize: n => Argument::Count(n);
+    u32: x => Argument::Number(x.into());
+    i32: x => Argument::Number(x.cast_unsigned().into());
+    u64: x => Argument::Number(x);
+    f32: x => Argument::Number(x.to_bits().into());
 }
 
-/// A kernel argument.
+/// Arguments of a kernel, of any type that converts to [`Argument`].
+macro_rules! args {
+    ($($x:expr),* $(,)?) => {
+        &[$($crate::cuda::launch::Argument::from($x)),*]
+    };
+}
+pub(crate) use args;
+
+/// A checked argument.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "nothing is launched"))]
-enum Argument<'a> {
+enum Cell<'a> {
     Tensor(&'a Real),
-    /// A null pointer.
-    Null,
     Number(u64),
 }
 
@@ -176,7 +157,7 @@ pub struct Launch<'a> {
     on: &'a Real,
     source: Source,
     name: String,
-    arguments: Vec<Argument<'a>>,
+    arguments: Vec<Cell<'a>>,
 }
 
 impl<'a> Launch<'a> {
@@ -202,59 +183,33 @@ impl<'a> Launch<'a> {
         Ok(Self { on: on.real()?, source, name: name.into(), arguments: Vec::new() })
     }
 
-    /// Pushes a contiguous tensor.
+    /// Pushes arguments.
     ///
     /// # Errors
-    /// The tensor is not contiguous, or a ghost.
-    pub fn tensor(mut self, t: &'a Tensor) -> Result<Self> {
-        if !t.is_contiguous() {
-            candle_core::bail!("{}: a tensor that is not contiguous: {:?}", self.name, t.shape());
+    /// A tensor or its rows are not contiguous, a tensor is a ghost, or a count exceeds 32 bits.
+    pub fn with(mut self, arguments: &[Argument<'a>]) -> Result<Self> {
+        for a in arguments {
+            self.arguments.push(match *a {
+                Argument::Tensor(t) if !t.is_contiguous() => {
+                    candle_core::bail!("{}: a tensor that is not contiguous: {:?}", self.name, t.shape())
+                }
+                Argument::Rows(t) if row_stride(t.layout()).is_none() => {
+                    candle_core::bail!(
+                        "{}: a matrix whose rows are not contiguous: {:?}",
+                        self.name,
+                        t.shape()
+                    )
+                }
+                Argument::Tensor(t) | Argument::Rows(t) => Cell::Tensor(t.real()?),
+                Argument::Null => Cell::Number(0),
+                Argument::Count(n) => match u32::try_from(n) {
+                    Ok(n) => Cell::Number(n.into()),
+                    Err(_) => candle_core::bail!("{}: a size of {n} does not fit 32 bits", self.name),
+                },
+                Argument::Number(bits) => Cell::Number(bits),
+            });
         }
-        self.arguments.push(Argument::Tensor(t.real()?));
         Ok(self)
-    }
-
-    /// Pushes a matrix with contiguous rows, followed by the row stride.
-    ///
-    /// # Errors
-    /// Rows are not contiguous, or the matrix is a ghost.
-    pub fn rows(mut self, t: &'a Tensor) -> Result<Self> {
-        if row_stride(t.layout()).is_none() {
-            candle_core::bail!("{}: a matrix whose rows are not contiguous: {:?}", self.name, t.shape());
-        }
-        self.arguments.push(Argument::Tensor(t.real()?));
-        Ok(self)
-    }
-
-    /// Pushes a tensor or a null pointer.
-    ///
-    /// # Errors
-    /// As [`Launch::tensor`].
-    pub fn maybe(mut self, t: Option<&'a Tensor>) -> Result<Self> {
-        match t {
-            Some(t) => self.tensor(t),
-            None => {
-                self.arguments.push(Argument::Null);
-                Ok(self)
-            }
-        }
-    }
-
-    /// Pushes a scalar.
-    pub fn number(mut self, x: impl Number) -> Self {
-        self.arguments.push(Argument::Number(x.bits()));
-        self
-    }
-
-    /// Pushes a count as u32.
-    ///
-    /// # Errors
-    /// The count exceeds 32 bits.
-    pub fn count(self, n: usize) -> Result<Self> {
-        match u32::try_from(n) {
-            Ok(n) => Ok(self.number(n)),
-            Err(_) => candle_core::bail!("{}: a size of {n} does not fit 32 bits", self.name),
-        }
     }
 
     /// Launches the kernel, unless the grid is empty.
@@ -279,7 +234,7 @@ pub(super) use device::at;
 
 #[cfg(feature = "cuda")]
 mod device {
-    use super::{Argument, Grid, Launch};
+    use super::{Cell, Grid, Launch};
     use candle_core::backend::BackendDevice;
     use candle_core::cuda_backend::cudarc::driver::{
         CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg, sys::CUfunction_attribute,
@@ -336,10 +291,9 @@ mod device {
         let what = |e: candle_core::Error| e.context(format!("CUDA kernel {}", launch.name));
         let device = launch.on.device().as_cuda_device()?;
         let stream = device.cuda_stream();
-        let cell = |a: &Argument<'_>| match a {
-            Argument::Tensor(t) => address(t, device, &stream),
-            Argument::Null => Ok(0),
-            Argument::Number(bits) => Ok(*bits),
+        let cell = |a: &Cell<'_>| match a {
+            Cell::Tensor(t) => address(t, device, &stream),
+            Cell::Number(bits) => Ok(*bits),
         };
         // the driver reads the parameter's size in bytes, from the low end
         let cells = launch.arguments.iter().map(cell).collect::<Result<Vec<u64>>>().map_err(what)?;

@@ -18,15 +18,15 @@ use std::time::{Duration, Instant};
 /// Bytes of a unique ID.
 pub const ID: usize = 128;
 /// ncclSuccess, ncclInProgress.
-const DONE: c_int = 0;
-const GOES_ON: c_int = 7;
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
 /// ncclUint8: transfers are untyped.
 const BYTE: c_int = 1;
 /// NCCL_API_MAGIC, and the version matching `Config`: 2.17, also accepted by later versions.
 const MAGIC: c_uint = 0xcafe_beef;
 const VERSION: c_int = 21_700;
 /// NCCL_CONFIG_UNDEF_INT.
-const UNSAID: c_int = c_int::MIN;
+const UNDEFINED: c_int = c_int::MIN;
 /// How long `abort` waits for a call of another thread before aborting anyway.
 const CALL: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_micros(50);
@@ -111,7 +111,7 @@ fn api() -> std::result::Result<&'static Api, String> {
         let mut version = 0;
         // SAFETY: the pointer points to a c_int.
         match unsafe { (api.version)(&raw mut version) } {
-            DONE if version >= VERSION => Ok(api),
+            SUCCESS if version >= VERSION => Ok(api),
             _ => Err(format!(
                 "libnccl.so.2 says version {version}, and ft needs 2.17 or later\n\
                  hint: a newer NCCL in front of it in LD_LIBRARY_PATH"
@@ -138,16 +138,19 @@ pub fn id() -> Result<[u8; ID]> {
     let mut id = Id([0; ID]);
     // SAFETY: the pointer points to an ID of the size written by NCCL.
     match unsafe { (api.id)(&raw mut id) } {
-        DONE => Ok(id.0),
-        e => Err(said(api, std::ptr::null_mut(), e)),
+        SUCCESS => Ok(id.0),
+        e => Err(error_of(api, std::ptr::null_mut(), e)),
     }
 }
 
-fn said(api: &Api, c: Communicator, e: c_int) -> candle_core::Error {
-    let text = |p: *const c_char| match p.is_null() {
-        true => String::new(),
-        // SAFETY: a null-terminated string from NCCL; it is copied.
-        false => unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned(),
+fn error_of(api: &Api, c: Communicator, e: c_int) -> candle_core::Error {
+    let text = |p: *const c_char| {
+        if p.is_null() {
+            String::new()
+        } else {
+            // SAFETY: a null-terminated string from NCCL; it is copied.
+            unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
+        }
     };
     // SAFETY: both functions return NCCL strings, and accept a null communicator.
     let (what, last) = unsafe { (text((api.words)(e)), text((api.last)(c))) };
@@ -156,7 +159,7 @@ fn said(api: &Api, c: Communicator, e: c_int) -> candle_core::Error {
 }
 
 /// A pending operation on the device.
-struct Open {
+struct Pending {
     what: String,
     begun: CudaEvent,
     done: CudaEvent,
@@ -171,7 +174,7 @@ pub struct Handle {
     /// Held during every call except abort.
     calls: Mutex<()>,
     aborted: AtomicBool,
-    open: Mutex<VecDeque<Open>>,
+    open: Mutex<VecDeque<Pending>>,
     trouble: Mutex<Option<String>>,
 }
 
@@ -226,11 +229,11 @@ impl Handle {
         if communicator.is_null() {
             return None;
         }
-        let mut state = DONE;
+        let mut state = SUCCESS;
         // SAFETY: the communicator is alive while `calls` is held; the pointer points to a c_int.
         let e = unsafe { (self.api.look)(communicator, &raw mut state) };
-        let e = if e == DONE { state } else { e };
-        (e != DONE && e != GOES_ON).then(|| said(self.api, communicator, e).to_string())
+        let e = if e == SUCCESS { state } else { e };
+        (e != SUCCESS && e != IN_PROGRESS).then(|| error_of(self.api, communicator, e).to_string())
     }
 
     fn late(&self, timeout: Duration) -> Option<String> {
@@ -259,8 +262,8 @@ impl Handle {
         }
         let e = f(self.api, communicator);
         drop(held);
-        if e != DONE && e != GOES_ON {
-            return Err(said(self.api, std::ptr::null_mut(), e));
+        if e != SUCCESS && e != IN_PROGRESS {
+            return Err(error_of(self.api, std::ptr::null_mut(), e));
         }
         self.settle(&|| false)
     }
@@ -273,15 +276,15 @@ impl Handle {
             if communicator.is_null() || self.is_aborted() {
                 candle_core::bail!("NCCL was given up");
             }
-            let mut state = DONE;
+            let mut state = SUCCESS;
             // SAFETY: as in `error`.
             let e = unsafe { (self.api.look)(communicator, &raw mut state) };
-            let e = if e == DONE { state } else { e };
+            let e = if e == SUCCESS { state } else { e };
             match e {
-                DONE => return Ok(()),
-                GOES_ON if !give_up() => {}
-                GOES_ON => candle_core::bail!("NCCL: the others do not come"),
-                e => return Err(said(self.api, communicator, e)),
+                SUCCESS => return Ok(()),
+                IN_PROGRESS if !give_up() => {}
+                IN_PROGRESS => candle_core::bail!("NCCL: the others do not come"),
+                e => return Err(error_of(self.api, communicator, e)),
             }
             drop(held);
             std::thread::sleep(PAUSE);
@@ -320,17 +323,17 @@ impl Link {
             magic: MAGIC,
             version: VERSION as c_uint,
             blocking: 0,
-            cluster: UNSAID,
-            least: UNSAID,
-            most: UNSAID,
+            cluster: UNDEFINED,
+            least: UNDEFINED,
+            most: UNDEFINED,
             net: std::ptr::null(),
         };
         let (rank, world) = (number(rank)?, number(world)?);
         let mut communicator = std::ptr::null_mut();
         // SAFETY: the device's context is current; the pointers stay valid while NCCL accesses them.
         let e = unsafe { (api.init)(&raw mut communicator, world, Id(id), rank, &raw mut config) };
-        if e != DONE && e != GOES_ON {
-            return Err(said(api, std::ptr::null_mut(), e));
+        if e != SUCCESS && e != IN_PROGRESS {
+            return Err(error_of(api, std::ptr::null_mut(), e));
         }
         let handle = Arc::new(Handle {
             api,
@@ -371,17 +374,17 @@ impl Link {
             unsafe {
                 let mut e = (api.begin)();
                 for (rank, at, bytes) in &out {
-                    if e == DONE || e == GOES_ON {
+                    if e == SUCCESS || e == IN_PROGRESS {
                         e = (api.send)(*at as *const c_void, *bytes, BYTE, *rank, communicator, stream);
                     }
                 }
                 for (rank, at, bytes) in &into {
-                    if e == DONE || e == GOES_ON {
+                    if e == SUCCESS || e == IN_PROGRESS {
                         e = (api.receive)(*at as *mut c_void, *bytes, BYTE, *rank, communicator, stream);
                     }
                 }
                 let end = (api.end)();
-                if e == DONE || e == GOES_ON { end } else { e }
+                if e == SUCCESS || e == IN_PROGRESS { end } else { e }
             }
         })
     }
@@ -421,7 +424,7 @@ impl Link {
         let begun = self.stream.record_event(None).w()?;
         self.handle.call(f)?;
         let [done, seen] = [self.stream.record_event(None).w()?, self.stream.record_event(None).w()?];
-        let open = Open { what: what.into(), begun, done: seen, since: None };
+        let open = Pending { what: what.into(), begun, done: seen, since: None };
         self.handle.open.lock().unwrap_or_else(PoisonError::into_inner).push_back(open);
         Ok(Flight { compute: Arc::clone(&self.compute), done })
     }

@@ -1,9 +1,11 @@
 //! AdamW and sums of squares on CUDA.
 
+use super::draws::Draws;
 use super::eight_bit::{BLOCK, EightBit};
-use super::{AdamW, Draws};
+use super::settings::AdamW;
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
+use crate::tensor::ghosts;
 use candle_core::{DType, Result};
 
 /// Threads per block; must match optimizer.cu.
@@ -14,35 +16,27 @@ const VECTOR: usize = 4;
 const BLOCKS: usize = 1024;
 const EACH: usize = 16;
 
-/// Pushes the hyperparameters of an update.
-fn numbers<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
-    rest(launch.number(k.grad_scale as f32), k)
-}
-
-/// Like [`numbers`], for 8-bit moments.
-fn numbers8<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
-    rest(launch.number(k.grad_scale as f32).number(k.betas[0] as f32), k)
-}
-
-fn rest<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
-    launch
-        .number((1.0 - k.betas[0]) as f32)
-        .number(k.betas[1] as f32)
-        .number((1.0 - k.betas[1]) as f32)
-        .number((1.0 - k.lr * k.weight_decay) as f32)
-        .number(k.lr_over_bias() as f32)
-        .number(k.sqrt_bias2() as f32)
-        .number(k.eps as f32)
+/// Pushes the hyperparameters of an update, for 8-bit moments with the decay rate of the first.
+fn numbers<'a>(launch: Launch<'a>, k: &AdamW, eight_bit: bool) -> Result<Launch<'a>> {
+    let [b1, b2] = k.betas;
+    let mut launch = launch.with(args![k.grad_scale as f32])?;
+    if eight_bit {
+        launch = launch.with(args![b1 as f32])?;
+    }
+    let launch = launch.with(args![(1.0 - b1) as f32, b2 as f32, (1.0 - b2) as f32])?;
+    let decay = 1.0 - k.lr * k.weight_decay;
+    launch.with(args![decay as f32, k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32])
 }
 
 /// Pushes codes and scales of both moments.
 fn coded<'a>(launch: Launch<'a>, m: &'a EightBit) -> Result<Launch<'a>> {
-    launch.tensor(&m.codes[0])?.tensor(&m.scales[0])?.tensor(&m.codes[1])?.tensor(&m.scales[1])
+    launch.with(args![&m.codes[0], &m.scales[0], &m.codes[1], &m.scales[1]])
 }
 
 /// Pushes the random stream for stochastic rounding.
-fn drawn(launch: Launch<'_>, draws: Draws) -> Launch<'_> {
-    draws.stream.words().into_iter().fold(launch.number(draws.first), Launch::number)
+fn drawn(launch: Launch<'_>, draws: Draws) -> Result<Launch<'_>> {
+    let [key0, key1, high0, high1] = draws.stream.words();
+    launch.with(args![draws.first, key0, key1, high0, high1])
 }
 
 /// Updates weights, moments and the optional compute copy, and zeroes the gradient.
@@ -55,14 +49,9 @@ pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Re
     if ghosts(&[p], [], |_| ()).is_some() {
         return Ok(());
     }
-    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw")?
-        .tensor(p)?
-        .tensor(m)?
-        .tensor(v)?
-        .tensor(g)?
-        .maybe(copy)?
-        .number(n as u64);
-    let launch = numbers(launch, k);
+    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw")?;
+    let launch = launch.with(args![p, m, v, g, copy, n as u64])?;
+    let launch = numbers(launch, k, false)?;
     // SAFETY: all buffers have n values; they are f32, except for the copy, whose dtype selects the
     // kernel.
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
@@ -77,9 +66,10 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     if ghosts(&[p], [], |_| ()).is_some() {
         return Ok(());
     }
-    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?.tensor(p)?;
-    let launch = coded(launch, m)?.tensor(g)?.maybe(copy)?.tensor(&m.maps)?.number(n as u64);
-    let launch = numbers8(launch, k);
+    let launch =
+        Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?.with(args![p])?;
+    let launch = coded(launch, m)?.with(args![g, copy, &m.maps, n as u64])?;
+    let launch = numbers(launch, k, true)?;
     // SAFETY: all buffers have n values; codes are u8, with one scale per block; the two maps have 256
     // entries each; one thread block per quantization block.
     unsafe { launch.run(Grid::new(n.div_ceil(BLOCK), THREADS as u32)) }
@@ -94,13 +84,9 @@ pub fn adamw_rounded([p, m, v, g]: [&Tensor; 4], draws: Draws, k: &AdamW) -> Res
     if ghosts(&[p], [], |_| ()).is_some() {
         return Ok(());
     }
-    let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw_rounded")?
-        .tensor(p)?
-        .tensor(m)?
-        .tensor(v)?
-        .tensor(g)?
-        .number(n as u64);
-    let launch = numbers(drawn(launch, draws), k);
+    let launch =
+        Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw_rounded")?.with(args![p, m, v, g, n as u64])?;
+    let launch = numbers(drawn(launch, draws)?, k, false)?;
     // SAFETY: all buffers have n values; the weights' dtype selects the kernel, moments and gradients are
     // f32.
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
@@ -115,9 +101,9 @@ pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: 
     if ghosts(&[p], [], |_| ()).is_some() {
         return Ok(());
     }
-    let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw8bit_rounded")?.tensor(p)?;
-    let launch = coded(launch, m)?.tensor(g)?.tensor(&m.maps)?.number(n as u64);
-    let launch = numbers8(drawn(launch, draws), k);
+    let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw8bit_rounded")?.with(args![p])?;
+    let launch = coded(launch, m)?.with(args![g, &m.maps, n as u64])?;
+    let launch = numbers(drawn(launch, draws)?, k, true)?;
     // SAFETY: all buffers have n values; the weights' dtype selects the kernel, gradients are f32, codes
     // u8 with one scale per block; the two maps have 256 entries each; one thread block per quantization
     // block.
@@ -131,7 +117,7 @@ pub fn round(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
         return Ok(());
     }
     let launch = Launch::of(to, compiled!(OPTIMIZER), "optimizer_round")?;
-    let launch = drawn(launch.tensor(values)?.tensor(to)?.number(n as u64), draws);
+    let launch = drawn(launch.with(args![values, to, n as u64])?, draws)?;
     // SAFETY: both buffers have n values; the source is f32, the target's dtype selects the kernel.
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
@@ -149,17 +135,13 @@ pub fn squares(buffers: &[&Tensor]) -> Result<Tensor> {
         }
         let own = partial.narrow(0, at, blocks(b))?;
         at += blocks(b);
-        let launch = Launch::of(b, compiled!(OPTIMIZER), "optimizer_squares")?
-            .tensor(b)?
-            .number(b.elem_count() as u64)
-            .tensor(&own)?;
+        let launch = Launch::of(b, compiled!(OPTIMIZER), "optimizer_squares")?;
+        let launch = launch.with(args![*b, b.elem_count() as u64, &own])?;
         // SAFETY: the kernel reads the buffer's `count` values, and each block writes one sum.
         unsafe { launch.run(Grid::new(blocks(b), THREADS as u32)) }?;
     }
-    let launch = Launch::named(&partial, compiled!(OPTIMIZER), "optimizer_total")?
-        .tensor(&partial)?
-        .count(count)?
-        .tensor(&total)?;
+    let launch = Launch::named(&partial, compiled!(OPTIMIZER), "optimizer_total")?;
+    let launch = launch.with(args![&partial, count, &total])?;
     // SAFETY: the kernel reads `count` partial sums and writes one value.
     unsafe { launch.run(Grid::new(1, THREADS as u32)) }?;
     Ok(total)

@@ -5,12 +5,8 @@
 //! rounded to nearest, as in the CUDA and PyTorch kernels of bitsandbytes; the CPU library of
 //! bitsandbytes uses a coarser lookup table.
 
-use super::rounding::{Draws, Stored, Words, on_stored};
-use super::{AdamW, cuda, put_copy};
 use crate::Tensor;
-use crate::cpu::{in_place, is_cpu, view};
 use candle_core::{Device, Result};
-use rayon::prelude::*;
 use std::sync::LazyLock;
 
 /// Values per quantization block.
@@ -21,11 +17,9 @@ pub const SMALLEST: usize = 4096;
 pub const ZERO: [u8; 2] = [127, 0];
 /// Codes per map.
 const CODES: usize = 256;
-/// Minimum blocks per task.
-const EACH: usize = 64;
 
 /// Ascending code values of the first moment (signed) and the second moment (unsigned).
-static MAPS: LazyLock<[[f32; CODES]; 2]> = LazyLock::new(|| [map(true), map(false)]);
+pub(super) static MAPS: LazyLock<[[f32; CODES]; 2]> = LazyLock::new(|| [map(true), map(false)]);
 
 /// The dynamic map: seven decades up to 1, each with twice as many fractions between 0.1 and 1 as the
 /// decade below, plus 0 and 1.
@@ -66,34 +60,9 @@ pub struct EightBit {
     pub maps: Tensor,
 }
 
-/// [`super::adamw`] with 8-bit moments. The values must start at a block boundary.
-///
-/// # Errors
-/// Buffer lengths differ.
-pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
-    m.check(p, g)?;
-    if !is_cpu(p) {
-        return cuda::adamw8bit(p, m, g, copy, k);
-    }
-    adamw8bit_cpu::<f32>(p, m, g, Draws::NONE, k)?;
-    put_copy(p, copy)
-}
-
-/// [`super::adamw_rounded`] with 8-bit moments. The values must start at a block boundary.
-///
-/// # Errors
-/// Buffer lengths differ.
-pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
-    m.check(p, g)?;
-    if !is_cpu(p) {
-        return cuda::adamw8bit_rounded(p, m, g, draws, k);
-    }
-    on_stored!(p, adamw8bit_cpu(p, m, g, draws, k))
-}
-
 impl EightBit {
     /// Checks the moments' sizes against weights `p` and gradients `g`.
-    fn check(&self, p: &Tensor, g: &Tensor) -> Result<()> {
+    pub(super) fn check(&self, p: &Tensor, g: &Tensor) -> Result<()> {
         let n = p.elem_count();
         let fits = |t: &[Tensor; 2], len: usize| t.iter().all(|t| t.dims() == [len]);
         if g.elem_count() != n || !fits(&self.codes, n) || !fits(&self.scales, n.div_ceil(BLOCK)) {
@@ -103,75 +72,9 @@ impl EightBit {
     }
 }
 
-fn adamw8bit_cpu<T: Stored>(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
-    if p.ghost().is_some() {
-        return Ok(());
-    }
-    let g = view::<f32>(g)?;
-    all_in_place::<T>(p, m, &|p, [mc, vc], [ms, vs]| {
-        let codes = mc.par_chunks_mut(BLOCK).zip(vc.par_chunks_mut(BLOCK));
-        let scales = ms.par_iter_mut().zip(vs.par_iter_mut());
-        let values = p.par_chunks_mut(BLOCK).zip(g.par_chunks(BLOCK));
-        let blocks = values.zip(codes.zip(scales)).enumerate().with_min_len(EACH);
-        blocks.for_each(|(b, ((p, g), (codes, scales)))| {
-            block(p, g, codes.into(), scales.into(), draws.from(b * BLOCK), k);
-        });
-    })
-}
-
-/// A function of the weights, and of codes and scales of both moments.
-type All<'a, T> = dyn Fn(&mut [T], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
-
-/// Borrows all buffers mutably and calls `f`.
-fn all_in_place<T: Stored>(p: &Tensor, m: &EightBit, f: &All<'_, T>) -> Result<()> {
-    const NAME: &str = "adamw8bit";
-    in_place::<T>(NAME, p, |p| {
-        in_place::<u8>(NAME, &m.codes[0], |mc| {
-            in_place::<u8>(NAME, &m.codes[1], |vc| {
-                in_place::<f32>(NAME, &m.scales[0], |ms| {
-                    in_place::<f32>(NAME, &m.scales[1], |vs| {
-                        f(p, [mc, vc], [ms, vs]);
-                        Ok(())
-                    })
-                })
-            })
-        })
-    })
-}
-
-/// Updates one quantization block.
-fn block<T: Stored>(
-    p: &mut [T],
-    g: &[f32],
-    codes: [&mut [u8]; 2],
-    scales: [&mut f32; 2],
-    mut words: Words,
-    k: &AdamW,
-) {
-    let (b1, b2) = (k.betas[0] as f32, k.betas[1] as f32);
-    let (c1, c2, gs) = ((1.0 - k.betas[0]) as f32, (1.0 - k.betas[1]) as f32, k.grad_scale as f32);
-    let decay = (1.0 - k.lr * k.weight_decay) as f32;
-    let (step, root, eps) = (k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32);
-    let mut moments = [[0f32; BLOCK]; 2];
-    let [ms, vs] = &mut moments;
-    let [mc, vc] = &codes;
-    for (i, (p, g)) in p.iter_mut().zip(g).enumerate() {
-        let g = g * gs;
-        let m = MAPS[0][usize::from(mc[i])] * *scales[0] * b1 + g * c1;
-        let v = MAPS[1][usize::from(vc[i])] * *scales[1] * b2 + g * g * c2;
-        *p = T::of(p.widen() * decay - step * (m / (v.sqrt() / root + eps)), &mut words);
-        (ms[i], vs[i]) = (m, v);
-    }
-    for ((codes, scale), (values, map)) in codes.into_iter().zip(scales).zip(moments.iter().zip(MAPS.iter()))
-    {
-        *scale = encode(&values[..codes.len()], map, codes);
-    }
-}
-
-/// Quantizes values and returns the scale. An infinite value makes the scale infinite; a NaN reaches the
-/// scale only from the end of the block.
-fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
-    let larger = |a: f32, x: &f32| if x.abs() <= a { a } else { x.abs() };
+/// Quantizes values and returns the scale. An infinite value makes the scale infinite, a NaN makes it NaN.
+pub(super) fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
+    let larger = |a: f32, x: &f32| if x.abs() <= a || a.is_nan() { a } else { x.abs() };
     let scale = values.iter().fold(0f32, larger);
     let inverse = 1.0 / scale.max(1e-38);
     for (code, x) in codes.iter_mut().zip(values) {
@@ -180,10 +83,7 @@ fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
         let (mut low, mut high) = (0, CODES - 1);
         while low < high {
             let at = (low + high) / 2;
-            match (map[at] + map[at + 1]) / 2.0 < x {
-                true => low = at + 1,
-                false => high = at,
-            }
+            if (map[at] + map[at + 1]) / 2.0 < x { low = at + 1 } else { high = at }
         }
         *code = low as u8;
     }
@@ -194,6 +94,7 @@ fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
 mod tests {
     use super::*;
     use crate::check::{randn, values};
+    use crate::optimizer::{AdamW, adamw, adamw8bit};
     use candle_core::DType;
 
     fn zeros(n: usize, device: &Device) -> Result<EightBit> {
@@ -233,7 +134,11 @@ mod tests {
                 assert!((map[usize::from(code)] - x).abs() <= nearest + 1e-7, "{x}");
             }
         }
-        assert!(encode(&[1.0, f32::NAN], &MAPS[0], &mut [0; 2]).is_nan());
+        for at in [0, 1, 127, 254, 255] {
+            let mut values = [1.0; BLOCK];
+            values[at] = f32::NAN;
+            assert!(encode(&values, &MAPS[0], &mut [0; BLOCK]).is_nan(), "NaN at {at}");
+        }
         let mut zero = [9; 3];
         for (map, code) in MAPS.iter().zip(ZERO) {
             assert_eq!((encode(&[0.0; 3], map, &mut zero), zero), (0.0, [code; 3]));
@@ -255,7 +160,7 @@ mod tests {
                 AdamW { lr: 1e-2, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, t: 1, grad_scale: 0.5 };
             let states = zeros(n, d)?;
             adamw8bit(&p, &states, &g, Some(&copy), &k)?;
-            super::super::adamw(&q, &m, &v, &g, None, &k)?;
+            adamw(&q, &m, &v, &g, None, &k)?;
             for (a, b) in values(&p).iter().zip(values(&q)) {
                 assert!((a - b).abs() <= 1e-6, "{a} {b}");
             }

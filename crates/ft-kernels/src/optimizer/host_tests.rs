@@ -2,9 +2,10 @@
 //! `kernel::cuda::host_tests`.
 
 use super::*;
+use crate::Tensor;
 use crate::check::{randn, values};
 use crate::cuda::host_tests::{Argument, Served, Watched};
-use candle_core::Device;
+use candle_core::{DType, Device, Result};
 
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]

@@ -3,7 +3,7 @@
 // Also the sum of squares for the gradient norm, in two steps of fixed order.
 //
 // Vector accesses require all buffers to be 16-byte aligned; otherwise values are processed one by one.
-#include "../dropout/stream.cuh"
+#include "../adapters/dropout/stream.cuh"
 
 constexpr int THREADS = 256; // must match crates/ft-kernels/src/optimizer/cuda.rs
 
@@ -152,8 +152,9 @@ DEVICE void encode(float x, const float *map, float *magnitudes, uint8_t *code, 
   magnitudes[i] = fabsf(x);
   __syncthreads();
   for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-    // a NaN in the upper half replaces the maximum (one in the lower half is replaced)
-    if (i < half && !(magnitudes[i + half] <= magnitudes[i])) magnitudes[i] = magnitudes[i + half];
+    const float a = magnitudes[i], b = i < half ? magnitudes[i + half] : 0.0f;
+    // a NaN of either half stays: it equals nothing, and no comparison with it holds
+    if (i < half && a == a && !(b <= a)) magnitudes[i] = b;
     __syncthreads();
   }
   const float most = magnitudes[0];

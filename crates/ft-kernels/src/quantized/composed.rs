@@ -1,7 +1,7 @@
 //! Dequantization composed of candle operations, for any device: the fallback for cases without a kernel,
 //! and the reference in tests.
 
-use super::{QuantizedMatrix, Scales};
+use super::matrix::{QuantizedMatrix, Scales};
 use crate::Tensor;
 use candle_core::{DType, Result};
 use std::ops::Range;

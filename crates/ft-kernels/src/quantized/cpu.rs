@@ -4,11 +4,11 @@
 //! rows of W in forward, tiles of columns in backward. Each tile spans the full inner dimension, so
 //! nothing is summed across tiles.
 
+use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::FEW;
-use super::{QuantizedMatrix, Scales};
 use crate::Tensor;
-use crate::cast;
-use crate::cpu::{Real, View, dot, ghost_products, onto, tensor, view};
+use crate::cpu;
+use crate::cpu::{Float, View, dot, ghost_products, onto, tensor, view};
 use crate::gemm::{self, Mat, pairs};
 use crate::tensor::Ghost;
 use candle_core::{DType, Result, Storage, StorageRef};
@@ -123,7 +123,7 @@ impl Slices<'_> {
 
     /// The 16 dequantized code values of a block.
     #[inline]
-    fn values<T: Real>(&self, b: usize) -> [T; 16] {
+    fn values<T: Float>(&self, b: usize) -> [T; 16] {
         let s = self.scale(b);
         let mut v = self.code.map(|c| c * s);
         for dtype in self.round {
@@ -137,7 +137,7 @@ impl Slices<'_> {
     }
 
     /// Dequantizes `out.len()` values, starting at `at`.
-    fn dequantize<T: Real>(&self, mut at: usize, mut out: &mut [T]) {
+    fn dequantize<T: Float>(&self, mut at: usize, mut out: &mut [T]) {
         while !out.is_empty() {
             let b = at / self.block;
             let n = ((b + 1) * self.block - at).min(out.len());
@@ -155,14 +155,14 @@ impl Slices<'_> {
         let mut wide = vec![0f32; columns.len()];
         for (r, tile) in rows.zip(tile.chunks_mut(columns.len().max(1))) {
             self.dequantize(r * cols + columns.start, &mut wide);
-            tile.iter_mut().zip(&wide).for_each(|(t, x)| *t = cast::narrow(*x));
+            tile.iter_mut().zip(&wide).for_each(|(t, x)| *t = cpu::narrow(*x));
         }
     }
 }
 
 /// Looks up codes. With `odd`, the first code is in the low half of its byte.
 #[inline]
-fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
+fn unpack<T: Float>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
     let (packed, out) = match (odd, packed, out) {
         (true, [first, packed @ ..], [o, out @ ..]) => {
             *o = values[(first & 15) as usize];
@@ -190,7 +190,7 @@ pub fn tile_width(k: usize) -> usize {
 
 /// `x W^T` [t, rows] for a few tokens `x` [t, cols], for decoding: processes one row of W at a time
 /// within the L1 cache, without packing. `row` dequantizes a row.
-pub fn few_tokens<T: Real>(
+pub fn few_tokens<T: Float>(
     x: &[T],
     t: usize,
     (rows, cols): (usize, usize),
@@ -211,7 +211,7 @@ pub fn few_tokens<T: Real>(
 }
 
 /// See [`QuantizedMatrix::forward`].
-pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
+pub fn forward_cpu<T: Float>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     let (t, k) = x.dims2()?;
     if k != w.cols {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
@@ -252,7 +252,7 @@ pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
 }
 
 /// See [`QuantizedMatrix::backward`].
-pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+pub fn backward_cpu<T: Float>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
     let (t, k) = dy.dims2()?;
     if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
@@ -292,7 +292,7 @@ pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor
 }
 
 /// See [`QuantizedMatrix::row_squares`].
-pub fn row_squares_cpu<T: Real>(w: &QuantizedMatrix) -> Result<Tensor> {
+pub fn row_squares_cpu<T: Float>(w: &QuantizedMatrix) -> Result<Tensor> {
     let host = Host::of(w)?;
     let s = host.slices();
     let mut out = vec![T::zero(); w.rows];
@@ -307,7 +307,7 @@ pub fn row_squares_cpu<T: Real>(w: &QuantizedMatrix) -> Result<Tensor> {
 }
 
 /// See [`QuantizedMatrix::dequantize_rows`].
-pub fn dequantize_cpu<T: Real>(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
+pub fn dequantize_cpu<T: Float>(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
     if let Some(g) = w.packed.ghost() {
         let wide = Ghost::new(g.ledger(), (rows.len(), w.cols), T::DTYPE);
         return Tensor::from(wide).to_dtype(w.compute);

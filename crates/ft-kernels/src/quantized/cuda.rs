@@ -9,13 +9,13 @@
 //! **None of this has run on a GPU.** `tests/cuda` runs the kernels on the host; `examples/gpu_check` is
 //! the check to run on a GPU.
 
+use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
-use super::{QuantizedMatrix, Scales};
 use crate::Tensor;
 use crate::cuda::gemm::gemm;
-use crate::cuda::launch::{Grid, Launch, address_of, compiled, empty};
-use crate::gemm::row_stride;
+use crate::cuda::launch::{Argument, Grid, Launch, address_of, args, compiled, empty};
 use crate::padded;
+use crate::tensor::row_stride;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::{DType, Result};
@@ -40,7 +40,7 @@ pub fn multiplies(w: &QuantizedMatrix, x: &Tensor) -> bool {
 
 /// Adapter part appended to a tile: none, a slice of B to the right, or a slice of A below.
 #[derive(Clone, Copy)]
-enum Low<'a> {
+enum AdapterPart<'a> {
     None,
     Beside(&'a Tensor),
     Below(&'a Tensor),
@@ -48,31 +48,37 @@ enum Low<'a> {
 
 /// Pushes the fields of `struct Matrix` in codes.cuh as the first arguments.
 fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> {
-    let launch = launch.tensor(&w.packed)?.tensor(&w.book.pairs)?;
+    let launch = launch.with(args![&w.packed, &w.book.pairs])?;
     let (launch, group, offset) = match &w.scales {
-        Scales::Plain(s) => (launch.tensor(s)?.maybe(None)?.maybe(None)?, 1, 0.0),
+        Scales::Plain(s) => (launch.with(args![s, Argument::Null, Argument::Null])?, 1, 0.0),
         Scales::Nested { codes, map, absmax, group, offset } => {
-            (launch.tensor(absmax)?.tensor(codes)?.tensor(map)?, *group, *offset)
+            (launch.with(args![absmax, codes, map])?, *group, *offset)
         }
     };
-    Ok(launch.count(group)?.number(offset).number(w.block.trailing_zeros()).number((w.rows * w.cols) as u64))
+    launch.with(args![group, offset, w.block.trailing_zeros(), (w.rows * w.cols) as u64])
 }
 
 /// Dequantizes a tile to the start of `out`, with a run stride of `apart` values.
-fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, out: &Tensor) -> Result<()> {
+fn dequantize_tile(
+    w: &QuantizedMatrix,
+    tile: Tile,
+    apart: usize,
+    low: AdapterPart<'_>,
+    out: &Tensor,
+) -> Result<()> {
     if tile.is_empty() {
         return Ok(());
     }
     // the adapter matrix, the offset of the slice, and (rows, columns, stride, destination)
     let (m, from, [rows, cols, stride, to]) = match low {
-        Low::None => (None, 0, [0; 4]),
-        Low::Beside(b) => (Some(b), 0, [b.dim(0)?, b.dim(1)?, b.dim(1)?, tile.width]),
-        Low::Below(a) => (Some(a), tile.first, [a.dim(0)?, tile.width, a.dim(1)?, tile.runs * apart]),
+        AdapterPart::None => (None, 0, [0; 4]),
+        AdapterPart::Beside(b) => (Some(b), 0, [b.dim(0)?, b.dim(1)?, b.dim(1)?, tile.width]),
+        AdapterPart::Below(a) => (Some(a), tile.first, [a.dim(0)?, tile.width, a.dim(1)?, tile.runs * apart]),
     };
     let fits = match low {
-        Low::None => true,
-        Low::Beside(_) => rows == tile.runs && apart >= tile.width + cols,
-        Low::Below(_) => stride == tile.stride && from + cols <= stride,
+        AdapterPart::None => true,
+        AdapterPart::Beside(_) => rows == tile.runs && apart >= tile.width + cols,
+        AdapterPart::Below(_) => stride == tile.stride && from + cols <= stride,
     };
     let values = ((tile.runs - 1) * apart + tile.width).max(match rows {
         0 => 0,
@@ -86,19 +92,10 @@ fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, 
     }
     let m = m.map(|m| m.flatten_all()?.narrow(0, from, m.elem_count() - from)).transpose()?;
     let kernel = name("dequantize", w.source, w.compute);
-    let launch = launch(w, Launch::named(out, compiled!(DEQUANTIZE), kernel)?)?
-        .number(tile.first as u64)
-        .number(tile.stride as u64)
-        .number(tile.width as u64)
-        .count(tile.runs)?
-        .count(tile.chunks())?
-        .number(apart as u64)
-        .maybe(m.as_ref())?
-        .count(rows)?
-        .count(cols)?
-        .number(stride as u64)
-        .number(to as u64)
-        .tensor(out)?;
+    let launch = launch(w, Launch::named(out, compiled!(DEQUANTIZE), kernel)?)?;
+    let launch = launch.with(args![tile.first as u64, tile.stride as u64, tile.width as u64, tile.runs])?;
+    let launch = launch.with(args![tile.chunks(), apart as u64, m.as_ref(), rows, cols, stride as u64])?;
+    let launch = launch.with(args![to as u64, out])?;
     // SAFETY: the tile was checked to lie inside the matrix, and with the adapter part inside `out`;
     // QuantizedMatrix::new has checked the sizes of the matrix's parts.
     unsafe { launch.run(Grid::new(tile.blocks(rows * cols), THREADS)) }
@@ -109,7 +106,7 @@ fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, 
 pub fn dequantize(w: &QuantizedMatrix, rows: Range<usize>, (below, apart): (usize, usize)) -> Result<Tensor> {
     let out = empty(&w.packed, (rows.len() + below, apart), w.compute)?;
     let tile = if apart == w.cols { Tile::rows(w.dims(), rows) } else { Tile::rows_apart(w.dims(), rows) };
-    dequantize_tile(w, tile, apart.max(tile.width), Low::None, &out)?;
+    dequantize_tile(w, tile, apart.max(tile.width), AdapterPart::None, &out)?;
     Ok(out)
 }
 
@@ -157,8 +154,8 @@ pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Te
     for rows in ranges {
         let part = b.map(|b| b.narrow(0, rows.start, rows.len())).transpose()?;
         let (tile, low) = match &part {
-            None => (Tile::rows(w.dims(), rows.clone()), Low::None),
-            Some(b) => (Tile::rows_apart(w.dims(), rows.clone()), Low::Beside(b)),
+            None => (Tile::rows(w.dims(), rows.clone()), AdapterPart::None),
+            Some(b) => (Tile::rows_apart(w.dims(), rows.clone()), AdapterPart::Beside(b)),
         };
         dequantize_tile(w, tile, if rank == 0 { tile.width } else { apart }, low, &buffer)?;
         let values = buffer.narrow(0, 0, rows.len() * apart)?.reshape((rows.len(), apart))?;
@@ -181,12 +178,8 @@ fn few_tokens(w: &QuantizedMatrix, x: &Tensor, y: &Tensor) -> Result<bool> {
         return Ok(false);
     }
     let kernel = format!("{}_{upto}", name("rows", w.source, w.compute));
-    let launch = launch(w, Launch::named(x, compiled!(ROWS), kernel)?)?
-        .tensor(x)?
-        .count(tokens)?
-        .number(w.rows as u64)
-        .number(w.cols as u64)
-        .tensor(y)?;
+    let launch = launch(w, Launch::named(x, compiled!(ROWS), kernel)?)?;
+    let launch = launch.with(args![x, tokens, w.rows as u64, w.cols as u64, y])?;
     // SAFETY: x is [tokens, cols], y is [tokens, rows]; sizes and alignment required by rows.cu were
     // checked above; QuantizedMatrix::new has checked the sizes of the matrix's parts.
     unsafe { launch.run(Grid::new(w.rows.div_ceil(rows), ROWS_THREADS)) }?;
@@ -215,8 +208,8 @@ pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option
         for columns in ranges {
             let (width, to) = (columns.len(), out.narrow(1, columns.start, columns.len())?);
             let (tile, low) = match a {
-                None => (Tile::columns(w.dims(), columns), Low::None),
-                Some(a) => (Tile::columns_apart(w.dims(), columns), Low::Below(a)),
+                None => (Tile::columns(w.dims(), columns), AdapterPart::None),
+                Some(a) => (Tile::columns_apart(w.dims(), columns), AdapterPart::Below(a)),
             };
             dequantize_tile(w, tile, tile.width, low, &buffer)?;
             let values = buffer.narrow(0, 0, k * width)?.reshape((k, width))?;

@@ -4,7 +4,7 @@
 //
 // With `low`, a second matrix [low_rows, low_cols] with row stride `low_stride` is copied into the same
 // buffer at `low_to`, with row stride `apart`: to the right of the tile or below it, so one GEMM
-// multiplies both (crates/ft-kernels/src/padded.rs). Extra warps do the copy.
+// multiplies both (crates/ft-kernels/src/matmul/padded.rs). Extra warps do the copy.
 //
 // The kernel is memory-bound: it reads half a byte per value and writes two or four. Each warp handles a
 // chunk of a run (see codes.cuh); `chunks` warps per run are enough for a run starting up to 31 values

@@ -6,7 +6,8 @@ use super::tiles::{FEW, ROWS, Tile, name};
 use super::*;
 use crate::check::{distance, randn, values};
 use crate::cuda::host_tests::{Argument, Served, Watched};
-use crate::gemm;
+use crate::{Tensor, gemm, padded};
+use candle_core::{DType, Device, Result};
 use half::{bf16, f16};
 
 /// The two kinds of checks on memory accesses.

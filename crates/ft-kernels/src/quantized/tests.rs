@@ -2,8 +2,11 @@
 
 use super::tiles::FEW;
 use super::*;
+use crate::Tensor;
 use crate::check::{close, randn};
 use crate::gemm;
+use candle_core::{DType, Device, Result};
+use std::sync::Arc;
 
 /// A matrix of pseudo-random codes and scales, beyond the range of any encoder.
 pub(super) struct Made {

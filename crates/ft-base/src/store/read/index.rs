@@ -1,15 +1,11 @@
 //! `model.safetensors.index.json`: maps tensors to shards.
 
+use super::path::{check_name, open_inside};
+use super::{Error, json};
+use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::io::Read;
 use std::path::Path;
-
-use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
-
-use super::path::{check_name, open_inside};
-use crate::store::Error;
 
 /// The index of a sharded model.
 pub const INDEX: &str = "model.safetensors.index.json";
@@ -45,44 +41,19 @@ pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
     if bytes.starts_with(b"version https://git-lfs") {
         return Err("this is a Git LFS pointer; run `git lfs pull` in that repository".into());
     }
-    let index: Index = serde_json::from_slice(bytes).map_err(|e| format!("not a shard index: {e}"))?;
-    if index.weight_map.0.is_empty() {
+    let mut index = match json::value(bytes) {
+        Ok(Value::Object(index)) => index,
+        Ok(_) => return Err("not a shard index: not a JSON object".into()),
+        Err(e) => return Err(format!("not a shard index: {e}")),
+    };
+    // "metadata" is skipped: `total_size` is wrong in many real files, and not needed.
+    let names = index.remove("weight_map").ok_or("not a shard index: it has no weight_map")?;
+    let names: BTreeMap<String, String> =
+        serde_json::from_value(names).map_err(|e| format!("not a shard index: weight_map: {e}"))?;
+    if names.is_empty() {
         return Err("its weight_map is empty".into());
     }
-    Ok(index.weight_map.0)
-}
-
-/// Ignores `metadata`: `total_size` is wrong in many real files, and not needed. A second `weight_map`
-/// is an error.
-#[derive(Deserialize)]
-struct Index {
-    weight_map: WeightMap,
-}
-
-struct WeightMap(BTreeMap<String, String>);
-
-impl<'de> Deserialize<'de> for WeightMap {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
-            type Value = WeightMap;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of tensor names and file names")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<WeightMap, A::Error> {
-                let mut names = BTreeMap::new();
-                while let Some((name, file)) = map.next_entry::<String, String>()? {
-                    if let Some(before) = names.insert(name.clone(), file) {
-                        return Err(A::Error::custom(format!(
-                            "the tensor {name:?} comes twice (first in {before:?})"
-                        )));
-                    }
-                }
-                Ok(WeightMap(names))
-            }
-        }
-        deserializer.deserialize_map(Names)
-    }
+    Ok(names)
 }
 
 /// Whether a file name is one that PyTorch gives to pickle files.
@@ -105,8 +76,8 @@ mod tests {
         let cases = [
             ("{}", "weight_map"),
             (r#"{"weight_map":{}}"#, "empty"),
-            (r#"{"weight_map":{"a":"x","a":"y"}}"#, "\"a\" comes twice"),
-            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "duplicate field `weight_map`"),
+            (r#"{"weight_map":{"a":"x","a":"y"}}"#, "\"a\" is there twice"),
+            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "\"weight_map\" is there twice"),
             (r#"{"weight_map":{"a":1}}"#, "string"),
             ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ];

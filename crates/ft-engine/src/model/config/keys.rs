@@ -1,6 +1,6 @@
 //! Typed access to the keys of a config.
 
-use crate::model::{Error, Result};
+use super::error::{Error, Result};
 use ft_base::store::json::short;
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;

@@ -1,9 +1,11 @@
 //! Lists of known config keys, and the keys with rules of their own: unsupported features, 4-bit weights,
 //! sliding windows, experts.
 
-use super::{EXPERTS, INNER, Keys, LAYERS, Moe, POSITIONS};
-use crate::model::Result;
-use crate::model::family::{Family, Window};
+use super::error::Result;
+use super::family::{Family, Window};
+use super::keys::Keys;
+use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
+use super::types::Moe;
 use ft_base::store::json::short;
 use serde_json::Value;
 use std::collections::HashSet;

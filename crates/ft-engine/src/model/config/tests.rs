@@ -238,7 +238,7 @@ fn an_override_is_named_and_a_key_stands_once() {
         assert!(e.as_ref().is_err_and(|e| e.contains("model.override")), "{set}: {e:?}");
     }
     let e = load(&good.replace("\"vocab_size\"", "\"hidden_size\": 32, \"vocab_size\""), json!({}));
-    assert!(e.as_ref().is_err_and(|e| e.contains("hidden_size: the key stands twice")), "{e:?}");
+    assert!(e.as_ref().is_err_and(|e| e.contains("the key \"hidden_size\" is there twice")), "{e:?}");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Backward pass of a linear: gradients of the input and of trained tensors.
 
-use super::{Linear, Saved};
-use crate::model::batch::Context;
-use crate::model::sink::{Sink, Slot};
+use super::forward::{Linear, Lora, Saved};
+use crate::model::pass::batch::Context;
+use crate::model::pass::sink::{Sink, Slot};
 use candle_core::Result;
 use ft_kernels::dropout::Mask;
 use ft_kernels::padded::Padded;
@@ -22,7 +22,7 @@ impl Linear {
         self.backward_padded(saved, &Padded::of(dy)?, ctx, sink, dx)
     }
 
-    /// As [`Linear::backward`], for an output gradient with spare columns: see [`Linear::room_back`].
+    /// As [`Linear::backward`], for an output gradient with spare columns: see [`Linear::fused_rank_back`].
     pub fn backward_padded(
         &self,
         saved: &Saved,
@@ -42,7 +42,7 @@ impl Linear {
     }
 
     /// As [`Linear::backward_padded`], but gradients that need the input are deferred: the returned
-    /// [`Later`] adds them. `like` has the input's shape and dtype.
+    /// [`DeferredGradients`] adds them. `like` has the input's shape and dtype.
     pub fn backward_input(
         &self,
         saved: &Saved,
@@ -51,47 +51,34 @@ impl Linear {
         ctx: &Context,
         sink: &Sink<'_>,
         dx: Option<Tensor>,
-    ) -> Result<(Tensor, Option<Later>)> {
+    ) -> Result<(Tensor, Option<DeferredGradients>)> {
         let padded = dy;
         let dy = &padded.values()?;
         if let Some(slot) = self.bias_slot {
             sink.column_sums(slot, dy)?;
         }
-        let weight = match (self.weight_slot, &self.rows) {
-            (Some(slot), _) => Some((slot, dy.clone())),
-            (None, Some(rows)) => rows.slot.map(|slot| rows.columns(dy).map(|dy| (slot, dy))).transpose()?,
-            (None, None) => None,
-        };
+        let weight = self.weight_gradient(dy)?;
         let Some(lora) = &self.lora else {
             let dx = self.weight.backward(dy, dx)?;
-            return Ok((dx, weight.map(|w| Later { weight: Some(w), a: None })));
+            return Ok((dx, weight.map(|w| DeferredGradients { weight: Some(w), a: None })));
         };
         let (Some((a_slot, b_slot)), Some((u, u_rest))) = (lora.slots, &saved.u) else {
             candle_core::bail!("backward through an adapter that does not train");
         };
-        let rank = self.room_back(dy, ctx);
+        let rank = self.fused_rank_back(dy, ctx);
         if rank > 0 && padded.room() >= rank {
             sink.product(b_slot, dy, u, *u_rest)?;
             let du = padded.beside(rank)?;
             gemm::matmul_into(&du, dy, false, &lora.b, false, lora.scale)?;
             let dx = self.weight.backward_with(&padded.with(rank)?, &lora.a, dx)?;
-            return Ok((dx, Some(Later { weight, a: Some((a_slot, du, 1.0, None)) })));
+            let a = DeferredA { slot: a_slot, du, factor: 1.0, mask: None };
+            return Ok((dx, Some(DeferredGradients { weight, a: Some(a) })));
         }
         let mask = lora.mask(like, ctx)?;
         let k = mask.as_ref().map_or(1.0, |(_, k)| *k);
-        let dz = match &saved.dora {
-            None => dy.clone(),
-            Some((z, g, inverse)) => {
-                if let Some(slot) = lora.dora.as_ref().and_then(|d| d.slot) {
-                    sink.magnitude(slot, inverse, dy, z)?;
-                }
-                dora::Scaling { g, add: 0.0, k: 1.0, others: None }.of(dy)?
-            }
-        };
+        let dz = lora.unscaled(saved, dy, sink)?;
         sink.product(b_slot, &dz, u, *u_rest)?;
-        // s du is rounded only where rounding costs nothing; `rest` is the remaining factor.
-        let du = gemm::matmul(&dz, false, &lora.b, false)?;
-        let (du, rest) = if is_half(&du) { (du, lora.scale * k) } else { ((du * lora.scale)?, 1.0) };
+        let (du, rest) = lora.low_gradient(&dz, k)?;
         let (dx, mask) = match mask {
             None => {
                 let dx = self.weight.backward(&dz, dx)?;
@@ -101,10 +88,11 @@ impl Linear {
             Some((m, _)) => {
                 let mut dxd = gemm::matmul(&scaled(&du, rest)?, false, &lora.a, false)?;
                 if let Some((_, g, _)) = &saved.dora {
-                    let difference = match is_half(dy) {
+                    let difference = if is_half(dy) {
                         // g is near 1: a difference of rounded values would be noise.
-                        true => dora::Scaling { g, add: -1.0, k, others: None }.of(dy)?,
-                        false => (&dz - dy)?,
+                        dora::Scaling { g, add: -1.0, k, others: None }.of(dy)?
+                    } else {
+                        (&dz - dy)?
                     };
                     dxd = self.weight.backward(&difference, Some(dxd))?;
                 }
@@ -112,20 +100,57 @@ impl Linear {
                 (m.add(dxd, dx)?, Some(m))
             }
         };
-        Ok((dx, Some(Later { weight, a: Some((a_slot, du, rest, mask)) })))
+        let a = DeferredA { slot: a_slot, du, factor: rest, mask };
+        Ok((dx, Some(DeferredGradients { weight, a: Some(a) })))
+    }
+
+    /// Slot of the matrix or of its trained rows, with the output's gradient.
+    fn weight_gradient(&self, dy: &Tensor) -> Result<Option<(Slot, Tensor)>> {
+        match (self.weight_slot, &self.rows) {
+            (Some(slot), _) => Ok(Some((slot, dy.clone()))),
+            (None, Some(rows)) => rows.slot.map(|slot| Ok((slot, rows.columns(dy)?))).transpose(),
+            (None, None) => Ok(None),
+        }
+    }
+}
+
+impl Lora {
+    /// Gradient of `x A^T`, and the remaining part of the factor k s, which is rounded only where rounding
+    /// costs nothing.
+    fn low_gradient(&self, dz: &Tensor, k: f64) -> Result<(Tensor, f64)> {
+        let du = gemm::matmul(dz, false, &self.b, false)?;
+        Ok(if is_half(&du) { (du, self.scale * k) } else { ((du * self.scale)?, 1.0) })
+    }
+
+    /// Gradient of the output before DoRA's magnitude; adds the magnitude's gradient to the sink.
+    fn unscaled(&self, saved: &Saved, dy: &Tensor, sink: &Sink<'_>) -> Result<Tensor> {
+        let Some((z, g, inverse)) = &saved.dora else { return Ok(dy.clone()) };
+        if let Some(slot) = self.dora.as_ref().and_then(|d| d.slot) {
+            sink.magnitude(slot, inverse, dy, z)?;
+        }
+        dora::Scaling { g, add: 0.0, k: 1.0, others: None }.of(dy)
     }
 }
 
 /// Deferred gradients of a linear: those that need the input.
 #[derive(Debug)]
-pub struct Later {
+pub struct DeferredGradients {
     /// Slot of the matrix or of its trained rows, with the output's gradient.
     weight: Option<(Slot, Tensor)>,
-    /// Slot of A, with the gradient of `x A^T`, a factor, and the dropout mask.
-    a: Option<(Slot, Tensor, f64, Option<Mask>)>,
+    a: Option<DeferredA>,
 }
 
-impl Later {
+/// Deferred gradient of A: `factor du^T drop(x)`.
+#[derive(Debug)]
+struct DeferredA {
+    slot: Slot,
+    /// Gradient of `x A^T`.
+    du: Tensor,
+    factor: f64,
+    mask: Option<Mask>,
+}
+
+impl DeferredGradients {
     /// Adds the gradients, given the input `x` `[t, i]`.
     pub fn add(self, x: &Tensor, sink: &Sink<'_>) -> Result<()> {
         if let Some((slot, dy)) = self.weight {
@@ -133,8 +158,8 @@ impl Later {
         }
         match self.a {
             None => Ok(()),
-            Some((slot, du, rest, None)) => sink.product(slot, &du, x, rest),
-            Some((slot, du, rest, Some(m))) => sink.product(slot, &du, &m.of(x)?, rest),
+            Some(DeferredA { slot, du, factor, mask: None }) => sink.product(slot, &du, x, factor),
+            Some(DeferredA { slot, du, factor, mask: Some(m) }) => sink.product(slot, &du, &m.of(x)?, factor),
         }
     }
 }

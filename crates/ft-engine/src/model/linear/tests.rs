@@ -1,7 +1,7 @@
 use super::*;
-use crate::model::batch::DropoutKey;
-use crate::model::sink::Sink;
-use crate::quant::{CodeBooks, Encoded};
+use crate::model::pass::batch::DropoutKey;
+use crate::model::pass::sink::Sink;
+use crate::quant::{CodeTables, Encoded};
 use candle_core::DType;
 use candle_core::Device;
 use ft_kernels::attention::Sequences;
@@ -35,7 +35,7 @@ fn slots() -> (Vec<Slot>, usize) {
 fn nf4(w: &Tensor) -> Result<Weight> {
     let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
-    Ok(Weight::Nf4(Arc::new(encoded.into_matrix(true, DType::F64, &mut CodeBooks::new(&Device::Cpu)?)?)))
+    Ok(Weight::Nf4(Arc::new(encoded.into_matrix(true, DType::F64, &mut CodeTables::new(&Device::Cpu)?)?)))
 }
 
 fn linear(kind: &str) -> Result<Linear> {

@@ -3,10 +3,11 @@
 
 use super::*;
 use crate::files::write_file;
+use crate::load::quantize;
 use crate::quant;
-use crate::quant::{MergeCost, quantize};
+use crate::quant::MergeCost;
 use ft_kernels::check::{close, randn};
-use ft_kernels::group::Groups;
+use ft_kernels::dispatch::Groups;
 use ft_kernels::{Real, gemm, upcast};
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
 
 /// Number of 4-bit linear modules of a model, including experts.
 fn four_bit_count(config: &Config) -> usize {
-    modules(config).iter().filter(|m| quant::takes(m)).count()
+    modules(config).iter().filter(|m| quant::applies_to(m)).count()
 }
 
 fn open(dir: &std::path::Path) -> Result<Case> {
@@ -210,7 +211,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
             // route all tokens to the last expert
             let last = m.experts().len() - 1;
             let groups = Groups::new(vec![last as u32; 3], 1, m.experts().len(), CPU)?;
-            let visited = layer.dequantized(Level::All, Some(&groups))?;
+            let visited = layer.dequantized(Level::Full, Some(&groups))?;
             let whole = |l: &Linear| matches!(l.weight, Weight::Dequantized(_));
             assert!(visited.attn.linears().into_iter().all(whole));
             assert!(!layer.attn.linears().into_iter().any(whole));
@@ -219,7 +220,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
                 assert!(expert.linears().into_iter().all(|l| whole(l) == (e == last)), "expert {e}");
                 seen += 1;
             }
-            assert!(visited.is_packed() && layer.dequantized(Level::All, None).is_err());
+            assert!(visited.is_packed() && layer.dequantized(Level::Full, None).is_err());
         }
     }
     assert!(seen > 0);
@@ -354,7 +355,7 @@ fn codes_know_what_they_were_made_from() -> Result<()> {
         let original = cases()?.into_iter().find(|d| d.name() == c.name()).context("the original")?;
         let folder = tempfile::tempdir()?;
         let mut tuned = Vec::new();
-        for m in modules(&c.config).into_iter().filter(quant::takes) {
+        for m in modules(&c.config).into_iter().filter(quant::applies_to) {
             let name = format!("{}.weight", m.name);
             let &[o, i] = m.weight_shape().as_slice() else { continue };
             let same = quant::agreement(c.files()?, original.files()?, &name, (o, i))?;

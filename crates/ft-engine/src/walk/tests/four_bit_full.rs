@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::adapt::params::Allocate;
+use crate::load::quantize;
 use crate::quant;
-use crate::quant::quantize;
 
 /// Cases of `tests/fixtures/nf4-full`: the model, the folder, and the tensors trained in full.
 fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {
@@ -50,7 +50,7 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
             let four_bit = matches!(l.weight, Weight::Nf4(_));
             assert_eq!(
                 four_bit,
-                quant::takes(&m) && choice == Some(&Choice::Freeze),
+                quant::applies_to(&m) && choice == Some(&Choice::Freeze),
                 "{} {}",
                 c.name(),
                 m.name
@@ -79,7 +79,7 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
         }
         // the copy alone has no dense weights to train
         let alone = build(&copy, &s, None);
-        let is_linear = |(m, c): &&(_, Choice)| quant::takes(m) && *c != Choice::Freeze;
+        let is_linear = |(m, c): &&(_, Choice)| quant::applies_to(m) && *c != Choice::Freeze;
         let first = s.modules.iter().find(is_linear).context("a linear")?;
         let error = alone.err().context("it was built")?.to_string();
         assert!(
@@ -100,7 +100,7 @@ fn nothing_left_to_quantize_is_an_error() -> Result<()> {
     let error = Build::new(&nf4, &s).run().err().context("it was built")?;
     assert!(error.to_string().contains("nothing is left to quantize"), "{error}");
     assert_eq!(error.exit_code(), ft_base::ExitCode::Usage);
-    let one = modules(&c.config).iter().position(quant::takes).context("a linear")?;
+    let one = modules(&c.config).iter().position(quant::applies_to).context("a linear")?;
     s.modules[one].1 = Choice::Freeze;
     let (d, _) = c.build_nf4(&s)?;
     assert!(

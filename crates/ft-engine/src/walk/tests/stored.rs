@@ -54,7 +54,7 @@ fn a_base_in_half_precision_trains_as_the_same_values_in_f32() -> Result<()> {
                 ends.push((loss, logits, grads.collect::<Result<Vec<_>>>()?));
                 let (bytes, values) = bytes(&d)?;
                 let full = selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).count();
-                match base.kept(&selection.modules[0].0, DType::F32, CPU) {
+                match base.frozen_dtype(&selection.modules[0].0, DType::F32, CPU) {
                     DType::F32 => assert_eq!(bytes, 4 * values, "{what}"),
                     _ if full == 0 => assert_eq!(bytes, 2 * values, "{what}"),
                     _ => assert!(bytes < 4 * values, "{what}"),

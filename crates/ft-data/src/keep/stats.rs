@@ -1,0 +1,178 @@
+//! Counts of rows read, used and dropped, with reasons.
+
+use super::record::saturating_u32;
+use crate::shape::notes::Notes;
+use ft_base::error::Place;
+use ft_recipe::OverLength;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Dropped rows to show.
+const SHOWN: usize = 5;
+
+/// Counts over a dataset.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Stats {
+    /// Rows read.
+    pub rows_read: usize,
+    /// Rows that became samples.
+    pub examples: usize,
+    /// Dropped rows.
+    pub drops: Drops,
+    /// Samples cut to `max_length`.
+    pub truncated: usize,
+    /// Sample lengths in tokens, before truncation or dropping by length.
+    pub whole: Counts,
+    /// Tokens of an epoch.
+    pub tokens: usize,
+    /// Targets of an epoch, counted after the shift.
+    pub targets: usize,
+    /// Sample lengths of an epoch, in tokens.
+    pub lengths: Lengths,
+    /// Rows of an epoch, after packing.
+    pub rows: usize,
+    /// Filled share of the rows' `max_length` tokens; 1 without packing.
+    pub fill: f64,
+    /// The first few dropped rows, with place and reason.
+    pub left_out: Vec<String>,
+    /// Unread contents of data folders, one sentence per entry.
+    pub not_read: Vec<String>,
+    /// Text lost or changed in used rows, and unread keys of used rows.
+    pub notes: Notes,
+}
+
+/// Dropped rows by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drops {
+    /// Invalid for the format (`on_bad_row = "skip"`).
+    pub bad: usize,
+    /// No targets (`on_bad_row = "skip"`).
+    pub empty_mask: usize,
+    /// No targets left by `over_length = "truncate"`.
+    pub empty_after_truncation: usize,
+    /// Longer than `max_length` (`over_length = "drop"`).
+    pub too_long: usize,
+}
+
+impl Drops {
+    /// Sum over all reasons.
+    pub fn total(&self) -> usize {
+        self.bad + self.empty_mask + self.empty_after_truncation + self.too_long
+    }
+}
+
+/// Distribution of sample lengths, in tokens; all 0 without samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lengths {
+    /// Shortest.
+    pub min: usize,
+    /// 50th percentile, by nearest rank.
+    pub median: usize,
+    /// 95th percentile, by nearest rank.
+    pub p95: usize,
+    /// Longest.
+    pub max: usize,
+}
+
+/// Histogram of sample lengths: length in tokens to number of samples.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts(BTreeMap<u32, u64>);
+
+impl Counts {
+    /// Adds `samples` samples of `tokens` tokens.
+    pub fn add(&mut self, tokens: usize, samples: u64) {
+        *self.0.entry(saturating_u32(tokens)).or_default() += samples;
+    }
+
+    /// Total number of tokens.
+    pub fn tokens(&self) -> u64 {
+        self.0.iter().map(|(n, samples)| u64::from(*n) * samples).sum()
+    }
+
+    /// Length of the longest sample.
+    pub fn longest(&self) -> usize {
+        self.0.last_key_value().map_or(0, |(n, _)| *n as usize)
+    }
+
+    /// Minimum, median, 95th percentile and maximum.
+    pub fn lengths(&self) -> Lengths {
+        let all: u64 = self.0.values().sum();
+        // nearest rank: the smallest length with at least this share of samples at or below
+        let rank = |percent: u64| {
+            let (rank, mut below) = ((all * percent).div_ceil(100), 0);
+            let found = self.0.iter().find(|(_, samples)| {
+                below += **samples;
+                below >= rank
+            });
+            found.map_or(0, |(n, _)| *n as usize)
+        };
+        let min = self.0.first_key_value().map_or(0, |(n, _)| *n as usize);
+        Lengths { min, median: rank(50), p95: rank(95), max: self.longest() }
+    }
+
+    /// Tokens and samples affected by a length limit. `Drop` counts all tokens of a longer sample, other
+    /// settings only the tokens beyond the limit.
+    pub fn over(&self, max: usize, over: OverLength) -> (usize, usize) {
+        let kept = if over == OverLength::Drop { 0 } else { max };
+        let longer = self.0.iter().map(|(n, samples)| (*n as usize, *samples as usize));
+        longer
+            .filter(|(n, _)| *n > max)
+            .fold((0, 0), |(tokens, all), (n, samples)| (tokens + (n - kept) * samples, all + samples))
+    }
+}
+
+impl FromIterator<usize> for Counts {
+    fn from_iter<T: IntoIterator<Item = usize>>(lengths: T) -> Self {
+        let mut out = Self::default();
+        lengths.into_iter().for_each(|n| out.add(n, 1));
+        out
+    }
+}
+
+/// Counts of one source, as stored with the encoded samples.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SourceStats {
+    pub rows_read: usize,
+    pub drops: Drops,
+    pub truncated: usize,
+    pub whole: Counts,
+    /// The first few dropped rows, with reason.
+    pub left_out: Vec<(Place, String)>,
+    pub notes: Notes,
+}
+
+impl SourceStats {
+    /// Records a dropped row, up to a small limit.
+    pub fn show(&mut self, place: &Place, why: &str) {
+        if self.left_out.len() < SHOWN {
+            self.left_out.push((place.clone(), why.lines().next().unwrap_or_default().to_string()));
+        }
+    }
+
+    /// Samples truncated or dropped by `max_length`. If 0, a larger limit changes nothing.
+    pub fn cut(&self) -> usize {
+        self.truncated + self.drops.too_long + self.drops.empty_after_truncation
+    }
+
+    /// All recorded places, for updating file names.
+    pub fn places(&mut self) -> impl Iterator<Item = &mut Place> {
+        self.left_out.iter_mut().map(|(place, _)| place).chain(self.notes.places())
+    }
+}
+
+impl Stats {
+    /// Adds the counts of the next source.
+    pub(crate) fn add(&mut self, found: &SourceStats) {
+        self.rows_read += found.rows_read;
+        self.truncated += found.truncated;
+        let (d, more) = (&mut self.drops, &found.drops);
+        d.bad += more.bad;
+        d.empty_mask += more.empty_mask;
+        d.empty_after_truncation += more.empty_after_truncation;
+        d.too_long += more.too_long;
+        found.whole.0.iter().for_each(|(n, samples)| self.whole.add(*n as usize, *samples));
+        let room = SHOWN.saturating_sub(self.left_out.len());
+        self.left_out.extend(found.left_out.iter().take(room).map(|(place, why)| format!("{place}: {why}")));
+        self.notes.extend(&found.notes);
+    }
+}

@@ -1,0 +1,157 @@
+//! Rows of Parquet files.
+
+use super::row::RawRow;
+use crate::error::Error;
+use crate::shape::schema::Schema;
+use ft_base::store;
+use ft_base::store::json;
+use ft_base::terminal::panics::caught;
+use parquet::basic::{ConvertedType, Type as Physical};
+use parquet::file::metadata::ParquetMetaDataReader;
+use parquet::file::reader::FileReader;
+use parquet::file::serialized_reader::{ReadOptionsBuilder, SerializedFileReader};
+use parquet::record::Field;
+use parquet::record::reader::RowIter;
+use parquet::schema::types::{SchemaDescriptor, Type};
+use serde_json::map::Entry;
+use serde_json::{Map, Number, Value};
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Rows of a file, read in order with one page per column in memory.
+pub(crate) struct Columns {
+    rows: RowIter<'static>,
+    path: PathBuf,
+    row: usize,
+    /// For every column, whether the format reads it.
+    read: Vec<bool>,
+}
+
+impl Columns {
+    /// Opens a file and reads the metadata.
+    pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
+        let file = store::open_plain(path).map_err(|e| Error::read(path, e))?;
+        let reader = call(path, || reader(file))?;
+        let columns = reader.metadata().file_metadata().schema().get_fields();
+        let read = columns.iter().map(|c| schema.reads(c.name())).collect();
+        Ok(Self { rows: RowIter::from_file_into(Box::new(reader)), path: path.into(), row: 0, read })
+    }
+
+    /// Returns the next row.
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
+        let Some(row) = call(&self.path, || self.rows.next().transpose())? else { return Ok(None) };
+        self.row += 1;
+        let fields = row.get_column_iter().zip(&self.read).map(|((name, field), read)| (name, field, *read));
+        let bytes = match object(fields) {
+            Ok(row) => serde_json::to_vec(&row).map_err(|e| e.to_string()),
+            Err(why) => Err(why.trim_start_matches(['.', ':', ' ']).to_string()),
+        };
+        Ok(Some(RawRow { line: self.row, column: 1, bytes }))
+    }
+}
+
+/// Opens a reader that returns strings as bytes. Read as strings, invalid UTF-8 in one row would lose the
+/// following rows.
+fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
+    let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
+    let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
+    let options = ReadOptionsBuilder::new().with_parquet_schema(Arc::new(schema)).build();
+    SerializedFileReader::new_with_options(file, options)
+}
+
+/// Replaces string types by bytes.
+fn plain(of: &Type) -> parquet::errors::Result<Type> {
+    let about = of.get_basic_info();
+    if let Type::GroupType { basic_info, fields } = of {
+        let fields =
+            fields.iter().map(|f| Ok(Arc::new(plain(f)?))).collect::<parquet::errors::Result<_>>()?;
+        return Ok(Type::GroupType { basic_info: basic_info.clone(), fields });
+    }
+    let text =
+        matches!(about.converted_type(), ConvertedType::UTF8 | ConvertedType::ENUM | ConvertedType::JSON);
+    if text && of.get_physical_type() == Physical::BYTE_ARRAY {
+        Type::primitive_type_builder(about.name(), Physical::BYTE_ARRAY)
+            .with_repetition(about.repetition())
+            .build()
+    } else {
+        Ok(of.clone())
+    }
+}
+
+/// Calls the library, and turns errors and panics into [`Error::Read`].
+fn call<T>(path: &Path, f: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, Error> {
+    let why = match caught(f) {
+        Ok(Ok(out)) => return Ok(out),
+        Ok(Err(e)) => e.to_string(),
+        Err(panic) => panic,
+    };
+    let cause = io::Error::new(io::ErrorKind::InvalidData, format!("not Parquet as it should be: {why}"));
+    Err(Error::read(path, cause))
+}
+
+/// Converts fields (with a flag for used ones) to an object. Errors start with the path.
+fn object<'a>(
+    fields: impl Iterator<Item = (&'a String, &'a Field, bool)>,
+) -> Result<Map<String, Value>, String> {
+    let mut out = Map::new();
+    for (name, field, read) in fields {
+        let value = value(field, read).map_err(|e| format!(".{name}{e}"))?;
+        put(&mut out, name.clone(), value)?;
+    }
+    Ok(out)
+}
+
+fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(), String> {
+    match object.entry(key) {
+        Entry::Vacant(free) => free.insert(value),
+        Entry::Occupied(there) => return Err(format!(": {}", json::duplicate_key(there.key()))),
+    };
+    Ok(())
+}
+
+/// Converts a field to JSON. Unsupported types (times, decimals) become text. Invalid UTF-8 is an error if
+/// the field is `read`, else replaced.
+fn value(field: &Field, read: bool) -> Result<Value, String> {
+    let float = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
+    Ok(match field {
+        Field::Null => Value::Null,
+        Field::Bool(b) => (*b).into(),
+        Field::Byte(n) => (*n).into(),
+        Field::Short(n) => (*n).into(),
+        Field::Int(n) => (*n).into(),
+        Field::Long(n) => (*n).into(),
+        Field::UByte(n) => (*n).into(),
+        Field::UShort(n) => (*n).into(),
+        Field::UInt(n) => (*n).into(),
+        Field::ULong(n) => (*n).into(),
+        Field::Float16(x) => float(f64::from(*x)),
+        Field::Float(x) => float(f64::from(*x)),
+        Field::Double(x) => float(*x),
+        Field::Str(text) => text.as_str().into(),
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => text.into(),
+            Err(_) if read => return Err(": not UTF-8".into()),
+            Err(_) => String::from_utf8_lossy(bytes.data()).into(),
+        },
+        Field::Group(row) => Value::Object(object(row.get_column_iter().map(|(n, f)| (n, f, read)))?),
+        Field::ListInternal(list) => {
+            let item = |(i, f): (usize, &Field)| value(f, read).map_err(|e| format!("[{i}]{e}"));
+            Value::Array(list.elements().iter().enumerate().map(item).collect::<Result<_, _>>()?)
+        }
+        Field::MapInternal(map) => {
+            let mut out = Map::new();
+            for (k, v) in map.entries() {
+                let key = match value(k, read)? {
+                    Value::String(text) => text,
+                    other => other.to_string(),
+                };
+                let value = value(v, read).map_err(|e| format!(".{key}{e}"))?;
+                put(&mut out, key, value)?;
+            }
+            Value::Object(out)
+        }
+        other => other.to_string().into(),
+    })
+}

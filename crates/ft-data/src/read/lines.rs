@@ -1,0 +1,49 @@
+//! Rows of JSON Lines files.
+
+use super::row::{LONGEST_ROW, RawRow, too_long};
+use crate::error::Error;
+use std::io::{BufRead, Read};
+use std::path::PathBuf;
+
+/// Rows of a JSON Lines file; blank lines are skipped.
+pub(crate) struct Lines {
+    file: Box<dyn BufRead>,
+    path: PathBuf,
+    line: usize,
+}
+
+impl Lines {
+    pub fn new(file: Box<dyn BufRead>, path: PathBuf) -> Self {
+        Self { file, path, line: 0 }
+    }
+
+    /// Returns the next non-blank line.
+    pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
+        loop {
+            let mut bytes = Vec::new();
+            let most = LONGEST_ROW as u64 + 2;
+            let read = (&mut self.file).take(most).read_until(b'\n', &mut bytes);
+            read.map_err(|e| Error::read(&self.path, e))?;
+            if bytes.is_empty() {
+                return Ok(None);
+            }
+            self.line += 1;
+            if bytes.len() as u64 == most && bytes.last() != Some(&b'\n') {
+                // reported and dropped like any bad row; reading continues with the next line
+                self.file.skip_until(b'\n').map_err(|e| Error::read(&self.path, e))?;
+                return Ok(Some(RawRow { line: self.line, column: 1, bytes: Err(too_long()) }));
+            }
+            let mut column = 1;
+            if self.line == 1 && bytes.starts_with(b"\xEF\xBB\xBF") {
+                bytes.drain(..3);
+                column = 4;
+            }
+            while matches!(bytes.last(), Some(b'\n' | b'\r')) {
+                bytes.pop();
+            }
+            if !bytes.trim_ascii().is_empty() {
+                return Ok(Some(RawRow { line: self.line, column, bytes: Ok(bytes) }));
+            }
+        }
+    }
+}

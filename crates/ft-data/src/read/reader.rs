@@ -1,0 +1,76 @@
+//! Splits data files into rows.
+
+use super::array::Array;
+#[cfg(feature = "parquet")]
+use super::columns::Columns;
+use super::files::{self, Compression, Kind};
+use super::lines::Lines;
+use super::row::RawRow;
+use super::tables::{Table, Texts};
+use crate::error::Error;
+use crate::shape::schema::Schema;
+use ft_base::store;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+/// Iterates over the rows of a file. A read error ends the iteration.
+pub(crate) enum Rows {
+    /// One row per line.
+    Lines(Lines),
+    /// Items of one array.
+    Array(Array),
+    Table(Box<Table>),
+    /// One text per line.
+    Texts(Texts),
+    #[cfg(feature = "parquet")]
+    Parquet(Box<Columns>),
+}
+
+/// Opens a file, with decompression.
+fn decompressed(path: &Path, compression: Option<Compression>) -> io::Result<Box<dyn BufRead>> {
+    let file = store::open_plain(path)?;
+    let buffered = |r: Box<dyn Read>| Box::new(BufReader::with_capacity(1 << 18, r));
+    Ok(buffered(match compression {
+        None => Box::new(file),
+        Some(Compression::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(file)),
+        Some(Compression::Zstd) => Box::new(zstd::Decoder::new(file)?),
+    }))
+}
+
+impl Rows {
+    /// Opens a file in the format given by the file name, for rows of `schema`.
+    pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
+        let (kind, compression) = files::kind(path).unwrap_or((Kind::Lines, None));
+        let file = || decompressed(path, compression).map_err(|e| Error::read(path, e));
+        let lines = || Ok::<_, Error>(Lines::new(file()?, path.into()));
+        Ok(match kind {
+            Kind::Lines => Rows::Lines(lines()?),
+            Kind::Text => Rows::Texts(Texts::new(lines()?, schema.name("text"))),
+            Kind::Array => Rows::Array(Array::new(file()?, path.into())),
+            Kind::Table(delimiter) => Rows::Table(Box::new(Table::open(file()?, path, delimiter, schema)?)),
+            #[cfg(feature = "parquet")]
+            Kind::Parquet => Rows::Parquet(Box::new(Columns::open(path, schema)?)),
+            #[cfg(not(feature = "parquet"))]
+            Kind::Parquet => {
+                let what = "parquet files, in a build of ft without its parquet feature";
+                return Err(Error::NotBuilt(format!("{} ({what})", path.display())));
+            }
+        })
+    }
+}
+
+impl Iterator for Rows {
+    type Item = Result<RawRow, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let row = match self {
+            Rows::Lines(l) => l.next(),
+            Rows::Array(a) => a.next(),
+            Rows::Table(t) => t.next(),
+            Rows::Texts(t) => t.next(),
+            #[cfg(feature = "parquet")]
+            Rows::Parquet(c) => c.next(),
+        };
+        row.transpose()
+    }
+}

@@ -1,0 +1,465 @@
+//! All sources of a recipe, as one dataset.
+
+use super::epoch::Epoch;
+use super::order::Permutation;
+use super::packed::Rows;
+use super::storage::WorkingStorage;
+use crate::error::{Error, Problems};
+use crate::keep::{
+    cache::{CacheEntry, CacheKey, Strict, warn_uncached},
+    pass::{PassError, SourcePass},
+    samples::{Samples, StoreWriter, TokenStore},
+    stats::{SourceStats, Stats},
+};
+use crate::read::files::{files, files_and_ignored};
+use crate::shape::{example::Example, schema::Schema};
+use crate::tokenize::{encode::Encoder, model_key::ModelKey, tokenizer::Tokenizer};
+use ft_base::rng::{Purpose, Stream};
+use ft_base::store::{self, hash::KnownHash};
+use ft_base::terminal::rows_bar;
+use ft_recipe::{Format, OnBadRow, Part, Recipe};
+use indicatif::ProgressBar;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Tokenized samples, packed into rows.
+#[derive(Clone, Debug)]
+pub struct Dataset {
+    /// Samples, in the order of sources and files.
+    pub samples: Samples,
+    /// Rows of an epoch. Without packing, one sample per row. Samples of sources with a weight above 1
+    /// occur several times.
+    pub rows: Rows,
+    /// Counts of rows read and dropped.
+    pub stats: Stats,
+    /// BLAKE3 hash of the sample tokens and the row contents in order, in hexadecimal.
+    pub hash: String,
+}
+
+/// Result of [`Dataset::check`].
+#[derive(Debug)]
+pub struct Checked {
+    /// The first problems, in order, up to the limit.
+    pub problems: Vec<Error>,
+    /// Number of further problems.
+    pub more: usize,
+    /// The dataset without bad rows; `None` if empty.
+    pub dataset: Option<Dataset>,
+}
+
+/// State of loading a list of sources.
+pub(crate) struct Loader<'a> {
+    data: &'a ft_recipe::Data,
+    resolve: &'a dyn Fn(&str) -> PathBuf,
+    tokenizer: Option<&'a Tokenizer>,
+    vocab_size: usize,
+    /// The token cache, if enabled.
+    cache: Option<PathBuf>,
+    problems: Problems,
+    samples: Samples,
+    stats: Stats,
+    bar: ProgressBar,
+    storage: WorkingStorage,
+    /// Cache files written by this load.
+    written: Vec<KnownHash>,
+}
+
+impl Dataset {
+    /// Builds a dataset from samples in memory, with rows as lists of sample numbers. Leaves the counts
+    /// empty.
+    ///
+    /// # Errors
+    /// None in practice, for samples in memory.
+    pub fn of(examples: &[Example], rows: &[Vec<usize>]) -> Result<Dataset, Error> {
+        let samples = Samples::of(examples)?;
+        let rows = Rows::of(rows, &samples)?;
+        Ok(Dataset { samples, rows, stats: Stats::default(), hash: String::new() })
+    }
+
+    /// Reads, tokenizes, mixes and packs a part of a recipe's data. Evaluation data stays in file order.
+    ///
+    /// `resolve` returns the path of a source's file or folder. `vocab_size` is the number of rows of the
+    /// model's embedding. A source's `weight` is the number of repetitions per epoch; a fractional weight
+    /// selects a random subset by `seed`. Cached tokens are reused (`data.cache`).
+    ///
+    /// # Errors
+    /// The first bad row (unless `on_bad_row = "skip"`), files without rows, sources without usable rows,
+    /// and unreadable sources.
+    pub fn load(
+        part: Part,
+        cfg: &ft_recipe::Data,
+        resolve: &dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: usize,
+        seed: u64,
+    ) -> Result<Dataset, Error> {
+        Loader::new(cfg, resolve, tokenizer, vocab_size).load(part, seed)
+    }
+
+    /// Loads both parts of a recipe's data, as by [`Dataset::load`]; reads every row once.
+    ///
+    /// # Errors
+    /// As [`Dataset::load`].
+    pub fn load_both(
+        cfg: &ft_recipe::Data,
+        resolve: &dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: usize,
+        seed: u64,
+    ) -> Result<(Dataset, Option<Dataset>), Error> {
+        if cfg.eval_share == 0.0 {
+            let load = |part| Self::load(part, cfg, resolve, tokenizer, vocab_size, seed);
+            let train = load(Part::Train)?;
+            return Ok((train, if cfg.eval.is_empty() { None } else { Some(load(Part::Eval)?) }));
+        }
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size);
+        loader.sources(&cfg.train)?;
+        let Loader { samples, stats, storage, written, .. } = loader;
+        let (train, held_out) = split(samples, cfg.eval_share, seed, &storage)?;
+        let eval = dataset(held_out, Part::Eval, cfg, stats.clone(), seed, &storage)?;
+        let train = dataset(train, Part::Train, cfg, stats, seed, &storage)?;
+        written.iter().for_each(Written::keep);
+        Ok((train, Some(eval)))
+    }
+
+    /// Warnings for the user, one sentence per entry: text lost or changed, unread files and keys, and
+    /// documents longer than the model's `positions`.
+    ///
+    /// # Errors
+    /// A token file that can no longer be read.
+    pub fn warnings(&self, positions: usize) -> Result<Vec<String>, Error> {
+        let mut out = self.stats.not_read.clone();
+        out.extend(self.stats.notes.told());
+        let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
+        for i in 0..self.samples.len() {
+            let n = reader.item(i)?.tokens as usize;
+            if n > positions {
+                (count, longest) = (count + 1, longest.max(n));
+            }
+        }
+        if count > 0 {
+            let documents =
+                if count == 1 { "1 document is".into() } else { format!("{count} documents are") };
+            out.push(format!(
+                "{documents} longer than the {positions} positions that the model is made for; the longest has \
+                 {longest} tokens\n  hint: data.max_length = {positions}, or rope_scaling in model.override"
+            ));
+        }
+        Ok(out)
+    }
+
+    /// Number of samples of another dataset also present in this one.
+    ///
+    /// # Errors
+    /// A token file that can no longer be read.
+    pub fn shared_with(&self, other: &Dataset) -> Result<usize, Error> {
+        self.samples.shared_with(&other.samples)
+    }
+
+    /// Collects all problems of a part of the data, at most `limit` of them. Bad rows count regardless of
+    /// `on_bad_row`.
+    pub fn check(
+        part: Part,
+        cfg: &ft_recipe::Data,
+        resolve: &dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: usize,
+        seed: u64,
+        limit: usize,
+    ) -> Checked {
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size);
+        loader.collect_problems(limit);
+        loader.check(part, seed)
+    }
+}
+
+/// Cached samples and rows of a part of a recipe's data, without reading data or loading a tokenizer. `dir`
+/// is the model folder, if local. `None` if the cache is incomplete or out of date.
+pub fn cached_rows(r: &Recipe, dir: Option<&Path>, vocab: usize, part: Part) -> Option<(Samples, Rows)> {
+    cached_rows_in(&store::cache_folder()?, r, dir, vocab, part)
+}
+
+pub(crate) fn cached_rows_in(
+    cache: &Path,
+    r: &Recipe,
+    dir: Option<&Path>,
+    vocab: usize,
+    part: Part,
+) -> Option<(Samples, Rows)> {
+    let data = &r.data;
+    if !data.cache || data.sources(part).is_empty() {
+        return None;
+    }
+    let template = data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
+    let model = dir.and_then(|d| ModelKey::of(d, template.as_deref()));
+    let mut samples = Samples::default();
+    for source in data.sources(part) {
+        let files = files(source, &|s| r.resolve(s)).ok()?;
+        let schema = Schema::new(source, data.mask).ok()?;
+        let key = CacheKey {
+            schema: &schema,
+            source,
+            data,
+            model: model.as_ref(),
+            vocab_size: vocab,
+            files: &files,
+        };
+        let strict = Strict(data.on_bad_row == OnBadRow::Error);
+        samples.push(Arc::new(CacheEntry::of(cache, key)?.find(strict, false)?.0), None);
+    }
+    let storage = WorkingStorage::new(Some(cache));
+    let samples = of_part(samples, part, data, r.run.seed, &storage).ok()?;
+    let rows = Epoch::new(part, &samples, data, r.run.seed, &storage).ok()?.rows;
+    Some((samples, rows))
+}
+
+impl<'a> Loader<'a> {
+    pub fn new(
+        data: &'a ft_recipe::Data,
+        resolve: &'a dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&'a Tokenizer>,
+        vocab_size: usize,
+    ) -> Self {
+        let cache = store::cache_folder().filter(|_| data.cache);
+        Self {
+            data,
+            resolve,
+            tokenizer,
+            vocab_size,
+            problems: Problems::default(),
+            samples: Samples::default(),
+            stats: Stats::default(),
+            bar: rows_bar(),
+            storage: WorkingStorage::new(cache.as_deref()),
+            written: Vec::new(),
+            cache,
+        }
+    }
+
+    /// Uses another cache folder.
+    #[cfg(test)]
+    pub fn with_cache(self, cache: &Path) -> Self {
+        let cache = Some(cache.to_path_buf()).filter(|_| self.data.cache);
+        Self { storage: WorkingStorage::new(cache.as_deref()), cache, ..self }
+    }
+
+    /// Spills lists above `few` bytes, and limits in-memory permutations to `held` samples.
+    #[cfg(test)]
+    pub fn with_limits(mut self, few: usize, held: usize) -> Self {
+        self.storage.with_limits(few, held);
+        self
+    }
+
+    /// Collects up to `limit` problems instead of stopping at the first.
+    pub fn collect_problems(&mut self, limit: usize) {
+        self.problems.limit = Some(limit);
+    }
+
+    pub fn load(mut self, part: Part, seed: u64) -> Result<Dataset, Error> {
+        self.sources(self.data.sources(part))?;
+        let samples = of_part(self.samples, part, self.data, seed, &self.storage)?;
+        let dataset = dataset(samples, part, self.data, self.stats, seed, &self.storage)?;
+        self.written.iter().for_each(Written::keep);
+        Ok(dataset)
+    }
+
+    pub fn check(mut self, part: Part, seed: u64) -> Checked {
+        for (i, source) in self.data.sources(part).iter().enumerate() {
+            if let Err(e) = self.source(i, source) {
+                self.problems.add(e);
+                self.samples.push(Arc::new(TokenStore::default()), None);
+            }
+        }
+        let (Problems { first: mut problems, more, .. }, storage) = (self.problems, self.storage);
+        let dataset = if self.samples.is_empty() {
+            None
+        } else {
+            of_part(self.samples, part, self.data, seed, &storage)
+                .and_then(|samples| dataset(samples, part, self.data, self.stats, seed, &storage))
+                // a consequence of earlier problems is not reported
+                .map_err(|e| problems.is_empty().then(|| problems.push(e)))
+                .ok()
+        };
+        Checked { problems, more, dataset }
+    }
+
+    fn sources(&mut self, sources: &[ft_recipe::Source]) -> Result<(), Error> {
+        sources.iter().enumerate().try_for_each(|(i, s)| self.source(i, s))
+    }
+
+    /// Loads one source, from the cache if possible.
+    fn source(&mut self, index: usize, source: &ft_recipe::Source) -> Result<(), Error> {
+        let schema = Schema::new(source, self.data.mask)?;
+        if !(source.weight.is_finite() && source.weight > 0.0) {
+            let message = format!("weight = {} is not a number above 0", source.weight);
+            return Err(Error::recipe(source, message));
+        }
+        self.needs(schema.format)?;
+        let (files, ignored) = files_and_ignored(source, self.resolve)?;
+        self.stats.not_read.extend(ignored);
+        let (data, vocab_size) = (self.data, self.vocab_size);
+        let model = self.tokenizer.and_then(Tokenizer::key);
+        let key = CacheKey { schema: &schema, source, data, model, vocab_size, files: &files };
+        let entry = self.cache.as_ref().and_then(|cache| CacheEntry::of(cache, key));
+        let encoder = Encoder { schema: &schema, data, tokenizer: self.tokenizer, vocab_size, source: index };
+        let (store, found) = match &entry {
+            Some(entry) => self.from_cache(entry, &encoder, &files, &source.source)?,
+            None => self.from_files(&encoder, &files, &source.source)?,
+        };
+        self.stats.add(&found);
+        self.samples.push(Arc::new(store), None);
+        Ok(())
+    }
+
+    /// Loads a source from the cache; on a miss, reads the source and writes the cache.
+    fn from_cache(
+        &mut self,
+        entry: &CacheEntry<'_>,
+        encoder: &Encoder<'_>,
+        files: &[PathBuf],
+        name: &str,
+    ) -> Result<(TokenStore, SourceStats), Error> {
+        let strict = Strict(self.problems.limit.is_some() || self.data.on_bad_row == OnBadRow::Error);
+        if let Some(hit) = entry.find(strict, true) {
+            return Ok(hit);
+        }
+        let _lock = entry.lock();
+        if let Some(hit) = entry.find(strict, true) {
+            return Ok(hit);
+        }
+        let why =
+            match entry.writer().map_err(PassError::Write).and_then(|w| self.pass(w, encoder, files, name)) {
+                Ok(PassResult { writer, found, clean }) if clean && entry.is_current() => {
+                    match entry.commit(writer, &found) {
+                        Ok(written) => match entry.find(strict, false) {
+                            Some(hit) => {
+                                self.written.push(written);
+                                return Ok(hit);
+                            }
+                            None => None,
+                        },
+                        Err(e) => Some(e),
+                    }
+                }
+                // not cached: a command that stops at bad rows would miss these
+                Ok(PassResult { writer, found, .. }) => return Ok((writer.finish()?, found)),
+                Err(PassError::Write(e)) => Some(e),
+                Err(PassError::Data(e)) => return Err(e),
+            };
+        why.iter().for_each(warn_uncached);
+        self.from_files(encoder, files, name)
+    }
+
+    /// Reads a source into memory.
+    fn from_files(
+        &mut self,
+        encoder: &Encoder<'_>,
+        files: &[PathBuf],
+        name: &str,
+    ) -> Result<(TokenStore, SourceStats), Error> {
+        match self.pass(StoreWriter::memory(), encoder, files, name) {
+            Ok(PassResult { writer, found, .. }) => Ok((writer.finish()?, found)),
+            Err(PassError::Data(e)) => Err(e),
+            Err(PassError::Write(e)) => Err(e.into()),
+        }
+    }
+
+    fn pass(
+        &mut self,
+        mut writer: StoreWriter,
+        encoder: &Encoder<'_>,
+        files: &[PathBuf],
+        name: &str,
+    ) -> Result<PassResult, PassError> {
+        let mut pass = SourcePass::new(encoder, self.problems.limit, &self.bar, &mut writer);
+        pass.over(files, name)?;
+        let SourcePass { found, problems, .. } = pass;
+        let clean = problems.is_empty();
+        self.problems.extend(problems);
+        Ok(PassResult { writer, found, clean })
+    }
+
+    /// Checks the model folder for files required by a format.
+    fn needs(&self, format: Format) -> Result<(), Error> {
+        let name = format!("{format:?}").to_lowercase();
+        let Some(tokenizer) = self.tokenizer else {
+            return match format {
+                Format::Tokens => Ok(()),
+                _ => Err(Error::ModelLacks(format!(
+                    "the model has no tokenizer.json, which format = {name:?} needs (format = \"tokens\" does not)"
+                ))),
+            };
+        };
+        match format {
+            Format::Messages if !tokenizer.has_template() => Err(Error::ModelLacks(
+                "the model has no chat template, which format = \"messages\" needs; \
+                 give one as data.chat_template = \"FILE.jinja\""
+                    .into(),
+            )),
+            Format::Alpaca | Format::Completion | Format::Text if tokenizer.text_end().is_none() => {
+                Err(Error::ModelLacks(format!(
+                    "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
+                     in generation_config.json), which format = {name:?} needs"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Result of a pass.
+struct PassResult {
+    writer: StoreWriter,
+    found: SourceStats,
+    /// Whether the pass had no problems.
+    clean: bool,
+}
+
+/// Selects the samples of `part`, if an `eval_share` is set.
+fn of_part(
+    samples: Samples,
+    part: Part,
+    data: &ft_recipe::Data,
+    seed: u64,
+    storage: &WorkingStorage,
+) -> Result<Samples, Error> {
+    if data.eval_share == 0.0 {
+        return Ok(samples);
+    }
+    let (train, held_out) = split(samples, data.eval_share, seed, storage)?;
+    Ok(if part == Part::Train { train } else { held_out })
+}
+
+/// Holds out a rounded share of every source, at least one sample but never all. Returns kept and held-out
+/// samples.
+fn split(
+    samples: Samples,
+    share: f64,
+    seed: u64,
+    storage: &WorkingStorage,
+) -> Result<(Samples, Samples), Error> {
+    samples.split(&storage.scratch, &|source, n| {
+        let count = ((share * n as f64).round() as usize).max(1).min(n.saturating_sub(1));
+        Permutation::new(Stream::new(seed, Purpose::Split, 0, source as u64), n, storage.held).choose(count)
+    })
+}
+
+/// Mixes and packs the samples of a part.
+fn dataset(
+    samples: Samples,
+    part: Part,
+    data: &ft_recipe::Data,
+    mut stats: Stats,
+    seed: u64,
+    storage: &WorkingStorage,
+) -> Result<Dataset, Error> {
+    let Epoch { rows, lengths, hash } = Epoch::new(part, &samples, data, seed, storage)?;
+    stats.examples = samples.len();
+    stats.rows = rows.len();
+    stats.tokens = rows.tokens as usize;
+    stats.targets = rows.targets as usize;
+    stats.lengths = lengths.lengths();
+    let capacity = rows.len() as f64 * data.max_length as f64;
+    stats.fill = if data.pack && capacity > 0.0 { stats.tokens as f64 / capacity } else { 1.0 };
+    Ok(Dataset { samples, rows, stats, hash })
+}

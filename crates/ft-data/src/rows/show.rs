@@ -1,0 +1,159 @@
+//! Rows and statistics of a dataset as text, for `ft data`.
+
+use super::dataset::Dataset;
+use crate::keep::stats::Stats;
+use crate::shape::example::IGNORE_INDEX;
+use crate::tokenize::tokenizer::Tokenizer;
+use ft_base::terminal::escape;
+use ft_recipe::OverLength;
+use std::io::{self, Write};
+
+/// Prints the first `rows` rows of a dataset, and the statistics.
+///
+/// Supervised lines start with `>`, other lines with `.`, readable without color; with `color`,
+/// supervised text is green. Without a tokenizer, token ids are printed. `limit` is `data.max_length`
+/// with `data.over_length`.
+///
+/// # Errors
+/// Write errors of `out`, and read errors of the dataset.
+pub fn rows(
+    dataset: &Dataset,
+    tokenizer: Option<&Tokenizer>,
+    rows: usize,
+    limit: (usize, OverLength),
+    color: bool,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    for i in 0..rows.min(dataset.rows.len()) {
+        let row = dataset.rows.get(i).map_err(io::Error::other)?;
+        let documents = row.iter().filter_map(|s| dataset.samples.get(*s as usize).transpose());
+        let documents = documents.collect::<Result<Vec<_>, _>>().map_err(io::Error::other)?;
+        let tokens: usize = documents.iter().map(|e| e.ids.len()).sum();
+        let targets: usize = documents.iter().map(|e| e.targets()).sum();
+        writeln!(
+            out,
+            "row {} of {}: {tokens} tokens, {targets} supervised, {}",
+            i + 1,
+            dataset.rows.len(),
+            plural(documents.len(), "document")
+        )?;
+        for (d, example) in documents.iter().enumerate() {
+            if documents.len() > 1 {
+                writeln!(
+                    out,
+                    "  -- document {} (source {}, line {})",
+                    d + 1,
+                    example.source + 1,
+                    example.line
+                )?;
+            }
+            document(&example.ids, &example.labels, tokenizer, color, out)?;
+        }
+        writeln!(out)?;
+    }
+    if rows > 0 && !dataset.rows.is_empty() {
+        writeln!(out, "(> supervised, . read only, ↵ end of line in the text)\n")?;
+    }
+    statistics(dataset, limit, out)
+}
+
+fn document(
+    ids: &[u32],
+    labels: &[i32],
+    tokenizer: Option<&Tokenizer>,
+    color: bool,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    let mut start = 0;
+    while start < ids.len() {
+        let supervised = labels[start] != IGNORE_INDEX;
+        let same = labels[start..].iter().take_while(|l| (**l != IGNORE_INDEX) == supervised).count();
+        let run = &ids[start..start + same];
+        start += same;
+        let as_ids = || run.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+        let text = match tokenizer {
+            Some(t) => t.decode(run).unwrap_or_else(|_| as_ids()),
+            None => as_ids(),
+        };
+        let gutter = if supervised { '>' } else { '.' };
+        let (green, plain) = if supervised && color { ("\x1b[32m", "\x1b[0m") } else { ("", "") };
+        for line in text.split_inclusive('\n') {
+            writeln!(out, "  {gutter} {green}{}{plain}", visible(line))?;
+        }
+    }
+    Ok(())
+}
+
+/// A line with a visible end and escaped control characters, so that data cannot control the terminal.
+fn visible(line: &str) -> String {
+    escape(line).replace('\n', "↵")
+}
+
+fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write) -> io::Result<()> {
+    let s = &dataset.stats;
+    let share = |part: usize, whole: usize| 100.0 * part as f64 / whole.max(1) as f64;
+    writeln!(out, "rows read    {}", s.rows_read)?;
+    writeln!(out, "left out     {}", s.drops.total())?;
+    for (count, why) in [
+        (s.drops.bad, "not what the format asks for"),
+        (s.drops.empty_mask, "nothing supervised"),
+        (s.drops.empty_after_truncation, "empty mask after truncation"),
+        (s.drops.too_long, "longer than data.max_length"),
+    ] {
+        if count > 0 {
+            writeln!(out, "  {count:>10} {why}")?;
+        }
+    }
+    for line in &s.left_out {
+        writeln!(out, "             {}", visible(line))?;
+    }
+    if s.drops.total() > s.left_out.len() {
+        writeln!(out, "             ... and {} more", s.drops.total() - s.left_out.len())?;
+    }
+    writeln!(out, "examples     {}, {} cut to data.max_length", s.examples, s.truncated)?;
+    let l = &s.lengths;
+    writeln!(out, "lengths      min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max)?;
+    let whole = s.whole.lengths();
+    if whole != *l {
+        writeln!(
+            out,
+            "  before     min {}, median {}, p95 {}, max {}",
+            whole.min, whole.median, whole.p95, whole.max
+        )?;
+    }
+    // with `data.over_length = "error"` nothing is cut
+    let lost = if limit.1 == OverLength::Error { "beyond it" } else { "lost" };
+    for (max, tokens, samples) in cuts(s, limit) {
+        let all = s.whole.tokens() as usize;
+        let here = if max == limit.0 { ", as it is" } else { "" };
+        let samples = plural(samples, "sample");
+        writeln!(out, "  at {max:<8}  {:.1} % of the tokens {lost}, of {samples}{here}", share(tokens, all))?;
+    }
+    writeln!(out, "tokens       {} an epoch", s.tokens)?;
+    writeln!(out, "supervised   {} ({:.1} %)", s.targets, share(s.targets, s.tokens))?;
+    writeln!(out, "batch rows   {} an epoch, {:.1} % full", s.rows, 100.0 * s.fill)?;
+    writeln!(out, "hash         {}", dataset.hash)
+}
+
+/// Effect of some values of `data.max_length`, as (value, tokens lost, samples affected); empty if no
+/// value loses tokens.
+pub fn cuts(s: &Stats, (max_length, over): (usize, OverLength)) -> Vec<(usize, usize, usize)> {
+    let mut values: Vec<usize> = (8..18).map(|n| 1 << n).chain([max_length]).collect();
+    values.sort_unstable();
+    values.dedup();
+    let all = values.into_iter().map(|max| (max, s.whole.over(max, over))).map(|(max, (t, n))| (max, t, n));
+    // up to the first value without losses
+    let mut out = Vec::new();
+    for cut in all {
+        out.push(cut);
+        if cut.1 == 0 && cut.0 >= max_length {
+            break;
+        }
+    }
+    if out.iter().all(|c| c.1 == 0) { Vec::new() } else { out }
+}
+
+/// A count with its noun.
+pub fn plural(n: usize, thing: &str) -> String {
+    if n == 1 { format!("1 {thing}") } else { format!("{n} {thing}s") }
+}

@@ -1,0 +1,111 @@
+//! Keys of a row: read, refused by name, or accepted with a warning.
+//!
+//! Keys that affect training in other trainers are refused unless ft reads them; ignoring them would train
+//! something the author did not intend. All remaining keys (`id`, `source`) have no effect on training;
+//! they are accepted, and reported by name with a count.
+
+use super::notes::Note;
+use ft_recipe::Format;
+use serde_json::{Map, Value};
+
+/// Media attached to a text.
+const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
+/// Keys used by other trainers to select supervised messages.
+const SUPERVISION: &[&str] =
+    &["train", "training", "trainable", "train_detail", "training_detail", "loss", "mask", "masked"];
+/// Keys of a message with the assistant's reasoning.
+pub(crate) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
+
+/// Keys read by a format.
+pub(super) fn read_by(format: Format) -> &'static [&'static str] {
+    match format {
+        Format::Messages => &["messages", "conversations", "tools", "system"],
+        Format::Alpaca => &["instruction", "input", "output", "system", "history"],
+        Format::Completion => &["prompt", "completion"],
+        Format::Text => &["text"],
+        Format::Tokens => &["input_ids", "labels", "attention_mask"],
+    }
+}
+
+/// The reason for refusing a key, if `format` does not read it and it matters for training.
+fn refused(format: Format, key: &str) -> Option<String> {
+    if MEDIA.contains(&key) {
+        return (format != Format::Tokens).then(|| format!("not built yet: {key} of a row"));
+    }
+    let why = match (format, key) {
+        (Format::Messages, "functions") => "write the functions as tools",
+        (Format::Messages, "chat_template_kwargs") => {
+            "variables for the chat template go into data.template, for all rows"
+        }
+        (Format::Messages, "history") => "write earlier turns as messages",
+        (Format::Alpaca | Format::Completion, "tools" | "functions") => "only format \"messages\" has tools",
+        (Format::Completion, "system" | "history") => "write it into prompt, as the model is to read it",
+        (Format::Tokens, "loss_mask" | "completion_mask" | "assistant_masks" | "assistant_mask") => {
+            "labels say what is supervised: -100 where it is not"
+        }
+        (Format::Tokens, "position_ids") => "positions of a row count from 0",
+        (_, "weight") if format != Format::Text => {
+            "rows have no weights; a source has one (weight = 2.0), and so has a message (\"weight\": 0)"
+        }
+        _ => return None,
+    };
+    Some(format!("{key}: {why}"))
+}
+
+/// Whether a value is null, blank or empty, as is common in tables with mixed rows.
+pub(crate) fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(s) => s.trim().is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
+/// Checks the keys of a row not covered by `read`: refuses some, adds notes for the rest.
+///
+/// # Errors
+/// A key that would change training.
+pub(super) fn of_row(
+    row: &Map<String, Value>,
+    format: Format,
+    read: &dyn Fn(&str) -> bool,
+    notes: &mut Vec<Note>,
+) -> Result<(), String> {
+    for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
+        // weight 1 is the default
+        let plain = key == "weight" && value.as_f64() == Some(1.0);
+        if let Some(why) = refused(format, key).filter(|_| !plain) {
+            return Err(why);
+        }
+        notes.push(Note::RowKey { key: key.clone(), format: format.word().into() });
+    }
+    Ok(())
+}
+
+/// Refuses message keys that select supervision in a form ft does not read. The error starts with the key.
+///
+/// # Errors
+/// Such a key, or media.
+pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
+    for (key, _) in message.iter().filter(|(_, v)| !says_nothing(v)) {
+        let why = match key.as_str() {
+            k if MEDIA.contains(&k) => format!("not built yet: {k} of a message"),
+            k if SUPERVISION.contains(&k) => {
+                "\"weight\": 0 or 1 says whether a message is supervised".to_string()
+            }
+            "function_call" => "write the call as tool_calls".to_string(),
+            _ => continue,
+        };
+        return Err(format!(".{key}: {why}"));
+    }
+    Ok(())
+}
+
+/// Whether ft already checks the text of a message key, or the key only links messages.
+pub(crate) fn is_message_key(role: &str, key: &str) -> bool {
+    matches!(key, "role" | "content" | "tool_calls" | "tool_call_id")
+        || REASONING.contains(&key)
+        || (key == "name" && role != "user" && role != "assistant")
+}

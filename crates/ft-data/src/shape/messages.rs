@@ -1,0 +1,316 @@
+//! Rows of format `messages` as conversations.
+
+use super::keys::{self, REASONING};
+use super::reserved::is_reserved;
+use super::schema::Schema;
+use super::values::{brief, kind, missing};
+use ft_base::store::json;
+use ft_recipe::Mask;
+use serde_json::{Map, Value, json};
+
+/// A conversation in the form read by chat templates.
+pub(crate) struct Chat {
+    pub messages: Vec<Value>,
+    pub tools: Option<Value>,
+    /// Indices of assistant messages excluded from the loss by `"weight": 0` or `mask = "last"`.
+    pub unsupervised: Vec<usize>,
+    /// The key of the message list in the row.
+    list: String,
+    /// Messages inserted before the list: 1 if the row has a separate `system` key, else 0.
+    lead: usize,
+}
+
+impl Chat {
+    /// The name of message `i` in the row, for error messages.
+    pub fn name(&self, i: usize) -> String {
+        match i.checked_sub(self.lead) {
+            Some(i) => format!("{}[{i}]", self.list),
+            None => "system".into(),
+        }
+    }
+
+    /// The role of message `i`.
+    pub fn role(&self, i: usize) -> &str {
+        self.messages.get(i).and_then(|m| m["role"].as_str()).unwrap_or_default()
+    }
+}
+
+impl Schema {
+    /// Converts a row to a conversation. Errors start with the path inside the row.
+    pub(crate) fn chat(&self, row: &mut Map<String, Value>) -> Result<Chat, String> {
+        let name = self.list_of(row).to_string();
+        let messages = match row.get_mut(&name) {
+            None => return Err(missing(&name, row)),
+            Some(Value::Array(messages)) if messages.is_empty() => return Err(format!("{name} is empty")),
+            Some(Value::Array(messages)) => std::mem::take(messages),
+            Some(v) => return Err(format!("{name}: expected an array of messages, found {}", kind(v))),
+        };
+        let mut chat =
+            Chat { messages: Vec::new(), tools: None, unsupervised: Vec::new(), list: name, lead: 0 };
+        let name = &chat.list;
+        for (i, message) in messages.into_iter().enumerate() {
+            let (message, supervised) = self.message(message).map_err(|e| format!("{name}[{i}]{e}"))?;
+            let role = |m: &Value| m["role"].as_str().unwrap_or_default().to_string();
+            let now = role(&message);
+            let before = chat.messages.last().map(role).unwrap_or_default();
+            if is_tool(&now) && before != "assistant" && !is_tool(&before) {
+                return Err(format!(
+                    "{name}[{i}]: a {now:?} message answers an assistant's, and none is before it"
+                ));
+            }
+            if !supervised {
+                chat.unsupervised.push(i);
+            }
+            chat.messages.push(message);
+        }
+        let assistant = |i: usize| chat.role(i) == "assistant";
+        let last = (0..chat.messages.len()).rfind(|i| assistant(*i));
+        if self.mask != Mask::None && last.is_none() {
+            return Err(format!("{name}: no message of an assistant, so nothing to supervise"));
+        }
+        if let Some(last) = last.filter(|_| self.mask == Mask::Last) {
+            let taken_out = chat.unsupervised.contains(&last).then_some(last);
+            chat.unsupervised = (0..last).filter(|i| assistant(*i)).chain(taken_out).collect();
+        }
+        if self.mask == Mask::None && !chat.unsupervised.is_empty() {
+            return Err(format!(
+                "{name}[{}].weight: 0 takes a message out of the loss, and mask = \"none\" supervises all",
+                chat.unsupervised[0]
+            ));
+        }
+        self.system(row, &mut chat)?;
+        chat.tools = self.tools(row)?;
+        if chat.messages.iter().chain(&chat.tools).any(holds_reserved) {
+            return Err(format!("{}: a noncharacter (U+FDD0 to U+FDEF) in the text", chat.list));
+        }
+        Ok(chat)
+    }
+
+    /// Prepends the row's `system` text as a message.
+    fn system(&self, row: &Map<String, Value>, chat: &mut Chat) -> Result<(), String> {
+        let name = self.name("system");
+        let text = match row.get(name) {
+            None | Some(Value::Null) => return Ok(()),
+            Some(Value::String(text)) if text.trim().is_empty() => return Ok(()),
+            Some(Value::String(text)) => text,
+            Some(other) => return Err(format!("{name}: expected a string, found {}", kind(other))),
+        };
+        if matches!(chat.role(0), "system" | "developer") {
+            if chat.messages[0]["content"].as_str().map(str::trim) == Some(text.trim()) {
+                return Ok(());
+            }
+            return Err(format!("{name}: the row has one, and another in {}[0]", chat.list));
+        }
+        chat.messages.insert(0, json!({"role": "system", "content": text}));
+        chat.lead = 1;
+        chat.unsupervised.iter_mut().for_each(|i| *i += 1);
+        Ok(())
+    }
+
+    /// Normalizes one message to the keys read by templates; also returns whether the message is
+    /// supervised. Errors start with the path inside the message.
+    fn message(&self, message: Value) -> Result<(Value, bool), String> {
+        let Value::Object(mut message) = message else {
+            return Err(format!(": expected an object, found {}", kind(&message)));
+        };
+        let share = !message.contains_key(self.name("role")) && message.contains_key("from");
+        let (role_key, content_key) =
+            if share { ("from", "value") } else { (self.name("role"), self.name("content")) };
+        let role = role_in(&message, role_key)?;
+        let has_content = message.contains_key(content_key);
+        let content = content_in(&message, content_key)?;
+        // Tables with mixed rows contain nulls for absent keys.
+        message.retain(|_, v| !v.is_null());
+        keys::of_message(&message)?;
+        let supervised = weight(message.shift_remove("weight"), role)?;
+        let says_otherwise = ["tool_calls"].iter().chain(REASONING).any(|k| {
+            message.get(*k).is_some_and(|v| match v {
+                Value::Array(a) => !a.is_empty(),
+                Value::String(s) => !s.is_empty(),
+                _ => false,
+            })
+        });
+        match message.get_mut("tool_calls") {
+            None => {}
+            Some(Value::Array(calls)) if !calls.is_empty() && role != "assistant" => {
+                return Err(format!(".tool_calls: a {role:?} message calls no tools"));
+            }
+            Some(calls) => open_calls(calls)?,
+        }
+        let empty = content.as_ref().is_none_or(|c| c.trim().is_empty());
+        let state = match (&content, has_content) {
+            (Some(_), _) => "is empty",
+            (None, true) => "is null",
+            (None, false) => "is missing",
+        };
+        match role {
+            "assistant" if empty && !says_otherwise => {
+                return Err(format!(".{content_key} {state}, and there are no tool_calls"));
+            }
+            "user" if empty => return Err(format!(".{content_key} {state}")),
+            _ if content.is_none() && role != "assistant" => return Err(format!(".{content_key} {state}")),
+            _ => {}
+        }
+        message.shift_remove(role_key);
+        message.shift_remove(content_key);
+        let mut out = Map::new();
+        out.insert("role".into(), role.into());
+        out.insert("content".into(), content.unwrap_or_default().into());
+        for (key, value) in message {
+            // with from/value as role and content, separate role and content keys are ignored
+            if !out.contains_key(&key) {
+                out.insert(key, value);
+            }
+        }
+        Ok((Value::Object(out), supervised))
+    }
+
+    fn tools(&self, row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
+        let name = self.name("tools").to_string();
+        let tools = match row.shift_remove(&name) {
+            // datasets with a fixed schema store tools as a JSON string
+            Some(Value::String(s)) if s.trim().is_empty() => None,
+            Some(Value::String(s)) => Some(
+                json::value(s.as_bytes())
+                    .map_err(|e| format!("{name}: {}", json::describe(&e, "not JSON")))?,
+            ),
+            other => other,
+        };
+        match tools {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Array(list)) if list.is_empty() => Ok(None),
+            Some(Value::Array(list)) => match list.iter().position(|t| !t.is_object()) {
+                Some(i) => Err(format!("{name}[{i}]: expected an object, found {}", kind(&list[i]))),
+                None => Ok(Some(Value::Array(list))),
+            },
+            Some(other) => Err(format!("{name}: expected an array, found {}", kind(&other))),
+        }
+    }
+}
+
+fn role_in(message: &Map<String, Value>, key: &str) -> Result<&'static str, String> {
+    match message.get(key) {
+        None => Err(format!(": {}", missing(key, message))),
+        Some(role @ Value::String(name)) => {
+            role_of(name).ok_or_else(|| format!(".{key}: unknown role \"{}\"", brief(role)))
+        }
+        Some(other) => Err(format!(".{key}: expected a string, found {}", kind(other))),
+    }
+}
+
+/// The text of a message; `None` if null or missing.
+fn content_in(message: &Map<String, Value>, key: &str) -> Result<Option<String>, String> {
+    match message.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(Value::Array(parts)) => joined_parts(parts).map(Some).map_err(|e| format!(".{key}{e}")),
+        Some(other) => Err(format!(".{key}: expected a string, found {}", kind(other))),
+    }
+}
+
+/// Whether a message is supervised, by the `weight` (0 or 1) of OpenAI's fine-tuning format.
+fn weight(value: Option<Value>, role: &str) -> Result<bool, String> {
+    match value.as_ref().map(|v| (v, v.as_f64())) {
+        None => Ok(true),
+        Some((_, Some(0.0))) => Ok(role != "assistant"),
+        Some((_, Some(1.0))) if role == "assistant" => Ok(true),
+        Some((_, Some(1.0))) => {
+            Err(format!(".weight: 1 on a {role:?} message, but only the assistant's are supervised"))
+        }
+        Some((v, _)) => Err(format!(".weight: {} is neither 0 nor 1", brief(v))),
+    }
+}
+
+/// Validates tool calls, and parses arguments given as a JSON string (as in OpenAI's API). Inference
+/// servers also parse them before rendering, and refuse invalid JSON.
+fn open_calls(calls: &mut Value) -> Result<(), String> {
+    let Value::Array(list) = calls else {
+        return Err(format!(".tool_calls: expected an array, found {}", kind(calls)));
+    };
+    for (i, call) in list.iter_mut().enumerate() {
+        let at = format!(".tool_calls[{i}]");
+        let flat = call.get("function").is_none();
+        let (function, at) = match call.get_mut("function") {
+            Some(function) => (function, format!("{at}.function")),
+            None => (call, at),
+        };
+        let named = function.get("name").and_then(Value::as_str).is_some_and(|n| !n.trim().is_empty());
+        let (Value::Object(function), true) = (function, named) else {
+            let at = at.strip_suffix(".function").filter(|_| !flat).unwrap_or(&at);
+            return Err(format!("{at}: the call has no name"));
+        };
+        let arguments = function.entry("arguments").or_insert(Value::Null);
+        let opened = match arguments {
+            Value::Null => Value::Object(Map::new()),
+            Value::String(s) if s.trim().is_empty() => Value::Object(Map::new()),
+            Value::String(s) => json::value(s.as_bytes()).map_err(|e| {
+                format!("{at}.arguments: {}", json::describe(&e, "a string that is not JSON"))
+            })?,
+            _ => arguments.take(),
+        };
+        if !opened.is_object() {
+            return Err(format!(
+                "{at}.arguments: expected an object, or a string that holds one, found {}",
+                kind(&opened)
+            ));
+        }
+        if let Some(number) = inexact(&opened) {
+            return Err(format!(
+                "{at}.arguments: {number:e} has more digits than ft keeps; write it as a string"
+            ));
+        }
+        *arguments = opened;
+    }
+    Ok(())
+}
+
+/// Finds an integer beyond 64 bits, rounded to a float by the parser.
+fn inexact(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(n) if n.is_f64() => n.as_f64().filter(|x| x.fract() == 0.0 && x.abs() >= 9.2e18),
+        Value::Array(list) => list.iter().find_map(inexact),
+        Value::Object(map) => map.values().find_map(inexact),
+        _ => None,
+    }
+}
+
+/// Maps a role to a role known to templates, including the names used by ShareGPT.
+fn role_of(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "system" => "system",
+        "developer" => "developer",
+        "user" | "human" => "user",
+        "assistant" | "gpt" | "chatgpt" | "model" => "assistant",
+        "tool" | "function" | "observation" | "function_response" => "tool",
+        "tool_results" => "tool_results",
+        "ipython" => "ipython",
+        _ => return None,
+    })
+}
+
+fn is_tool(role: &str) -> bool {
+    matches!(role, "tool" | "tool_results" | "ipython")
+}
+
+fn joined_parts(parts: &[Value]) -> Result<String, String> {
+    let mut out = String::new();
+    for (i, part) in parts.iter().enumerate() {
+        match (part.get("type").and_then(Value::as_str), part.get("text")) {
+            (Some("text") | None, Some(Value::String(text))) => out.push_str(text),
+            (Some(other), _) if other != "text" => {
+                return Err(format!("[{i}]: not built yet: content of type {other:?}"));
+            }
+            _ => return Err(format!("[{i}]: expected {{\"type\": \"text\", \"text\": ...}}")),
+        }
+    }
+    Ok(out)
+}
+
+fn holds_reserved(value: &Value) -> bool {
+    match value {
+        Value::String(s) => s.contains(is_reserved),
+        Value::Array(list) => list.iter().any(holds_reserved),
+        Value::Object(map) => map.iter().any(|(k, v)| k.contains(is_reserved) || holds_reserved(v)),
+        _ => false,
+    }
+}

@@ -1,0 +1,22 @@
+//! Converts rows to conversations, texts or token ids.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `schema` | format, field names and mask of a source |
+//! | `sample` | row -> sample |
+//! | `messages` | messages of a row -> conversation |
+//! | `keys` | unread keys of a row: refused or noted |
+//! | `notes` | notes on usable rows, counted by kind |
+//! | `alpaca` | prompt format of the Alpaca models |
+//! | `example` | a tokenized sample |
+//! | `reserved`, `values` | noncharacters; values in error messages |
+
+pub(crate) mod alpaca;
+pub(crate) mod example;
+pub(crate) mod keys;
+pub(crate) mod messages;
+pub(crate) mod notes;
+pub(crate) mod reserved;
+pub(crate) mod sample;
+pub(crate) mod schema;
+pub(crate) mod values;

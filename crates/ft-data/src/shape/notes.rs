@@ -1,0 +1,115 @@
+//! Notes on usable rows: text lost or changed by the template, and unread keys. Counted by kind, reported
+//! once per kind.
+
+use ft_base::error::Place;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+
+/// A finding about a row, reported to the user.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) enum Note {
+    /// A row key not read by the format.
+    RowKey { key: String, format: Cow<'static, str> },
+    /// A message key not rendered by the chat template.
+    MessageKey(String),
+    /// Reasoning removed by the chat template.
+    Reasoning,
+    /// A message of this role dropped by the chat template, although rendered in a shorter conversation.
+    LeftOut(String),
+    /// A marker of the chat template without a token in the tokenizer.
+    Marker(String),
+    /// A supervised span that starts or ends inside a token.
+    Edge,
+}
+
+impl Note {
+    /// A sentence about `rows` rows.
+    fn told(&self, rows: usize) -> String {
+        let s = if rows == 1 { "1 row" } else { &format!("{rows} rows") };
+        match self {
+            Note::RowKey { key, format } => {
+                format!("{s} with the key {key:?}, which format {format:?} does not read")
+            }
+            Note::MessageKey(key) => {
+                format!("{s} whose messages have the key {key:?}, which the chat template does not write")
+            }
+            Note::Reasoning => {
+                format!("{s} in whose text the chat template leaves out reasoning: it is not trained on")
+            }
+            Note::LeftOut(role) => format!(
+                "{s} in whose text the chat template leaves out the {role} message: it writes that only where a \
+                 conversation ends earlier, as in use, so training does not see it{}",
+                if role == "assistant" { "" } else { "\n  hint: put its text into the first user message" }
+            ),
+            Note::Marker(marker) => format!(
+                "{s} in which the chat template writes {marker:?}, for which the tokenizer has no token: it is spelt \
+                 in pieces\n  hint: the template may belong to another tokenizer (data.chat_template)"
+            ),
+            Note::Edge => format!(
+                "{s} in which what is supervised begins or ends inside a token: such a token is not supervised\n  \
+                 hint: end turns with a special token of the tokenizer, and begin them behind one or behind a line \
+                 break"
+            ),
+        }
+    }
+}
+
+/// Maximum number of kinds, since rows may have arbitrary keys.
+const KINDS: usize = 40;
+
+/// Counts of notes by kind, with the place of the first row.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Notes {
+    /// Kinds in ascending order, with the number of rows.
+    kinds: Vec<(Note, usize, Place)>,
+    /// Number of notes beyond the maximum.
+    more: usize,
+}
+
+impl Notes {
+    /// Adds the notes of later rows.
+    pub(crate) fn extend(&mut self, later: &Notes) {
+        later.kinds.iter().for_each(|(note, rows, first)| self.count(note, *rows, first));
+        self.more += later.more;
+    }
+
+    /// All recorded places, for updating file names.
+    pub(crate) fn places(&mut self) -> impl Iterator<Item = &mut Place> {
+        self.kinds.iter_mut().map(|(_, _, place)| place)
+    }
+
+    /// Counts the notes of a row, at most once per kind.
+    pub(crate) fn add(&mut self, place: &Place, mut notes: Vec<Note>) {
+        notes.sort();
+        notes.dedup();
+        notes.iter().for_each(|note| self.count(note, 1, place));
+    }
+
+    fn count(&mut self, note: &Note, rows: usize, first: &Place) {
+        match self.kinds.binary_search_by(|kind| kind.0.cmp(note)) {
+            Ok(i) => self.kinds[i].1 += rows,
+            Err(_) if self.kinds.len() >= KINDS => self.more += rows,
+            Err(i) => self.kinds.insert(i, (note.clone(), rows, first.clone())),
+        }
+    }
+
+    /// Whether no notes were counted.
+    pub fn is_empty(&self) -> bool {
+        self.kinds.is_empty()
+    }
+
+    /// One sentence per kind, with the place of the first row.
+    pub fn told(&self) -> Vec<String> {
+        let told = |(note, rows, first): &(Note, usize, Place)| {
+            let text = note.told(*rows);
+            let (text, hint) = text.split_once('\n').map_or((text.as_str(), None), |(t, h)| (t, Some(h)));
+            let first = if *rows == 1 { format!("({first})") } else { format!("(the first: {first})") };
+            match hint {
+                Some(hint) => format!("{text} {first}\n{hint}"),
+                None => format!("{text} {first}"),
+            }
+        };
+        let more = (self.more > 0).then(|| format!("{} more such keys or markers are not shown", self.more));
+        self.kinds.iter().map(told).chain(more).collect()
+    }
+}

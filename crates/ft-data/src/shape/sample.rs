@@ -1,0 +1,158 @@
+//! Conversion of a row to a sample.
+
+use super::alpaca::{alpaca_turn, preamble};
+use super::example::IGNORE_INDEX;
+use super::keys::of_row;
+use super::messages::Chat;
+use super::notes::Note;
+use super::schema::Schema;
+use super::values::{brief, kind, missing};
+use ft_recipe::{Format, Mask};
+use serde_json::{Map, Value};
+
+/// A parsed row, before tokenization.
+pub(crate) enum Sample {
+    /// A conversation, to be rendered by the chat template.
+    Chat(Chat),
+    /// Texts followed by an end-of-sequence token, supervised from a byte offset.
+    Text(Vec<(String, usize)>),
+    Tokens {
+        ids: Vec<u32>,
+        labels: Vec<i32>,
+    },
+}
+
+impl Schema {
+    /// Converts a row to a sample, and adds notes. Errors start with the path inside the row.
+    pub fn sample(&self, row: Value, notes: &mut Vec<Note>) -> Result<Sample, String> {
+        let Value::Object(mut row) = row else {
+            return Err(format!("expected an object, found {}", kind(&row)));
+        };
+        // if both names of the message list occur, only one is read
+        let list = self.list_of(&row);
+        let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
+        let read = |key: &str| self.reads(key) && !other(key);
+        of_row(&row, self.format, &read, notes)?;
+        match self.format {
+            Format::Messages => Ok(Sample::Chat(self.chat(&mut row)?)),
+            Format::Alpaca => self.alpaca(&row),
+            Format::Completion => {
+                let prompt = self.text(&row, "prompt", false)?.to_string();
+                let completion = self.text(&row, "completion", true)?;
+                Ok(Sample::Text(vec![self.joined(prompt, completion)]))
+            }
+            Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
+            Format::Tokens => {
+                let ids = self.numbers(&row, "input_ids", 0)?;
+                let labels = match row.get(self.name("labels")) {
+                    None | Some(Value::Null) => ids.clone(),
+                    Some(_) => self.numbers(&row, "labels", i64::from(IGNORE_INDEX))?,
+                };
+                if ids.len() != labels.len() {
+                    return Err(format!(
+                        "{} has {} numbers and {} has {}; they must be as many",
+                        self.name("input_ids"),
+                        ids.len(),
+                        self.name("labels"),
+                        labels.len()
+                    ));
+                }
+                if ids.is_empty() {
+                    return Err(format!("{} is empty", self.name("input_ids")));
+                }
+                self.attends(&row, ids.len())?;
+                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels })
+            }
+        }
+    }
+
+    /// Converts an instruction row, with earlier turns from `history`. All outputs are completions.
+    fn alpaca(&self, row: &Map<String, Value>) -> Result<Sample, String> {
+        let optional = |name: &str| match row.get(self.name(name)) {
+            None | Some(Value::Null) => Ok(""),
+            Some(_) => self.text(row, name, false),
+        };
+        let instruction = self.text(row, "instruction", true)?;
+        let input = Some(optional("input")?).filter(|t| !t.trim().is_empty()).unwrap_or_default();
+        let system = Some(optional("system")?).filter(|t| !t.trim().is_empty());
+        let output = self.text(row, "output", true)?;
+        let mut turns = Vec::new();
+        for (instruction, output) in self.history(row)? {
+            turns.push(self.joined(alpaca_turn(instruction, ""), output));
+        }
+        turns.push(self.joined(alpaca_turn(instruction, input), output));
+        for (i, (text, from)) in turns.iter_mut().enumerate() {
+            let before = if i == 0 { preamble(system, input) } else { "\n\n".into() };
+            // mask "none" supervises from the first byte
+            *from = if *from == 0 { 0 } else { *from + before.len() };
+            text.insert_str(0, &before);
+        }
+        Ok(Sample::Text(turns))
+    }
+
+    /// Earlier turns: pairs of instruction and output.
+    fn history<'a>(&self, row: &'a Map<String, Value>) -> Result<Vec<(&'a str, &'a str)>, String> {
+        let name = self.name("history");
+        let list = match row.get(name) {
+            None | Some(Value::Null) => return Ok(Vec::new()),
+            Some(Value::String(s)) if s.trim().is_empty() => return Ok(Vec::new()),
+            Some(Value::Array(list)) => list,
+            Some(other) => return Err(format!("{name}: expected an array, found {}", kind(other))),
+        };
+        let turn = |(i, turn): (usize, &'a Value)| match turn.as_array().map(Vec::as_slice) {
+            Some([Value::String(a), Value::String(b)]) if !a.trim().is_empty() && !b.trim().is_empty() => {
+                Ok((a.as_str(), b.as_str()))
+            }
+            _ => Err(format!("{name}[{i}]: expected [\"an instruction\", \"its output\"]")),
+        };
+        list.iter().enumerate().map(turn).collect()
+    }
+
+    /// Refuses an `attention_mask` other than a 1 for every token.
+    fn attends(&self, row: &Map<String, Value>, tokens: usize) -> Result<(), String> {
+        if row.get(self.name("attention_mask")).is_none_or(Value::is_null) {
+            return Ok(());
+        }
+        let mask = self.numbers(row, "attention_mask", 0)?;
+        if mask.len() == tokens && mask.iter().all(|m| *m == 1) {
+            return Ok(());
+        }
+        let name = self.name("attention_mask");
+        Err(format!("{name}: it is not 1 for each of the {tokens} tokens; leave padding out of the row"))
+    }
+
+    fn joined(&self, mut prompt: String, completion: &str) -> (String, usize) {
+        let from = if self.mask == Mask::None { 0 } else { prompt.len() };
+        prompt.push_str(completion);
+        (prompt, from)
+    }
+
+    fn text<'a>(&self, row: &'a Map<String, Value>, name: &str, needed: bool) -> Result<&'a str, String> {
+        let name = self.name(name);
+        match row.get(name) {
+            None => Err(missing(name, row)),
+            Some(Value::String(s)) if needed && s.trim().is_empty() => Err(format!("{name} is empty")),
+            Some(Value::String(s)) => Ok(s),
+            Some(other) => Err(format!("{name}: expected a string, found {}", kind(other))),
+        }
+    }
+
+    fn numbers(&self, row: &Map<String, Value>, name: &str, least: i64) -> Result<Vec<i32>, String> {
+        let name = self.name(name);
+        let list = match row.get(name) {
+            None => return Err(missing(name, row)),
+            Some(Value::Array(list)) => list,
+            Some(other) => {
+                return Err(format!("{name}: expected an array of numbers, found {}", kind(other)));
+            }
+        };
+        let unsupervised = i64::from(IGNORE_INDEX);
+        let number = |(i, v): (usize, &Value)| {
+            let n = v.as_i64().and_then(|n| i32::try_from(n).ok());
+            // negative labels other than -100 are invalid
+            n.filter(|n| i64::from(*n) >= 0 || (least < 0 && i64::from(*n) == unsupervised))
+                .ok_or_else(|| format!("{name}[{i}]: {} is not a token id", brief(v)))
+        };
+        list.iter().enumerate().map(number).collect()
+    }
+}

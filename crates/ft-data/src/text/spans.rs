@@ -1,0 +1,313 @@
+//! Finds the assistant's part of a rendered conversation: from the end of the generation prompt through the
+//! end-of-turn token.
+//!
+//! Templates do not report this (unless they use `{% generation %}`), and rendering is not compositional:
+//! Qwen3 removes the reasoning of earlier turns, Mistral moves the system message to the last user turn.
+//! Three renderings locate the spans:
+//!
+//! 1. The conversation with an invisible mark inside every message. Removing the marks must restore the
+//!    text exactly; otherwise other positions are tried. The marks locate the messages even if a message
+//!    contains look-alikes of special tokens.
+//! 2. The turns before an assistant turn, with the generation prompt: the text after the last mark is the
+//!    header of the turn. The full text must continue with exactly this header.
+//! 3. The conversation up to and including the turn: the text after the mark is the end of the turn.
+//!
+//! If the renderings disagree, the result is an error, never a guessed mask.
+
+use super::fragments::Fragment;
+use super::marks::{MarkPosition, Rendered, field, jinja, mark, with_marks};
+use super::rendering::{Render, Rendering};
+use minijinja::Value as Jinja;
+use serde_json::Value;
+use std::ops::Range;
+
+/// Returns the message index and supervised byte range of every assistant turn. `marked` is the text with a
+/// mark in every fragment, if available.
+///
+/// # Errors
+/// An error raised by the template, or turns that cannot be told apart.
+pub(super) fn assistant(
+    rendering: &Rendering<'_>,
+    marked: Option<Marked>,
+) -> Result<Vec<(usize, Range<usize>)>, String> {
+    let (messages, render) = (&rendering.chat.messages, rendering.render);
+    let turns: Vec<usize> = (0..messages.len()).filter(|&i| is_assistant(&messages[i])).collect();
+    if turns.is_empty() {
+        return Ok(Vec::new());
+    }
+    let marked = match marked.filter(|m| turns.iter().all(|i| m.main[*i].is_some())) {
+        Some(marked) => marked,
+        None => Marked::place(rendering)?,
+    };
+    let mut spans: Vec<(usize, Range<usize>)> = Vec::new();
+    for &i in &turns {
+        let own =
+            marked.anchor(&marked.whole, i).ok_or_else(|| unclear(i, "it cannot be found in the text"))?;
+        let first = marked.at(&marked.whole, i).unwrap_or(own);
+        let start = marked.start(i, first, render)?;
+        let end = marked.end(i, own, messages.len(), render)?;
+        if start > first || end < own || spans.last().is_some_and(|s| s.1.end > start) {
+            return Err(unclear(i, "its turn overlaps another"));
+        }
+        spans.push((i, start..end));
+    }
+    Ok(spans)
+}
+
+fn unclear(i: usize, why: &str) -> String {
+    format!(
+        "messages[{i}]: the chat template does not show which text is this assistant turn ({why}); \
+         use a template with {{% generation %}} blocks (data.chat_template), or data.mask = \"none\""
+    )
+}
+
+/// The text after a mark inside the marked string, without trailing white space.
+fn rest(message: &Value, position: &MarkPosition) -> String {
+    let field = field(message, &position.pointer).and_then(Value::as_str).unwrap_or_default();
+    field[position.at..].trim_end().to_string()
+}
+
+fn is_assistant(message: &Value) -> bool {
+    message.get("role").and_then(Value::as_str) == Some("assistant")
+}
+
+/// Candidate mark positions in a message, best first: after the last visible character of strings almost
+/// certainly rendered.
+fn positions(message: &Value) -> Vec<MarkPosition> {
+    let mut out = Vec::new();
+    let end = |pointer: &str, out: &mut Vec<MarkPosition>| {
+        if let Some(text) = field(message, pointer).and_then(Value::as_str)
+            && !text.trim().is_empty()
+        {
+            out.push(MarkPosition { pointer: pointer.into(), at: text.trim_end().len() });
+        }
+    };
+    end("/content", &mut out);
+    if let Some(calls) = message.get("tool_calls").and_then(Value::as_array)
+        && let Some(last) = calls.len().checked_sub(1)
+    {
+        end(&format!("/tool_calls/{last}/function/name"), &mut out);
+        end(&format!("/tool_calls/{last}/name"), &mut out);
+        for key in ["function/arguments", "arguments"] {
+            let at = format!("/tool_calls/{last}/{key}");
+            match message.pointer(&at) {
+                Some(Value::Object(map)) => {
+                    let texts = map.iter().filter(|(_, v)| v.is_string()).map(|(k, _)| k);
+                    for k in texts.take(2) {
+                        end(&format!("{at}/{}", k.replace('~', "~0").replace('/', "~1")), &mut out);
+                    }
+                }
+                _ => end(&at, &mut out),
+            }
+        }
+    }
+    end("/reasoning_content", &mut out);
+    if let Some(text) = message.get("content").and_then(Value::as_str) {
+        let mut middle = text.len() / 2;
+        while !text.is_char_boundary(middle) {
+            middle -= 1;
+        }
+        out.push(MarkPosition { pointer: "/content".into(), at: middle });
+    }
+    out
+}
+
+/// A conversation with marks.
+pub(super) struct Marked {
+    /// The messages with marks inserted.
+    messages: Vec<Jinja>,
+    tools: Jinja,
+    /// For every message, the id of the mark that locates it, and the text after the mark inside the
+    /// message without trailing white space.
+    main: Vec<Option<(usize, String)>>,
+    pub whole: Rendered,
+}
+
+impl Marked {
+    /// Puts a mark at the end of every fragment, with the index of the fragment as id. `None` if the rendered
+    /// text changes.
+    pub fn all(rendering: &Rendering<'_>, fragments: &[Fragment]) -> Option<Self> {
+        let chat = rendering.chat;
+        let of = |message: Option<usize>| {
+            fragments
+                .iter()
+                .enumerate()
+                .filter(move |(_, p)| p.message == message)
+                .map(|(id, p)| (id, &p.position))
+        };
+        let mut marked = rendering.messages.to_vec();
+        for (i, message) in chat.messages.iter().enumerate() {
+            if of(Some(i)).next().is_some() {
+                marked[i] = jinja(&with_marks(message, of(Some(i))));
+            }
+        }
+        let tools = match chat.tools.as_ref().filter(|_| of(None).next().is_some()) {
+            Some(tools) => jinja(&with_marks(tools, of(None))),
+            None => rendering.tools.clone(),
+        };
+        let whole = rendering.of(&marked, &tools).filter(|w| w.text == rendering.text)?;
+        let main = |(i, message): (usize, &Value)| {
+            let there = |position: MarkPosition| {
+                of(Some(i)).find(|(id, s)| **s == position && whole.at(*id).is_some())
+            };
+            let (id, position) = positions(message).into_iter().find_map(there)?;
+            Some((id, rest(message, position)))
+        };
+        let main = chat.messages.iter().enumerate().map(main).collect();
+        Some(Self { messages: marked, tools, main, whole })
+    }
+
+    fn place(rendering: &Rendering<'_>) -> Result<Self, String> {
+        let messages = &rendering.chat.messages;
+        let positions: Vec<Vec<MarkPosition>> = messages.iter().map(positions).collect();
+        let mut chosen: Vec<Option<MarkPosition>> = positions.iter().map(|s| s.first().cloned()).collect();
+        if let Some(whole) = Self::try_marks(rendering, &chosen) {
+            return Ok(whole);
+        }
+        // tries messages one by one, until every message has a mark that appears in the text and leaves it
+        // unchanged
+        for i in 0..messages.len() {
+            let mut alone = rendering.messages.to_vec();
+            chosen[i] = positions[i].iter().find_map(|position| {
+                alone[i] = jinja(&with_marks(&messages[i], std::iter::once((i, position))));
+                let seen = rendering.of(&alone, rendering.tools)?;
+                (seen.text == rendering.text && seen.at(i).is_some()).then(|| position.clone())
+            });
+        }
+        if let Some(i) = (0..messages.len()).find(|&i| chosen[i].is_none() && is_assistant(&messages[i])) {
+            return Err(unclear(i, "the text does not hold it, or depends on every character of it"));
+        }
+        Self::try_marks(rendering, &chosen)
+            .ok_or_else(|| unclear(0, "messages change how each other is written"))
+    }
+
+    fn try_marks(rendering: &Rendering<'_>, chosen: &[Option<MarkPosition>]) -> Option<Self> {
+        let (messages, tools) = (&rendering.chat.messages, rendering.tools);
+        let mut marked = rendering.messages.to_vec();
+        let mut main = vec![None; messages.len()];
+        for (i, position) in chosen.iter().enumerate() {
+            let Some(position) = position else { continue };
+            marked[i] = jinja(&with_marks(&messages[i], std::iter::once((i, position))));
+            main[i] = Some((i, rest(&messages[i], position)));
+        }
+        let whole = rendering.of(&marked, tools)?;
+        let found = (0..messages.len()).all(|i| !is_assistant(&messages[i]) || whole.at(i).is_some());
+        (found && whole.text == rendering.text).then_some(Self {
+            messages: marked,
+            tools: tools.clone(),
+            main,
+            whole,
+        })
+    }
+
+    /// Position of the mark of message `i` in a rendering.
+    fn at(&self, seen: &Rendered, i: usize) -> Option<usize> {
+        seen.at(self.main.get(i)?.as_ref()?.0)
+    }
+
+    /// End of message `i` in a rendering: the mark plus the rest of the message.
+    fn anchor(&self, seen: &Rendered, i: usize) -> Option<usize> {
+        let at = self.at(seen, i)?;
+        let rest = &self.main.get(i)?.as_ref()?.1;
+        seen.text[at..].starts_with(rest.as_str()).then_some(at + rest.len())
+    }
+
+    /// The last message in a rendering (`None` if no mark appears), and the text after it.
+    fn tail<'a>(&self, seen: &'a Rendered) -> Option<(Option<usize>, &'a str)> {
+        let message = |id: usize| self.main.iter().position(|m| m.as_ref().is_some_and(|m| m.0 == id));
+        match seen.marks.iter().rev().find_map(|(id, _)| message(*id)) {
+            None => Some((None, &seen.text)),
+            Some(i) => Some((Some(i), &seen.text[self.anchor(seen, i)?..])),
+        }
+    }
+
+    /// Messages with marks in a range of the text.
+    pub fn within<'a>(
+        &'a self,
+        fragments: &'a [Fragment],
+        range: &'a Range<usize>,
+    ) -> impl Iterator<Item = usize> + 'a {
+        let inside = |at: usize| range.start < at && at <= range.end;
+        self.whole.marks.iter().filter(move |m| inside(m.1)).filter_map(|m| fragments.get(m.0)?.message)
+    }
+
+    /// Start of the turn of message `i`, with its mark at `own`.
+    fn start(&self, i: usize, own: usize, render: &Render<'_>) -> Result<usize, String> {
+        let text = &self.whole.text;
+        // first with the recipe's variables, then without, since earlier turns may not reflect them
+        for variables in [true, false] {
+            let Ok(prompt) = render(&self.messages[..i], &self.tools, true, variables) else { continue };
+            let prompt = Rendered::new(&prompt);
+            let Some((before, header)) = self.tail(&prompt) else { continue };
+            let Some(from) = before.map_or(Some(0), |m| self.anchor(&self.whole, m)) else { continue };
+            if text[from..].starts_with(header) && !(header.is_empty() && i == 0) {
+                return Ok(from + header.len());
+            }
+            if let Some(start) = self.start_before_reasoning(i, before, from, header, render) {
+                return Ok(start);
+            }
+        }
+        self.start_by_search(i, own, render)
+            .ok_or_else(|| unclear(i, "the turns before it do not end as they do in the whole conversation"))
+    }
+
+    /// Handles a generation prompt that opens the reasoning (`<think>`) although the template drops it from
+    /// earlier turns. The header of a plain reply is then the common prefix of both.
+    fn start_before_reasoning(
+        &self,
+        i: usize,
+        before: Option<usize>,
+        from: usize,
+        header: &str,
+        render: &Render<'_>,
+    ) -> Option<usize> {
+        let own = self.main[i].as_ref()?.0;
+        let mut neutral = self.messages.clone();
+        neutral[i] = jinja(&serde_json::json!({ "role": "assistant", "content": format!("{}.", mark(own)) }));
+        let neutral = Rendered::new(&render(&neutral, &self.tools, false, true).ok()?);
+        let anchor = before.map_or(Some(0), |m| self.anchor(&neutral, m))?;
+        let plain = neutral.text.get(anchor..neutral.at(own)?)?;
+        let fits = !plain.is_empty() && header.starts_with(plain);
+        (fits && self.whole.text[from..].starts_with(plain)).then_some(from + plain.len())
+    }
+
+    /// Handles a conversation opened by the assistant, since many templates cannot render an empty prefix:
+    /// takes the generation prompt as rendered after this message, if it occurs exactly once before the
+    /// message.
+    fn start_by_search(&self, i: usize, own: usize, render: &Render<'_>) -> Option<usize> {
+        if (0..i).any(|m| self.at(&self.whole, m).is_some()) {
+            return None;
+        }
+        let without = render(&self.messages[..=i], &self.tools, false, true).ok()?;
+        let with = render(&self.messages[..=i], &self.tools, true, true).ok()?;
+        let prompt = with.strip_prefix(without.as_str()).filter(|p| !p.trim().is_empty())?;
+        let mut found = self.whole.text[..own].match_indices(prompt);
+        match (found.next(), found.next()) {
+            (Some((at, _)), None) => Some(at + prompt.len()),
+            _ => None,
+        }
+    }
+
+    /// End of the turn of message `i`, with content ending at `own`.
+    fn end(&self, i: usize, own: usize, count: usize, render: &Render<'_>) -> Result<usize, String> {
+        let text = &self.whole.text;
+        let upto;
+        let seen = if i + 1 == count {
+            &self.whole
+        } else {
+            let last = render(&self.messages[..=i], &self.tools, false, true);
+            upto =
+                Rendered::new(&last.map_err(|e| unclear(i, &format!("up to it, the template says: {e}")))?);
+            &upto
+        };
+        let from = self.anchor(seen, i).ok_or_else(|| unclear(i, "it is not there without what follows"))?;
+        let closing = seen.text[from..].trim_end();
+        if closing.is_empty() {
+            return Err(unclear(i, "nothing is written at its end, so a model could not learn to stop"));
+        }
+        if !text[own..].starts_with(closing) {
+            return Err(unclear(i, "its end is written otherwise when a message follows"));
+        }
+        Ok(own + closing.len())
+    }
+}

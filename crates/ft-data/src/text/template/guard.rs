@@ -1,0 +1,365 @@
+//! Inserts budget checks into compiled templates: instructions that create or traverse values are replaced
+//! by, or preceded by, calls that spend costs first. Also checks the source before compilation, since
+//! parser and compiler recurse with the nesting and evaluate constants of any size.
+
+use super::ops;
+use minijinja::machinery::{CodeGenerator, Instruction as I, Instructions, Token, parse, tokenize};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, Value};
+use std::collections::{BTreeMap, HashMap};
+
+/// Maximum size of a template in bytes; published templates have at most some tens of thousands.
+const LONGEST: usize = 512 << 10;
+/// Maximum number of tokens in a tag; a token may add a level to the syntax tree.
+const TOKENS: usize = 1024;
+/// Maximum number of branches; every branch nests one level deeper.
+const BRANCHES: usize = 1000;
+/// Maximum length of a name in bytes.
+const NAME: usize = 256;
+/// Maximum total size of evaluated constants in a template, in bytes.
+const CONSTANTS: u128 = 8 << 20;
+
+fn refuse(line: usize, why: impl Into<String>) -> (usize, String) {
+    (line, why.into())
+}
+
+/// Checks length, nesting and constants of a template before compilation.
+///
+/// # Errors
+/// The line, and the exceeded limit.
+pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, String)> {
+    if source.len() > LONGEST {
+        return Err(refuse(0, format!("it is longer than {} KiB", LONGEST >> 10)));
+    }
+    let (mut constants, mut branches) = (0u128, 0);
+    let mut tag = Tag::default();
+    for token in tokenize(source, false, syntax.clone()) {
+        // the parser reports invalid tokens with a better message
+        let Ok((token, span)) = token else { return Ok(()) };
+        let line = span.start_line as usize;
+        match token {
+            Token::TemplateData(_) => continue,
+            Token::VariableStart | Token::BlockStart => tag = Tag::default(),
+            Token::VariableEnd | Token::BlockEnd => {
+                constants = constants.saturating_add(tag.constant());
+                if constants > CONSTANTS {
+                    return Err(refuse(line, "it computes constants that are too large"));
+                }
+            }
+            Token::Ident(name) if name.len() > NAME => return Err(refuse(line, "a name is too long")),
+            Token::Ident("elif" | "else") => branches += 1,
+            Token::Str(s) => tag.bytes += s.len() as u128,
+            Token::String(s) => tag.bytes += s.len() as u128,
+            Token::Int(n) => tag.times(u128::from(n)),
+            Token::Int128(n) => tag.times(*n),
+            Token::Float(x) => tag.times(x.abs() as u128),
+            Token::Mul => tag.products = true,
+            Token::Pow => tag.powers = true,
+            _ => {}
+        }
+        tag.tokens += 1;
+        if tag.tokens > TOKENS {
+            return Err(refuse(line, format!("a tag has more than {TOKENS} words and signs")));
+        }
+        if branches > BRANCHES {
+            return Err(refuse(line, format!("it has more than {BRANCHES} branches")));
+        }
+    }
+    Ok(())
+}
+
+/// Estimated size of the constants in a tag.
+#[derive(Default)]
+struct Tag {
+    tokens: usize,
+    bytes: u128,
+    factor: Option<u128>,
+    products: bool,
+    powers: bool,
+}
+
+impl Tag {
+    fn times(&mut self, n: u128) {
+        self.factor = Some(self.factor.unwrap_or(1).saturating_mul(n.max(1)));
+    }
+
+    /// Upper bound in bytes: strings and lists can only be repeated by literal numbers or powers of them.
+    fn constant(&self) -> u128 {
+        let all = 40 * self.tokens as u128 + self.bytes;
+        match (self.products, self.powers) {
+            (false, _) => all,
+            (true, false) => all.saturating_mul(self.factor.unwrap_or(1)),
+            (true, true) => u128::MAX,
+        }
+    }
+}
+
+/// Reason for refusing a template.
+pub(crate) enum Refused {
+    /// A syntax error.
+    Text(Error),
+    /// Line and description of an unsupported construct that cannot be bounded.
+    Unbounded(usize, String),
+}
+
+/// Compiles a template with budget checks; registers the called methods in `env`.
+///
+/// # Errors
+/// Syntax errors, and constructs that cannot be bounded.
+pub(super) fn compile(env: &mut Environment<'static>, source: &'static str) -> Result<Guarded, Refused> {
+    let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
+    let mut generator = CodeGenerator::new("template", source);
+    generator.compile_stmt(&tree);
+    let (main, others) = generator.finish();
+    let unbounded = |(line, why)| Refused::Unbounded(line, why);
+    let mut blocks = BTreeMap::new();
+    for (name, instructions) in &others {
+        blocks.insert(*name, rewrite(env, instructions).map_err(unbounded)?);
+    }
+    Ok(Guarded { instructions: rewrite(env, &main).map_err(unbounded)?, blocks })
+}
+
+/// The instructions of a template and of the blocks in it.
+pub(super) struct Guarded {
+    pub instructions: Instructions<'static>,
+    pub blocks: BTreeMap<&'static str, Instructions<'static>>,
+}
+
+fn rewrite(
+    env: &mut Environment<'static>,
+    old: &Instructions<'static>,
+) -> Result<Instructions<'static>, (usize, String)> {
+    let all: Vec<&I<'static>> = (0..).map_while(|i| old.get(i)).collect();
+    let mut targets = vec![false; all.len() + 1];
+    for i in &all {
+        if let Some(t) = target(i) {
+            targets[(t as usize).min(all.len())] = true;
+        }
+    }
+    let mut out: Vec<(I<'static>, usize)> = Vec::with_capacity(all.len() * 2);
+    // new offset of every old instruction, including inserted checks
+    let mut at = Vec::with_capacity(all.len() + 1);
+    let mut filters = Filters::new(&all);
+    for (n, i) in all.iter().enumerate() {
+        at.push(out.len() as u32);
+        let constant = match n.checked_sub(1).map(|b| all[b]) {
+            Some(I::LoadConst(v)) if !targets[n] => Some(v),
+            _ => None,
+        };
+        for new in replaced(env, &mut filters, i, constant).map_err(|why| (line(old, n), why))? {
+            out.push((new, n));
+        }
+    }
+    at.push(out.len() as u32);
+    let mut new = Instructions::new(old.name(), old.source());
+    for (mut i, n) in out {
+        if let Some(t) = target_mut(&mut i) {
+            *t = at[(*t as usize).min(all.len())];
+        }
+        match (old.get_span(n as u32), old.get_line(n as u32)) {
+            (Some(span), _) => new.add_with_span(i, span),
+            (None, Some(line)) => new.add_with_line(i, line as u16),
+            (None, None) => new.add(i),
+        };
+    }
+    Ok(new)
+}
+
+fn line(old: &Instructions<'static>, n: usize) -> usize {
+    old.get_line(n as u32).unwrap_or(0)
+}
+
+fn target(i: &I<'_>) -> Option<u32> {
+    match i {
+        I::Iterate(t)
+        | I::Jump(t)
+        | I::JumpIfFalse(t)
+        | I::JumpIfFalseOrPop(t)
+        | I::JumpIfTrueOrPop(t)
+        | I::BuildMacro(_, t, _) => Some(*t),
+        _ => None,
+    }
+}
+
+fn target_mut<'a>(i: &'a mut I<'_>) -> Option<&'a mut u32> {
+    match i {
+        I::Iterate(t)
+        | I::Jump(t)
+        | I::JumpIfFalse(t)
+        | I::JumpIfFalseOrPop(t)
+        | I::JumpIfTrueOrPop(t)
+        | I::BuildMacro(_, t, _) => Some(t),
+        _ => None,
+    }
+}
+
+/// Cache slots for filter lookups during rendering.
+struct Filters {
+    known: HashMap<&'static str, u8>,
+    next: u8,
+}
+
+impl Filters {
+    /// Number of slots in the engine.
+    const MOST: u8 = 50;
+
+    fn new(all: &[&I<'static>]) -> Self {
+        let used = all.iter().filter_map(|i| match i {
+            I::ApplyFilter(_, _, id) if *id < Self::MOST => Some(id + 1),
+            _ => None,
+        });
+        Self { known: HashMap::new(), next: used.max().unwrap_or(0) }
+    }
+
+    fn call(&mut self, name: &'static str, arguments: usize) -> I<'static> {
+        let next = &mut self.next;
+        let id = *self.known.entry(name).or_insert_with(|| {
+            let id = *next;
+            *next = next.saturating_add(1);
+            if id < Self::MOST { id } else { u8::MAX }
+        });
+        I::ApplyFilter(name, u16::try_from(arguments).ok(), id)
+    }
+}
+
+/// The replacement of an instruction. `constant` is the constant pushed directly before, if any.
+fn replaced(
+    env: &mut Environment<'static>,
+    filters: &mut Filters,
+    i: &I<'static>,
+    constant: Option<&Value>,
+) -> Result<Vec<I<'static>>, String> {
+    if let Some(why) = refused(i) {
+        return Err(why.into());
+    }
+    let small = constant.is_some_and(|c| c.as_str().is_none_or(|s| s.len() <= NAME));
+    let f = filters;
+    Ok(match i {
+        I::Add => vec![f.call("ft_add", 2)],
+        I::Mul => vec![f.call("ft_mul", 2)],
+        I::StringConcat => vec![f.call("ft_concat", 2)],
+        I::Slice => vec![f.call("ft_slice", 4)],
+        I::Eq | I::Ne | I::Lt | I::Lte | I::Gt | I::Gte => match comparison(i).filter(|_| !small) {
+            Some(name) => vec![f.call(name, 2)],
+            // comparison with a short constant is cheap
+            None => vec![copy(i)?],
+        },
+        I::In if constant.is_some_and(|c| c.as_str().is_none()) => vec![I::In],
+        I::In => vec![f.call("ft_in", 2)],
+        I::CompareAndPreserve(op) => {
+            let weigh = f.call("ft_weigh", 1);
+            let again = f.call("ft_weigh", 1);
+            vec![weigh, I::Swap, again, I::Swap, I::CompareAndPreserve(*op)]
+        }
+        I::GetItem if small && constant.is_some_and(|c| c.as_str().is_some()) => vec![I::GetItem],
+        I::GetItem => vec![f.call("ft_item", 2)],
+        I::BuildList(Some(n)) => vec![f.call("ft_list", *n)],
+        I::BuildTuple(Some(n)) => vec![f.call("ft_tuple", *n)],
+        I::BuildMap(n) => vec![f.call("ft_map", 2 * n)],
+        I::SetAttr(name) => vec![I::Swap, f.call("ft_data", 1), I::Swap, I::SetAttr(name)],
+        I::PushLoop(flags) => vec![f.call("ft_iter", 1), I::PushLoop(*flags)],
+        I::Iterate(to) => {
+            vec![I::LoadConst(Value::from(())), f.call("ft_tick", 1), I::DiscardTop, I::Iterate(*to)]
+        }
+        I::CallFunction(name, Some(n)) => vec![
+            I::LoadConst(Value::from(())),
+            f.call("ft_tick", 1),
+            I::DiscardTop,
+            I::CallFunction(name, Some(*n)),
+        ],
+        I::Enclose(name) => {
+            vec![I::LoadConst(Value::from(())), f.call("ft_closure", 1), I::DiscardTop, I::Enclose(name)]
+        }
+        I::CallMethod(name, Some(n)) => vec![f.call(ops::add_method(env, name), usize::from(*n))],
+        I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
+        other => vec![copy(other)?],
+    })
+}
+
+/// The reason for refusing an instruction.
+fn refused(i: &I<'_>) -> Option<&'static str> {
+    match i {
+        I::Include(_) | I::LoadBlocks | I::ExportLocals => {
+            Some("include, import and extends name other templates, and a chat template has none")
+        }
+        I::UnpackLists(_)
+        | I::MergeKwargs(_)
+        | I::BuildTuple(None)
+        | I::ApplyFilter(_, None, _)
+        | I::PerformTest(_, None, _)
+        | I::CallFunction(_, None)
+        | I::CallMethod(_, None)
+        | I::CallObject(None) => Some("arguments as *list or **map are not built yet"),
+        _ => None,
+    }
+}
+
+/// The filter that spends the cost of a comparison.
+fn comparison(i: &I<'_>) -> Option<&'static str> {
+    Some(match i {
+        I::Eq => "ft_eq",
+        I::Ne => "ft_ne",
+        I::Lt => "ft_lt",
+        I::Lte => "ft_lte",
+        I::Gt => "ft_gt",
+        I::Gte => "ft_gte",
+        _ => return None,
+    })
+}
+
+/// Copies an instruction; the type is not `Clone`.
+///
+/// # Errors
+/// Unsupported instructions.
+fn copy(i: &I<'static>) -> Result<I<'static>, String> {
+    Ok(match i {
+        I::Swap => I::Swap,
+        I::Emit => I::Emit,
+        I::StoreLocal(n) => I::StoreLocal(n),
+        I::Lookup(n) => I::Lookup(n),
+        I::GetAttr(n) => I::GetAttr(n),
+        I::LoadConst(v) => I::LoadConst(v.clone()),
+        I::BuildKwargs(n) => I::BuildKwargs(*n),
+        // a loop with a condition: collects existing items pushed one by one
+        I::BuildList(None) => I::BuildList(None),
+        I::UnpackList(n) => I::UnpackList(*n),
+        I::Sub => I::Sub,
+        I::Div => I::Div,
+        I::IntDiv => I::IntDiv,
+        I::Rem => I::Rem,
+        I::Pow => I::Pow,
+        I::Neg => I::Neg,
+        I::Eq => I::Eq,
+        I::Ne => I::Ne,
+        I::Lt => I::Lt,
+        I::Lte => I::Lte,
+        I::Gt => I::Gt,
+        I::Gte => I::Gte,
+        I::Not => I::Not,
+        I::ApplyFilter(name, n, id) => I::ApplyFilter(name, *n, *id),
+        I::PerformTest(name, n, id) => I::PerformTest(name, *n, *id),
+        I::PushWith => I::PushWith,
+        I::PushDidNotIterate => I::PushDidNotIterate,
+        I::PopFrame => I::PopFrame,
+        I::PopLoopFrame => I::PopLoopFrame,
+        I::Jump(t) => I::Jump(*t),
+        I::JumpIfFalse(t) => I::JumpIfFalse(*t),
+        I::JumpIfFalseOrPop(t) => I::JumpIfFalseOrPop(*t),
+        I::JumpIfTrueOrPop(t) => I::JumpIfTrueOrPop(*t),
+        I::PushAutoEscape => I::PushAutoEscape,
+        I::PopAutoEscape => I::PopAutoEscape,
+        I::BeginCapture(mode) => I::BeginCapture(*mode),
+        I::EndCapture => I::EndCapture,
+        I::CallObject(n) => I::CallObject(*n),
+        I::DupTop => I::DupTop,
+        I::DiscardTop => I::DiscardTop,
+        I::FastSuper => I::FastSuper,
+        I::FastRecurse => I::FastRecurse,
+        I::CallBlock(n) => I::CallBlock(n),
+        I::BuildMacro(name, t, flags) => I::BuildMacro(name, *t, *flags),
+        I::Return => I::Return,
+        I::IsUndefined => I::IsUndefined,
+        I::GetClosure => I::GetClosure,
+        other => return Err(format!("the instruction {other:?} is not built yet")),
+    })
+}

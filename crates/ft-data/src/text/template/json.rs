@@ -1,0 +1,204 @@
+//! JSON in the exact format of Python's `json.dumps`, as used by chat templates for tool schemas and calls;
+//! models are trained on this exact spelling.
+
+use super::bounds::{spend, spend_product, weigh};
+use crate::shape::reserved::is_reserved;
+use minijinja::value::{Value, ValueKind};
+use minijinja::{Error, ErrorKind};
+use std::fmt::Write;
+
+/// Options of `json.dumps`.
+pub(super) struct Style {
+    /// Escapes all non-ASCII characters.
+    pub ensure_ascii: bool,
+    /// Indentation per level; `None` writes a single line.
+    pub indent: Option<String>,
+    /// Separator of items: by default ", ", or "," when indented.
+    pub item_separator: String,
+    /// Separator of key and value.
+    pub key_separator: String,
+    /// Sorts keys by code point.
+    pub sort_keys: bool,
+}
+
+/// Serializes `value` to JSON.
+///
+/// # Errors
+/// Values without a JSON form (undefined, functions), and nesting deeper than 200 levels.
+pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
+    let mut out = String::new();
+    // budget: an escape takes up to six bytes per byte
+    (0..4).try_for_each(|_| weigh(value))?;
+    write(&mut out, value, style, 0)?;
+    Ok(out)
+}
+
+fn fail(what: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("tojson: {what}"))
+}
+
+fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    if depth > 200 {
+        return Err(fail("the value is nested deeper than 200 levels"));
+    }
+    match value.kind() {
+        ValueKind::None => out.push_str("null"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number => number(out, value),
+        ValueKind::String => string(out, value.as_str().unwrap_or_default(), style.ensure_ascii),
+        ValueKind::Seq | ValueKind::Iterable => {
+            let mut items = value.try_iter()?.peekable();
+            if items.peek().is_none() {
+                out.push_str("[]");
+                return Ok(());
+            }
+            out.push('[');
+            for (i, item) in items.enumerate() {
+                gap(out, style, depth + 1, i > 0)?;
+                write(out, &item, style, depth + 1)?;
+            }
+            gap(out, style, depth, false)?;
+            out.push(']');
+        }
+        ValueKind::Map => {
+            let mut keys: Vec<Value> = value.try_iter()?.collect();
+            if keys.is_empty() {
+                out.push_str("{}");
+                return Ok(());
+            }
+            if style.sort_keys {
+                keys.sort();
+            }
+            out.push('{');
+            for (i, key) in keys.iter().enumerate() {
+                gap(out, style, depth + 1, i > 0)?;
+                match key.kind() {
+                    ValueKind::String => {
+                        string(out, key.as_str().unwrap_or_default(), style.ensure_ascii);
+                    }
+                    ValueKind::Number | ValueKind::Bool | ValueKind::None => {
+                        out.push('"');
+                        write(out, key, style, depth + 1)?;
+                        out.push('"');
+                    }
+                    other => return Err(fail(format!("a key cannot be a {other}"))),
+                }
+                spend(style.key_separator.len())?;
+                out.push_str(&style.key_separator);
+                write(out, &value.get_item(key)?, style, depth + 1)?;
+            }
+            gap(out, style, depth, false)?;
+            out.push('}');
+        }
+        other => return Err(fail(format!("a value of kind {other} is not JSON"))),
+    }
+    Ok(())
+}
+
+/// Writes separator and indentation before an item or a closing bracket.
+fn gap(out: &mut String, style: &Style, depth: usize, separator: bool) -> Result<(), Error> {
+    if separator {
+        spend(style.item_separator.len())?;
+        out.push_str(&style.item_separator);
+    }
+    if let Some(indent) = &style.indent {
+        spend_product(indent.len(), depth)?;
+        out.push('\n');
+        for _ in 0..depth {
+            out.push_str(indent);
+        }
+    }
+    Ok(())
+}
+
+fn number(out: &mut String, value: &Value) {
+    if value.is_integer() {
+        let _ = write!(out, "{value}");
+    } else {
+        out.push_str(&float(f64::try_from(value.clone()).unwrap_or(f64::NAN)));
+    }
+}
+
+/// Formats a float like Python's `repr`: shortest digits, with an exponent below 1e-4 and from 1e16.
+fn float(x: f64) -> String {
+    if x.is_nan() {
+        return "NaN".into();
+    }
+    if x.is_infinite() {
+        return if x > 0.0 { "Infinity" } else { "-Infinity" }.into();
+    }
+    let scientific = format!("{x:e}");
+    let (mantissa, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let power: i32 = exponent.parse().unwrap_or(0);
+    if x != 0.0 && !(-4..16).contains(&power) {
+        let sign = if power < 0 { '-' } else { '+' };
+        return format!("{mantissa}e{sign}{:02}", power.abs());
+    }
+    let plain = format!("{x}");
+    if plain.contains('.') { plain } else { format!("{plain}.0") }
+}
+
+/// Escapes `text` for use between the quotes of a JSON string.
+pub(crate) fn escaped(text: &str, ensure_ascii: bool) -> String {
+    let mut out = String::with_capacity(text.len() + 2);
+    string(&mut out, text, ensure_ascii);
+    out[1..out.len() - 1].to_string()
+}
+
+fn string(out: &mut String, text: &str, ensure_ascii: bool) {
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{c}' => out.push_str("\\f"),
+            // marks pass through unescaped, and are removed from the text afterwards
+            c if (c as u32) < 0x20 || (ensure_ascii && !c.is_ascii() && !is_reserved(c)) => {
+                let mut units = [0u16; 2];
+                for unit in c.encode_utf16(&mut units) {
+                    let _ = write!(out, "\\u{unit:04x}");
+                }
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_are_spelled_as_python_does() {
+        for (x, text) in [
+            (1.0, "1.0"),
+            (0.1, "0.1"),
+            (-2.5, "-2.5"),
+            (1e16, "1e+16"),
+            (123456789012345.0, "123456789012345.0"),
+            (1e15, "1000000000000000.0"),
+            (0.0001, "0.0001"),
+            (0.00001, "1e-05"),
+            (1.5e300, "1.5e+300"),
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+        ] {
+            assert_eq!(float(x), text);
+        }
+    }
+
+    #[test]
+    fn strings_escape_as_python_does() {
+        let mut a = String::new();
+        string(&mut a, "é<\u{1}\"\\\n😀\u{7f}", false);
+        assert_eq!(a, "\"é<\\u0001\\\"\\\\\\n😀\u{7f}\"");
+        let mut b = String::new();
+        string(&mut b, "é😀", true);
+        assert_eq!(b, "\"\\u00e9\\ud83d\\ude00\"");
+    }
+}

@@ -1,0 +1,190 @@
+//! Encodes a sample as token ids and labels, limited to `max_length`, or returns the reason for dropping
+//! it.
+
+use super::markers;
+use super::tokenizer::{Encoded, Tokenizer};
+use crate::error::{Error, Problem};
+use crate::shape::{
+    example::{Example, IGNORE_INDEX},
+    messages::Chat,
+    notes::Note,
+    sample::Sample,
+    schema::Schema,
+};
+use ft_recipe::{Mask, OverLength};
+use std::ops::Range;
+
+/// An encoded row.
+pub(crate) struct EncodedRow {
+    pub example: Example,
+    /// Number of tokens before truncation.
+    pub whole: usize,
+    pub notes: Vec<Note>,
+}
+
+/// Settings for encoding the samples of one source.
+pub(crate) struct Encoder<'a> {
+    pub schema: &'a Schema,
+    pub data: &'a ft_recipe::Data,
+    pub tokenizer: Option<&'a Tokenizer>,
+    pub vocab_size: usize,
+    pub source: usize,
+}
+
+/// The first tokens of a sample, and a summary of the rest.
+#[derive(Default)]
+struct Tokens {
+    ids: Vec<u32>,
+    labels: Vec<i32>,
+    /// Number of tokens, including the rest.
+    total: usize,
+    /// Whether the rest contains a supervised token.
+    more_targets: bool,
+}
+
+impl Encoder<'_> {
+    /// Encodes a row.
+    pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<EncodedRow, Problem> {
+        let mut notes = Vec::new();
+        let sample = self.schema.sample(row, &mut notes).map_err(Problem::Bad)?;
+        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample, &mut notes)?;
+        self.check(&ids, &labels).map_err(Problem::Bad)?;
+        let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
+        if ids.is_empty() {
+            return Err(Problem::Bad("the row has no tokens".into()));
+        }
+        if !targets(&labels) && !more_targets {
+            let why = if total == 1 {
+                "one token alone has no token before it to predict it".into()
+            } else if labels[0] != IGNORE_INDEX {
+                "only its first token is, and no token before it could predict it".into()
+            } else {
+                format!("none of its {total} tokens")
+            };
+            return Err(Problem::EmptyMask(why));
+        }
+        let (tokens, max) = (total, self.data.max_length);
+        if tokens > max {
+            match self.data.over_length {
+                over @ (OverLength::Drop | OverLength::Error) => {
+                    return Err(Problem::TooLong { tokens, max, dropped: over == OverLength::Drop });
+                }
+                OverLength::Truncate => {
+                    ids.truncate(max);
+                    labels.truncate(max);
+                }
+            }
+            if !targets(&labels) {
+                return Err(Problem::EmptyAfterTruncation { tokens, max });
+            }
+        }
+        Ok(EncodedRow { example: Example { ids, labels, source: self.source, line }, whole: tokens, notes })
+    }
+
+    fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let turns = match sample {
+            Sample::Tokens { ids, labels } => {
+                return Ok(Tokens { total: ids.len(), ids, labels, more_targets: false });
+            }
+            Sample::Text(turns) => turns,
+            Sample::Chat(chat) => return self.chat(&chat, notes),
+        };
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+        let no_end = || Problem::Bad("the tokenizer has no end-of-sequence token".into());
+        let eos = tokenizer.text_end().ok_or_else(no_end)?;
+        // Tokens the tokenizer puts before a text are kept as in pre-training, but never become targets.
+        let whole = self.schema.mask == Mask::None;
+        let start = tokenizer.text_start();
+        let labels = start.iter().map(|i| if whole { label(*i) } else { IGNORE_INDEX }).collect();
+        let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), more_targets: false };
+        for (text, from) in turns {
+            let span = from..text.len();
+            self.encoded(tokenizer, &text, std::slice::from_ref(&span), notes, &mut out)?;
+            if out.total == out.ids.len() {
+                out.ids.push(eos);
+                out.labels.push(label(eos));
+            } else {
+                out.more_targets = true;
+            }
+            out.total += 1;
+        }
+        Ok(out)
+    }
+
+    fn chat(&self, chat: &Chat, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+        let supervise = self.schema.mask != Mask::None;
+        let conversation = tokenizer.conversation(chat, &self.data.template, supervise, notes);
+        let (text, mut spans) = conversation.map_err(Problem::Bad)?;
+        if !supervise {
+            spans = std::iter::once(0..text.len()).collect();
+        }
+        let mut out = Tokens::default();
+        let encoded = self.encoded(tokenizer, &text, &spans, notes, &mut out)?;
+        markers::note(&text, &encoded, chat, tokenizer.specials(), notes);
+        Ok(out)
+    }
+
+    /// Appends the tokens of a text, supervised inside `spans`. Stops one token beyond `max_length`; later
+    /// tokens are only counted.
+    fn encoded(
+        &self,
+        tokenizer: &Tokenizer,
+        text: &str,
+        spans: &[Range<usize>],
+        notes: &mut Vec<Note>,
+        out: &mut Tokens,
+    ) -> Result<Encoded, Problem> {
+        let keep = self.data.max_length.saturating_add(1).saturating_sub(out.ids.len());
+        let encoded = tokenizer.encode_first(text, keep, spans).map_err(problem)?;
+        if markers::cuts(&encoded, spans) {
+            notes.push(Note::Edge);
+        }
+        let supervised = mask(&encoded, spans);
+        let labels = encoded.ids.iter().zip(supervised);
+        out.labels.extend(labels.map(|(i, s)| if s { label(*i) } else { IGNORE_INDEX }));
+        out.ids.extend(&encoded.ids);
+        out.total += encoded.total;
+        out.more_targets |= encoded.more_within;
+        Ok(encoded)
+    }
+
+    fn check(&self, ids: &[u32], labels: &[i32]) -> Result<(), String> {
+        let size = self.vocab_size;
+        let out = |i: u64| format!("token id {i} is not in the model's vocabulary of {size}");
+        if let Some(&id) = ids.iter().find(|i| **i as usize >= size) {
+            return Err(out(u64::from(id)));
+        }
+        match labels.iter().find(|l| **l != IGNORE_INDEX && (**l < 0 || **l as usize >= size)) {
+            Some(&l) => Err(format!("label {}", out(u64::from(l.unsigned_abs())))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Converts an id to a label. Ids beyond `i32` are refused later by the vocabulary check.
+fn label(id: u32) -> i32 {
+    i32::try_from(id).unwrap_or(i32::MAX)
+}
+
+fn no_tokenizer() -> Problem {
+    Problem::Bad("there is no tokenizer".into())
+}
+
+/// Error for a text refused by the tokenizer or template.
+fn problem(e: Error) -> Problem {
+    match e {
+        Error::Tokenizer { .. } => Problem::Tokenizer(e.to_string()),
+        e => Problem::Bad(e.to_string()),
+    }
+}
+
+/// Whether every token lies entirely inside one of the sorted spans. A token crossing an edge contains text
+/// not to be trained on.
+pub(crate) fn mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<bool> {
+    let within = |start: usize, end: usize| {
+        let next = spans.partition_point(|s| s.end <= start);
+        spans.get(next).is_some_and(|s| s.start <= start && end <= s.end)
+    };
+    encoded.offsets.iter().map(|&(start, end)| within(start, end)).collect()
+}

@@ -1,0 +1,146 @@
+//! Files next to `tokenizer.json`: chat template, special tokens, end-of-sequence ids.
+
+use crate::error::Error;
+use ft_base::store;
+use minijinja::Value as Jinja;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Contents of the files next to `tokenizer.json`.
+pub(super) struct ModelFiles {
+    /// Special tokens by name (`eos_token` etc.), as template variables.
+    pub specials: BTreeMap<String, Jinja>,
+    pub template: Option<TemplateSource>,
+    /// End-of-sequence ids of the model, in order.
+    pub eos: Vec<u32>,
+}
+
+impl ModelFiles {
+    /// Reads the files of folder `dir`; `given` is an explicit template file.
+    ///
+    /// # Errors
+    /// Existing files that are invalid.
+    pub fn read(dir: &Path, given: Option<&Path>) -> Result<Self, Error> {
+        let path = dir.join("tokenizer_config.json");
+        let config = read_object(&path)?;
+        let mut specials = BTreeMap::new();
+        for source in [&read_object(&dir.join("special_tokens_map.json"))?, &config] {
+            collect_specials(source, &mut specials);
+        }
+        let template = find_template(dir, given, &config, &path)?;
+        let mut eos = Vec::new();
+        for file in ["generation_config.json", "config.json"] {
+            eos.extend(ids(read_object(&dir.join(file))?.get("eos_token_id")));
+        }
+        Ok(Self { specials, template, eos })
+    }
+}
+
+/// Text and origin of a chat template.
+pub(super) struct TemplateSource {
+    pub origin: String,
+    pub default: String,
+    /// A separate template for conversations with tools, if any.
+    pub tool_use: Option<String>,
+}
+
+/// The chat template of a model folder, as text.
+///
+/// # Errors
+/// Existing files that are invalid.
+pub fn template_of(dir: &Path) -> Result<Option<String>, Error> {
+    let path = dir.join("tokenizer_config.json");
+    Ok(find_template(dir, None, &read_object(&path)?, &path)?.map(|t| t.default))
+}
+
+/// Finds the chat template: the explicit file, a template file of the folder, or a config key.
+fn find_template(
+    dir: &Path,
+    given: Option<&Path>,
+    config: &Map<String, Value>,
+    config_path: &Path,
+) -> Result<Option<TemplateSource>, Error> {
+    let file = |path: &Path| -> Result<Option<TemplateSource>, Error> {
+        let Some(bytes) = read(path)? else { return Ok(None) };
+        let default = String::from_utf8(bytes).map_err(|_| Error::tokenizer(path, "not UTF-8"))?;
+        Ok(Some(TemplateSource { origin: path.display().to_string(), default, tool_use: None }))
+    };
+    if let Some(path) = given {
+        let missing = || Error::Missing { source_name: "data.chat_template".into(), path: path.into() };
+        return file(path)?.map(Some).ok_or_else(missing);
+    }
+    if let Some(t) = file(&dir.join("chat_template.jinja"))? {
+        return Ok(Some(t));
+    }
+    let path = dir.join("chat_template.json");
+    if let Some(t) = template_key(&read_object(&path)?, &path)? {
+        return Ok(Some(t));
+    }
+    template_key(config, config_path)
+}
+
+/// Reads the key `chat_template`: a template, or a list of named templates.
+fn template_key(object: &Map<String, Value>, path: &Path) -> Result<Option<TemplateSource>, Error> {
+    let origin = path.display().to_string();
+    match object.get("chat_template") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(s)) => Ok(Some(TemplateSource { origin, default: s.clone(), tool_use: None })),
+        Some(Value::Array(list)) => {
+            let named = |name: &str| {
+                let entry = list.iter().find(|e| e.get("name").and_then(Value::as_str) == Some(name))?;
+                entry.get("template").and_then(Value::as_str).map(String::from)
+            };
+            let default = named("default").ok_or_else(|| {
+                Error::tokenizer(path, "chat_template is a list without a template named \"default\"")
+            })?;
+            Ok(Some(TemplateSource { origin, default, tool_use: named("tool_use") }))
+        }
+        Some(_) => Err(Error::tokenizer(path, "chat_template is neither a string nor a list")),
+    }
+}
+
+/// Collects `bos_token`, `eos_token` etc. as template variables.
+fn collect_specials(object: &Map<String, Value>, out: &mut BTreeMap<String, Jinja>) {
+    for (key, value) in object {
+        let text = match value {
+            Value::String(s) => Some(s.as_str()),
+            Value::Object(o) => o.get("content").and_then(Value::as_str),
+            _ => None,
+        };
+        if key.ends_with("_token")
+            && let Some(text) = text
+        {
+            out.insert(key.clone(), Jinja::from(text));
+        }
+    }
+}
+
+/// Ids from a single number or a list.
+fn ids(value: Option<&Value>) -> Vec<u32> {
+    let one = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+    match value {
+        Some(Value::Array(list)) => list.iter().filter_map(one).collect(),
+        Some(v) => one(v).into_iter().collect(),
+        None => Vec::new(),
+    }
+}
+
+/// Reads a file; `None` if missing.
+pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    match store::read_plain(path, store::LARGEST) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::tokenizer(path, format!("cannot be read: {e}"))),
+    }
+}
+
+/// Reads a JSON object from a file; empty if missing.
+fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
+    let Some(bytes) = read(path)? else { return Ok(Map::new()) };
+    match serde_json::from_slice(&bytes) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(Error::tokenizer(path, "not a JSON object")),
+        Err(e) => Err(Error::tokenizer(path, format!("not JSON: {e}"))),
+    }
+}

@@ -1,0 +1,91 @@
+//! Cache key of a model folder.
+
+use crate::text::date;
+use ft_base::store;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// Files of a model folder that affect tokenization.
+const TOKENIZER: &[&str] = &[
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "config.json",
+];
+
+/// Hash of the model files that determine tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ModelKey {
+    hash: String,
+    /// Whether the template may render the current date.
+    dated: bool,
+}
+
+impl ModelKey {
+    /// Hashes model folder `dir` and an explicit template; `None` if a template may render the time of day.
+    pub fn of(dir: &Path, template: Option<&Path>) -> Option<Self> {
+        let (mut h, mut dated) = (blake3::Hasher::new(), false);
+        for path in TOKENIZER.iter().map(|f| dir.join(f)).chain(template.map(PathBuf::from)) {
+            match store::read_plain(&path, store::LARGEST) {
+                Ok(bytes) => {
+                    // the largest file; contains no template
+                    if !path.ends_with(TOKENIZER[0]) {
+                        let text = String::from_utf8_lossy(&bytes);
+                        let now = text.contains("strftime_now");
+                        if now && date::has_time_of_day(&text) {
+                            return None;
+                        }
+                        dated |= now;
+                    }
+                    h.update(&(bytes.len() as u64 + 1).to_le_bytes()).update(&bytes)
+                }
+                Err(_) => h.update(&0u64.to_le_bytes()),
+            };
+        }
+        Some(Self { hash: h.finalize().to_hex().to_string(), dated })
+    }
+
+    /// Adds tokens missing from the folder's tokenizer.
+    pub fn with(self, more: Option<&Vec<(String, u32)>>) -> Self {
+        match more {
+            None => self,
+            Some(tokens) => Self { hash: format!("{} {}", self.hash, json!(tokens)), ..self },
+        }
+    }
+
+    /// The key, with the current date if the template may render it.
+    pub fn today(&self) -> String {
+        if self.dated {
+            format!("{} {}", self.hash, date::now("%Y-%m-%d").unwrap_or_default())
+        } else {
+            self.hash.clone()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_template_with_the_time_of_day_has_no_key_and_one_with_the_date_has_todays() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |template: &str| {
+            std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+            ModelKey::of(dir.path(), None)
+        };
+        let plain = of("{{ messages }}").unwrap();
+        assert!(!plain.dated && plain.today() == plain.hash);
+        let dated = of("{{ strftime_now('%d %b %Y') }}{%- set x = 1 %}").unwrap();
+        assert!(dated.dated && dated.today().ends_with(&date::now("%Y-%m-%d").unwrap()));
+        assert_eq!(of("{{ strftime_now('%-H:%M') }}"), None);
+        assert_eq!(of("{{ strftime_now('%F %T') }}"), None);
+        assert_ne!(of("{{ messages[0] }}").unwrap().hash, plain.hash);
+        let given = dir.path().join("other.jinja");
+        std::fs::write(&given, "{{ strftime_now('%H') }}").unwrap();
+        assert_eq!(ModelKey::of(dir.path(), Some(&given)), None);
+    }
+}

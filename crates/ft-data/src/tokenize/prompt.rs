@@ -1,0 +1,154 @@
+//! Prompt format of a trained model, so that inference prompts match the training text.
+
+use super::tokenizer::Tokenizer;
+use crate::error::Error;
+use crate::shape::alpaca::alpaca_prompt;
+use ft_base::store;
+use ft_recipe::{Format, Source};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// Conversion of a prompt to model input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PromptFormat {
+    /// By the chat template.
+    Chat,
+    /// As the instruction of an Alpaca prompt.
+    Alpaca,
+    /// Verbatim, as text to continue.
+    Text,
+}
+
+impl PromptFormat {
+    /// Names and descriptions of the forms.
+    pub const WORDS: &'static [(&'static str, &'static str)] = &[
+        ("chat", "the chat template"),
+        ("alpaca", "the instruction of an Alpaca prompt"),
+        ("text", "a text to continue"),
+    ];
+
+    /// Parses the name of a form.
+    pub fn from_word(word: &str) -> Option<Self> {
+        [Self::Chat, Self::Alpaca, Self::Text].into_iter().find(|f| f.word() == word)
+    }
+
+    /// Name of the form.
+    pub fn word(self) -> &'static str {
+        Self::WORDS[self as usize].0
+    }
+
+    /// The form trained by a list of sources: the first of chat, Alpaca and text found among the formats.
+    /// Sources of tokens do not show a form; they default to chat if a chat template exists.
+    pub fn of(sources: &[Source], tokenizer: Option<&Tokenizer>) -> Self {
+        let any = |formats: &[Format]| sources.iter().any(|s| s.format.is_some_and(|f| formats.contains(&f)));
+        let template = tokenizer.is_some_and(Tokenizer::has_template);
+        if any(&[Format::Messages]) {
+            Self::Chat
+        } else if any(&[Format::Alpaca]) {
+            Self::Alpaca
+        } else if any(&[Format::Completion, Format::Text]) || !template {
+            Self::Text
+        } else {
+            Self::Chat
+        }
+    }
+
+    /// Token ids of a single prompt, up to the start of the answer. Plain text ignores `system`.
+    ///
+    /// # Errors
+    /// An error raised by the chat template.
+    pub fn prompt(
+        self,
+        tokenizer: &Tokenizer,
+        system: Option<&str>,
+        prompt: &str,
+        variables: &Map<String, Value>,
+    ) -> Result<Vec<u32>, Error> {
+        let text = match self {
+            Self::Chat => {
+                let mut messages: Vec<Value> =
+                    system.iter().map(|s| json!({"role": "system", "content": s})).collect();
+                messages.push(json!({"role": "user", "content": prompt}));
+                let text = tokenizer.render(&Value::Array(messages), None, true, variables)?;
+                return tokenizer.encode(&text);
+            }
+            Self::Alpaca => alpaca_prompt(system, prompt),
+            Self::Text => prompt.to_string(),
+        };
+        let mut ids = tokenizer.text_start().to_vec();
+        ids.extend(tokenizer.encode(&text)?);
+        Ok(ids)
+    }
+}
+
+/// File in an adapter or model folder with the prompt format. PEFT and transformers ignore unknown files.
+const FILE: &str = "ft.json";
+/// File name of the chat template, checked first by transformers.
+const TEMPLATE: &str = "chat_template.jinja";
+
+/// Whether a file is in a folder, or is a link of the hub cache to a blob. Any other link could copy a
+/// private file into a published folder.
+fn is_of(file: &Path, dir: &Path) -> bool {
+    let (Ok(real), Ok(dir)) = (file.canonicalize(), dir.canonicalize()) else { return false };
+    let blobs = dir.parent().and_then(Path::parent).map(|p| p.join("blobs"));
+    real.is_file() && (real.parent() == Some(&dir) || real.parent() == blobs.as_deref())
+}
+
+/// Prompt format of a trained adapter or model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromptConfig {
+    /// Format of the training texts.
+    pub form: PromptFormat,
+    /// Variables passed to the chat template.
+    #[serde(default)]
+    pub template: Map<String, Value>,
+}
+
+impl PromptConfig {
+    /// Writes the prompt format to a folder, with the recipe's chat template.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn save(&self, dir: &Path, chat_template: Option<&str>) -> Result<(), store::Error> {
+        let text = serde_json::to_string_pretty(self).unwrap_or_default() + "\n";
+        store::write_atomic(&dir.join(FILE), text.as_bytes())?;
+        match chat_template.filter(|_| self.form == PromptFormat::Chat) {
+            Some(template) => store::write_atomic(&dir.join(TEMPLATE), template.as_bytes()),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads the prompt format from a folder; `None` if absent.
+    ///
+    /// # Errors
+    /// An invalid file.
+    pub fn open(dir: &Path) -> Result<Option<Self>, Error> {
+        let path = dir.join(FILE);
+        let bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(cause) => return Err(Error::Read { path, cause }),
+        };
+        serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::PromptConfig {
+            path,
+            message: format!("{e}; a newer version of ft may have written it"),
+        })
+    }
+
+    /// Copies the prompt format between folders.
+    ///
+    /// # Errors
+    /// Files that cannot be read or written.
+    pub fn copy(from: &Path, to: &Path) -> Result<(), store::Error> {
+        for file in [FILE, TEMPLATE] {
+            let source = from.join(file);
+            if is_of(&source, from) {
+                let bytes = std::fs::read(&source).map_err(|e| store::Error::read(&source, e))?;
+                store::write_atomic(&to.join(file), &bytes)?;
+            }
+        }
+        Ok(())
+    }
+}

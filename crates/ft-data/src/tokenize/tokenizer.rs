@@ -1,0 +1,431 @@
+//! Tokenizer and chat template of a model folder.
+
+use super::added::{Added, Extended};
+use super::model_files::{ModelFiles, TemplateSource, read};
+use super::model_key::ModelKey;
+use super::pipeline::{self, Pipeline};
+use crate::error::Error;
+use crate::shape::{messages::Chat, notes::Note};
+use crate::text::{
+    conversation,
+    template::{Template, Variables},
+};
+use ft_base::terminal::panics::caught;
+use minijinja::Value as Jinja;
+use minijinja::value::Serde;
+use serde_json::{Map, Value};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Converts text to token ids and back, and conversations to text.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    template: Option<Template>,
+    specials: Variables,
+    eos: Vec<u32>,
+    text_end: Option<u32>,
+    text_start: Vec<u32>,
+    hash: String,
+    key: Option<ModelKey>,
+    path: PathBuf,
+    /// Whether a text can be tokenized in pieces.
+    can_cut: bool,
+    /// The text of an explicitly given template file.
+    given: Option<String>,
+    /// Ids of all added tokens, ascending.
+    added: Vec<u32>,
+    /// `tokenizer.json` extended by new tokens, if any.
+    more: Option<Extended>,
+}
+
+/// The first token ids of a text, with byte offsets into the text.
+pub(crate) struct Encoded {
+    pub ids: Vec<u32>,
+    pub offsets: Vec<(usize, usize)>,
+    /// Number of tokens of the full text.
+    pub total: usize,
+    /// Whether an omitted token starts inside one of the given ranges.
+    pub more_within: bool,
+}
+
+/// Bytes per piece of a text. Tokenizing takes about two hundred times as much memory.
+const PIECE: usize = 64 << 10;
+/// Largest piece to tokenize at once if no cut is possible, in bytes.
+const LONGEST_PIECE: usize = 4 << 20;
+/// Pieces above this size are tokenized one at a time across threads, in bytes.
+const ALONE: usize = 256 << 10;
+static TURN: Mutex<()> = Mutex::new(());
+/// Stack size for loading a tokenizer, as regular expressions may be deeply nested.
+const STACK: usize = 16 << 20;
+
+impl Tokenizer {
+    /// Loads the tokenizer of model folder `dir`; `None` without a `tokenizer.json`.
+    ///
+    /// The chat template is `chat_template` if given, else `chat_template.jinja`, `chat_template.json`, or
+    /// the key in `tokenizer_config.json`, in transformers' order. End-of-sequence ids come from
+    /// `generation_config.json`, `config.json` and `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// Existing files that are invalid.
+    pub fn load(dir: &Path, chat_template: Option<&Path>) -> Result<Option<Self>, Error> {
+        Self::load_with(dir, chat_template, &Added::default())
+    }
+
+    /// As [`Tokenizer::load`], with additional tokens.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::load`]; also a token with a conflicting id.
+    pub fn load_with(dir: &Path, chat_template: Option<&Path>, more: &Added) -> Result<Option<Self>, Error> {
+        let path = dir.join("tokenizer.json");
+        let Some(own) = read(&path)? else { return Ok(None) };
+        let bad = |message: String| Error::tokenizer(&path, message);
+        let more = more.to(&own).map_err(&bad)?;
+        let bytes = more.as_ref().map_or(own.as_slice(), |(file, _)| file.as_slice());
+        let pipeline: Pipeline =
+            serde_json::from_slice(bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
+        pipeline.check().map_err(&bad)?;
+        let inner = on_a_large_stack(|| library(bytes)).map_err(&bad)?;
+        for (text, id) in more.iter().flat_map(|(_, tokens)| tokens) {
+            if inner.token_to_id(text) != Some(*id) {
+                return Err(bad(format!("{text:?} cannot be added to it as token {id}")));
+            }
+        }
+        // on the rayon threads used for tokenizing: the library's regex caches belong to the first thread
+        // to use them, and other threads contend for them
+        let (inner, text_start) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
+
+        let ModelFiles { specials, template: source, mut eos } = ModelFiles::read(dir, chat_template)?;
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(bytes);
+        for text in source.iter().flat_map(|s| [Some(&s.default), s.tool_use.as_ref()]).flatten() {
+            hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+        }
+        let template = |s: &TemplateSource| Template::new(&s.origin, &s.default, s.tool_use.as_deref());
+        let template = source.as_ref().map(template).transpose()?;
+        let given = source.filter(|_| chat_template.is_some()).map(|s| s.default);
+
+        let named = specials.get("eos_token").and_then(|t| inner.token_to_id(t.as_str()?));
+        // Plain texts end with the tokenizer's own EOS; the model's list may start with an end-of-turn
+        // token.
+        let text_end = named.or_else(|| eos.first().copied());
+        eos.extend(named);
+        eos.sort_unstable();
+        eos.dedup();
+        let hash = hasher.finalize().to_hex().to_string();
+        let can_cut = pipeline.can_cut();
+        let mut added: Vec<u32> = inner.get_added_tokens_decoder().keys().copied().collect();
+        added.sort_unstable();
+        Ok(Some(Self {
+            inner,
+            template,
+            specials: Arc::new(specials),
+            eos,
+            text_end,
+            text_start,
+            hash,
+            key: ModelKey::of(dir, chat_template).map(|k| k.with(more.as_ref().map(|(_, tokens)| tokens))),
+            path,
+            can_cut,
+            given,
+            added,
+            more,
+        }))
+    }
+
+    /// The extended `tokenizer.json` and the new tokens, if any.
+    pub fn with_added(&self) -> Option<&Extended> {
+        self.more.as_ref()
+    }
+
+    /// Token ids of `text`. Special tokens appear only if spelled out in the text.
+    ///
+    /// # Errors
+    /// Text the tokenizer cannot encode.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
+        Ok(self.encode_first(text, usize::MAX, &[])?.ids)
+    }
+
+    /// The first `keep` ids of `text`, and the total count. Memory does not depend on omitted tokens.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(crate) fn encode_first(
+        &self,
+        text: &str,
+        keep: usize,
+        within: &[Range<usize>],
+    ) -> Result<Encoded, Error> {
+        self.encode_pieces(text, PIECE, keep, within)
+    }
+
+    fn encode_pieces(
+        &self,
+        text: &str,
+        size: usize,
+        keep: usize,
+        within: &[Range<usize>],
+    ) -> Result<Encoded, Error> {
+        let mut out = Encoded { ids: Vec::new(), offsets: Vec::new(), total: 0, more_within: false };
+        let mut from = 0;
+        loop {
+            let to = self.piece(text, from, size)?;
+            let piece = &text[from..to];
+            let turn = (piece.len() > ALONE).then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+            let encoding = self.call(|| self.inner.encode(piece, false))?;
+            drop(turn);
+            let ids = encoding.get_ids();
+            let kept = ids.len().min(keep - out.ids.len());
+            out.ids.extend_from_slice(&ids[..kept]);
+            out.offsets.extend(ids[..kept].iter().zip(encoding.get_offsets()).map(|(id, o)| {
+                let (start, end) = self.bare(piece, *id, *o);
+                (from + start, from + end)
+            }));
+            out.total += ids.len();
+            out.more_within |= encoding.get_offsets()[kept..].iter().any(|o| is_within(within, from + o.0));
+            if to == text.len() {
+                return Ok(out);
+            }
+            from = to;
+        }
+    }
+
+    /// The byte range of a token in `text`, without white space absorbed by an added token (`rstrip`).
+    fn bare(&self, text: &str, id: u32, (start, end): (usize, usize)) -> (usize, usize) {
+        // possible first or last bytes of white space
+        let space = |at: usize| text.as_bytes().get(at).is_some_and(|b| *b <= b' ' || *b >= 0x80);
+        if !space(start) && !space(end.wrapping_sub(1)) {
+            return (start, end);
+        }
+        match text.get(start..end).filter(|s| self.added.binary_search(&id).is_ok() && !s.trim().is_empty()) {
+            Some(s) => (start + s.len() - s.trim_start().len(), end - (s.len() - s.trim_end().len())),
+            None => (start, end),
+        }
+    }
+
+    /// End of the piece of `text` starting at `from`.
+    fn piece(&self, text: &str, from: usize, size: usize) -> Result<usize, Error> {
+        let cut = if text.len() - from > 2 * size && self.can_cut {
+            pipeline::cut(text, from + size)
+        } else {
+            None
+        };
+        let to = cut.unwrap_or(text.len());
+        if to - from > LONGEST_PIECE {
+            return Err(Error::TooLong(format!(
+                "{} bytes of text would be tokenized at once, more than {} MiB: there is no place to cut them that \
+                 certainly leaves their tokens as they are; shorten the text, or split it into rows",
+                to - from,
+                LONGEST_PIECE >> 20
+            )));
+        }
+        Ok(to)
+    }
+
+    /// Calls the library, and turns errors and panics into [`Error`].
+    fn call<T>(&self, f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Error> {
+        match caught(f) {
+            Ok(Ok(out)) => Ok(out),
+            Ok(Err(e)) => Err(self.failed(&e.to_string())),
+            Err(panic) => Err(self.failed(&broken(&panic))),
+        }
+    }
+
+    /// The text of `ids`, with special tokens spelled out.
+    ///
+    /// # Errors
+    /// Ids the decoder cannot join. Unknown ids are skipped.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, Error> {
+        self.call(|| self.inner.decode(ids, false))
+    }
+
+    /// Returns a streaming decoder.
+    pub fn decoder(&self, skip_special: bool) -> Decoder<'_> {
+        Decoder { inner: self.inner.decode_stream(skip_special), path: self }
+    }
+
+    /// The id of a token by exact spelling.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// End-of-sequence ids, ascending.
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// The id appended to a plain text.
+    pub fn text_end(&self) -> Option<u32> {
+        self.text_end
+    }
+
+    /// The ids put before a plain text: begin-of-text for Llama, none for Qwen.
+    pub fn text_start(&self) -> &[u32] {
+        &self.text_start
+    }
+
+    /// The special tokens named in the model folder (`eos_token` etc.).
+    pub(super) fn specials(&self) -> impl Iterator<Item = &str> {
+        self.specials.values().filter_map(|t| t.as_str())
+    }
+
+    /// The chat template, if given explicitly instead of the model's own.
+    pub fn given_template(&self) -> Option<&str> {
+        self.given.as_deref()
+    }
+
+    /// Whether a chat template is available.
+    pub fn has_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// Cache key of the files that determine tokens; `None` if tokens depend on the time of day.
+    pub(crate) fn key(&self) -> Option<&ModelKey> {
+        self.key.as_ref()
+    }
+
+    /// BLAKE3 hash of `tokenizer.json` and the chat template, in hexadecimal.
+    pub fn hash(&self) -> &str {
+        &self.hash
+    }
+
+    /// Renders a conversation, like transformers' `apply_chat_template(tokenize=False)`.
+    ///
+    /// `vars` become template variables and override the special tokens.
+    ///
+    /// # Errors
+    /// No template, or an error raised by the template, with line number.
+    pub fn render(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+        vars: &Map<String, Value>,
+    ) -> Result<String, Error> {
+        let template = self.template()?;
+        let list = messages.as_array().ok_or_else(|| Error::Template {
+            origin: template.origin().into(),
+            line: 0,
+            message: "the messages to render are not a list".into(),
+        })?;
+        let messages: Vec<Jinja> = list.iter().map(|m| Jinja::from(Serde(m))).collect();
+        let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
+        let text = template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0;
+        if text.is_empty() && !list.is_empty() {
+            let message = "it writes nothing for a conversation".to_string();
+            return Err(Error::Template { origin: template.origin().into(), line: 0, message });
+        }
+        Ok(text)
+    }
+
+    fn template(&self) -> Result<&Template, Error> {
+        self.template.as_ref().ok_or_else(|| {
+            Error::ModelLacks(
+                "the model has no chat template; give one as data.chat_template = \"FILE.jinja\"".into(),
+            )
+        })
+    }
+
+    /// Renders a conversation, and finds the assistant's text; see [`conversation::render`].
+    pub(crate) fn conversation(
+        &self,
+        chat: &Chat,
+        vars: &Map<String, Value>,
+        supervise: bool,
+        notes: &mut Vec<Note>,
+    ) -> Result<(String, Vec<Range<usize>>), String> {
+        let template = self.template().map_err(|e| e.to_string())?;
+        let variables = [self.variables(None), self.variables(Some(vars))];
+        conversation::render(chat, template, variables, supervise, notes)
+    }
+
+    /// Template variables: the special tokens by name, overridden by the recipe's variables.
+    fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
+        let mut out = self.specials.clone();
+        if let Some(vars) = vars.filter(|v| !v.is_empty()) {
+            Arc::make_mut(&mut out).extend(vars.iter().map(|(k, v)| (k.clone(), Jinja::from(Serde(v)))));
+        }
+        out
+    }
+
+    fn failed(&self, message: &str) -> Error {
+        Error::tokenizer(&self.path, message)
+    }
+}
+
+/// Streaming decoder; holds back incomplete UTF-8 sequences.
+pub struct Decoder<'a> {
+    inner: tokenizers::tokenizer::DecodeStream<
+        'a,
+        tokenizers::ModelWrapper,
+        tokenizers::NormalizerWrapper,
+        tokenizers::PreTokenizerWrapper,
+        tokenizers::PostProcessorWrapper,
+        tokenizers::DecoderWrapper,
+    >,
+    path: &'a Tokenizer,
+}
+
+impl Decoder<'_> {
+    /// The text completed by `id`, if any.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn step(&mut self, id: u32) -> Result<Option<String>, Error> {
+        let inner = &mut self.inner;
+        self.path.call(|| inner.step(id))
+    }
+}
+
+/// Loads the library's tokenizer, with truncation and padding disabled.
+fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
+    let load = || {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+        inner.with_truncation(None)?;
+        inner.with_padding(None);
+        Ok::<_, tokenizers::Error>(inner)
+    };
+    caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+}
+
+/// Removes the post-processor, and returns the ids it puts before a text, found by encoding a probe.
+fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
+    let run = || {
+        let encoding = inner.encode("a", true)?;
+        let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
+        let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
+        // Special tokens are added explicitly, and offset trimming would shift masks.
+        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+        // fail early if even a trivial text breaks the tokenizer
+        if let Ok(text) = inner.encode("Hello, world 1", false) {
+            let _ = inner.decode(text.get_ids(), false);
+        }
+        Ok::<_, tokenizers::Error>((inner, text_start))
+    };
+    caught(run).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+}
+
+/// Error message for a tokenizer file that makes the library panic.
+fn broken(panic: &str) -> String {
+    format!("the tokenizer does not hold together: {panic}")
+}
+
+fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, f);
+        thread
+            .map_err(|e| format!("no thread to read it: {e}"))?
+            .join()
+            .unwrap_or_else(|_| Err("a panic".into()))
+    })
+}
+
+/// Whether an offset lies in one of the sorted ranges.
+fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
+    let next = ranges.partition_point(|r| r.end <= at);
+    ranges.get(next).is_some_and(|r| r.start <= at)
+}
+
+#[cfg(test)]
+#[path = "tokenizer_tests.rs"]
+mod tests;

@@ -1,0 +1,376 @@
+//! The base model of a recipe or an adapter: config and tensors.
+//!
+//! [`Base::open`] or [`Base::random`] creates a base; [`Base::in_nf4`] and [`Base::with_copy`] select 4-bit
+//! linears. Tensors are read one by one; [`crate::adapt::build`] builds a model from them.
+
+use super::check::check_tensors;
+use super::error::Error;
+use super::initial::{Factors, Initials};
+use super::layout;
+use crate::files::TensorFiles;
+use crate::model::Config;
+use crate::model::modules::{Kind, Module};
+use crate::quant::{self, CodeTables, LazyMatrix};
+use candle_core::{DType, Device};
+use ft_base::rng::{Purpose, Stream};
+use ft_base::store;
+use ft_kernels::gemm;
+use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::tensor::Real;
+use ft_recipe::Decomposition;
+use rayon::prelude::*;
+use safetensors::Dtype;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Origin of a 4-bit weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FourBit {
+    /// 4-bit in the checkpoint.
+    Stored,
+    /// Quantized while loading.
+    Quantized,
+}
+
+/// An opened base. Only the config and the headers of the files are in memory; clones share open files.
+#[derive(Clone, Debug)]
+pub struct Base {
+    /// Config, with overrides applied.
+    pub config: Config,
+    tensors: Tensors,
+    nf4: bool,
+    initials: Option<Arc<Initials>>,
+}
+
+/// Source of the tensors.
+#[derive(Clone, Debug)]
+enum Tensors {
+    Files(Arc<TensorFiles>),
+    /// A checkpoint and its 4-bit copy (`model.cache`) with all decoder linears in 4 bits. Weights trained
+    /// in full are read from the original, so the copy does not depend on the selection of trained modules.
+    Copied {
+        original: Arc<TensorFiles>,
+        copy: Arc<TensorFiles>,
+    },
+    /// Random numbers with this seed, shaped by the config.
+    Random(u64),
+}
+
+impl Base {
+    /// Opens the base in a folder.
+    ///
+    /// # Errors
+    /// Missing weights, pickle files, or inconsistent headers or index. [`Base::check`] compares the
+    /// tensors with the config.
+    pub fn open(config: Config, dir: &Path) -> Result<Self, store::Error> {
+        let files = layout::open(&config, dir)?;
+        Ok(Self::of_files(config, files))
+    }
+
+    /// Base on top of opened files.
+    pub fn of_files(config: Config, files: TensorFiles) -> Self {
+        Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false, initials: None }
+    }
+
+    /// Base with random weights: norms are one, biases zero, matrices normal with the config's
+    /// `initializer_range`.
+    pub fn random(config: Config, seed: u64) -> Self {
+        Self { config, tensors: Tensors::Random(seed), nf4: false, initials: None }
+    }
+
+    /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
+    /// Weights already 4-bit in the checkpoint stay unchanged.
+    pub fn in_nf4(self, nf4: bool) -> Self {
+        Self { nf4, ..self }
+    }
+
+    /// Attaches a 4-bit copy of the checkpoint; frozen weights are read from the copy.
+    pub fn with_copy(self, config: Config, copy: TensorFiles) -> Self {
+        let tensors = match self.tensors {
+            Tensors::Files(original) | Tensors::Copied { original, .. } => {
+                Tensors::Copied { original, copy: Arc::new(copy) }
+            }
+            random => random,
+        };
+        Self { config, tensors, nf4: self.nf4, initials: self.initials }
+    }
+
+    /// Compares the tensors of the checkpoint, and of the 4-bit copy if any, with the config.
+    ///
+    /// # Errors
+    /// [`Error::Tensors`] listing missing, unexpected and misshapen tensors.
+    pub fn check(&self) -> Result<(), Error> {
+        match &self.tensors {
+            Tensors::Files(files) => check_tensors(&self.config, files),
+            Tensors::Copied { original, copy } => {
+                check_tensors(&self.config, original)?;
+                check_tensors(&self.config, copy)
+            }
+            Tensors::Random(_) => Ok(()),
+        }
+    }
+
+    /// Files of the original checkpoint; `None` for random weights.
+    pub fn files(&self) -> Option<&TensorFiles> {
+        self.read_for(true)
+    }
+
+    /// Files to read a module's weights from; `full` says whether the module trains in full.
+    fn read_for(&self, full: bool) -> Option<&TensorFiles> {
+        match &self.tensors {
+            Tensors::Files(files) => Some(files),
+            Tensors::Copied { original, copy } => Some(if full { original } else { copy }),
+            Tensors::Random(_) => None,
+        }
+    }
+
+    /// Bytes per stored matrix value: from the first file in `dir` if given, otherwise from the config.
+    pub fn stored_width(config: &Config, dir: Option<&Path>) -> u64 {
+        dir.and_then(TensorFiles::matrix_width).unwrap_or_else(|| config.stored_width())
+    }
+
+    /// Bytes of the checkpoint's tensors; 0 for random weights.
+    pub fn bytes(&self) -> u64 {
+        self.files().map_or(0, TensorFiles::total_bytes)
+    }
+
+    /// Whether linears are quantized to NF4 while loading.
+    pub fn quantizes(&self) -> bool {
+        self.nf4 && !self.config.four_bit
+    }
+
+    /// Whether decoder linears are 4-bit, by checkpoint or by quantization.
+    pub fn is_4bit(&self) -> bool {
+        self.nf4 || self.config.four_bit
+    }
+
+    /// Origin of a module's 4-bit weight, assuming the module does not train in full; `None` if not 4-bit.
+    pub fn four_bit(&self, m: &Module) -> Option<FourBit> {
+        if self.has_4bit(m, false) {
+            return Some(FourBit::Stored);
+        }
+        (self.quantizes() && quant::applies_to(m)).then_some(FourBit::Quantized)
+    }
+
+    /// Whether a module's weight exists in 4 bits only and so cannot train in full.
+    pub fn only_4bit(&self, m: &Module) -> bool {
+        self.has_4bit(m, true)
+    }
+
+    fn has_4bit(&self, m: &Module, full: bool) -> bool {
+        let stored = |files| quant::find(files, &weight_name(m)).is_some();
+        self.config.four_bit && self.read_for(full).is_some_and(stored)
+    }
+
+    /// Reads a range of a module's weight or bias, as a vector in `dtype` on `device`. For weights
+    /// quantized while loading, returns the values before quantization; for PiSSA and OLoRA
+    /// ([`Base::with_initials`]), the residual weight. `number` is the module's index in the model, from 1, and
+    /// seeds random values.
+    ///
+    /// # Errors
+    /// Unreadable files; random values that would be infinite.
+    pub fn part(
+        &self,
+        (m, number): (&Module, u64),
+        bias: bool,
+        full: bool,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> ft_base::Result<Real> {
+        if bias || !self.is_residual(m) {
+            return self.original((m, number), bias, full, elements, dtype, device);
+        }
+        let values = self.original((m, number), bias, true, elements.clone(), DType::F32, &Device::Cpu)?;
+        let (Some(factors), Some(initials)) = (self.factors((m, number))?, &self.initials) else {
+            return Ok(values.to_dtype(dtype)?.to_device(device)?);
+        };
+        let mut values = values.to_vec1()?;
+        factors.subtract(initials.scale(&m.name) as f32, elements, &mut values)?;
+        Ok(Real::new(values, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+    }
+
+    /// As [`Base::part`], without subtracting the initial LoRA update.
+    fn original(
+        &self,
+        (m, number): (&Module, u64),
+        bias: bool,
+        full: bool,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> ft_base::Result<Real> {
+        match (self.read_for(full), &self.tensors) {
+            (Some(files), _) => {
+                let part = if bias { "bias" } else { "weight" };
+                Ok(files.part(&format!("{}.{part}", m.name), elements, dtype, device)?)
+            }
+            (None, Tensors::Random(seed)) => {
+                let stream = Stream::new(*seed, Purpose::Weights, u64::from(bias), number);
+                Ok(random(m, bias, elements, stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
+            }
+            (None, _) => Err(candle_core::Error::Msg(format!("{}: no files", m.name)).into()),
+        }
+    }
+
+    /// Sets the LoRA initializations; PiSSA and OLoRA subtract them from the base weights.
+    pub fn with_initials(self, initials: Option<Initials>) -> Self {
+        Self { initials: initials.map(Arc::new), ..self }
+    }
+
+    /// LoRA initializations from this base, if any.
+    pub fn initials(&self) -> Option<&Arc<Initials>> {
+        self.initials.as_ref()
+    }
+
+    /// Initial factors of a module, if initialized from the base. `number` as in [`Base::part`].
+    ///
+    /// # Errors
+    /// Unreadable files; a failed decomposition.
+    pub fn factors(&self, (m, number): (&Module, u64)) -> ft_base::Result<Option<Arc<Factors>>> {
+        let Some(initials) = self.initials.as_ref().filter(|i| i.has(&m.name)) else { return Ok(None) };
+        let dims = matrix(m)?;
+        initials.factors(&m.name, dims, number, || {
+            let all = 0..dims.0 * dims.1;
+            let whole = self.original((m, number), false, true, all, DType::F32, &Device::Cpu)?;
+            let mut values: Vec<f32> = whole.to_vec1()?;
+            if initials.how() == Decomposition::Loftq {
+                let why = || Error::Tensors { dir: weight_name(m), why: "is not 4-bit".into() };
+                let (how, cpu) = (self.four_bit(m).ok_or_else(why)?, Device::Cpu);
+                let codes = self.codes((m, number), how, DType::F32, &mut CodeTables::new(&cpu)?)?;
+                let quantized = codes.dequantize()?.to_dtype(DType::F32)?.real()?.flatten_all()?;
+                values.par_iter_mut().zip(&quantized.to_vec1()?).for_each(|(w, q)| *w -= q);
+            }
+            Ok(values)
+        })
+    }
+
+    /// Whether the initial LoRA update is subtracted from a module's weight.
+    fn is_residual(&self, m: &Module) -> bool {
+        self.initials.as_ref().is_some_and(|i| i.how().changes_base() && i.has(&m.name))
+    }
+
+    /// As [`Base::codes`], for reading by parts. For weights quantized while loading, `scales` must return
+    /// the scales of all blocks; it receives the number of values and a function computing the scales of a
+    /// block-aligned range.
+    ///
+    /// # Errors
+    /// As [`Base::codes`].
+    pub fn lazy_codes(
+        &self,
+        (m, number): (&Module, u64),
+        how: FourBit,
+        dtype: DType,
+        scales: &dyn Fn(usize, Scales<'_>) -> ft_base::Result<Vec<f32>>,
+    ) -> ft_base::Result<LazyMatrix<'_>> {
+        let (name, dims) = (weight_name(m), matrix(m)?);
+        let files = self.read_for(false);
+        if let (FourBit::Stored, Some(files)) = (how, files) {
+            return quant::open(files, &name, dims);
+        }
+        let source = match files {
+            Some(files) => quant::dtype_of(files, &name)?,
+            None => dtype,
+        };
+        let module = m.clone();
+        let values = move |r: Range<usize>| -> ft_base::Result<Vec<f32>> {
+            // Rounded to the checkpoint's dtype before quantization, as if read from a checkpoint.
+            let t = self.part((&module, number), false, false, r, source, &Device::Cpu)?;
+            Ok(t.to_dtype(DType::F32)?.to_vec1()?)
+        };
+        let scales = scales(dims.0 * dims.1, &|r| Ok(quant::scales_of(&name, &values(r)?)?))?;
+        Ok(quant::lazy_nf4(&name, dims, source, &scales, Box::new(values)))
+    }
+
+    /// Weight of a linear in 4 bits, dequantized to `dtype` in use. `number` as in [`Base::part`].
+    ///
+    /// # Errors
+    /// A weight that is not a matrix; unreadable files; non-finite values.
+    pub fn codes(
+        &self,
+        (m, number): (&Module, u64),
+        how: FourBit,
+        dtype: DType,
+        books: &mut CodeTables,
+    ) -> ft_base::Result<QuantizedMatrix> {
+        let (name, dims) = (weight_name(m), matrix(m)?);
+        match (how, self.read_for(false)) {
+            (FourBit::Stored, Some(files)) => Ok(quant::read(files, &name, dims, dtype, books)?),
+            (_, Some(files)) if !self.is_residual(m) => {
+                Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?)
+            }
+            (_, files) => {
+                // Rounded to the checkpoint's dtype before quantization, as if read from a checkpoint.
+                let source = files.map_or(Ok(dtype), |f| quant::dtype_of(f, &name))?;
+                let t = self.part((m, number), false, false, 0..dims.0 * dims.1, source, &Device::Cpu)?;
+                let values = t.to_dtype(DType::F32)?.to_vec1()?;
+                Ok(quant::Encoded::new(&name, &values, dims, source)?.into_matrix(true, dtype, books)?)
+            }
+        }
+    }
+
+    /// Dtype of a module's frozen weight in a model that computes in `compute` on `device`.
+    pub fn frozen_dtype(&self, m: &Module, compute: DType, device: &Device) -> DType {
+        let matrix = m.weight_shape().len() == 2 && !self.is_residual(m);
+        let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&weight_name(m)));
+        let stored = match info.map(|i| i.dtype) {
+            Some(Dtype::BF16) => DType::BF16,
+            Some(Dtype::F16) => DType::F16,
+            _ => return compute,
+        };
+        gemm::kept(stored, compute, device.is_cuda())
+    }
+
+    /// Checkpoint bytes read by [`Base::part`] or [`Base::codes`] for a module.
+    pub fn bytes_of(&self, m: &Module, bias: bool, full: bool) -> u64 {
+        let Some(files) = self.read_for(full) else { return 0 };
+        let name = if bias { format!("{}.bias", m.name) } else { weight_name(m) };
+        let parts = if self.config.four_bit && !bias { quant::find(files, &name) } else { None };
+        let names = parts.unwrap_or_default();
+        std::iter::once(&name).chain(&names).filter_map(|n| files.info(n)).map(|i| i.bytes()).sum()
+    }
+}
+
+/// Computes the block scales of a range of values.
+pub type Scales<'a> = &'a dyn Fn(Range<usize>) -> ft_base::Result<Vec<f32>>;
+
+/// Dimensions of a weight to be stored in 4 bits.
+fn matrix(m: &Module) -> Result<(usize, usize), Error> {
+    match m.weight_shape().as_slice() {
+        &[o, i] => Ok((o, i)),
+        other => {
+            let why = format!("not built yet: a 4-bit weight of shape {other:?}");
+            Err(Error::Tensors { dir: weight_name(m), why })
+        }
+    }
+}
+
+fn weight_name(m: &Module) -> String {
+    format!("{}.weight", m.name)
+}
+
+/// A range of a randomly initialized tensor, f32 on the CPU.
+fn random(
+    m: &Module,
+    bias: bool,
+    elements: Range<usize>,
+    s: Stream,
+    config: &Config,
+) -> ft_base::Result<Real> {
+    let n = elements.len();
+    let values: Vec<f32> = match (bias, m.kind) {
+        (true, _) => vec![0.0; n],
+        (_, Kind::Norm { .. }) => vec![1.0; n],
+        _ => {
+            let std = config.initializer_range as f32;
+            // Normal samples stay within eight standard deviations.
+            if !(8.0 * std).is_finite() {
+                let why = format!("initializer_range: {std:e} makes weights that are infinite");
+                return Err(Error::Tensors { dir: "config.json".into(), why }.into());
+            }
+            (elements.start as u64..elements.end as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
+        }
+    };
+    Ok(Real::from_vec(values, n, &Device::Cpu)?)
+}

@@ -1,0 +1,67 @@
+//! Checks a checkpoint's tensors against the config.
+
+use super::error::Error;
+use crate::files::TensorFiles;
+use crate::model::Config;
+use crate::model::modules::{Group, modules};
+use crate::quant;
+use safetensors::Dtype;
+use std::collections::BTreeSet;
+
+/// Compares the tensors of a checkpoint with the config.
+///
+/// # Errors
+/// [`Error::Tensors`] listing missing, unexpected and misshapen tensors.
+pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> {
+    let mut problems = Vec::new();
+    let mut expected = BTreeSet::new();
+    for m in modules(config) {
+        let mut want = vec![(format!("{}.weight", m.name), m.weight_shape())];
+        if let Some(n) = m.bias() {
+            want.push((format!("{}.bias", m.name), vec![n]));
+        }
+        for (name, shape) in want {
+            expected.insert(name.clone());
+            if let (true, &[o, i], Some(parts)) =
+                (config.four_bit, shape.as_slice(), quant::find(files, &name))
+            {
+                problems.extend(quant::problems(files, &name, (o, i)).map(|why| format!("{name}: {why}")));
+                expected.extend(parts);
+                continue;
+            }
+            match files.info(&name) {
+                None if config.tied && m.group == Group::Head => {}
+                None => problems.push(format!("{name}: missing ({shape:?})")),
+                Some(i) if i.shape != shape => {
+                    problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
+                }
+                Some(i) if !matches!(i.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64) => {
+                    problems.push(format!("{name}: {} in the file, F32, F16, BF16 or F64 are read", i.dtype));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    for name in files.names() {
+        // Buffers saved by old versions of transformers.
+        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") {
+            problems.push(format!("{name}: unexpected"));
+        }
+    }
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let (count, shown) = (problems.len(), 20);
+    problems.truncate(shown);
+    if count > shown {
+        problems.push(format!(".. and {} more", count - shown));
+    }
+    Err(Error::Tensors {
+        dir: files.paths().next().and_then(|p| p.parent()).map_or(String::new(), |p| p.display().to_string()),
+        why: format!(
+            "{} config.json\n  {}",
+            if count == 1 { "1 tensor does not fit".into() } else { format!("{count} tensors do not fit") },
+            problems.join("\n  ")
+        ),
+    })
+}

@@ -1,0 +1,136 @@
+//! Writes a checkpoint quantized to NF4.
+
+use super::check::check_tensors;
+use super::layout;
+use crate::files::write_folder;
+use crate::model::Config;
+use crate::model::modules::{Group, Module, modules};
+use crate::quant::{self, Error};
+use candle_core::{DType, Device, Tensor};
+use ft_base::store::AtomicFolder;
+use ft_base::terminal::bytes_bar;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// File in a `model.cache` folder that identifies the source of the copy.
+pub const CACHE_MARKER: &str = "ft-cache.json";
+
+/// Result of a quantization.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Report {
+    /// Number of quantized linear layers.
+    pub linears: usize,
+    /// Number of values in quantized layers.
+    pub values: u64,
+    /// Bits per value, for codes and scales, without tables.
+    pub bits: f64,
+    /// Size of all weights written, in bytes.
+    pub bytes: u64,
+}
+
+/// Quantizes the model in `source` to NF4 and writes it to `out`, a missing or empty folder. Linear layers
+/// of the decoder are quantized in blocks of 64, with 8-bit scales if `double`; other tensors are copied.
+///
+/// Reads the model twice, once for scales and once for codes. Memory holds all scales and one tensor.
+///
+/// # Errors
+/// Model in 4 bits already; misshaped or non-finite tensors; full disk. On error, `out` is not created.
+pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
+    let new = AtomicFolder::begin_named(out)?;
+    new.refuse_occupied("another --out, or remove it")?;
+    let report = quantize_into(config, source, &new.path(), double)?;
+    new.commit()?;
+    Ok(report)
+}
+
+/// Names of the tensors of a module in a checkpoint.
+fn names(m: &Module) -> impl Iterator<Item = String> {
+    let bias = m.bias().map(|_| format!("{}.bias", m.name));
+    std::iter::once(format!("{}.weight", m.name)).chain(bias)
+}
+
+/// Quantizes a checkpoint into a folder that exists.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
+    if config.four_bit {
+        return Err(Error::Already { dir: source.display().to_string() }.into());
+    }
+    let files = layout::open(config, source)?;
+    check_tensors(config, &files)?;
+    let mut report = Report { linears: 0, values: 0, bits: 0.0, bytes: 0 };
+    let (mut entries, mut ready, mut code_and_scale_bytes) = (Vec::new(), HashMap::new(), 0u64);
+    let bar = bytes_bar("scales", files.total_bytes());
+    for m in modules(config) {
+        for name in names(&m).filter(|n| files.info(n).is_some()) {
+            let info = files.get(&name)?;
+            if !quant::applies_to(&m) || name.ends_with(".bias") {
+                let dtype = quant::dtype_of(&files, &name)?;
+                entries.push((name, dtype, info.shape.clone()));
+                continue;
+            }
+            let e = quant::scales(&files, &name)?;
+            bar.inc(info.bytes());
+            report.linears += 1;
+            report.values += info.elements() as u64;
+            for part in quant::entries(&name, e.dims, e.source, &e.scales, double)? {
+                let table = part.name.ends_with("_map") || part.name.contains(".quant_state.");
+                let bytes = part.shape.iter().product::<usize>() * part.dtype.size_in_bytes();
+                code_and_scale_bytes += if table { 0 } else { bytes as u64 };
+                entries.push((part.name.clone(), part.dtype, part.shape));
+                ready.extend(part.value.map(|v| (part.name, v)));
+            }
+        }
+    }
+    bar.finish_and_clear();
+    report.bits = 8.0 * code_and_scale_bytes as f64 / report.values.max(1) as f64;
+    let size =
+        |(_, d, s): &(String, DType, Vec<usize>)| (s.iter().product::<usize>() * d.size_in_bytes()) as u64;
+    report.bytes = entries.iter().map(size).sum();
+
+    let mut raw = config.raw.clone();
+    raw.insert("quantization_config".into(), quantization_config(config, double));
+    let dtype = quant::dtype_of(&files, "model.embed_tokens.weight")?;
+    let codes: HashMap<String, Vec<usize>> =
+        entries.iter().filter(|(_, d, _)| *d == DType::U8).map(|(n, _, s)| (n.clone(), s.clone())).collect();
+    let bar = bytes_bar("quantizing", files.total_bytes());
+    write_folder(source, out, raw, dtype, &entries, &mut |name| {
+        if let Some(value) = ready.remove(name) {
+            return Ok(value);
+        }
+        bar.inc(files.get(name)?.bytes());
+        match codes.get(name) {
+            Some(shape) => {
+                let packed = quant::from_files(&files, name)?.packed;
+                Ok(Tensor::from_vec(packed, shape.as_slice(), &Device::Cpu)?)
+            }
+            None => Ok(files.tensor(name, quant::dtype_of(&files, name)?, &Device::Cpu)?),
+        }
+    })?;
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+/// The `quantization_config` read by transformers and bitsandbytes.
+fn quantization_config(config: &Config, double: bool) -> Value {
+    // Modules to skip. By default, transformers skips only the head.
+    let routers = modules(config).into_iter().filter(|m| m.group == Group::Router).map(|m| m.name);
+    let skip: Vec<String> = std::iter::once("lm_head".to_string()).chain(routers).collect();
+    json!({
+        "_load_in_4bit": true,
+        "_load_in_8bit": false,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": double,
+        "llm_int8_enable_fp32_cpu_offload": false,
+        "llm_int8_has_fp16_weight": false,
+        "llm_int8_skip_modules": skip,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": true,
+        "load_in_8bit": false,
+        "quant_method": "bitsandbytes",
+    })
+}

@@ -1,0 +1,307 @@
+//! Enumerates all modules with weights from the config alone, under their names in checkpoints and PEFT.
+
+use super::types::Config;
+use std::collections::BTreeSet;
+use std::fmt::Arguments;
+
+/// Module groups, as named in a recipe's `train.modules`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Group {
+    /// Query, key, value and output projections.
+    Attention,
+    /// Dense and shared-expert feed-forward linears.
+    Mlp,
+    /// Linears of the routed experts.
+    Experts,
+    /// Routers and shared-expert gates.
+    Router,
+    Norms,
+    Embedding,
+    Head,
+}
+
+impl Group {
+    /// Name in recipes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Group::Attention => "attention",
+            Group::Mlp => "mlp",
+            Group::Experts => "experts",
+            Group::Router => "router",
+            Group::Norms => "norms",
+            Group::Embedding => "embedding",
+            Group::Head => "head",
+        }
+    }
+}
+
+/// Kind of a module, with dimensions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `y = x W^T + b`, W `[out, inp]`.
+    Linear {
+        out: usize,
+        inp: usize,
+        /// Whether there is a bias `[out]`.
+        bias: bool,
+    },
+    /// RMSNorm with a weight `[dim]`.
+    Norm { dim: usize },
+    /// A table `[vocab, dim]`.
+    Embedding { vocab: usize, dim: usize },
+}
+
+/// A module of the model.
+#[derive(Clone, Debug)]
+pub struct Module {
+    /// Full name, such as `model.layers.0.self_attn.q_proj`.
+    pub name: String,
+    pub kind: Kind,
+    pub group: Group,
+    /// Decoder layer; `None` outside of layers.
+    pub layer: Option<usize>,
+    /// Expert index, for linears of experts.
+    pub expert: Option<usize>,
+}
+
+impl Module {
+    /// Last component of the name.
+    pub fn last(&self) -> &str {
+        self.name.rsplit('.').next().unwrap_or(&self.name)
+    }
+
+    /// Shape of the weight.
+    pub fn weight_shape(&self) -> Vec<usize> {
+        match self.kind {
+            Kind::Norm { dim } => vec![dim],
+            _ => vec![self.rows(), self.cols()],
+        }
+    }
+
+    /// Rows and columns of the weight.
+    fn dims(&self) -> (usize, usize) {
+        match self.kind {
+            Kind::Linear { out, inp, .. } => (out, inp),
+            Kind::Norm { dim } => (dim, 1),
+            Kind::Embedding { vocab, dim } => (vocab, dim),
+        }
+    }
+
+    /// Rows of the weight: output features of a linear.
+    pub fn rows(&self) -> usize {
+        self.dims().0
+    }
+
+    /// Columns of the weight: input features of a linear. 1 for norms.
+    pub fn cols(&self) -> usize {
+        self.dims().1
+    }
+
+    /// Number of values of the weight.
+    pub fn weight_values(&self) -> usize {
+        self.rows() * self.cols()
+    }
+
+    /// Length of the bias, if any.
+    pub fn bias(&self) -> Option<usize> {
+        match self.kind {
+            Kind::Linear { out, bias: true, .. } => Some(out),
+            _ => None,
+        }
+    }
+
+    /// Unit of the walk: 0 is the embedding, 1.. are layers, the last one is final norm and head.
+    pub fn unit(&self, layers: usize) -> usize {
+        match self.layer {
+            Some(l) => l + 1,
+            None if self.group == Group::Embedding => 0,
+            None => layers + 1,
+        }
+    }
+}
+
+/// Linears of a SwiGLU: a dense feed-forward or one expert.
+#[derive(Clone, Debug)]
+pub struct MlpTree {
+    /// `[d]` -> `[f]`.
+    pub gate: Module,
+    /// `[d]` -> `[f]`.
+    pub up: Module,
+    /// `[f]` -> `[d]`.
+    pub down: Module,
+}
+
+/// Feed-forward part of a layer.
+#[derive(Clone, Debug)]
+pub enum FeedForwardTree {
+    /// One SwiGLU.
+    Dense(MlpTree),
+    /// A mixture of experts.
+    Mixture {
+        router: Module,
+        experts: Vec<MlpTree>,
+        /// Shared expert and its gate.
+        shared: Option<(MlpTree, Module)>,
+    },
+}
+
+/// Modules of one decoder layer.
+#[derive(Clone, Debug)]
+pub struct LayerTree {
+    pub attn_norm: Module,
+    pub q: Module,
+    pub k: Module,
+    pub v: Module,
+    pub o: Module,
+    /// Query and key norms, if the family has them.
+    pub qk_norm: Option<(Module, Module)>,
+    pub mlp_norm: Module,
+    pub mlp: FeedForwardTree,
+}
+
+/// Modules of the whole model. Building, loading and listing tensors all traverse this tree.
+#[derive(Clone, Debug)]
+pub struct Tree {
+    pub embedding: Module,
+    /// Decoder layers, from the bottom.
+    pub layers: Vec<LayerTree>,
+    /// Final norm.
+    pub norm: Module,
+    /// Output head; shares the embedding's weight in a tied model.
+    pub head: Module,
+}
+
+fn linear(out: usize, inp: usize, bias: bool) -> Kind {
+    Kind::Linear { out, inp, bias }
+}
+
+impl MlpTree {
+    fn modules(self) -> [Module; 3] {
+        [self.gate, self.up, self.down]
+    }
+}
+
+impl LayerTree {
+    /// Modules of layer `l`.
+    pub fn of(c: &Config, l: usize) -> Self {
+        let (d, f) = (c.hidden, c.intermediate);
+        let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let module = |name: Arguments<'_>, kind, group| {
+            let name = format!("model.layers.{l}.{name}");
+            Module { name, kind, group, layer: Some(l), expert: None }
+        };
+        let norm = |name: &str, dim| module(format_args!("{name}"), Kind::Norm { dim }, Group::Norms);
+        let attn = |name: &str, out, inp, bias| {
+            module(format_args!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
+        };
+        let mlp = |block: Arguments<'_>, [gate, up, down]: [&str; 3], f, bias, group, expert| {
+            let of = |name, kind| Module { expert, ..module(format_args!("{block}.{name}"), kind, group) };
+            MlpTree {
+                gate: of(gate, linear(f, d, bias)),
+                up: of(up, linear(f, d, bias)),
+                down: of(down, linear(d, f, bias)),
+            }
+        };
+        let names = ["gate_proj", "up_proj", "down_proj"];
+        let qk = || (norm("self_attn.q_norm", c.head_dim), norm("self_attn.k_norm", c.head_dim));
+        Self {
+            attn_norm: norm("input_layernorm", d),
+            q: attn("q_proj", q, d, c.biases.qkv),
+            k: attn("k_proj", kv, d, c.biases.qkv),
+            v: attn("v_proj", kv, d, c.biases.qkv),
+            o: attn("o_proj", d, q, c.biases.o),
+            qk_norm: c.family.qk_norm.then(qk),
+            mlp_norm: norm("post_attention_layernorm", d),
+            mlp: match (&c.moe, &c.family.experts) {
+                (Some(moe), Some(family)) if moe.sparse[l] => {
+                    let block = family.block;
+                    let router = |name: &str, out| {
+                        module(format_args!("{block}.{name}"), linear(out, d, false), Group::Router)
+                    };
+                    let expert = |e| {
+                        let (block, group) = (format_args!("{block}.experts.{e}"), Group::Experts);
+                        mlp(block, family.names, moe.width, false, group, Some(e))
+                    };
+                    let shared = || {
+                        let block = format_args!("{block}.shared_expert");
+                        let own = mlp(block, names, moe.shared, false, Group::Mlp, None);
+                        (own, router("shared_expert_gate", 1))
+                    };
+                    FeedForwardTree::Mixture {
+                        router: router("gate", moe.experts),
+                        experts: (0..moe.experts).map(expert).collect(),
+                        shared: (moe.shared > 0).then(shared),
+                    }
+                }
+                _ => {
+                    FeedForwardTree::Dense(mlp(format_args!("mlp"), names, f, c.biases.mlp, Group::Mlp, None))
+                }
+            },
+        }
+    }
+
+    /// Appends the modules in the order of the forward pass.
+    fn list(self, out: &mut Vec<Module>) {
+        out.extend([self.attn_norm, self.q, self.k, self.v, self.o]);
+        out.extend(self.qk_norm.into_iter().flat_map(|(q, k)| [q, k]));
+        out.push(self.mlp_norm);
+        match self.mlp {
+            FeedForwardTree::Dense(mlp) => out.extend(mlp.modules()),
+            FeedForwardTree::Mixture { router, experts, shared } => {
+                out.push(router);
+                out.extend(experts.into_iter().flat_map(MlpTree::modules));
+                if let Some((mlp, gate)) = shared {
+                    out.extend(mlp.modules());
+                    out.push(gate);
+                }
+            }
+        }
+    }
+}
+
+impl Tree {
+    /// Modules of the whole model.
+    pub fn of(c: &Config) -> Self {
+        let (embedding, norm, head) = Self::ends(c);
+        Self { embedding, layers: (0..c.layers).map(|l| LayerTree::of(c, l)).collect(), norm, head }
+    }
+
+    /// Modules outside of the layers: embedding, final norm and head.
+    pub fn ends(c: &Config) -> (Module, Module, Module) {
+        let module =
+            |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
+        let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
+        (
+            module("model.embed_tokens", table, Group::Embedding),
+            module("model.norm", Kind::Norm { dim: c.hidden }, Group::Norms),
+            module("lm_head", linear(c.vocab, c.hidden, false), Group::Head),
+        )
+    }
+
+    /// All modules in the order of the forward pass.
+    pub fn list(self) -> Vec<Module> {
+        let mut out = vec![self.embedding];
+        self.layers.into_iter().for_each(|layer| layer.list(&mut out));
+        out.extend([self.norm, self.head]);
+        out
+    }
+}
+
+/// All modules of a config in the order of the forward pass.
+pub fn modules(c: &Config) -> Vec<Module> {
+    Tree::of(c).list()
+}
+
+/// Groups present in a config, in the order of [`Group`].
+pub fn groups(c: &Config) -> Vec<Group> {
+    modules(c).iter().map(|m| m.group).collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// Total number of parameters; a tied head counts once.
+pub fn parameters(c: &Config) -> u64 {
+    modules(c)
+        .iter()
+        .filter(|m| !(c.tied && m.group == Group::Head))
+        .map(|m| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64)
+        .sum()
+}

@@ -1,0 +1,208 @@
+//! Parsing of a config.
+
+use super::error::{Error, Result};
+use super::family::{Bias, FAMILIES, Family, find};
+use super::keys::Keys;
+use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
+use super::rope::Rope;
+use super::types::{Biases, Config};
+use ft_base::store::json::{object, short};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+impl Config {
+    /// Reads `config.json` of a model folder, with `overrides` replacing keys.
+    ///
+    /// # Errors
+    /// A missing or malformed file, an unknown architecture, or a key that is missing, out of range or
+    /// unsupported; the error names the file and the key.
+    pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
+        let path = dir.join("config.json");
+        let file = path.display().to_string();
+        let bytes = ft_base::store::read_plain(&path, ft_base::store::LARGEST)
+            .map_err(|e| Error::Read { file: file.clone(), source: e })?;
+        let text = std::str::from_utf8(&bytes).map_err(|e| Error::Syntax {
+            file: file.clone(),
+            why: format!("not UTF-8 at byte {}", e.valid_up_to()),
+        })?;
+        let raw = object(text).map_err(|why| Error::Syntax { file: file.clone(), why })?;
+        Self::overridden(&file, raw, overrides)
+    }
+
+    /// Parses a JSON object after replacing keys by `overrides`; `file` is the name in errors.
+    ///
+    /// # Errors
+    /// As [`Config::load`], with a hint if the offending key comes from an override.
+    pub fn overridden(
+        file: &str,
+        mut raw: Map<String, Value>,
+        overrides: &Map<String, Value>,
+    ) -> Result<Self> {
+        raw.extend(overrides.iter().map(|(k, v)| (k.clone(), v.clone())));
+        Self::parse(file, raw).map_err(|e| match e {
+            Error::Key { file, key, why }
+                if overrides.contains_key(key.split('.').next().unwrap_or(&key)) =>
+            {
+                let why = format!("{why}\n  hint: the value is model.override's");
+                Error::Key { file, key, why }
+            }
+            e => e,
+        })
+    }
+
+    /// Parses a JSON object; `file` is the name in errors.
+    pub fn parse(file: &str, raw: Map<String, Value>) -> Result<Self> {
+        let keys = Keys::new(file, &raw);
+        let family = family_of(file, &keys)?;
+        keys.refuse_unsupported(family)?;
+        let layers = keys.size("num_hidden_layers", LAYERS)?;
+        let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys, family)?;
+        let max_positions = keys.some("max_position_embeddings", POSITIONS)?.unwrap_or(2048);
+        let bias = |b: Bias| -> Result<bool> {
+            match b {
+                Bias::Never => Ok(false),
+                Bias::Always => Ok(true),
+                Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
+                Bias::Unless(k) => Ok(keys.flag(k)?.unwrap_or(true)),
+            }
+        };
+        let biases =
+            Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? };
+        let moe = keys.moe(family, layers)?;
+        let intermediate = match &moe {
+            Some(m) if m.sparse.iter().all(|s| *s) => {
+                keys.some("intermediate_size", INNER)?.unwrap_or(m.width)
+            }
+            _ => keys.size("intermediate_size", INNER)?,
+        };
+        let config = Self {
+            family,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab: keys.size("vocab_size", VOCAB)?,
+            eps: keys.number("rms_norm_eps", 1e-30..=1.0)?.unwrap_or(family.default_eps),
+            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+            rope: Rope::parse(&keys, family.default_theta, max_positions)?,
+            max_positions,
+            windows: keys.windows(family, layers)?,
+            biases,
+            moe,
+            initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
+            four_bit: keys.four_bit()?,
+            unknown: keys.unknown(),
+            raw: Map::new(),
+        };
+        keys.token_ids(config.vocab)?;
+        config.check_size(&keys)?;
+        Ok(Self { raw, ..config })
+    }
+
+    /// Refuses sizes that are valid one by one but too large in total, before byte counts can overflow 64
+    /// bits.
+    fn check_size(&self, keys: &Keys<'_>) -> Result<()> {
+        let of = |n: usize| n as u128;
+        let (d, layers) = (of(self.hidden), of(self.layers));
+        let inner = of(self.heads + 2 * self.kv_heads) * of(self.head_dim);
+        let (sparse, width, all, used, shared) = match &self.moe {
+            None => (0, 0, 0, 0, 0),
+            Some(m) => {
+                let sparse = m.sparse.iter().filter(|s| **s).count();
+                if sparse * m.experts > ALL_EXPERTS {
+                    let key = self.family.experts.map_or("num_experts", |x| x.count_key);
+                    let why = format!(
+                        "{} experts in each of {sparse} layers; ft takes up to {ALL_EXPERTS} in all",
+                        m.experts
+                    );
+                    return Err(keys.bad(key, why));
+                }
+                (of(sparse), of(m.width), of(m.experts), of(m.top_k), of(m.shared))
+            }
+        };
+        let dense = (layers - sparse) * of(self.intermediate);
+        let parts = [
+            ("vocab_size", 2 * of(self.vocab) * d, 0),
+            ("num_attention_heads", 2 * layers * inner * d, layers * 2 * inner),
+            ("intermediate_size", 3 * dense * d, 3 * dense),
+            (
+                "moe_intermediate_size",
+                3 * sparse * (all * width + shared) * d,
+                3 * sparse * (used * width + shared),
+            ),
+            ("num_hidden_layers", 4 * layers * d, 8 * layers * d),
+        ];
+        let parameters: u128 = parts.iter().map(|p| p.1).sum();
+        let values: u128 = parts.iter().map(|p| p.2).sum();
+        let (key, what, n, most) = if parameters > PARAMETERS {
+            (parts.iter().max_by_key(|p| p.1), "parameters", parameters, PARAMETERS)
+        } else if values > VALUES {
+            (parts.iter().max_by_key(|p| p.2), "values of a token in all layers", values, VALUES)
+        } else {
+            return Ok(());
+        };
+        let key = key.map_or("hidden_size", |p| p.0);
+        let key = if keys.raw.contains_key(key) { key } else { "intermediate_size" };
+        let shown = keys.raw.get(key).map(short).unwrap_or_default();
+        let why = format!("{shown}; with the other sizes this makes {n} {what}, and ft takes up to {most}");
+        Err(keys.bad(key, why))
+    }
+}
+
+/// Family of a config, by `model_type`.
+fn family_of(file: &str, keys: &Keys<'_>) -> Result<&'static Family> {
+    let model_type = keys.string("model_type")?.unwrap_or_default();
+    let Some(family) = find(model_type) else {
+        return Err(Error::Architecture {
+            file: file.into(),
+            found: if model_type.is_empty() { "no model_type".into() } else { model_type.into() },
+            known: FAMILIES.iter().map(|f| f.model_type).collect::<Vec<_>>().join(", "),
+        });
+    };
+    match keys.raw.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str) {
+        Some(a) if a != family.architecture => {
+            let why = format!("{a}; {model_type} is built as {}", family.architecture);
+            Err(keys.bad("architectures", why))
+        }
+        _ => Ok(family),
+    }
+}
+
+/// Width of the residual stream, and heads.
+struct AttentionSizes {
+    hidden: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+impl AttentionSizes {
+    fn parse(keys: &Keys<'_>, family: &Family) -> Result<Self> {
+        let hidden = keys.size("hidden_size", HIDDEN)?;
+        let heads = keys.size("num_attention_heads", HEADS)?;
+        let kv_heads = keys.some("num_key_value_heads", HEADS)?.unwrap_or(heads);
+        if heads % kv_heads != 0 {
+            let why = format!("{kv_heads}; {heads} heads must be a multiple of it");
+            return Err(keys.bad("num_key_value_heads", why));
+        }
+        let head_dim = match keys.some("head_dim", HEADS)?.or(family.default_head_dim) {
+            Some(d) => d,
+            None if hidden % heads == 0 => hidden / heads,
+            None => {
+                let why = format!("{hidden}, no multiple of {heads} heads, and no head_dim");
+                return Err(keys.bad("hidden_size", why));
+            }
+        };
+        if head_dim == 0 || head_dim % 2 != 0 || head_dim > HEADS {
+            let why = format!("{head_dim}; rotary embedding needs an even number, up to {HEADS}");
+            return Err(keys.bad("head_dim", why));
+        }
+        Ok(Self { hidden, heads, kv_heads, head_dim })
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

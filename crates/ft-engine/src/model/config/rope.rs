@@ -1,0 +1,223 @@
+//! Frequencies of the rotary embedding, with the context-extension schemes of transformers.
+
+use super::error::{Error, Result};
+use super::keys::Keys;
+use candle_core::Device;
+use ft_kernels::Tensor;
+use std::f64::consts::PI;
+use std::ops::RangeInclusive;
+
+/// Rotary position embedding of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies (`rope_theta`).
+    pub theta: f64,
+    pub scaling: Scaling,
+}
+
+/// Range of the base: above 1, with powers representable in f32.
+const THETA: RangeInclusive<f64> = 1.000_001..=1e15;
+/// Range of factors and lengths.
+const FACTOR: RangeInclusive<f64> = 1e-6..=1e9;
+
+/// Scaling of the frequencies for longer contexts.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scaling {
+    /// No scaling.
+    Default,
+    /// Positions divided by `factor` (kaiokendev's linear interpolation).
+    Linear { factor: f64 },
+    /// Llama 3.1: long wavelengths divided by `factor`, short ones unchanged, a smooth blend between.
+    Llama3 {
+        factor: f64,
+        /// Wavelengths above `original / low` are divided.
+        low: f64,
+        /// Wavelengths below `original / high` are unchanged.
+        high: f64,
+        /// Context length in pre-training, in tokens.
+        original: f64,
+    },
+    /// YaRN (Peng et al., 2023).
+    Yarn {
+        factor: f64,
+        /// Attention factor: multiplies cosine and sine.
+        attention: f64,
+        /// Dimensions with more rotations than this are unchanged.
+        beta_fast: f64,
+        /// Dimensions with fewer rotations than this are divided.
+        beta_slow: f64,
+        /// Context length in pre-training, in tokens.
+        original: f64,
+        /// Whether the blended range is rounded outward to whole dimensions.
+        truncate: bool,
+    },
+}
+
+impl Rope {
+    /// Reads `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
+    ///
+    /// If a config has both, for example after an override, `rope_scaling` wins.
+    pub fn parse(keys: &Keys<'_>, default_theta: f64, max_positions: usize) -> Result<Self> {
+        let parameters = keys.table("rope_parameters")?;
+        if let Some(p) = &parameters {
+            for nested in ["full_attention", "sliding_attention"] {
+                if p.table(nested).is_ok_and(|t| t.is_some()) {
+                    return Err(keys.bad(
+                        "rope_parameters",
+                        format!("{nested}: parameters by layer type are not built"),
+                    ));
+                }
+            }
+        }
+        let theta = match &parameters {
+            Some(p) => p.number("rope_theta", THETA)?.or(keys.number("rope_theta", THETA)?),
+            None => keys.number("rope_theta", THETA)?,
+        }
+        .unwrap_or(default_theta);
+        let scaling = match keys.table("rope_scaling")?.or(parameters) {
+            None => Scaling::Default,
+            Some(t) => Self::scaling(&t, max_positions)?,
+        };
+        Ok(Self { theta, scaling })
+    }
+
+    /// Longest context covered by the scaling, given `max_position_embeddings`. Some configs state the
+    /// extended context there, some the original one; the larger is returned.
+    pub fn reach(&self, positions: usize) -> usize {
+        let scaled = match self.scaling {
+            Scaling::Default => 0.0,
+            Scaling::Linear { factor } => factor * positions as f64,
+            Scaling::Llama3 { factor, original, .. } | Scaling::Yarn { factor, original, .. } => {
+                factor * original
+            }
+        };
+        positions.max(scaled as usize)
+    }
+
+    fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
+        if let Some(f) = t.number("partial_rotary_factor", 0.0..=1.0)?
+            && f != 1.0
+        {
+            return Err(t.bad("partial_rotary_factor", format!("{f}; only 1 is built")));
+        }
+        let kind = match t.string("rope_type")? {
+            Some(k) => k,
+            None => t.string("type")?.unwrap_or("default"),
+        };
+        let need = |key: &str| -> Result<f64> {
+            match t.number(key, FACTOR)? {
+                Some(x) => Ok(x),
+                None => Err(t.bad(key, format!("missing; rope_type {kind} needs it"))),
+            }
+        };
+        Ok(match kind {
+            "default" => Scaling::Default,
+            "linear" => Scaling::Linear { factor: need("factor")? },
+            "llama3" => {
+                let factor = need("factor")?;
+                let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+                let original = need("original_max_position_embeddings")?;
+                if high <= low {
+                    let why = format!("{high}; more than low_freq_factor {low} is wanted");
+                    return Err(t.bad("high_freq_factor", why));
+                }
+                Scaling::Llama3 { factor, low, high, original }
+            }
+            "yarn" => Self::yarn(t, need("factor")?, max_positions)?,
+            other => {
+                let why = format!("{other}; default, linear, llama3 and yarn are built");
+                return Err(t.bad("rope_type", why));
+            }
+        })
+    }
+
+    fn yarn(t: &Keys<'_>, factor: f64, max_positions: usize) -> Result<Scaling> {
+        let mscale = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
+        let scales = 0.0..=1e3;
+        let inferred = match (t.number("mscale", scales.clone())?, t.number("mscale_all_dim", scales)?) {
+            (Some(a), Some(b)) if a != 0.0 && b != 0.0 => mscale(factor, a) / mscale(factor, b),
+            _ => mscale(factor, 1.0),
+        };
+        let beta = |key: &str, default: f64| -> Result<f64> {
+            // transformers treats 0 as the default.
+            Ok(t.number(key, 0.0..=1e9)?.filter(|b| *b > 0.0).unwrap_or(default))
+        };
+        let original = t.number("original_max_position_embeddings", FACTOR)?;
+        Ok(Scaling::Yarn {
+            factor,
+            attention: t.number("attention_factor", FACTOR)?.unwrap_or(inferred),
+            beta_fast: beta("beta_fast", 32.0)?,
+            beta_slow: beta("beta_slow", 1.0)?,
+            original: original.unwrap_or(max_positions as f64),
+            truncate: t.flag("truncate")?.unwrap_or(true),
+        })
+    }
+
+    /// Inverse frequencies of the `dim / 2` channel pairs, and the attention factor on cosine and sine.
+    ///
+    /// Follows the arithmetic of transformers, including its use of f32, so that angles match to the last
+    /// bit.
+    pub fn frequencies(&self, dim: usize) -> (Vec<f32>, f32) {
+        let half = dim / 2;
+        let plain: Vec<f32> =
+            (0..half).map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
+        match self.scaling {
+            Scaling::Default => (plain, 1.0),
+            Scaling::Linear { factor } => (plain.iter().map(|f| f / factor as f32).collect(), 1.0),
+            Scaling::Llama3 { factor, low, high, original } => {
+                let scaled = |f: f32| -> f32 {
+                    let wave = 2.0 * PI / f64::from(f);
+                    if wave < original / high {
+                        f
+                    } else if wave > original / low {
+                        f / factor as f32
+                    } else {
+                        let smooth = ((original / wave - low) / (high - low)) as f32;
+                        (1.0 - smooth) * f / factor as f32 + smooth * f
+                    }
+                };
+                (plain.into_iter().map(scaled).collect(), 1.0)
+            }
+            Scaling::Yarn { factor, attention, beta_fast, beta_slow, original, truncate } => {
+                let at = |rotations: f64| {
+                    dim as f64 * (original / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
+                };
+                let (mut low, mut high) = (at(beta_fast), at(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let mix = |(i, f): (usize, f32)| -> f32 {
+                    let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0) as f32;
+                    f / factor as f32 * ramp + f * (1.0 - ramp)
+                };
+                (plain.into_iter().enumerate().map(mix).collect(), attention as f32)
+            }
+        }
+    }
+
+    /// Cosine and sine tables `[t, dim / 2]` (f32) for token positions.
+    pub fn tables(&self, dim: usize, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let [cos, sin] = self.values(dim, positions);
+        let make = |v| Tensor::from_vec(v, (positions.len(), dim / 2), device).map_err(Error::from);
+        Ok((make(cos)?, make(sin)?))
+    }
+
+    /// Host values of [`Rope::tables`].
+    pub fn values(&self, dim: usize, positions: &[u32]) -> [Vec<f32>; 2] {
+        let (freq, factor) = self.frequencies(dim);
+        let mut cos = Vec::with_capacity(positions.len() * freq.len());
+        let mut sin = Vec::with_capacity(positions.len() * freq.len());
+        for p in positions {
+            for f in &freq {
+                let (s, c) = (*p as f32 * f).sin_cos();
+                cos.push(c * factor);
+                sin.push(s * factor);
+            }
+        }
+        [cos, sin]
+    }
+}

@@ -1,0 +1,80 @@
+//! Architecture of a model.
+
+use super::family::Family;
+use super::rope::Rope;
+use serde_json::{Map, Value};
+
+/// Architecture of a model, as read from `config.json`.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Row of the family table.
+    pub family: &'static Family,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Inner width of dense feed-forward layers.
+    pub intermediate: usize,
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// Vocabulary size: rows of the embedding.
+    pub vocab: usize,
+    /// Epsilon of RMSNorm.
+    pub eps: f64,
+    /// Whether the head shares the embedding's weight.
+    pub tied: bool,
+    pub rope: Rope,
+    /// `max_position_embeddings`; 2048 if missing.
+    pub max_positions: usize,
+    /// Sliding window of each layer, in tokens; `None` is full attention.
+    pub windows: Vec<Option<usize>>,
+    pub biases: Biases,
+    /// Mixture-of-experts settings; `None` for dense models.
+    pub moe: Option<Moe>,
+    /// Standard deviation of randomly initialized weights.
+    pub initializer_range: f64,
+    /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
+    pub four_bit: bool,
+    /// Keys of the file unknown to `ft` and ignored.
+    pub unknown: Vec<String>,
+    /// The JSON object of the file, with overrides applied.
+    pub raw: Map<String, Value>,
+}
+
+/// Which linears have a bias.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Biases {
+    /// Query, key and value projections.
+    pub qkv: bool,
+    /// Attention's output projection.
+    pub o: bool,
+    /// Feed-forward linears.
+    pub mlp: bool,
+}
+
+/// Mixture-of-experts settings.
+#[derive(Clone, Debug)]
+pub struct Moe {
+    /// Experts per layer.
+    pub experts: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Inner width of an expert.
+    pub width: usize,
+    /// Whether the top-k gates are normalized to sum to one.
+    pub normalise: bool,
+    /// For every layer, whether it has experts; otherwise it is dense.
+    pub sparse: Vec<bool>,
+    /// Inner width of the shared expert; 0 if none.
+    pub shared: usize,
+}
+
+impl Config {
+    /// Bytes per matrix value in the published checkpoint.
+    pub fn stored_width(&self) -> u64 {
+        let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
+        if named == Some("float32") { 4 } else { 2 }
+    }
+}

@@ -1,0 +1,95 @@
+//! Passes of a mixture with grouped experts and routing on the device.
+
+use super::grouped::{self, GroupedExperts};
+use super::mlp::Mlp;
+use super::types::{Mixture, OTHER, Saved, SavedExperts};
+use crate::model::linear::{self, Linear};
+use crate::model::pass::batch::Context;
+use crate::model::pass::sink::Sink;
+use candle_core::{DType, Result};
+use ft_kernels::Tensor;
+use ft_kernels::dispatch::{Groups, Sorted};
+use ft_kernels::route::cuda::Routed;
+use ft_kernels::route::{self, Balance};
+use ft_kernels::tensor::On;
+use ft_kernels::vacant::moves;
+use std::sync::{Arc, PoisonError};
+
+impl Mixture {
+    /// Whether the experts are computed together.
+    pub(super) fn is_grouped(&self, on: On<'_>, dtype: DType) -> bool {
+        !on.is_cpu() && self.top_k <= route::cuda::MOST && grouped::supports(&self.experts, dtype)
+    }
+
+    /// Whether grouped products read the experts' 4-bit codes directly, even if the rest of the layer is
+    /// dequantized.
+    pub fn reads_codes(&self, on: On<'_>, dtype: DType) -> bool {
+        self.is_grouped(on, dtype) && self.experts.iter().flat_map(Mlp::linears).any(Linear::is_packed)
+    }
+
+    fn grouped_experts(&self, dtype: DType) -> Result<Arc<GroupedExperts>> {
+        let mut grouped = self.grouped.lock().unwrap_or_else(PoisonError::into_inner);
+        // Gathered or offloaded weights return at other addresses.
+        let moves = moves();
+        match &*grouped {
+            Some((at, grouped)) if *at == moves => Ok(Arc::clone(grouped)),
+            _ => {
+                let new = Arc::new(GroupedExperts::new(&self.experts, &self.copies, dtype)?);
+                *grouped = Some((moves, Arc::clone(&new)));
+                Ok(new)
+            }
+        }
+    }
+
+    pub(super) fn recompute_grouped(
+        &self,
+        x: &Tensor,
+        ctx: &Context,
+        logits: &Tensor,
+        router: linear::Saved,
+        replay: Option<Arc<Groups>>,
+    ) -> Result<Saved> {
+        let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
+        let Routed { chosen, probs, lse, gates } =
+            route::cuda::forward(logits, self.top_k, chosen, self.normalise)?;
+        let groups = match replay {
+            Some(g) => g,
+            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
+        };
+        let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
+        let out = self.grouped_experts(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
+        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
+        let experts = SavedExperts::Grouped(Box::new(out));
+        Ok(Saved { groups, probs, lse, gates, router, experts, shared })
+    }
+
+    pub(super) fn backward_grouped(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        let routed = s.routed().map(|r| r.1);
+        let (Some(routed), Some(sorted), SavedExperts::Grouped(saved)) =
+            (routed, s.groups.sorted(), s.experts)
+        else {
+            candle_core::bail!("{OTHER}")
+        };
+        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        // Outputs are replaced by their gradients in place.
+        let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
+        let dx = self.grouped_experts(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
+        let shared = match (&self.shared, s.shared) {
+            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
+            _ => None,
+        };
+        let dx = sorted.combine(&dx, None, shared.as_ref())?;
+        let extra = balance.and_then(|b| b.on_device.as_ref());
+        let z = balance.map_or(0.0, |b| b.z);
+        let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
+        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
+        dx + own.to_dtype(dy.dtype())?
+    }
+}

@@ -1,0 +1,205 @@
+//! All experts of a mixture on CUDA: one launch per product, with routing lists on the device.
+//!
+//! Computes the same as the expert-by-expert path of `Mixture`; `tests/gpu` compares the two.
+
+use super::mlp::Mlp;
+use crate::model::linear::{Linear, Weight};
+use crate::model::pass::batch::Context;
+use crate::model::pass::sink::Sink;
+use candle_core::{DType, Result};
+use ft_kernels::Tensor;
+use ft_kernels::dispatch::Sorted;
+use ft_kernels::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
+use ft_kernels::swiglu;
+
+/// One of the three linears, for all experts.
+#[derive(Debug)]
+struct GroupedLinear {
+    table: Table,
+    /// Whether a tensor of this linear trains, so that the input is saved.
+    needs_input: bool,
+    /// Unit of the gradient buffer.
+    unit: Option<usize>,
+}
+
+/// The three linears, for all experts.
+#[derive(Debug)]
+pub struct GroupedExperts {
+    gate: GroupedLinear,
+    up: GroupedLinear,
+    down: GroupedLinear,
+}
+
+/// Saved activations.
+#[derive(Debug)]
+pub struct Saved {
+    /// Expert inputs `[n, d]`; `None` if frozen.
+    pub(super) x: Option<Tensor>,
+    gate: Tensor,
+    up: Tensor,
+    /// `s drop(x) A^T` of the three linears `[n, ranks]`; `None` without adapters.
+    low: [Option<Tensor>; 3],
+    /// Expert outputs `[n, d]`, before the gates.
+    pub out: Tensor,
+}
+
+/// Whether the grouped products support a linear.
+fn supports_linear(l: &Linear, dtype: DType) -> bool {
+    let weight = match &l.weight {
+        Weight::Dense(w) => w.dtype() == dtype && w.is_contiguous(),
+        Weight::Nf4(w) => w.dtype() == dtype && table::takes(w),
+        Weight::Padded(_) | Weight::Dequantized(_) => false,
+    };
+    let adapter =
+        l.lora.as_ref().is_none_or(|l| l.dora.is_none() && l.a.dtype() == dtype && l.b.dtype() == dtype);
+    weight && adapter && l.bias.is_none() && l.bias_slot.is_none()
+}
+
+/// Whether the grouped products support these experts for rows in `dtype`.
+pub(super) fn supports(experts: &[Mlp], dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+        && experts.iter().flat_map(Mlp::linears).all(|l| supports_linear(l, dtype))
+}
+
+impl GroupedLinear {
+    fn new<'a>(linears: impl Iterator<Item = (&'a Linear, usize)> + Clone, dtype: DType) -> Result<Self> {
+        let entry = |(l, alike): (&'a Linear, usize)| {
+            let weight = match &l.weight {
+                Weight::Nf4(q) => Side::Codes(q),
+                Weight::Dense(w) => Side::Values(w),
+                Weight::Padded(_) | Weight::Dequantized(_) => {
+                    candle_core::bail!("an expert whose matrix is another's: supports() was not asked")
+                }
+            };
+            let adapter = l.lora.as_ref().map(|l| Adapter {
+                a: &l.a,
+                b: &l.b,
+                scale: l.scale,
+                gradients: l.slots.map(|(a, b)| (a.offset, b.offset)),
+                dropout: (l.dropout, l.stream),
+            });
+            Ok(Entry { weight, gradient: l.weight_slot.map(|s| s.offset), adapter, alike })
+        };
+        let entries = linears.clone().map(entry).collect::<Result<Vec<_>>>()?;
+        let mut units = linears.clone().flat_map(|(l, _)| l.slots()).map(|s| s.unit);
+        let unit = units.next();
+        if units.any(|u| Some(u) != unit) {
+            candle_core::bail!("experts of a layer whose gradients are in several buffers");
+        }
+        let needs_input = linears.clone().any(|(l, _)| l.needs_input());
+        Ok(Self { table: Table::new(&entries, dtype)?, needs_input, unit })
+    }
+
+    /// Dropout parameters, if dropout is active.
+    fn drops(&self, ctx: &Context) -> Option<Drops> {
+        let d = ctx.dropout.filter(|_| self.table.drops)?;
+        Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
+    }
+
+    /// Forward pass of rows `x`; also returns `s drop(x) A^T`.
+    fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
+        let u = match self.drops(ctx) {
+            Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
+            None => grouped::low(&self.table, x, s),
+        }?;
+        Ok((grouped::forward((&self.table, x, u.as_ref()), s)?, u))
+    }
+
+    /// Gradient of the input from `dy` and `du`, added to `dx` if given.
+    fn backward(
+        &self,
+        (dy, du): (&Tensor, Option<&Tensor>),
+        dx: Option<Tensor>,
+        ctx: &Context,
+        s: &Sorted,
+    ) -> Result<Tensor> {
+        let of = (&self.table, dy, du);
+        let Some(key) = self.drops(ctx) else {
+            let own = grouped::backward(of, None, s)?;
+            return dx.map_or(Ok(own.clone()), |dx| dx + own);
+        };
+        let own = grouped::values_back(of, s)?;
+        let dx = dx.map_or(Ok(own.clone()), |dx| dx + own)?;
+        grouped::drop_out(&self.table, &grouped::adapter_back(of, s)?, Some(&dx), key, s)
+    }
+
+    /// Adds weight and adapter gradients to the sink. `u` is `s drop(x) A^T`, `du` its gradient.
+    fn gradients(
+        &self,
+        (dy, du): (&Tensor, Option<&Tensor>),
+        (x, u): (Option<&Tensor>, Option<&Tensor>),
+        ctx: &Context,
+        s: &Sorted,
+        sink: &Sink<'_>,
+    ) -> Result<()> {
+        let Some(unit) = self.unit else { return Ok(()) };
+        let grads = sink.flat(unit)?;
+        let dropped = match (self.drops(ctx), x) {
+            (Some(key), Some(x)) => Some(grouped::drop_out(&self.table, x, None, key, s)?),
+            _ => None,
+        };
+        let xd = dropped.as_ref().or(x);
+        for (which, a, b) in
+            [(Gradient::Weight, Some(dy), x), (Gradient::A, du, xd), (Gradient::B, Some(dy), u)]
+        {
+            if !self.table.trains(which) {
+                continue;
+            }
+            match (a, b) {
+                (Some(a), Some(b)) => grouped::gradients(&self.table, which, a, b, s, &grads)?,
+                _ => candle_core::bail!("backward through experts whose input was not kept"),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl GroupedExperts {
+    /// Builds the tables; `copies` has the number of identical experts per entry.
+    ///
+    /// # Errors
+    /// Experts rejected by [`supports`].
+    pub fn new(experts: &[Mlp], copies: &[usize], dtype: DType) -> Result<Self> {
+        let of = |which: usize| {
+            let linears = experts.iter().zip(copies).map(move |(e, n)| (e.linears()[which], *n));
+            GroupedLinear::new(linears, dtype)
+        };
+        Ok(Self { gate: of(0)?, up: of(1)?, down: of(2)? })
+    }
+
+    /// Forward pass of rows `x` `[n, d]`.
+    pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted) -> Result<Saved> {
+        let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
+        let (up, low_up) = self.up.forward(&x, ctx, s)?;
+        let x = (self.gate.needs_input || self.up.needs_input).then_some(x);
+        let (out, low_down) = self.down.forward(&swiglu::forward(&gate, &up)?, ctx, s)?;
+        Ok(Saved { x, gate, up, low: [low_gate, low_up, low_down], out })
+    }
+
+    /// Backward pass: returns the gradient of the expert inputs `[n, d]`. Expects the gradient of the
+    /// outputs in `saved.out`.
+    pub fn backward(&self, saved: Saved, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<Tensor> {
+        let Saved { x, gate, up, low: [low_gate, low_up, low_down], out: dout } = saved;
+        let dh = {
+            let du = grouped::low_back(&self.down.table, &dout, s)?;
+            let h = self.down.needs_input.then(|| swiglu::forward(&gate, &up)).transpose()?;
+            self.down.gradients((&dout, du.as_ref()), (h.as_ref(), low_down.as_ref()), ctx, s, sink)?;
+            drop(h);
+            self.down.backward((&dout, du.as_ref()), None, ctx, s)?
+        };
+        drop((dout, low_down));
+        let (dg, du) = swiglu::backward(&gate, &up, &dh)?;
+        drop((dh, gate, up));
+        let low_dg = grouped::low_back(&self.gate.table, &dg, s)?;
+        let low_du = grouped::low_back(&self.up.table, &du, s)?;
+        self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
+        self.up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
+        drop((x, low_gate, low_up));
+        if self.gate.drops(ctx).is_some() || self.up.drops(ctx).is_some() {
+            let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
+            return self.up.backward((&du, low_du.as_ref()), Some(dx), ctx, s);
+        }
+        let up = (&self.up.table, &du, low_du.as_ref());
+        grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(up), s)
+    }
+}

@@ -1,0 +1,27 @@
+//! Feed-forward part of a layer: a SwiGLU, or a mixture of experts.
+//!
+//! Mixture of experts: a router selects the top `k` experts per token; expert outputs are summed, weighted
+//! by gates.
+//!
+//! The router always computes in f32. Experts are SwiGLUs on the rows routed to them; an expert without
+//! tokens costs nothing. On the CPU, many experts run in parallel, one thread per expert; a few run one
+//! after another, with all threads in every product.
+//!
+//! Routing decisions are a value ([`Groups`]); recompute reuses them.
+//!
+//! On CUDA, routing stays on the device and all experts are computed together ([`grouped`]). Experts
+//! unsupported by grouped products (DoRA, for example) run one after another, with routing lists on the
+//! host.
+//!
+//! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate.
+
+mod device;
+mod grouped;
+mod mixture;
+pub mod mlp;
+mod shared;
+mod types;
+
+pub use mlp::Mlp;
+pub use shared::Shared;
+pub use types::{Mixture, Saved};

@@ -1,0 +1,78 @@
+//! A mixture and its saved activations.
+
+use super::grouped::{self, GroupedExperts};
+use super::mlp::{self, Mlp};
+use super::shared::{Shared, SharedSaved};
+use crate::model::linear::{self, Linear};
+use ft_kernels::Tensor;
+use ft_kernels::dispatch::{Groups, Sorted};
+use ft_kernels::route::cuda::Routed;
+use std::sync::{Arc, Mutex};
+
+/// Router and experts of one layer.
+#[derive(Clone, Debug)]
+pub struct Mixture {
+    /// `[d]` -> `[e]`.
+    pub router: Linear,
+    /// Experts. Fixed after construction: `grouped` caches pointers to their weights.
+    pub(super) experts: Vec<Mlp>,
+    /// Number of identical experts represented by each entry of `experts`; 1 except in a plan.
+    pub(super) copies: Vec<usize>,
+    pub shared: Option<Shared>,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Whether a token's gates are normalized to sum to one.
+    pub normalise: bool,
+    /// Pointer tables for the grouped products, built on first use, with the value of
+    /// [`moves`](ft_kernels::vacant::moves) they were built at: weights may move later.
+    pub(super) grouped: Arc<Mutex<Option<(u64, Arc<GroupedExperts>)>>>,
+}
+
+/// Error for a bug in the walk.
+pub(super) const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
+
+/// Saved activations, including the inputs of the router losses.
+#[derive(Debug)]
+pub struct Saved {
+    /// Routing decisions.
+    pub groups: Arc<Groups>,
+    /// Router probabilities `[t, e]`, f32.
+    pub probs: Tensor,
+    /// logsumexp of the router's logits `[t]`, f32.
+    pub lse: Tensor,
+    pub(super) gates: Tensor,
+    pub(super) router: linear::Saved,
+    pub(super) experts: SavedExperts,
+    pub(super) shared: Option<SharedSaved>,
+}
+
+/// Saved activations of the experts.
+#[derive(Debug)]
+pub(super) enum SavedExperts {
+    /// One entry per expert with tokens, and expert outputs `[rows, d]` before the gates.
+    PerExpert(Vec<mlp::Saved>, Vec<Tensor>),
+    /// Of all experts, computed together.
+    Grouped(Box<grouped::Saved>),
+}
+
+impl Saved {
+    /// Drops the inputs; [`Mixture::restore`] restores them.
+    pub fn drop_inputs(&mut self) {
+        self.router.x = None;
+        match &mut self.experts {
+            SavedExperts::PerExpert(saved, _) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
+            SavedExperts::Grouped(saved) => saved.x = None,
+        }
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.drop_inputs();
+            shared.gate.x = None;
+        }
+    }
+
+    /// Routing results on the device; `None` if routing is on the host.
+    pub fn routed(&self) -> Option<(&Sorted, Routed)> {
+        let sorted = self.groups.sorted()?;
+        let (chosen, probs) = (sorted.chosen.clone(), self.probs.clone());
+        Some((sorted, Routed { chosen, probs, lse: self.lse.clone(), gates: self.gates.clone() }))
+    }
+}

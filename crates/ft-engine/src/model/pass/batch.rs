@@ -1,0 +1,188 @@
+//! A micro-batch as it enters the model, with the context shared by all layers.
+
+use crate::model::config::Config;
+use candle_core::{DType, Device};
+use ft_base::rng::{Purpose, Stream};
+use ft_kernels::attention::{Sequences, Sizes};
+use ft_kernels::cuda::upload::Lists;
+use ft_kernels::embed::ById;
+use ft_kernels::noise;
+use ft_kernels::tensor::Ghost;
+use ft_kernels::{Ledger, Tensor};
+use std::sync::Arc;
+
+/// Key of the dropout random numbers; see [`ft_base::rng`].
+#[derive(Clone, Copy, Debug)]
+pub struct DropoutKey {
+    pub seed: u64,
+    /// Optimizer step.
+    pub step: u64,
+    /// Index, within the step, of the first row of a linear's input.
+    pub first_row: usize,
+}
+
+/// Per-micro-batch data shared by all layers.
+#[derive(Clone, Debug)]
+pub struct Context {
+    /// Document boundaries, for the attention mask.
+    pub seqs: Sequences,
+    /// Cosines of the rotary embedding `[t, c / 2]`, f32.
+    pub cos: Tensor,
+    /// Sines of the rotary embedding `[t, c / 2]`, f32.
+    pub sin: Tensor,
+    /// Dropout key in training; `None` disables dropout.
+    pub dropout: Option<DropoutKey>,
+    /// Within an expert, the token index of each row, so that dropout depends on the token alone. `None`
+    /// means row i is token i.
+    pub rows: Option<Arc<Vec<u32>>>,
+}
+
+impl Context {
+    /// The same context for a subset of the tokens.
+    pub fn for_tokens(&self, tokens: &[u32]) -> Self {
+        Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
+    }
+
+    /// The context of a chunk of target rows; `first` is the index of its first target within the step.
+    pub fn for_targets(&self, first: usize) -> Self {
+        let mut c = self.clone();
+        if let Some(d) = &mut c.dropout {
+            d.first_row = first;
+        }
+        c
+    }
+}
+
+/// One micro-batch on the device: documents end to end, no padding.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// Token ids `[t]`, u32.
+    pub ids: Tensor,
+    /// Tokens sorted by id, for the embedding's gradient on CUDA; `None` on the CPU.
+    pub by_id: Option<ById>,
+    /// Number of tokens t.
+    pub tokens: usize,
+    pub context: Context,
+    /// Query rows of the targets `[n]`, u32.
+    pub target_rows: Tensor,
+    /// Target ids `[n]`, u32.
+    pub targets: Tensor,
+    /// Number of targets n.
+    pub target_count: usize,
+    /// Number of targets in earlier micro-batches of the step.
+    pub first_target: usize,
+}
+
+/// A micro-batch on the host, as produced by the data loader.
+#[derive(Clone, Copy, Debug)]
+pub struct HostBatch<'a> {
+    /// Token ids of all documents, end to end.
+    pub ids: &'a [u32],
+    /// Token positions within documents, from 0.
+    pub positions: &'a [u32],
+    /// Lengths of the documents. In generation: the length of the single document, cached tokens included.
+    pub docs: &'a [usize],
+    /// Pairs of query row and target id.
+    pub targets: &'a [(u32, u32)],
+}
+
+impl Batch {
+    /// Copies a micro-batch to the device.
+    ///
+    /// `first` counts the tokens and targets of earlier micro-batches of the step; `dropout` is the seed
+    /// and step in training.
+    pub fn new(
+        config: &Config,
+        host: HostBatch<'_>,
+        first: (usize, usize),
+        dropout: Option<(u64, u64)>,
+        device: &Device,
+    ) -> crate::model::config::Result<Self> {
+        let rows: Vec<u32> = host.targets.iter().map(|t| t.0).collect();
+        let of_targets: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
+        let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 });
+        let past = host.docs.iter().sum::<usize>().saturating_sub(host.ids.len());
+        let (ids, target_rows, targets, seqs, cos, sin);
+        if device.is_cpu() {
+            (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
+            seqs = Sequences::new(host.docs, past, device)?;
+            ids = Tensor::new(host.ids, device)?;
+            (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
+        } else {
+            // One asynchronous copy for all lists; the host does not wait.
+            let mut lists = Lists::default();
+            let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
+            let tiles = Sequences::list(host.docs, past, &mut lists);
+            let tables = config.rope.values(config.head_dim, host.positions).map(|t| lists.floats(&t));
+            let sent = lists.send(device)?;
+            let shape = (host.positions.len(), config.head_dim / 2);
+            let [a, b] = tables.map(|p| sent.floats(p)?.reshape(shape));
+            (cos, sin) = (a?, b?);
+            let [a, b, c] = places.map(|p| sent.ints(p));
+            (ids, target_rows, targets) = (a?, b?, c?);
+            seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
+        }
+        Ok(Self {
+            ids,
+            by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
+            tokens: host.ids.len(),
+            context: Context { seqs, cos, sin, dropout, rows: None },
+            target_rows,
+            targets,
+            target_count: host.targets.len(),
+            first_target: first.1,
+        })
+    }
+
+    /// Adds NEFTune noise with this `alpha` to token embeddings `x` `[t, d]`; identity outside of training
+    /// or if `alpha` is 0.
+    ///
+    /// # Errors
+    /// A number of rows other than the number of tokens.
+    pub fn noisy(&self, x: Tensor, alpha: f64) -> candle_core::Result<Tensor> {
+        match self.context.dropout.filter(|_| alpha > 0.0) {
+            None => Ok(x),
+            Some(key) => {
+                let stream = Stream::new(key.seed, Purpose::Noise, key.step, 0);
+                noise::add(&x, stream, key.first_row, &self.context.seqs.docs, alpha)
+            }
+        }
+    }
+
+    /// A shape-only micro-batch for a plan. Charged to the ledger once, for the whole run:
+    /// [`Batch::bytes`].
+    pub fn ghost(
+        ledger: &Ledger,
+        sizes: Sizes,
+        targets: usize,
+        head_dim: usize,
+        dropout: Option<(u64, u64)>,
+    ) -> candle_core::Result<Self> {
+        let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
+        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
+        let seqs = Sequences::ghost(sizes);
+        let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
+        Ok(Self {
+            ids: list(sizes.keys),
+            by_id: None,
+            tokens: sizes.keys,
+            context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
+            target_rows: list(targets),
+            targets: list(targets),
+            target_count: targets,
+            first_target: 0,
+        })
+    }
+
+    /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets.
+    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize, cuda: bool) -> u64 {
+        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + 8 * targets) as u64
+    }
+}
+
+/// Copies numbers to the device. Empty lists allocate one element: a device has no address for zero bytes.
+fn list(mut numbers: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
+    let n = numbers.len();
+    numbers.resize(n.max(1), 0);
+    Tensor::from_vec(numbers, n.max(1), device)?.narrow(0, 0, n)
+}

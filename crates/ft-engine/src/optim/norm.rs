@@ -1,0 +1,21 @@
+//! Gradient norm and clipping.
+
+use crate::adapt::Params;
+use crate::adapt::params::Unit;
+use candle_core::Result;
+use ft_kernels::Tensor;
+use ft_kernels::optimizer::sum_squares;
+
+/// Sum of squares of this rank's shard of all gradients. The shards are the same at every ZeRO stage, and
+/// their sum over ranks covers each gradient once.
+pub fn grad_squares(params: &Params) -> Result<f64> {
+    let mine = |u: &Unit| u.grads.as_ref().map(|g| g.of(u.part.clone()));
+    let grads: Vec<Tensor> = params.units.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
+    sum_squares(&grads)
+}
+
+/// Factor that scales a gradient norm down to `clip` (0: no clipping), as in
+/// `torch.nn.utils.clip_grad_norm_`.
+pub fn clip_factor(norm: f64, clip: f64) -> f64 {
+    if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
+}

@@ -1,0 +1,225 @@
+//! AdamW and GaLore over flat buffers.
+
+use super::offload::{self, PIECE, STAGED};
+use super::projected::GaLore;
+use super::update::Update;
+use crate::adapt::Params;
+use crate::adapt::buffer::Held;
+use crate::adapt::params::Unit;
+use crate::adapt::selection::Part;
+use crate::ranks::{self, Comm};
+use candle_core::Result;
+use ft_kernels::optimizer::AdamW;
+use ft_recipe::{Decay, OptimizerName};
+use std::sync::atomic::Ordering;
+
+/// Learning rate of an update as a function of the peak rate of a parameter group (see [`Schedule::at`]).
+pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
+
+/// Range of a unit's buffer with one learning rate and one weight decay.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct ParamGroup {
+    unit: usize,
+    start: usize,
+    len: usize,
+    /// Peak learning rate before `lr_scale`.
+    peak: f64,
+    lr_scale: f64,
+    decays: bool,
+}
+
+/// AdamW or GaLore over the trained tensors of a model.
+#[derive(Debug)]
+pub struct Optimizer {
+    pub(super) groups: Vec<ParamGroup>,
+    betas: [f64; 2],
+    eps: f64,
+    weight_decay: f64,
+    /// Maximum number of values per transfer with host offload.
+    pub(super) piece: usize,
+    staged: offload::Staged,
+    /// `None` without gradient projection.
+    galore: Option<GaLore>,
+    /// Adds eps to the square root of the second moment before bias correction, as GaLore's reference code
+    /// does.
+    eps_first: bool,
+}
+
+impl Optimizer {
+    /// Creates the optimizer of a recipe for the given parameters.
+    pub fn new(params: &Params, o: &ft_recipe::Optimizer) -> Self {
+        let mut groups: Vec<ParamGroup> = Vec::new();
+        let mut placed: Vec<_> = params.tensors.iter().zip(&params.slots).collect();
+        placed.sort_by_key(|(_, s)| (s.unit, s.offset));
+        for (t, s) in placed {
+            let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
+            let peak = o.peak_lr(t.part.method());
+            let factor = o.factor(t.lr_scale, t.part == Part::B);
+            let end = s.offset + t.elements();
+            match groups.last_mut() {
+                Some(l) if (l.unit, l.peak, l.lr_scale, l.decays) == (s.unit, peak, factor, decays) => {
+                    l.len = end - l.start;
+                }
+                _ => groups.push(ParamGroup {
+                    unit: s.unit,
+                    start: s.offset,
+                    len: t.elements(),
+                    peak,
+                    lr_scale: factor,
+                    decays,
+                }),
+            }
+        }
+        let on_cpu = params.units.iter().flatten().all(|u| u.compute.whole.device().is_cpu());
+        let piece = if on_cpu { PIECE } else { STAGED };
+        let staged = offload::Staged::default();
+        let galore = o.name.projects().then_some(GaLore { gap: o.galore_gap as u64, scale: o.galore_scale });
+        let eps_first = o.name == OptimizerName::Galore;
+        let (betas, eps, weight_decay) = (o.betas, o.eps, o.weight_decay);
+        Self { groups, betas, eps, weight_decay, piece, staged, galore, eps_first }
+    }
+
+    /// Applies update number `t` (from 1) with learning rates `lr` and gradients multiplied by `grad_scale`.
+    /// Afterwards the compute buffers of every rank are up to date (sharded ones after the next gather). On
+    /// CUDA the update also zeroes the gradients.
+    ///
+    /// # Errors
+    /// A lost rank; a failed tensor operation.
+    pub fn step(
+        &self,
+        params: &Params,
+        comm: &dyn Comm,
+        t: u64,
+        lr: Rate<'_>,
+        grad_scale: f64,
+    ) -> ft_base::Result<()> {
+        let mut mine = Vec::new();
+        for (number, unit) in params.units.iter().enumerate() {
+            let Some(unit) = unit else { continue };
+            let Some(grads) = &unit.grads else {
+                return Err(candle_core::Error::Msg(format!("unit {number} has no gradients")).into());
+            };
+            self.project((number, unit), params, grads, &At { t, lr, grad_scale })?;
+            mine.extend(self.updates((number, unit), grads, &At { t, lr, grad_scale })?);
+        }
+        self.run(params, &mine)?;
+        for number in 0..params.units.len() {
+            gather(params, number, comm)?;
+        }
+        // The groups cover every trained value; padding between them stays zero. An update on the host leaves
+        // the gradients unchanged.
+        let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        let zeroed = !params.offloaded
+            && self.galore.is_none()
+            && params.shard.ranks == 1
+            && grads.all(|g| !g.values.device().is_cpu());
+        params.zeroed.store(zeroed, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Updates one unit like [`Optimizer::step`], with gradients from `grads`, which must cover the range
+    /// that this rank updates.
+    ///
+    /// # Errors
+    /// See [`Optimizer::step`].
+    pub fn step_unit(
+        &self,
+        params: &Params,
+        comm: &dyn Comm,
+        number: usize,
+        grads: &Held,
+        at: &At<'_>,
+    ) -> ft_base::Result<()> {
+        if let Some(Some(unit)) = params.units.get(number) {
+            self.project((number, unit), params, grads, at)?;
+            self.run(params, &self.updates((number, unit), grads, at)?)?;
+        }
+        gather(params, number, comm)
+    }
+
+    /// The updates of this rank's shard of a unit.
+    fn updates<'a>(
+        &self,
+        (number, unit): (usize, &'a Unit),
+        grads: &'a Held,
+        at: &At<'_>,
+    ) -> Result<Vec<Update<'a>>> {
+        let Some(moments) = &unit.moments else { candle_core::bail!("unit {number} has no moments") };
+        let numbers = |s: &ParamGroup| self.numbers(s, at);
+        let mut mine = Vec::new();
+        for s in self.groups.iter().filter(|s| s.unit == number) {
+            let parts = moments.parts(&(s.start..s.start + s.len));
+            let parts = parts.iter().flat_map(|part| unit.by_kept(part));
+            mine.extend(parts.map(|range| Update { unit, grads, range, k: numbers(s) }));
+        }
+        mine.retain(|u| !u.range.is_empty());
+        Ok(mine)
+    }
+
+    fn numbers(&self, s: &ParamGroup, at: &At<'_>) -> AdamW {
+        // m / (sqrt(v) + eps) * sqrt(c) = m / (sqrt(v / c) + eps / sqrt(c)), with the bias correction c
+        let root = (1.0 - self.betas[1].powf(at.t as f64)).sqrt();
+        AdamW {
+            lr: (at.lr)(s.peak) * s.lr_scale,
+            betas: self.betas,
+            eps: if self.eps_first { self.eps / root } else { self.eps },
+            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+            t: at.t,
+            grad_scale: at.grad_scale,
+        }
+    }
+
+    /// Updates the matrices of a unit with projected gradients.
+    fn project(
+        &self,
+        (number, unit): (usize, &Unit),
+        params: &Params,
+        grads: &Held,
+        at: &At<'_>,
+    ) -> Result<()> {
+        let Some(galore) = &self.galore else { return Ok(()) };
+        for p in &unit.projected {
+            let start = params.slots[p.index].offset;
+            let of = |g: &&ParamGroup| g.unit == number && (g.start..g.start + g.len).contains(&start);
+            let Some(group) = self.groups.iter().find(of) else {
+                candle_core::bail!("{} has no learning rate", params.tensors[p.index].name);
+            };
+            galore.step(params, (unit, p), grads, &self.numbers(group, at))?;
+        }
+        Ok(())
+    }
+
+    fn run(&self, params: &Params, updates: &[Update<'_>]) -> Result<()> {
+        if !(params.offloaded || params.weights_offloaded) {
+            return updates.iter().try_for_each(Update::on_device);
+        }
+        let longest = self.groups.iter().map(|g| g.len).max().unwrap_or(0);
+        offload::step(updates, self.piece, (longest, params.pin), &self.staged)
+    }
+}
+
+/// Number and factors of an update.
+pub struct At<'a> {
+    /// Update number, from 1.
+    pub t: u64,
+    /// Learning rates.
+    pub lr: Rate<'a>,
+    /// Factor on gradients.
+    pub grad_scale: f64,
+}
+
+/// All-gathers the updated weights of a unit, if each rank updates a shard.
+fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()> {
+    let Some(Some(unit)) = params.units.get(number) else { return Ok(()) };
+    if params.shard.stage == 0 || params.shard.ranks == 1 || params.is_split() {
+        return Ok(());
+    }
+    let (at, parts) =
+        (ranks::At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
+    for all in unit.shared() {
+        // a copy, because a peer may not read a buffer that is being written
+        let mine = all.narrow(0, unit.part.start, unit.part.len())?;
+        comm.all_gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?.wait()?;
+    }
+    Ok(())
+}

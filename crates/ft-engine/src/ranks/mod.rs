@@ -1,0 +1,23 @@
+//! Ranks and their collectives.
+//!
+//! Every rank runs the same collectives in the same order. If a rank fails, panics or times out, all other
+//! ranks return an error with the number of the lost rank. A group of one rank is a valid group;
+//! collectives return at once.
+//!
+//! Sums are taken in rank order and give the same bits for every way of sharding.
+
+mod callbacks;
+mod comm;
+mod device;
+mod mesh;
+#[cfg(feature = "cuda")]
+mod nccl;
+pub mod processes;
+mod sum;
+mod threads;
+
+pub use comm::{At, Comm, Error};
+pub use device::on_device;
+pub use mesh::Mesh;
+pub use processes::ROUND;
+pub use threads::{Threads, alone, group};

@@ -1,0 +1,178 @@
+//! Start of a process group.
+
+use super::group::Processes;
+use super::monitor::Monitor;
+use super::rendezvous::{self, Connections, Registration};
+use super::tcp;
+use crate::ranks::comm::{At, Error};
+use ft_base::error::ExitCode;
+use ft_recipe::{Launch, Meeting};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Minimum timeout for process startup.
+const MEET: Duration = Duration::from_secs(60);
+const START: At = At { what: "the start", unit: None };
+
+/// Processes on this machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Neighbours {
+    /// Processes on this machine.
+    pub here: usize,
+    /// Processes with the same CPU affinity mask as this one.
+    pub on_processors: usize,
+}
+
+impl Neighbours {
+    /// Counts the processes like `rank`; `about` has host and CPU affinity mask of each rank, by line.
+    fn count(about: &[String], rank: usize) -> Self {
+        let (mine, host) = (&about[rank], host_of(&about[rank]));
+        Self {
+            here: about.iter().filter(|a| host_of(a) == host).count(),
+            on_processors: about.iter().filter(|a| *a == mine).count(),
+        }
+    }
+}
+
+fn host_of(about: &str) -> &str {
+    about.split_once('\n').map_or(about, |(host, _)| host)
+}
+
+/// Joins the process group of the launcher. A collective fails after `timeout`.
+///
+/// # Errors
+/// MPI was initialized before; unreachable peers; a launcher without an address to meet at.
+pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbours), Error> {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let about = format!("{host}\n{}", processors());
+    let (rank, world) = launch.map_or((0, 1), |l| (l.rank, l.world));
+    let fail =
+        |why: String, code| Error { rank, world, host: host.clone(), at: START, why, code, hangs: false };
+    match launch.map(|l| (l, &l.meeting)) {
+        Some((launch, Meeting::At(host, port))) => {
+            let lost = |why: String| fail(why, ExitCode::LostRank);
+            let joined = meet(launch, (host, *port), about, timeout.max(MEET)).map_err(lost)?;
+            let monitor = Arc::new(Monitor::new((rank, world), timeout));
+            monitor.know_hosts(joined.hosts);
+            let known = Arc::clone(&monitor);
+            let transport = tcp::start(joined.values, move |round| known.done(round));
+            let all = Processes::new(monitor, transport.map_err(|e| lost(e.to_string()))?);
+            begin(&all, joined.monitors)?;
+            Ok((all, joined.neighbours))
+        }
+        Some((_, Meeting::Nowhere(why))) => {
+            let why =
+                format!("{world} processes were started, and they do not find one another\n  hint: {why}");
+            Err(fail(why, ExitCode::Usage))
+        }
+        #[cfg(feature = "mpi")]
+        _ => by_mpi(about, timeout, &|why| fail(why, ExitCode::Usage)),
+        #[cfg(not(feature = "mpi"))]
+        _ => Err(fail(
+            "this ft was built without MPI (cargo build --release --features mpi)".into(),
+            ExitCode::Usage,
+        )),
+    }
+}
+
+/// Starts the monitor of a group.
+fn begin(all: &Processes, monitors: Connections) -> Result<(), Error> {
+    // Every rank has a monitoring connection before any rank can be reported as lost.
+    all.exchange(START, &[], false)?;
+    let begun = all.monitor.begin(monitors);
+    begun.map_err(|e| all.monitor.error(all.monitor.rank, e.to_string(), ExitCode::LostRank))
+}
+
+/// Result of a rendezvous.
+struct Joined {
+    /// Connections for liveness messages.
+    monitors: Connections,
+    /// Connections for values.
+    values: Connections,
+    hosts: Vec<String>,
+    neighbours: Neighbours,
+}
+
+/// Rendezvous at the host and port of the launcher.
+fn meet(
+    &Launch { rank, world, .. }: &Launch,
+    (host, port): (&str, u16),
+    about: String,
+    timeout: Duration,
+) -> Result<Joined, String> {
+    let end = Instant::now() + timeout;
+    let (to, one_machine) = rendezvous::resolve(host, port, if rank == 0 { Instant::now() } else { end })?;
+    let listener = rendezvous::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
+    let own_port = listener.local_addr().map_err(|e| e.to_string())?.port();
+    let own = Registration::new(rank, world, own_port, about);
+    let (monitors, roster) = if rank == 0 {
+        rendezvous::register_all(own, &listener, to, end)?
+    } else {
+        rendezvous::register(own, (host, port), end)?
+    };
+    let values = rendezvous::connect_pairs(&roster, rank, host, &listener, end)?;
+    let about = roster.about();
+    let hosts = about.iter().map(|a| host_of(a).into()).collect();
+    Ok(Joined { monitors, values, hosts, neighbours: Neighbours::count(&about, rank) })
+}
+
+/// Implements [`join`] over MPI.
+#[cfg(feature = "mpi")]
+fn by_mpi(
+    about: String,
+    timeout: Duration,
+    fail: &dyn Fn(String) -> Error,
+) -> Result<(Processes, Neighbours), Error> {
+    let monitor = Arc::new(std::sync::OnceLock::<Arc<Monitor>>::new());
+    let known = Arc::clone(&monitor);
+    let done = move |round| {
+        if let Some(monitor) = known.get() {
+            monitor.done(round);
+        }
+    };
+    let (transport, rank, world) = super::mpi::start(done).map_err(fail)?;
+    let monitor = Arc::clone(monitor.get_or_init(|| Arc::new(Monitor::new((rank, world), timeout))));
+    let all = Processes::new(monitor, transport);
+    let ranks = all.exchange(START, about.as_bytes(), false)?;
+    let ranks: Vec<String> = ranks.iter().map(|a| String::from_utf8_lossy(a).into_owned()).collect();
+    let hosts: Vec<String> = ranks.iter().map(|a| host_of(a).into()).collect();
+    all.monitor.know_hosts(hosts.clone());
+    if world > 1 {
+        let lost = |why: String| all.monitor.error(rank, why, ExitCode::LostRank);
+        begin(&all, monitors(&all, &hosts, about)?.map_err(lost)?)?;
+    }
+    Ok((all, Neighbours::count(&ranks, rank)))
+}
+
+/// Monitoring connections under MPI: rank 0 sends its port by MPI, and the others register there.
+#[cfg(feature = "mpi")]
+fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<Connections, String>, Error> {
+    use std::net::{Ipv4Addr, SocketAddr};
+    let (rank, world, end) = (all.monitor.rank, all.monitor.world, Instant::now() + MEET);
+    if rank > 0 {
+        let said = all.exchange(START, &[], false)?;
+        let Ok(port) = said[0].as_slice().try_into().map(u16::from_ne_bytes) else {
+            return Ok(Err("the first says nothing".into()));
+        };
+        let host = if hosts[rank] == hosts[0] { "127.0.0.1" } else { &hosts[0] };
+        let own = Registration::new(rank, world, 0, about);
+        return Ok(rendezvous::register(own, (host, port), end).map(|(connections, _)| connections));
+    }
+    let one_machine = hosts.iter().all(|h| *h == hosts[0]);
+    let to = SocketAddr::from((if one_machine { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED }, 0));
+    let listener = match rendezvous::listen(to, 0, one_machine) {
+        Ok(listener) => listener,
+        Err(why) => return Ok(Err(why)),
+    };
+    let port = listener.local_addr().map_or(0, |a| a.port());
+    all.exchange(START, &port.to_ne_bytes(), false)?;
+    let own = Registration::new(rank, world, port, about);
+    Ok(rendezvous::register_all(own, &listener, to, end).map(|(connections, _)| connections))
+}
+
+/// CPU affinity mask of this process, as `/proc` prints it.
+fn processors() -> String {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed:"));
+    mask.map_or(String::new(), |m| m.trim().into())
+}

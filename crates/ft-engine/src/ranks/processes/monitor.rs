@@ -1,0 +1,423 @@
+//! Failure detection: a TCP connection between rank 0 and every other rank, apart from the transport of
+//! values.
+//!
+//! MPI does not report dead or stopped peers, and NCCL reports them too late. Each process announces every
+//! collective it enters and sends a heartbeat every half second; the operating system closes the connection
+//! of a dead process. Rank 0 decides which rank is lost and tells all; the other ranks monitor rank 0.
+
+use super::transport::Round;
+use crate::ranks::callbacks::{Callback, call_all};
+use crate::ranks::comm::{At, Error};
+use ft_base::error::ExitCode;
+use ft_base::terminal::tell;
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Interval between heartbeats.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+/// Interval between checks.
+const CHECK: Duration = Duration::from_millis(100);
+/// A gap between checks beyond this means that this process itself was stopped;
+/// silence during the gap is ignored.
+const STOPPED: Duration = Duration::from_secs(2);
+/// Time a process may continue after a failure: without and with a dead process. The second is shorter,
+/// because launchers kill the remaining processes one second later.
+const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
+/// Time to wait for data sent by a failed rank before the failure.
+const DRAIN: Duration = Duration::from_millis(500);
+/// Additional time for other ranks to wait for the report of rank 0.
+const AFTER_RANK_0: Duration = Duration::from_millis(250);
+
+/// A message, sent as one line of JSON.
+#[derive(Serialize, Deserialize)]
+enum Message {
+    Alive,
+    /// The sender enters a collective: its sequence number and name.
+    At(u64, String),
+    /// The sender timed out in the collective with this sequence number.
+    Late(u64),
+    Failed(LostRank),
+    /// The sender leaves after completing all work.
+    Bye,
+}
+
+/// Serialized form of [`Error`].
+#[derive(Serialize, Deserialize)]
+struct LostRank {
+    rank: usize,
+    host: String,
+    at: String,
+    why: String,
+    code: u8,
+    hangs: bool,
+    died: bool,
+}
+
+/// State of a peer.
+struct Peer {
+    /// Sequence number and name of the current or last collective.
+    at: (u64, String),
+    /// Time of the last message.
+    heard: Instant,
+    /// The peer has left or died.
+    gone: bool,
+}
+
+struct State {
+    peers: Vec<Peer>,
+    /// A completed round, until it is taken.
+    done: Option<Round>,
+    /// Deadline of the current collective.
+    deadline: Option<Instant>,
+    /// Cause of the failure, time of the failure, and whether a process died.
+    failed: Option<(Error, Instant, bool)>,
+    /// Callbacks for a failure.
+    when_failed: Vec<Callback>,
+    /// This process is leaving.
+    over: bool,
+}
+
+/// State of all processes as seen by one.
+pub struct Monitor {
+    /// Rank of this process.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// Timeout of a collective.
+    timeout: Duration,
+    hosts: OnceLock<Vec<String>>,
+    /// Connections by rank.
+    lines: OnceLock<Vec<Option<Mutex<TcpStream>>>>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Monitor {
+    /// Initial state, without connections.
+    pub fn new((rank, world): (usize, usize), timeout: Duration) -> Self {
+        let peer = |_| Peer { at: (0, "none yet".into()), heard: Instant::now(), gone: false };
+        let state = State {
+            peers: (0..world).map(peer).collect(),
+            done: None,
+            deadline: None,
+            failed: None,
+            when_failed: Vec::new(),
+            over: false,
+        };
+        let (hosts, lines) = (OnceLock::new(), OnceLock::new());
+        Self { rank, world, timeout, hosts, lines, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code panics while holding this lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts one listener thread per connection and the monitor thread; `lines` are the connections by rank.
+    ///
+    /// # Errors
+    /// No thread or file descriptor available.
+    pub fn begin(self: &Arc<Self>, lines: Vec<Option<TcpStream>>) -> std::io::Result<()> {
+        let start = |name: String, f: Box<dyn FnOnce() + Send>| {
+            std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(f).map(drop)
+        };
+        for (rank, line) in lines.iter().enumerate() {
+            let Some(line) = line else { continue };
+            line.set_nodelay(true)?;
+            // a stopped process does not drain the socket
+            line.set_write_timeout(Some(HEARTBEAT))?;
+            let (monitor, line) = (Arc::clone(self), line.try_clone()?);
+            start(format!("line {rank}"), Box::new(move || monitor.listen(rank, line)))?;
+        }
+        let _ = self.lines.set(lines.into_iter().map(|l| l.map(Mutex::new)).collect());
+        let monitor = Arc::clone(self);
+        start("monitor".into(), Box::new(move || monitor.run()))
+    }
+
+    /// Sets the host names by rank.
+    pub fn know_hosts(&self, hosts: Vec<String>) {
+        let _ = self.hosts.set(hosts);
+    }
+
+    /// Cause of the failure, if any.
+    pub fn failed(&self) -> Option<Error> {
+        self.lock().failed.as_ref().map(|(e, ..)| e.clone())
+    }
+
+    /// Registers `f`, called on a separate thread when the run fails.
+    pub fn when_failed(&self, f: Callback) {
+        let mut s = self.lock();
+        s.when_failed.push(f);
+        if s.failed.is_some() {
+            call_all(std::mem::take(&mut s.when_failed));
+        }
+    }
+
+    /// Announces that this rank enters a collective, with sequence number and name.
+    ///
+    /// # Errors
+    /// The cause of the failure.
+    pub fn enter(&self, number: u64, at: At) -> Result<(), Error> {
+        let words = at.to_string();
+        let mut s = self.lock();
+        if let Some((e, ..)) = &s.failed {
+            return Err(e.clone());
+        }
+        s.peers[self.rank].at = (number, words.clone());
+        drop(s);
+        self.send_all(&Message::At(number, words));
+        Ok(())
+    }
+
+    /// Name of the last collective of a rank.
+    pub fn at(&self, rank: usize) -> String {
+        self.lock().peers.get(rank).map_or(String::new(), |p| p.at.1.clone())
+    }
+
+    /// Marks a round as complete.
+    pub fn done(&self, round: Round) {
+        self.lock().done = Some(round);
+        self.changed.notify_all();
+    }
+
+    /// Waits for the current round to complete, with a timeout if `timed`.
+    ///
+    /// # Errors
+    /// The cause of the failure.
+    pub fn wait(&self, timed: bool) -> Result<Round, Error> {
+        let mut s = self.lock();
+        s.deadline = timed.then(|| Instant::now().checked_add(self.timeout)).flatten();
+        loop {
+            if let Some(round) = s.done.take() {
+                s.deadline = None;
+                return Ok(round);
+            }
+            let left = match &s.failed {
+                None => CHECK,
+                // The failed rank got at least as far, so data for this round is on the way and this rank
+                // may yet find and report the same cause.
+                Some((e, since, false)) if !e.hangs && s.peers[e.rank].at.0 >= s.peers[self.rank].at.0 => {
+                    let left = (*since + DRAIN).saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(e.clone());
+                    }
+                    left
+                }
+                Some((e, ..)) => return Err(e.clone()),
+            };
+            s = self.changed.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Builds the error of a lost rank.
+    pub fn error(&self, rank: usize, why: String, code: ExitCode) -> Error {
+        let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
+        // leaks at most once per process
+        let at = At::all(self.at(rank).leak());
+        Error { rank, world: self.world, host, at, why, code, hangs: false }
+    }
+
+    /// Ends the run for all ranks; the first cause is kept. `died` says whether a process is gone.
+    pub fn fail(&self, e: Error, died: bool) {
+        let mut s = self.lock();
+        if s.over || s.failed.is_some() {
+            return;
+        }
+        s.failed = Some((e.clone(), Instant::now(), died));
+        call_all(std::mem::take(&mut s.when_failed));
+        drop(s);
+        self.changed.notify_all();
+        let Error { rank, host, at, why, code, hangs, .. } = e;
+        let at = at.to_string();
+        self.send_all(&Message::Failed(LostRank { rank, host, at, why, code: code as u8, hangs, died }));
+    }
+
+    /// Leaves after all work is done.
+    pub fn leave(&self) {
+        self.lock().over = true;
+        self.send_all(&Message::Bye);
+    }
+
+    /// After a failure: waits until rank 0 has reported it. Returns whether this rank must report it,
+    /// because rank 0 is the lost one.
+    pub fn linger(&self) -> bool {
+        if self.rank == 0 {
+            return true;
+        }
+        let mut s = self.lock();
+        let end = Instant::now() + GRACE[0];
+        loop {
+            match &s.failed {
+                Some((e, _, true)) if e.rank == 0 => return true,
+                Some((e, ..)) if e.rank == 0 && e.hangs => return true,
+                _ => {}
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if s.peers[0].gone || left.is_zero() {
+                return false;
+            }
+            s = self.changed.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sends a message on all connections: rank 0 to all ranks, other ranks to rank 0.
+    fn send_all(&self, what: &Message) {
+        let Ok(mut text) = serde_json::to_string(what) else { return };
+        text.push('\n');
+        for line in self.lines.get().into_iter().flatten().flatten() {
+            let mut line = line.lock().unwrap_or_else(PoisonError::into_inner);
+            // A broken connection is handled by `listen`.
+            let _ = line.write_all(text.as_bytes());
+        }
+    }
+
+    fn listen(&self, rank: usize, line: TcpStream) {
+        for text in BufReader::new(line).lines() {
+            let Some(said) = text.ok().and_then(|t| serde_json::from_str(&t).ok()) else { break };
+            let mut s = self.lock();
+            s.peers[rank].heard = Instant::now();
+            match said {
+                Message::Alive => {}
+                Message::At(number, words) => s.peers[rank].at = (number, words),
+                Message::Late(number) => {
+                    drop(s);
+                    self.judge(number);
+                }
+                Message::Bye => {
+                    s.peers[rank].gone = true;
+                    self.changed.notify_all();
+                }
+                Message::Failed(t) => {
+                    drop(s);
+                    let (at, code) = (At::all(t.at.leak()), ExitCode::of(t.code));
+                    let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
+                    let e = Error { rank, world: self.world, host, at, why, code, hangs };
+                    self.fail(e, t.died);
+                }
+            }
+        }
+        let left = std::mem::replace(&mut self.lock().peers[rank].gone, true);
+        if !left {
+            let why = "it has died: its process is gone".to_string();
+            self.fail(self.error(rank, why, ExitCode::LostRank), true);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Decides which rank to blame for a timeout in the collective `number`.
+    fn judge(&self, number: u64) {
+        let s = self.lock();
+        let there = s.peers.iter().find(|p| p.at.0 == number).map(|p| p.at.1.clone()).unwrap_or_default();
+        // A stopped process is silent, and may block others in an earlier collective: it takes precedence.
+        let others = (0..self.world).filter(|r| *r != self.rank && !s.peers[*r].gone);
+        let silent = others.min_by_key(|r| s.peers[*r].heard);
+        let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * HEARTBEAT));
+        let last = (0..self.world).min_by_key(|r| s.peers[*r].at.0);
+        let late = silent.or(last.filter(|r| s.peers[*r].at.0 < number));
+        let (late, why) = match late {
+            Some(late) if s.peers[late].at.0 < number => (late, format!("it has not come to {there}")),
+            Some(late) => (late, format!("it has come to {there}, and goes no further")),
+            None => (self.rank, format!("all have come to {there}, and what they give does not arrive")),
+        };
+        drop(s);
+        self.hangs(late, why);
+    }
+
+    fn hangs(&self, rank: usize, why: String) {
+        let seconds = self.timeout.as_secs_f64();
+        let why = format!("{why} within {seconds} s\n  hint: parallel.timeout gives it longer");
+        self.fail(Error { hangs: true, ..self.error(rank, why, ExitCode::LostRank) }, false);
+    }
+
+    /// Monitors the peers until this process leaves; after a failure, exits the
+    /// process if it does not end in time.
+    fn run(&self) {
+        let (mut looked, mut beat) = (Instant::now(), Instant::now());
+        loop {
+            std::thread::sleep(CHECK);
+            let now = Instant::now();
+            let mut s = self.lock();
+            if s.over {
+                return;
+            }
+            if let Some((e, since, died)) = &s.failed {
+                let first = self.rank == 0;
+                let grace = GRACE[usize::from(*died)] + if first { Duration::ZERO } else { AFTER_RANK_0 };
+                if now - *since > grace {
+                    let say = first || e.rank == 0 && (*died || e.hangs);
+                    let e = e.clone();
+                    drop(s);
+                    if say {
+                        ft_base::terminal::to_terminal();
+                        tell(&format!("error: {e}"));
+                    }
+                    std::process::exit(e.code as i32);
+                }
+                continue;
+            }
+            if now - looked > STOPPED {
+                s.peers.iter_mut().for_each(|p| p.heard = now);
+            }
+            looked = now;
+            // heartbeats come from a separate thread, independent of computation
+            let silence = self.timeout.max(STOPPED);
+            let watched = if self.rank == 0 { 1..self.world } else { 0..1 };
+            let silent = watched.into_iter().find(|r| !s.peers[*r].gone && now - s.peers[*r].heard > silence);
+            let number = s.peers[self.rank].at.0;
+            let late = s.deadline.is_some_and(|d| now > d);
+            if late {
+                // rank 0 decides; if it does not answer, it is detected as silent
+                s.deadline = None;
+            }
+            drop(s);
+            if now - beat > HEARTBEAT {
+                beat = now;
+                self.send_all(&Message::Alive);
+            }
+            match (silent, late) {
+                (Some(rank), _) => self.hangs(rank, "it has given no sign of life".into()),
+                (None, true) if self.rank == 0 => self.judge(number),
+                (None, true) => self.send_all(&Message::Late(number)),
+                (None, false) => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The blamed rank and the reason, for peers given as (current collective,
+    /// seconds since the last message).
+    fn named(peers: &[(u64, u64)], number: u64) -> (usize, String) {
+        let monitor = Monitor::new((0, peers.len()), Duration::from_secs(3));
+        for (peer, (at, ago)) in monitor.lock().peers.iter_mut().zip(peers) {
+            peer.at = (*at, format!("sum {at}"));
+            peer.heard = Instant::now().checked_sub(Duration::from_secs(*ago)).expect("a clock that long on");
+        }
+        monitor.judge(number);
+        let e = monitor.failed().expect("a failure");
+        (e.rank, e.why)
+    }
+
+    #[test]
+    fn one_that_is_stopped_is_named_before_those_it_keeps_waiting() {
+        let both = [(6, 0), (6, 3), (7, 0), (7, 0)];
+        let ahead = [(6, 0), (7, 3), (7, 0), (7, 0)];
+        let slow = [(7, 0), (7, 0), (6, 0), (7, 0)];
+        let wire = [(7, 0); 4];
+        for (peers, rank, says) in [
+            (both, 1, "it has not come to sum 7 within 3 s"),
+            (ahead, 1, "it has come to sum 7, and goes no further"),
+            (slow, 2, "it has not come to sum 7"),
+            (wire, 0, "all have come to sum 7"),
+        ] {
+            let (named, why) = named(&peers, 7);
+            assert!(named == rank && why.contains(says), "{peers:?}: rank {named}: {why}");
+        }
+    }
+}

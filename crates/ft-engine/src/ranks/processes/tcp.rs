@@ -1,0 +1,130 @@
+//! Exchange of byte buffers over TCP, with one connection between each pair of processes.
+
+use super::transport::{Backoff, Round, Transport};
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::net::TcpStream;
+
+/// Starts the transport. `connections` lead to the peers, by rank; `done` is called with each completed
+/// round.
+///
+/// # Errors
+/// No thread available.
+pub fn start(
+    connections: Vec<Option<TcpStream>>,
+    done: impl Fn(Round) + Send + 'static,
+) -> Result<Transport> {
+    for connection in connections.iter().flatten() {
+        connection.set_nodelay(true)?;
+        connection.set_nonblocking(true)?;
+    }
+    Transport::spawn("TCP", move |rounds| {
+        for mut round in &rounds {
+            if exchange(&connections, &mut round).is_err() {
+                // Keep the connections open, so that peers can still read sent data.
+                rounds.iter().for_each(drop);
+                return;
+            }
+            done(round);
+        }
+    })
+}
+
+/// Progress of one connection in bytes.
+#[derive(Default)]
+struct Progress {
+    sent: usize,
+    received: usize,
+}
+
+/// Sends and receives until the round is complete.
+fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> Result<()> {
+    let mut progress: Vec<Progress> = connections.iter().map(|_| Progress::default()).collect();
+    let mut backoff = Backoff::new();
+    loop {
+        let (mut moved, mut left) = (false, false);
+        for (rank, (stream, at)) in connections.iter().zip(&mut progress).enumerate() {
+            let Some(mut stream) = stream.as_ref() else { continue };
+            // buffers for a single rank precede the shared buffer
+            let own = round.out.get(rank).map_or(&[][..], |b| &b[..]);
+            while at.sent < own.len() + round.all.len() {
+                let rest = match own.get(at.sent..).filter(|rest| !rest.is_empty()) {
+                    Some(rest) => rest,
+                    None => &round.all[at.sent - own.len()..],
+                };
+                match transferred(stream.write(rest))? {
+                    0 => break,
+                    n => at.sent += n,
+                }
+                moved = true;
+            }
+            left |= at.sent < own.len() + round.all.len();
+            let Some(into) = round.into.get_mut(rank) else { continue };
+            while at.received < into.len() {
+                match transferred(stream.read(&mut into[at.received..]))? {
+                    0 => break,
+                    n => at.received += n,
+                }
+                moved = true;
+            }
+            left |= at.received < into.len();
+        }
+        if !left {
+            return Ok(());
+        }
+        if moved { backoff = Backoff::new() } else { backoff.pause() }
+    }
+}
+
+/// Number of bytes transferred; 0 if the connection is not ready.
+fn transferred(outcome: Result<usize>) -> Result<usize> {
+    match outcome {
+        Ok(0) => Err(Error::from(ErrorKind::UnexpectedEof)),
+        Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(0),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::sync::mpsc;
+
+    /// Buffers of any length arrive intact, also beyond the size of the socket buffers.
+    #[test]
+    fn what_goes_comes() -> Result<()> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let other = TcpStream::connect(listener.local_addr()?)?;
+        let lines = [vec![None, Some(listener.accept()?.0)], vec![Some(other), None]];
+        let long = 9 << 20;
+        let ends = lines.map(|lines| {
+            std::thread::spawn(move || -> Result<Vec<Vec<u8>>> {
+                let rank = usize::from(lines[0].is_some());
+                let (tell, told) = mpsc::channel();
+                let transport = start(lines, move |round| drop(tell.send(round)))?;
+                let mut came = Vec::new();
+                for (own, all) in [(0, 3), (5, 0), (long, 17), (0, 0)] {
+                    let mut round = Round::new(2);
+                    round.out[1 - rank] = vec![rank as u8; own * (rank + 1)];
+                    round.all = vec![9; all];
+                    round.into[1 - rank] = vec![0; own * (2 - rank) + all];
+                    transport.exchange(round);
+                    came.push(told.recv().map_err(Error::other)?.into.swap_remove(1 - rank));
+                }
+                transport.end();
+                Ok(came)
+            })
+        });
+        for (rank, end) in ends.into_iter().enumerate() {
+            let came = end.join().expect("no panic")?;
+            for (bytes, (own, all)) in came.iter().zip([(0, 3), (5, 0), (long, 17), (0, 0)]) {
+                let own = own * (2 - rank);
+                assert_eq!(bytes.len(), own + all);
+                assert!(
+                    bytes[..own].iter().all(|b| *b == 1 - rank as u8) && bytes[own..].iter().all(|b| *b == 9)
+                );
+            }
+        }
+        Ok(())
+    }
+}

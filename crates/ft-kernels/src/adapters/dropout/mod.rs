@@ -1,0 +1,101 @@
+//! Dropout masks, indexed in the counter-based generator: independent of the split into micro-batches.
+
+mod cuda;
+mod rows;
+
+pub use self::cuda::{Drawn, threshold};
+pub use self::rows::Rows;
+use crate::Tensor;
+use crate::cpu::is_cpu;
+use crate::tensor::Ghost;
+use candle_core::{DType, Result};
+use ft_base::rng::Stream;
+use rayon::prelude::*;
+
+/// A dropout mask `[rows, width]`: a tensor on the CPU, drawn by each kernel on CUDA.
+#[derive(Debug)]
+pub enum Mask {
+    /// Stored mask with the values 0 and one other value.
+    Stored(Tensor),
+    /// Mask drawn on the fly.
+    Drawn(cuda::Drawn),
+}
+
+impl Mask {
+    /// `x * mask`.
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Mask::Stored(m) => x * m,
+            Mask::Drawn(d) => d.apply(x, None),
+        }
+    }
+
+    /// `sum + x * mask`.
+    pub fn add(&self, x: Tensor, sum: Tensor) -> Result<Tensor> {
+        match self {
+            Mask::Stored(m) => sum + (x * m)?,
+            Mask::Drawn(d) => d.apply(&x, Some(&sum)),
+        }
+    }
+}
+
+/// Creates a mask for `x` `[rows, width]` in the dtype of `x`, with values 0 and one other value, and a
+/// factor: the product is 0 or `1 / (1 - p)`. Element (r, c) depends only on the stream and on
+/// `(number of row r) * width + c`.
+///
+/// The factor is 1, except in half precision: there the mask is 0 or 1, because `1 / (1 - p)` would be
+/// rounded.
+pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask, f64)> {
+    let (count, width) = x.dims2()?;
+    let keep = 1.0 / (1.0 - p);
+    let (keep, factor) = match x.dtype() {
+        DType::BF16 | DType::F16 => (1.0, keep),
+        _ => (keep as f32, 1.0),
+    };
+    if !is_cpu(x) {
+        return Ok((Mask::Drawn(cuda::Drawn::new(stream, rows, p, keep, x)?), factor));
+    }
+    if let Some(g) = x.ghost() {
+        let wide = Tensor::from(Ghost::new(g.ledger(), (count, width), DType::F32));
+        return Ok((Mask::Stored(wide.to_dtype(x.dtype())?), factor));
+    }
+    let mut m = vec![0f32; count * width];
+    m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
+        let base = rows.number(r) as u64 * width as u64;
+        stream.uniforms(base, width, |c, u| row[c] = if f64::from(u) < p { 0.0 } else { keep });
+    });
+    Ok((Mask::Stored(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use ft_base::rng::Purpose;
+
+    #[test]
+    fn rate_scale_and_split() -> Result<()> {
+        let s = Stream::new(5, Purpose::Dropout, 3, 1);
+        let x = |rows, dtype| Tensor::ones((rows, 50), dtype, &Device::Cpu);
+        let mask = |s, rows, p, x: &Tensor| -> Result<(Tensor, f64)> {
+            let (m, factor) = super::mask(s, rows, p, x)?;
+            Ok((m.of(x)?, factor))
+        };
+        let all = Rows::From { first: 0 };
+        let (whole, factor) = mask(s, all, 0.3, &x(200, DType::F32)?)?;
+        assert_eq!(factor, 1.0);
+        let v = whole.flatten_all()?.to_vec1::<f32>()?;
+        let zeros = v.iter().filter(|x| **x == 0.0).count() as f64 / v.len() as f64;
+        assert!((zeros - 0.3).abs() < 0.02, "{zeros}");
+        assert!(v.iter().all(|x| *x == 0.0 || (*x - 1.0 / 0.7).abs() < 1e-6));
+        let (half, factor) = mask(s, all, 0.3, &x(200, DType::BF16)?)?;
+        let ones: Vec<f32> = v.iter().map(|x| f32::from(*x > 0.0)).collect();
+        assert_eq!((half.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, factor), (ones, 1.0 / 0.7));
+        let (tail, _) = mask(s, Rows::From { first: 150 }, 0.3, &x(50, DType::F32)?)?;
+        assert_eq!(v[150 * 50..], tail.flatten_all()?.to_vec1::<f32>()?[..]);
+        let these = Rows::These { first: 100, list: &[7, 3] };
+        let picked = mask(s, these, 0.3, &x(2, DType::F32)?)?.0.to_vec2::<f32>()?;
+        assert_eq!((&v[107 * 50..][..50], &v[103 * 50..][..50]), (&picked[0][..], &picked[1][..]));
+        Ok(())
+    }
+}

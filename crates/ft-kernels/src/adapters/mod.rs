@@ -1,0 +1,4 @@
+//! Operations of adapters.
+
+pub mod dora;
+pub mod dropout;

@@ -1,0 +1,498 @@
+//! Grouping of tokens by expert, sorted once per layer for both forward and backward pass.
+//!
+//! A token with `k` experts is `k` pairs. Pairs sorted by expert, then by token, are the `n = t k` input
+//! rows of the experts; an expert owns a contiguous run of rows. No tensor has the size experts x
+//! tokens x width.
+//!
+//! The CPU sorts on the host, CUDA ([`Sorted`]) on the device, with one launch for all experts and no
+//! synchronization. Layers without grouped products (DoRA or dropout in experts) use host lists on CUDA
+//! too: per layer, one small copy (4 bytes per pair) to the host and three back.
+//!
+//! | file | purpose |
+//! |---|---|
+//! | `mod` | host lists and operations on them: on CPU slices, and composed for other devices |
+//! | `each` | experts in parallel on CPU threads |
+//! | `cuda` | device lists |
+
+mod cuda;
+mod each;
+
+pub use self::cuda::Sorted;
+pub use self::each::{each, side_by_side};
+
+use crate::Tensor;
+use crate::cpu::blocks::{Values, by_blocks, ghosts, written};
+use crate::cpu::{self, Float, Halves, ROWS, dot, is_native, on_real, tensor, vectorised, view};
+use crate::cpu::{narrow, wide};
+use crate::ledger::{Allocation, Cost, Role};
+use crate::route;
+use crate::tensor::{Ghost, On, moves};
+use crate::upcast;
+use candle_core::{DType, Device, Result, Shape};
+use half::bf16;
+use half::vec::HalfBitsVecExt;
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Tokens sorted by expert.
+#[derive(Debug, Default)]
+pub struct Groups {
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Expert per pair [t * k].
+    pub expert: Vec<u32>,
+    /// Token per row `[n]`.
+    pub token: Vec<u32>,
+    /// Pair per row `[n]`.
+    pair: Vec<u32>,
+    /// Row per pair [t * k].
+    place: Vec<u32>,
+    /// First row of each expert, and the end of the last [e + 1].
+    starts: Vec<usize>,
+    /// `token`, `pair` and `place` on a device other than the CPU.
+    index: Option<[Tensor; 3]>,
+    /// Planned routing (ghosts only).
+    spread: Option<PlannedRouting>,
+    /// Device lists; if set, the host lists are empty.
+    sorted: Option<Sorted>,
+}
+
+/// Planned routing of tokens to experts.
+#[derive(Debug)]
+struct PlannedRouting {
+    /// Number of experts represented per run.
+    alike: Vec<f64>,
+    /// Number of experts with tokens, used to choose between parallel and sequential experts. Real
+    /// routing lies between an even spread and the most skewed one.
+    busy: usize,
+    /// Memory of the lists.
+    _lists: Arc<Allocation>,
+}
+
+/// Rows of one expert.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertRows {
+    /// Expert index.
+    pub expert: usize,
+    /// First row.
+    pub start: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of experts represented by this run: 1, except in plans.
+    pub alike: f64,
+}
+
+impl Groups {
+    /// Sorts the pairs of `expert` [t * k] by expert, then by token.
+    ///
+    /// # Errors
+    /// An expert index is out of range.
+    pub fn new(expert: Vec<u32>, top_k: usize, experts: usize, device: &Device) -> Result<Self> {
+        let mut starts = vec![0usize; experts + 1];
+        for e in &expert {
+            match starts.get_mut(*e as usize + 1) {
+                Some(n) => *n += 1,
+                None => candle_core::bail!("routing: expert {e} of {experts}"),
+            }
+        }
+        for e in 0..experts {
+            starts[e + 1] += starts[e];
+        }
+        let n = expert.len();
+        let (mut token, mut pair, mut place) = (vec![0u32; n], vec![0u32; n], vec![0u32; n]);
+        let mut next = starts.clone();
+        for (p, e) in expert.iter().enumerate() {
+            let row = next[*e as usize];
+            next[*e as usize] += 1;
+            (token[row], pair[row], place[p]) = ((p / top_k.max(1)) as u32, p as u32, row as u32);
+        }
+        let index = if On::from(device).is_native() {
+            None
+        } else {
+            Some([
+                Tensor::from_slice(&token, n, device)?,
+                Tensor::from_slice(&pair, n, device)?,
+                Tensor::from_slice(&place, n, device)?,
+            ])
+        };
+        Ok(Self {
+            tokens: n / top_k.max(1),
+            top_k,
+            expert,
+            token,
+            pair,
+            place,
+            starts,
+            index,
+            ..Self::default()
+        })
+    }
+
+    /// Routes tokens to their `top_k` most likely experts, given router probabilities [t, e].
+    ///
+    /// Ghosts spread tokens evenly over the expected number of busy experts, or (see
+    /// [`crate::ledger::Ledger::route`]) send all of them to the experts with the largest saved
+    /// activations per row, given by `kept`. `alike` lists the number of identical experts behind each
+    /// planned one.
+    pub fn choose(
+        probs: &Tensor,
+        top_k: usize,
+        alike: &[usize],
+        kept: impl Fn(usize) -> usize,
+    ) -> Result<Self> {
+        let (tokens, experts) = probs.dims2()?;
+        match probs.device() {
+            On::Real(device) => Self::new(route::choose(probs, top_k)?, top_k, experts, device),
+            On::Ghost(ledger) => {
+                let n = tokens * top_k;
+                // (rows per expert, number of experts), per planned expert
+                let mut runs = vec![(0, 0.0); alike.len()];
+                if ledger.skewed() {
+                    let mut order: Vec<usize> = (0..alike.len()).collect();
+                    order.sort_by_key(|e| std::cmp::Reverse(kept(*e)));
+                    let mut left = n;
+                    for e in order {
+                        // a token never chooses an expert twice
+                        let own = left.min(alike[e] * tokens);
+                        left -= own;
+                        runs[e] = (tokens.min(own), own as f64 / tokens.max(1) as f64);
+                    }
+                } else {
+                    // probability of an expert without tokens
+                    let idle = (1.0 - top_k as f64 / experts as f64).max(0.0).powf(tokens as f64);
+                    let each = n as f64 / experts as f64;
+                    let rows = (each / (1.0 - idle)).ceil() as usize;
+                    let of = |a: &usize| (rows, *a as f64 * each / rows.max(1) as f64);
+                    runs = alike.iter().map(of).collect();
+                }
+                let mut starts = vec![0; runs.len() + 1];
+                (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
+                // expert, token, pair and place: four u32 per pair
+                let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
+                let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
+                let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
+                let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
+                let even = alike.iter().sum::<f64>().round() as usize;
+                let busy = if ledger.skewed() { experts } else { even };
+                let spread = Some(PlannedRouting { alike, busy, _lists: held });
+                Ok(Self { tokens, top_k, starts, index, spread, ..Self::default() })
+            }
+        }
+    }
+
+    /// Wraps lists sorted on a device.
+    pub fn on_device(sorted: Sorted) -> Self {
+        Self { tokens: sorted.tokens, top_k: sorted.top_k, sorted: Some(sorted), ..Self::default() }
+    }
+
+    /// The device lists, if any.
+    pub fn sorted(&self) -> Option<&Sorted> {
+        self.sorted.as_ref()
+    }
+
+    /// Runs `f` for one expert's rows; ghosts record the cost `alike` times.
+    pub fn times<R>(&self, run: &ExpertRows, on: On<'_>, f: impl FnOnce() -> R) -> R {
+        match on {
+            On::Real(_) => f(),
+            On::Ghost(l) => {
+                let at_once = if side_by_side(self.busy(), on) { l.machine().threads as f64 } else { 1.0 };
+                l.times(run.alike, at_once, f)
+            }
+        }
+    }
+
+    /// Number of experts with tokens.
+    pub fn busy(&self) -> usize {
+        self.spread.as_ref().map_or_else(|| self.runs().len(), |s| s.busy)
+    }
+
+    /// Number of tokens of each expert.
+    pub fn counts(&self) -> impl Iterator<Item = usize> {
+        self.starts.windows(2).map(|w| w[1] - w[0])
+    }
+
+    /// Row ranges of all experts with tokens.
+    pub fn runs(&self) -> Vec<ExpertRows> {
+        let all = self.tokens * self.top_k;
+        self.counts()
+            .enumerate()
+            .filter(|(_, rows)| *rows > 0)
+            .map(|(expert, rows)| {
+                let alike = self.spread.as_ref().map_or(1.0, |s| s.alike[expert]);
+                // even spreads round up, so the last experts would start past the end
+                let start = self.starts[expert].min(all.saturating_sub(rows));
+                ExpertRows { expert, start, rows, alike }
+            })
+            .collect()
+    }
+
+    /// Token indices of one expert's rows.
+    pub fn tokens_of(&self, run: &ExpertRows) -> &[u32] {
+        self.token.get(run.start..run.start + run.rows).unwrap_or_default()
+    }
+
+    fn index(&self) -> Result<&[Tensor; 3]> {
+        match &self.index {
+            Some(i) => Ok(i),
+            None => candle_core::bail!("routing: grouped for the CPU, used elsewhere"),
+        }
+    }
+
+    /// Rows of `x` [t, d] in expert order: [n, d].
+    pub fn gather(&self, x: &Tensor) -> Result<Tensor> {
+        if is_native(x) {
+            return on_real!(x.dtype(), self.gather_cpu(x, None, &self.whole()));
+        }
+        x.index_select(&self.index()?[0], 0)
+    }
+
+    /// Rows of `x` [t, d] routed to one expert, times their gates from `gates` [t, k]: [rows, d] in `x`'s
+    /// dtype.
+    pub fn gather_scaled(&self, x: &Tensor, gates: &Tensor, run: &ExpertRows) -> Result<Tensor> {
+        if is_native(x) {
+            return on_real!(x.dtype(), self.gather_cpu(x, Some(gates), run));
+        }
+        self.gather_composed(x, gates, run, self.index()?)
+    }
+
+    fn whole(&self) -> ExpertRows {
+        ExpertRows { expert: 0, start: 0, rows: self.tokens * self.top_k, alike: 1.0 }
+    }
+
+    fn gather_cpu<T: Float>(&self, x: &Tensor, gates: Option<&Tensor>, run: &ExpertRows) -> Result<Tensor> {
+        let d = self.width(x)?;
+        if x.dtype() == DType::BF16 {
+            return self.gather_halves(x, gates, run);
+        }
+        let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
+        let shape = || (run.rows, d).into();
+        if let Some([y]) = cpu::ghost_products::<T, 1>(&reads, [(shape(), x.dtype())], |_| ()) {
+            // count the read of this expert's rows only
+            moves([&y, &y]);
+            return Ok(y);
+        }
+        let xv = view::<T>(x)?;
+        let gv = gates.map(view::<T>).transpose()?;
+        let (xs, gs) = (&*xv, gv.as_deref());
+        let mut out = vec![T::zero(); run.rows * d];
+        let fill = |(i, block): (usize, &mut [T])| {
+            for (j, o) in block.chunks_mut(d).enumerate() {
+                let row = run.start + i * ROWS + j;
+                let from = &xs[self.token[row] as usize * d..][..d];
+                match gs {
+                    None => o.copy_from_slice(from),
+                    Some(g) => {
+                        let g = g[self.pair[row] as usize];
+                        o.iter_mut().zip(from).for_each(|(o, x)| *o = *x * g);
+                    }
+                }
+            }
+        };
+        // a single expert is gathered on its own thread
+        match gates {
+            None => out.par_chunks_mut(ROWS * d).enumerate().for_each(fill),
+            Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
+        }
+        tensor(out, (run.rows, d), x.dtype())
+    }
+
+    /// [`Groups::gather_cpu`] for bf16: reads only the needed rows, and rounds the product with the gate
+    /// once.
+    fn gather_halves(&self, x: &Tensor, gates: Option<&Tensor>, run: &ExpertRows) -> Result<Tensor> {
+        let d = self.width(x)?;
+        let x = x.contiguous()?;
+        if let Some(g) = x.ghost() {
+            let y = Ghost::new(g.ledger(), (run.rows, d), DType::BF16);
+            g.ledger().work(Cost { started: 1.0, moved: 2.0 * y.moved(), ..Cost::default() });
+            return Ok(y.into());
+        }
+        let (xv, gv) = (Halves::of(&x)?, gates.map(view::<f32>).transpose()?);
+        let (xs, gs) = (&*xv, gv.as_deref());
+        let mut out = vec![0u16; run.rows * d].reinterpret_into::<bf16>();
+        let fill = |(i, o): (usize, &mut [bf16])| {
+            let row = run.start + i;
+            let from = &xs[self.token[row] as usize * d..][..d];
+            match gs.map(|g| g[self.pair[row] as usize]) {
+                None => o.copy_from_slice(from),
+                Some(g) => vectorised(|| {
+                    o.iter_mut().zip(from).for_each(|(o, x)| *o = narrow(wide(*x) * g));
+                }),
+            }
+        };
+        match gates {
+            None => out.par_chunks_mut(d).with_min_len(ROWS).enumerate().for_each(fill),
+            Some(_) => out.chunks_mut(d).enumerate().for_each(fill),
+        }
+        Tensor::from_vec(out, (run.rows, d), &Device::Cpu)
+    }
+
+    fn gather_composed(
+        &self,
+        x: &Tensor,
+        gates: &Tensor,
+        run: &ExpertRows,
+        index: &[Tensor; 3],
+    ) -> Result<Tensor> {
+        let [token, pair, _] = index;
+        let rows = x.index_select(&token.narrow(0, run.start, run.rows)?, 0)?;
+        let g = gates.flatten_all()?.index_select(&pair.narrow(0, run.start, run.rows)?, 0)?.unsqueeze(1)?;
+        upcast(&rows)?.broadcast_mul(&g)?.to_dtype(x.dtype())
+    }
+
+    /// `y[t] = sum over j of gates[t, j] * row(t, j)`, in the order of j; a plain sum without gates.
+    ///
+    /// # Shapes
+    /// `parts`: the rows [rows, d] of each of [`Groups::runs`]. Result: [t, d] in `dtype`.
+    pub fn combine(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+        match parts.first() {
+            Some(p) if is_native(p) => on_real!(p.dtype(), self.combine_cpu(parts, gates, dtype)),
+            Some(_) => self.combine_composed(parts, gates, dtype, self.index()?),
+            None => candle_core::bail!("routing: no rows"),
+        }
+    }
+
+    /// `dots[t, j] = x[t] . row(t, j)`, [t, k] in f32 (f64 in tests): the gradient of the gates.
+    pub fn dots(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
+        if is_native(x) {
+            return on_real!(x.dtype(), self.dots_cpu(parts, x));
+        }
+        self.dots_composed(parts, x, self.index()?)
+    }
+
+    /// Memory of widened copies of all rows, for ghosts not widened row by row. `part` is the output of
+    /// any one expert.
+    fn ghost_views<T: Float>(&self, part: &Tensor) -> Option<Allocation> {
+        let g = part.ghost().filter(|_| part.dtype() != T::DTYPE && !by_blocks::<T>(part.dtype()))?;
+        Some(g.ledger().hold((T::DTYPE.size_in_bytes() * self.whole().rows * part.dim(1).ok()?) as u64))
+    }
+
+    /// Values of each expert's rows.
+    fn views<'a, T: Float>(&self, parts: &'a [Tensor]) -> Result<Vec<Values<'a, T>>> {
+        let runs = self.runs();
+        if runs.len() != parts.len()
+            || runs.iter().zip(parts).any(|(r, p)| p.dims2().ok().map(|d| d.0) != Some(r.rows))
+        {
+            candle_core::bail!(
+                "routing: {} tensors for {} experts, or of other sizes",
+                parts.len(),
+                runs.len()
+            );
+        }
+        parts.iter().map(Values::of).collect()
+    }
+
+    /// Position of a pair's row: index into [`Groups::runs`], and value range within the run.
+    fn row(&self, run_of: &[usize], pair: usize, d: usize) -> (usize, Range<usize>) {
+        let e = self.expert[pair] as usize;
+        let first = (self.place[pair] as usize - self.starts[e]) * d;
+        (run_of[e], first..first + d)
+    }
+
+    /// Run index of each expert.
+    fn run_of(&self) -> Vec<usize> {
+        let mut out = vec![0; self.starts.len() - 1];
+        self.runs().iter().enumerate().for_each(|(i, run)| out[run.expert] = i);
+        out
+    }
+
+    fn combine_cpu<T: Float>(
+        &self,
+        parts: &[Tensor],
+        gates: Option<&Tensor>,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let d = parts[0].dim(1)?;
+        let _copies = self.ghost_views::<T>(&parts[0]);
+        let reads: Vec<&Tensor> = gates.into_iter().chain(&parts[..1]).collect();
+        let shape = Shape::from((self.tokens, d));
+        if let Some([y]) = ghosts::<T, 1>(&reads, (&shape, dtype), d, |_| ()) {
+            return Ok(y);
+        }
+        let (views, run_of) = (self.views::<T>(parts)?, self.run_of());
+        let gv = gates.map(view::<T>).transpose()?;
+        let gs = gv.as_deref();
+        let k = self.top_k;
+        let ([y], _) = written((&shape, dtype), ROWS * d, |from, out| {
+            let mut room = Vec::new();
+            out.each(d, |at, [y]| {
+                y.fill(T::zero());
+                let t = (from + at) / d;
+                for pair in t * k..(t + 1) * k {
+                    let (run, own) = self.row(&run_of, pair, d);
+                    let from = views[run].read(own, &mut room);
+                    vectorised(|| match gs.map(|g| g[pair]) {
+                        None => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x),
+                        Some(g) => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x * g),
+                    });
+                }
+            });
+        })?;
+        Ok(y)
+    }
+
+    fn combine_composed(
+        &self,
+        parts: &[Tensor],
+        gates: Option<&Tensor>,
+        dtype: DType,
+        index: &[Tensor; 3],
+    ) -> Result<Tensor> {
+        let rows = upcast(&self.by_pair(parts, index)?)?;
+        match gates {
+            None => rows.sum(1),
+            Some(g) => rows.broadcast_mul(&g.unsqueeze(2)?)?.sum(1),
+        }?
+        .to_dtype(dtype)
+    }
+
+    /// All rows in pair order, [t, k, d].
+    fn by_pair(&self, parts: &[Tensor], index: &[Tensor; 3]) -> Result<Tensor> {
+        let parts = if self.spread.is_some() { &parts[..1] } else { parts };
+        let all = Tensor::end_to_end(parts, self.whole().rows)?;
+        let all = all.index_select(&index[2], 0)?;
+        let d = all.dim(1)?;
+        all.reshape((self.tokens, self.top_k, d))
+    }
+
+    fn dots_cpu<T: Float>(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
+        let d = self.width(x)?;
+        let _copies = parts.first().and_then(|p| self.ghost_views::<T>(p));
+        let shape = Shape::from((self.tokens, self.top_k));
+        if let Some([y]) = ghosts::<T, 1>(&[x], (&shape, T::DTYPE), d, |_| ()) {
+            return Ok(y);
+        }
+        let (views, run_of) = (self.views::<T>(parts)?, self.run_of());
+        let (x, k) = (Values::<T>::of(x)?, self.top_k);
+        let ([y], _) = written((&shape, T::DTYPE), ROWS * k, |from, out| {
+            let (mut of_x, mut of_row) = (Vec::new(), Vec::new());
+            out.each(k, |at, [dots]| {
+                let t = (from + at) / k;
+                let x = x.read(t * d..(t + 1) * d, &mut of_x);
+                for (pair, o) in (t * k..).zip(dots) {
+                    let (run, own) = self.row(&run_of, pair, d);
+                    let row = views[run].read(own, &mut of_row);
+                    *o = vectorised(|| dot(x, row));
+                }
+            });
+        })?;
+        Ok(y)
+    }
+
+    fn dots_composed(&self, parts: &[Tensor], x: &Tensor, index: &[Tensor; 3]) -> Result<Tensor> {
+        upcast(&self.by_pair(parts, index)?)?.broadcast_mul(&upcast(x)?.unsqueeze(1)?)?.sum(2)
+    }
+
+    fn width(&self, x: &Tensor) -> Result<usize> {
+        let (t, d) = x.dims2()?;
+        if t != self.tokens || d == 0 {
+            candle_core::bail!("routing: {:?} for {} tokens", x.shape(), self.tokens);
+        }
+        Ok(d)
+    }
+}
+
+#[cfg(test)]
+mod tests;

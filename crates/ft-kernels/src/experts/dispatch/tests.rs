@@ -1,0 +1,119 @@
+//! Checks gradients of grouping against finite differences, and composed operations against the CPU.
+
+use super::*;
+use crate::check::{close, gradient, randn};
+
+const T: usize = 70;
+const E: usize = 5;
+const K: usize = 2;
+
+/// No token is routed to expert 3.
+fn groups() -> Result<Groups> {
+    let chosen: Vec<u32> = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
+    Groups::new(chosen, K, E, &Device::Cpu)
+}
+
+fn index(g: &Groups) -> Result<[Tensor; 3]> {
+    let t = |v: &Vec<u32>| Tensor::from_slice(v, v.len(), &Device::Cpu);
+    Ok([t(&g.token)?, t(&g.pair)?, t(&g.place)?])
+}
+
+fn split(g: &Groups, rows: &Tensor) -> Result<Vec<Tensor>> {
+    g.runs().iter().map(|r| rows.narrow(0, r.start, r.rows)).collect()
+}
+
+#[test]
+fn rows_are_sorted_by_expert_then_token() -> Result<()> {
+    let g = groups()?;
+    assert_eq!(g.counts().sum::<usize>(), T * K);
+    assert_eq!(g.runs().iter().map(|r| r.expert).collect::<Vec<_>>(), [0, 1, 2, 4]);
+    for r in g.runs() {
+        let tokens = g.tokens_of(&r);
+        assert!(tokens.windows(2).all(|w| w[0] < w[1]), "{tokens:?}");
+        for (i, t) in tokens.iter().enumerate() {
+            let pair = g.pair[r.start + i] as usize;
+            assert_eq!((pair / K, g.expert[pair]), (*t as usize, r.expert as u32));
+            assert_eq!(g.place[pair] as usize, r.start + i);
+        }
+    }
+    assert!(Groups::new(vec![0, 5], 1, 5, &Device::Cpu).is_err());
+    Ok(())
+}
+
+#[test]
+fn gradients_of_gather_and_combine() -> Result<()> {
+    let g = groups()?;
+    let (d, f64s) = (3, DType::F64);
+    let (x, gates) = (randn(1, (T, d), f64s)?, randn(2, (T, K), f64s)?);
+    let dy = randn(3, (T * K, d), f64s)?;
+    let dx = g.combine(&split(&g, &dy)?, None, f64s)?;
+    gradient("gather", &x, &dx, &dy, |x| g.gather(x));
+    let (rows, dy) = (randn(4, (T * K, d), f64s)?, randn(5, (T, d), f64s)?);
+    let combine = |rows: &Tensor, gates: &Tensor| g.combine(&split(&g, rows)?, Some(gates), f64s);
+    let parts: Vec<Tensor> =
+        g.runs().iter().map(|r| g.gather_scaled(&dy, &gates, r)).collect::<Result<_>>()?;
+    gradient("rows", &rows, &Tensor::cat(&parts, 0)?, &dy, |rows| combine(rows, &gates));
+    gradient("gates", &gates, &g.dots(&split(&g, &rows)?, &dy)?, &dy, |gates| combine(&rows, gates));
+    Ok(())
+}
+
+#[test]
+fn compositions_agree() -> Result<()> {
+    let (g, d) = (groups()?, 6);
+    let i = index(&g)?;
+    let (x, gates) = (randn(1, (T, d), DType::F32)?, randn(2, (T, K), DType::F32)?);
+    let parts = split(&g, &randn(3, (T * K, d), DType::F32)?)?;
+    close(&x.index_select(&i[0], 0)?, &g.gather(&x)?, 0.0);
+    for gates in [None, Some(&gates)] {
+        let want = g.combine(&parts, gates, DType::F32)?;
+        close(&g.combine_composed(&parts, gates, DType::F32, &i)?, &want, 1e-6);
+    }
+    close(&g.dots_composed(&parts, &x, &i)?, &g.dots(&parts, &x)?, 1e-6);
+    for r in g.runs() {
+        let want = g.gather_scaled(&x, &gates, &r)?;
+        close(&g.gather_composed(&x, &gates, &r, &i)?, &want, 1e-6);
+    }
+    Ok(())
+}
+
+/// bf16 rows, and their products with gates, are rounded once.
+#[test]
+fn rows_of_half_precision() -> Result<()> {
+    let g = groups()?;
+    let (x, gates) = (randn(1, (T, 6), DType::BF16)?, randn(2, (T, K), DType::F32)?);
+    let wide = upcast(&x)?;
+    close(&g.gather(&x)?, &g.gather(&wide)?, 0.0);
+    for r in g.runs() {
+        let want = g.gather_scaled(&wide, &gates, &r)?.to_dtype(DType::BF16)?;
+        close(&g.gather_scaled(&x, &gates, &r)?, &want, 0.0);
+    }
+    Ok(())
+}
+
+/// In a plan, row ranges of experts stay in bounds, also if shares are rounded up.
+#[test]
+fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {
+    use crate::ledger::Ledger;
+    use crate::tensor::Ghost;
+    for (tokens, top_k, alike) in [
+        (46, 2, vec![1; 5]),
+        (23, 4, vec![1; 5]),
+        (1, 2, vec![1; 9]),
+        (7, 3, vec![2, 1, 3]),
+        (64, 8, vec![128]),
+    ] {
+        for skewed in [false, true] {
+            let ledger = Ledger::new(Default::default());
+            ledger.route(skewed);
+            let experts: usize = alike.iter().sum();
+            let probs = Tensor::from(Ghost::new(&ledger, (tokens, experts), DType::F32));
+            let g = Groups::choose(&probs, top_k, &alike, |_| 0)?;
+            let runs = g.runs();
+            assert!(!runs.is_empty());
+            for r in runs {
+                assert!(r.start + r.rows <= tokens * top_k, "{tokens} {top_k} {alike:?} {skewed}");
+            }
+        }
+    }
+    Ok(())
+}

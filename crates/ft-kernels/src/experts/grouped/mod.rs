@@ -1,0 +1,296 @@
+//! Grouped GEMMs on CUDA: rows sorted by expert times the experts' own matrices, all experts in one
+//! launch.
+//!
+//! ```text
+//! u = low(table, x)           s x A^T     [n, ranks]    for experts with an adapter
+//! y = forward(table, x, u)    x W^T + u B^T
+//! du = low_back(table, dy)    s dy B
+//! dx = backward(table, dy, du)            dy W + du A
+//! gradients                   dW += dy^T x, dA += du^T x, dB += dy^T u
+//! ```
+//!
+//! A [`Table`] on the device, built once, describes the experts: weights or 4-bit codes, adapters of
+//! individual ranks, gradient offsets. `grouped_half.cu` covers 16-bit values (tensor cores),
+//! `grouped_plain.cu` f32.
+
+pub mod table;
+
+pub use self::table::{Adapter, Entry, Gradient, Side, Table};
+
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, Source, args, compiled, empty};
+use crate::dispatch::Sorted;
+use crate::ledger::Cost;
+use crate::tensor::{ghost_products, ghosts};
+use candle_core::{DType, Result};
+use ft_base::rng::{Purpose, Stream};
+
+/// Threads per block; must match grouped.cuh.
+const THREADS: u32 = 256;
+/// Columns per tile: tensor cores, and f32.
+const COLUMNS: usize = 128;
+const PLAIN: usize = 64;
+/// Adjacent column tiles per block in backward: with few rows, and the minimum with half-full tiles; must
+/// match grouped_half.cu.
+const WIDE: usize = 6;
+const HALF_FULL: usize = 2;
+/// Columns per block in the single-token kernel, and the number of tiled blocks below which it is used;
+/// see grouped_one.cu.
+const ONE: usize = 32;
+const TOO_FEW: usize = 128;
+/// Maximum bytes of the token's values staged in shared memory.
+const STAGED: usize = 40 << 10;
+/// Shared memory per row or column of a tile: four stages of 32 16-bit values.
+const DEEP: usize = 4 * 32 * 2;
+/// Shared memory for the constants of two tables (expert, codebook, map) and 32 bytes of scales per
+/// column.
+const CODES: usize = 2 * (table::BYTES + (16 + 256) * 4) + 32 * COLUMNS;
+
+/// Kernel source and columns per tile for a dtype.
+fn source(dtype: DType) -> (Source, usize) {
+    match dtype {
+        DType::F32 => (compiled!(GROUPED_PLAIN), PLAIN),
+        _ => (compiled!(GROUPED_HALF), COLUMNS),
+    }
+}
+
+/// Shared memory of a gradient block with tiles of `rows` rows; products add constants and scales.
+fn shared(dtype: DType, rows: usize) -> usize {
+    if dtype == DType::F32 { 0 } else { DEEP * (rows + COLUMNS) }
+}
+
+fn shared_of_products(dtype: DType, rows: usize) -> usize {
+    shared(dtype, rows) + if dtype == DType::F32 { 0 } else { CODES }
+}
+
+/// Shared memory at launch of the kernel `kernel`.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> usize {
+    match kernel.strip_prefix("grouped_") {
+        Some(rest) if rest.starts_with("one") => 2 * 2048,
+        Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") => 0,
+        Some(rest) if rest.starts_with("gradient") => shared(DType::BF16, COLUMNS),
+        Some(rest) => shared_of_products(DType::BF16, if rest.starts_with("few") { 32 } else { COLUMNS }),
+        _ => 0,
+    }
+}
+
+/// Table, rows [n, inner], and optionally the low-rank rows (u or du) [n, ranks].
+pub type Operand<'a> = (&'a Table, &'a Tensor, Option<&'a Tensor>);
+
+/// Products summed by a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Terms {
+    /// With W and the adapter.
+    Whole,
+    /// With A (forward) or B (backward): [n, ranks].
+    Low,
+    /// With W only.
+    Values,
+    /// With the adapter only.
+    Adapter,
+}
+
+/// Records the FLOPs and traffic of a product (ghosts only).
+fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
+    let Some(g) = x.ghost() else { return };
+    let (n, busy) = (s.rows() as f64, s.busy());
+    let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
+    // exact for o = i
+    let low_flops = n * table.mean_rank * (i + o);
+    let cost = match terms {
+        Terms::Low | Terms::Adapter => Cost { flops: low_flops, ..Cost::default() },
+        Terms::Whole | Terms::Values => Cost {
+            flops: 2.0 * n * o * i + if terms == Terms::Whole { low_flops } else { 0.0 },
+            dequantized: busy * table.coded,
+            read: busy * table.bytes,
+            ..Cost::default()
+        },
+    };
+    g.ledger().work(cost);
+}
+
+/// Launches the kernel `name` (forward or backward). `outer` is the width of the result.
+fn products(
+    name: &str,
+    (table, x, u): Operand<'_>,
+    more: Option<Operand<'_>>,
+    (inner, outer): (usize, usize),
+    terms: Terms,
+    s: &Sorted,
+) -> Result<Tensor> {
+    let (n, low) = (s.rows(), terms == Terms::Low);
+    let width = if low { table.ranks } else { outer };
+    let fits = |(t, x, u): &Operand<'_>| {
+        t.dims == table.dims
+            && t.ranks == table.ranks
+            && t.experts == s.experts
+            && x.dims() == [n, inner]
+            && x.dtype() == t.dtype
+            && (low
+                || terms == Terms::Values
+                || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
+    };
+    if !fits(&(table, x, u)) || more.as_ref().is_some_and(|m| !fits(m)) {
+        candle_core::bail!(
+            "grouped {name}: {:?}, {:?} with {:?}",
+            x.shape(),
+            u.map(Tensor::shape),
+            table.dims
+        );
+    }
+    work(table, s, x, terms);
+    more.iter().for_each(|(t, x, _)| work(t, s, x, terms));
+    if let Some([y]) = ghost_products(&[x], [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let x = x.contiguous()?;
+    let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
+    let out = empty(&x, (n, width), x.dtype())?;
+    let (source, columns) = source(x.dtype());
+    let tiles = s.tiles.dim(0)?;
+    let staged = inner * x.dtype().size_in_bytes();
+    // single token: tiles would leave most SMs idle
+    let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
+    let one = one && tiles * width.div_ceil(columns) < TOO_FEW;
+    let (source, name, columns, bytes) = if one {
+        (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
+    } else {
+        // in backward, a block takes several column tiles if codes dominate its traffic
+        let (kind, beside) = match (s.few(), name) {
+            (true, "backward") => ("few_", WIDE),
+            (true, _) => ("few_", 1),
+            (false, "backward") if s.half_full() => ("wide_", HALF_FULL),
+            (false, _) => ("", 1),
+        };
+        (source, format!("grouped_{kind}{name}"), beside * columns, shared_of_products(x.dtype(), s.side))
+    };
+    let launch = Launch::of(&x, source, &name)?;
+    let launch = launch.with(args![&table.experts_words, (terms != Terms::Adapter).then_some(&x)])?;
+    let launch = launch.with(args![u.filter(|_| terms != Terms::Values)])?;
+    let launch =
+        launch.with(args![more.as_ref().map(|m| &m.0.experts_words), more.as_ref().map(|m| &m.1)])?;
+    let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, table.ranks])?;
+    let launch = launch.with(args![u32::from(low), &s.starts, &s.tiles, &out])?;
+    let grid = Grid::new(tiles, THREADS).by(width.div_ceil(columns)).shared(bytes);
+    // SAFETY: the table holds addresses of matrices with these dimensions, and keeps the tensors alive;
+    // it has as many experts as the schedule; the rows of x, u and the result were checked above.
+    unsafe { launch.run(grid) }?;
+    Ok(out)
+}
+
+/// `s x A^T` [n, ranks] for rows `x` [n, i]; `None` if no expert has an adapter.
+pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
+    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), Terms::Low, s);
+    (table.ranks > 0).then(run).transpose()
+}
+
+/// `s dy B` [n, ranks] for rows `dy` [n, o]; `None` if no expert has an adapter.
+pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
+    let run = || products("backward", (table, dy, None), None, table.dims, Terms::Low, s);
+    (table.ranks > 0).then(run).transpose()
+}
+
+/// `x W^T + u B^T` [n, o] for rows `x` [n, i].
+pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("forward", of, None, (of.0.dims.1, of.0.dims.0), Terms::Whole, s)
+}
+
+/// `dy W + du A` [n, i] for rows `dy` [n, o], plus the same for a second table.
+pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Result<Tensor> {
+    // a single launch requires equal rank strides
+    match more {
+        Some(m) if m.0.ranks != of.0.ranks => {
+            let first = products("backward", of, None, of.0.dims, Terms::Whole, s)?;
+            first + products("backward", m, None, m.0.dims, Terms::Whole, s)?
+        }
+        more => products("backward", of, more, of.0.dims, Terms::Whole, s),
+    }
+}
+
+/// Only `dy W` [n, i], for rows `dy` [n, o].
+pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, Terms::Values, s)
+}
+
+/// Only `du A` [n, i], for rows `dy` [n, o].
+pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, Terms::Adapter, s)
+}
+
+/// Seed of dropout in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Drops {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Step number.
+    pub step: u64,
+    /// Number of the first token.
+    pub first: usize,
+}
+
+/// Dropout of rows `x` [n, width] with each expert's own probability and stream, rescaled, plus `add`.
+pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: &Sorted) -> Result<Tensor> {
+    let (n, width) = x.dims2()?;
+    if n != s.rows() || add.is_some_and(|a| a.dims() != [n, width] || a.dtype() != x.dtype()) {
+        candle_core::bail!("dropout of experts: {:?} and {:?}", x.shape(), add.map(Tensor::shape));
+    }
+    let reads: Vec<&Tensor> = [x].into_iter().chain(add).collect();
+    if let Some([y]) = ghosts(&reads, [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let (x, add) = (x.contiguous()?, add.map(Tensor::contiguous).transpose()?);
+    let y = empty(&x, (n, width), x.dtype())?;
+    let [key0, key1, step, _] = Stream::new(key.seed, Purpose::Dropout, key.step, 0).words();
+    let launch = Launch::of(&x, compiled!(GROUPED_DROPOUT), "grouped_dropout")?;
+    let launch = launch.with(args![&table.experts_words, &s.chosen, &s.pair, s.top_k, &x, add.as_ref()])?;
+    let launch = launch.with(args![width, key.first as u64, key0, key1, step, &y])?;
+    // SAFETY: x, `add` and y have n rows of `width` values; the n pairs refer to experts of the table;
+    // one block per row.
+    unsafe { launch.run(Grid::new(n, THREADS)) }?;
+    Ok(y)
+}
+
+/// Accumulates one kind of gradient into `grads`, the flat f32 buffer addressed by the table's offsets,
+/// from `a` (dy or du) and `b` (x or u).
+pub fn gradients(
+    table: &Table,
+    which: Gradient,
+    a: &Tensor,
+    b: &Tensor,
+    s: &Sorted,
+    grads: &Tensor,
+) -> Result<()> {
+    let (o, i) = table.dims;
+    let (rows, cols, own) = match which {
+        Gradient::Weight => (o, i, (o, i)),
+        Gradient::A => (table.ranks, i, (table.ranks, i)),
+        Gradient::B => (o, table.ranks, (o, table.ranks)),
+    };
+    let n = s.rows();
+    if a.dims() != [n, own.0]
+        || b.dims() != [n, own.1]
+        || grads.dtype() != DType::F32
+        || grads.elem_count() < table.ends
+    {
+        candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
+    }
+    if let Some(g) = a.ghost() {
+        let flops = 2.0 * n as f64 * table.gradient_values(which) / s.experts.max(1) as f64;
+        let read = 8.0 * s.busy() * table.gradient_values(which);
+        g.ledger().work(Cost { flops, read, ..Cost::default() });
+    }
+    if ghost_products(&[a, b], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let (source, columns) = source(a.dtype());
+    let launch = Launch::of(&a, source, "grouped_gradient")?;
+    let launch = launch.with(args![&table.experts_words, which as u32, &a, own.0, &b, own.1, rows, cols])?;
+    let launch = launch.with(args![&s.starts, grads])?;
+    let grid = Grid::new(cols.div_ceil(columns), THREADS).by(rows.div_ceil(columns));
+    let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
+    // SAFETY: as for products; the offsets lie inside the buffer (`ends` was checked), and each value is
+    // written by one block.
+    unsafe { launch.run(grid.shared(shared(a.dtype(), COLUMNS))) }
+}

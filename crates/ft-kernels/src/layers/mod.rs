@@ -1,0 +1,9 @@
+//! Operations of decoder layers, embedding and head.
+
+pub mod bias;
+pub mod embed;
+pub mod loss;
+pub mod noise;
+pub mod norm;
+pub mod rope;
+pub mod swiglu;

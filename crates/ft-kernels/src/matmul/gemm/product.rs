@@ -1,0 +1,249 @@
+//! Products of tensors, by device and dtype.
+
+use super::cpu::gemm;
+use super::operands::{mat, sizes, sizes_onto};
+use super::{few, pairs, stored};
+use crate::cpu::{Float, View, ghost_products, in_place, is_native, on_real, tensor, view};
+use crate::ledger::Cost;
+use crate::matmul::packing::{packing, work};
+use crate::tensor::{Ghost, Tensor, row_stride};
+use crate::{is_half, scaled, upcast};
+use candle_core::{DType, Result};
+
+fn matmul_cpu<T: Float>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    if let Some([y]) =
+        ghost_products::<T, 1>(&[a, b], [((m, n).into(), a.dtype())], |l| l.touch(packing((m, k, n), ta, tb)))
+    {
+        return Ok(y);
+    }
+    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+    let mut out = vec![T::zero(); m * n];
+    gemm(&mut out, n, false, am, bm, T::one(), true);
+    tensor(out, (m, n), a.dtype())
+}
+
+/// `op(a) op(b)`, where `op` transposes if the flag is set.
+///
+/// # Shapes
+/// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
+pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    work(a, ta, b, None)?;
+    if pairs::takes(&[a, b])? {
+        return pairs::matmul(a, ta, b, tb, 1.0, true);
+    }
+    if few::takes(a, ta, b, tb) {
+        return few::matmul(a, b, 1.0, a.dtype());
+    }
+    if stored::takes(a, b) {
+        return stored::matmul(a, ta, b, tb);
+    }
+    if is_native(a) {
+        return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
+    }
+    product(a, ta, b, tb)
+}
+
+/// [`matmul`] times `alpha`. CUDA and the dot-product path apply `alpha` to the f32 sums, before
+/// rounding.
+pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
+    if pairs::takes(&[a, b])? {
+        work(a, ta, b, None)?;
+        return pairs::matmul(a, ta, b, tb, alpha, true);
+    }
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, alpha, a.dtype());
+    }
+    if is_native(a) {
+        return scaled(&matmul(a, ta, b, tb)?, alpha);
+    }
+    work(a, ta, b, None)?;
+    product_of(a, ta, b, tb, alpha, a.dtype())
+}
+
+/// [`matmul`] in the accumulation dtype: on CUDA and the dot-product path, half-precision inputs give
+/// unrounded f32 sums.
+pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    if pairs::takes(&[a, b])? {
+        work(a, ta, b, None)?;
+        return pairs::matmul(a, ta, b, tb, 1.0, false);
+    }
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, 1.0, DType::F32);
+    }
+    if is_native(a) || !is_half(a) || a.dtype() != b.dtype() {
+        return upcast(&matmul(a, ta, b, tb)?);
+    }
+    work(a, ta, b, None)?;
+    product_of(a, ta, b, tb, 1.0, DType::F32)
+}
+
+/// [`matmul`] off the CPU. The caller has recorded the FLOPs.
+pub(crate) fn product(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    product_of(a, ta, b, tb, 1.0, a.dtype())
+}
+
+/// [`product`], added to `c` if given.
+pub(crate) fn product_onto(c: Option<Tensor>, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    let Some(c) = c else { return product(a, ta, b, tb) };
+    add(&c, a, ta, b, tb, 1.0)?;
+    Ok(c)
+}
+
+fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DType) -> Result<Tensor> {
+    let (m, _, n) = sizes(a, ta, b, tb)?;
+    let b = b.to_dtype(a.dtype())?;
+    if let Some(g) = a.ghost() {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        return Ok(Ghost::new(g.ledger(), (m, n), dtype).into());
+    }
+    #[cfg(feature = "cuda")]
+    if !a.device().is_cpu() {
+        let out = crate::cuda::launch::empty(a, (m, n), dtype)?;
+        let [a, b] = [contiguous_rows(a)?, contiguous_rows(&b)?];
+        crate::cuda::gemm::gemm(out.real()?, false, a.real()?, ta, b.real()?, tb, alpha)?;
+        return Ok(out);
+    }
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b });
+    scaled(&a.matmul(&b)?, alpha)?.to_dtype(dtype)
+}
+
+/// The matrix if its rows are contiguous, else a copy.
+#[cfg(feature = "cuda")]
+fn contiguous_rows(t: &Tensor) -> Result<Tensor> {
+    if row_stride(t.layout()).is_some() { Ok(t.clone()) } else { t.contiguous() }
+}
+
+/// `c = alpha op(a) op(b)` in place, on CUDA. `c` may be a slice of a wider matrix, has contiguous rows
+/// and the dtype of both operands.
+///
+/// # Errors
+/// Shapes don't match, or the device is not CUDA.
+pub fn matmul_into(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    work(a, ta, b, None)?;
+    put(c, false, a, ta, b, tb, alpha)
+}
+
+/// Writes the product to `c` or adds it, on CUDA. The caller has recorded the FLOPs.
+fn put(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, _, n) = sizes(a, ta, b, tb)?;
+    if c.dims2()? != (m, n) {
+        candle_core::bail!("matmul: {:?} = {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
+    }
+    if let Some(g) = c.ghost() {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        return Ok(());
+    }
+    #[cfg(feature = "cuda")]
+    return crate::cuda::gemm::gemm(c.real()?, add, a.real()?, ta, b.real()?, tb, alpha);
+    #[cfg(not(feature = "cuda"))]
+    candle_core::bail!("matmul: {add} {alpha} [{m}, {n}] on a device that this build does not have")
+}
+
+fn onto_cpu<T: Float>(
+    (c, add): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
+    if ghost_products::<T, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb))).is_some() {
+        return Ok(());
+    }
+    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+    in_place::<T>("matmul", c, |dst| {
+        gemm(dst, n, add, am, bm, T::of(alpha), true);
+        Ok(())
+    })
+}
+
+/// Like [`onto_cpu`] for a half-precision `c`: adds in f32 and rounds once.
+fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
+    if let Some(g) = c.ghost() {
+        let _sum = g.ledger().hold(4 * (m * n) as u64);
+        ghost_products::<f32, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb)));
+        g.ledger().touch(g.bytes());
+        return Ok(());
+    }
+    let mut sum = match view::<f32>(c)? {
+        View::Owned(values) => values,
+        borrowed => borrowed.to_vec(),
+    };
+    {
+        let (av, bv) = (view::<f32>(a)?, view::<f32>(b)?);
+        let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+        gemm(&mut sum, n, true, am, bm, alpha as f32, true);
+    }
+    c.slice_set(&tensor(sum, (m, n), c.dtype())?, 0, 0)
+}
+
+/// `c += alpha op(a) op(b)`, in place.
+///
+/// `c` is contiguous and may be a view into a larger buffer. Gradients accumulate in f32, whatever the
+/// dtype of the operands.
+pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    matmul_onto((c, true), a, ta, b, tb, alpha)
+}
+
+/// Like [`matmul_acc`]; overwrites `c` unless `add` is set.
+pub fn matmul_onto(
+    (c, add_to): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
+    work(a, ta, b, Some(c))?;
+    if pairs::takes(&[a, b])? && matches!(c.dtype(), DType::BF16 | DType::F32) {
+        return pairs::onto((c, add_to), a, ta, b, tb, alpha);
+    }
+    if stored::takes(a, b) && c.dtype() == DType::F32 {
+        return stored::onto((c, add_to), a, ta, b, tb, alpha);
+    }
+    if is_native(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
+        return on_real!(c.dtype(), onto_cpu((c, add_to), a, ta, b, tb, alpha));
+    }
+    if !add_to {
+        c.zero_set()?;
+    }
+    if is_native(c) { acc_half(c, a, ta, b, tb, alpha) } else { add(c, a, ta, b, tb, alpha) }
+}
+
+/// [`matmul_acc`] off the CPU. The caller has recorded the FLOPs.
+fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    // before transposing, to read whole rows
+    let same;
+    let b = if b.dtype() == a.dtype() {
+        b
+    } else {
+        same = b.to_dtype(a.dtype())?;
+        &same
+    };
+    // cuBLAS accumulates into c directly
+    let takes = [a, b, c].into_iter().all(|t| row_stride(t.layout()).is_some())
+        && (c.dtype() == a.dtype() || c.dtype() == DType::F32);
+    if takes && !c.device().is_cpu() {
+        return put(c, true, a, ta, b, tb, alpha);
+    }
+    acc_composed(c, a, ta, b, tb, alpha)
+}
+
+pub(super) fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b.clone() });
+    let p = (upcast(&a.matmul(&b)?)? * alpha)?;
+    c.slice_set(&(upcast(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
+}
+
+/// `c += x`, in place, in `c`'s dtype.
+pub fn acc(c: &Tensor, x: &Tensor) -> Result<()> {
+    let sum = (c + x.to_dtype(c.dtype())?.reshape(c.shape())?)?;
+    c.slice_set(&sum, 0, 0)
+}

@@ -1,0 +1,104 @@
+//! AdamW with 8-bit moments.
+
+use super::adamw::put_copy;
+use super::cuda;
+use super::draws::{Draws, Stored, Words, on_stored};
+use super::eight_bit::{BLOCK, EightBit, MAPS, encode};
+use super::settings::AdamW;
+use crate::Tensor;
+use crate::cpu::{in_place, is_cpu, view};
+use candle_core::Result;
+use rayon::prelude::*;
+
+/// Minimum blocks per task.
+const EACH: usize = 64;
+
+/// [`super::adamw`] with 8-bit moments. The values must start at a block boundary.
+///
+/// # Errors
+/// Buffer lengths differ.
+pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
+    m.check(p, g)?;
+    if !is_cpu(p) {
+        return cuda::adamw8bit(p, m, g, copy, k);
+    }
+    adamw8bit_cpu::<f32>(p, m, g, Draws::NONE, k)?;
+    put_copy(p, copy)
+}
+
+/// [`super::adamw_rounded`] with 8-bit moments. The values must start at a block boundary.
+///
+/// # Errors
+/// Buffer lengths differ.
+pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
+    m.check(p, g)?;
+    if !is_cpu(p) {
+        return cuda::adamw8bit_rounded(p, m, g, draws, k);
+    }
+    on_stored!(p, adamw8bit_cpu(p, m, g, draws, k))
+}
+
+fn adamw8bit_cpu<T: Stored>(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
+    if p.ghost().is_some() {
+        return Ok(());
+    }
+    let g = view::<f32>(g)?;
+    all_in_place::<T>(p, m, &|p, [mc, vc], [ms, vs]| {
+        let codes = mc.par_chunks_mut(BLOCK).zip(vc.par_chunks_mut(BLOCK));
+        let scales = ms.par_iter_mut().zip(vs.par_iter_mut());
+        let values = p.par_chunks_mut(BLOCK).zip(g.par_chunks(BLOCK));
+        let blocks = values.zip(codes.zip(scales)).enumerate().with_min_len(EACH);
+        blocks.for_each(|(b, ((p, g), (codes, scales)))| {
+            block(p, g, codes.into(), scales.into(), draws.from(b * BLOCK), k);
+        });
+    })
+}
+
+/// A function of the weights, and of codes and scales of both moments.
+type All<'a, T> = dyn Fn(&mut [T], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
+
+/// Borrows all buffers mutably and calls `f`.
+fn all_in_place<T: Stored>(p: &Tensor, m: &EightBit, f: &All<'_, T>) -> Result<()> {
+    const NAME: &str = "adamw8bit";
+    in_place::<T>(NAME, p, |p| {
+        in_place::<u8>(NAME, &m.codes[0], |mc| {
+            in_place::<u8>(NAME, &m.codes[1], |vc| {
+                in_place::<f32>(NAME, &m.scales[0], |ms| {
+                    in_place::<f32>(NAME, &m.scales[1], |vs| {
+                        f(p, [mc, vc], [ms, vs]);
+                        Ok(())
+                    })
+                })
+            })
+        })
+    })
+}
+
+/// Updates one quantization block.
+fn block<T: Stored>(
+    p: &mut [T],
+    g: &[f32],
+    codes: [&mut [u8]; 2],
+    scales: [&mut f32; 2],
+    mut words: Words,
+    k: &AdamW,
+) {
+    let (b1, b2) = (k.betas[0] as f32, k.betas[1] as f32);
+    let (c1, c2, gs) = ((1.0 - k.betas[0]) as f32, (1.0 - k.betas[1]) as f32, k.grad_scale as f32);
+    let decay = (1.0 - k.lr * k.weight_decay) as f32;
+    let (step, root, eps) = (k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32);
+    let mut moments = [[0f32; BLOCK]; 2];
+    let [ms, vs] = &mut moments;
+    let [mc, vc] = &codes;
+    for (i, (p, g)) in p.iter_mut().zip(g).enumerate() {
+        let g = g * gs;
+        let m = MAPS[0][usize::from(mc[i])] * *scales[0] * b1 + g * c1;
+        let v = MAPS[1][usize::from(vc[i])] * *scales[1] * b2 + g * g * c2;
+        *p = T::of(p.widen() * decay - step * (m / (v.sqrt() / root + eps)), &mut words);
+        (ms[i], vs[i]) = (m, v);
+    }
+    for ((codes, scale), (values, map)) in codes.into_iter().zip(scales).zip(moments.iter().zip(MAPS.iter()))
+    {
+        *scale = encode(&values[..codes.len()], map, codes);
+    }
+}

@@ -1,0 +1,138 @@
+//! Resolves a recipe against its model: source, compute dtype, config, selection, and inputs of a plan.
+//! Shared by `ft plan`, `ft run`, `ft check`, and `ft eval`, so that all accept and refuse the same recipes.
+
+use crate::{Error, Inputs, Server, Workloads, budget, machine, space, stored};
+use candle_core::DType;
+use ft_data::hub::{self, Settings};
+use ft_engine::adapt::{self, PeftConfig, Selection};
+use ft_engine::model::Config;
+use ft_recipe::{Dtype, Recipe};
+use std::path::{Path, PathBuf};
+
+/// Config and selection of a recipe.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    pub config: Config,
+    pub selection: Selection,
+}
+
+impl Resolved {
+    /// Selects the trained modules with `select`, after a check of config and recipe.
+    ///
+    /// # Errors
+    /// Router losses without routers; errors of `select`.
+    pub fn new(
+        recipe: &Recipe,
+        config: Config,
+        select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
+    ) -> ft_base::Result<Self> {
+        check_routers(recipe, &config)?;
+        let selection = select(&config)?;
+        Ok(Self { config, selection })
+    }
+
+    /// Inputs of a plan, with the budgets of a rank. `dir` is the folder of the model, if downloaded;
+    /// `host` is the host memory of the machine, if known.
+    ///
+    /// # Errors
+    /// Inconsistent sizes of the model.
+    pub fn inputs<'a>(
+        recipe: &'a Recipe,
+        (config, selection): (&'a Config, &'a Selection),
+        (cuda, dir): (bool, Option<&Path>),
+        workloads: &'a Workloads<'a>,
+        host: Option<u64>,
+    ) -> ft_base::Result<Inputs<'a>> {
+        let machine = stored(machine(recipe, cuda), recipe, config, dir);
+        let server = Server::of(recipe, config, selection, machine.stored)?.map_or(0, |s| s.on_host);
+        let workload = workloads.of(recipe, recipe.run.micro_rows.count());
+        Ok(Inputs {
+            recipe,
+            config,
+            selection,
+            machine,
+            workloads,
+            budget: budget(recipe, machine, &workload, (host, server)),
+            host: space::beside_device(recipe, machine, (host, server)),
+        })
+    }
+}
+
+/// Compute dtype: the one named, else f32 on the CPU and bf16 on CUDA.
+pub fn dtype(named: Option<Dtype>, cuda: bool) -> DType {
+    match named {
+        Some(Dtype::Bf16) => DType::BF16,
+        Some(Dtype::F16) => DType::F16,
+        Some(Dtype::F32) => DType::F32,
+        None if cuda => DType::BF16,
+        None => DType::F32,
+    }
+}
+
+/// Resolves a model source to an existing path, or returns it unchanged as a hub id.
+pub fn source(recipe: &Recipe, written: &str) -> String {
+    let path = recipe.resolve(written);
+    if path.exists() { path.display().to_string() } else { written.into() }
+}
+
+/// Warnings about unknown keys of a config; `file` is its path.
+pub fn unknown_keys(config: &Config, file: &str) -> Vec<String> {
+    let note = |key: &String| format!("{file}: {key}: ft does not know this key and leaves it alone");
+    config.unknown.iter().map(note).collect()
+}
+
+/// Refuses router losses for models without routers.
+///
+/// # Errors
+/// A coefficient is not 0.
+pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let r = &recipe.router;
+    let losses = [("router.aux_loss", r.aux_loss), ("router.z_loss", r.z_loss)];
+    match losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0) {
+        Some((key, value)) => {
+            let (place, family) = (recipe.place(key), config.family.model_type);
+            Err(Error::Ignored(format!(
+                "{place}: {key} = {value}: {family} has no routers\n  hint: leave it out"
+            )))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Folder of the adapter in `lora.init`, downloaded if necessary.
+///
+/// # Errors
+/// The adapter cannot be found.
+pub fn adapter_dir(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<PathBuf>> {
+    let Some(written) = recipe.lora.init.adapter() else { return Ok(None) };
+    Ok(Some(hub::fetch_adapter_with(settings, &source(recipe, written), "main", progress)?))
+}
+
+/// Selects the trained modules by the rules of the recipe, or, without rules, as in its adapter.
+///
+/// # Errors
+/// Rules or adapter do not fit the model; nothing is selected.
+pub fn selection(
+    recipe: &Recipe,
+    config: &Config,
+    of_adapter: impl FnOnce() -> ft_base::Result<Selection>,
+) -> ft_base::Result<Selection> {
+    let selection = if recipe.train.is_empty() && recipe.lora.init.adapter().is_some() {
+        of_adapter()?
+    } else {
+        Selection::from_rules(config, &recipe.train)?
+    };
+    if selection.parts().is_empty() {
+        return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
+    }
+    selection.check_learning_rates(recipe)?;
+    Ok(selection)
+}
+
+/// As [`selection`], from the config of the adapter alone.
+pub(crate) fn selection_without_weights(recipe: &Recipe, config: &Config) -> ft_base::Result<Selection> {
+    selection(recipe, config, || match adapter_dir(&Settings::from_env(), recipe, false)? {
+        Some(dir) => Ok(Selection::from_peft(config, &PeftConfig::load(&dir)?)?),
+        None => Ok(Selection::frozen(config)),
+    })
+}

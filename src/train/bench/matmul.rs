@@ -1,0 +1,126 @@
+//! Measures matrix products and memory copies of this machine, as upper limits for the parts of a step.
+
+use crate::train::job::Job;
+use candle_core::{DType, Device, Result};
+use ft_kernels::Tensor;
+use ft_kernels::gemm;
+use ft_kernels::moment::Moment;
+use ft_kernels::tensor::Real;
+use std::time::{Duration, Instant};
+
+/// Minimum duration of one measurement.
+const LOOK: Duration = Duration::from_millis(250);
+/// Limits on rows and columns of a product. Larger ones take longer without a higher rate.
+const LARGEST_CPU: (usize, usize) = (512, 4096);
+const LARGEST_CUDA: (usize, usize) = (4096, 16_384);
+/// Size of the square product, independent of the model.
+const SQUARE: usize = 1024;
+
+/// Sizes of a copy in bytes, larger than caches.
+const COPY_CPU: usize = 64 << 20;
+const COPY_CUDA: usize = 512 << 20;
+
+/// Repetitions of a product per measurement. The first runs with cold caches.
+const REPEAT: usize = 3;
+
+/// Repeated timing of matrix products with the shapes of a training step.
+///
+/// The rate of the machine is the maximum over all measurements. Other programs may disturb one
+/// measurement, so the caller measures before, between and after steps. One shape may be slow (few rows, a
+/// transposed operand), so several are timed.
+#[derive(Debug)]
+pub struct MatmulRate {
+    /// Products as (rows, inputs, outputs).
+    linears: Vec<(usize, usize, usize)>,
+    device: Device,
+    dtype: DType,
+    best: f64,
+    fastest: String,
+    copy: f64,
+}
+
+impl MatmulRate {
+    /// Products of the linear layers of a model with `tokens` rows, and one square product.
+    pub fn new(job: &Job, tokens: usize) -> Self {
+        let c = &job.config;
+        let (rows, cols) = if job.device.is_cuda() { LARGEST_CUDA } else { LARGEST_CPU };
+        let (t, d) = (tokens.clamp(1, rows), c.hidden.clamp(1, cols));
+        let ffn = c.moe.as_ref().map_or(c.intermediate, |m| m.width).clamp(1, cols);
+        let attention = (c.heads * c.head_dim).clamp(1, cols);
+        Self {
+            linears: vec![(t, d, ffn), (t, d, attention), (SQUARE, SQUARE, SQUARE)],
+            device: job.device.clone(),
+            dtype: job.dtype,
+            best: 0.0,
+            fastest: String::new(),
+            copy: 0.0,
+        }
+    }
+
+    /// Times every product and a copy at least once. Frees all buffers before it returns.
+    pub fn measure(&mut self) -> Result<()> {
+        self.time_copy()?;
+        let begun = Instant::now();
+        while begun.elapsed() < LOOK {
+            for (t, d, o) in self.linears.clone() {
+                let (x_ti, w_oi, dy_to) = (self.numbers(t, d)?, self.numbers(o, d)?, self.numbers(t, o)?);
+                // Forward, input gradient, weight gradient.
+                self.time(&x_ti, false, &w_oi, true, (t, d, o))?;
+                self.time(&dy_to, false, &w_oi, false, (t, o, d))?;
+                self.time(&dy_to, true, &x_ti, false, (o, t, d))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn time(&mut self, a: &Tensor, ta: bool, b: &Tensor, tb: bool, mkn: (usize, usize, usize)) -> Result<()> {
+        let (m, k, n) = mkn;
+        for _ in 0..REPEAT {
+            let start = Moment::now(&self.device)?;
+            gemm::matmul(a, ta, b, tb)?;
+            let seconds = Moment::now(&self.device)?.since(&start)?;
+            let rate = 2.0 * m as f64 * k as f64 * n as f64 / seconds.max(1e-9);
+            if rate > self.best {
+                self.best = rate;
+                self.fastest = format!("{m} x {k} x {n}");
+            }
+        }
+        Ok(())
+    }
+
+    fn time_copy(&mut self) -> Result<()> {
+        let bytes = if self.device.is_cuda() { COPY_CUDA } else { COPY_CPU };
+        let from = Real::zeros(bytes / 4, DType::F32, &self.device)?;
+        let to = from.copy()?;
+        for _ in 0..REPEAT {
+            let start = Moment::now(&self.device)?;
+            to.slice_set(&from, 0, 0)?;
+            let seconds = Moment::now(&self.device)?.since(&start)?;
+            self.copy = self.copy.max(2.0 * bytes as f64 / seconds.max(1e-9));
+        }
+        Ok(())
+    }
+
+    /// Matrix of pseudorandom numbers from -1 to 1. Zeros would run faster on some devices.
+    fn numbers(&self, rows: usize, cols: usize) -> Result<Tensor> {
+        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
+        let values: Vec<f32> = (0..rows * cols).map(number).collect();
+        let t = Real::from_vec(values, (rows, cols), &Device::Cpu)?.to_dtype(self.dtype)?;
+        t.to_device(&self.device).map(Tensor::Real)
+    }
+
+    /// Floating-point operations per second of the fastest product.
+    pub fn rate(&self) -> f64 {
+        self.best
+    }
+
+    /// Bytes per second of the fastest copy, reads plus writes.
+    pub fn copy(&self) -> f64 {
+        self.copy
+    }
+
+    /// Shape of the fastest product: rows x inner size x columns.
+    pub fn fastest(&self) -> &str {
+        &self.fastest
+    }
+}

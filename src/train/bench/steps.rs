@@ -1,0 +1,112 @@
+//! `ft bench`: times steps of a recipe on random rows. Reports tokens per second, time by part, throughput
+//! relative to the fastest matrix product of the machine, and peak memory relative to the plan.
+
+use super::matmul::MatmulRate;
+use super::report::{Limit, StepTimes};
+use crate::train::Error;
+use crate::train::job::Job;
+use crate::train::memory::{MemoryMonitor, limits};
+use crate::train::step::{LossScale, StepInput, TrainContext, TrainedModel};
+use ft_base::memory;
+use ft_base::rng::{Purpose, Stream};
+use ft_data::hub::Want;
+use ft_data::{Dataset, Example};
+use ft_engine::comm;
+use ft_engine::walk::{Part, Times};
+use ft_kernels::gemm::pairs;
+use ft_plan::{Workload, rates};
+use ft_recipe::{Recipe, Weights};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// Result of a benchmark.
+#[derive(Debug)]
+pub struct Measured {
+    /// Output of `ft bench --json`.
+    pub json: Value,
+    /// Output of `ft bench`.
+    pub text: String,
+    /// File of the measured rate, read by later plans.
+    pub kept: Option<PathBuf>,
+}
+
+/// Runs one warm-up step and `steps` timed steps on full rows of random tokens. Every token is a target, as
+/// `ft plan` assumes. Writes nothing except the measured rate.
+///
+/// # Errors
+/// As a run, up to the first step.
+pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
+    // With random weights, `config.json` is enough to measure speed.
+    let want = if recipe.model.weights == Weights::Random { Want::Config } else { Want::Weights };
+    // Rows are generated; data files are ignored.
+    recipe.data.train.clear();
+    recipe.data.eval.clear();
+    recipe.data.eval_share = 0.0;
+    let job = Job::open(recipe, want, true)?;
+    let r = &job.recipe;
+    if r.parallel.ranks() > 1 {
+        let place = r.place("parallel.data");
+        let why = "ft bench measures one rank\n  hint: parallel.data=1";
+        return Err(Error::Usage(format!("{place}: {why}")).into());
+    }
+    let data = rows(r, job.config.vocab)?;
+    let mut plan = job.plan_without_files(Workload::of_recipe)?;
+    limits::check(&job, &plan)?;
+    plan.workload.steps = Some(steps as u64);
+    let mut monitor = MemoryMonitor::begin(&plan, &job);
+    let planned = monitor.planned();
+    let loaded = job.load(true).map_err(|e| planned.explain(e))?;
+    monitor.loaded(&loaded.1);
+    let model = TrainedModel::new(&job, loaded);
+    let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), comm::alone());
+    let cx = TrainContext::new(&job, &model, &alone, plan.execution, scale);
+    let all: Vec<usize> = (0..data.rows.len()).collect();
+    let step = |n: u64| -> ft_base::Result<(usize, Times)> {
+        let mut times = Times::start(&job.device)?;
+        // The learning rate of 1e-9 keeps the numbers finite over any number of steps.
+        let input = StepInput { data: &data, rows: &all, step: n, lr: &|_| 1e-9 };
+        let tokens = cx.timed_step(&input, &mut times)?.tokens;
+        times.settle()?;
+        Ok((tokens, times))
+    };
+    step(0).map_err(|e| planned.explain(e))?;
+    monitor.measure();
+    let mut products = MatmulRate::new(&job, plan.workload.train.tokens as usize);
+    products.measure()?;
+    let limits = Part::ALL.map(|p| Limit::of(p, &plan, &model.params));
+    let mut timed = StepTimes { times: Vec::with_capacity(steps), tokens: 0, limits };
+    for n in 0..steps {
+        // Excludes the memory of the timed products from the peak of the step.
+        memory::reset_peak();
+        let (tokens, times) = step(n as u64 + 1).map_err(|e| planned.explain(e))?;
+        timed.tokens += tokens;
+        timed.times.push(times);
+        monitor.measure();
+        products.measure()?;
+    }
+    let rate =
+        rates::Rate { matmul: products.rate(), step: plan.step_work() / timed.mean(), copy: products.copy() };
+    let kept = rates::save(plan.machine, rate)?;
+    let mut json = timed.json(&plan, &monitor, &products);
+    json["products"] = json!(job.products()?.map(pairs::Path::word));
+    json["threads"] = json!(rayon::current_num_threads());
+    let (computes, threads) = (job.computes()?, rayon::current_num_threads());
+    let text = format!("{computes}, {threads} threads\n{}", timed.text(&plan, &monitor, &products));
+    Ok(Measured { json, text, kept })
+}
+
+/// Generates full rows of random tokens for one step.
+fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
+    let s = Stream::new(r.run.seed, Purpose::Sample, 0, 0);
+    let length = r.data.max_length;
+    let id = |i: usize| ((u64::from(s.word(i as u64)) * vocab as u64) >> 32) as u32;
+    let examples: Vec<Example> = (0..r.run.batch_rows)
+        .map(|row| {
+            let ids: Vec<u32> = (0..length).map(|i| id(row * length + i)).collect();
+            let labels = ids.iter().map(|i| *i as i32).collect();
+            Example { ids, labels, source: 0, line: row + 1 }
+        })
+        .collect();
+    let rows: Vec<Vec<usize>> = (0..examples.len()).map(|i| vec![i]).collect();
+    Ok(Dataset::of(&examples, &rows)?)
+}

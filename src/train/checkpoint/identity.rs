@@ -1,0 +1,116 @@
+//! Identity of a run: recipe keys, and hashes of data, model and tokenizer.
+
+use crate::train::job::Job;
+use crate::train::job::hash::{hash_of, model_hash};
+use candle_core::DType;
+use ft_base::store::{self, hash};
+use ft_data::Dataset;
+use ft_engine::base::Base;
+use ft_recipe::Method;
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+
+/// Recipe keys and hashes of a run, computed on first use. Runs with equal identities compute the same
+/// result.
+pub struct Identity {
+    job: Arc<Job>,
+    data: Arc<Dataset>,
+    /// Hash of the model, if known already.
+    model: OnceLock<String>,
+    map: OnceLock<BTreeMap<String, String>>,
+}
+
+impl Identity {
+    /// Identity of a run of `job` on `data`.
+    pub fn new(job: &Arc<Job>, data: &Arc<Dataset>) -> Self {
+        let (job, data) = (Arc::clone(job), Arc::clone(data));
+        Self { job, data, model: OnceLock::new(), map: OnceLock::new() }
+    }
+
+    /// Returns the keys and hashes.
+    ///
+    /// # Errors
+    /// Files are unreadable or change during hashing.
+    pub fn get(&self) -> ft_base::Result<&BTreeMap<String, String>> {
+        if let Some(map) = self.map.get() {
+            return Ok(map);
+        }
+        let job = &self.job;
+        let model = match self.model.get() {
+            Some(model) => model.clone(),
+            None => model_hash(&job.recipe, &job.config, &job.model.dir)?,
+        };
+        let mut map = job.recipe.math_keys();
+        if job.recipe.optimizer.lr.is_none() {
+            // Stores the default learning rates, so that another default makes another run.
+            let rates = job.selection.learning_rates(&job.recipe.optimizer);
+            let mut by_method: Vec<String> = rates
+                .iter()
+                .map(|r| format!("{} {:e}", r.method.word(), r.base(&job.recipe.optimizer)))
+                .collect();
+            by_method.sort();
+            by_method.dedup();
+            map.insert("optimizer.lr".into(), format!("(default: {})", by_method.join(", ")));
+        }
+        map.insert("hash.data".into(), self.data.hash.clone());
+        map.insert("hash.model".into(), model);
+        if let Some(t) = &job.tokenizer {
+            map.insert("hash.tokenizer".into(), t.hash().into());
+        }
+        map.insert("compute.dtype".into(), format!("{:?}", job.dtype));
+        // The resolved value. Runs without this key keep master weights.
+        if !job.recipe.optimizer.keeps_master(job.dtype == DType::F32)
+            && job.selection.parts().iter().any(|t| t.part.method() == Method::Full)
+        {
+            map.insert("optimizer.master".into(), "none".into());
+        }
+        if let Some(a) = &job.adapter {
+            let mut h = blake3::Hasher::new();
+            for f in ["adapter_config.json", "adapter_model.safetensors"] {
+                let (hash, bytes) = hash::of_inside(&a.dir, f)?;
+                h.update(&bytes.to_le_bytes()).update(hash.as_bytes());
+            }
+            map.insert("hash.adapter".into(), h.finalize().to_hex().to_string());
+        }
+        Ok(self.map.get_or_init(|| map))
+    }
+
+    /// Prepares for loading the base: if the hash of the model is unknown, files are hashed while they are
+    /// read.
+    ///
+    /// # Errors
+    /// Files are no longer readable.
+    pub fn loading(&self, base: &Base) -> ft_base::Result<()> {
+        match base.files() {
+            Some(files) if self.map.get().is_none() => Ok(files.hash_while_reading()?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Finishes loading the base: stores the hash of the files read, or compares it with the hash known
+    /// before.
+    ///
+    /// # Errors
+    /// [`store::Error::Changed`].
+    pub fn loaded(&self, base: &Base) -> ft_base::Result<()> {
+        let Some(map) = self.map.get() else {
+            let model = hash_of(&self.job.config, base.files())?;
+            self.model.get_or_init(|| model);
+            return Ok(());
+        };
+        // Cheap if file hashes are cached.
+        if map.get("hash.model")
+            == Some(&model_hash(&self.job.recipe, &self.job.config, &self.job.model.dir)?)
+        {
+            return Ok(());
+        }
+        let problem = "changed while the run began\n  hint: start again when nothing writes there".into();
+        Err(store::Error::Changed { path: self.job.model.dir.clone(), problem }.into())
+    }
+}
+
+/// Returns true for keys with paths of data. Data contents are covered by `hash.data`.
+pub(super) fn is_place(key: &str) -> bool {
+    let nth = key.strip_prefix("data.train.").and_then(|k| k.strip_suffix(".source"));
+    nth.is_some_and(|n| n.parse::<usize>().is_ok())
+}

@@ -1,0 +1,298 @@
+//! Contents of a checkpoint: trained tensors and optimizer states as unsharded tensors, the step, and the
+//! identity of the run.
+//!
+//! Random numbers and the position in the data are functions of seed and step, so nothing else is saved.
+
+use super::identity::is_place;
+use crate::train::Error;
+use crate::train::step::LossScale;
+use candle_core::{DType, Device, Tensor};
+use ft_base::store;
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::common;
+use ft_engine::adapt::moments::Of;
+use ft_engine::adapt::projected::Projected;
+use ft_engine::files::{SharedFile, TensorFiles};
+use ft_kernels::optimizer::BLOCK;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+/// Contents of `state.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Version of the checkpoint layout.
+    pub version: u32,
+    /// Version of `ft` that wrote the checkpoint.
+    pub ft: String,
+    /// Number of completed steps.
+    pub step: u64,
+    /// Identity of the run: recipe keys, and hashes under `hash.*`.
+    pub identity: BTreeMap<String, String>,
+    /// Loss scale, for f16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<LossScale>,
+}
+
+/// File of the trained tensors.
+pub const WEIGHTS: &str = "weights.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "state.json";
+const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+
+/// A tensor in the optimizer file.
+struct Entry {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    /// Elements of the trained tensor per element of this one.
+    block: usize,
+}
+
+/// Optimizer tensors of a trained tensor: both moments, with scales if they are 8-bit codes, and the GaLore
+/// projector if there is one.
+fn entries(params: &Params, index: usize) -> Vec<Entry> {
+    let t = &params.tensors[index];
+    let projected = params.projected(index);
+    let (shape, coded) = match projected {
+        Some(p) => {
+            let (rows, cols) = p.low();
+            (vec![rows, cols], p.moments.is_coded())
+        }
+        None => (t.shape.clone(), params.is_coded(index)),
+    };
+    let entry = |what: &str, dtype, shape, block| {
+        MOMENTS.map(|m| Entry {
+            name: format!("{}.{m}{what}", t.name),
+            dtype,
+            shape: Vec::clone(shape),
+            block,
+        })
+    };
+    let mut out: Vec<Entry> = if coded {
+        let scales = vec![shape.iter().product::<usize>().div_ceil(BLOCK)];
+        let codes = entry("", DType::U8, &shape, 1);
+        codes.into_iter().chain(entry(".absmax", DType::F32, &scales, BLOCK)).collect()
+    } else {
+        entry("", DType::F32, &shape, 1).into()
+    };
+    if let Some(p) = projected {
+        let name = format!("{}.projector", t.name);
+        out.push(Entry { name, dtype: DType::F32, shape: p.basis.dims().to_vec(), block: 1 });
+    }
+    out
+}
+
+/// Values of [`entries`] for a tensor with projected gradients.
+fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>> {
+    let (rows, cols) = p.low();
+    let mut out = Vec::new();
+    for range in p.moments.parts(&(0..rows * cols)).into_iter().filter(|r| !r.is_empty()) {
+        out.extend(views(p.moments.of(range)?));
+    }
+    out.push(p.basis.flatten_all()?);
+    Ok(out)
+}
+
+/// Values of [`entries`] for a range in the buffer of a unit.
+fn views(of: Of) -> Vec<ft_kernels::Tensor> {
+    match of {
+        Of::Wide(all) => all.into(),
+        Of::Coded(all) => all.codes.into_iter().chain(all.scales).collect(),
+    }
+}
+
+/// Files of a checkpoint in `dir`: weights, and optimizer states.
+fn files(dir: &Path, params: &Params) -> ft_base::Result<[SharedFile; 2]> {
+    let (mut weights, mut moments) = (Vec::new(), Vec::new());
+    for (i, t) in params.tensors.iter().enumerate() {
+        weights.push((t.name.clone(), params.stored(i)?, t.shape.clone()));
+        moments.extend(entries(params, i).into_iter().map(|e| (e.name, e.dtype, e.shape)));
+    }
+    let file = |name: &str, tensors: &[_]| SharedFile::new(&dir.join(name), tensors, &[("format", "pt")]);
+    Ok([file(WEIGHTS, &weights)?, file(OPTIMIZER, &moments)?])
+}
+
+/// Begins a checkpoint in `dir`: creates the files at full size, without values, and writes `state.json`.
+///
+/// # Errors
+/// Disk errors.
+pub fn begin(dir: &Path, state: &State, params: &Params) -> ft_base::Result<()> {
+    files(dir, params)?.iter().try_for_each(SharedFile::create)?;
+    let text = serde_json::to_string_pretty(state).unwrap_or_default() + "\n";
+    Ok(store::write_atomic(&dir.join(STATE), text.as_bytes())?)
+}
+
+/// Writes this rank's shard into a checkpoint begun by the first rank.
+///
+/// # Errors
+/// Disk errors.
+pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
+    let [weights, optimizer] = files(dir, params)?;
+    let (mut values, mut moments) = (Vec::new(), Vec::new());
+    let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
+    for ((t, slot), listed) in params.tensors.iter().zip(&params.slots).zip(&listed) {
+        let unit = params.unit(slot)?;
+        // Replicated values are written by one rank only.
+        let mine = common(&unit.part, &slot.range());
+        if mine.is_empty() {
+            continue;
+        }
+        let first = mine.start - slot.offset;
+        // Views: copied to the host only during the write.
+        values.push((t.name.as_str(), first, unit.values(mine.clone())?.real()?.clone()));
+        if let Some(p) = params.projected(slot.index) {
+            // Written whole, by the rank with the first element.
+            if first == 0 {
+                for (entry, held) in listed.iter().zip(projected_views(p)?) {
+                    moments.push((entry.name.as_str(), 0, held.real()?.flatten_all()?));
+                }
+            }
+            continue;
+        }
+        let held = unit.moments.as_ref().map(|m| m.of(mine).map(views)).transpose()?;
+        for (entry, held) in listed.iter().zip(held.into_iter().flatten()) {
+            moments.push((entry.name.as_str(), first / entry.block, held.real()?.clone()));
+        }
+    }
+    weights.write(values)?;
+    Ok(optimizer.write(moments)?)
+}
+
+/// Reads `state.json` of a checkpoint.
+pub fn read(dir: &Path) -> ft_base::Result<State> {
+    let path = dir.join(STATE);
+    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::run(&path, e))?;
+    let state: State = serde_json::from_str(&text).map_err(|e| unusable(&path, e.to_string()))?;
+    if state.version != 1 {
+        return Err(unusable(&path, format!("layout {}, this ft reads 1", state.version)).into());
+    }
+    if state.loss_scale.is_some_and(|s| !s.is_sound()) {
+        return Err(unusable(&path, "loss_scale is none that a run can have".into()).into());
+    }
+    Ok(state)
+}
+
+/// Error for unusable values in a checkpoint.
+fn unusable(dir: &Path, why: String) -> Error {
+    Error::Checkpoint { path: dir.display().to_string(), why }
+}
+
+/// Reads a range of elements of a checkpoint tensor, after a check of the shape.
+fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> ft_base::Result<Tensor> {
+    let (name, shape) = (e.name.as_str(), e.shape.as_slice());
+    let found = files.get(name)?.shape.as_slice();
+    if found != shape {
+        return Err(unusable(dir, format!("{name}: {found:?}, this run has {shape:?}")).into());
+    }
+    files.part(name, r, e.dtype, &Device::Cpu).map_err(|e| match e {
+        // This error of the store speaks of model files.
+        store::Error::NotFinite { .. } => {
+            unusable(dir, format!("{name} has a value that is not finite")).into()
+        }
+        e => e.into(),
+    })
+}
+
+/// Calls `f` with index, first element and values of this rank's part of every trained tensor.
+fn each_weight(
+    dir: &Path,
+    files: &TensorFiles,
+    params: &Params,
+    f: &mut dyn FnMut(usize, usize, &Tensor) -> ft_base::Result<()>,
+) -> ft_base::Result<()> {
+    let (have, want) = (files.len(), params.tensors.len());
+    if have != want {
+        return Err(unusable(dir, format!("holds {have} trained tensors, this run has {want}")).into());
+    }
+    for (i, t) in params.tensors.iter().enumerate() {
+        // Only the local part is read.
+        let mine = params.mine(i)?;
+        let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
+        f(i, mine.start, &part(dir, files, &values, mine)?)?;
+    }
+    Ok(())
+}
+
+/// Loads the trained tensors of a checkpoint, without moments. Reads all tensors once before it sets any.
+///
+/// # Errors
+/// Missing, misshaped or extra tensor.
+pub fn load_weights(dir: &Path, params: &Params) -> ft_base::Result<()> {
+    let files = weights(dir)?;
+    each_weight(dir, &files, params, &mut |_, _, _| Ok(()))?;
+    each_weight(dir, &files, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))
+}
+
+/// Loads trained tensors and optimizer states of a checkpoint.
+///
+/// # Errors
+/// Missing, misshaped or extra tensor.
+pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
+    let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
+    each_weight(dir, &weights(dir)?, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))?;
+    for (i, _) in params.tensors.iter().enumerate() {
+        let slot = &params.slots[i];
+        if let Some(p) = params.projected(i) {
+            for (entry, to) in entries(params, i).iter().zip(projected_views(p)?) {
+                let from = part(dir, &moments, entry, 0..to.elem_count())?;
+                let to = to.real()?;
+                to.slice_set(&from.to_device(to.device())?, 0, 0)?;
+            }
+            continue;
+        }
+        let Some(held) = &params.unit(slot)?.moments else { continue };
+        for here in held.parts(&slot.range()).into_iter().filter(|r| !r.is_empty()) {
+            let range = here.start - slot.offset..here.end - slot.offset;
+            for (entry, to) in entries(params, i).iter().zip(views(held.of(here)?)) {
+                let first = range.start / entry.block;
+                let from = part(dir, &moments, entry, first..first + to.elem_count())?;
+                let to = to.real()?;
+                to.slice_set(&from.to_device(to.device())?, 0, 0)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks that all keys of `--accept-change` exist in one of two identities.
+///
+/// # Errors
+/// Unknown key, with the nearest known one.
+pub fn check_accepted(
+    old: &BTreeMap<String, String>,
+    new: &BTreeMap<String, String>,
+    accepted: &[String],
+) -> Result<(), Error> {
+    let known = || old.keys().chain(new.keys()).map(String::as_str);
+    let Some(unknown) = accepted.iter().find(|k| !known().any(|n| n == *k)) else { return Ok(()) };
+    let hint = match ft_recipe::nearest(unknown, known()) {
+        Some(near) => format!("did you mean {near}?"),
+        None => "give a key as the refusal to go on names it: train.0.rank, data.train.0.source".into(),
+    };
+    Err(Error::Usage(format!(
+        "--accept-change {unknown}: a run is not told from others by this key\n  hint: {hint}"
+    )))
+}
+
+/// Lists the differences of two identities, one line per key, without accepted keys.
+pub fn changes(
+    old: &BTreeMap<String, String>,
+    new: &BTreeMap<String, String>,
+    accepted: &[String],
+) -> Vec<String> {
+    let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    keys.into_iter()
+        .filter(|k| !accepted.contains(k) && !is_place(k) && old.get(*k) != new.get(*k))
+        .map(|k| {
+            let show = |m: &BTreeMap<String, String>| m.get(k).map_or("(not set)".into(), |v| v.to_string());
+            format!("  {k}: was {}, is {}", show(old), show(new))
+        })
+        .collect()
+}
+
+/// Opens the trained tensors of a checkpoint.
+pub fn weights(dir: &Path) -> ft_base::Result<TensorFiles> {
+    Ok(TensorFiles::open_file(&dir.join(WEIGHTS))?)
+}

@@ -1,0 +1,114 @@
+//! Evaluation by generation: the model answers evaluation samples, and the answers are scored against the
+//! references.
+
+use crate::train::Error;
+use crate::train::job::Job;
+use crate::train::step::Stop;
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use ft_data::{Dataset, Scores, question};
+use ft_engine::model::Decoder;
+use ft_engine::walk::generate::{Reader, answer};
+use ft_engine::walk::visit::Hooks;
+use ft_recipe::Recipe;
+use regex::Regex;
+use serde_json::{Value, json};
+
+/// Generates answers to the first `generate.samples` usable evaluation samples and returns mean scores.
+/// Runs on this process alone. Returns `None` if the recipe does not ask for generation. Calls `stop`
+/// before every answer and every token.
+///
+/// # Errors
+/// Tokenizer missing; no usable sample; [`Error::Abandoned`]; a failed tensor operation.
+pub fn score(
+    job: &Job,
+    decoder: &Decoder,
+    around: &dyn Hooks,
+    data: &Dataset,
+    stop: Stop<'_>,
+) -> ft_base::Result<Option<Scores>> {
+    let g = &job.recipe.generate;
+    if g.samples == 0 {
+        return Ok(None);
+    }
+    check_tokenizer(job)?;
+    let Some(tokenizer) = &job.tokenizer else { return Ok(None) };
+    let regex = regex(&job.recipe)?;
+    let mut scores = Scores::default();
+    for i in 0..data.samples.len() {
+        if scores.samples == g.samples {
+            break;
+        }
+        let Some((prompt, reference)) =
+            data.samples.get(i)?.map(|e| question(&e, tokenizer)).transpose()?.flatten()
+        else {
+            continue;
+        };
+        check_signal(stop)?;
+        let temperature = g.temperature;
+        let sampling = if temperature > 0.0 { Sampling::All { temperature } } else { Sampling::ArgMax };
+        // One random stream per answer keeps answers independent of earlier ones.
+        let mut sampler =
+            LogitsProcessor::from_sampling(job.recipe.run.seed.wrapping_add(i as u64), sampling);
+        let mut reader =
+            Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).around(around);
+        let mut proceed = |_: &str| stop() == 0;
+        let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut proceed)?;
+        check_signal(stop)?;
+        scores.add(&reference, &reply.text, reply.tokens, regex.as_ref());
+    }
+    if scores.samples == 0 {
+        let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have none, and \
+                   data.max_length may cut them\n  hint: leave it out";
+        return Err(Error::Usage(format!("{}: {why}", job.recipe.place("generate.samples"))).into());
+    }
+    Ok(Some(scores.means()))
+}
+
+fn check_signal(stop: Stop<'_>) -> Result<(), Error> {
+    match stop() {
+        0 => Ok(()),
+        asked => Err(Error::Abandoned(asked)),
+    }
+}
+
+/// Checks that the model can generate answers.
+///
+/// # Errors
+/// `generate.samples` is set, but the model has no tokenizer.
+pub fn check_tokenizer(job: &Job) -> Result<(), Error> {
+    match job.tokenizer {
+        None if job.recipe.generate.samples > 0 => Err(Error::Usage(format!(
+            "{}: the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out",
+            job.recipe.place("generate.samples")
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Compiles `generate.regex`.
+///
+/// # Errors
+/// Invalid regular expression.
+fn regex(recipe: &Recipe) -> ft_base::Result<Option<Regex>> {
+    let fail = |e: regex::Error| Error::Usage(format!("{}: {e}", recipe.place("generate.regex")));
+    Ok(recipe.generate.regex.as_deref().map(Regex::new).transpose().map_err(fail)?)
+}
+
+/// Adds scores to an event of `metrics.jsonl`.
+pub fn add_to(event: &mut Value, scores: &Scores) {
+    event["exact_match"] = json!(scores.exact_match);
+    event["rouge_l"] = json!(scores.rouge_l);
+    if let Some(share) = scores.regex_match {
+        event["regex_match"] = json!(share);
+    }
+    event["generated_samples"] = json!(scores.samples);
+    event["generated_tokens"] = json!(scores.tokens);
+}
+
+/// Formats scores as one line for the terminal.
+pub fn scores_line(scores: &Scores) -> String {
+    let percent = |share: f64| format!("{:.1} %", 100.0 * share);
+    let regex = scores.regex_match.map_or(String::new(), |s| format!(", regex match {}", percent(s)));
+    let (exact, samples) = (percent(scores.exact_match), scores.samples);
+    format!("exact match {exact}, ROUGE-L {:.4}{regex} of {samples} answers", scores.rouge_l)
+}

@@ -1,0 +1,223 @@
+//! A resolved recipe: device, model folder, config, tokenizer, selection.
+
+use super::device::{device, dtype};
+use super::{cache_4bit, lookup, sources};
+use candle_core::{DType, Device};
+use ft_data::hub::{ModelDir, Settings, Want};
+use ft_data::{Form, Tokenizer, Trained};
+use ft_engine::adapt::adapter::Adapter;
+use ft_engine::adapt::buffer::Shard;
+use ft_engine::adapt::build::{Build, check_full};
+use ft_engine::adapt::params::Allocate;
+use ft_engine::adapt::{self, Choice, Params, Selection};
+use ft_engine::base::Base;
+use ft_engine::comm::{self, Comm};
+use ft_engine::model::{Config, Decoder};
+use ft_engine::quant;
+use ft_kernels::gemm::pairs;
+use ft_plan::Resolved;
+use ft_recipe::{Method, Offload, Quantize, Recipe, Rule, Weights};
+use std::sync::Arc;
+
+/// Chooses a selection from a recipe, a config and an adapter.
+type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> ft_base::Result<Selection> + 'a;
+
+/// A resolved recipe, without the weights.
+#[derive(Clone)]
+pub struct Job {
+    /// The recipe.
+    pub recipe: Recipe,
+    /// Device to compute on.
+    pub device: Device,
+    /// Compute dtype.
+    pub dtype: DType,
+    /// Folder of the model.
+    pub model: ModelDir,
+    /// Config of the model, with `model.overrides` applied.
+    pub config: Config,
+    /// Tokenizer; `None` if the model has no `tokenizer.json`, or only the config is loaded.
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    /// Choice per module: frozen, in full, LoRA, or token rows.
+    pub selection: Selection,
+    /// Adapter named in `lora.init`.
+    pub adapter: Option<Arc<Adapter>>,
+}
+
+impl Job {
+    /// Resolves a recipe and downloads missing files. `want` selects the required files of the model.
+    ///
+    /// # Errors
+    /// Missing device; model not found or not supported; rule without a match; adapter that does not fit.
+    pub fn open(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
+        Self::with(recipe, want, progress, &lookup::selection)
+    }
+
+    /// Resolves a recipe for inference: all weights are frozen, and the adapter of `lora.init` is applied.
+    /// Without an adapter, modules that the recipe trains in full are not quantized, so the model equals
+    /// the one at the start of training.
+    ///
+    /// # Errors
+    /// As [`Job::open`].
+    pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
+        Self::with(recipe, want, progress, &|recipe, config, adapter| {
+            let in_full = |r: &Rule| r.is(Method::Full);
+            match adapter {
+                Some(a) => a.selection(config),
+                None if recipe.model.quantize == Quantize::Nf4
+                    && !config.four_bit
+                    && recipe.train.iter().any(in_full) =>
+                {
+                    let mut s = Selection::from_rules(config, &recipe.train)?;
+                    for (m, c) in &mut s.modules {
+                        if !(matches!(c, Choice::Full { .. }) && quant::takes(m)) {
+                            *c = Choice::Freeze;
+                        }
+                    }
+                    Ok(s)
+                }
+                None => Ok(Selection::frozen(config)),
+            }
+        })
+    }
+
+    fn with(mut recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> ft_base::Result<Self> {
+        let settings = Settings::from_env();
+        let device = device(recipe.run.device)?;
+        let dtype = dtype(recipe.model.dtype, &device);
+        if let Some(e) = sources::resolve(&settings, &mut recipe, progress).into_iter().next() {
+            return Err(e);
+        }
+        let model = lookup::model(&settings, &recipe, want, progress)?;
+        let config = lookup::config(&model.dir, &recipe.model.overrides)?;
+        let (mut adapter, mut tokenizer) = (None, None);
+        let Resolved { config, mut selection } = Resolved::new(&recipe, config, |config| {
+            adapter = lookup::adapter(&settings, &recipe, progress)?;
+            if want != Want::Config {
+                tokenizer = lookup::tokenizer(&recipe, &model.dir, adapter.as_ref())?;
+            }
+            select(&recipe, config, adapter.as_ref())
+        })?;
+        if want != Want::Config || selection.tokens.are_numbers() {
+            selection.look_up(&config, tokenizer.as_ref())?;
+        }
+        let (tokenizer, adapter) = (tokenizer.map(Arc::new), adapter.map(Arc::new));
+        Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
+    }
+
+    /// Implementation of bf16 products on the CPU; `None` for other devices and dtypes.
+    ///
+    /// # Errors
+    /// The environment requests an unavailable implementation.
+    pub fn products(&self) -> candle_core::Result<Option<pairs::Path>> {
+        (self.device.is_cpu() && self.dtype == DType::BF16).then(pairs::path).transpose()
+    }
+
+    /// Describes device, compute dtype, and the implementation of bf16 products.
+    ///
+    /// # Errors
+    /// As [`Job::products`].
+    pub fn computes(&self) -> candle_core::Result<String> {
+        let device = if self.device.is_cpu() { "CPU" } else { "CUDA" };
+        let how = self.products()?.map_or(String::new(), |p| format!(" ({})", p.text()));
+        Ok(format!("{device} {}{how}", format!("{:?}", self.dtype).to_lowercase()))
+    }
+
+    /// Copies the job to another device, with the compute dtype for that device.
+    pub fn on(&self, device: Device) -> Self {
+        Self { dtype: dtype(self.recipe.model.dtype, &device), device, ..self.clone() }
+    }
+
+    /// Opens the base in the model folder, ignoring the 4-bit copy of `model.cache`.
+    ///
+    /// # Errors
+    /// Missing or unusable weights.
+    pub fn base(&self) -> ft_base::Result<Base> {
+        let config = self.config.clone();
+        let base = match self.recipe.model.weights {
+            Weights::Random => Base::random(config, self.recipe.run.seed),
+            Weights::Load => Base::open(config, &self.model.dir)?,
+        };
+        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
+        Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
+    }
+
+    /// Checks names and shapes of all tensors of base and adapter against config and selection, without
+    /// loading the model. Called before anything is written.
+    ///
+    /// # Errors
+    /// Missing, unexpected or misshaped tensors; an adapter for another base.
+    pub fn check(&self) -> ft_base::Result<()> {
+        let base = self.base()?;
+        base.check()?;
+        check_full(&base, &self.selection, self.adapter.as_deref())?;
+        if let Some(a) = &self.adapter {
+            a.check_against(&self.selection, &self.selection.trained())?;
+            a.check_values()?;
+            if let Some(files) = base.files() {
+                a.check_base(files, self.config.tied)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Prompt format of the training data, saved for later inference.
+    pub fn trained(&self) -> Trained {
+        let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_deref());
+        Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
+    }
+
+    /// Loads the model with a progress bar, from the 4-bit copy of `model.cache` if configured. With
+    /// `train`, also allocates gradients and moments.
+    ///
+    /// # Errors
+    /// As [`Build::run`]; the 4-bit copy cannot be written.
+    pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
+        self.load_shard(&self.base_to_load()?, train, Shard::default(), &comm::alone())
+    }
+
+    /// Opens the base to load weights from, with the 4-bit copy of `model.cache` if configured.
+    ///
+    /// # Errors
+    /// As [`Job::base`]; the 4-bit copy is damaged or cannot be written.
+    pub fn base_to_load(&self) -> ft_base::Result<Base> {
+        let base = self.base()?;
+        Ok(match cache_4bit::open_or_write(&self.recipe, &self.config, &self.model.dir)? {
+            Some((config, copy)) => base.with_copy(config, copy),
+            None => base,
+        })
+    }
+
+    /// As [`Job::load`], for the shard of one rank. All ranks must call it together. Only the first shows a
+    /// progress bar.
+    ///
+    /// # Errors
+    /// As [`Build::run`]; lost rank.
+    pub fn load_shard(
+        &self,
+        base: &Base,
+        train: bool,
+        shard: Shard,
+        comm: &dyn Comm,
+    ) -> ft_base::Result<(Decoder, Params)> {
+        let (memory, o) = (&self.recipe.memory, &self.recipe.optimizer);
+        let allocate = Allocate {
+            train,
+            in_backward: o.in_backward,
+            offload: memory.offloads(Offload::Optimizer),
+            // Inference reads weights in place.
+            offload_weights: train && memory.offloads(Offload::Params),
+            pin: memory.pin,
+            eight_bit: o.name.eight_bit(),
+            rounding: (!o.keeps_master(self.dtype == DType::F32)).then_some(self.recipe.run.seed),
+            project: if o.name.projects() { o.galore_rank } else { 0 },
+            shard,
+        };
+        let build = Build::new(base, &self.selection)
+            .adapter(self.adapter.as_deref())
+            .on(self.dtype, &self.device)
+            .seed(self.recipe.run.seed)
+            .allocate(allocate)
+            .among(comm);
+        if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
+    }
+}

@@ -1,0 +1,113 @@
+//! Parts of a recipe: model folder, config, tokenizer, adapter, selection, prompt.
+
+use crate::train::Error;
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_data::{Added, Form, Tokenizer};
+use ft_engine::adapt::Selection;
+use ft_engine::adapt::adapter::Adapter;
+use ft_engine::model::Config;
+use ft_plan::resolve;
+use ft_recipe::{Recipe, Token, Weights};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// Finds the folder of the model, and downloads missing files as far as `want` requires.
+///
+/// # Errors
+/// The model cannot be found.
+pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -> ft_base::Result<ModelDir> {
+    // Random weights replace the weight files.
+    let random = recipe.model.weights == Weights::Random;
+    let want = if random { want.min(Want::Tokenizer) } else { want };
+    let source = resolve::source(recipe, &recipe.model.source);
+    let model = hub::fetch_model_with(settings, &source, &recipe.model.revision, want, progress)?;
+    model.notes.iter().for_each(|n| warn(n));
+    Ok(model)
+}
+
+/// Reads the config of a model folder and applies overrides. Warns about unknown keys.
+///
+/// # Errors
+/// Invalid config, or an unsupported model family.
+pub fn config(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Config> {
+    let config = Config::load(dir, overrides)?;
+    let file = dir.join("config.json").display().to_string();
+    resolve::unknown_keys(&config, &file).iter().for_each(|n| warn(n));
+    Ok(config)
+}
+
+/// Loads the tokenizer of a model folder, with the chat template of the recipe, and with the added tokens
+/// of recipe and adapter. Returns `None` if the folder has no tokenizer.
+///
+/// # Errors
+/// Unusable files.
+pub fn tokenizer(
+    recipe: &Recipe,
+    dir: &Path,
+    adapter: Option<&Adapter>,
+) -> ft_base::Result<Option<Tokenizer>> {
+    let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
+    let rules = recipe.train.iter().filter(|r| r.is_of_tokens());
+    let texts = rules.flat_map(|r| r.tokens.iter().flatten()).filter_map(|t| match t {
+        Token::Text(text) => Some(text.as_str()),
+        Token::Id(_) => None,
+    });
+    let tokenizer = Tokenizer::load_with(dir, template.as_deref(), &added(adapter)?.and(texts))?;
+    if let Some((_, tokens)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
+        let each: Vec<String> = tokens.iter().map(|(text, id)| format!("{text:?} (token {id})")).collect();
+        tell(&format!("tokens beside the model's own: {}", each.join(", ")));
+    }
+    Ok(tokenizer)
+}
+
+/// Tokens of an adapter in addition to the vocabulary of the base.
+///
+/// # Errors
+/// The tokenizer in the adapter folder is unusable.
+pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
+    match adapter.filter(|a| !a.config.tokens().is_empty()) {
+        Some(a) => Ok(Added::of_adapter(&a.dir)?),
+        None => Ok(Added::default()),
+    }
+}
+
+/// Opens the adapter named in `lora.init`, and downloads it if necessary.
+///
+/// # Errors
+/// The adapter cannot be found, or has unusable files.
+pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<Adapter>> {
+    resolve::adapter_dir(settings, recipe, progress)?.map(|dir| Adapter::open(&dir)).transpose()
+}
+
+/// Selects the trained modules by the rules of the recipe, or, without rules, as in the adapter. Warns
+/// about rules without a match in the model.
+///
+/// # Errors
+/// Rules or adapter do not fit the model; nothing is selected.
+pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) -> ft_base::Result<Selection> {
+    let frozen = || Ok(Selection::frozen(config));
+    let selection =
+        resolve::selection(recipe, config, || adapter.map_or_else(frozen, |a| a.selection(config)))?;
+    selection.notes.iter().for_each(|n| warn(n));
+    Ok(selection)
+}
+
+/// Tokenizes the prompt of `log.sample` in the same format as the training data.
+///
+/// # Errors
+/// Tokenizer missing; empty prompt.
+pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result<Option<Vec<u32>>> {
+    let Some(prompt) = &recipe.log.sample else { return Ok(None) };
+    let fail = |why: &str| Error::Usage(format!("{}: log.sample: {why}", recipe.place("log.sample")));
+    let Some(tokenizer) = tokenizer else {
+        let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
+        return Err(fail(why).into());
+    };
+    let form = Form::of(&recipe.data.train, Some(tokenizer));
+    let ids = form.prompt(tokenizer, None, prompt, &recipe.data.template)?;
+    if ids.is_empty() {
+        return Err(fail("the prompt is empty\n  hint: a text to go on from").into());
+    }
+    Ok(Some(ids))
+}

@@ -1,0 +1,17 @@
+//! A resolved recipe, without the weights of its model.
+
+mod cache_4bit;
+mod data;
+pub mod device;
+pub mod hash;
+#[allow(clippy::module_inception)]
+mod job;
+mod lookup;
+mod planning;
+pub mod rows;
+pub mod sources;
+
+pub use device::{device, dtype, one_device};
+pub use ft_plan::resolve::check_routers;
+pub use job::Job;
+pub use lookup::{adapter, added, config, model, sample, selection, tokenizer};

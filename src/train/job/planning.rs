@@ -1,0 +1,57 @@
+//! Memory plans of a job.
+
+use super::job::Job;
+use ft_base::memory;
+use ft_plan::{Inputs, Listed, Plan, Resolved, Room, Workload, Workloads};
+use ft_recipe::Recipe;
+
+impl Job {
+    fn plan_inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> ft_base::Result<Inputs<'a>> {
+        let place = (self.device.is_cuda(), Some(self.model.dir.as_path()));
+        let model = (&self.config, &self.selection);
+        Resolved::inputs(&self.recipe, model, place, workloads, memory::reach_bytes())
+    }
+
+    /// Plans this job. `count` computes the workload for a recipe, as [`Workload::of_data`] does.
+    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
+        self.planned(&Workloads::new(count), true)
+    }
+
+    /// Plans the same workload with less memory than `plan`, by one sixteenth if possible. Returns `None`
+    /// if no execution needs less.
+    pub fn smaller(&self, plan: &Plan) -> Option<Plan> {
+        let workload = plan.workload;
+        let workloads = Workloads::new(|_| workload);
+        let less = plan.total() - plan.total() / 16;
+        let found = Plan::new(&Inputs { budget: Some(less), ..self.plan_inputs(&workloads).ok()? }).ok()?;
+        // The new plan may offload layer inputs to the host.
+        let (budget, mut space) = (plan.budget, plan.space.clone());
+        space.host.clone_from(&found.space.host);
+        (found.total() < plan.total()).then_some(Plan { budget, space, hints: Vec::new(), ..found })
+    }
+
+    /// As [`Job::plan`], for runs that write neither checkpoints nor a result.
+    pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
+        self.planned(&Workloads::new(count), false)
+    }
+
+    fn planned(&self, workloads: &Workloads<'_>, writes: bool) -> ft_base::Result<Plan> {
+        let inputs = self.plan_inputs(workloads)?;
+        let mut plan = Plan::new(&inputs)?;
+        if !writes {
+            plan.space.files.clear();
+        }
+        plan.space.model(&self.recipe, &self.config, &self.selection, true);
+        plan.look(&self.recipe, &Room::of(inputs.machine));
+        Ok(plan)
+    }
+
+    /// Lists the planned allocations by phase and unit.
+    pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
+        let planned = plan.workload;
+        // Only used in out-of-memory reports, so errors of the plan are ignored.
+        let workloads = Workloads::new(|_| planned);
+        let inputs = self.plan_inputs(&workloads);
+        inputs.and_then(|i| ft_plan::allocations(&i, &plan.execution)).unwrap_or_default()
+    }
+}

@@ -1,0 +1,75 @@
+//! Rows of the steps, and warnings about the data.
+
+use crate::train::Error;
+use ft_base::terminal::warn;
+use ft_data::{Batches, Dataset};
+use ft_engine::model::Config;
+use ft_recipe::Recipe;
+
+/// Divides the rows into steps.
+///
+/// # Errors
+/// No full step, or too many steps.
+pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
+    let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
+    if batches.steps() > 0 {
+        ft_plan::check_steps(recipe, batches.steps() as u64)?;
+        return Ok(batches);
+    }
+    Err(Error::Usage(format!(
+        "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
+        recipe.place("run.batch_rows"),
+        data.rows.len(),
+        recipe.run.batch_rows
+    ))
+    .into())
+}
+
+/// Prints the warnings about a dataset.
+///
+/// # Errors
+/// A token file is no longer readable.
+pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> ft_base::Result<()> {
+    for warning in data.warnings(config.rope.reach(config.max_positions))? {
+        warn(&format!("{key}: {warning}"));
+    }
+    Ok(())
+}
+
+/// Below this number of steps, a run by epochs prints a warning.
+const FEW: usize = 10;
+
+/// Warns about a run by epochs with very few steps.
+pub fn tell_few(recipe: &Recipe, data: &Dataset) {
+    let (run, rows) = (&recipe.run, data.rows.len());
+    let steps = Batches::new(rows, run, recipe.data.shuffle).steps();
+    if run.steps.is_some() || !(1..FEW).contains(&steps) {
+        return;
+    }
+    let plural = |n: usize, what: &str| if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") };
+    let (packed, shorter) = if recipe.data.pack {
+        let packed = format!(", of {} packed", plural(data.samples.len(), "sample"));
+        (packed, ", data.pack = false or a smaller data.max_length")
+    } else {
+        (String::new(), "")
+    };
+    warn(&format!(
+        "{} by run.epochs = {}: {}{packed}, {} a step (run.batch_rows)\n  hint: a smaller run.batch_rows, more run.epochs{shorter}",
+        plural(steps, "optimizer step"),
+        run.epochs,
+        plural(rows, "row"),
+        run.batch_rows,
+    ));
+}
+
+/// Warns about samples in both training and evaluation data. Returns the number of such samples.
+///
+/// # Errors
+/// A token file is no longer readable.
+pub fn tell_shared(train: &Dataset, eval: &Dataset) -> ft_base::Result<usize> {
+    let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
+    if shared > 0 {
+        warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
+    }
+    Ok(shared)
+}

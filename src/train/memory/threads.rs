@@ -1,0 +1,70 @@
+//! Thread pools of a process and of its ranks.
+
+use ft_base::memory;
+use ft_recipe::Parallel;
+use rayon::ThreadPool;
+use std::sync::{Arc, OnceLock, mpsc};
+
+/// Starts the global thread pool. Also turns SIGXFSZ into a write error: without a handler, the system
+/// would end the process at the file size limit.
+///
+/// # Errors
+/// The system refuses more threads.
+pub fn start_threads() -> Result<(), ft_plan::Error> {
+    // Any handler suffices to make the write fail.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    // A process that runs several subcommands starts the pool once.
+    static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
+    let started = STARTED.get_or_init(|| {
+        let pool = rayon::ThreadPoolBuilder::new().spawn_handler(start_thread);
+        pool.build_global().map_err(|e| e.to_string())
+    });
+    started.clone().map_err(|e| {
+        ft_plan::Error::DoesNotFit(format!(
+            "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
+        ))
+    })
+}
+
+/// Starts the thread pool of a rank, including the current thread. Ranks in one process divide the threads
+/// evenly. Allocations of the pool count for the rank.
+///
+/// # Errors
+/// The system refuses more threads.
+pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan::Error> {
+    memory::count_for(rank);
+    pool_with_this(p.threads(rayon::current_num_threads()), rank)
+}
+
+/// Starts the thread pool of this process, including the current thread. The processors are shared by
+/// `others` processes, this one included.
+///
+/// # Errors
+/// As [`start_threads_of`].
+pub fn start_threads_beside(others: usize) -> Result<ThreadPool, ft_plan::Error> {
+    // `RAYON_NUM_THREADS` applies to every process separately.
+    let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());
+    let all = rayon::current_num_threads();
+    pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, usize::MAX)
+}
+
+fn pool_with_this(threads: usize, rank: usize) -> Result<ThreadPool, ft_plan::Error> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).use_current_thread();
+    let pool = pool.start_handler(move |_| memory::count_for(rank)).spawn_handler(start_thread).build();
+    pool.map_err(|e| ft_plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))
+}
+
+/// Starts a thread of the pool and returns once the thread runs, so that its start-up memory is already
+/// counted when the next thread checks for room.
+fn start_thread(thread: rayon::ThreadBuilder) -> std::io::Result<()> {
+    /// Stack size in bytes, the default of the standard library.
+    const STACK: usize = 2 << 20;
+    memory::room_for_thread(STACK)?;
+    let (began, begins) = mpsc::channel();
+    std::thread::Builder::new().stack_size(STACK).spawn(move || {
+        // Sending allocates: from here on, the allocator holds state for this thread.
+        let _ = began.send(());
+        thread.run();
+    })?;
+    begins.recv().map_err(std::io::Error::other)
+}

@@ -1,0 +1,98 @@
+//! Merged weights in f32, compared bit for bit with the weights on disk.
+
+use super::weights::Merge;
+use crate::train::Error;
+use candle_core::{DType, Device, Tensor};
+use ft_engine::files::TensorFiles;
+use ft_engine::model::decoder::Weights;
+use ft_engine::model::embedding::EmbeddingLora;
+use ft_engine::model::linear::{Lora, Weight};
+use ft_engine::model::modules::Module;
+use ft_engine::model::sink::Slot;
+use rayon::prelude::*;
+use std::ops::Range;
+use std::path::Path;
+
+/// Approximate number of values compared at a time.
+const PIECE: usize = 1 << 20;
+
+/// Merged weights in f32, compared with the weights on disk while they are read.
+pub struct ExactWeights<'a> {
+    pub merge: &'a Merge<'a>,
+    /// Folder named in errors.
+    pub out: &'a Path,
+    pub written: &'a TensorFiles,
+    /// Sums of squares: of the rounding error, and of the weights.
+    pub error: f64,
+    pub norm: f64,
+}
+
+impl ExactWeights<'_> {
+    fn get(&mut self, m: &Module, part: &str) -> ft_base::Result<Tensor> {
+        let name = format!("{}.{part}", m.name);
+        let value = self.merge.in_f32(&name)?;
+        let (rows, row) = (value.dim(0)?, value.elem_count() / value.dim(0)?.max(1));
+        let step = (PIECE / row.max(1)).max(1);
+        for first in (0..rows).step_by(step) {
+            let n = step.min(rows - first);
+            let piece = value.narrow(0, first, n)?.flatten_all()?;
+            let [rounded, written] = self.rounded(&name, &piece, first..first + n)?;
+            if rounded != written {
+                let (path, name) = (self.out.display().to_string(), name);
+                return Err(Error::Unequal { path, name }.into());
+            }
+            let piece = piece.to_vec1::<f32>()?;
+            self.error += squares(&written, &piece);
+            self.norm += squares(&piece, &[]);
+        }
+        Ok(value)
+    }
+
+    /// Returns rows of a tensor rounded to the dtype of the file, and the same rows on disk, both as f32.
+    fn rounded(&self, name: &str, piece: &Tensor, rows: Range<usize>) -> ft_base::Result<[Vec<f32>; 2]> {
+        let dtype = match self.written.get(name)?.dtype {
+            safetensors::Dtype::BF16 => DType::BF16,
+            safetensors::Dtype::F16 => DType::F16,
+            _ => DType::F32,
+        };
+        let bytes = self.written.read_rows(name, rows)?;
+        let written = Tensor::from_raw_buffer(&bytes, dtype, &[piece.elem_count()], &Device::Cpu)?;
+        let rounded = piece.to_dtype(dtype)?;
+        Ok([rounded.to_dtype(DType::F32)?.to_vec1()?, written.to_dtype(DType::F32)?.to_vec1()?])
+    }
+}
+
+/// Sum of squares of `a - b`, or of `a` if `b` is empty, in f64.
+fn squares(a: &[f32], b: &[f32]) -> f64 {
+    const CHUNK: usize = 1 << 14;
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let parts: Vec<f64> = if b.is_empty() {
+        a.par_chunks(CHUNK).map(|a| a.iter().map(|x| square(*x)).sum()).collect()
+    } else {
+        let both = a.par_chunks(CHUNK).zip(b.par_chunks(CHUNK));
+        both.map(|(a, b)| a.iter().zip(b).map(|(a, b)| square(a - b)).sum()).collect()
+    };
+    parts.iter().sum()
+}
+
+impl Weights for ExactWeights<'_> {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn weight(&mut self, m: &Module) -> ft_base::Result<(ft_kernels::Tensor, Option<Slot>)> {
+        Ok((self.get(m, "weight")?.into(), None))
+    }
+
+    fn bias(&mut self, m: &Module) -> ft_base::Result<(ft_kernels::Tensor, Option<Slot>)> {
+        Ok((self.get(m, "bias")?.into(), None))
+    }
+
+    fn lora(&mut self, _: &Module, _: &Weight) -> ft_base::Result<Option<Lora>> {
+        Ok(None)
+    }
+
+    fn embedding_lora(&mut self, _: &Module) -> ft_base::Result<Option<EmbeddingLora>> {
+        Ok(None)
+    }
+}

@@ -1,0 +1,164 @@
+//! Merges an adapter into the base, and verifies the model on disk.
+//!
+//! Two checks, for two kinds of mistakes. Arithmetic: the merged weights in f32 must give the logits of
+//! base and adapter, up to the order of sums. File: every weight on disk must equal the merged f32 weight
+//! rounded once to the dtype of the file, bit for bit. The effect of rounding on the logits has no
+//! tolerance, because it is inherent to the dtype; it is measured and reported.
+
+use super::compare;
+use super::exact::ExactWeights;
+use super::weights::Merge;
+use crate::train::Error;
+use crate::train::job;
+use crate::train::layout::is_of_model;
+use crate::train::output::logits_apart;
+use candle_core::{DType, Device};
+use ft_base::rng::{Purpose, Stream};
+use ft_base::store::{self, NewFolder};
+use ft_data::{Tokenizer, Trained};
+use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::base::{Base, layout};
+use ft_engine::files::{TOKENIZER, write_folder};
+use ft_engine::model::Config;
+use ft_engine::model::decoder::Decoder;
+use ft_engine::quant::MergeCost;
+use ft_engine::walk;
+use serde_json::Map;
+use std::path::Path;
+
+/// Number of tokens in the comparison.
+const PROBE: usize = 32;
+/// Hint if base and adapter give non-finite logits.
+const DIVERGED: &str =
+    "hint: the adapter has diverged, or it is of another base; do not use what is in --out";
+/// Inputs of a merge.
+pub struct Merging<'a> {
+    /// Folder of the base.
+    pub dir: &'a Path,
+    /// The base.
+    pub base: &'a Base,
+    /// The adapter.
+    pub adapter: &'a Adapter,
+    /// Selection of the adapter.
+    pub selection: &'a Selection,
+    /// Base of the training run if it differs from `base`: the same model in 4 bits.
+    pub trained: Option<&'a Base>,
+}
+
+/// Result of a merge. Distances are relative L2 distances of logits, unless noted.
+#[derive(Clone, Copy, Debug)]
+pub struct Merged {
+    /// Merged weights in f32 vs. base and adapter; differs by the order of sums.
+    pub exact: f64,
+    /// Tolerance for `exact`.
+    pub bar: f64,
+    /// Weights on disk vs. weights in f32: relative L2 distance over all weights.
+    pub rounding: f64,
+    /// Model on disk vs. base and adapter.
+    pub apart: f64,
+    /// Base alone vs. base and adapter.
+    pub effect: f64,
+    /// True if head and embedding were tied and became separate tensors.
+    pub untied: bool,
+    /// For a 4-bit base: precision lost in bf16, and in NF4.
+    pub cost: Option<MergeCost>,
+    /// For a 4-bit base: model on disk, quantized again, vs. base and adapter.
+    pub again: Option<f64>,
+    /// Model on disk vs. the trained model, if the adapter was trained on another base.
+    pub trained: Option<f64>,
+}
+
+/// Tolerance for logits that differ only by the order of sums: 1e-5 for up to 8 layers, then proportional
+/// to depth.
+fn bar(layers: usize) -> f64 {
+    1e-5 * (layers as f64 / 8.0).max(1.0)
+}
+
+impl Merging<'_> {
+    /// Writes the merged model to a new folder, compares it with base and adapter on seeded random tokens,
+    /// then moves it into place over an older model. Memory holds at most one layer at a time. Calls
+    /// `progress` with the bytes of every tensor written.
+    ///
+    /// # Errors
+    /// Adapter that does not fit; full disk; [`Error::Merged`]; [`Error::Unequal`].
+    pub fn write(
+        &self,
+        new: NewFolder,
+        dtype: Option<DType>,
+        progress: &dyn Fn(u64),
+    ) -> ft_base::Result<Merged> {
+        let (out, target) = (new.path(), new.named());
+        let Self { base, adapter, selection, .. } = self;
+        let merge = Merge::new(base, adapter, selection, dtype)?;
+        let mut get = |name: &str| {
+            let tensor = merge.tensor(name)?;
+            progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
+            Ok(tensor)
+        };
+        write_folder(self.dir, &out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
+        if !adapter.config.tokens().is_empty() {
+            let tokenizer = Tokenizer::load_with(self.dir, None, &job::added(Some(adapter))?)?;
+            if let Some((file, _)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
+                store::write_atomic(&out.join(TOKENIZER), file)?;
+            }
+        }
+        Trained::copy(&adapter.dir, &out)?;
+        let merged = self.compare(&merge, &out, target)?;
+        new.replace(&is_of_model)?;
+        Ok(merged)
+    }
+
+    /// Compares the model in `out` with base and adapter on seeded random tokens.
+    fn compare(&self, merge: &Merge<'_>, out: &Path, target: &Path) -> ft_base::Result<Merged> {
+        let Self { base, adapter, selection, .. } = self;
+        let ids = probe_tokens(base.config.vocab as u32);
+        let frozen = Selection::frozen(&base.config);
+        let want = compare::logits(base, selection, Some(adapter), &ids)?;
+        walk::finite(&want, "base and adapter", DIVERGED)?;
+        let effect = logits_apart(&compare::logits(base, &frozen, None, &ids)?, &want)?;
+
+        let config = Config::load(out, &Map::new())?;
+        let files = layout::open(&config, out)?;
+        let mut exact = ExactWeights { merge, out: target, written: &files, error: 0.0, norm: 0.0 };
+        let got = Decoder::logits_by_layer(&config, &mut exact, &ids, &Device::Cpu)?;
+        let rounding = (exact.error / exact.norm).sqrt();
+        let (exact, bar) = (logits_apart(&got, &want)?, bar(config.layers));
+        if exact > bar {
+            return Err(Error::Merged { path: target.display().to_string(), apart: exact, bar }.into());
+        }
+        let made = Base::of_files(config, files);
+        let frozen = Selection::frozen(&made.config);
+        // Without rounding, both models are equal.
+        let got = if rounding > 0.0 { compare::logits(&made, &frozen, None, &ids)? } else { got };
+        let again = if base.is_4bit() {
+            let again = compare::logits(&made.in_nf4(true), &frozen, None, &ids)?;
+            Some(logits_apart(&again, &want)?)
+        } else {
+            None
+        };
+        let trained = match &self.trained {
+            Some(base) => {
+                let trained = compare::logits(base, &adapter.selection(&base.config)?, Some(adapter), &ids)?;
+                Some(logits_apart(&got, &trained)?)
+            }
+            None => None,
+        };
+        Ok(Merged {
+            exact,
+            bar,
+            rounding,
+            apart: logits_apart(&got, &want)?,
+            effect,
+            untied: merge.unties(),
+            cost: merge.cost(),
+            again,
+            trained,
+        })
+    }
+}
+
+/// Seeded random tokens of the comparison.
+fn probe_tokens(vocab: u32) -> Vec<u32> {
+    let stream = Stream::new(0, Purpose::Sample, 0, 0);
+    (0..PROBE as u64).map(|i| stream.word(i) % vocab).collect()
+}

@@ -1,0 +1,13 @@
+//! The result of a run on disk.
+
+mod export;
+mod folder;
+mod logits;
+mod read_back;
+mod write;
+
+pub use super::layout::{RESULTS, is_of_adapter, is_of_model};
+pub use export::of_checkpoint;
+pub use logits::logits_apart;
+pub use read_back::read_back;
+pub use write::write;

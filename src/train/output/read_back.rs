@@ -1,0 +1,58 @@
+//! Loads a result from disk over the trained values, for a comparison.
+
+use crate::train::job::Job;
+use candle_core::{DType, Device};
+use ft_engine::adapt::adapter::Adapter;
+use ft_engine::adapt::selection::Choice;
+use ft_engine::adapt::{self, Params, Selection, peft};
+use ft_engine::files::TensorFiles;
+use std::path::Path;
+
+/// Loads a result from `dir` over the trained values.
+///
+/// # Errors
+/// Unreadable result; missing tensor.
+pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
+    if job.selection.everything_full() {
+        let files = TensorFiles::open_model(dir)?;
+        for (i, t) in params.tensors.iter().enumerate() {
+            let mine = params.mine(i)?;
+            params.set_from(i, mine.start, &files.part(&t.name, mine, DType::F32, &Device::Cpu)?)?;
+        }
+        return Ok(());
+    }
+    let read = Adapter::open(dir)?;
+    for (i, t) in params.tensors.iter().enumerate() {
+        match read.get(&params.exported_tensor(i))? {
+            Some(held) => match params.trained_of(i, &held)? {
+                Some(value) => params.set(i, &value)?,
+                None => return Err(wrong(dir, format!("{} is not what was written", t.name)).into()),
+            },
+            None => return Err(wrong(dir, format!("{} is not in it", t.name)).into()),
+        }
+    }
+    Ok(())
+}
+
+/// Error for an unusable result.
+pub fn wrong(dir: &Path, why: String) -> adapt::Error {
+    adapt::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
+}
+
+/// Checks that the PEFT config on disk makes the same choices as the selection.
+pub fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapt::Error> {
+    for ((m, a), (_, b)) in ours.modules.iter().zip(&read.modules) {
+        let same = match (a, b) {
+            (Choice::Freeze, Choice::Freeze) | (Choice::Full { .. }, Choice::Full { .. }) => true,
+            (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
+                a.rank == b.rank && (peft::scale(a) - peft::scale(b)).abs() <= 1e-12 * peft::scale(a).abs()
+            }
+            (Choice::Rows { .. }, Choice::Rows { .. }) => ours.tokens.of(&m.name) == read.tokens.of(&m.name),
+            _ => false,
+        };
+        if !same {
+            return Err(wrong(dir, format!("its config makes {} {b:?}, trained was {a:?}", m.name)));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,79 @@
+//! The result of a run: `adapter/` or `model/`, read back and compared by logits before the folder gets its
+//! final name.
+
+use super::folder::{save_adapter, write_model};
+use super::logits::logits_apart;
+use super::read_back::{read_back, same_choices};
+use crate::report;
+use crate::train::Error;
+use crate::train::eval::probe;
+use crate::train::layout::{is_of_adapter, is_of_model, result_dir};
+use crate::train::step::command::{self, Command};
+use crate::train::step::{LeaderGather, TrainContext};
+use candle_core::Tensor;
+use ft_base::store::NewFolder;
+use ft_data::Micro;
+use ft_engine::adapt::Selection;
+use ft_engine::adapt::adapter::{self, Adapter, Values};
+use ft_engine::base::check_tensors;
+use ft_engine::files::TensorFiles;
+use ft_engine::model::Config;
+use ft_engine::walk::{self, Outline, visit};
+use serde_json::Map;
+use std::path::{Path, PathBuf};
+
+/// Tolerance for the relative L2 distance of logits.
+const BAR: f64 = 1e-5;
+
+/// Writes the result of a run, checks it, then moves it into place over an older result. Returns the folder
+/// of the adapter or model.
+///
+/// `values` returns trained tensors in f32, or in the stored dtype without master weights. A rank may hold
+/// only a shard.
+pub fn write(
+    cx: &TrainContext<'_>,
+    values: &Values<'_>,
+    dir: &Path,
+    sample: &Micro,
+) -> ft_base::Result<PathBuf> {
+    let (job, decoder, params) = (cx.job, &cx.model.decoder, &cx.model.params);
+    let alone = LeaderGather::new(decoder, params, cx.comm);
+    let before = probe(decoder, &alone, sample, &job.device)?;
+    let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
+    walk::finite(&before, "the trained model", hint)?;
+    let target = result_dir(&job.selection, dir);
+    let new = NewFolder::begin(&target)?;
+    let out = new.path();
+    let full = job.selection.everything_full();
+    if full {
+        write_model(job, (&params.tensors, values), &out)?;
+        let files = TensorFiles::open_model(&out)?;
+        let config = Config::load(&out, &Map::new())?;
+        check_tensors(&config, &files)?;
+    } else {
+        let selection = job.selection.exported(params.initials.as_deref());
+        let mut neutral = Vec::new();
+        if adapter::needs_neutral(&job.selection) {
+            visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
+                neutral.extend(adapter::neutral(&job.selection, decoder, unit)?);
+                Ok(())
+            })?;
+        }
+        let held = |i: usize| -> ft_base::Result<Tensor> { Ok(params.exported(i, &values(i)?)?) };
+        save_adapter(job, &selection, (&params.tensors, &held, neutral), &out)?;
+        let read = Adapter::open(&out)?;
+        same_choices(&target, &selection, &Selection::from_peft(&job.config, &read.config)?)?;
+    }
+    if params.is_split() {
+        command::announce(cx.comm, &Command::ReadBack(out.clone()))?;
+    }
+    read_back(job, params, &out)?;
+    job.trained().save(&out, job.tokenizer.as_deref().and_then(|t| t.given_template()))?;
+    report::leave_card(&out, dir, &job.recipe.name, &target)?;
+    let apart = logits_apart(&probe(decoder, &alone, sample, &job.device)?, &before)?;
+    if apart > BAR {
+        return Err(Error::Readback { path: target.display().to_string(), apart, bar: BAR }.into());
+    }
+    new.replace(if full { &is_of_model } else { &is_of_adapter })?;
+    Ok(target)
+}

@@ -1,0 +1,65 @@
+//! Collective operations on shards: loading, saving.
+
+use crate::train::checkpoint::state;
+use crate::train::job::Job;
+use crate::train::step::TrainContext;
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::Shard;
+use ft_engine::base::Base;
+use ft_engine::comm::{At, Comm, Mesh};
+use ft_engine::model::Decoder;
+use ft_kernels::gemm;
+use ft_recipe::Parallel;
+use std::path::Path;
+
+const LOADED: At = At { what: "the loading of the model", unit: None };
+const SAVED: At = At { what: "the end of a checkpoint", unit: None };
+
+/// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
+///
+/// # Errors
+/// Disk errors; lost rank.
+pub fn save(cx: &TrainContext<'_>, dir: &Path) -> ft_base::Result<()> {
+    state::write(dir, &cx.model.params)?;
+    cx.comm.wait(SAVED, &[]).map(drop)
+}
+
+/// Loads this rank's shard of the model and of the checkpoint to resume. Returns after all ranks have
+/// loaded.
+///
+/// # Errors
+/// The model cannot be built; the checkpoint does not fit; lost rank.
+pub fn load(
+    job: &Job,
+    base: &Base,
+    checkpoint: Option<&Path>,
+    comm: &dyn Comm,
+) -> ft_base::Result<(Decoder, Params)> {
+    if comm.world() > 1 {
+        // Allocates the packing buffers of this rank now; later, their number would depend on thread
+        // scheduling.
+        gemm::make_slabs();
+    }
+    let shard = shard(&job.recipe.parallel, comm.rank());
+    let (decoder, params) = job.load_shard(base, true, shard, comm)?;
+    if let Some(dir) = checkpoint {
+        state::load(dir, &params)?;
+    }
+    comm.wait(LOADED, &[])?;
+    Ok((decoder, params))
+}
+
+/// Loads this rank's shard of a checkpoint. Returns after all ranks have loaded.
+///
+/// # Errors
+/// The checkpoint does not fit; lost rank.
+pub fn load_checkpoint(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base::Result<()> {
+    state::load(dir, params)?;
+    comm.wait(LOADED, &[]).map(drop)
+}
+
+/// Shard of a rank, by ZeRO stage.
+pub fn shard(p: &Parallel, rank: usize) -> Shard {
+    let mesh = Mesh::of(p);
+    Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
+}

@@ -1,0 +1,374 @@
+//! Output of a run: events in `metrics.jsonl`, progress, and the summary.
+
+use super::server::ServerEvent;
+use crate::log::{Metrics, TensorBoard, unix_time};
+use crate::train::eval::{self, EvalHistory};
+use crate::train::job::Job;
+use crate::train::memory::MemoryMonitor;
+use crate::train::step::{StepOutput, TrainContext};
+use ft_base::memory;
+use ft_base::terminal::{Progress, Told, shell_word, tell, warn};
+use ft_data::{Dataset, Form, Scores};
+use ft_engine::adapt::{LearningRate, initial, learning_rates};
+use ft_engine::model::modules;
+use ft_engine::optim::Schedule;
+use ft_engine::walk::{self, Execution, Load};
+use ft_kernels::gemm::pairs;
+use ft_plan::report;
+use ft_recipe::Quantize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Metrics and progress of a run.
+pub struct RunLog {
+    metrics: Metrics,
+    progress: Progress,
+    schedule: Schedule,
+    /// Learning rates by parameter group, highest first.
+    rates: Vec<LearningRate>,
+    /// Number of steps and expert load since the last `experts` event.
+    load: (u64, Load),
+    /// Seconds and tokens of all steps in this process.
+    seconds: f64,
+    tokens: u64,
+}
+
+/// Cost of a step.
+pub struct StepTime {
+    pub seconds: f64,
+    /// Bytes received from other ranks before the step.
+    pub received: u64,
+}
+
+impl RunLog {
+    /// Opens the metrics of a run folder. `resumed` is the step of the checkpoint, if any.
+    ///
+    /// # Errors
+    /// Disk errors.
+    pub fn open(
+        dir: &Path,
+        log: &ft_recipe::Log,
+        resumed: Option<u64>,
+        total: usize,
+        (rates, schedule): (Vec<LearningRate>, Schedule),
+    ) -> ft_base::Result<Self> {
+        let mut metrics = Metrics::open(&dir.join("metrics.jsonl"), resumed)?;
+        if log.csv {
+            metrics.tabulate()?;
+        }
+        if log.tensorboard {
+            metrics.show_in(TensorBoard::open(dir, resumed)?);
+        }
+        let progress = Progress::new(resumed.unwrap_or(0), total as u64);
+        let load = (0, Load::default());
+        Ok(Self { metrics, progress, schedule, rates, load, seconds: 0.0, tokens: 0 })
+    }
+
+    /// Returns true if the metrics hold an event of this kind for the resumed step.
+    pub fn has(&self, event: &str) -> bool {
+        self.metrics.has(event)
+    }
+
+    /// Prints a line above the progress bar.
+    pub fn line(&self, text: &str) {
+        self.progress.line(text);
+    }
+
+    /// Ends the progress bar.
+    pub fn end_progress(&self) {
+        self.progress.finish();
+    }
+
+    /// Writes the `start` or `resume` event, and prints the plan of the run.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn start(
+        &mut self,
+        cx: &TrainContext<'_>,
+        data: &Dataset,
+        (done, total): (u64, usize),
+        identity: &BTreeMap<String, String>,
+        monitor: &MemoryMonitor,
+    ) -> ft_base::Result<()> {
+        let job = cx.job;
+        let all = modules::parameters(&job.config);
+        let trained = cx.model.params.count();
+        let hashes: serde_json::Map<_, _> = identity
+            .iter()
+            .filter_map(|(k, v)| Some((k.strip_prefix("hash.")?.to_string(), json!(v))))
+            .collect();
+        let mut event = json!({
+            "event": if done > 0 { "resume" } else { "start" }, "name": job.recipe.name, "time": unix_time(),
+            "command": std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>(),
+            "versions": {"ft": env!("CARGO_PKG_VERSION"), "candle": "0.11.1"},
+            "model": {"source": job.model.source, "revision": job.model.revision, "family": job.config.family.model_type},
+            "hashes": hashes,
+            "parameters": {"total": all, "trainable": trained},
+            "learning_rates": self.rates,
+            "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
+            "products": job.products()?.map(pairs::Path::word),
+            "ranks": cx.comm.world(), "zero": job.recipe.parallel.zero,
+            "threads": rayon::current_num_threads(),
+            "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+            "dtype": format!("{:?}", job.dtype).to_lowercase(),
+            "rows": data.rows.len(), "samples": data.samples.len(), "steps": total,
+            "plan": monitor.json(),
+        });
+        if done > 0 {
+            event["step"] = json!(done);
+        }
+        self.metrics.write(&event)?;
+        let share = 100.0 * trained as f64 / all as f64;
+        self.line(&format!(
+            "{}: {} of {:.1} M parameters train ({share:.2}%), {} rows, {total} steps, {}",
+            job.recipe.name,
+            millions(trained as u64),
+            all as f64 / 1e6,
+            data.rows.len(),
+            job.computes()?,
+        ));
+        self.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
+        if let Some(how) = job.recipe.lora.init.decomposition() {
+            self.line(&initial::line(how, job.recipe.model.quantize == Quantize::Nf4));
+        }
+        self.line(&monitor.line());
+        Ok(())
+    }
+
+    /// Writes the `step` event of the completed step `step`, numbered from 0, and updates the progress
+    /// bar.
+    ///
+    /// `lr` in the event is the highest learning rate. With more than one, `learning_rates` lists all, in
+    /// the order of the `start` event.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn step(
+        &mut self,
+        cx: &TrainContext<'_>,
+        output: &StepOutput,
+        step: usize,
+        time: &StepTime,
+        peak: u64,
+    ) -> ft_base::Result<()> {
+        self.seconds += time.seconds;
+        self.tokens += output.tokens as u64;
+        let optimizer = &cx.job.recipe.optimizer;
+        let of = |r: &LearningRate| self.schedule.at(step, r.base(optimizer)) * r.lr_scale;
+        let rates: Vec<f64> = self.rates.iter().map(of).collect();
+        let lr = rates.iter().copied().fold(0.0, f64::max);
+        let rate = output.tokens as f64 / time.seconds;
+        let done = step as u64 + 1;
+        let mut event = json!({
+            "event": "step", "step": done, "loss": output.loss, "grad_norm": output.grad_norm, "lr": lr,
+            "tokens": output.tokens, "target_tokens": output.targets, "seconds": time.seconds,
+            "tokens_per_second": rate, "peak_device_bytes": peak, "peak_host_bytes": memory::peak_host_bytes(),
+        });
+        let (coefficients, (aux, z)) = (cx.router(), output.router_losses);
+        for (key, coefficient, value) in [("aux_loss", coefficients.aux, aux), ("z_loss", coefficients.z, z)]
+        {
+            if coefficient != 0.0 {
+                event[key] = json!(value);
+            }
+        }
+        if cx.comm.world() > 1 {
+            event["wire_bytes"] = json!(cx.comm.received() - time.received);
+        }
+        if let Some(scale) = cx.loss_scale.get() {
+            event["loss_scale"] = json!(scale.factor());
+        }
+        if rates.len() > 1 {
+            event["learning_rates"] = json!(rates);
+        }
+        self.metrics.write(&event)?;
+        self.progress.step(done, Told { loss: output.loss, grad_norm: output.grad_norm, lr, rate });
+        Ok(())
+    }
+
+    /// Accumulates the expert load of a step; writes an `experts` event every [`LOAD_EVERY`] steps and
+    /// after the last.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn experts(&mut self, step: u64, load: &Load, last: bool) -> ft_base::Result<()> {
+        if load.layers.is_empty() {
+            return Ok(());
+        }
+        self.load.0 += 1;
+        self.load.1.merge(load);
+        if last || step.is_multiple_of(LOAD_EVERY) {
+            let (steps, load) = std::mem::take(&mut self.load);
+            self.metrics.write(&load_event(step, steps, &load))?;
+        }
+        Ok(())
+    }
+
+    /// Reports an event of the server. Errors of the server do not stop the run.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn server(&mut self, step: u64, event: ServerEvent) -> ft_base::Result<()> {
+        let (event, line) = match event {
+            ServerEvent::Listening(address, process) => (
+                json!({"event": "serving", "step": step, "address": address, "process": process}),
+                format!("the newest checkpoint answers at {address}"),
+            ),
+            ServerEvent::Ended(how) => (
+                json!({"event": "serving_ended", "step": step, "why": how}),
+                format!("warning: the server ended, and training goes on without it: {how}"),
+            ),
+        };
+        self.metrics.write(&event)?;
+        self.line(&line);
+        Ok(())
+    }
+
+    /// Writes the `replanned` event of a step, numbered from 0, with a warning.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn replanned(
+        &mut self,
+        step: u64,
+        was: &Execution,
+        e: &ft_base::Error,
+        monitor: &MemoryMonitor,
+    ) -> ft_base::Result<()> {
+        let plan = monitor.plan();
+        self.line(&format!(
+            "warning: out of memory in step {}: it begins anew recomputing {}, not {}, which takes {} by the plan",
+            step + 1,
+            plan.execution.words(plan.walked),
+            was.words(plan.walked),
+            report::bytes(plan.total()),
+        ));
+        let event = json!({
+            "event": "replanned", "step": step, "why": e.to_string(), "time": unix_time(), "plan": monitor.json(),
+        });
+        Ok(self.metrics.write(&event)?)
+    }
+
+    /// Writes the `eval` event.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn evaluation(
+        &mut self,
+        step: u64,
+        loss: f64,
+        targets: usize,
+        scores: Option<&Scores>,
+    ) -> ft_base::Result<()> {
+        let mut event = json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets});
+        let mut line = format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp());
+        if let Some(scores) = scores {
+            eval::add_to(&mut event, scores);
+            line += &format!(", {}", eval::scores_line(scores));
+        }
+        self.metrics.write(&event)?;
+        self.line(&line);
+        Ok(())
+    }
+
+    /// Writes the `sample` event.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn sample(&mut self, step: u64, prompt: &str, reply: &str, form: Form) -> ft_base::Result<()> {
+        let event = json!({
+            "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
+        });
+        self.metrics.write(&event)?;
+        let how = if form == Form::Text { "continuing" } else { "asked" };
+        self.line(&format!("after step {step}, {how} {prompt:?}: {reply:?}"));
+        Ok(())
+    }
+
+    /// Writes the `stopped` event with the error of the run.
+    pub fn stopped(&mut self, step: u64, e: &ft_base::Error, monitor: &MemoryMonitor) {
+        self.end_progress();
+        let event = json!({
+            "event": "stopped", "step": step, "code": e.exit_code() as u8, "why": e.to_string(), "time": unix_time(),
+            "memory": monitor.compared(),
+        });
+        // On a full disk this fails too; the caller returns the first error.
+        let _ = self.metrics.write(&event);
+    }
+
+    /// Writes the `end` event, with a warning if plan and measured memory differ. `of` is the step of the
+    /// result.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn end(&mut self, step: u64, of: u64, result: &Path, monitor: &MemoryMonitor) -> ft_base::Result<()> {
+        if let Some(warning) = monitor.verdict() {
+            self.line(&warning);
+        }
+        Ok(self.metrics.write(&json!({
+            "event": "end", "step": step, "of_step": of, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
+            "peak_device_bytes": monitor.peak(), "planned_peak_bytes": monitor.plan().engine(),
+            "memory": monitor.compared(), "time": unix_time(),
+        }))?)
+    }
+
+    /// Prints the summary of a run, and commands to use the result.
+    pub fn summary(
+        &self,
+        job: &Job,
+        step: u64,
+        result: &Path,
+        (history, serves): (&EvalHistory, bool),
+        peak: u64,
+    ) {
+        let mut line = format!("step {step}");
+        if let Some((step, loss)) = history.best() {
+            line += &format!(", best evaluation loss {loss:.4} (step {step})");
+        }
+        if self.seconds > 0.0 {
+            let rate = self.tokens as f64 / self.seconds;
+            line += &format!(", {} tokens in {:.0} s ({rate:.0} a second)", self.tokens, self.seconds);
+        }
+        tell(&format!("done: {line}, at most {} of memory", report::bytes(peak)));
+        if let Some((0, loss)) = history.lowest().filter(|_| history.best().is_some()) {
+            warn(&format!("no evaluation was better than that before the first step: loss {loss:.4}"));
+        }
+        let word = |path: &Path| shell_word(&path.to_string_lossy()).into_owned();
+        let (run, result) = (word(result.parent().unwrap_or(result)), word(result));
+        let mut next = vec![format!("ft chat {result}"), format!("ft report {run}")];
+        if !job.selection.everything_full() {
+            next.insert(1, format!("ft merge {result} --out DIR"));
+        }
+        if serves {
+            next.push(format!("ft serve {run}"));
+        }
+        tell(&format!("next: {}", next.join(", ")));
+    }
+}
+
+/// Number of steps per `experts` event, because a line with thousands of experts is long.
+const LOAD_EVERY: u64 = 10;
+
+/// Load of the experts. `entropy` is 1 for an even load and 0 if one expert gets all tokens; `peak` is the
+/// load of the busiest expert relative to an even load; `dead` counts experts without tokens.
+fn load_event(step: u64, steps: u64, load: &Load) -> Value {
+    let layers: Vec<Value> = load
+        .layers
+        .iter()
+        .map(|(layer, counts)| {
+            json!({
+                "layer": layer, "entropy": walk::entropy(counts), "peak": walk::peak(counts),
+                "dead": walk::dead(counts), "tokens": counts,
+            })
+        })
+        .collect();
+    json!({
+        "event": "experts", "step": step, "steps": steps, "entropy": load.entropy(), "peak": load.peak(),
+        "dead": load.dead(), "layers": layers,
+    })
+}
+
+fn millions(n: u64) -> String {
+    if n < 1_000_000 { format!("{:.1} k", n as f64 / 1e3) } else { format!("{:.1} M", n as f64 / 1e6) }
+}

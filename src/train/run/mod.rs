@@ -1,0 +1,16 @@
+//! `ft run`: from a recipe to a result.
+
+mod folder;
+mod launch;
+mod lead;
+mod log;
+mod options;
+mod prepare;
+mod processes;
+mod result_cache;
+pub mod server;
+mod signals;
+mod trainer;
+
+pub use launch::run;
+pub use options::{Options, Outcome};

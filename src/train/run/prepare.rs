@@ -1,0 +1,227 @@
+//! All checks of a run before its model is loaded.
+
+use super::folder::{ended, exists, filled, keep_micro_rows};
+use super::options::Options;
+use super::server;
+use super::signals::Signals;
+use crate::log::read_metrics;
+use crate::train::Error;
+use crate::train::checkpoint::identity::Identity;
+use crate::train::checkpoint::state::{self, State};
+use crate::train::eval::{EvalHistory, check_tokenizer};
+use crate::train::job::{self, Job};
+use crate::train::layout::{CHECKPOINTS, result_dir};
+use crate::train::memory::{MemoryMonitor, limits};
+use crate::train::ranks::{self, RemoteRanks, RunInputs};
+use crate::train::step::LossScale;
+use ft_base::store::NewFolder;
+use ft_base::store::checkpoint::{self, Checkpoint, Checkpoints};
+use ft_base::terminal::{tell, warn};
+use ft_data::hub::Want;
+use ft_data::{Batches, Dataset};
+use ft_engine::optim::Schedule;
+use ft_plan::Workload;
+use ft_recipe::Recipe;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A checked run.
+pub struct PreparedRun {
+    pub inputs: Arc<RunInputs>,
+    /// The run folder.
+    pub dir: PathBuf,
+    /// Checkpoint to resume.
+    pub resume: Option<Resume>,
+    pub identity: Identity,
+    pub checkpoints: Checkpoints,
+    pub signals: Signals,
+    /// Replace the contents of the run folder.
+    pub overwrite: bool,
+    /// Executable of the server.
+    pub program: Option<PathBuf>,
+}
+
+/// Outcome of the checks.
+pub enum Prepared {
+    /// The run is finished: folder of the result.
+    Finished(PathBuf),
+    /// The run begins or resumes.
+    Ready(Box<PreparedRun>, Box<MemoryMonitor>),
+}
+
+impl PreparedRun {
+    /// Number of steps completed before this process.
+    pub fn done(&self) -> u64 {
+        self.resume.as_ref().map_or(0, |r| r.state.step)
+    }
+
+    /// Number of steps of the whole run.
+    pub fn total(&self) -> usize {
+        self.inputs.batches.steps()
+    }
+}
+
+/// A checkpoint to resume.
+pub struct Resume {
+    checkpoint: Checkpoint,
+    state: State,
+}
+
+impl Resume {
+    /// Finds the checkpoint to resume. Warns about unusable newer ones.
+    fn find(checkpoints: &Checkpoints, options: &Options) -> ft_base::Result<Option<Self>> {
+        let newest = match options.step {
+            Some(step) => Some(checkpoints.whole(step)?),
+            None if options.resume => checkpoints.newest_whole()?,
+            None => None,
+        };
+        let Some(checkpoint) = newest else { return Ok(None) };
+        checkpoint.warnings.iter().for_each(|w| warn(w));
+        let state = state::read(&checkpoint.path)?;
+        Ok(Some(Self { checkpoint, state }))
+    }
+
+    /// Refuses a run that would compute something other than the checkpointed run.
+    fn check(&self, identity: &Identity, options: &Options, dir: &Path) -> ft_base::Result<()> {
+        let (old, new) = (&self.state.identity, identity.get()?);
+        state::check_accepted(old, new, &options.accept_change)?;
+        let changes = state::changes(old, new, &options.accept_change);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into())
+    }
+
+    /// Returns true if no step is left, by number or by early stopping.
+    fn is_finished(&self, dir: &Path, total: usize, patience: usize) -> bool {
+        let stopped_early = || {
+            let events = read_metrics(&dir.join("metrics.jsonl")).unwrap_or_default();
+            EvalHistory::of(&events).is_exhausted(patience)
+        };
+        ended(dir) && (self.state.step >= total as u64 || stopped_early())
+    }
+}
+
+/// Resolves a recipe, and checks job, data, memory and the checkpoint to resume.
+///
+/// # Errors
+/// As [`super::run`], before the first step.
+pub fn prepare(
+    recipe: Recipe,
+    options: &Options,
+    remote: Option<&dyn RemoteRanks>,
+    signals: Signals,
+) -> ft_base::Result<Prepared> {
+    let dir = recipe.run.output.clone();
+    let CheckedInputs { mut job, data, eval, batches, schedule, result, saved } =
+        check_inputs(recipe, options, remote)?;
+    let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
+    // A finished run must return before memory and disk space are checked.
+    let goes_on = options.resume && saved;
+    let fresh = if goes_on { None } else { Some(planned(&job)?) };
+    fresh.as_ref().map_or(Ok(()), |plan| limits::check(&job, plan))?;
+    // Fails early if the result folder is not writable.
+    drop(NewFolder::begin(&result)?);
+    let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
+    let resume = Resume::find(&checkpoints, options)?;
+    if options.resume {
+        keep_micro_rows(&mut job.recipe, resume.as_ref().map(|r| &r.state), &dir);
+    }
+    let plan = match fresh {
+        Some(plan) if !options.resume => plan,
+        _ => planned(&job)?,
+    };
+    // Fixes the planned value, for the run and for the resolved recipe on disk.
+    job.recipe.run.micro_rows = plan.execution.micro_rows.into();
+    let (job, data, eval) = (Arc::new(job), Arc::new(data), eval.map(Arc::new));
+    let identity = Identity::new(&job, &data);
+    if job.recipe.model.cache.is_some() {
+        // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
+        identity.get()?;
+    }
+    match &resume {
+        Some(r) => {
+            r.check(&identity, options, &dir)?;
+            let (total, patience) = (batches.steps(), job.recipe.run.patience);
+            if options.step.is_none() && result.is_dir() && r.is_finished(&dir, total, patience) {
+                return Ok(Prepared::Finished(result));
+            }
+            tell(&format!(
+                "going on from {} (step {} of {total})",
+                r.checkpoint.path.display(),
+                r.state.step
+            ));
+        }
+        None if options.resume => {
+            tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
+        }
+        None => {}
+    }
+    if goes_on {
+        limits::check(&job, &plan)?;
+    }
+    let monitor = MemoryMonitor::begin(&plan, &job);
+    let initial_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
+    let resumed_scale = resume.as_ref().and_then(|r| r.state.loss_scale);
+    let inputs = RunInputs {
+        loss_scale: initial_scale.map(|first| resumed_scale.unwrap_or(first)),
+        job,
+        data,
+        eval,
+        batches,
+        schedule,
+        execution: plan.execution,
+        checkpoint: resume.as_ref().map(|r| r.checkpoint.path.clone()),
+        planned: monitor.planned(),
+    };
+    let run = PreparedRun {
+        inputs: Arc::new(inputs),
+        dir,
+        resume,
+        identity,
+        checkpoints,
+        signals,
+        overwrite: options.overwrite,
+        program: options.program.clone(),
+    };
+    Ok(Prepared::Ready(Box::new(run), Box::new(monitor)))
+}
+
+/// Job and data of a run, checked without a plan.
+struct CheckedInputs {
+    job: Job,
+    data: Dataset,
+    eval: Option<Dataset>,
+    batches: Arc<Batches>,
+    schedule: Schedule,
+    /// Folder of the result.
+    result: PathBuf,
+    /// True if the run folder holds checkpoints.
+    saved: bool,
+}
+
+/// Resolves a recipe, and checks it against this machine, the run folder and the data.
+fn check_inputs(
+    recipe: Recipe,
+    options: &Options,
+    remote: Option<&dyn RemoteRanks>,
+) -> ft_base::Result<CheckedInputs> {
+    let dir = recipe.run.output.clone();
+    limits::before_download(&recipe)?;
+    let job = Job::open(recipe, Want::Weights, true)?;
+    ranks::check(&job)?;
+    server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
+    remote.map_or(Ok(()), RemoteRanks::opened)?;
+    let result = result_dir(&job.selection, &dir);
+    let saved = checkpoint::any(&dir.join(CHECKPOINTS));
+    // An input folder of the recipe is protected too, if the result would overwrite it.
+    if filled(&result) && !options.overwrite && !saved {
+        return Err(exists(&dir, &result));
+    }
+    let (data, eval) = job.data()?;
+    let (batches, schedule) = RunInputs::steps(&job, &data)?;
+    job.check()?;
+    job::sample(&job.recipe, job.tokenizer.as_deref())?;
+    check_tokenizer(&job)?;
+    Ok(CheckedInputs { job, data, eval, batches, schedule, result, saved })
+}

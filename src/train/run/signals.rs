@@ -1,0 +1,108 @@
+//! Signals that stop a run: SIGINT, SIGTERM, SIGHUP.
+//!
+//! During training, the first signal sets a flag, checked between micro-batches, and the second signal ends
+//! the process at once. Before and after training, when nothing is unsaved, the first signal ends the
+//! process.
+
+use crate::train::Error;
+use ft_base::error::ExitCode;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Handled signals, with names and exit codes.
+const SIGNALS: [(i32, &str, ExitCode); 3] = [
+    (signal_hook::consts::SIGINT, "SIGINT", ExitCode::Interrupted),
+    (signal_hook::consts::SIGTERM, "SIGTERM", ExitCode::Terminated),
+    (signal_hook::consts::SIGHUP, "SIGHUP", ExitCode::HungUp),
+];
+
+/// Handlers are global to the process, so they are registered once.
+static HANDLERS: OnceLock<Handlers> = OnceLock::new();
+
+#[derive(Clone)]
+struct Handlers {
+    /// True if a signal ends the process at once. The first signal sets it for the second.
+    at_once: Arc<AtomicBool>,
+    /// Index in [`SIGNALS`] of the latest signal, plus 1; 0 for none.
+    seen: Arc<AtomicUsize>,
+}
+
+/// Signal handling of a run. Dropping it restores immediate exit.
+pub struct Signals(Handlers);
+
+impl Signals {
+    /// Registers the handlers. A signal ends the process with its exit code until [`Signals::hold`] is
+    /// called.
+    ///
+    /// # Errors
+    /// The system refuses to register a handler.
+    pub fn catch() -> ft_base::Result<Self> {
+        let handlers = match HANDLERS.get() {
+            Some(there) => there.clone(),
+            None => {
+                let new = Handlers { at_once: Arc::new(AtomicBool::new(true)), seen: Arc::default() };
+                new.register().map_err(|e| Error::Usage(format!("signals cannot be caught: {e}")))?;
+                HANDLERS.get_or_init(|| new).clone()
+            }
+        };
+        handlers.seen.store(0, Ordering::Relaxed);
+        Ok(Self(handlers))
+    }
+
+    /// Defers the first signal from here on, to be read by [`Signals::seen`].
+    pub fn hold(&self) {
+        self.0.at_once.store(false, Ordering::Relaxed);
+    }
+
+    /// Restores immediate exit on a signal.
+    pub fn release(&self) {
+        self.0.at_once.store(true, Ordering::Relaxed);
+    }
+
+    /// Name and exit code of the signal received, if any.
+    pub fn seen(&self) -> Option<(&'static str, ExitCode)> {
+        let place = self.0.seen.load(Ordering::Relaxed).checked_sub(1)?;
+        SIGNALS.get(place).map(|(_, name, code)| (*name, *code))
+    }
+
+    /// Signal received, as a number to share between ranks; 0 for none.
+    pub fn asked(&self) -> u64 {
+        self.0.seen.load(Ordering::Relaxed) as u64
+    }
+
+    /// Records a signal received by another rank, unless this process received one.
+    pub fn hear(&self, asked: u64) {
+        let place = usize::try_from(asked).unwrap_or_default();
+        let _ = self.0.seen.compare_exchange(0, place, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl Handlers {
+    fn register(&self) -> std::io::Result<()> {
+        use signal_hook::flag;
+        for (i, (signal, name, code)) in SIGNALS.into_iter().enumerate() {
+            // `nohup` ignores SIGHUP.
+            if name == "SIGHUP" && ignored(signal) {
+                continue;
+            }
+            // The order matters: the first signal sets the flag read by the second.
+            flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
+            flag::register(signal, Arc::clone(&self.at_once))?;
+            flag::register_usize(signal, Arc::clone(&self.seen), i + 1)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns true if the process started with this signal ignored. Returns false if `/proc` is unavailable.
+fn ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:")).map(str::trim);
+    mask.and_then(|m| u64::from_str_radix(m, 16).ok()).is_some_and(|m| m >> (signal - 1) & 1 == 1)
+}

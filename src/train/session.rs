@@ -1,0 +1,191 @@
+//! Training as a library: a whole run, or step by step.
+
+use super::eval::{evaluate, probe};
+use super::job::Job;
+use super::ranks::RunInputs;
+use super::step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
+use super::{Error, Options, Outcome, output};
+use candle_core::Tensor;
+use ft_data::hub::Want;
+use ft_data::{Batches, Dataset, Micro};
+use ft_engine::adapt::Selection;
+use ft_engine::comm;
+use ft_engine::model::Config;
+use ft_engine::optim::Schedule;
+use ft_plan::{Plan, Workload};
+use ft_recipe::Recipe;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A recipe to train, as `ft run` does.
+#[derive(Clone, Debug)]
+pub struct Run {
+    recipe: Recipe,
+    options: Options,
+}
+
+impl Run {
+    /// Reads a recipe file.
+    ///
+    /// # Errors
+    /// Unreadable file; unknown keys or invalid values, with their lines.
+    pub fn from_recipe(path: impl AsRef<Path>) -> ft_base::Result<Self> {
+        Self::with_keys(path, &[])
+    }
+
+    /// As [`Run::from_recipe`], with keys set as on the command line: `run.output=DIR`.
+    ///
+    /// # Errors
+    /// As [`Run::from_recipe`].
+    pub fn with_keys(path: impl AsRef<Path>, keys: &[&str]) -> ft_base::Result<Self> {
+        let keys: Vec<String> = keys.iter().map(ToString::to_string).collect();
+        Ok(Self::new(Recipe::load(path.as_ref(), &keys)?))
+    }
+
+    /// Parses the text of a recipe. Paths are relative to the working directory.
+    ///
+    /// # Errors
+    /// As [`Run::from_recipe`].
+    pub fn from_toml(text: &str) -> ft_base::Result<Self> {
+        Ok(Self::new(Recipe::parse(text, "recipe.toml", &[])?))
+    }
+
+    /// Wraps a recipe.
+    pub fn new(recipe: Recipe) -> Self {
+        Self { recipe, options: Options::default() }
+    }
+
+    /// Replaces the contents of the run folder.
+    pub fn overwrite(mut self) -> Self {
+        self.options.overwrite = true;
+        self
+    }
+
+    /// Resumes from the newest whole checkpoint of the run folder.
+    pub fn resume(mut self) -> Self {
+        self.options.resume = true;
+        self
+    }
+
+    /// Trains, with checkpoints, evaluations, metrics and a result in the run folder.
+    ///
+    /// # Errors
+    /// As [`super::run()`].
+    pub fn train(self) -> ft_base::Result<Outcome> {
+        super::run(self.recipe, &self.options)
+    }
+
+    /// Selects the trained tensors by the rules of the recipe, from the config of the model alone.
+    ///
+    /// # Errors
+    /// Model not found or not supported; rules that do not fit.
+    pub fn selection(&self) -> ft_base::Result<(Config, Selection)> {
+        let job = Job::open(self.recipe.clone(), Want::Config, false)?;
+        Ok((job.config, job.selection))
+    }
+
+    /// Loads data and model, for training step by step on one rank. Writes nothing.
+    ///
+    /// # Errors
+    /// Errors of recipe, model or data; several ranks.
+    pub fn load(self) -> ft_base::Result<Session> {
+        let job = Job::open(self.recipe, Want::Weights, false)?;
+        if job.recipe.parallel.ranks() > 1 {
+            let place = job.recipe.place("parallel.data");
+            let why = "a session trains on one rank\n  hint: parallel.data=1";
+            return Err(Error::Usage(format!("{place}: {why}")).into());
+        }
+        let (data, eval) = job.data()?;
+        let (batches, schedule) = RunInputs::steps(&job, &data)?;
+        job.check()?;
+        let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
+        let model = TrainedModel::new(&job, job.load(true)?);
+        let loss_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
+        Ok(Session { job, data, eval, batches, schedule, plan, model, loss_scale, done: 0 })
+    }
+}
+
+/// A loaded model with its data, trained step by step.
+pub struct Session {
+    job: Job,
+    data: Dataset,
+    eval: Option<Dataset>,
+    batches: Arc<Batches>,
+    schedule: Schedule,
+    plan: Plan,
+    model: TrainedModel,
+    loss_scale: Option<LossScale>,
+    done: usize,
+}
+
+impl Session {
+    /// Number of steps by the recipe.
+    pub fn steps(&self) -> usize {
+        self.batches.steps()
+    }
+
+    /// Number of completed steps.
+    pub fn done(&self) -> usize {
+        self.done
+    }
+
+    /// Number of trained values.
+    pub fn trained_values(&self) -> usize {
+        self.model.params.count()
+    }
+
+    /// Memory plan of the session.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Runs the next step. Returns `None` after the last one.
+    ///
+    /// # Errors
+    /// A loss or gradient that is not finite; errors of the device.
+    pub fn step(&mut self) -> ft_base::Result<Option<StepOutput>> {
+        let step = self.done;
+        if step == self.steps() {
+            return Ok(None);
+        }
+        let (alone, rows) = (comm::alone(), self.batches.rows(step));
+        let schedule = self.schedule;
+        let lr = |peak: f64| schedule.at(step, peak);
+        let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
+        let output = cx.step(&StepInput { data: &self.data, rows: &rows, step: step as u64, lr: &lr })?;
+        self.loss_scale = cx.loss_scale.get();
+        self.done += 1;
+        Ok(Some(output))
+    }
+
+    /// Mean loss and number of targets on the evaluation data, or without any, on the training data.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn evaluate(&self) -> ft_base::Result<(f64, usize)> {
+        let data = self.eval.as_ref().unwrap_or(&self.data);
+        evaluate(&self.model.decoder, data, &self.plan.execution, &self.job.device)
+    }
+
+    /// Logits `[t, v]` of the tokens in a row of the training data.
+    ///
+    /// # Errors
+    /// No such row; errors of the device.
+    pub fn logits(&self, row: usize) -> ft_base::Result<Tensor> {
+        let m = Micro::collate(&self.data, &[row])?;
+        probe(&self.model.decoder, &ft_engine::walk::Nothing, &m, &self.job.device)
+    }
+
+    /// Writes the adapter or the model below `dir`, reads it back, and compares logits. Returns the folder,
+    /// `dir/adapter` or `dir/model`.
+    ///
+    /// # Errors
+    /// Disk errors; a result with other logits.
+    pub fn save(&self, dir: impl AsRef<Path>) -> ft_base::Result<PathBuf> {
+        let params = &self.model.params;
+        let alone = comm::alone();
+        let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
+        let values = |i: usize| Ok(params.master(i)?.real()?.clone());
+        output::write(&cx, &values, dir.as_ref(), &Micro::collate(&self.data, &[0])?.probe())
+    }
+}

@@ -1,0 +1,237 @@
+//! Gradients of a step, accumulated over its micro-batches.
+
+use super::context::{StepInput, StepOutput, Stop, TrainContext, check_stop, host};
+use super::gather::Gather;
+use super::loss_scale::LossScale;
+use super::reduce::{InBackward, Reduce};
+use crate::train::Error;
+use ft_base::memory::place;
+use ft_data::{Dataset, Micro, Size};
+use ft_engine::comm::{At, Comm};
+use ft_engine::model::Batch;
+use ft_engine::model::sink::Sink;
+use ft_engine::optim;
+use ft_engine::walk::{Load, Outline, RouterLosses, Routing, Times, Walk, visit};
+use ft_kernels::loss;
+use std::cell::RefCell;
+
+impl TrainContext<'_> {
+    /// Accumulates the gradients of all micro-batches of a step in the buffers of the parameters. The
+    /// micro-batches are dealt to the ranks in turn. Resets earlier gradients and changes no weights, so a
+    /// failed step can be repeated. Calls `stop` before every micro-batch. In f16, repeats the step with a
+    /// lower loss scale after an overflow. With `optimizer.in_backward`, updates weights during the
+    /// backward pass; such a step cannot be repeated.
+    ///
+    /// # Errors
+    /// Device errors; [`Error::Abandoned`].
+    pub fn accumulate(
+        &self,
+        input: &StepInput<'_>,
+        times: &mut Times,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<StepOutput> {
+        loop {
+            let output = self.accumulate_scaled(input, times, stop)?;
+            let overflowed = output.loss.is_finite() && !output.grad_norm.is_finite();
+            match self.loss_scale.get().and_then(LossScale::after_overflow) {
+                Some(lower) if overflowed => self.loss_scale.set(Some(lower)),
+                _ => return Ok(output),
+            }
+        }
+    }
+
+    /// As [`TrainContext::accumulate`], with the current loss scale.
+    fn accumulate_scaled(
+        &self,
+        input: &StepInput<'_>,
+        times: &mut Times,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<StepOutput> {
+        let (params, comm) = (&self.model.params, self.comm);
+        let (grads, lens) = (params.grads(), params.lens());
+        let sink = if comm.world() == 1 && !params.in_backward {
+            Sink::new(&grads, params.tensors.len()).over(params.new_sums()?)
+        } else {
+            params.zero_grads()?;
+            Sink::live(&lens, self.device(), params.tensors.len())
+        };
+        let gather = Gather::new(&self.model.decoder, params, comm);
+        let in_backward = params.in_backward.then(|| InBackward {
+            optimizer: &self.model.optimizer,
+            at: optim::At { t: input.step + 1, lr: input.lr, grad_scale: 1.0 },
+            device: self.device(),
+            squares: RefCell::default(),
+        });
+        let reduce = Reduce::new(gather, params, comm, &sink, in_backward);
+        let batches = MicroBatches::new(input.data, input.rows, self.execution.micro_rows)?;
+        if params.in_backward && batches.all.len() > comm.world() {
+            let why = "optimizer.in_backward: a step of several micro-batches";
+            return Err(Error::Usage(why.into()).into());
+        }
+        let mine = self.run_micro_batches(input, &batches, (&sink, &reduce), times, stop)?;
+        let sums = mine.over_ranks(comm)?;
+        Ok(StepOutput {
+            loss: sums.loss * batches.scale(),
+            router_losses: sums.router_losses,
+            load: sums.load,
+            grad_norm: sums.squares.sqrt() / self.loss_factor(),
+            tokens: batches.tokens,
+            targets: batches.targets,
+            reached: sums.reached,
+        })
+    }
+
+    /// Runs the micro-batches of this rank, and reduces the gradients of all ranks.
+    fn run_micro_batches(
+        &self,
+        input: &StepInput<'_>,
+        batches: &MicroBatches<'_>,
+        (sink, reduce): (&Sink<'_>, &Reduce<'_>),
+        times: &mut Times,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<Sums> {
+        let (decoder, params, comm) = (&self.model.decoder, &self.model.params, self.comm);
+        let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
+        let mut losses = loss::Running::default();
+        let mut first = (0, 0);
+        let lowest = params.lowest_unit();
+        let share = 1.0 / batches.all.len().max(1) as f64;
+        let factor = self.loss_factor();
+        let coefficients = self.router();
+        let router =
+            RouterLosses { aux: coefficients.aux * share * factor, z: coefficients.z * share * factor };
+        let mut routings = Vec::new();
+        for turn in batches.all.chunks(comm.world()) {
+            check_stop(comm, stop)?;
+            for (rank, (rows, size)) in turn.iter().enumerate() {
+                if rank == comm.rank() {
+                    let m = Micro::collate(input.data, rows)?;
+                    let random = Some((seed, input.step));
+                    let batch = Batch::new(&decoder.config, host(&m), first, random, self.device())?;
+                    let mut walk = Walk::chosen(decoder, lowest, &self.execution)
+                        .router_losses(router)
+                        .neftune(neftune)
+                        .around(reduce)
+                        .timed(times);
+                    losses.keep(walk.train(&batch, batches.scale() * factor, sink)?)?;
+                    routings.push(walk.into_routing());
+                }
+                first = (first.0 + size.tokens, first.1 + size.targets);
+            }
+            if comm.rank() >= turn.len() {
+                visit::pass(Outline::of(decoder).training(lowest), reduce, &mut |_| Ok(()))?;
+            }
+            reduce.end()?;
+            #[cfg(test)]
+            small_device::check(&self.execution, input.step)?;
+        }
+        if batches.all.is_empty() {
+            reduce.end()?;
+        }
+        sink.settle(None)?;
+        place::enter(place::Phase::Step, 0);
+        let mut sums = Sums { loss: losses.total()?, ..Sums::default() };
+        let share = (router != RouterLosses::default()).then_some(share);
+        routings.iter().try_for_each(|r| sums.add_routing(r, share))?;
+        sums.squares = reduce.squares()?.map_or_else(|| optim::grad_squares(params), Ok)?;
+        sums.reached = sink.reached();
+        Ok(sums)
+    }
+}
+
+/// Micro-batches of a step. Holds sizes only: the tensors of a micro-batch are built when it runs.
+struct MicroBatches<'a> {
+    /// Rows and size of every micro-batch with tokens.
+    all: Vec<(&'a [usize], Size)>,
+    tokens: usize,
+    targets: usize,
+}
+
+impl<'a> MicroBatches<'a> {
+    fn new(data: &Dataset, rows: &'a [usize], micro_rows: usize) -> Result<Self, ft_data::Error> {
+        let sized = rows.chunks(micro_rows.max(1)).map(|r| Ok((r, Size::of(data, r)?)));
+        let mut all = sized.collect::<Result<Vec<(&[usize], Size)>, ft_data::Error>>()?;
+        all.retain(|(_, size)| size.tokens > 0);
+        let tokens = all.iter().map(|(_, size)| size.tokens).sum();
+        let targets = all.iter().map(|(_, size)| size.targets).sum();
+        Ok(Self { all, tokens, targets })
+    }
+
+    /// Factor on the sum of losses.
+    fn scale(&self) -> f64 {
+        1.0 / self.targets.max(1) as f64
+    }
+}
+
+/// Sums over the micro-batches of one rank, except gradients.
+#[derive(Debug, Default)]
+struct Sums {
+    loss: f64,
+    router_losses: (f64, f64),
+    /// Sum of squares of this rank's shard of the gradients.
+    squares: f64,
+    reached: Vec<bool>,
+    load: Load,
+}
+
+impl Sums {
+    /// Adds the expert load of a micro-batch, and its router losses with factor `share`, if used.
+    fn add_routing(&mut self, routing: &Routing, share: Option<f64>) -> ft_base::Result<()> {
+        let decided = routing.read()?;
+        self.load.add(&decided);
+        if let Some(share) = share {
+            let ((aux, z), sum) = (decided.losses()?, self.router_losses);
+            self.router_losses = (sum.0 + aux * share, sum.1 + z * share);
+        }
+        Ok(())
+    }
+
+    /// Sums over all ranks, in rank order.
+    fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
+        let (aux, z) = self.router_losses;
+        let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
+        words.extend(self.reached.iter().map(|r| u64::from(*r)));
+        for (layer, counts) in &self.load.layers {
+            words.extend([*layer as u64, counts.len() as u64]);
+            words.extend(counts);
+        }
+        let mut sum = Self { reached: vec![false; self.reached.len()], ..Self::default() };
+        for words in comm.share(At::all("the loss and the gradient norm"), &words)? {
+            let mut words = words.into_iter();
+            let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
+            sum.loss += number();
+            sum.router_losses.0 += number();
+            sum.router_losses.1 += number();
+            sum.squares += number();
+            sum.reached.iter_mut().zip(&mut words).for_each(|(r, w)| *r |= w != 0);
+            let mut load = Load::default();
+            while let (Some(layer), Some(n)) = (words.next(), words.next()) {
+                load.layers.push((layer as usize, words.by_ref().take(n as usize).collect()));
+            }
+            sum.load.merge(&load);
+        }
+        Ok(sum)
+    }
+}
+
+/// Test device with too little memory, unless enough layers are recomputed.
+#[cfg(test)]
+pub mod small_device {
+    use ft_engine::walk::Execution;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// First failing step, and number of recomputed layers that suffices.
+        pub static SMALL: Cell<Option<(u64, usize)>> = const { Cell::new(None) };
+    }
+
+    /// Fails with the out-of-memory error of CUDA.
+    pub fn check(execution: &Execution, step: u64) -> candle_core::Result<()> {
+        match SMALL.get() {
+            Some((from, layers)) if step >= from && execution.recompute.layers() < layers => {
+                Err(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".into()))
+            }
+            _ => Ok(()),
+        }
+    }
+}

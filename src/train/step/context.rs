@@ -1,0 +1,127 @@
+//! Inputs and result of a step.
+
+use super::LossScale;
+use crate::train::job::Job;
+use candle_core::Device;
+use ft_data::{Dataset, Micro};
+use ft_engine::adapt::Params;
+use ft_engine::comm::{At, Comm};
+use ft_engine::model::Decoder;
+use ft_engine::model::batch::HostBatch;
+use ft_engine::optim::{Optimizer, Rate};
+use ft_engine::walk::{Execution, Load, RouterLosses};
+use std::cell::Cell;
+
+/// A loaded model, with all states of its training.
+pub struct TrainedModel {
+    /// The model.
+    pub decoder: Decoder,
+    /// Trained tensors and optimizer states.
+    pub params: Params,
+    /// The optimizer.
+    pub optimizer: Optimizer,
+}
+
+impl TrainedModel {
+    /// Creates the optimizer of a loaded model.
+    pub fn new(job: &Job, (decoder, params): (Decoder, Params)) -> Self {
+        let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
+        Self { decoder, params, optimizer }
+    }
+}
+
+/// Inputs of all steps of a run on one rank.
+pub struct TrainContext<'a> {
+    /// The resolved recipe.
+    pub job: &'a Job,
+    /// The model.
+    pub model: &'a TrainedModel,
+    /// Data-parallel ranks; [`ft_engine::comm::alone`] for a single one.
+    pub comm: &'a dyn Comm,
+    /// Execution chosen by the plan.
+    pub execution: Execution,
+    /// Loss scale, for f16. Changed by [`TrainContext::accumulate`] and [`TrainContext::update`].
+    pub loss_scale: Cell<Option<LossScale>>,
+}
+
+impl<'a> TrainContext<'a> {
+    /// Creates the context of a run with an initial loss scale.
+    pub fn new(
+        job: &'a Job,
+        model: &'a TrainedModel,
+        comm: &'a dyn Comm,
+        execution: Execution,
+        loss_scale: Option<LossScale>,
+    ) -> Self {
+        Self { job, model, comm, execution, loss_scale: Cell::new(loss_scale) }
+    }
+
+    /// Device to compute on.
+    pub fn device(&self) -> &'a Device {
+        &self.job.device
+    }
+
+    /// Factor on the loss in the backward pass; 1 without loss scaling.
+    pub(super) fn loss_factor(&self) -> f64 {
+        self.loss_scale.get().map_or(1.0, LossScale::factor)
+    }
+
+    /// Coefficients of the router losses.
+    pub fn router(&self) -> RouterLosses {
+        let r = &self.job.recipe.router;
+        RouterLosses { aux: r.aux_loss, z: r.z_loss }
+    }
+}
+
+/// Rows and learning rates of a step.
+#[derive(Clone, Copy)]
+pub struct StepInput<'a> {
+    /// Training data.
+    pub data: &'a Dataset,
+    /// Row indices.
+    pub rows: &'a [usize],
+    /// Step, from 0.
+    pub step: u64,
+    /// Learning rates.
+    pub lr: Rate<'a>,
+}
+
+/// Result of a step.
+#[derive(Clone, Debug)]
+pub struct StepOutput {
+    /// Mean loss over the targets of the step.
+    pub loss: f64,
+    /// Load-balancing loss and z-loss, averaged over micro-batches, before multiplication by the
+    /// coefficients.
+    pub router_losses: (f64, f64),
+    /// Number of tokens per expert.
+    pub load: Load,
+    /// Gradient norm before clipping, without the loss scale.
+    pub grad_norm: f64,
+    /// Number of tokens processed.
+    pub tokens: usize,
+    /// Number of targets.
+    pub targets: usize,
+    /// True for the trained tensors reached by the backward pass.
+    pub reached: Vec<bool>,
+}
+
+/// Converts a micro-batch of a dataset to the input of the model.
+pub fn host(m: &Micro) -> HostBatch<'_> {
+    HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets }
+}
+
+/// Returns the number of a received signal, or 0 to continue.
+pub type Stop<'a> = &'a dyn Fn() -> u64;
+
+/// Shares the result of `stop` between ranks.
+///
+/// # Errors
+/// [`crate::train::Error::Abandoned`] if any rank received a signal; lost rank.
+pub fn check_stop(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
+    let all = comm.share(At::all("whether to go on"), &[stop()])?;
+    match all.into_iter().flatten().find(|asked| *asked != 0) {
+        Some(asked) => Err(crate::train::Error::Abandoned(asked).into()),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,16 @@
+//! One optimizer step, on one rank or many.
+
+mod accumulate;
+pub mod command;
+mod context;
+pub mod finite;
+mod gather;
+mod loss_scale;
+mod reduce;
+mod update;
+
+#[cfg(test)]
+pub use accumulate::small_device;
+pub use context::{StepInput, StepOutput, Stop, TrainContext, TrainedModel, check_stop, host};
+pub use gather::{Gather, LeaderGather};
+pub use loss_scale::LossScale;
