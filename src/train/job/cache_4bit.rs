@@ -2,7 +2,7 @@
 
 use super::hash::model_hash;
 use crate::train::layout::is_of_model;
-use ft_base::store::{self, NewFolder, hash};
+use ft_base::store::{self, AtomicFolder, hash};
 use ft_base::terminal::{tell, warn};
 use ft_engine::files::{FileHash, TensorFiles};
 use ft_engine::model::Config;
@@ -121,7 +121,7 @@ pub(super) fn open_or_write(
     let dir = recipe.resolve(&dir.to_string_lossy());
     let shown = dir.display();
     // Removes drafts of killed processes.
-    NewFolder::sweep_beside(&dir);
+    AtomicFolder::sweep_beside(&dir);
     let mut made = Marker::new(model_hash(recipe, config, model)?);
     if let CacheState::Whole(copy) = made.find(&dir, &m.overrides)? {
         return Ok(Some(*copy));

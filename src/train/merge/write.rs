@@ -14,7 +14,7 @@ use crate::train::layout::is_of_model;
 use crate::train::output::logits_apart;
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
-use ft_base::store::{self, NewFolder};
+use ft_base::store::{self, AtomicFolder};
 use ft_data::{Tokenizer, Trained};
 use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::files::{TOKENIZER, write_folder};
@@ -83,7 +83,7 @@ impl Merging<'_> {
     /// Adapter that does not fit; full disk; [`Error::Merged`]; [`Error::Unequal`].
     pub fn write(
         &self,
-        new: NewFolder,
+        new: AtomicFolder,
         dtype: Option<DType>,
         progress: &dyn Fn(u64),
     ) -> ft_base::Result<Merged> {

@@ -11,7 +11,7 @@ use crate::train::layout::{is_of_adapter, is_of_model, result_dir};
 use crate::train::step::command::{self, Command};
 use crate::train::step::{LeaderGather, TrainContext};
 use candle_core::Tensor;
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_data::Micro;
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Selection;
@@ -43,7 +43,7 @@ pub fn write(
     let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
     walk::finite(&before, "the trained model", hint)?;
     let target = result_dir(&job.selection, dir);
-    let new = NewFolder::begin(&target)?;
+    let new = AtomicFolder::begin(&target)?;
     let out = new.path();
     let full = job.selection.everything_full();
     if full {

@@ -7,7 +7,7 @@ use crate::train::job::Job;
 use crate::train::memory::MemoryMonitor;
 use crate::train::step::{StepOutput, TrainContext};
 use ft_base::memory;
-use ft_base::terminal::{Progress, Told, shell_word, tell, warn};
+use ft_base::terminal::{Progress, StepFigures, shell_word, tell, warn};
 use ft_data::{Dataset, Form, Scores};
 use ft_engine::adapters::initial;
 use ft_engine::model::modules;
@@ -184,7 +184,7 @@ impl RunLog {
             event["learning_rates"] = json!(rates);
         }
         self.metrics.write(&event)?;
-        self.progress.step(done, Told { loss: output.loss, grad_norm: output.grad_norm, lr, rate });
+        self.progress.step(done, StepFigures { loss: output.loss, grad_norm: output.grad_norm, lr, rate });
         Ok(())
     }
 

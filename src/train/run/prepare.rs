@@ -14,7 +14,7 @@ use crate::train::layout::{CHECKPOINTS, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
 use crate::train::step::LossScale;
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_base::store::checkpoint::{self, Checkpoint, Checkpoints};
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::Want;
@@ -121,7 +121,7 @@ pub fn prepare(
     let fresh = if goes_on { None } else { Some(planned(&job)?) };
     fresh.as_ref().map_or(Ok(()), |plan| limits::check(&job, plan))?;
     // Fails early if the result folder is not writable.
-    drop(NewFolder::begin(&result)?);
+    drop(AtomicFolder::begin(&result)?);
     let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
     let resume = Resume::find(&checkpoints, options)?;
     if options.resume {

@@ -1,6 +1,6 @@
 //! The current phase and unit of the engine, for peaks by phase and for out-of-memory messages.
 //!
-//! A process trains one model, so the position is global, like the counts of [`super`]. If
+//! A process trains one model, so the position is global, like the counts of allocated bytes. If
 //! several ranks are threads of one process, the global position is rank 0's, and the remaining ranks
 //! track their own per thread.
 

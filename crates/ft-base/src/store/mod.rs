@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`read`] | safe file names; plain files with a size limit; shard indexes; JSON without duplicate keys |
-//! | [`write`] | atomic writes of files and folders; one writing process per folder |
+//! | [`mod@write`] | atomic writes of files and folders; one writing process per folder |
 //! | [`checkpoint`] | atomic checkpoint folders with hashes; retention of the last few |
 //! | [`hash`] | BLAKE3 hashes of whole files, cached between commands |
 //! | `cache` | the cache folder of `ft` |

@@ -5,7 +5,7 @@
 //! mapping would end the process by SIGBUS.
 
 use crate::error::Error;
-use ft_base::store::{self, Pending};
+use ft_base::store::{self, AtomicFile};
 use ft_base::terminal::warn;
 use std::fs::File;
 use std::io::{self, Write};

@@ -212,7 +212,7 @@ impl<'a> CacheEntry<'a> {
     /// Creates a writer with temporary names; the final name is known after the pass.
     pub fn writer(&self) -> Result<StoreWriter, store::Error> {
         let _ = store::sweep_temporary(&self.folder);
-        let pending = || Pending::create(&self.folder.join(&self.name), None);
+        let pending = || AtomicFile::create(&self.folder.join(&self.name), None);
         Ok(StoreWriter::files(pending()?, pending()?))
     }
 
@@ -225,7 +225,7 @@ impl<'a> CacheEntry<'a> {
     ///
     /// # Errors
     /// Files that cannot be written.
-    pub fn commit(&self, mut writer: StoreWriter, found: &SourceStats) -> Result<Written, store::Error> {
+    pub fn commit(&self, mut writer: StoreWriter, found: &SourceStats) -> Result<KnownHash, store::Error> {
         writer.flush()?;
         let limit = if found.cut() == 0 { "all".to_string() } else { self.limit() };
         let header = Header {

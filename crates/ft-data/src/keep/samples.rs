@@ -9,7 +9,7 @@ use super::bytes::{Bytes, List, SMALL, Scratch, Window};
 use super::record::{ENTRY, Entry, Item, MARK, RECORD, Record, SerializedSample, saturating_u32};
 use crate::error::Error;
 use crate::shape::example::{Example, IGNORE_INDEX};
-use ft_base::store::Pending;
+use ft_base::store::AtomicFile;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -174,7 +174,7 @@ impl StoreWriter {
     }
 
     /// Writes to files.
-    pub fn files(tokens: Pending, records: Pending) -> Self {
+    pub fn files(tokens: AtomicFile, records: AtomicFile) -> Self {
         Self::new(Output::File(tokens), Output::File(records))
     }
 

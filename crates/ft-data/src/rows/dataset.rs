@@ -118,7 +118,7 @@ impl Dataset {
         let (train, held_out) = split(samples, cfg.eval_share, seed, &storage)?;
         let eval = dataset(held_out, Part::Eval, cfg, stats.clone(), seed, &storage)?;
         let train = dataset(train, Part::Train, cfg, stats, seed, &storage)?;
-        written.iter().for_each(Written::keep);
+        written.iter().for_each(KnownHash::keep);
         Ok((train, Some(eval)))
     }
 
@@ -259,7 +259,7 @@ impl<'a> Loader<'a> {
         self.sources(self.data.sources(part))?;
         let samples = of_part(self.samples, part, self.data, seed, &self.storage)?;
         let dataset = dataset(samples, part, self.data, self.stats, seed, &self.storage)?;
-        self.written.iter().for_each(Written::keep);
+        self.written.iter().for_each(KnownHash::keep);
         Ok(dataset)
     }
 

@@ -8,7 +8,7 @@
 use super::Error;
 use super::write::{Entry, check_space, entries_of, write_tensor};
 use candle_core::{DType, Tensor};
-use ft_base::store::{Pending, folder_of};
+use ft_base::store::{AtomicFile, folder_of};
 use std::path::Path;
 
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -115,7 +115,7 @@ pub fn write_gguf(
     header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
     let needed = header.len() as u64 + at;
     check_space(path, folder_of(path), needed)?;
-    let mut pending = Pending::create(path, Some(needed))?;
+    let mut pending = AtomicFile::create(path, Some(needed))?;
     pending.write(&header)?;
     for e in &entries {
         write_tensor(&mut pending, e, &get(&e.name)?)?;

@@ -88,7 +88,7 @@ pub fn write_sharded(
         remove_if_there(&dir.join(format!("{stem}.safetensors")))?;
     }
     sync_folder(dir)?;
-    pendings.into_iter().try_for_each(Pending::commit)?;
+    pendings.into_iter().try_for_each(AtomicFile::commit)?;
     if shards.len() > 1 {
         let json = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         ft_base::store::write_atomic(&index, format!("{json:#}\n").as_bytes())?;

@@ -18,7 +18,7 @@ pub fn page() -> String {
 /// Writes the keys of a table, then subtables.
 fn section(out: &mut String, path: &str, brackets: &str, doc: &str, keys: &'static [Key]) {
     let title = match brackets {
-        "" => "Span the top".to_string(),
+        "" => "At the top".to_string(),
         "[[" => format!("`[[{path}]]`"),
         _ => format!("`[{path}]`"),
     };
@@ -91,7 +91,7 @@ mod tests {
             if !matches!(key.kind, Kind::Table(_) | Kind::Tables(_)) {
                 let table = path.strip_suffix(key.name).unwrap_or("").trim_end_matches('.').replace(".0", "");
                 let heads =
-                    [format!("\n## `[{table}]`"), format!("\n## `[[{table}]]`"), "\n## Span the top".into()];
+                    [format!("\n## `[{table}]`"), format!("\n## `[[{table}]]`"), "\n## At the top".into()];
                 let at = heads.iter().find_map(|h| page.find(h.as_str())).unwrap_or(0);
                 let section = &page[at + 1..];
                 let section = &section[..section.find("\n## ").unwrap_or(section.len())];

@@ -1,7 +1,8 @@
 //! `model.safetensors.index.json`: maps tensors to shards.
 
+use super::json;
 use super::path::{check_name, open_inside};
-use super::{Error, json};
+use crate::store::Error;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::Read;
