@@ -395,7 +395,7 @@ pub fn evaluate_until(
 /// Adds the losses of all ranks to `sum`, in the order of rows, so the result does not depend on the number
 /// of ranks.
 fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64> {
-    let all = comm.all_gather_object(At::all("the evaluation's losses"), sums)?;
+    let all = comm.all_gather_object(At::all("the evaluation's losses"), &*sums)?;
     sums.clear();
     let turns = all.first().map_or(0, Vec::len);
     let each = (0..turns).flat_map(|turn| all.iter().filter_map(move |rank| rank.get(turn)));
