@@ -5,6 +5,7 @@ use crate::train::layout::is_of_model;
 use ft_base::store::{self, AtomicFolder, hash};
 use ft_base::terminal::{tell, warn};
 use ft_engine::files::{FileHash, TensorFiles};
+use ft_engine::load::{CACHE_MARKER, quantize_into};
 use ft_engine::model::Config;
 use ft_engine::quant::{CACHE_MARKER, Error, quantize_into};
 use ft_recipe::{Quantize, Recipe, Weights};
