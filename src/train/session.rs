@@ -148,7 +148,7 @@ impl Session {
         if step == self.steps() {
             return Ok(None);
         }
-        let (alone, rows) = (comm::alone(), self.batches.rows(step));
+        let (alone, rows) = (ranks::alone(), self.batches.rows(step));
         let schedule = self.schedule;
         let lr = |peak: f64| schedule.at(step, peak);
         let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
@@ -183,7 +183,7 @@ impl Session {
     /// Disk errors; a result with other logits.
     pub fn save(&self, dir: impl AsRef<Path>) -> ft_base::Result<PathBuf> {
         let params = &self.model.params;
-        let alone = comm::alone();
+        let alone = ranks::alone();
         let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
         let values = |i: usize| Ok(params.master(i)?.real()?.clone());
         output::write(&cx, &values, dir.as_ref(), &Micro::collate(&self.data, &[0])?.probe())

@@ -11,6 +11,7 @@
 //! inference/  memory for `ft chat`, and for the server of `serve.devices`
 //! search/     fastest execution that fits
 //! plan/       the plan of a recipe;   hints: changes that would make it fit
+//! resolve     config and selection of a recipe, shared with runs
 //! report/     text and JSON
 //! ```
 //!
@@ -25,6 +26,7 @@ mod memory;
 mod model;
 mod plan;
 pub mod report;
+pub mod resolve;
 mod search;
 mod time;
 mod units;
@@ -40,6 +42,7 @@ pub use inference::{InferenceMemory, InferenceModel, Server};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};
 pub use model::{machine, source, stored};
 pub use plan::{Hint, Plan, allocations, of_recipe, of_recipe_in};
+pub use resolve::Resolved;
 pub use search::{Inputs, Reasons, SearchResult};
 pub use time::rates;
 pub use workload::{Tokens, Workload, Workloads, check_steps};

@@ -1,13 +1,19 @@
 //! Resolves a recipe against its model: source, compute dtype, config, selection, and inputs of a plan.
 //! Shared by `ft plan`, `ft run`, `ft check`, and `ft eval`, so that all accept and refuse the same recipes.
 
-use crate::{Error, Inputs, Server, Workloads, budget, machine, space, stored};
-use candle_core::DType;
+use crate::Error;
+use crate::host::{beside_device, budget};
+use crate::inference::Server;
+use crate::model::{machine, stored};
+use crate::search::Inputs;
+use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, PeftConfig, Selection};
 use ft_engine::model::Config;
-use ft_recipe::{Dtype, Recipe};
+use ft_recipe::Recipe;
 use std::path::{Path, PathBuf};
+
+pub use crate::model::{dtype, source_path, unknown_keys};
 
 /// Config and selection of a recipe.
 #[derive(Clone, Debug)]
@@ -53,32 +59,9 @@ impl Resolved {
             machine,
             workloads,
             budget: budget(recipe, machine, &workload, (host, server)),
-            host: space::beside_device(recipe, machine, (host, server)),
+            host: beside_device(recipe, machine, (host, server)),
         })
     }
-}
-
-/// Compute dtype: the one named, else f32 on the CPU and bf16 on CUDA.
-pub fn dtype(named: Option<Dtype>, cuda: bool) -> DType {
-    match named {
-        Some(Dtype::Bf16) => DType::BF16,
-        Some(Dtype::F16) => DType::F16,
-        Some(Dtype::F32) => DType::F32,
-        None if cuda => DType::BF16,
-        None => DType::F32,
-    }
-}
-
-/// Resolves a model source to an existing path, or returns it unchanged as a hub id.
-pub fn source(recipe: &Recipe, written: &str) -> String {
-    let path = recipe.resolve(written);
-    if path.exists() { path.display().to_string() } else { written.into() }
-}
-
-/// Warnings about unknown keys of a config; `file` is its path.
-pub fn unknown_keys(config: &Config, file: &str) -> Vec<String> {
-    let note = |key: &String| format!("{file}: {key}: ft does not know this key and leaves it alone");
-    config.unknown.iter().map(note).collect()
 }
 
 /// Refuses router losses for models without routers.
@@ -105,7 +88,7 @@ pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 /// The adapter cannot be found.
 pub fn adapter_dir(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<PathBuf>> {
     let Some(written) = recipe.lora.init.adapter() else { return Ok(None) };
-    Ok(Some(hub::fetch_adapter_with(settings, &source(recipe, written), "main", progress)?))
+    Ok(Some(hub::fetch_adapter_with(settings, &source_path(recipe, written), "main", progress)?))
 }
 
 /// Selects the trained modules by the rules of the recipe, or, without rules, as in its adapter.

@@ -197,7 +197,7 @@ fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
             };
             for (a, b) in (0..4).flat_map(|a| (0..a).map(move |b| (a, b))) {
                 for n in 0..=p.walked {
-                    let mix = Recomputed::mixed((n, Level::EACH[a]), Level::EACH[b], p.walked);
+                    let mix = Recomputed::mixed((n, Level::ALL[a]), Level::ALL[b], p.walked);
                     let fits = parts.total(of(mix)) + crate::search::reserve(p.machine, budget) <= budget;
                     let work = parts.work(of(mix)).total();
                     assert!(!fits || work >= p.work.total(), "{length}, {budget}: {mix:?}, {p:?}");

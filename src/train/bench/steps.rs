@@ -58,7 +58,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     let loaded = job.load(true).map_err(|e| planned.explain(e))?;
     monitor.loaded(&loaded.1);
     let model = TrainedModel::new(&job, loaded);
-    let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), comm::alone());
+    let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), ranks::alone());
     let cx = TrainContext::new(&job, &model, &alone, plan.execution, scale);
     let all: Vec<usize> = (0..data.rows.len()).collect();
     let step = |n: u64| -> ft_base::Result<(usize, Times)> {

@@ -19,7 +19,7 @@ pub fn evaluate(
     execution: &Execution,
     device: &Device,
 ) -> ft_base::Result<(f64, usize)> {
-    evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| 0)
+    evaluate_until(decoder, (&ranks::alone(), &Nothing), data, execution, device, &|| 0)
 }
 
 /// As [`evaluate`], with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.

@@ -70,7 +70,7 @@ impl Job {
                 {
                     let mut s = Selection::from_rules(config, &recipe.train)?;
                     for (m, c) in &mut s.modules {
-                        if !(matches!(c, Choice::Full { .. }) && quant::takes(m)) {
+                        if !(matches!(c, Choice::Full { .. }) && quant::applies_to(m)) {
                             *c = Choice::Freeze;
                         }
                     }
@@ -173,7 +173,7 @@ impl Job {
     /// # Errors
     /// As [`Build::run`]; the 4-bit copy cannot be written.
     pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
-        self.load_shard(&self.base_to_load()?, train, Shard::default(), &comm::alone())
+        self.load_shard(&self.base_to_load()?, train, Shard::default(), &ranks::alone())
     }
 
     /// Opens the base to load weights from, with the 4-bit copy of `model.cache` if configured.

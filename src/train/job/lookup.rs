@@ -20,7 +20,7 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
     // Random weights replace the weight files.
     let random = recipe.model.weights == Weights::Random;
     let want = if random { want.min(Want::Tokenizer) } else { want };
-    let source = resolve::source(recipe, &recipe.model.source);
+    let source = resolve::source_path(recipe, &recipe.model.source);
     let model = hub::fetch_model_with(settings, &source, &recipe.model.revision, want, progress)?;
     model.notes.iter().for_each(|n| warn(n));
     Ok(model)

@@ -48,7 +48,7 @@ impl InputRecord {
         let mut files = Vec::new();
         let settings = Settings { offline: true, ..Settings::from_env() };
         let want = if recipe.model.weights == Weights::Load { Want::Weights } else { Want::Config };
-        let source = resolve::source(recipe, &recipe.model.source);
+        let source = resolve::source_path(recipe, &recipe.model.source);
         let model = hub::fetch_model_with(&settings, &source, &recipe.model.revision, want, false).ok()?;
         files_of(&model.dir, &mut files)?;
         if let Some(dir) = resolve::adapter_dir(&settings, recipe, false).ok()? {

@@ -42,7 +42,9 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
 /// Whether `lora.init` initializes a module's LoRA from the base weight.
 pub fn from_base(recipe: &Recipe, m: &Module) -> bool {
     let how = recipe.lora.init.decomposition();
-    how.is_some_and(|how| matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::takes(m)))
+    how.is_some_and(|how| {
+        matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::applies_to(m))
+    })
 }
 
 /// One-line description of a base-derived `lora.init`.

@@ -15,7 +15,7 @@ impl Params {
             Part::B => 1,
             _ => return None,
         };
-        Some((self.initials.as_ref()?.taken(&t.module)?, dim))
+        Some((self.initials.as_ref()?.subtracted(&t.module)?, dim))
     }
 
     /// Converts a trained tensor for the original base: appends the initial factors to `value`.

@@ -148,7 +148,7 @@ impl HostPlan {
         }
         if let (Some(dir), Quantize::Nf4, false) = (&r.model.cache, r.model.quantize, config.four_bit) {
             let dir = r.resolve(&dir.to_string_lossy());
-            if !dir.join(quant::CACHE_MARKER).is_file() {
+            if !dir.join(ft_engine::load::CACHE_MARKER).is_file() {
                 self.files.push(FileGroup {
                     name: "quantized_model",
                     bytes: all(true),

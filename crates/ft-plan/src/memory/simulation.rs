@@ -191,7 +191,7 @@ impl<'a> Simulation<'a> {
     /// Whether a layer's input waits on the host: some of the layer is recomputed, and it is not the
     /// topmost (visited first in the backward pass).
     fn waits(&self, l: usize, settings: Settings) -> bool {
-        let recomputed = self.level(l, settings) > Some(Level::Nothing);
+        let recomputed = self.level(l, settings) > Some(Level::None);
         settings.inputs.on_host && recomputed && l + 1 < self.run.shape.of.len()
     }
 

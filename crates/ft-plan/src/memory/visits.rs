@@ -99,7 +99,7 @@ pub(super) struct LayerVisits {
     pub(super) own: u64,
     pub(super) forward: Usage,
     /// By [`Level`].
-    pub(super) ways: [BackwardVisit; Level::EACH.len()],
+    pub(super) ways: [BackwardVisit; Level::ALL.len()],
     /// Forward in evaluation.
     pub(super) eval: Option<Usage>,
     /// Forward of a prompt in generation.
@@ -201,7 +201,7 @@ impl StepInputs<'_> {
                 drop(x);
                 beside = live(ledger.keep());
                 let x = self.input(t);
-                let rank = layer.room_back(&x, ctx);
+                let rank = layer.fused_rank_back(&x, ctx);
                 let dy = Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype)?;
                 ledger.take();
                 let routing = rest.routing();
@@ -220,7 +220,7 @@ impl StepInputs<'_> {
             };
             Ok(BackwardVisit { kept, beside, backward: [tiles, visit] })
         };
-        let [a, b, c, d] = Level::EACH.map(way);
+        let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
         let eval = |t| {
             let batch = self.batch(t, false)?;

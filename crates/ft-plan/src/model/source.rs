@@ -1,6 +1,5 @@
 //! Finds a model's config without weights: a local folder, the hub's cache, or a built-in one.
 
-use crate::resolve;
 use ft_data::hub::{self, Settings, Want};
 use ft_engine::model::{self, Config};
 use ft_recipe::Recipe;
@@ -72,7 +71,7 @@ pub struct Found {
 /// A model found nowhere; an unsupported config.
 pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
     let m = &recipe.model;
-    let source = resolve::source(recipe, &m.source);
+    let source = source_path(recipe, &m.source);
     let settings = Settings { offline: true, ..Settings::from_env() };
     match hub::fetch_model_with(&settings, &source, &m.revision, Want::Config, false) {
         Ok(found) => {
@@ -93,9 +92,21 @@ pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
 impl Found {
     fn in_folder(dir: PathBuf, m: &ft_recipe::Model, weights: bool) -> ft_base::Result<Self> {
         let config = Config::load(&dir, &m.overrides)?;
-        let notes = resolve::unknown_keys(&config, &dir.join("config.json").display().to_string());
+        let notes = unknown_keys(&config, &dir.join("config.json").display().to_string());
         Ok(Self { config, from: dir.display().to_string(), dir: Some(dir), weights, notes })
     }
+}
+
+/// Resolves a model source to an existing path, or returns it unchanged as a hub id.
+pub fn source_path(recipe: &Recipe, written: &str) -> String {
+    let path = recipe.resolve(written);
+    if path.exists() { path.display().to_string() } else { written.into() }
+}
+
+/// Warnings about unknown keys of a config; `file` is its path.
+pub fn unknown_keys(config: &Config, file: &str) -> Vec<String> {
+    let note = |key: &String| format!("{file}: {key}: ft does not know this key and leaves it alone");
+    config.unknown.iter().map(note).collect()
 }
 
 #[cfg(test)]

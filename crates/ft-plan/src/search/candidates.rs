@@ -40,14 +40,14 @@ impl SearchSpace {
         let (r, walked) = (p.inputs.recipe, p.walked());
         // without a budget there is nothing to search for
         let known = p.inputs.budget.is_some();
-        let whole = |level| vec![vec![Recomputed::mixed((walked, level), Level::Nothing, walked)]];
+        let whole = |level| vec![vec![Recomputed::mixed((walked, level), Level::None, walked)]];
         let recompute = match r.memory.recompute {
-            Recompute::None => whole(Level::Nothing),
+            Recompute::None => whole(Level::None),
             Recompute::Norms => whole(Level::Norms),
             Recompute::FeedForward => whole(Level::FeedForward),
             Recompute::Layers(n) => vec![vec![n.min(walked).into()]],
             Recompute::Auto if known => mixes(walked),
-            Recompute::All | Recompute::Auto => whole(Level::All),
+            Recompute::All | Recompute::Auto => whole(Level::Full),
         };
         let dequantize = match r.memory.dequantize {
             ft_recipe::Dequantize::PerLayer if p.packed() => vec![Dequantize::PerLayer],
@@ -85,8 +85,8 @@ impl SearchSpace {
 /// depends on row length and machine; a third level could gain at most one layer's worth.
 fn mixes(walked: usize) -> Vec<Vec<Recomputed>> {
     let mix = |level, rest| (0..=walked).map(move |n| Recomputed::mixed((n, level), rest, walked)).collect();
-    let lower = |level| Level::EACH.into_iter().filter(move |l| *l < level);
-    Level::EACH.into_iter().flat_map(|level| lower(level).map(move |rest| mix(level, rest))).collect()
+    let lower = |level| Level::ALL.into_iter().filter(move |l| *l < level);
+    Level::ALL.into_iter().flat_map(|level| lower(level).map(move |rest| mix(level, rest))).collect()
 }
 
 /// Divisors of `rows` as micro-batch sizes, smallest first.

@@ -7,7 +7,7 @@ use super::{keys, tokenizer};
 use crate::files::{GgufValue, write_gguf};
 use crate::load::Base;
 use crate::model::modules::Module;
-use crate::quant::CodeBooks;
+use crate::quant::CodeTables;
 use candle_core::{DType, Device, Tensor};
 use ft_base::terminal::{tell, warn};
 use std::collections::HashMap;
@@ -77,7 +77,7 @@ pub fn write_model(
     if let Some(f) = &factors {
         entries.push((ROPE.into(), DType::F32, vec![f.len()]));
     }
-    let mut books = CodeBooks::new(&Device::Cpu)?;
+    let mut books = CodeTables::new(&Device::Cpu)?;
     write_gguf(path, &all, &entries, |name| {
         let tensor = match (sources.get(name), &factors) {
             (Some(source), _) => tensor(base, source, &mut books)?,
@@ -91,7 +91,7 @@ pub fn write_model(
     Ok(())
 }
 
-fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::Result<Tensor> {
+fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeTables) -> ft_base::Result<Tensor> {
     let parts: Vec<Tensor> = source
         .placed
         .modules
@@ -108,7 +108,7 @@ fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::R
 }
 
 /// Reads a weight or bias, dequantized if 4-bit.
-fn read(base: &Base, m: &Module, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::Result<Tensor> {
+fn read(base: &Base, m: &Module, source: &Source<'_>, books: &mut CodeTables) -> ft_base::Result<Tensor> {
     let dtype = source.dtype;
     let name = format!("{}.{}", m.name, if source.bias { "bias" } else { "weight" });
     let Some(files) = base.files() else {

@@ -114,7 +114,7 @@ impl Buffer {
         occupy(&self.whole)?;
         if shard.is_split() {
             let parts = shard.parts(self.whole.elem_count());
-            return comm.gather(at, self.held.values.clone(), &parts, &self.whole);
+            return comm.all_gather(at, self.held.values.clone(), &parts, &self.whole);
         }
         Ok(crossing::send(self.held.values.real()?, self.whole.real()?)?)
     }

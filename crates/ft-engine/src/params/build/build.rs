@@ -33,7 +33,7 @@ impl<'a> Build<'a> {
             seed: 0,
             allocate: Allocate::default(),
             comm: None,
-            alone: comm::alone(),
+            alone: ranks::alone(),
             shown: None,
         }
     }

@@ -45,12 +45,12 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
                 "its weight is 4-bit, and rows of it cannot train\n  hint: model.source with its original weights",
             );
         }
-        made |= how == Some(FourBit::Made);
+        made |= how == Some(FourBit::Quantized);
         if how.is_some() && !matches!(m.kind, Kind::Linear { .. }) {
             return fail("not built yet: a 4-bit weight of anything but a linear");
         }
     }
-    if base.makes_nf4() && !made {
+    if base.quantizes() && !made {
         let why =
             "nothing is left to quantize: every linear of the decoder trains in full\n  hint: leave it out";
         return Err(Error::FourBit { module: "model.quantize = \"nf4\"".into(), why: why.into() });

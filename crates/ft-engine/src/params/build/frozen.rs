@@ -5,7 +5,7 @@
 
 use crate::params::Allocate;
 use crate::params::buffers::{ALIGN, Buffer, common};
-use crate::quant::Unread;
+use crate::quant::LazyVector;
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::vacant::vacant;
@@ -28,7 +28,7 @@ pub struct FrozenUnit<'a> {
     device: &'a Device,
     /// Buffers with the number of values placed so far.
     buffers: Vec<(Tensor, usize)>,
-    unread: Vec<(Place, Unread<'a>)>,
+    unread: Vec<(Place, LazyVector<'a>)>,
 }
 
 impl<'a> FrozenUnit<'a> {
@@ -53,7 +53,7 @@ impl<'a> FrozenUnit<'a> {
     }
 
     /// Places a vector to be read by [`FrozenUnit::end`]; returns a view.
-    pub fn later(&mut self, unread: Unread<'a>) -> Result<Tensor> {
+    pub fn later(&mut self, unread: LazyVector<'a>) -> Result<Tensor> {
         let (place, view) = self.place(unread.dtype, unread.len)?;
         self.unread.push((place, unread));
         Ok(view)

@@ -9,13 +9,13 @@ use crate::load::{self, FourBit};
 use crate::model::Decoder;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Kind, Module};
-use crate::model::rows::Rows;
 use crate::model::sink::Slot;
 use crate::params::Params;
 use crate::params::buffers::Shard;
-use crate::quant::{BLOCK, CodeBooks, Unread};
+use crate::quant::{BLOCK, CodeTables, LazyVector};
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
@@ -40,7 +40,7 @@ pub(super) struct Loader<'a> {
     /// Index of each trained tensor, hashed: a model may have tens of thousands.
     tensors: HashMap<(String, Part), usize>,
     /// Tables of the 4-bit types.
-    books: CodeBooks,
+    books: CodeTables,
     /// The unit under construction, if frozen weights are sharded or offloaded.
     split: Option<FrozenUnit<'a>>,
     /// Adapters of this unit whose row norms are computed after gathering it.
@@ -68,7 +68,7 @@ impl<'a> Loader<'a> {
         if let Some(a) = b.adapter {
             a.check_against(b.selection, &params.tensors)?;
         }
-        let books = CodeBooks::new(b.device)?;
+        let books = CodeTables::new(b.device)?;
         let bar = b.shown.map(|what| bytes_bar(what, b.base.bytes()));
         let (numbers, tensors, split, norms) = (HashMap::new(), HashMap::new(), None, Vec::new());
         let mut loader = Self { b, params, numbers, tensors, books, split, norms, bar };
@@ -178,8 +178,8 @@ impl<'a> Loader<'a> {
         let blocks = match &mut self.split {
             Some(split) => {
                 let (shard, comm) = (self.params.shard, self.b.ranks());
-                let scales = |n: usize, make: base::Scales<'_>| all_scales(m, n, make, shard, comm);
-                let unread = self.b.base.unread_codes(of, how, self.b.dtype, &scales)?;
+                let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, comm);
+                let unread = self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?;
                 unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(u)?))?
             }
             None => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
@@ -192,7 +192,7 @@ impl<'a> Loader<'a> {
     fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> ft_base::Result<Tensor> {
         let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
         let dtype = match part {
-            Part::Weight if self.choice(m).leaves_weight() => b.base.kept(m, b.dtype, b.device),
+            Part::Weight if self.choice(m).leaves_weight() => b.base.frozen_dtype(m, b.dtype, b.device),
             _ => b.dtype,
         };
         let Some(split) = &mut self.split else {
@@ -204,7 +204,7 @@ impl<'a> Loader<'a> {
             let bias = part == Part::Bias;
             b.base.part((&module, number), bias, false, elements, dtype, &Device::Cpu)
         };
-        let view = split.later(Unread { dtype, len, read: Box::new(read) })?;
+        let view = split.later(LazyVector { dtype, len, read: Box::new(read) })?;
         self.was_read(m, part == Part::Bias, false);
         Ok(view.reshape(shape)?)
     }
@@ -422,7 +422,7 @@ impl Weights for Loader<'_> {
 fn all_scales(
     m: &Module,
     values: usize,
-    make: base::Scales<'_>,
+    make: load::Scales<'_>,
     shard: Shard,
     comm: &dyn Comm,
 ) -> ft_base::Result<Vec<f32>> {
@@ -433,6 +433,6 @@ fn all_scales(
     let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
     let unit = m.layer.map(|l| l + 1);
     let at = At { what: "the gathering of scales", unit };
-    comm.gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
+    comm.all_gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
     Ok(all.real()?.to_vec1()?)
 }
