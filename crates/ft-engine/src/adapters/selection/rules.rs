@@ -139,7 +139,7 @@ impl Selection {
     /// Closest group or module name to a misspelled one, if any is close.
     fn nearest(&self, written: &str) -> Option<&str> {
         let known = self.modules.iter().flat_map(|(m, _)| [m.group.name(), m.last()]);
-        ft_recipe::names::nearest(written, known)
+        ft_recipe::nearest(written, known)
     }
 
     /// Available groups, names, layers and experts, for error messages.
