@@ -6,7 +6,7 @@ use crate::cli::console::print;
 use crate::infer::base::{base_of, open_adapter, quantized};
 use crate::infer::{Source, usage};
 use crate::train::{self, compare, logits_apart};
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::Trained;
 use ft_data::hub::Want;
@@ -74,7 +74,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         return Err(usage(format!("{}: belongs to --to gguf", option.0)));
     }
     let target = if args.to == "vllm" { Target::Vllm } else { Target::PeftFused };
-    let new = NewFolder::begin_named(&args.out)?;
+    let new = AtomicFolder::begin_named(&args.out)?;
     new.refuse_occupied("another folder")?;
     let out = new.path();
     let source = Source::find(&args.adapter)?;

@@ -5,7 +5,7 @@ use crate::infer::base::{base_of, fetch_model};
 use crate::infer::{Source, usage};
 use crate::train::job;
 use candle_core::{DType, Device};
-use ft_base::store::{self, NewFolder};
+use ft_base::store::{self, AtomicFolder};
 use ft_base::terminal::{bytes_bar, tell};
 use ft_data::hub::{self, ModelDir, Want};
 use ft_engine::adapters::Adapter;
@@ -31,7 +31,7 @@ pub(super) struct GgufOptions<'a> {
 /// # Errors
 /// A missing source; features unsupported by llama.cpp; a nonempty folder.
 pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
-    let new = NewFolder::begin_named(args.out)?;
+    let new = AtomicFolder::begin_named(args.out)?;
     new.refuse_occupied("another folder")?;
     let dtype = args.dtype.and_then(Dtype::from_word).map(|d| job::dtype(Some(d), &Device::Cpu));
     let source = Source::find(args.source)?;

@@ -7,7 +7,7 @@ use crate::infer::base::{base_of, open_adapter};
 use crate::infer::{Source, usage};
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
-use ft_base::store::NewFolder;
+use ft_base::store::AtomicFolder;
 use ft_base::terminal::{bytes_bar, tell, warn};
 use ft_data::hub::{ModelDir, Want};
 use ft_engine::adapters::Adapter;
@@ -158,12 +158,12 @@ fn report(m: &Merged) {
 }
 
 /// Creates the output folder. Refuses an input folder, and a nonempty folder without `overwrite`.
-fn output_folder(out: &Path, inputs: &[&Path], overwrite: bool) -> ft_base::Result<NewFolder> {
+fn output_folder(out: &Path, inputs: &[&Path], overwrite: bool) -> ft_base::Result<AtomicFolder> {
     if let Some(input) = inputs.iter().find(|input| same_folder(input, out)) {
         let input = input.display();
         return Err(usage(format!("--out {input}: holds what is merged\n  hint: another folder")));
     }
-    let new = NewFolder::begin_named(out)?;
+    let new = AtomicFolder::begin_named(out)?;
     if !overwrite {
         new.refuse_occupied("another folder, or --overwrite")?;
     }
