@@ -21,7 +21,6 @@ mod serve;
 mod train;
 
 use crate::infer::usage;
-use crate::train::exhausted;
 use clap::{CommandFactory, Parser, Subcommand};
 use console::exit;
 use ft_base::memory;
@@ -134,7 +133,7 @@ fn is_limited() -> bool {
 /// error.
 pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     panics::install();
-    exhausted::tell_failures();
+    crate::train::memory::tell_failures();
     panics::told(|| verb(words)).unwrap_or_else(|code| code as u8)
 }
 
@@ -155,7 +154,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
             return code;
         }
     };
-    if let Err(e) = exhausted::start_threads() {
+    if let Err(e) = crate::train::memory::start_threads() {
         return exit(&[e.into()]);
     }
     // reject an invalid environment variable before any work
@@ -195,7 +194,7 @@ fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Resu
     }
     std::thread::scope(|s| {
         let work = || {
-            let _threads = exhausted::start_threads_beside(1)?;
+            let _threads = crate::train::memory::start_threads_beside(1)?;
             verb()
         };
         let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(s, work);

@@ -1,18 +1,18 @@
 //! A model and an optional adapter on disk, and the way to load them.
 
 use super::base::{base_of, fetch_model, open_adapter, quantized};
-use super::{PromptFormat, Source, usage};
+use super::{Prompter, Source, usage};
 use crate::train::job;
 use candle_core::Device;
 use ft_base::terminal::tell;
 use ft_data::hub::{self, ModelDir, Want};
-use ft_data::{Form, Tokenizer, Trained};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
 use ft_engine::params::build::Build;
 use ft_kernels::cuda;
-use ft_plan::{Loaded, Reading};
+use ft_plan::{InferenceMemory, InferenceModel};
 use ft_recipe::{Dtype, Quantize};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -32,7 +32,7 @@ pub struct ModelFiles {
     pub model: ModelDir,
     adapter: Option<Adapter>,
     /// Prompt format of the training, if recorded.
-    pub trained: Option<Trained>,
+    pub trained: Option<PromptConfig>,
     /// Temporary folders of converted checkpoints.
     _sources: [Option<Source>; 2],
 }
@@ -57,7 +57,7 @@ impl ModelFiles {
             } else {
                 (fetch_model(name, "main", Want::Weights)?, named)
             };
-        let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
+        let trained = PromptConfig::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
         Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })
     }
 
@@ -68,17 +68,17 @@ impl ModelFiles {
     /// A missing or unusable tokenizer.
     pub fn prompt_format(
         &self,
-        form: Form,
+        form: PromptFormat,
         template: Option<&Path>,
         variables: Map<String, Value>,
-    ) -> ft_base::Result<PromptFormat> {
+    ) -> ft_base::Result<Prompter> {
         let own = self.adapter.as_ref().map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
         let added = job::added(self.adapter.as_ref())?;
         let tokenizer = Tokenizer::load_with(&self.model.dir, template.or(own.as_deref()), &added)?;
         let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(&self.model))?);
         let mut all = self.trained.as_ref().map(|t| t.template.clone()).unwrap_or_default();
         all.extend(variables);
-        Ok(PromptFormat { tokenizer, form, variables: all })
+        Ok(Prompter { tokenizer, form, variables: all })
     }
 
     /// Loads the model onto each device, if all have enough memory.
@@ -99,7 +99,7 @@ impl ModelFiles {
         };
         let nf4 = quantized(options.quantize, adapter, &base.config)?;
         check_memory(
-            Loaded {
+            InferenceModel {
                 config: &base.config,
                 selection: &selection,
                 quantize: if nf4 { Quantize::Nf4 } else { Quantize::None },
@@ -127,11 +127,11 @@ pub(super) fn no_tokenizer(model: &ModelDir) -> hub::Error {
 ///
 /// # Errors
 /// A device with too little memory; the error lists options to save memory.
-pub(super) fn check_memory(model: Loaded<'_>, devices: &[Device]) -> ft_base::Result<()> {
-    let mut least: Option<Reading> = None;
+pub(super) fn check_memory(model: InferenceModel<'_>, devices: &[Device]) -> ft_base::Result<()> {
+    let mut least: Option<InferenceMemory> = None;
     for device in devices {
         cuda::enter(device)?;
-        let reading = Reading::new(model, device.is_cuda())?;
+        let reading = InferenceMemory::new(model, device.is_cuda())?;
         if !reading.fits() {
             return Err(refusal(&reading, model, device)?);
         }
@@ -150,15 +150,20 @@ pub(super) fn check_memory(model: Loaded<'_>, devices: &[Device]) -> ft_base::Re
 }
 
 /// The error of a model too large for a device, with the memory of alternative options.
-fn refusal(reading: &Reading, model: Loaded<'_>, device: &Device) -> ft_base::Result<ft_base::Error> {
+fn refusal(
+    reading: &InferenceMemory,
+    model: InferenceModel<'_>,
+    device: &Device,
+) -> ft_base::Result<ft_base::Error> {
     let cuda = device.is_cuda();
-    let mut options = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..model }, cuda)];
+    let mut options = vec![("--quantize nf4", InferenceModel { quantize: Quantize::Nf4, ..model }, cuda)];
     if device.is_cpu() && model.dtype != Some(Dtype::Bf16) {
-        options.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..model }, false));
+        options.push(("--dtype bf16", InferenceModel { dtype: Some(Dtype::Bf16), ..model }, false));
     }
     if cuda {
         options.push(("--device cpu", model, false));
     }
-    let options = options.into_iter().map(|(option, model, cuda)| Ok((option, Reading::new(model, cuda)?)));
+    let options =
+        options.into_iter().map(|(option, model, cuda)| Ok((option, InferenceMemory::new(model, cuda)?)));
     Ok(reading.refusal(&options.collect::<ft_base::Result<Vec<_>>>()?).into())
 }

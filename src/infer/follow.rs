@@ -2,7 +2,9 @@
 
 use super::LoadOptions;
 use super::run_folder::{end_of, run_recipe};
-use crate::train::{self, CHECKPOINTS, Job, state};
+use crate::train::checkpoint::state;
+use crate::train::layout::CHECKPOINTS;
+use crate::train::{self, Job};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::Want;

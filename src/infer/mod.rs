@@ -29,6 +29,6 @@ pub use error::usage;
 pub use files::{LoadOptions, ModelFiles};
 pub use follow::Follower;
 pub use model::{Model, ModelOptions, Replica};
-pub use prompt::PromptFormat;
+pub use prompt::Prompter;
 pub use run_folder::recipe_of;
 pub use source::Source;

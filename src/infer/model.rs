@@ -3,13 +3,13 @@
 use super::files::{check_memory, no_tokenizer};
 use super::follow::{self, FollowedRun, Follower};
 use super::run_folder::is_run;
-use super::{LoadOptions, ModelFiles, PromptFormat, device};
+use super::{LoadOptions, ModelFiles, Prompter, device};
 use candle_core::Device;
 use ft_base::terminal::tell;
-use ft_data::Form;
+use ft_data::PromptFormat;
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
-use ft_plan::Loaded;
+use ft_plan::InferenceModel;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ pub struct ModelOptions<'a> {
 pub struct Model {
     /// One per device, CPU last.
     pub replicas: Vec<Replica>,
-    pub prompt: PromptFormat,
+    pub prompt: Prompter,
     /// Folder of the model.
     pub dir: PathBuf,
     /// Owner of temporary files in `dir`.
@@ -59,7 +59,7 @@ impl Model {
 
     fn of_run(run: &Path, options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
         let (run, job) = FollowedRun::open(run, options.load, options.chat_template)?;
-        let loaded = Loaded {
+        let loaded = InferenceModel {
             config: &job.config,
             selection: &job.selection,
             quantize: job.recipe.model.quantize,
@@ -82,15 +82,15 @@ impl Model {
         let trained = job.trained();
         let mut variables = trained.template;
         variables.extend(options.variables);
-        let form = if options.chat_template.is_some() { Form::Chat } else { trained.form };
-        let prompt = PromptFormat { tokenizer, form, variables };
+        let form = if options.chat_template.is_some() { PromptFormat::Chat } else { trained.form };
+        let prompt = Prompter { tokenizer, form, variables };
         Ok(Self { replicas, prompt, dir: job.model.dir, files: None })
     }
 
     fn fixed(options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
         let files = ModelFiles::open(options.model, options.adapter)?;
         let trained = files.trained.as_ref().filter(|_| options.chat_template.is_none());
-        let form = trained.map_or(Form::Chat, |t| t.form);
+        let form = trained.map_or(PromptFormat::Chat, |t| t.form);
         let prompt = files.prompt_format(form, options.chat_template, options.variables)?;
         let replica =
             |(decoder, device): (_, &Device)| Replica { decoder, device: device.clone(), run: None };

@@ -1,18 +1,18 @@
 //! Prompt format of a model.
 
-use ft_data::{Error, Form, Tokenizer};
+use ft_data::{Error, PromptFormat, Tokenizer};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
 /// Converts conversations and texts to token ids, as in the training data.
-pub struct PromptFormat {
+pub struct Prompter {
     pub tokenizer: Arc<Tokenizer>,
-    pub form: Form,
+    pub form: PromptFormat,
     /// Variables of the chat template.
     pub variables: Map<String, Value>,
 }
 
-impl PromptFormat {
+impl Prompter {
     /// Token ids of a conversation in the chat template, up to the start of the answer.
     ///
     /// # Errors
@@ -24,7 +24,7 @@ impl PromptFormat {
     /// Token ids of a single prompt.
     ///
     /// # Errors
-    /// As [`Form::prompt`].
+    /// As [`PromptFormat::prompt`].
     pub fn single(&self, system: Option<&str>, prompt: &str) -> Result<Vec<u32>, Error> {
         self.form.prompt(&self.tokenizer, system, prompt, &self.variables)
     }

@@ -2,7 +2,7 @@
 
 use super::run_folder::{end_of, is_run, run_recipe};
 use super::usage;
-use crate::train::{CHECKPOINTS, Job, output};
+use crate::train::{Job, layout::CHECKPOINTS, output};
 use ft_base::store::checkpoint::Checkpoints;
 use ft_base::terminal::tell;
 use ft_data::hub::Want;

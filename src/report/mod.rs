@@ -27,5 +27,4 @@ mod tests;
 mod words;
 
 pub use card::{CARD, card, is_hub_id, is_untouched, leave_card};
-pub use error::Error;
-pub use render::{page, write, write_comparison};
+pub use render::{write, write_comparison};

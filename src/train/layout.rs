@@ -22,7 +22,7 @@ const MODEL: &str = "model";
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
-    let own = ["config.json", ft_engine::quant::CACHE_MARKER, CARD];
+    let own = ["config.json", ft_engine::load::CACHE_MARKER, CARD];
     weights || own.contains(&name) || COMPANIONS.contains(&name)
 }
 

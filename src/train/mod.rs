@@ -17,7 +17,7 @@ pub mod checkpoint;
 mod error;
 mod eval;
 pub mod job;
-mod layout;
+pub mod layout;
 pub mod memory;
 pub mod merge;
 pub mod output;

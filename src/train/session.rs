@@ -173,7 +173,7 @@ impl Session {
     /// No such row; errors of the device.
     pub fn logits(&self, row: usize) -> ft_base::Result<Tensor> {
         let m = Micro::collate(&self.data, &[row])?;
-        probe(&self.model.decoder, &ft_engine::walk::Nothing, &m, &self.job.device)
+        probe(&self.model.decoder, &ft_engine::walk::NoHooks, &m, &self.job.device)
     }
 
     /// Writes the adapter or the model below `dir`, reads it back, and compares logits. Returns the folder,

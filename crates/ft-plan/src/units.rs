@@ -10,7 +10,7 @@ pub fn bytes(n: u64) -> String {
 }
 
 /// Formats a count with K, M or B for thousands, millions, billions.
-pub(crate) fn count(n: u64) -> String {
+pub fn count(n: u64) -> String {
     match n {
         0..1_000 => n.to_string(),
         1_000..1_000_000 => format!("{:.1} K", n as f64 / 1e3),

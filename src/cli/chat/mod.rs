@@ -4,10 +4,10 @@ mod lines;
 
 use super::args::{LoadArgs, TemplateArgs, words};
 use crate::infer::sampling::SamplingOptions;
-use crate::infer::{ModelFiles, PromptFormat, device, usage};
+use crate::infer::{ModelFiles, Prompter, device, usage};
 use candle_transformers::generation::LogitsProcessor;
 use ft_base::terminal::{print, tell, warn};
-use ft_data::{Form, Trained};
+use ft_data::{PromptConfig, PromptFormat};
 use ft_engine::walk::generate::{self, Reader};
 use lines::Lines;
 use serde_json::{Value, json};
@@ -41,7 +41,7 @@ pub struct Args {
     load: LoadArgs,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
     /// text, each prompt stands alone
-    #[arg(long, value_parser = words(Form::WORDS))]
+    #[arg(long, value_parser = words(PromptFormat::WORDS))]
     form: Option<String>,
     /// Continue each prompt as it is, the same as --form text
     #[arg(long, conflicts_with = "form")]
@@ -77,7 +77,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let files = ModelFiles::open(&args.model, args.adapter.as_deref())?;
     let form = form(args, files.trained.as_ref())?;
     let prompt = files.prompt_format(form, args.template.chat_template.as_deref(), variables)?;
-    if form == Form::Chat && !prompt.tokenizer.has_template() {
+    if form == PromptFormat::Chat && !prompt.tokenizer.has_template() {
         let source = &files.model.source;
         return Err(usage(format!(
             "{source}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
@@ -126,7 +126,7 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<(
             }
             // keep the white space of a text to continue
             trimmed => {
-                let prompt = if chat.prompt.form == Form::Text { line.as_str() } else { trimmed };
+                let prompt = if chat.prompt.form == PromptFormat::Text { line.as_str() } else { trimmed };
                 if !chat.answer(prompt, sampler)? {
                     break;
                 }
@@ -145,7 +145,7 @@ fn is_command(line: &str) -> bool {
 /// A conversation and its KV cache.
 struct Chat<'a> {
     cache: Reader<'a>,
-    prompt: PromptFormat,
+    prompt: Prompter,
     system: Option<&'a str>,
     /// Initial messages of every conversation.
     first: Vec<Value>,
@@ -158,7 +158,7 @@ impl Chat<'_> {
     /// Streams the answer to stdout. Returns whether stdout is still open.
     fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
-        let ids = if self.prompt.form == Form::Chat {
+        let ids = if self.prompt.form == PromptFormat::Chat {
             self.prompt.conversation(self.messages.clone())?
         } else {
             self.prompt.single(self.system, prompt)?
@@ -189,25 +189,29 @@ impl Chat<'_> {
 }
 
 /// Prompt form: from the options, or from the training.
-fn form(args: &Args, trained: Option<&Trained>) -> ft_base::Result<Form> {
-    let named = if args.raw { Some(Form::Text) } else { args.form.as_deref().and_then(Form::from_word) };
+fn form(args: &Args, trained: Option<&PromptConfig>) -> ft_base::Result<PromptFormat> {
+    let named = if args.raw {
+        Some(PromptFormat::Text)
+    } else {
+        args.form.as_deref().and_then(PromptFormat::from_word)
+    };
     let TemplateArgs { chat_template, template } = &args.template;
     let options = [("--chat-template", chat_template.is_some()), ("--template", !template.is_empty())];
     let chat_option = options.into_iter().find(|o| o.1).map(|o| o.0);
-    if let (Some(option), Some(form)) = (chat_option, named.filter(|f| *f != Form::Chat)) {
+    if let (Some(option), Some(form)) = (chat_option, named.filter(|f| *f != PromptFormat::Chat)) {
         return Err(usage(format!("{option} and the form {}: it has no chat template", form.word())));
     }
     let trained = trained.map(|t| t.form).filter(|_| chat_option.is_none());
-    let form = named.or(trained).unwrap_or(Form::Chat);
-    if form == Form::Text && args.system.is_some() {
+    let form = named.or(trained).unwrap_or(PromptFormat::Chat);
+    if form == PromptFormat::Text && args.system.is_some() {
         let why =
             "--system: a text that is continued has no system message\n  hint: begin the prompt with it";
         return Err(usage(why));
     }
-    if form != Form::Chat {
+    if form != PromptFormat::Chat {
         let by =
             if named.is_some() { "" } else { ", as in its training (--form chat: by the chat template)" };
-        let what = Form::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
+        let what = PromptFormat::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
         tell(&format!("each prompt stands alone, as {what}{by}"));
     }
     Ok(form)

@@ -8,7 +8,7 @@ use crate::infer::{Source, usage};
 use crate::train::{self, compare, logits_apart};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
-use ft_data::Trained;
+use ft_data::PromptConfig;
 use ft_data::hub::Want;
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::{self, Choice, Selection};
@@ -90,7 +90,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         adapter.check_base(files, base.config.tied)?;
     }
     Export::new(&base.config, &adapter, &selection)?.write(target, &out)?;
-    Trained::copy(&adapter.dir, &out)?;
+    PromptConfig::copy(&adapter.dir, &out)?;
     let apart = distance(target, &base, &adapter, &selection, &out)?;
     if apart > BAR {
         let path = args.out.display().to_string();

@@ -33,7 +33,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         None => model.dir.canonicalize().unwrap_or_else(|_| model.dir.clone()).display().to_string(),
     };
     config.raw.insert(SOURCE_KEY.into(), source.into());
-    let r = ft_engine::quant::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
+    let r = ft_engine::load::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
     tell(&format!(
         "{} linears of {:.1} M values in NF4, {:.3} bits a value; {:.2} GB of weights",
         r.linears,

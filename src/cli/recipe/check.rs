@@ -33,7 +33,7 @@ pub fn run(args: &Args) -> Vec<Error> {
         Ok(recipe) => recipe,
         Err(e) => return vec![e.into()],
     };
-    let unsettled = sources::settle(&Settings::from_env(), &mut recipe, true);
+    let unsettled = sources::resolve(&Settings::from_env(), &mut recipe, true);
     let rows = unsettled.is_empty();
     let mut check = Check { recipe: &recipe, rows, errors: Vec::new(), unchecked: Vec::new() };
     for e in unsettled {
@@ -98,7 +98,7 @@ impl Check<'_> {
             self.sources();
             return found;
         };
-        self.keep(job::routers(recipe, config));
+        self.keep(job::check_routers(recipe, config));
         // without rules, the adapter determines the trained modules
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
@@ -212,7 +212,7 @@ impl Check<'_> {
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
             let initials = self.keep(initial::initials(recipe, selection)).flatten();
-            let base = Base::random(config.clone(), 0).in_nf4(quantize).beginning(initials);
+            let base = Base::random(config.clone(), 0).in_nf4(quantize).with_initials(initials);
             self.keep(check_full(&base, selection, adapter));
         }
         if recipe.model.weights == Weights::Random {

@@ -7,7 +7,7 @@ use super::state::ServerState;
 use crate::infer::sampling::SamplingOptions;
 use axum::http::StatusCode;
 use candle_transformers::generation::LogitsProcessor;
-use ft_data::Form;
+use ft_data::PromptFormat;
 use serde_json::{Value, json};
 
 /// API endpoint.
@@ -150,7 +150,9 @@ fn text(state: &ServerState, p: &mut Parameters) -> Result<Vec<u32>, ApiError> {
         None => return Err(fail()),
     };
     let ids = match one {
-        Value::String(s) => Form::Text.prompt(&state.prompt.tokenizer, None, &s, &state.prompt.variables)?,
+        Value::String(s) => {
+            PromptFormat::Text.prompt(&state.prompt.tokenizer, None, &s, &state.prompt.variables)?
+        }
         Value::Array(list) => {
             let in_vocabulary = |id: &u32| (*id as usize) < state.vocab;
             let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(in_vocabulary);
@@ -233,13 +235,13 @@ fn conversation(state: &ServerState, p: &mut Parameters) -> Result<Vec<u32>, Api
     let roles: Vec<&str> = messages.iter().map(|m| m.role.as_str()).collect();
     let prompt = &state.prompt;
     let ids = match (prompt.form, roles.as_slice()) {
-        (Form::Chat, _) if !prompt.tokenizer.has_template() => {
+        (PromptFormat::Chat, _) if !prompt.tokenizer.has_template() => {
             return Err(bad_messages(
                 "the model has no chat template (ft serve --chat-template FILE); /v1/completions continues texts",
             ));
         }
-        (Form::Chat, _) => prompt.conversation(messages.into_iter().map(|m| m.value).collect())?,
-        (Form::Text, _) => {
+        (PromptFormat::Chat, _) => prompt.conversation(messages.into_iter().map(|m| m.value).collect())?,
+        (PromptFormat::Text, _) => {
             return Err(bad_messages("the model was trained on plain text, which /v1/completions continues"));
         }
         (_, ["user"]) => prompt.single(None, &messages[0].content)?,

@@ -1,7 +1,7 @@
 //! State shared by all requests.
 
 use super::job::{Job, ReplicaStatus};
-use crate::infer::PromptFormat;
+use crate::infer::Prompter;
 use crossbeam_channel::Sender;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ pub(super) struct ServerState {
     pub created: u64,
     /// Key that clients must send.
     pub key: Option<String>,
-    pub prompt: Arc<PromptFormat>,
+    pub prompt: Arc<Prompter>,
     /// Folder of the model, with `generation_config.json`.
     pub dir: PathBuf,
     /// Limit of tokens per reply.

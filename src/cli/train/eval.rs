@@ -7,7 +7,7 @@ use crate::infer::{Source, recipe_of, usage};
 use crate::train::{self, Job};
 use ft_base::terminal::warn;
 use ft_data::hub::Want;
-use ft_engine::walk::{Execution, visit::Nothing};
+use ft_engine::walk::{Execution, visit::NoHooks};
 use ft_recipe::{Init, Recipe, Weights};
 use serde_json::json;
 
@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }
-    let scores = train::score(&job, &decoder, &Nothing, &data, &|| 0)?;
+    let scores = train::score(&job, &decoder, &NoHooks, &data, &|| 0)?;
     let shown = |is_model| source.as_ref().filter(|s| s.is_model() == is_model).map(|s| s.shown.clone());
     let model = shown(true).unwrap_or_else(|| job.model.source.clone());
     let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));

@@ -50,7 +50,7 @@ pub fn score(
         let mut sampler =
             LogitsProcessor::from_sampling(job.recipe.run.seed.wrapping_add(i as u64), sampling);
         let mut reader =
-            Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).around(around);
+            Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).hooks(around);
         let mut proceed = |_: &str| stop() == 0;
         let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut proceed)?;
         check_signal(stop)?;

@@ -5,7 +5,7 @@ use candle_core::Device;
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::ranks::{self, At, Comm};
-use ft_engine::walk::{Around, Execution, Nothing, Outline, Walk, visit};
+use ft_engine::walk::{Execution, Hooks, NoHooks, Outline, Walk, visit};
 use ft_kernels::loss;
 use ft_kernels::tensor::Real;
 
@@ -19,7 +19,7 @@ pub fn evaluate(
     execution: &Execution,
     device: &Device,
 ) -> ft_base::Result<(f64, usize)> {
-    evaluate_until(decoder, (&ranks::alone(), &Nothing), data, execution, device, &|| 0)
+    evaluate_until(decoder, (&ranks::alone(), &NoHooks), data, execution, device, &|| 0)
 }
 
 /// As [`evaluate`], with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
@@ -29,7 +29,7 @@ pub fn evaluate(
 /// As [`evaluate`]; [`crate::train::Error::Abandoned`]; lost rank.
 pub fn evaluate_until(
     decoder: &Decoder,
-    (comm, around): (&dyn Comm, &dyn Around),
+    (comm, around): (&dyn Comm, &dyn Hooks),
     data: &Dataset,
     execution: &Execution,
     device: &Device,
@@ -55,7 +55,7 @@ pub fn evaluate_until(
             Some((rows, n)) if *n > 0 => {
                 let m = Micro::collate(data, rows)?;
                 let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-                let mut walk = Walk::chosen(decoder, None, execution).around(around);
+                let mut walk = Walk::chosen(decoder, None, execution).hooks(around);
                 sums.push(loss::total(&walk.eval(&batch)?)?.to_bits());
             }
             _ => {
@@ -69,7 +69,7 @@ pub fn evaluate_until(
 /// Adds the losses of all ranks to `sum`, in the order of rows, so the result does not depend on the number
 /// of ranks.
 fn add_losses(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64> {
-    let all = comm.share(At::all("the evaluation's losses"), sums)?;
+    let all = comm.all_gather_object(At::all("the evaluation's losses"), sums)?;
     sums.clear();
     let turns = all.first().map_or(0, Vec::len);
     let each = (0..turns).flat_map(|turn| all.iter().filter_map(move |rank| rank.get(turn)));
@@ -77,7 +77,7 @@ fn add_losses(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result
 }
 
 /// Computes the logits `[t, v]` of all tokens in a micro-batch.
-pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device) -> ft_base::Result<Real> {
+pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) -> ft_base::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
-    Ok(Walk::new(decoder, None, 0).around(around).logits(&batch)?.real()?.clone())
+    Ok(Walk::new(decoder, None, 0).hooks(around).logits(&batch)?.real()?.clone())
 }

@@ -7,7 +7,7 @@ use ft_base::terminal::{tell, warn};
 use ft_engine::files::{FileHash, TensorFiles};
 use ft_engine::load::{CACHE_MARKER, quantize_into};
 use ft_engine::model::Config;
-use ft_engine::quant::{CACHE_MARKER, Error, quantize_into};
+use ft_engine::quant::Error;
 use ft_recipe::{Quantize, Recipe, Weights};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};

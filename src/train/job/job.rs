@@ -4,7 +4,7 @@ use super::device::{device, dtype};
 use super::{cache_4bit, lookup, sources};
 use candle_core::{DType, Device};
 use ft_data::hub::{ModelDir, Settings, Want};
-use ft_data::{Form, Tokenizer, Trained};
+use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::{self, Choice, Selection};
 use ft_engine::load::Base;
@@ -139,7 +139,7 @@ impl Job {
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
         let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
-        Ok(base.beginning(adapters::initial::initials(&self.recipe, &self.selection)?))
+        Ok(base.with_initials(adapters::initial::initials(&self.recipe, &self.selection)?))
     }
 
     /// Checks names and shapes of all tensors of base and adapter against config and selection, without
@@ -162,9 +162,9 @@ impl Job {
     }
 
     /// Prompt format of the training data, saved for later inference.
-    pub fn trained(&self) -> Trained {
+    pub fn trained(&self) -> PromptConfig {
         let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_deref());
-        Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
+        PromptConfig { form: PromptFormat::of(&data.train, tokenizer), template: data.template.clone() }
     }
 
     /// Loads the model with a progress bar, from the 4-bit copy of `model.cache` if configured. With

@@ -3,7 +3,7 @@
 use crate::train::Error;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
-use ft_data::{Added, Form, Tokenizer};
+use ft_data::{Added, PromptFormat, Tokenizer};
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
@@ -104,7 +104,7 @@ pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result
         let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
         return Err(fail(why).into());
     };
-    let form = Form::of(&recipe.data.train, Some(tokenizer));
+    let form = PromptFormat::of(&recipe.data.train, Some(tokenizer));
     let ids = form.prompt(tokenizer, None, prompt, &recipe.data.template)?;
     if ids.is_empty() {
         return Err(fail("the prompt is empty\n  hint: a text to go on from").into());

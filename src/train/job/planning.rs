@@ -2,7 +2,7 @@
 
 use super::job::Job;
 use ft_base::memory;
-use ft_plan::{Inputs, Listed, Plan, Resolved, Room, Workload, Workloads};
+use ft_plan::{Allocation, Capacity, Inputs, Plan, Resolved, Workload, Workloads};
 use ft_recipe::Recipe;
 
 impl Job {
@@ -42,12 +42,12 @@ impl Job {
             plan.space.files.clear();
         }
         plan.space.model(&self.recipe, &self.config, &self.selection, true);
-        plan.look(&self.recipe, &Room::of(inputs.machine));
+        plan.look(&self.recipe, &Capacity::of(inputs.machine));
         Ok(plan)
     }
 
     /// Lists the planned allocations by phase and unit.
-    pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
+    pub fn allocations(&self, plan: &Plan) -> Vec<Allocation> {
         let planned = plan.workload;
         // Only used in out-of-memory reports, so errors of the plan are ignored.
         let workloads = Workloads::new(|_| planned);

@@ -9,7 +9,7 @@ use ft_base::error::{Error, ExitCode};
 use ft_base::memory;
 use ft_base::memory::place;
 use ft_base::terminal::tell;
-use ft_plan::{Component, Listed, Phase, Plan, report};
+use ft_plan::{Allocation, Component, Phase, Plan, report};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
 

@@ -7,7 +7,6 @@ use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::load::Base;
 use ft_engine::model::modules::modules;
 use ft_engine::params::build::Build;
-use ft_engine::params::build::Build;
 use ft_engine::quant;
 use std::collections::HashMap;
 

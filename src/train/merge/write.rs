@@ -15,7 +15,7 @@ use crate::train::output::logits_apart;
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, AtomicFolder};
-use ft_data::{Tokenizer, Trained};
+use ft_data::{PromptConfig, Tokenizer};
 use ft_engine::adapters::{Adapter, Selection};
 use ft_engine::files::{TOKENIZER, write_folder};
 use ft_engine::load::{Base, layout};
@@ -102,7 +102,7 @@ impl Merging<'_> {
                 store::write_atomic(&out.join(TOKENIZER), file)?;
             }
         }
-        Trained::copy(&adapter.dir, &out)?;
+        PromptConfig::copy(&adapter.dir, &out)?;
         let merged = self.compare(&merge, &out, target)?;
         new.replace(&is_of_model)?;
         Ok(merged)

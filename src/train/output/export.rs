@@ -30,7 +30,7 @@ pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> ft_base::Resul
     if job.selection.everything_full() {
         write_model(job, (&trained, &values), out)?;
     } else {
-        if adapter::needs_neutral(&job.selection) {
+        if peft::needs_neutral(&job.selection) {
             let why =
                 "DoRA beside plain LoRA needs the base's weights\n  hint: ft run --resume writes adapter/";
             return Err(wrong(checkpoint, why.into()).into());

@@ -39,7 +39,7 @@ pub fn save_adapter(
     if let Some((file, _)) = job.tokenizer.as_deref().and_then(Tokenizer::with_added) {
         store::write_atomic(&out.join(TOKENIZER), file)?;
     }
-    adapter::save(out, selection, what, &job.model.source, revision, quantize)
+    peft::save(out, selection, what, &job.model.source, revision, quantize)
 }
 
 /// Returns true if the initial values of the adapter were subtracted from the base.

@@ -54,9 +54,9 @@ pub fn write(
     } else {
         let selection = job.selection.exported(params.initials.as_deref());
         let mut neutral = Vec::new();
-        if adapter::needs_neutral(&job.selection) {
+        if peft::needs_neutral(&job.selection) {
             visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
-                neutral.extend(adapter::neutral(&job.selection, decoder, unit)?);
+                neutral.extend(peft::neutral(&job.selection, decoder, unit)?);
                 Ok(())
             })?;
         }

@@ -15,19 +15,19 @@ use crate::train::step::{Gather, Stop, TrainContext, TrainedModel, finite};
 use ft_base::memory::place;
 use ft_engine::load::Base;
 use ft_engine::ranks::{self, Comm};
-use ft_engine::walk::{Around, Outline, Times, visit};
+use ft_engine::walk::{Hooks, Outline, Times, visit};
 use std::time::Duration;
 
 /// Runs `f` with collectives for the tensors of the device of a job.
 ///
 /// # Errors
-/// As [`comm::on_device`].
+/// As [`ranks::on_device`].
 pub fn on_device<R>(
     job: &Job,
     comm: &dyn Comm,
     f: impl FnOnce(&dyn Comm) -> ft_base::Result<R>,
 ) -> ft_base::Result<R> {
-    comm::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
+    ranks::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
 }
 
 /// Runs a rank other than the first. `stop` returns signals sent to this process.
@@ -74,7 +74,7 @@ fn execute(
         Command::Evaluate => {
             let Some(eval) = &inputs.eval else { return Ok(()) };
             place::enter(place::Phase::Evaluate, 0);
-            let around = (comm, gather as &dyn Around);
+            let around = (comm, gather as &dyn Hooks);
             evaluate_until(decoder, around, eval, &cx.execution, &job.device, stop).map(drop)
         }
         Command::Save(step, dir) => {

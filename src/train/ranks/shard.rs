@@ -21,7 +21,7 @@ const SAVED: At = At { what: "the end of a checkpoint", unit: None };
 /// Disk errors; lost rank.
 pub fn save(cx: &TrainContext<'_>, dir: &Path) -> ft_base::Result<()> {
     state::write(dir, &cx.model.params)?;
-    cx.comm.wait(SAVED, &[]).map(drop)
+    cx.comm.barrier(SAVED)
 }
 
 /// Loads this rank's shard of the model and of the checkpoint to resume. Returns after all ranks have
@@ -45,7 +45,7 @@ pub fn load(
     if let Some(dir) = checkpoint {
         state::load(dir, &params)?;
     }
-    comm.wait(LOADED, &[])?;
+    comm.barrier(LOADED)?;
     Ok((decoder, params))
 }
 
@@ -55,7 +55,7 @@ pub fn load(
 /// The checkpoint does not fit; lost rank.
 pub fn load_checkpoint(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base::Result<()> {
     state::load(dir, params)?;
-    comm.wait(LOADED, &[]).map(drop)
+    comm.barrier(LOADED)
 }
 
 /// Shard of a rank, by ZeRO stage.

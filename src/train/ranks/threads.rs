@@ -22,7 +22,7 @@ pub struct RankThreads {
 
 /// Creates the ranks of a run: the first, and the others.
 pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
-    let mut all = comm::group(Mesh::of(p).ranks().max(1), Duration::from_secs(p.timeout));
+    let mut all = ranks::group(Mesh::of(p).ranks().max(1), Duration::from_secs(p.timeout));
     let others = all.split_off(1);
     (all.swap_remove(0), others)
 }
@@ -58,7 +58,7 @@ impl RankThreads {
 
     /// Waits for the threads to end, except for a rank that hangs.
     pub fn end<T>(self, outcome: &ft_base::Result<T>) {
-        let hangs = outcome.as_ref().err().and_then(|e| e.of::<comm::Error>()).filter(|e| e.hangs);
+        let hangs = outcome.as_ref().err().and_then(|e| e.of::<ranks::Error>()).filter(|e| e.hangs);
         let end = Instant::now() + self.patience;
         for (rank, thread) in self.threads {
             let waits = || hangs.is_none_or(|h| h.rank != rank) && Instant::now() < end;
@@ -86,7 +86,7 @@ fn follow_on_device(inputs: &RunInputs, base: &Base, comm: &dyn Comm) -> ft_base
 
 /// If the first rank hangs, another rank must end the process.
 fn exit_if_first_hangs(e: &ft_base::Error) {
-    if let Some(lost) = e.of::<comm::Error>().filter(|l| l.hangs && l.rank == 0) {
+    if let Some(lost) = e.of::<ranks::Error>().filter(|l| l.hangs && l.rank == 0) {
         tell(&format!("error: {lost}"));
         std::process::exit(lost.code as i32);
     }

@@ -8,7 +8,7 @@ use crate::train::memory::MemoryMonitor;
 use crate::train::step::{StepOutput, TrainContext};
 use ft_base::memory;
 use ft_base::terminal::{Progress, StepFigures, shell_word, tell, warn};
-use ft_data::{Dataset, Form, Scores};
+use ft_data::{Dataset, PromptFormat, Scores};
 use ft_engine::adapters::initial;
 use ft_engine::model::modules;
 use ft_engine::optim::Schedule;
@@ -277,12 +277,18 @@ impl RunLog {
     ///
     /// # Errors
     /// The metrics cannot be written.
-    pub fn sample(&mut self, step: u64, prompt: &str, reply: &str, form: Form) -> ft_base::Result<()> {
+    pub fn sample(
+        &mut self,
+        step: u64,
+        prompt: &str,
+        reply: &str,
+        form: PromptFormat,
+    ) -> ft_base::Result<()> {
         let event = json!({
             "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
         });
         self.metrics.write(&event)?;
-        let how = if form == Form::Text { "continuing" } else { "asked" };
+        let how = if form == PromptFormat::Text { "continuing" } else { "asked" };
         self.line(&format!("after step {step}, {how} {prompt:?}: {reply:?}"));
         Ok(())
     }

@@ -49,23 +49,18 @@ struct StartMessage {
 }
 
 impl StartMessage {
-    /// Parses the message of the first rank; `None` if the run was already finished.
+    /// Parses the message of the first rank.
     ///
     /// # Errors
     /// Another version of `ft` on the first rank, or an unreadable message.
-    fn parse(text: &str, rank: usize) -> Result<Option<Self>, Error> {
-        if text.is_empty() {
-            return Ok(None);
-        }
-        let json: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
+    fn parse(json: serde_json::Value, rank: usize) -> Result<Self, Error> {
         let (theirs, own) = (json["version"].as_str(), env!("CARGO_PKG_VERSION"));
         if let Some(theirs) = theirs.filter(|v| *v != own) {
             return Err(Error::Usage(format!(
                 "rank {rank} is ft {own}, and rank 0 is ft {theirs}\n  hint: the same ft on every machine"
             )));
         }
-        let parsed = serde_json::from_value(json);
-        parsed.map(Some).map_err(|e| {
+        serde_json::from_value(json).map_err(|e| {
             Error::Usage(format!(
                 "rank {rank} cannot read how rank 0 starts the run: {e}\n  hint: the same ft on every machine"
             ))
@@ -137,13 +132,13 @@ fn check_count(recipe: &Recipe, world: usize) -> Result<(), Error> {
 
 /// The first process.
 struct FirstProcess<'a> {
-    comm: &'a Processes,
+    comm: &'a dyn Comm,
     /// Messages sent so far.
     opened: Cell<bool>,
     begun: Cell<bool>,
 }
 
-fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> ft_base::Result<Outcome> {
+fn lead(recipe: Recipe, options: &Options, comm: &dyn Comm) -> ft_base::Result<Outcome> {
     let others = FirstProcess { comm, opened: Cell::new(false), begun: Cell::new(false) };
     let outcome = run_first(recipe, options, Some(&others))?;
     // A run that was already finished sends neither message before it returns.
@@ -173,7 +168,7 @@ impl RemoteRanks for FirstProcess<'_> {
             checkpoint: inputs.checkpoint.clone(),
             loss_scale: inputs.loss_scale,
         };
-        self.comm.wait(BEGUN, &words(&serde_json::to_string(&message).unwrap_or_default()))?;
+        self.comm.broadcast_object(BEGUN, &message)?;
         agree(self.comm, &settings(&inputs.job, &inputs.data, inputs.eval.as_deref())?)
     }
 }
@@ -200,11 +195,10 @@ fn settings(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> ft_base::Resul
 }
 
 /// Compares the settings of all ranks, and refuses the first difference. All ranks fail together.
-fn agree(comm: &Processes, mine: &Settings) -> ft_base::Result<()> {
-    let told = comm
-        .wait(At::all("what ranks were given"), &words(&serde_json::to_string(mine).unwrap_or_default()))?;
-    let all: Vec<Settings> =
-        told.iter().map(|w| serde_json::from_str(&text(w)).unwrap_or(Settings(Vec::new()))).collect();
+fn agree(comm: &dyn Comm, mine: &Settings) -> ft_base::Result<()> {
+    // Without a timeout: a rank may still read from disk.
+    comm.barrier(GIVEN)?;
+    let all = comm.all_gather_object(GIVEN, mine)?;
     let Some((first, others)) = all.split_first() else { return Ok(()) };
     for (rank, other) in (1..).zip(others) {
         let differs = first
@@ -232,10 +226,8 @@ fn follow(mut recipe: Recipe, comm: &dyn Comm) -> ft_base::Result<Outcome> {
         return Ok(Outcome::Followed);
     }
     let prepared = prepare(&mut recipe, comm.rank());
-    let said = comm.wait(BEGUN, &[])?;
-    let Some(start) = StartMessage::parse(&text(&said[0]), comm.rank())? else {
-        return Ok(Outcome::Followed);
-    };
+    let Some(start) = comm.receive_object(BEGUN)? else { return Ok(Outcome::Followed) };
+    let start = StartMessage::parse(start, comm.rank())?;
     let (mut job, data, eval) = prepared?;
     job.recipe.run.micro_rows = start.execution.micro_rows.into();
     agree(comm, &settings(&job, &data, eval.as_ref())?)?;
@@ -293,13 +285,13 @@ mod tests {
 
     #[test]
     fn another_version_or_an_unreadable_start_is_an_error() {
-        assert!(matches!(StartMessage::parse("", 1), Ok(None)));
         for (text, said) in [
-            ("{", "rank 1 cannot read how rank 0 starts the run"),
+            ("[]", "rank 1 cannot read how rank 0 starts the run"),
             ("{\"execution\": 1}", "rank 1 cannot read how rank 0 starts the run"),
             ("{\"version\": \"0.0.0\"}", "and rank 0 is ft 0.0.0"),
         ] {
-            let e = StartMessage::parse(text, 1).err().map(|e| e.to_string()).unwrap_or_default();
+            let json = serde_json::from_str(text).unwrap();
+            let e = StartMessage::parse(json, 1).err().map(|e| e.to_string()).unwrap_or_default();
             assert!(e.contains(said), "{text}: {e}");
         }
     }

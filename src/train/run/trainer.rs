@@ -267,8 +267,7 @@ impl<'a> Trainer<'a> {
         let TrainedModel { decoder, params, .. } = self.cx.model;
         let gather = LeaderGather::new(decoder, params, self.cx.comm);
         let limit = generate::SAMPLE_TOKENS;
-        let mut reader =
-            generate::Reader::new(decoder, &job.device).within(ids.len() + limit).around(&gather);
+        let mut reader = generate::Reader::new(decoder, &job.device).within(ids.len() + limit).hooks(&gather);
         let mut sampler = generate::greedy();
         let reply = generate::answer(&mut reader, tokenizer, &ids, limit, &mut sampler, &mut |_| true)?.text;
         self.log.sample(self.done, prompt, &reply, job.trained().form)

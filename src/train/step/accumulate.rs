@@ -111,7 +111,7 @@ impl TrainContext<'_> {
                     let mut walk = Walk::chosen(decoder, lowest, &self.execution)
                         .router_losses(router)
                         .neftune(neftune)
-                        .around(reduce)
+                        .hooks(reduce)
                         .timed(times);
                     losses.keep(walk.train(&batch, batches.scale() * factor, sink)?)?;
                     routings.push(walk.into_routing());
@@ -196,7 +196,7 @@ impl Sums {
             words.extend(counts);
         }
         let mut sum = Self { reached: vec![false; self.reached.len()], ..Self::default() };
-        for words in comm.share(At::all("the loss and the gradient norm"), &words)? {
+        for words in comm.all_gather_object(At::all("the loss and the gradient norm"), &words)? {
             let mut words = words.into_iter();
             let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
             sum.loss += number();

@@ -2,58 +2,41 @@
 
 use crate::train::Error;
 use ft_engine::ranks::{At, Comm};
-use std::ffi::OsString;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 
 /// Next operation of all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Command {
     /// A step, numbered from 0.
     Step(u64),
     Evaluate,
     /// This rank's shard of a checkpoint: number of completed steps, and folder.
-    Save(u64, PathBuf),
+    Save(u64, #[serde(with = "path_bytes")] PathBuf),
     /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
     /// Loading of the result in a folder, for the check after writing.
-    ReadBack(PathBuf),
+    ReadBack(#[serde(with = "path_bytes")] PathBuf),
     /// Loading of a checkpoint.
-    Load(PathBuf),
+    Load(#[serde(with = "path_bytes")] PathBuf),
     /// End of the run.
     End,
 }
 
 const NEXT: At = At { what: "what comes next", unit: None };
 
-impl Command {
-    fn encode(&self) -> Vec<u64> {
-        fn bytes(path: &Path) -> impl Iterator<Item = u64> {
-            path.as_os_str().as_bytes().iter().map(|b| u64::from(*b))
-        }
-        match self {
-            Command::End => vec![0],
-            Command::Step(n) => vec![1, *n],
-            Command::Evaluate => vec![2],
-            Command::Save(n, path) => [3, *n].into_iter().chain(bytes(path)).collect(),
-            Command::Forward => vec![4],
-            Command::ReadBack(path) => std::iter::once(5).chain(bytes(path)).collect(),
-            Command::Load(path) => std::iter::once(6).chain(bytes(path)).collect(),
-        }
+/// Serialization of paths as bytes, because not all are UTF-8.
+mod path_bytes {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use std::ffi::OsString;
+    use std::path::{Path, PathBuf};
+
+    pub fn serialize<S: Serializer>(path: &Path, s: S) -> Result<S::Ok, S::Error> {
+        path.as_os_str().serialize(s)
     }
 
-    fn decode(words: &[u64]) -> Option<Self> {
-        let path = |bytes: &[u64]| OsString::from_vec(bytes.iter().map(|b| *b as u8).collect()).into();
-        Some(match words {
-            [0] => Command::End,
-            [1, n] => Command::Step(*n),
-            [2] => Command::Evaluate,
-            [3, n, bytes @ ..] => Command::Save(*n, path(bytes)),
-            [4] => Command::Forward,
-            [5, bytes @ ..] => Command::ReadBack(path(bytes)),
-            [6, bytes @ ..] => Command::Load(path(bytes)),
-            _ => return None,
-        })
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<PathBuf, D::Error> {
+        OsString::deserialize(d).map(PathBuf::from)
     }
 }
 
@@ -62,7 +45,7 @@ impl Command {
 /// # Errors
 /// Lost rank.
 pub fn announce(comm: &dyn Comm, command: &Command) -> ft_base::Result<()> {
-    comm.wait(NEXT, &command.encode()).map(drop)
+    comm.broadcast_object(NEXT, command)
 }
 
 /// Waits for the next operation. Called by all ranks except the first.
@@ -70,16 +53,15 @@ pub fn announce(comm: &dyn Comm, command: &Command) -> ft_base::Result<()> {
 /// # Errors
 /// Lost rank; a command of another version of `ft`.
 pub fn receive(comm: &dyn Comm) -> ft_base::Result<Command> {
-    let all = comm.wait(NEXT, &[])?;
-    let words = all.first().map_or(&[][..], Vec::as_slice);
-    let why = || format!("rank {}: the first rank sent an unknown command {words:?}", comm.rank());
-    Ok(Command::decode(words).ok_or_else(|| Error::Internal(why()))?)
+    let none = || format!("rank {}: the first rank sent no command", comm.rank());
+    Ok(comm.receive_object(NEXT)?.ok_or_else(|| Error::Internal(none()))?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
 
     #[test]
     fn what_is_told_is_heard() {
@@ -94,14 +76,15 @@ mod tests {
             Command::ReadBack(odd.into()),
             Command::Load(odd.into()),
         ] {
-            assert_eq!(Command::decode(&command.encode()), Some(command));
+            let sent = serde_json::to_vec(&command).unwrap();
+            assert_eq!(serde_json::from_slice::<Command>(&sent).unwrap(), command);
         }
     }
 
     #[test]
-    fn an_unknown_command_is_none() {
-        for words in [&[][..], &[1], &[7], &[2, 0]] {
-            assert_eq!(Command::decode(words), None);
+    fn an_unknown_command_is_an_error() {
+        for text in ["[]", "\"Rest\"", "{\"Step\": -1}", "{\"Save\": [2]}"] {
+            assert!(serde_json::from_str::<Command>(text).is_err(), "{text}");
         }
     }
 }

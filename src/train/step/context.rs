@@ -119,7 +119,7 @@ pub type Stop<'a> = &'a dyn Fn() -> u64;
 /// # Errors
 /// [`crate::train::Error::Abandoned`] if any rank received a signal; lost rank.
 pub fn check_stop(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let all = comm.share(At::all("whether to go on"), &[stop()])?;
+    let all = comm.all_gather_object(At::all("whether to go on"), &[stop()])?;
     match all.into_iter().flatten().find(|asked| *asked != 0) {
         Some(asked) => Err(crate::train::Error::Abandoned(asked).into()),
         None => Ok(()),

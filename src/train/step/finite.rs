@@ -80,7 +80,7 @@ fn not_finite<'p>(
             mine.push(i as u64);
         }
     }
-    let all: BTreeSet<u64> = comm.share(At::all(what), &mine)?.into_iter().flatten().collect();
+    let all: BTreeSet<u64> = comm.all_gather_object(At::all(what), &mine)?.into_iter().flatten().collect();
     Ok(all.iter().filter_map(|i| params.tensors.get(*i as usize)).map(|t| t.name.as_str()).collect())
 }
 
@@ -105,7 +105,7 @@ pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Re
     for u in params.units.iter().flatten() {
         whole &= states(u, &(0..u.len))?;
     }
-    let all = comm.share(At::all("whether weights are finite"), &[u64::from(whole)])?;
+    let all = comm.all_gather_object(At::all("whether weights are finite"), &[u64::from(whole)])?;
     if all.iter().flatten().all(|w| *w != 0) {
         return Ok(());
     }

@@ -82,7 +82,7 @@ impl<'a> LeaderGather<'a> {
     }
 }
 
-impl Around for LeaderGather<'_> {
+impl Hooks for LeaderGather<'_> {
     fn begin(&self) -> ft_base::Result<()> {
         if self.0.params.is_split() { command::announce(self.0.comm, &Command::Forward) } else { Ok(()) }
     }

@@ -5,5 +5,5 @@ mod place;
 mod shortage;
 mod text;
 
-pub use crate::units::bytes;
+pub use crate::units::{bytes, count};
 pub use place::{place, place_of};
