@@ -4,6 +4,8 @@ use super::comparison::MAX_RUNS;
 use super::metrics::Metrics;
 use super::plot::{ExpertCounts, Series, evenly, grouped, short};
 use super::words::{duration, moment};
+use super::error::Error;
+use super::render::page;
 use super::*;
 use anyhow::{Context as _, Result, ensure};
 use ft_base::error::{ExitCode, Failure};

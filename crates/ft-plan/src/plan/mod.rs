@@ -9,5 +9,5 @@ mod recipe;
 pub use make::allocations;
 pub use plan::{Hint, Plan};
 #[cfg(test)]
-pub(crate) use recipe::select;
+pub(crate) use crate::resolve::selection_without_weights as select;
 pub use recipe::{of_recipe, of_recipe_in};
