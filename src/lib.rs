@@ -33,51 +33,17 @@
 //! # How a step runs
 //!
 //! ```text
-//! train::run          the loop: rows of the step -> step -> metrics -> evaluation, checkpoint, signals
-//!   train::step       micro-batches of the step; loss and gradients normalised by all its target tokens
+//! train::run          the loop: rows of the step, step, metrics, evaluation, checkpoints, signals
+//!   train::step       micro-batches of the step; loss and gradients normalized by its target tokens
 //!     walk            forward over the layers, head with loss, backward over the layers in reverse
-//!       model         the mathematics of each module: forward -> (y, Saved); backward(Saved, dy, sink) -> dx
-//!         kernel      operations with a forward and a backward: CPU slices; on CUDA kernels, or candle's own ops
+//!       model         each module: forward -> (y, Saved); backward(Saved, dy, sink) -> dx
+//!         kernels     operations with forward and backward, for CPU and CUDA
 //!     optim           gradient norm, clip, AdamW over flat buffers
 //! ```
 //!
-//! There is no tape: every backward pass is written by hand on untracked tensors, and what it needs is a value
-//! (`Saved`). Frozen weights get no gradient; gradients of what trains accumulate in f32, in one flat buffer a
-//! layer ([`params`]), of which the layers' weights are views.
-//!
-//! # Where things are
-//!
-//! ```text
-//! cli/      one file a verb, in folders by purpose
-//! infer/    models that answer: opened from a folder or followed in a run, prompts, sampling
-//! recipe/   what the user wrote: keys, checks, diagnostics with line and column
-//! hub/      where models come from: the Hugging Face hub, its cache, local folders
-//! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
-//! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
-//! ranks/    ranks, and the collectives between them
-//! model/    the mathematics: families as data, one decoder layer
-//! load/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
-//! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
-//! gguf/     models and adapters as llama.cpp reads them
-//! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
-//! walk/     the two loops, how routers decided, generation
-//! plan/     recipe + config -> bytes by component and where the peak is; the fastest execution that fits
-//! optim/    schedule, clip, AdamW with moments in f32 or 8 bits, on the device or, with its states, on the host; GaLore
-//! train/    the step, the loop, what a checkpoint holds, what a run writes; merging, quantizing
-//! log/      progress, metrics.jsonl, what is printed; memory, and the allocator that counts it
-//! report/   a run as one HTML file
-//! rng       random numbers as functions of (seed, purpose, step, layer, index)
-//! ```
-//!
-//! # Where do I add
-//!
-//! | to add | touch |
-//! |---|---|
-//! | a model family of the usual kind | one row in [`model::family`], one fixture |
-//! | a dataset shape | one file in [`data`] and one arm |
-//! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
-//! | what an operation allocates or computes | beside it in [`kernel`], for its ghosts: see [`kernel::tensor`]; `tests/cli/plan.rs` compares with runs |
-//! | a recipe key | one entry in [`recipe::keys`] |
+//! Every backward pass is written by hand on untracked tensors; its inputs are the value `Saved`. Frozen weights
+//! get no gradient. Gradients accumulate in f32, in one flat buffer per layer. CONTRIBUTING.md has the map of
+//! the crates, and says how to add a model family, a dataset format, a kernel or a key.
 
 #[doc(hidden)]
 pub mod cli;

@@ -165,7 +165,8 @@ impl Follower {
     fn load(&self, step: u64) -> ft_base::Result<()> {
         let folder = self.checkpoints.folder(step);
         if model_keys(&self.run.folder)? != self.run.keys {
-            let why = "the run folder is that of another run now, which trains another model or something else of it\n  \
+            let why = "the run folder is that of another run now, which trains another model or \
+            something else of it\n  \
                        hint: ft serve, started again, answers with that";
             let path = folder.display().to_string();
             return Err(train::Error::Checkpoint { path, why: why.into() }.into());

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 pub enum Error {
     /// The folder has no metrics.
     #[error(
-        "cannot read {}: {source}\nhint: `ft report` takes the folder of a run: what `ft run` calls run.output, runs/NAME by default",
+        "cannot read {}: {source}\nhint: `ft report` takes the folder of a run: what `ft run` calls \
+            run.output, runs/NAME by default",
         path.display()
     )]
     NoMetrics {

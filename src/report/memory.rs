@@ -167,7 +167,8 @@ fn facts(plan: &Value, on_cpu: bool) -> Vec<String> {
     if on_cpu {
         let before = plan["host_bytes_before_loading"].as_u64().unwrap_or(0);
         facts.push(format!(
-            "The device is the CPU: measured are the engine's own allocations, a part of the resident size; the process \
+            "The device is the CPU: measured are the engine's own allocations, a part of the resident \
+            size; the process \
              had {} before the model was loaded.",
             bytes(before)
         ));

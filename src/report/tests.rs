@@ -1,11 +1,11 @@
 //! Reports of finished, killed and resumed runs, and of hostile metrics.
 
 use super::comparison::MAX_RUNS;
+use super::error::Error;
 use super::metrics::Metrics;
 use super::plot::{ExpertCounts, Series, evenly, grouped, short};
-use super::words::{duration, moment};
-use super::error::Error;
 use super::render::page;
+use super::words::{duration, moment};
 use super::*;
 use anyhow::{Context as _, Result, ensure};
 use ft_base::error::{ExitCode, Failure};

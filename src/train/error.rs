@@ -23,7 +23,8 @@ pub enum Error {
     },
     /// A resumed run would compute something other than the checkpointed run.
     #[error(
-        "{dir}: cannot go on: what decides the mathematics has changed since the checkpoint\n{changes}\n  hint: put it back, or say --accept-change KEY for each"
+        "{dir}: cannot go on: what decides the mathematics has changed since the \
+            checkpoint\n{changes}\n  hint: put it back, or say --accept-change KEY for each"
     )]
     Changed {
         /// The run folder.
@@ -55,7 +56,9 @@ pub enum Error {
     },
     /// An update produced non-finite weights or moments. These are not saved.
     #[error(
-        "step {step}: the update made weights or moments that are not finite: {tensors}\n  they are not saved; checkpoints before are whole\n  hint: a lower optimizer.lr, run.clip, or optimizer.eps as it is by default"
+        "step {step}: the update made weights or moments that are not finite: {tensors}\n  they are \
+            not saved; checkpoints before are whole\n  hint: a lower optimizer.lr, run.clip, or \
+            optimizer.eps as it is by default"
     )]
     Weights {
         /// Step, from 1.
@@ -65,7 +68,9 @@ pub enum Error {
     },
     /// The run has diverged: gradients are zero, and logits are constant over the vocabulary.
     #[error(
-        "step {step}: the run has diverged: no gradient in the last {steps} steps, loss {loss:.4}, and the model gives every token the same logit\n  checkpoints before are whole; nothing else is written\n  hint: a lower optimizer.lr, or run.clip; --overwrite starts anew"
+        "step {step}: the run has diverged: no gradient in the last {steps} steps, loss {loss:.4}, \
+            and the model gives every token the same logit\n  checkpoints before are whole; nothing \
+            else is written\n  hint: a lower optimizer.lr, or run.clip; --overwrite starts anew"
     )]
     Diverged {
         /// Step, from 1.
@@ -77,7 +82,8 @@ pub enum Error {
     },
     /// The backward pass missed some of the selected tensors.
     #[error(
-        "step 1: the backward pass did not reach {count} of the tensors that the recipe trains: {names}\n  this is a bug in ft: please report it with the recipe"
+        "step 1: the backward pass did not reach {count} of the tensors that the recipe trains: \
+            {names}\n  this is a bug in ft: please report it with the recipe"
     )]
     Unreached {
         /// Number of missed tensors.
@@ -87,7 +93,8 @@ pub enum Error {
     },
     /// The result on disk gives other logits than the trained model.
     #[error(
-        "{path}: read back, it gives other logits: {apart:.1e} apart (relative), at most {bar:.0e} is wanted\n  the checkpoint of the last step is whole; this is a bug in ft: please report it"
+        "{path}: read back, it gives other logits: {apart:.1e} apart (relative), at most {bar:.0e} is \
+            wanted\n  the checkpoint of the last step is whole; this is a bug in ft: please report it"
     )]
     Readback {
         /// Folder of the result.
@@ -99,7 +106,9 @@ pub enum Error {
     },
     /// The merged weights give other logits than base and adapter.
     #[error(
-        "{path}: the merged weights give other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by f32\n  nothing was written there; this is a bug in ft: please report it"
+        "{path}: the merged weights give other logits than base and adapter: {apart:.1e} apart \
+            (relative), at most {bar:.0e} is explained by f32\n  nothing was written there; this is a \
+            bug in ft: please report it"
     )]
     Merged {
         /// Folder of the merged model.
@@ -111,7 +120,8 @@ pub enum Error {
     },
     /// A tensor on disk differs from the merged weight rounded to the dtype of the file.
     #[error(
-        "{path}: {name}: read back, it is not the merged weight rounded to its dtype\n  nothing was written there\n  hint: look at the disk, and merge again"
+        "{path}: {name}: read back, it is not the merged weight rounded to its dtype\n  nothing was \
+            written there\n  hint: look at the disk, and merge again"
     )]
     Unequal {
         /// Folder of the merged model.
@@ -121,12 +131,14 @@ pub enum Error {
     },
     /// `ft eval` computed a non-finite loss.
     #[error(
-        "the loss on the evaluation data is not finite\n  hint: look at the model's weights and at these rows with `ft data`"
+        "the loss on the evaluation data is not finite\n  hint: look at the model's weights and at \
+            these rows with `ft data`"
     )]
     Evaluation,
     /// An evaluation during a run computed a non-finite loss.
     #[error(
-        "evaluation after step {step}: the loss is not finite\n  {kept}\n  hint: look at the rows of data.eval; if the training loss grew, a lower optimizer.lr, or run.clip"
+        "evaluation after step {step}: the loss is not finite\n  {kept}\n  hint: look at the rows of \
+            data.eval; if the training loss grew, a lower optimizer.lr, or run.clip"
     )]
     EvaluationOf {
         /// Number of completed steps.

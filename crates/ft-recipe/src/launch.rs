@@ -87,7 +87,8 @@ impl Launch {
         if let Some(ranks) = env.slurm_ranks()? {
             return launch(ranks, env.slurm());
         }
-        let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
+        let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, \
+            LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
         if let Some(ranks) = by_mpi {
             return launch(ranks, Meeting::Nowhere(why));
         }

@@ -17,7 +17,8 @@ use std::slice;
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a
+    /// checkpoint), or
     /// a hub id
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
@@ -39,7 +40,8 @@ pub struct Args {
     device: String,
     #[command(flatten)]
     load: LoadArgs,
-    /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
+    /// How a prompt becomes text; by default as the training data was written, else by the chat template.
+    /// With alpaca and
     /// text, each prompt stands alone
     #[arg(long, value_parser = words(PromptFormat::WORDS))]
     form: Option<String>,

@@ -30,7 +30,8 @@ const PROBE: u32 = 48;
 /// Arguments of `ft export`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id; with --to gguf also a whole model
+    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id; with --to gguf also
+    /// a whole model
     adapter: String,
     /// peft-fused: PEFT 0.19 and later with transformers 5; vllm; gguf: llama.cpp
     #[arg(long, value_parser = ["peft-fused", "vllm", "gguf"])]
@@ -130,7 +131,8 @@ fn notes(target: Target, to: &str, config: &Config, selection: &Selection) {
         selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
     if target == Target::Vllm && routers && config.family.model_type == "qwen3_moe" {
         warn(
-            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are left \
+            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless \
+            experts are left \
              out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
         );
     }

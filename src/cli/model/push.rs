@@ -125,7 +125,8 @@ fn warn_of_local_base(dir: &Path) {
     let config: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
     if let Some(base) = config["base_model_name_or_path"].as_str().filter(|b| !is_hub_id(b)) {
         warn(&format!(
-            "adapter_config.json names the base {base:?}, which is no repository of the hub: others will not find it\n  \
+            "adapter_config.json names the base {base:?}, which is no repository of the hub: others will \
+            not find it\n  \
              hint: put the base's hub id there (base_model_name_or_path)"
         ));
     }

@@ -115,12 +115,14 @@ fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Gro
         out += "quantize = \"nf4\"                  # decoder linears in 4 bits; adapters train on top\n";
     }
     if method != "full" {
-        out += "\n[lora]\nrank = 16                         # width of the update; more learns more and takes more memory\n\
+        out += "\n[lora]\nrank = 16                         # width of the update; more learns more and \
+        takes more memory\n\
                 alpha = 32                        # its scale is alpha / rank\n";
     }
     out += "\n[[train]]                         # what trains; more rules may follow, a later one wins\n";
     if has.is_none() {
-        out += "# The model's config was not at hand: these are modules of a dense model. A mixture of experts has \"experts\"\n\
+        out += "# The model's config was not at hand: these are modules of a dense model. A mixture of \
+        experts has \"experts\"\n\
                 # and \"router\", and mostly no \"mlp\".\n";
     }
     let modules = format!("modules = {:?}", trained(method, has));

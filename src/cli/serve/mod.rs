@@ -48,8 +48,10 @@ const QUEUE: usize = 64;
 /// Arguments of `ft serve`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
-    /// a hub id. Of a run that has not ended the newest checkpoint answers, and each new one from when it is written; before
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a
+    /// checkpoint), or
+    /// a hub id. Of a run that has not ended the newest checkpoint answers, and each new one from when it
+    /// is written; before
     /// the first, the model as it was
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
@@ -73,7 +75,8 @@ pub struct Args {
     /// End when stdin ends
     #[arg(long)]
     until_eof: bool,
-    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one. Of several (cuda:1,cuda:2) each
+    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one. Of several
+    /// (cuda:1,cuda:2) each
     /// has a copy of the model, and as many requests are answered at once
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_delimiter = ',', value_parser = device::parse)]
     device: Vec<String>,

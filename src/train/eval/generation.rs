@@ -57,7 +57,8 @@ pub fn score(
         scores.add(&reference, &reply.text, reply.tokens, regex.as_ref());
     }
     if scores.samples == 0 {
-        let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have none, and \
+        let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a \
+        prompt have none, and \
                    data.max_length may cut them\n  hint: leave it out";
         return Err(Error::Usage(format!("{}: {why}", job.recipe.place("generate.samples"))).into());
     }

@@ -54,7 +54,8 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
         (String::new(), "")
     };
     warn(&format!(
-        "{} by run.epochs = {}: {}{packed}, {} a step (run.batch_rows)\n  hint: a smaller run.batch_rows, more run.epochs{shorter}",
+        "{} by run.epochs = {}: {}{packed}, {} a step (run.batch_rows)\n  hint: a smaller \
+            run.batch_rows, more run.epochs{shorter}",
         plural(steps, "optimizer step"),
         run.epochs,
         plural(rows, "row"),

@@ -40,7 +40,8 @@ pub fn write(
     let (job, decoder, params) = (cx.job, &cx.model.decoder, &cx.model.params);
     let alone = LeaderGather::new(decoder, params, cx.comm);
     let before = probe(decoder, &alone, sample, &job.device)?;
-    let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
+    let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a \
+        lower optimizer.lr, or run.clip";
     walk::finite(&before, "the trained model", hint)?;
     let target = result_dir(&job.selection, dir);
     let new = AtomicFolder::begin(&target)?;

@@ -21,7 +21,8 @@ pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
         (ft_recipe::Comm::Threads, Some(Launch { world, .. })) => {
             let hint = format!("leave parallel.comm out, and parallel.data={world}; or no launcher");
             Err(Error::Usage(format!(
-                "{}: {world} processes were started, and parallel.comm = \"threads\" is for the ranks of one\n  hint: {hint}",
+                "{}: {world} processes were started, and parallel.comm = \"threads\" is for the ranks \
+                    of one\n  hint: {hint}",
                 recipe.place("parallel.comm")
             ))
             .into())

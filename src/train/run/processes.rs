@@ -126,7 +126,8 @@ fn check_count(recipe: &Recipe, world: usize) -> Result<(), Error> {
     let (place, are) =
         (recipe.place("parallel.data"), if world == 1 { "process was" } else { "processes were" });
     Err(Error::Usage(format!(
-        "{place}: the recipe has {ranks} ranks, and {world} {are} started\n  hint: as many processes as ranks (mpirun -n {ranks}), or parallel.data={world}"
+        "{place}: the recipe has {ranks} ranks, and {world} {are} started\n  hint: as many processes \
+            as ranks (mpirun -n {ranks}), or parallel.data={world}"
     )))
 }
 
@@ -208,7 +209,8 @@ fn agree(comm: &dyn Comm, mine: &Settings) -> ft_base::Result<()> {
             .or_else(|| other.0.iter().find(|item| !first.0.contains(item)));
         if let Some((what, _)) = differs {
             return Err(Error::Usage(format!(
-                "rank {rank} of {} has another {what} than rank 0\n  hint: the same command, files and ft on every machine",
+                "rank {rank} of {} has another {what} than rank 0\n  hint: the same command, files \
+                    and ft on every machine",
                 comm.world()
             ))
             .into());
@@ -264,7 +266,8 @@ fn prepare(recipe: &mut Recipe, rank: usize) -> ft_base::Result<(Job, Dataset, O
         if Instant::now() > end {
             let place = recipe.place("run.output");
             return Err(Error::Usage(format!(
-                "{place}: {} is another folder here than on the first rank's machine\n  hint: a folder that all machines share",
+                "{place}: {} is another folder here than on the first rank's machine\n  hint: a \
+                    folder that all machines share",
                 dir.display()
             ))
             .into());

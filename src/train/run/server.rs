@@ -103,7 +103,8 @@ impl Server {
         let program = program.filter(|_| !job.recipe.serve.devices.is_empty())?;
         if job.recipe.run.save_every == 0 && !job.recipe.run.keep_best {
             warn(
-                "run.save_every = 0: until the run ends there is no checkpoint, and the server answers as the model was \
+                "run.save_every = 0: until the run ends there is no checkpoint, and the server answers \
+                as the model was \
                  before the first step",
             );
         }

@@ -104,7 +104,8 @@ impl<'a> Trainer<'a> {
             if self.history.is_exhausted(patience) {
                 let best = self.history.lowest().map_or(0, |(step, _)| step);
                 self.log.line(&format!(
-                    "stopped after step {}: {patience} evaluations in a row were no better than step {best}'s (run.patience)",
+                    "stopped after step {}: {patience} evaluations in a row were no better than step \
+                        {best}'s (run.patience)",
                     self.done
                 ));
                 break;

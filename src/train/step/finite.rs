@@ -49,7 +49,8 @@ pub fn check_gradients(
         first_five(&lines)
     );
     let hint = if step == 1 {
-        "nothing was trained yet: look at the model's weights, at the adapter in lora.init if there is one, and at these rows with `ft data`"
+        "nothing was trained yet: look at the model's weights, at the adapter in lora.init if there \
+            is one, and at these rows with `ft data`"
     } else {
         "a lower optimizer.lr, run.clip, or a look at these rows with `ft data`"
     };

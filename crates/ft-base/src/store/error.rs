@@ -110,7 +110,8 @@ pub enum Error {
         why: String,
     },
     /// A missing tensor.
-    #[error("no tensor {name:?} in {}{}", path.display(), nearest.as_ref().map(|n| format!("; the nearest name is {n:?}")).unwrap_or_default())]
+    #[error("no tensor {name:?} in {}{}", path.display(), nearest.as_ref().map(|n| format!("; the \
+        nearest name is {n:?}")).unwrap_or_default())]
     NoTensor {
         /// The folder or file.
         path: PathBuf,
@@ -141,7 +142,8 @@ pub enum Error {
     },
     /// A NaN or infinite value in a tensor read for computation.
     #[error(
-        "{}: tensor {name:?} has a value that is not finite as {dtype}, at {at:?}\nhint: the file is damaged, or its model has \
+        "{}: tensor {name:?} has a value that is not finite as {dtype}, at {at:?}\nhint: the file is \
+        damaged, or its model has \
          diverged: fetch it again, or use another one",
         path.display()
     )]
@@ -245,7 +247,8 @@ pub enum Error {
     },
     /// A path that cannot be replaced by a new folder: without a file name, the working directory, or a
     /// mount point.
-    #[error("{}: a folder cannot be written there\nhint: name a new folder, or one that is neither the working directory nor a mount", dir.display())]
+    #[error("{}: a folder cannot be written there\nhint: name a new folder, or one that is neither \
+        the working directory nor a mount", dir.display())]
     Name {
         /// The path.
         dir: PathBuf,
@@ -259,7 +262,8 @@ pub enum Error {
         problem: String,
     },
     /// The folder is locked by another process.
-    #[error("another ft process{} is using {}; wait for it, or choose another folder", holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
+    #[error("another ft process{} is using {}; wait for it, or choose another folder",
+         holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
     Locked {
         /// The folder.
         dir: PathBuf,

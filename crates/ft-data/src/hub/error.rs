@@ -66,7 +66,8 @@ pub enum Error {
         rule: &'static str,
     },
     /// Repository or revision not found.
-    #[error("{id} is not on the hub at {endpoint}{}\nhint: check the spelling; a local folder is written ./{id}", revision.as_ref().map(|r| format!(", or has no revision {r:?}")).unwrap_or_default())]
+    #[error("{id} is not on the hub at {endpoint}{}\nhint: check the spelling; a local folder is \
+        written ./{id}", revision.as_ref().map(|r| format!(", or has no revision {r:?}")).unwrap_or_default())]
     NotFound {
         /// The hub id.
         id: String,
@@ -90,7 +91,8 @@ pub enum Error {
     /// The hub is unreachable.
     #[error(
         "cannot reach the hub at {endpoint} for {id}: {cause}\n\
-         hint: check the network (HTTPS_PROXY, HF_ENDPOINT), or fetch the model on another machine and name its folder{}",
+         hint: check the network (HTTPS_PROXY, HF_ENDPOINT), or fetch the model on another machine and \
+         name its folder{}",
         no_folder(id)
     )]
     Unreachable {
@@ -142,7 +144,8 @@ pub enum Error {
         wanted: u64,
     },
     /// The cache is not writable.
-    #[error("cannot write the cache {}: {source}\nhint: free some space there, or set HF_HOME to another folder", cache.display())]
+    #[error("cannot write the cache {}: {source}\nhint: free some space there, or set HF_HOME to \
+         another folder", cache.display())]
     Cache {
         /// The cache folder.
         cache: PathBuf,
@@ -175,7 +178,8 @@ pub enum Error {
     },
     /// A build without download support.
     #[error(
-        "{id} is a hub id, and this ft was built without the hub feature; name a local folder, or build with --features hub{}",
+        "{id} is a hub id, and this ft was built without the hub feature; name a local folder, or \
+            build with --features hub{}",
         no_folder(id)
     )]
     WithoutHub {
@@ -210,13 +214,16 @@ fn unauthorized(id: &str, endpoint: &str, gated: bool, had_token: bool) -> Strin
             "{id} is gated\nhint: accept its licence at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
         ),
         (true, true) => format!(
-            "{id} is gated, and the token that is set has no access to it\nhint: accept its licence at {endpoint}/{id} with the account of that token (HF_TOKEN)"
+            "{id} is gated, and the token that is set has no access to it\nhint: accept its licence \
+                at {endpoint}/{id} with the account of that token (HF_TOKEN)"
         ),
         (false, false) => format!(
-            "{id} is not on the hub at {endpoint}, or it is private or gated\nhint: check the spelling; for a private or gated model accept its licence there and set HF_TOKEN"
+            "{id} is not on the hub at {endpoint}, or it is private or gated\nhint: check the \
+                spelling; for a private or gated model accept its licence there and set HF_TOKEN"
         ),
         (false, true) => format!(
-            "the hub at {endpoint} does not give {id} to the token that is set\nhint: check the spelling, that HF_TOKEN is valid, and that its account has accepted the model's licence"
+            "the hub at {endpoint} does not give {id} to the token that is set\nhint: check the \
+                spelling, that HF_TOKEN is valid, and that its account has accepted the model's licence"
         ),
     }
 }

@@ -40,7 +40,8 @@ impl Repository {
                 return Err(Error::BadName {
                     what: "hub id",
                     text: id.to_string(),
-                    rule: "it is OWNER/NAME, of letters, digits, `.`, `_` and `-`, without `--`, `..` or `.git`, and without `.` or `-` at either end",
+                    rule: "it is OWNER/NAME, of letters, digits, `.`, `_` and `-`, without `--`, `..` \
+                        or `.git`, and without `.` or `-` at either end",
                 });
             }
         };

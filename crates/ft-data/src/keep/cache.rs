@@ -292,7 +292,8 @@ fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
 /// Warns about tokens that cannot be cached.
 pub(crate) fn warn_uncached(why: &store::Error) {
     warn(&format!(
-        "the tokens cannot be kept, and stay in memory: {why}\n  hint: FT_CACHE names another folder; data.cache = false \
+        "the tokens cannot be kept, and stay in memory: {why}\n  hint: FT_CACHE names another folder; \
+        data.cache = false \
          keeps none"
     ));
 }

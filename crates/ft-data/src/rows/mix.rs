@@ -13,12 +13,12 @@ use std::ops::Range;
 /// The samples of an epoch: all sources in order, repeated by weight.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mixture {
-    segments: Vec<Segment>,
+    ranges: Vec<SampleRange>,
 }
 
 #[derive(Clone, Debug)]
-struct Segment {
-    /// Number of samples before this segment.
+struct SampleRange {
+    /// Number of samples before this range.
     before: usize,
     len: usize,
     selection: Selection,
@@ -74,26 +74,26 @@ impl Mixture {
 
     fn append(&mut self, len: usize, selection: Selection) {
         if len > 0 {
-            self.segments.push(Segment { before: self.len(), len, selection });
+            self.ranges.push(SampleRange { before: self.len(), len, selection });
         }
     }
 
     /// Number of samples.
     pub fn len(&self) -> usize {
-        self.segments.last().map_or(0, |p| p.before + p.len)
+        self.ranges.last().map_or(0, |p| p.before + p.len)
     }
 
     /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
-        let of = |p: &Segment| match &p.selection {
+        let of = |p: &SampleRange| match &p.selection {
             Selection::All(_) => 0,
             Selection::Subset(list) => list.resident(),
         };
-        self.segments.iter().map(of).sum()
+        self.ranges.iter().map(of).sum()
     }
 
     pub fn reader(&self) -> MixtureReader<'_> {
-        MixtureReader { mix: self, windows: self.segments.iter().map(|_| Window::default()).collect() }
+        MixtureReader { mix: self, windows: self.ranges.iter().map(|_| Window::default()).collect() }
     }
 }
 
@@ -109,10 +109,10 @@ impl MixtureReader<'_> {
     /// # Errors
     /// A list that can no longer be read.
     pub fn at(&mut self, at: usize) -> Result<u32, Error> {
-        let number = self.mix.segments.partition_point(|p| p.before <= at).saturating_sub(1);
-        let Some(segment) = self.mix.segments.get(number) else { return Ok(u32::MAX) };
-        let within = at - segment.before;
-        match &segment.selection {
+        let number = self.mix.ranges.partition_point(|p| p.before <= at).saturating_sub(1);
+        let Some(range) = self.mix.ranges.get(number) else { return Ok(u32::MAX) };
+        let within = at - range.before;
+        match &range.selection {
             Selection::All(range) => Ok(saturating_u32(range.start + within % range.len())),
             Selection::Subset(list) => list.at(&mut self.windows[number], within),
         }

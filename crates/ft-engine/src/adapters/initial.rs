@@ -53,7 +53,8 @@ pub fn line(how: Decomposition, quantized: bool) -> String {
         Decomposition::Pissa => "A and B begin as the largest singular values of their weights (pissa)",
         Decomposition::Olora => "A and B begin as the first part of their weights' QR decomposition (olora)",
         Decomposition::Loftq => {
-            return "A and B begin as the largest singular values of what 4 bits lose (loftq); the adapter is of the base \
+            return "A and B begin as the largest singular values of what 4 bits lose (loftq); the \
+            adapter is of the base \
                     in NF4"
                 .into();
         }
@@ -61,11 +62,13 @@ pub fn line(how: Decomposition, quantized: bool) -> String {
     let quantized = match quantized {
         false => "",
         true => {
-            "; what NF4 loses of the rest is in training and not in that: to be used on the base as it is, not in 4 bits"
+            "; what NF4 loses of the rest is in training and not in that: to be used on the base as \
+                it is, not in 4 bits"
         }
     };
     format!(
-        "{begin}, which these then lack; the adapter that is written has twice the rank, for the base as it is{quantized}"
+        "{begin}, which these then lack; the adapter that is written has twice the rank, for the base \
+            as it is{quantized}"
     )
 }
 

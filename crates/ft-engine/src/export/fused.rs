@@ -215,7 +215,8 @@ impl<'a> Export<'a> {
                     "trained in full, which vLLM does not load from an adapter (modules_to_save)\n  hint: ft merge"
                 }
                 Choice::Rows { .. } => {
-                    "rows of tokens trained, which vLLM does not load from an adapter (trainable_token_indices)\n  hint: \
+                    "rows of tokens trained, which vLLM does not load from an adapter \
+                    (trainable_token_indices)\n  hint: \
                      ft merge"
                 }
                 Choice::Freeze | Choice::Lora { .. } => continue,

@@ -120,7 +120,8 @@ impl Selection {
             if o.min_lr > base {
                 let place = recipe.place("optimizer.min_lr").to_string();
                 let why = format!(
-                    "min_lr = {:?} is above the learning rate {base:?} (method = \"{method}\", {})\n  hint: the learning \
+                    "min_lr = {:?} is above the learning rate {base:?} (method = \"{method}\", {})\n  \
+                    hint: the learning \
                      rate falls to min_lr: a lower one, or set optimizer.lr",
                     o.min_lr, r.from
                 );

@@ -6,7 +6,8 @@
 //! unsafe { launch.run(Grid::new(rows, 256)) }
 //! ```
 //!
-//! Launch code compiles in every build, since plans run it on ghosts ([`ghosts`](crate::tensor::ghosts)); only builds with the
+//! Launch code compiles in every build, since plans run it on ghosts ([`ghosts`](crate::tensor::ghosts));
+//! only builds with the
 //! `cuda` feature can launch. Kernel names consist of file, function and dtype: `norm_forward_bf16`.
 //!
 //! Each device has a single stream. A launch sees the results of earlier launches, and freed memory is

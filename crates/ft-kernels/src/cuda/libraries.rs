@@ -64,7 +64,8 @@ jumps! { DRIVER:
     cuDeviceGetDefaultMemPool cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuEventCreate cuEventDestroy_v2
     cuEventElapsedTime_v2 cuEventQuery cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName
     cuGetErrorString cuInit cuLaunchKernel cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFreeHost cuMemFree_v2
-    cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2
+    cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAttribute
+    cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2
     cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuMemsetD32Async cuModuleGetFunction
     cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing
     cuStreamSynchronize cuStreamWaitEvent cuDeviceGetCount cuDeviceGetName cuDeviceTotalMem_v2

@@ -249,7 +249,10 @@ impl Handle {
         let seconds = timeout.as_secs_f64();
         late.then(|| {
             let what = &first.what;
-            format!("what others give for {what} does not come to its device within {seconds} s\n  hint: parallel.timeout gives it longer")
+            format!(
+                "what others give for {what} does not come to its device within {seconds} s\n  \
+            hint: parallel.timeout gives it longer"
+            )
         })
     }
 

@@ -6,8 +6,8 @@ mod make;
 mod plan;
 mod recipe;
 
-pub use make::allocations;
-pub use plan::{Hint, Plan};
 #[cfg(test)]
 pub(crate) use crate::resolve::selection_without_weights as select;
+pub use make::allocations;
+pub use plan::{Hint, Plan};
 pub use recipe::{of_recipe, of_recipe_in};

@@ -13,7 +13,9 @@ impl Plan {
         device.insert("total".into(), json!(self.total()));
         device.insert("budget".into(), json!(self.budget));
         let (total, trainable) = self.parameters;
-        let time = range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": self.workload.steps.map(|n| [r.low * n as f64, r.high * n as f64])}));
+        let total = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
+        let time =
+            range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": total(r.low, r.high)}));
         let c = self.execution.recompute;
         let mut out = json!({
             "ranks": self.ranks,
@@ -57,7 +59,8 @@ impl Plan {
         let (c, why) = (&self.execution, &self.reasons);
         let mut all = json!({
             "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
-            "recompute": {"value": c.recompute.all, "feed_forward": c.recompute.feed_forward, "norms": c.recompute.norms,
+            "recompute": {"value": c.recompute.all, "feed_forward": c.recompute.feed_forward,
+                "norms": c.recompute.norms,
                           "of": self.walked, "reason": why.recompute},
             "inputs": {"value": c.inputs.word(), "reason": why.inputs},
             "dequantize": {"value": c.dequantize.word(), "reason": why.dequantize},

@@ -102,7 +102,8 @@ impl Plan {
             (false, _) => Ok(()),
             (true, 0) => writeln!(
                 s,
-                "routing     planned both for tokens spread evenly over the experts and for all tokens at the same ones, \
+                "routing     planned both for tokens spread evenly over the experts and for all tokens \
+                at the same ones, \
                  which takes no more"
             ),
             (true, reserve) => writeln!(

@@ -56,7 +56,8 @@ impl<'a> Prepared<'a> {
         {
             let place = inputs.recipe.place("memory.dequantize");
             return Err(Error::Ignored(format!(
-                "{place}: memory.dequantize = \"per_layer\" is not built for experts on CUDA: the products of all experts of a \
+                "{place}: memory.dequantize = \"per_layer\" is not built for experts on CUDA: the \
+                products of all experts of a \
                  layer take the 4-bit codes as they are\n  hint: \"auto\" or \"per_matmul\", or run.device = \"cpu\""
             ))
             .into());

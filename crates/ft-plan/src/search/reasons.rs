@@ -41,7 +41,7 @@ impl Explanation<'_, '_> {
             recompute: self.recompute(),
             inputs: self.inputs(),
             dequantize: self.dequantized(),
-            head_rows: self.head_rows(),
+            head_rows: self.logit_chunk(),
             micro_rows: self.micro_rows(),
         }
     }
@@ -126,7 +126,7 @@ impl Explanation<'_, '_> {
         }
     }
 
-    fn head_rows(&self) -> String {
+    fn logit_chunk(&self) -> String {
         let (chosen, open) = (self.chosen.settings, self.open);
         if !self.p.head_is_free() {
             return "default: gradients are summed over chunks".into();

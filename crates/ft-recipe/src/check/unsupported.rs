@@ -42,7 +42,9 @@ pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -
             let message = format!("not built yet: {path} = {}", node.value);
             let hint = match default_of(path) {
                 // The default is not MPI either, because few machines have the required libraries.
-                _ if is("mpi") => "cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, openmpi-bin, libclang-dev)".into(),
+                _ if is("mpi") => "cargo build --release --features mpi (needs an MPI and libclang: \
+                    libopenmpi-dev, openmpi-bin, libclang-dev)"
+                    .into(),
                 Some(default) => format!("leave it out, or write {path} = {default}"),
                 None => "leave it out".into(),
             };

@@ -155,7 +155,8 @@ impl Cross<'_, '_> {
             self.report(KEY, message, "leave it out");
         }
         if d == Decomposition::Loftq && recipe.model.quantize == Quantize::None {
-            let message = "loftq begins with what quantizing the weights loses, and model.quantize = \"none\" loses nothing";
+            let message = "loftq begins with what quantizing the weights loses, and model.quantize = \
+                \"none\" loses nothing";
             self.report(KEY, message.into(), "write model.quantize = \"nf4\", or leave init out");
         }
         if d.changes_base() && recipe.model.cache.is_some() {

@@ -8,7 +8,8 @@ use std::fmt::Write;
 /// Renders the page from the key table.
 pub fn page() -> String {
     let mut out = String::from(
-        "# The keys of a recipe\n\nMade by `ft schema --markdown`. A recipe is TOML; every key can also be set on the command line by its dotted \
+        "# The keys of a recipe\n\nMade by `ft schema --markdown`. A recipe is TOML; every key can also \
+        be set on the command line by its dotted \
          path (`run.steps=100`, `train.0.rank=8`). A key that is not here is an error.\n",
     );
     section(&mut out, "", "", "What stands before the first table.", Recipe::KEYS);
