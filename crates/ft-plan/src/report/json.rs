@@ -13,9 +13,9 @@ impl Plan {
         device.insert("total".into(), json!(self.total()));
         device.insert("budget".into(), json!(self.budget));
         let (total, trainable) = self.parameters;
-        let total = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
+        let over_run = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
         let time =
-            range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": total(r.low, r.high)}));
+            range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": over_run(r.low, r.high)}));
         let c = self.execution.recompute;
         let mut out = json!({
             "ranks": self.ranks,
