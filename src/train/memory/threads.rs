@@ -32,8 +32,8 @@ pub fn start_threads() -> Result<(), ft_plan::Error> {
 /// # Errors
 /// The system refuses more threads.
 pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan::Error> {
-    memory::count_for(rank);
-    pool_with_this(p.threads(rayon::current_num_threads()), rank)
+    memory::count_for(Some(rank));
+    pool_with_this(p.threads(rayon::current_num_threads()), Some(rank))
 }
 
 /// Starts the thread pool of this process, including the current thread. The processors are shared by
@@ -45,10 +45,10 @@ pub fn start_threads_beside(others: usize) -> Result<ThreadPool, ft_plan::Error>
     // `RAYON_NUM_THREADS` applies to every process separately.
     let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());
     let all = rayon::current_num_threads();
-    pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, usize::MAX)
+    pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, None)
 }
 
-fn pool_with_this(threads: usize, rank: usize) -> Result<ThreadPool, ft_plan::Error> {
+fn pool_with_this(threads: usize, rank: Option<usize>) -> Result<ThreadPool, ft_plan::Error> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).use_current_thread();
     let pool = pool.start_handler(move |_| memory::count_for(rank)).spawn_handler(start_thread).build();
     pool.map_err(|e| ft_plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))

@@ -33,13 +33,15 @@ fn ranks() -> MutexGuard<'static, Vec<&'static RankCounts>> {
     RANKS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Attributes all later allocations and deallocations of this thread to `rank`.
-pub fn count_for(rank: usize) {
-    let mut ranks = ranks();
-    while ranks.len() <= rank {
-        ranks.push(Box::leak(Box::default()));
-    }
-    RANK.set(Some(ranks[rank]));
+/// Attributes all later allocations and deallocations of this thread to `rank`, or to none.
+pub fn count_for(rank: Option<usize>) {
+    RANK.set(rank.map(|rank| {
+        let mut ranks = ranks();
+        while ranks.len() <= rank {
+            ranks.push(Box::leak(Box::default()));
+        }
+        ranks[rank]
+    }));
 }
 
 /// Resets the counts of all ranks, before ranks start again.
@@ -138,7 +140,7 @@ mod tests {
     #[test]
     fn every_rank_is_counted() {
         std::thread::spawn(|| {
-            count_for(1000);
+            count_for(Some(1000));
             let big = vec![1u8; 8 << 20];
             assert!(largest_rank().0 >= 8 << 20 && largest_rank().1 >= 8 << 20);
             drop(big);
