@@ -21,7 +21,7 @@ pub fn fetch_model(source: &str, revision: &str, want: Want) -> Result<ModelDir,
 /// # Errors
 /// A missing or unusable adapter.
 pub fn open_adapter(source: &str) -> ft_base::Result<Adapter> {
-    Ok(Adapter::open(&hub::fetch_adapter(source, "main", true)?)?)
+    Adapter::open(&hub::fetch_adapter(source, "main", true)?)
 }
 
 /// The base named on the command line, or the one named in the adapter's config.

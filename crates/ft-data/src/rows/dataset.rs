@@ -303,8 +303,8 @@ impl<'a> Loader<'a> {
         let entry = self.cache.as_ref().and_then(|cache| CacheEntry::of(cache, key));
         let encoder = Encoder { schema: &schema, data, tokenizer: self.tokenizer, vocab_size, source: index };
         let (store, found) = match &entry {
-            Some(entry) => self.from_cache(entry, &encoder, &files, &source.source)?,
-            None => self.from_files(&encoder, &files, &source.source)?,
+            Some(entry) => self.load_cached(entry, &encoder, &files, &source.source)?,
+            None => self.read_files(&encoder, &files, &source.source)?,
         };
         self.stats.add(&found);
         self.samples.push(Arc::new(store), None);
@@ -312,7 +312,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Loads a source from the cache; on a miss, reads the source and writes the cache.
-    fn from_cache(
+    fn load_cached(
         &mut self,
         entry: &CacheEntry<'_>,
         encoder: &Encoder<'_>,
@@ -347,11 +347,11 @@ impl<'a> Loader<'a> {
                 Err(PassError::Data(e)) => return Err(e),
             };
         why.iter().for_each(warn_uncached);
-        self.from_files(encoder, files, name)
+        self.read_files(encoder, files, name)
     }
 
     /// Reads a source into memory.
-    fn from_files(
+    fn read_files(
         &mut self,
         encoder: &Encoder<'_>,
         files: &[PathBuf],

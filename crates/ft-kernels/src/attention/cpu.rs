@@ -196,7 +196,7 @@ pub fn backward<T: Float>(
     }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (ov, lv, dv) = (view::<T>(o)?, view::<T>(lse)?, view::<T>(d_o)?);
-    let inputs = Inputs { q: &*qv, k: &*kv, v: &*vv, o: &*ov, d_o: &*dv, lse: &*lv };
+    let inputs = Inputs { q: &qv, k: &kv, v: &vv, o: &ov, d_o: &dv, lse: &lv };
     let (dq, dk, dv) = gradients::<T, T, Widened>(&inputs, shape, how);
     Ok((
         tensor(dq, (t, h, c), q.dtype())?,

@@ -45,7 +45,7 @@ fn run(mut c: Command) {
 
 impl Compiler {
     /// For the sources of this repository.
-    pub fn new() -> Self {
+    pub fn of_repository() -> Self {
         Self::of(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")))
     }
 
@@ -119,7 +119,7 @@ pub struct Served {
 impl Served {
     /// Compiles a source, given as a path in the repository.
     pub fn new(source: &str, watched: Watched) -> Self {
-        let compiler = Compiler::new();
+        let compiler = Compiler::of_repository();
         let source = compiler.root.join(source);
         let program = compiler.compile("serve.cpp", watched, &["-include".as_ref(), source.as_os_str()]);
         let child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
@@ -183,7 +183,7 @@ fn words(o: &Output) -> String {
 
 /// Kernel statistics printed by the programs: `kernel NAME SECTORS PASSES`.
 fn each_program(watched: Watched) -> Vec<String> {
-    let compiler = Compiler::new();
+    let compiler = Compiler::of_repository();
     let mut kernels = Vec::new();
     for name in programs() {
         let done = Command::new(compiler.compile::<&str>(&name, watched, &[])).output().expect("a program");
@@ -257,7 +257,7 @@ const FAULTS: &[(&str, Watched, &str)] = &[
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn planted_faults_are_found_on_the_host() {
-    let compiler = Compiler::new();
+    let compiler = Compiler::of_repository();
     for watched in [Watched::Bounds, Watched::Accesses] {
         let program = compiler.compile::<&str>("faults.cpp", watched, &[]);
         for (name, _, message) in FAULTS.iter().filter(|f| f.1 == watched) {

@@ -9,6 +9,9 @@ use ft_kernels::dispatch::{Groups, Sorted};
 use ft_kernels::route::cuda::Routed;
 use std::sync::{Arc, Mutex};
 
+/// Grouped experts, and the number of moved weights at which they were built.
+pub(super) type GroupedCache = Arc<Mutex<Option<(u64, Arc<GroupedExperts>)>>>;
+
 /// Router and experts of one layer.
 #[derive(Clone, Debug)]
 pub struct Mixture {
@@ -25,7 +28,7 @@ pub struct Mixture {
     pub normalise: bool,
     /// Pointer tables for the grouped products, built on first use, with the value of
     /// [`moves`](ft_kernels::vacant::moves) they were built at: weights may move later.
-    pub(super) grouped: Arc<Mutex<Option<(u64, Arc<GroupedExperts>)>>>,
+    pub(super) grouped: GroupedCache,
 }
 
 /// Error for a bug in the walk.

@@ -120,7 +120,7 @@ impl<'a> Loader<'a> {
         let norms = || lora.norms(&weight, &squares)?.real().cloned();
         match (dora, self.b.adapter) {
             (Some((i, place)), _) => {
-                let init = self.from_adapter(i)?.map_or_else(norms, Ok)?;
+                let init = self.adapter_value(i)?.map_or_else(norms, Ok)?;
                 self.params.set(i, &init)?;
                 place.set(&self.params.frozen[unit], squares.real()?)?;
             }
@@ -214,7 +214,7 @@ impl<'a> Loader<'a> {
         self.come_to(m)?;
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
         let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part, &shape)?, None)) };
-        match self.from_adapter(i)? {
+        match self.adapter_value(i)? {
             Some(t) => self.params.set(i, &t)?,
             None => {
                 let mine = self.params.mine(i)?;
@@ -227,7 +227,7 @@ impl<'a> Loader<'a> {
 
     /// Fills A and B from the adapter, or initializes them.
     fn init_lora(&self, m: &Module, a: usize, b: usize) -> ft_base::Result<()> {
-        if let (Some(ta), Some(tb)) = (self.from_adapter(a)?, self.from_adapter(b)?) {
+        if let (Some(ta), Some(tb)) = (self.adapter_value(a)?, self.adapter_value(b)?) {
             self.params.set(a, &ta)?;
             self.params.set(b, &tb)?;
             return Ok(());
@@ -253,7 +253,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Values of a trained tensor in the adapter, if there is one.
-    fn from_adapter(&self, index: usize) -> ft_base::Result<Option<Real>> {
+    fn adapter_value(&self, index: usize) -> ft_base::Result<Option<Real>> {
         match self.b.adapter {
             Some(adapter) => adapter.get(&self.params.tensors[index]),
             None => Ok(None),
@@ -370,7 +370,7 @@ impl Weights for Loader<'_> {
         }
         if let Some(i) = self.part(m, Part::Magnitude) {
             let row_squares = weight.row_squares()?;
-            let init = match self.from_adapter(i)? {
+            let init = match self.adapter_value(i)? {
                 Some(t) => t,
                 None => lora.norms(weight, &row_squares)?.real()?.clone(),
             };
@@ -392,7 +392,7 @@ impl Weights for Loader<'_> {
             let why = format!("{}: {rows} rows train, and of {} it is known which", m.name, ids.len());
             return Err(candle_core::Error::Msg(why).into());
         }
-        match self.from_adapter(i)? {
+        match self.adapter_value(i)? {
             Some(values) => self.params.set(i, &values)?,
             None => {
                 for (row, id) in ids.iter().enumerate() {

@@ -8,6 +8,7 @@ use ft_base::terminal;
 use ft_recipe::Launch;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -224,7 +225,7 @@ pub fn register_all(
     members[0] = Some(own.member.clone());
     let mut notice = Notice::new(end);
     loop {
-        let missing: Vec<usize> = (0..own.world).filter(|r| members[*r].is_none()).collect();
+        let missing: BTreeSet<usize> = (0..own.world).filter(|r| members[*r].is_none()).collect();
         if missing.is_empty() {
             break;
         }
