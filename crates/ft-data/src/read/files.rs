@@ -181,7 +181,10 @@ fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Re
     let found = glob::glob_with(&pattern, options).map_err(|e| fail(format!("{text:?}: {e}")))?;
     let mut files = Vec::new();
     for file in found {
-        let file = file.map_err(|e| Error::read(e.path(), e.into()))?;
+        let file = file.map_err(|e| {
+            let path = e.path().to_path_buf();
+            Error::read(&path, e.into())
+        })?;
         if file.is_dir() {
             continue;
         }
