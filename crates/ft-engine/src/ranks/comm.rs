@@ -102,7 +102,7 @@ impl dyn Comm + '_ {
         Ok(all.iter().map(|bytes| from_json(at, bytes)).collect::<Result<_, _>>()?)
     }
 
-    /// Sends an object of rank 0 to all other ranks, which call [`receive_object`](Self::receive_object).
+    /// Sends an object of rank 0 to all other ranks, which call `receive_object`.
     /// There is no timeout.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ impl dyn Comm + '_ {
         self.all_gather_bytes(at, &to_json(at, object)?, false).map(drop)
     }
 
-    /// Receives the object that rank 0 broadcasts; `None` if rank 0 is at a [`barrier`](Self::barrier).
+    /// Receives the object that rank 0 broadcasts; `None` if rank 0 is at a `barrier`.
     ///
     /// # Errors
     /// A lost rank.
