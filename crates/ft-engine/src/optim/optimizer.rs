@@ -13,7 +13,7 @@ use ft_kernels::optimizer::AdamW;
 use ft_recipe::{Decay, OptimizerName};
 use std::sync::atomic::Ordering;
 
-/// Learning rate of an update as a function of the peak rate of a parameter group (see [`Schedule::at`]).
+/// Learning rate of an update as a function of the peak rate of a parameter group (see `Schedule::at`).
 pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
 
 /// Range of a unit's buffer with one learning rate and one weight decay.

@@ -91,7 +91,7 @@ impl Grid {
     }
 }
 
-/// A kernel argument; see [`args`].
+/// A kernel argument; see `args`.
 #[derive(Clone, Copy, Debug)]
 pub enum Argument<'a> {
     /// A contiguous tensor.

@@ -1,6 +1,6 @@
 //! The tensor type of models: a tensor with values or a ghost.
 //!
-//! A ghost has a shape, a dtype and an entry in a [`Ledger`], but no values. Compositions of the operations
+//! A ghost has a shape, a dtype and an entry in a `Ledger`, but no values. Compositions of the operations
 //! here run on ghosts unchanged, and the ledger records every allocation; kernels of our own record their
 //! cost explicitly (see [`ghosts`]). A plan runs the same `forward` and `backward` code as training and
 //! therefore cannot diverge from it.

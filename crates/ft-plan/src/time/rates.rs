@@ -14,7 +14,7 @@ const SPREAD: f64 = 0.3;
 pub struct Rate {
     /// Floating-point operations per second of a large matrix product.
     pub matmul: f64,
-    /// Work ([`super::Work`]) per second of a whole training step.
+    /// Work (`super::Work`) per second of a whole training step.
     pub step: f64,
     /// Bytes read plus written per second by a large copy.
     #[serde(default)]

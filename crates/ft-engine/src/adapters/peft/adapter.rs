@@ -160,7 +160,7 @@ impl Adapter {
     /// Reads every tensor, to find NaN and infinite values before anything is written.
     ///
     /// # Errors
-    /// [`store::Error::NotFinite`].
+    /// `store::Error::NotFinite`.
     pub fn check_values(&self) -> ft_base::Result<()> {
         self.tensors.names().try_for_each(|name| self.tensors.tensor(name).map(|_| ()))
     }

@@ -7,9 +7,9 @@
 //! tokens costs nothing. On the CPU, many experts run in parallel, one thread per expert; a few run one
 //! after another, with all threads in every product.
 //!
-//! Routing decisions are a value ([`Groups`]); recompute reuses them.
+//! Routing decisions are a value (`Groups`); recompute reuses them.
 //!
-//! On CUDA, routing stays on the device and all experts are computed together ([`grouped`]). Experts
+//! On CUDA, routing stays on the device and all experts are computed together (`grouped`). Experts
 //! unsupported by grouped products (DoRA, for example) run one after another, with routing lists on the
 //! host.
 //!

@@ -1,4 +1,4 @@
-//! Shape-only weights for a plan, mirroring what [`super::build`] would load and allocate.
+//! Shape-only weights for a plan, mirroring what `super::build` would load and allocate.
 
 use crate::adapters::{Choice, peft};
 use crate::model::decoder::Weights;
