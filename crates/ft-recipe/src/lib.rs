@@ -1,7 +1,7 @@
 //! The recipe: parsing, checks, and the typed result.
 //!
 //! Only this crate handles TOML. The effect of a recipe on a model (selected tensors, memory) is
-//! computed elsewhere from the typed recipe. Folders, each using only those above it:
+//! computed elsewhere from the typed recipe. A folder uses only the folders listed above:
 //!
 //! ```text
 //! syntax  text -> tree with positions; overrides KEY=VALUE from the command line; diagnostics

@@ -84,7 +84,7 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// CPU values are measured (`benches/RESULTS.md`). CUDA values are estimates from the data sheet of
+    /// CPU values are measured (`docs/lab/cpu-speed.md`). CUDA values are estimates from the data sheet of
     /// an H200 (790 TFLOP/s in bf16, 4.8 TB/s), some microseconds per launch, design rates of 350 and 265
     /// TFLOP/s for the attention kernels, and PCIe 4 at 25 GB/s (half for pageable memory, copied
     /// through a driver buffer). On devices with slower products, transfers cost less than stated here.

@@ -144,7 +144,7 @@ fn by_mpi(
     Ok((all, Neighbours::count(&ranks, rank)))
 }
 
-/// Monitoring connections under MPI: rank 0 sends its port by MPI, and the others register there.
+/// Monitoring connections under MPI: rank 0 broadcasts its port over MPI, and all other ranks connect to it.
 #[cfg(feature = "mpi")]
 fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<Connections, String>, Error> {
     use std::net::{Ipv4Addr, SocketAddr};
