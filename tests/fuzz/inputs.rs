@@ -578,8 +578,13 @@ fn metrics(base: &'static Base, d: &mut Dice) -> Case {
     Case { files, commands: vec![command("report runs/r", &[0, 5])], after: judge::no_script }
 }
 
-/// KiB of memory and stack, and number of descriptors, required by the system's loader to start the program.
-pub const LEAST_MEMORY: usize = 60_000;
+/// KiB of address space required by the system's loader to start the program: the binary and its libraries.
+pub fn least_memory() -> usize {
+    let binary = std::fs::metadata(env!("CARGO_BIN_EXE_ft")).map_or(0, |m| m.len());
+    usize::try_from(binary >> 10).unwrap_or(0) + 50_000
+}
+
+/// KiB of stack, and number of descriptors, required likewise.
 pub const LEAST_STACK: usize = 64;
 pub const LEAST_FILES: usize = 4;
 
@@ -602,7 +607,7 @@ fn limits(base: &'static Base, d: &mut Dice) -> Case {
     let limit = match d.below(4) {
         // Below these, the system's loader cannot start the program; see
         // `limits_that_the_program_starts_under`.
-        0 => format!("ulimit -v {}", LEAST_MEMORY + d.below(1_000_000)),
+        0 => format!("ulimit -v {}", least_memory() + d.below(1_000_000)),
         1 => format!("ulimit -n {}", LEAST_FILES + d.below(30)),
         2 => format!("ulimit -f {}", d.below(200)),
         _ => format!("ulimit -s {}", LEAST_STACK << d.below(8)),

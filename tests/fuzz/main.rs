@@ -187,7 +187,7 @@ tests! {
 fn limits_that_the_program_starts_under() {
     let home = home();
     for limit in [
-        format!("ulimit -v {}", inputs::LEAST_MEMORY),
+        format!("ulimit -v {}", inputs::least_memory()),
         format!("ulimit -n {}", inputs::LEAST_FILES),
         format!("ulimit -s {}", inputs::LEAST_STACK),
     ] {

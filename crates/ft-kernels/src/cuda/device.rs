@@ -128,7 +128,7 @@ mod pool {
     use std::ffi::c_void;
 
     fn handle(device: &Device) -> Result<sys::CUmemoryPool, String> {
-        let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
+        let Device::Cuda(cuda) = device else { return Err("not a CUDA device".into()) };
         let ordinal = cuda.cuda_stream().context().cu_device();
         // SAFETY: candle opened the device, so the context is alive.
         unsafe { result::device::get_default_mem_pool(ordinal) }.map_err(|e| format!("memory pool: {e}"))
