@@ -46,10 +46,11 @@ impl Lists {
     /// Device failure.
     pub fn send(self, device: &Device) -> Result<Sent> {
         #[cfg(feature = "cuda")]
-        let [ints, floats] = super::staging::upload(device, &self.ints, &self.floats)?.map(Tensor::Real);
-        #[cfg(not(feature = "cuda"))]
-        let (ints, floats) = (Tensor::new(self.ints, device)?, Tensor::new(self.floats, device)?);
-        Ok(Sent { ints, floats })
+        if device.is_cuda() {
+            let [ints, floats] = super::staging::upload(device, &self.ints, &self.floats)?.map(Tensor::Real);
+            return Ok(Sent { ints, floats });
+        }
+        Ok(Sent { ints: Tensor::new(self.ints, device)?, floats: Tensor::new(self.floats, device)? })
     }
 }
 
