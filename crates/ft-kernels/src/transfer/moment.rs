@@ -21,7 +21,7 @@ impl Moment {
     /// Errors of the device.
     pub fn now(device: &Device) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        if let Ok(cuda) = device.as_cuda_device() {
+        if let Device::Cuda(cuda) = device {
             use candle_core::cuda_backend::{WrapErr, cudarc::driver::sys::CUevent_flags};
             // cudarc disables timing of events by default
             let event = cuda.cuda_stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
