@@ -29,7 +29,7 @@ fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
     Ok(keys.into_iter().filter(|(k, _)| of_model(k) && !of_training(k)).collect())
 }
 
-/// A run folder, and the model that its checkpoints fit.
+/// A run folder and the model of its checkpoints.
 #[derive(Clone, Debug)]
 pub struct FollowedRun {
     folder: PathBuf,

@@ -36,7 +36,7 @@ pub struct Args {
     /// Memory of the card, such as 24GiB, or "free" for what is free; asked for if not given
     #[arg(long)]
     memory: Option<String>,
-    /// Write over a file that is there
+    /// Overwrite an existing file
     #[arg(long)]
     overwrite: bool,
 }

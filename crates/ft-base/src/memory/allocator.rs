@@ -55,8 +55,8 @@ fn own_pages(layout: Layout) -> bool {
 }
 
 impl CountingAllocator {
-    /// Allocates a counted or zeroed block. Out of line, to keep the path of small blocks short: there
-    /// are about a million of them per second.
+    /// Allocates a counted or zeroed block. Out of line, to keep the path of small blocks short, about
+    /// a million per second.
     ///
     /// # Safety
     /// As for [`GlobalAlloc::alloc`].

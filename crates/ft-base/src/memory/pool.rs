@@ -2,7 +2,7 @@
 //!
 //! The C library's allocator keeps freed blocks of up to 32 MiB in heaps, where one small live block
 //! pins the free memory around it. The overhead depends on the order of allocations, so no plan can
-//! predict it. Here each large block has its own pages. A freed block is retained for a later allocation
+//! predict it. Large blocks therefore get pages of their own. A freed block is retained for a later allocation
 //! of the same size or less while bytes in use plus retained bytes stay within the planned memory
 //! ([`keep_within`]); any excess returns to the system at once. Retained blocks thus exceed the plan by at
 //! most 1 MiB, and reuse causes no page faults.

@@ -295,7 +295,7 @@ impl Layer {
         Self { pairs: [(); 3].map(|_| (0..experts).map(|_| None).collect()) }
     }
 
-    /// Name of each adapted parameter, its module with PEFT's nesting, and its values.
+    /// Adapted parameters: name, module with PEFT's nesting, values.
     fn fused(&self, layer: usize, f: usize, d: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
         let block = format!("model.layers.{layer}.mlp.experts");
         let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);

@@ -1,7 +1,7 @@
 //! Memory and arithmetic of ghosts, recorded without computing.
 //!
-//! Each ghost ([`crate::tensor::Ghost`]) has an entry that counts until its last handle or view drops.
-//! Lifetimes therefore match a run on tensors. The ledger tracks the peak and its composition.
+//! The entry of a ghost ([`crate::tensor::Ghost`]) counts until the last handle or view drops. Lifetimes therefore
+//! match a run on tensors. The ledger tracks the peak and its composition.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -119,16 +119,16 @@ table! {
         /// Groups (attention, mlp, experts, router, norms, embedding, head), last components of module names
         /// (q_proj, w1, gate), or "/regex/" that must match a whole module name; or new_tokens.
         modules: Vec<String> = Modules, Required;
-        /// With modules = ["new_tokens"], the tokens whose rows train, each by its text or its number. They train alone,
-        /// from what they are in the model, and become PEFT's trainable_token_indices. A text that the tokenizer does not
-        /// have is added to it, with the next number; the embedding must have a row for that.
+        /// With modules = ["new_tokens"], the tokens with trained rows, by text or number. They train alone,
+        /// from their values in the model, and become PEFT's trainable_token_indices. A text that the tokenizer
+        /// does not have is added to it, with the next number; the embedding must have a row for that.
         tokens: Option<Vec<Token>> = Tokens, Absent("the rule is of modules");
         /// "all", "3", "0-5", "24-", "-6:" (the last six) or [0, 3, 5]; given as anything but all, the rule
         /// matches inside layers only.
         layers: Option<LayerSet> = Layers, Toml("\"all\"");
         /// "all", "0-3" or [0, 7]; a rule that has this key matches inside experts only.
         experts: Option<IndexSet> = Experts, Absent("the rule does not ask for experts");
-        /// What happens to what the rule matches.
+        /// Training method of the matched modules.
         method: Method = Word(Method::WORDS), Toml("\"lora\"");
         /// Rank of this rule.
         rank: Option<usize> = RANK, Absent("lora.rank");
@@ -171,7 +171,7 @@ table! {
         max_length: usize = Int(2, 100_000_000), Toml("2048");
         /// What happens to a longer sample.
         over_length: OverLength = Word(OverLength::WORDS), Toml("\"truncate\"");
-        /// What happens to a row that cannot be used.
+        /// Handling of unusable rows.
         on_bad_row: OnBadRow = Word(OnBadRow::WORDS), Toml("\"error\"");
         /// Whether tokens are kept on disk, for later commands and so that they need no memory.
         cache: bool = Bool, Toml("true");
@@ -230,9 +230,9 @@ table! {
         steps: Option<usize> = Int(1, COUNT), Absent("by epochs");
         /// Rows an optimizer step, over all ranks.
         batch_rows: usize = Int(1, COUNT), Toml("16");
-        /// Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or "auto": the number
-        /// with which a step is fastest, of those that fit memory.budget. Loss and gradients do not depend on it,
-        /// but for router.aux_loss, which is a mean over micro-batches.
+        /// Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or "auto": the
+        /// fastest number within memory.budget. Loss and gradients do not depend on it, but for
+        /// router.aux_loss, which is a mean over micro-batches.
         micro_rows: MicroRows = IntOrAuto(1, COUNT), Toml("1");
         /// Largest global gradient norm; 0 is off.
         clip: f64 = Number(Bound::NotNegative), Toml("1.0");
@@ -280,8 +280,8 @@ table! {
         warmup_ratio: Option<f64> = Number(Bound::Share), Absent("by warmup_steps");
         /// Learning rate at the end.
         min_lr: f64 = Number(Bound::NotNegative), Toml("0.0");
-        /// Update each layer when its backward pass ends, so that only one layer's gradients exist: needs one micro-batch
-        /// a step, run.clip = 0 and no f16. The bits are those of an update at the end.
+        /// Update each layer at the end of its backward pass, with the gradients of one layer in memory: needs
+        /// one micro-batch a step, run.clip = 0 and no f16. The bits are those of an update at the end.
         in_backward: bool = Bool, Toml("false");
         /// Whether weights that train in full have f32 master weights, where layers compute in 16 bits: without them an update
         /// is computed in f32 and rounded up or down by random numbers, so that its mean is right, and a weight takes 4 bytes
@@ -299,9 +299,9 @@ table! {
 table! {
     /// `[memory]`
     pub struct Memory {
-        /// Memory of one device that may be used, such as "48GiB". On CUDA a twenty-fifth of it is kept back where
-        /// that is possible. On the CPU it holds what training takes, the allocator's part included; the program's
-        /// code, the tokenizer and the data stand beside it, in the plan's line of the host.
+        /// Memory of one device that may be used, such as "48GiB". On CUDA, 4% is kept in reserve if possible.
+        /// On the CPU it holds what training takes, the allocator's part included; the program's code, the
+        /// tokenizer and the data stand beside it, in the plan's line of the host.
         budget: Option<u64> = Bytes, Absent("what is free");
         /// Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes
         /// too.

@@ -286,7 +286,7 @@ words! {
 words! {
     /// `memory.offload`
     pub enum Offload {
-        /// Master weights and moments, which are updated there.
+        /// Master weights and moments; the optimizer step runs on the host.
         Optimizer = "optimizer",
         /// Weights, frozen ones too: a layer's come a visit ahead, and go after it.
         Params = "params",

@@ -249,7 +249,7 @@ pub struct Left {
 /// Multiplies `rows` rows with a panel of `columns` columns (padded to `width`), over `pairs` pairs.
 ///
 /// # Safety
-/// [`are_here`]; each row has `pairs` pairs, each panel `pairs` times its width in words; the caller has
+/// [`are_here`]; rows have `pairs` pairs, panels `pairs` x width words; the caller has
 /// exclusive access to the `rows` x `columns` values `out` refers to.
 pub unsafe fn multiply(
     pairs: usize,
