@@ -8,6 +8,8 @@
 //! step. Prints both medians and the ratios of the rounds; the median ratio must not exceed 1.1. Then the
 //! same for single tokens, as in generation.
 
+#![allow(clippy::disallowed_methods, reason = "a benchmark writes files of its own")]
+
 use candle_core::{DType, Device};
 use ft::data::Dataset;
 use ft::hub::Want;

@@ -27,6 +27,8 @@
 //! }
 //! ```
 //!
+//! A program watches a run, and may end it, with [`Run::observe`].
+//!
 //! A program that wants plans and measured memory compared installs the counting allocator of `ft-base`, as
 //! `src/main.rs` does.
 //!
@@ -44,6 +46,8 @@
 //! Every backward pass is written by hand on untracked tensors; its inputs are the value `Saved`. Frozen weights
 //! get no gradient. Gradients accumulate in f32, in one flat buffer per layer. CONTRIBUTING.md has the map of
 //! the crates, and says how to add a model family, a dataset format, a kernel or a key.
+
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
 
 #[doc(hidden)]
 pub mod cli;
@@ -71,6 +75,7 @@ pub use ft_base::{Error, Place, Result};
 pub use ft_engine::adapters::Selection;
 pub use ft_engine::model::Config;
 pub use ft_recipe::Recipe;
+pub use log::Event;
 pub use train::session::{Run, Session};
 pub use train::{Options, Outcome, StepOutput};
 

@@ -6,6 +6,8 @@
 //! go into one fat binary, from which the driver picks the image for the device. CI runs the PTX on an
 //! emulated device, so the tests cover the input of the machine code.
 
+#![allow(clippy::disallowed_methods, reason = "a build script writes to OUT_DIR")]
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     #[cfg(feature = "cuda")]

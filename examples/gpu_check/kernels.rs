@@ -162,9 +162,13 @@ fn embeddings(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
 fn losses(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let wide = |seed, shape: &[usize]| randn(seed, shape, DType::F32, device);
     let ids = ids(device)?;
-    let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some((0.1, dtype)))?;
-    out.push(("cross entropy".into(), losses));
-    out.push(("cross entropy, dlogits".into(), dlogits.context("dlogits")?));
+    let own = wide(15, &[130])?;
+    for (what, weights) in [("cross entropy", None), ("cross entropy, weighted", Some(&own))] {
+        let gradient = loss::Gradient { scale: 0.1, weights, dtype };
+        let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some(gradient))?;
+        out.push((what.into(), losses));
+        out.push((format!("{what}, dlogits"), dlogits.context("dlogits")?));
+    }
     Ok(())
 }
 

@@ -87,7 +87,8 @@ fn forward_backward(d: &Decoder, p: &Params, device: &Device) -> Result<(f64, Te
     let ids: Vec<u32> = (0..40).map(|i| (11 * i + 5) % d.config.vocab as u32).collect();
     let positions: Vec<u32> = (0..23).chain(0..17).collect();
     let targets: Vec<(u32, u32)> = (0..39).filter(|i| *i != 22).map(|i| (i, ids[i as usize + 1])).collect();
-    let host = HostBatch { ids: &ids, positions: &positions, docs: &[23, 17], targets: &targets };
+    let host =
+        HostBatch { ids: &ids, positions: &positions, docs: &[23, 17], targets: &targets, weights: &[] };
     let batch = Batch::new(&d.config, host, (0, 0), None, device)?;
     let logits = Walk::new(d, None, 0).logits(&batch)?;
     let grads = p.grads();

@@ -5,6 +5,8 @@
 //!     cargo run --release --example quickstart_data -- tokenizer data/model        # tokenizer
 //!     cargo run --release --example quickstart_data -- weights RUN/model data/model  # weights in bf16
 
+#![allow(clippy::disallowed_methods, reason = "it writes the data of the quickstart")]
+
 mod styles;
 mod tables;
 mod world;

@@ -1,5 +1,6 @@
 //! Options of several verbs.
 
+use super::quickstart;
 use crate::infer::{LoadOptions, usage};
 use clap::builder::PossibleValuesParser;
 use ft_recipe::{Dtype, Quantize, Recipe};
@@ -17,9 +18,11 @@ pub struct RecipeArgs {
 }
 
 impl RecipeArgs {
-    /// Loads the recipe.
-    pub(super) fn load(&self) -> Result<Recipe, ft_recipe::Error> {
-        Recipe::load(&self.recipe, &self.set)
+    /// Loads the recipe; a shipped one finds the quickstart's files here.
+    pub(super) fn load(&self) -> ft_base::Result<Recipe> {
+        let recipe = Recipe::load(&self.recipe, &self.set)?;
+        quickstart::provide(&self.recipe, &recipe, true)?;
+        Ok(recipe)
     }
 }
 

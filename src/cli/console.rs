@@ -1,12 +1,12 @@
 //! Results on stdout, errors on stderr.
 
 use ft_base::error::Error;
-use ft_base::terminal::{color_on_stderr, escape, tell_escaped};
+use ft_base::terminal::{color_on_stderr, escape, tell_wrapped};
 
 /// Prints errors; the first determines the exit code.
 pub(super) fn exit(errors: &[Error]) -> u8 {
     for e in errors {
-        tell_escaped(&render(e, color_on_stderr()));
+        tell_wrapped(&render(e, color_on_stderr()));
     }
     errors.first().map_or(0, |e| e.exit_code() as u8)
 }
@@ -36,6 +36,11 @@ fn render(error: &Error, color: bool) -> String {
 /// Prints a result on stdout. A closed pipe (`| head`) is no error.
 pub(super) fn print(text: &str) -> ft_base::Result<()> {
     Ok(ft_recipe::Error::of_print(ft_base::terminal::print(text))?)
+}
+
+/// As [`print`], with lines broken between words on a terminal.
+pub(super) fn print_wrapped(text: &str) -> ft_base::Result<()> {
+    Ok(ft_recipe::Error::of_print(ft_base::terminal::print_wrapped(text))?)
 }
 
 #[cfg(test)]

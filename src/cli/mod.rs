@@ -6,6 +6,7 @@
 //! model/    verbs on a model or an adapter: export, merge, push, quantize
 //! chat/     conversation on the terminal
 //! serve/    HTTP server
+//! doctor    this machine
 //! args      options of several verbs
 //! console   results and errors
 //! ```
@@ -14,20 +15,26 @@ mod args;
 mod chat;
 mod completions;
 mod console;
+mod doctor;
 mod model;
+mod other_words;
+mod quickstart;
 mod recipe;
 #[cfg(feature = "serve")]
 mod serve;
 mod train;
+mod version;
 
 use crate::infer::usage;
 use clap::{CommandFactory, Parser, Subcommand};
 use console::exit;
 use ft_base::memory;
-use ft_base::terminal::{escape, panics, tell, tell_escaped};
+use ft_base::terminal::{
+    color_on_stderr, color_on_stdout, escape, panics, print_escaped, tell, tell_wrapped,
+};
 use ft_kernels::gemm::pairs;
 use model::{export, merge, push, quantize};
-use recipe::{check, data, init, plan, recipes, schema};
+use recipe::{check, data, import, init, plan, recipes, schema};
 use rustix::process::{Resource, getrlimit};
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -36,56 +43,63 @@ use train::{bench, eval, report, routes, run};
 
 /// Fine-tune large language models from a recipe file.
 #[derive(Debug, Parser)]
-#[command(name = "ft", version, about, max_term_width = 100)]
+#[command(name = "ft", version = version::VERSION, long_version = version::long(), about)]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
 }
 
+/// In the order of the way: a recipe, its data, a plan, a run, what comes of it; then tools.
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Train as a recipe says
-    Run(run::Args),
-    /// Report every problem of a recipe, its model and its data, without loading weights
-    Check(check::Args),
+    /// Ask what a recipe needs, and write one
+    Init(init::Args),
+    /// Write a recipe from a configuration of axolotl, LLaMA-Factory, torchtune or TRL
+    ///
+    /// Lists each key of the file: taken, converted, without effect here, or not supported.
+    Import(import::Args),
     /// Show rows as text with what is supervised in them, and their statistics
     Data(data::Args),
-    /// Loss and perplexity on the evaluation data
-    Eval(eval::Args),
+    /// Report every problem of a recipe, its model and its data, without loading weights
+    Check(check::Args),
+    /// Estimate a recipe's memory, and say whether it fits
+    Plan(plan::Args),
+    /// Train as a recipe says
+    Run(run::Args),
+    /// Write a run as one HTML file: curves, memory, samples, recipe
+    Report(report::Args),
     /// Talk to a model
     Chat(chat::Args),
+    /// Loss and perplexity on the evaluation data
+    Eval(eval::Args),
+    /// Serve a model by the API that OpenAI's clients speak
+    #[cfg(feature = "serve")]
+    Serve(serve::Args),
     /// Write base and adapter as one model
     Merge(merge::Args),
-    /// Mixture models: how often each expert is chosen on the training data
-    Routes(routes::Args),
     /// Write an adapter, or a model, in the layout of another program
     Export(export::Args),
+    /// Upload an adapter or a model to the hub, with a card
+    Push(push::Args),
+    /// Write a model in 4 bits (NF4), as bitsandbytes stores it
+    Quantize(quantize::Args),
+    /// Show what this machine has, and what ft would use
+    Doctor,
     /// Measure speed and memory on synthetic rows
     ///
     /// Prints tokens a second, the time of each part of a step, arithmetic as a share of the machine's fastest
     /// matrix product, and memory beside the plan. A part that nothing does is shown as "-" (0 in JSON):
     /// recompute, where no layer is recomputed.
     Bench(bench::Args),
-    /// Estimate a recipe's memory, and say whether it fits
-    Plan(plan::Args),
-    /// Write a model in 4 bits (NF4), as bitsandbytes stores it
-    Quantize(quantize::Args),
-    /// Write a run as one HTML file: curves, memory, samples, recipe
-    Report(report::Args),
-    /// Serve a model by the API that OpenAI's clients speak
-    #[cfg(feature = "serve")]
-    Serve(serve::Args),
+    /// Mixture models: how often each expert is chosen on the training data
+    Routes(routes::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
         name: Option<String>,
     },
-    /// Ask what a recipe needs, and write one
-    Init(init::Args),
     /// Print the JSON schema of recipes, for editors; or a reference of all keys
     Schema(schema::Args),
-    /// Upload an adapter or a model to the hub, with a card
-    Push(push::Args),
     /// Print a script that completes commands in a shell
     Completions {
         /// The shell
@@ -137,19 +151,32 @@ pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8
     panics::told(|| verb(words)).unwrap_or_else(|code| code as u8)
 }
 
+/// Names of the subcommands.
+#[cfg(test)]
+fn subcommands() -> Vec<String> {
+    Cli::command().get_subcommands().map(|c| c.get_name().to_string()).collect()
+}
+
 fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         Err(e) => {
             // help and version go to stdout and are no errors
             let code = if e.use_stderr() { ft_base::ExitCode::Usage as u8 } else { 0 };
+            if let Some(advice) = other_words::advice(&e) {
+                tell_wrapped(&advice);
+                return code;
+            }
+            let color = if e.use_stderr() { color_on_stderr() } else { color_on_stdout() };
             let plain = e.render().to_string();
-            match escape(&plain) {
-                Cow::Borrowed(_) => {
-                    let _ = e.print();
-                }
-                // the arguments contain control characters
-                Cow::Owned(text) => tell_escaped(text.trim_end()),
+            let text = match escape(&plain) {
+                Cow::Borrowed(_) if color => e.render().ansi().to_string(),
+                text => text.into_owned(),
+            };
+            match e.use_stderr() {
+                true => tell_wrapped(text.trim_end()),
+                // a closed pipe is no error
+                false => drop(print_escaped(&text)),
             }
             return code;
         }
@@ -164,7 +191,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     let outcome = match cli.verb {
         Verb::Run(args) => computing(|| run::run(&args)),
         Verb::Check(args) => return exit(&check::run(&args)),
-        Verb::Data(args) => data::run(&args),
+        Verb::Data(args) => return exit(&data::run(&args)),
         Verb::Eval(args) => computing(|| eval::run(&args)),
         Verb::Chat(args) => computing(|| chat::run(&args)),
         Verb::Merge(args) => merge::run(&args),
@@ -178,8 +205,10 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Verb::Serve(args) => serve::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Init(args) => init::run(&args),
+        Verb::Import(args) => return exit(&import::run(&args)),
         Verb::Schema(args) => schema::run(&args),
         Verb::Push(args) => push::run(&args),
+        Verb::Doctor => doctor::run(),
         Verb::Completions { shell } => completions::completions(shell, &mut Cli::command()),
         Verb::Man(args) => completions::man(&args, Cli::command()),
     };
@@ -206,9 +235,29 @@ fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Resu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ft_base::terminal::wrap;
 
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    /// Pages keep their words, and their lines fit, at two widths.
+    #[test]
+    fn help_pages_break_between_words() {
+        let mut cli = Cli::command();
+        cli.build();
+        let mut pages = vec![cli.render_help().to_string(), cli.render_long_help().to_string()];
+        for verb in cli.get_subcommands_mut() {
+            pages.extend([verb.render_help().to_string(), verb.render_long_help().to_string()]);
+        }
+        let words = |s: &str| s.split_whitespace().map(String::from).collect::<Vec<_>>();
+        for (page, width) in pages.iter().flat_map(|p| [(p, 80), (p, 60)]) {
+            let wrapped = wrap(page, width);
+            assert_eq!(words(&wrapped), words(page));
+            for line in wrapped.lines() {
+                assert!(line.chars().count() <= width || words(line).len() == 1, "{width}: {line}");
+            }
+        }
     }
 }

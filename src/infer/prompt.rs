@@ -13,12 +13,15 @@ pub struct Prompter {
 }
 
 impl Prompter {
-    /// Token ids of a conversation in the chat template, up to the start of the answer.
+    /// Token ids of a conversation in the chat template, up to the start of the answer. `more` are further
+    /// variables of the template.
     ///
     /// # Errors
     /// No template, or an error raised by the template.
-    pub fn conversation(&self, messages: Vec<Value>) -> Result<Vec<u32>, Error> {
-        self.tokenizer.encode(&self.tokenizer.render(&Value::Array(messages), None, true, &self.variables)?)
+    pub fn conversation(&self, messages: Vec<Value>, more: Map<String, Value>) -> Result<Vec<u32>, Error> {
+        let mut variables = self.variables.clone();
+        variables.extend(more);
+        self.tokenizer.encode(&self.tokenizer.render(&Value::Array(messages), None, true, &variables)?)
     }
 
     /// Token ids of a single prompt.

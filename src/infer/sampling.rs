@@ -23,14 +23,22 @@ fn in_range(temperature: Option<f64>, top_p: Option<f64>) -> bool {
 }
 
 impl SamplingOptions {
-    /// Builds a sampler. `generation_config.json` in the model folder `dir` gives missing settings, if it
+    /// Builds a sampler.
+    ///
+    /// # Errors
+    /// As [`Self::sampling`].
+    pub fn sampler(&self, dir: &Path) -> ft_base::Result<LogitsProcessor> {
+        Ok(LogitsProcessor::from_sampling(self.seed, self.sampling(dir)?))
+    }
+
+    /// The way to sample. `generation_config.json` in the model folder `dir` gives missing settings, if it
     /// has `do_sample`; greedy by default.
     ///
     /// # Errors
     /// Settings out of range.
-    pub fn sampler(&self, dir: &Path) -> ft_base::Result<LogitsProcessor> {
-        let path = dir.join("generation_config.json");
-        let bytes = store::read_plain(&path, store::LARGEST).unwrap_or_default();
+    pub fn sampling(&self, dir: &Path) -> ft_base::Result<Sampling> {
+        let name = "generation_config.json";
+        let bytes = store::read_inside(dir, name, store::LARGEST).unwrap_or_default();
         let own = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         let own = if own["do_sample"] == json!(true) { own } else { Value::Null };
         let default_temperature = if own.is_null() { 0.0 } else { 1.0 };
@@ -40,18 +48,17 @@ impl SamplingOptions {
         }
         if !in_range(own_temperature, own_p) {
             let message = "temperature is not 0 or more, or top_p not above 0 and at most 1".to_string();
-            return Err(ft_data::Error::Tokenizer { path, message }.into());
+            return Err(ft_data::Error::Tokenizer { path: dir.join(name), message }.into());
         }
         let temperature = self.temperature.or(own_temperature).unwrap_or(default_temperature);
         let p = self.top_p.or(own_p).filter(|p| *p < 1.0);
         let k = self.top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
-        let sampling = match (temperature, k, p) {
+        Ok(match (temperature, k, p) {
             (..MIN_TEMPERATURE, _, _) => Sampling::ArgMax,
             (temperature, None, None) => Sampling::All { temperature },
             (temperature, Some(k), None) => Sampling::TopK { k, temperature },
             (temperature, None, Some(p)) => Sampling::TopP { p, temperature },
             (temperature, Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
-        };
-        Ok(LogitsProcessor::from_sampling(self.seed, sampling))
+        })
     }
 }

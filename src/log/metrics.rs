@@ -3,12 +3,13 @@
 //! Users and other programs may edit the file. Unreadable lines are dropped with a warning, and a file
 //! removed or replaced during the run is detected at the next event.
 
-use super::TensorBoard;
+use super::observer::Observer;
+use super::sink::Sink;
 use super::table::Table;
 use ft_base::store;
 use ft_base::terminal::warn;
 use serde_json::Value;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,6 @@ use std::time::SystemTime;
 const LONGEST: u64 = 1 << 30;
 
 /// The open metrics file of a run.
-#[derive(Debug)]
 pub struct Metrics {
     path: PathBuf,
     file: File,
@@ -26,9 +26,11 @@ pub struct Metrics {
     len: u64,
     /// Kinds of the events at the step the run resumes from.
     kept: Vec<String>,
-    /// TensorBoard writer that receives the same events.
-    board: Option<TensorBoard>,
-    table: Option<Table>,
+    /// Receivers of the same events.
+    sinks: Vec<Box<dyn Sink>>,
+    observer: Option<Observer>,
+    /// True once the observer has ended the run.
+    ended: bool,
 }
 
 impl Metrics {
@@ -57,20 +59,30 @@ impl Metrics {
             }
         }
         store::write_atomic(path, &text)?;
-        let mut metrics =
-            Self { path: path.to_path_buf(), file: reopen(path)?, len: 0, kept, board: None, table: None };
+        let (path, file) = (path.to_path_buf(), store::append(path)?);
+        let mut metrics = Self { path, file, len: 0, kept, sinks: Vec::new(), observer: None, ended: false };
         metrics.len = metrics.size()?;
         Ok(metrics)
     }
 
-    /// Whether an event of this kind exists at the step the run resumes from.
-    pub fn has(&self, kind: &str) -> bool {
-        self.kept.iter().any(|k| k == kind)
+    /// Number of events of this kind at the step the run resumes from.
+    pub fn count(&self, kind: &str) -> usize {
+        self.kept.iter().filter(|k| *k == kind).count()
     }
 
-    /// Sends later events to TensorBoard too.
-    pub fn show_in(&mut self, board: TensorBoard) {
-        self.board = Some(board);
+    /// Sends later events to another place too.
+    pub fn add(&mut self, sink: impl Sink + 'static) {
+        self.sinks.push(Box::new(sink));
+    }
+
+    /// Shows later events to an observer.
+    pub fn observe(&mut self, observer: Observer) {
+        self.observer = Some(observer);
+    }
+
+    /// Whether the observer has ended the run.
+    pub fn is_ended(&self) -> bool {
+        self.ended
     }
 
     /// Maintains `metrics.csv` next to the file, with all past and later events.
@@ -78,7 +90,7 @@ impl Metrics {
     /// # Errors
     /// A file cannot be read or written.
     pub fn tabulate(&mut self) -> Result<(), store::Error> {
-        self.table = Some(Table::open(&self.path.with_extension("csv"), &read(&self.path)?)?);
+        self.add(Table::open(&self.path.with_extension("csv"), &read(&self.path)?)?);
         Ok(())
     }
 
@@ -93,8 +105,9 @@ impl Metrics {
             .write_all(line.as_bytes())
             .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
         self.len += line.len() as u64;
-        self.table.as_mut().map_or(Ok(()), |t| t.write(event))?;
-        self.board.as_mut().map_or(Ok(()), |b| b.write(event))
+        self.sinks.iter_mut().try_for_each(|sink| sink.write(event))?;
+        self.ended |= self.observer.as_ref().is_some_and(|o| o.see(event).is_break());
+        Ok(())
     }
 
     fn size(&self) -> Result<u64, store::Error> {
@@ -132,20 +145,10 @@ impl Metrics {
             }
             Err(e) => return Err(fail("append to", e)),
         }
-        self.file = reopen(&self.path)?;
+        self.file = store::append(&self.path)?;
         self.len = self.size()?;
         Ok(())
     }
-}
-
-fn reopen(path: &Path) -> Result<File, store::Error> {
-    let fail = |e| store::Error::write("open", path, None, e);
-    let file = OpenOptions::new().read(true).append(true).open(path).map_err(fail)?;
-    // The path may have become a pipe, which would swallow the events.
-    if !file.metadata().map_err(fail)?.is_file() {
-        return Err(fail(io::Error::other("it is not a plain file")));
-    }
-    Ok(file)
 }
 
 /// The bytes of a line, and the parsed event.
@@ -239,7 +242,7 @@ mod tests {
         std::fs::write(&path, [good.clone(), nan, bad].concat())?;
         assert_eq!(last(&path), None, "the last whole line is no event");
         let m = Metrics::open(&path, Some(2))?;
-        assert!(!m.has("eval"), "an evaluation without a number is done again");
+        assert_eq!(m.count("eval"), 0, "an evaluation without a number is done again");
         assert_eq!(std::fs::read(&path)?, good);
         std::fs::write(&path, [b"[]\n".to_vec(), good, b"{\"event\": \"e".to_vec()].concat())?;
         assert_eq!(

@@ -1,10 +1,25 @@
-//! Output of a run: messages and progress on the terminal, `metrics.jsonl` in the run folder,
-//! TensorBoard files; also memory accounting.
+//! Output of a run besides the terminal.
+//!
+//! ```text
+//! metrics       metrics.jsonl, the source of all others
+//! sink          what receives its events, and their numbers
+//!   table         metrics.csv
+//!   tensorboard   event files
+//!   mlflow        a tracking server
+//! observer      a function of the program that trains
+//! ```
 
 mod metrics;
+#[cfg(feature = "hub")]
+mod mlflow;
+mod observer;
+mod sink;
 mod table;
 mod tensorboard;
 
 pub use metrics::Metrics;
 pub use metrics::{last as last_event, read as read_metrics, unix_time};
+#[cfg(feature = "hub")]
+pub use mlflow::{MlFlow, MlFlowRun};
+pub use observer::{Event, Observer};
 pub use tensorboard::TensorBoard;

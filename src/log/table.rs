@@ -1,8 +1,9 @@
 //! `metrics.csv`: training steps and evaluations as a table, for spreadsheets and data frames.
 
+use super::sink::Sink;
 use ft_base::store;
 use serde_json::Value;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -42,16 +43,13 @@ impl Table {
         let mut text = COLUMNS.join(",") + "\n";
         events.iter().filter_map(row).for_each(|row| text.push_str(&row));
         store::write_atomic(path, text.as_bytes())?;
-        let file = OpenOptions::new().append(true).open(path);
-        let file = file.map_err(|e| store::Error::write("open", path, None, e))?;
-        Ok(Self { path: path.to_path_buf(), file })
+        Ok(Self { path: path.to_path_buf(), file: store::append(path)? })
     }
+}
 
+impl Sink for Table {
     /// Appends an event, if it is a step or an evaluation.
-    ///
-    /// # Errors
-    /// The disk is full or failing.
-    pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
+    fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let Some(row) = row(event) else { return Ok(()) };
         let written = self.file.write_all(row.as_bytes());
         written.map_err(|e| store::Error::write("append to", &self.path, Some(row.len() as u64), e))

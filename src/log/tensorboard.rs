@@ -4,6 +4,7 @@
 //! per record. A resumed run starts a new file, which begins with a session start at the first repeated
 //! step: TensorBoard then drops later events of earlier files.
 
+use super::sink::{Sink, scalars};
 use ft_base::store;
 use prost::Message;
 use serde_json::Value;
@@ -131,24 +132,23 @@ impl TensorBoard {
         Ok(out)
     }
 
-    /// Writes the scalars and samples of a `metrics.jsonl` event.
-    ///
-    /// # Errors
-    /// The disk is full or failing.
-    pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
-        let value = entries(event);
-        if value.is_empty() {
-            return Ok(());
-        }
-        self.record(event["step"].as_u64().unwrap_or(0), What::Summary(Summary { value }))
-    }
-
     fn record(&mut self, step: u64, what: What) -> Result<(), store::Error> {
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let bytes = framed(&Event { wall_time: time.as_secs_f64(), step, what: Some(what) }.encode_to_vec());
         let written = self.file.write_all(&bytes);
         written.map_err(|e| store::Error::write("append to", &self.path, Some(bytes.len() as u64), e))
+    }
+}
+
+impl Sink for TensorBoard {
+    /// Writes the scalars and samples of an event.
+    fn write(&mut self, event: &Value) -> Result<(), store::Error> {
+        let value = entries(event);
+        if value.is_empty() {
+            return Ok(());
+        }
+        self.record(event["step"].as_u64().unwrap_or(0), What::Summary(Summary { value }))
     }
 }
 
@@ -164,46 +164,23 @@ fn masked(bytes: &[u8]) -> [u8; 4] {
 }
 
 fn entries(event: &Value) -> Vec<Entry> {
-    let scalar = |tag: String, value: &Value| {
-        let simple_value = value.as_f64().map(|x| x as f32);
-        simple_value.map(|_| Entry { tag, simple_value, ..Entry::default() })
-    };
-    let scalars = |prefix: &str, keys: &[&str]| -> Vec<Entry> {
-        keys.iter().filter_map(|k| scalar(format!("{prefix}/{k}"), &event[*k])).collect()
-    };
-    match event["event"].as_str() {
-        Some("step") => {
-            let train =
-                ["loss", "aux_loss", "z_loss", "grad_norm", "lr", "loss_scale", "tokens", "target_tokens"];
-            let speed = ["seconds", "tokens_per_second", "wire_bytes"];
-            let memory = ["peak_device_bytes", "peak_host_bytes"];
-            [scalars("train", &train), scalars("speed", &speed), scalars("memory", &memory)].concat()
-        }
-        Some("eval") => {
-            let perplexity = event["loss"].as_f64().map(|l| Value::from(l.exp()));
-            let more = perplexity.and_then(|p| scalar("eval/perplexity".into(), &p));
-            scalars("eval", &["loss", "exact_match", "rouge_l", "regex_match"])
-                .into_iter()
-                .chain(more)
-                .collect()
-        }
-        Some("experts") => scalars("experts", &["entropy", "peak", "dead"]),
-        Some("sample") => {
-            let text = |key: &str| event[key].as_str().unwrap_or_default();
-            let shown = format!("**{}**\n\n{}", text("prompt"), text("reply"));
-            let plugin = Plugin { plugin_name: "text".into() };
-            vec![Entry {
-                tag: "sample".into(),
-                tensor: Some(Texts {
-                    dtype: STRING,
-                    shape: Some(Shape {}),
-                    string_val: vec![shown.into_bytes()],
-                }),
-                metadata: Some(Metadata { plugin_data: Some(plugin) }),
-                ..Entry::default()
-            }]
-        }
-        _ => Vec::new(),
+    if event["event"] == "sample" {
+        return vec![sample(event)];
+    }
+    let entry = |(tag, x): (String, f64)| Entry { tag, simple_value: Some(x as f32), ..Entry::default() };
+    scalars(event).into_iter().map(entry).collect()
+}
+
+/// A reply as text, with a tag by the number of its prompt.
+fn sample(event: &Value) -> Entry {
+    let text = |key: &str| event[key].as_str().unwrap_or_default();
+    let shown = format!("**{}**\n\n{}", text("prompt"), text("reply"));
+    let plugin = Plugin { plugin_name: "text".into() };
+    Entry {
+        tag: format!("sample/{}", event["number"].as_u64().unwrap_or(1)),
+        tensor: Some(Texts { dtype: STRING, shape: Some(Shape {}), string_val: vec![shown.into_bytes()] }),
+        metadata: Some(Metadata { plugin_data: Some(plugin) }),
+        ..Entry::default()
     }
 }
 

@@ -4,6 +4,7 @@ use super::metrics::{Metrics, text};
 use super::render::render;
 use ft_base::store;
 use ft_base::terminal::escape;
+use ft_data::Drops;
 use ft_data::holds_rows;
 use ft_data::hub::{self, Settings, Want};
 use ft_recipe::{Data, Init, Recipe};
@@ -18,7 +19,9 @@ struct CardFacts {
     base: Option<String>,
     /// Prompt form of the training data.
     form: Option<String>,
-    /// Training recipe without local paths.
+    /// Whether rows had other forms too.
+    mixed: bool,
+    /// Training recipe without local paths; the card shows the keys that the user set.
     recipe: Option<Recipe>,
     metrics: Option<Metrics>,
     license: Option<String>,
@@ -45,6 +48,7 @@ struct Card {
     /// Quoted repository of the model to load in Python.
     load: String,
     form: Option<String>,
+    mixed: bool,
     recipe: Option<String>,
     fence: String,
 }
@@ -55,7 +59,7 @@ struct Card {
 /// # Errors
 /// A recipe or metrics file that exists but cannot be read.
 pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Result<String> {
-    Ok(render("card.md", &CardFacts::read(folder, run)?.fill(repository))?)
+    Ok(render("card.md", &CardFacts::read(folder, run)?.fill(repository), false)?)
 }
 
 /// File name of the card.
@@ -69,7 +73,7 @@ const MADE: &str = "<!-- made by ft, ";
 /// # Errors
 /// As [`card`]; a file that cannot be written.
 pub fn leave_card(folder: &Path, run: &Path, name: &str, target: &Path) -> ft_base::Result<()> {
-    let there = store::read_plain_text(&target.join(CARD), store::LARGEST).ok();
+    let there = text_of(target, CARD);
     let text = match there.filter(|text| !is_untouched(text)) {
         Some(changed) => changed,
         None => {
@@ -100,14 +104,18 @@ pub fn is_hub_id(source: &str) -> bool {
         && !Path::new(source).exists()
 }
 
-fn json_of(path: &Path) -> Value {
-    let bytes = store::read_plain(path, store::LARGEST).unwrap_or_default();
-    serde_json::from_slice(&bytes).unwrap_or(Value::Null)
+/// A text file of a folder, if it can be read.
+pub fn text_of(folder: &Path, name: &str) -> Option<String> {
+    String::from_utf8(store::read_inside(folder, name, store::LARGEST).ok()?).ok()
+}
+
+fn json_of(folder: &Path, name: &str) -> Value {
+    text_of(folder, name).and_then(|text| serde_json::from_str(&text).ok()).unwrap_or(Value::Null)
 }
 
 impl CardFacts {
     fn read(folder: &Path, run: Option<&Path>) -> ft_base::Result<Self> {
-        let config = json_of(&folder.join("adapter_config.json"));
+        let config = json_of(folder, "adapter_config.json");
         let adapter = config.is_object();
         let file = |name: &str| run.map(|r| r.join(name)).filter(|p| p.is_file());
         let recipe = file("recipe.toml").map(|path| Recipe::load(&path, &[])).transpose()?;
@@ -117,8 +125,10 @@ impl CardFacts {
             base => Some(base.to_string()),
         };
         let license = base.as_deref().and_then(license);
-        let form = json_of(&folder.join("ft.json"))["form"].as_str().map(str::to_string);
-        Ok(Self { adapter, base, form, recipe: recipe.map(without_paths), metrics, license })
+        let trained = json_of(folder, "ft.json");
+        let form = trained["form"].as_str().map(str::to_string);
+        let mixed = trained["also"].is_array();
+        Ok(Self { adapter, base, form, mixed, recipe: recipe.map(without_paths), metrics, license })
     }
 
     /// Fills the template.
@@ -134,7 +144,18 @@ impl CardFacts {
                 format!("`{}`", escape(s).replace('`', ""))
             }
         });
-        let recipe = self.recipe.as_ref().map(Recipe::to_toml);
+        let given = self.metrics.as_ref().and_then(|m| m.start["given"].as_array());
+        let given: Option<Vec<String>> = given.map(|keys| {
+            keys.iter()
+                .filter_map(|key| key.as_str())
+                .filter(|key| *key != "run.output")
+                .map(String::from)
+                .collect()
+        });
+        let recipe = self.recipe.as_ref().map(|recipe| match &given {
+            Some(keys) => recipe.to_toml_of(keys),
+            None => recipe.to_toml(),
+        });
         let id = quoted(repository);
         let load = if self.adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
         Card {
@@ -151,6 +172,7 @@ impl CardFacts {
             recipe: recipe.map(|r| escape(r.trim_end()).into_owned()),
             repository: repository.to_string(),
             form: self.form,
+            mixed: self.mixed,
             base,
             load,
             id,
@@ -164,6 +186,13 @@ fn results(m: &Metrics) -> Vec<(String, String)> {
         ("steps".to_string(), m.last_step().to_string()),
         ("tokens".to_string(), format!("{:.0}", m.sum(|s| s.tokens))),
     ];
+    let left = &m.start["data"]["left_out"];
+    if let Ok(left) = serde_json::from_value::<Drops>(left.clone())
+        && let Some(read) = m.start["data"]["rows_read"].as_u64()
+        && let Some(told) = left.told(read as usize)
+    {
+        rows.push(("training data".into(), told));
+    }
     if let Some((_, s)) = m.steps.last_key_value().filter(|(_, s)| s.loss.is_finite()) {
         rows.push(("training loss of the last step".into(), format!("{:.4}", s.loss)));
     }
@@ -176,8 +205,8 @@ fn results(m: &Metrics) -> Vec<(String, String)> {
     rows
 }
 
-/// Replaces local paths in a recipe by their last component, for privacy, and resets the output folder,
-/// so that equal runs have equal cards.
+/// Replaces local paths in a recipe by their last component and leaves out the tracking server, for privacy,
+/// and resets the output folder.
 fn without_paths(mut recipe: Recipe) -> Recipe {
     let source = |s: &mut String| {
         if !is_hub_id(s) {
@@ -194,6 +223,7 @@ fn without_paths(mut recipe: Recipe) -> Recipe {
         *path = file_name(path);
     }
     recipe.model.cache = None;
+    recipe.log.mlflow = None;
     recipe.run.output = "runs/{name}".into();
     recipe
 }
@@ -211,7 +241,7 @@ fn license(base: &str) -> Option<String> {
     let settings = Settings { offline: true, ..Settings::from_env() };
     let cached = || Some(hub::fetch_model_with(&settings, base, "main", Want::Config, false).ok()?.dir);
     let folder = Some(PathBuf::from(base)).filter(|dir| dir.is_dir()).or_else(cached)?;
-    let card = store::read_plain_text(&folder.join(CARD), 1 << 20).ok()?;
+    let card = text_of(&folder, CARD)?;
     let head = card.strip_prefix("---\n")?.split("\n---").next()?;
     let line = head.lines().find_map(|l| l.strip_prefix("license:"))?;
     Some(line.trim().trim_matches(['"', '\'']).to_string()).filter(|l| !l.is_empty())

@@ -3,9 +3,8 @@
 use super::files::Files;
 use super::metrics::Metrics;
 use super::page::flatten;
-use super::plot::{Chart, Curve, LineStyle, Range, Series, Table, grouped, short};
+use super::plot::{Chart, Curve, LineStyle, Range, Series, Table, cut, duration, grouped, short};
 use super::state::State;
-use super::words::{cut, duration};
 use ft_plan::report::bytes;
 use serde::Serialize;
 use serde_json::Value;
@@ -16,7 +15,7 @@ pub const MAX_RUNS: usize = 8;
 /// Most characters of a value.
 const MAX_TEXT: usize = 300;
 /// Keys of the "start" event that are not inputs of the run.
-const NOT_INPUTS: &[&str] = &["event", "name", "time", "command", "plan", "step", "steps"];
+const NOT_INPUTS: &[&str] = &["event", "name", "time", "command", "plan", "step", "steps", "given"];
 
 /// A run and its label on the page.
 pub struct Run {

@@ -79,6 +79,35 @@ impl ExpertLoad {
     }
 }
 
+/// A reply of the model.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    /// Completed steps.
+    pub step: u64,
+    pub prompt: String,
+    pub reply: String,
+    /// The wanted reply; empty if none is known.
+    pub reference: String,
+    /// ROUGE-L of the reply; NaN if not scored.
+    pub rouge_l: f64,
+}
+
+impl Sample {
+    fn new(e: &Value) -> Self {
+        let [prompt, reply, reference] = ["prompt", "reply", "reference"].map(|key| text(e, key).to_string());
+        Self { step: count(e, "step"), prompt, reply, reference, rouge_l: number(e, "rouge_l") }
+    }
+
+    /// Appends the reply to a list, or replaces that of the same step and prompt.
+    fn add_to(self, list: &mut Vec<Self>) {
+        let step = list.iter_mut().rev().take_while(|s| s.step == self.step);
+        match step.into_iter().find(|s| s.prompt == self.prompt) {
+            Some(earlier) => *earlier = self,
+            None => list.push(self),
+        }
+    }
+}
+
 /// Score names, in the order of [`Metrics::scores`].
 pub const SCORES: [&str; 3] = ["exact match", "ROUGE-L", "regex match"];
 
@@ -93,8 +122,10 @@ pub struct Metrics {
     pub evals: BTreeMap<u64, f64>,
     /// Scores of generated answers, by completed steps, in the order of [`SCORES`]; NaN if not requested.
     pub scores: BTreeMap<u64, [f64; 3]>,
-    /// Replies by step and prompt.
-    pub samples: BTreeMap<(u64, String), String>,
+    /// Replies to `log.samples`, in the order of the file.
+    pub samples: Vec<Sample>,
+    /// Answers that are scored, in the order of the file.
+    pub answers: Vec<Sample>,
     /// Expert load, by step.
     pub expert_load: BTreeMap<u64, ExpertLoad>,
     /// Steps the run resumed from.
@@ -179,10 +210,8 @@ impl Metrics {
                 }
                 self.evals.insert(step, n("loss"));
             }
-            "sample" => {
-                let prompt = text(&e, "prompt").to_string();
-                self.samples.insert((step, prompt), text(&e, "reply").to_string());
-            }
+            "sample" => Sample::new(&e).add_to(&mut self.samples),
+            "answer" => Sample::new(&e).add_to(&mut self.answers),
             "experts" => {
                 let (entropy, peak, dead) = (n("entropy"), n("peak"), n("dead"));
                 let load = ExpertLoad { entropy, peak, dead, steps: count(&e, "steps"), at };
@@ -202,7 +231,7 @@ impl Metrics {
             self.start = event;
             return;
         }
-        for key in ["steps", "plan"] {
+        for key in ["steps", "plan", "given"] {
             if let Some(v) = event.get(key) {
                 self.start[key] = v.clone();
             }
@@ -216,7 +245,7 @@ impl Metrics {
         self.evals.split_off(&after);
         self.scores.split_off(&after);
         self.expert_load.split_off(&after);
-        self.samples.retain(|(s, _), _| *s <= step);
+        [&mut self.samples, &mut self.answers].into_iter().for_each(|list| list.retain(|s| s.step <= step));
         self.resumed.retain(|s| *s <= step);
         (self.end, self.stopped) = (None, None);
     }
@@ -252,9 +281,15 @@ impl Metrics {
         (self.steps.len() as f64 / 50.0).round().clamp(1.0, 500.0)
     }
 
+    /// Whether smoothing changes anything.
+    pub fn is_smoothed(&self) -> bool {
+        self.window() > 1.0
+    }
+
     /// A number of each step, smoothed.
     pub fn smoothed(&self, f: impl Fn(&Step) -> f64) -> Series {
-        self.series(f).smooth(self.window())
+        let series = self.series(f);
+        if self.is_smoothed() { series.smooth(self.window()) } else { series }
     }
 
     /// Evaluation losses.

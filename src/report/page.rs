@@ -2,18 +2,20 @@
 
 use super::files::Files;
 use super::memory::Memory;
-use super::metrics::{ExpertLoad, Metrics, SCORES, text};
-use super::plot::{Chart, Curve, HeatMap, LineStyle, Range, Series, Table, grouped, short, thin_evenly};
+use super::metrics::{ExpertLoad, Metrics, SCORES, Sample, text};
+use super::plot::{
+    Chart, Curve, HeatMap, LineStyle, Range, Series, Table, cut, duration, grouped, moment, plural, short,
+    thin_evenly,
+};
 use super::state::State;
-use super::words::{cut, duration, moment, plural};
 use serde::Serialize;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 /// Most samples per prompt.
 const SAMPLES: usize = 24;
 /// Most prompts.
-const PROMPTS: usize = 12;
+const PROMPTS: usize = 16;
 /// Most characters of a text from a file.
 const MAX_TEXT: usize = 4000;
 /// Most characters of the recipe.
@@ -40,8 +42,18 @@ pub struct Fact {
 #[derive(Clone, Debug, Serialize)]
 struct Samples {
     prompt: String,
-    replies: Vec<(u64, String)>,
+    /// Empty if none is known.
+    reference: String,
+    replies: Vec<Reply>,
     note: String,
+}
+
+/// A reply after a step.
+#[derive(Clone, Debug, Serialize)]
+struct Reply {
+    step: u64,
+    text: String,
+    score: String,
 }
 
 /// The page's contents.
@@ -56,6 +68,7 @@ pub struct Page {
     heat_maps: Vec<HeatMap>,
     memory: Option<Memory>,
     samples: Vec<Samples>,
+    answers: Vec<Samples>,
     recipe: Option<String>,
     facts: Vec<Fact>,
     files: Vec<Vec<String>>,
@@ -75,8 +88,10 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
         add("evaluation loss", short(last.1), more);
     }
     if let Some((first, last)) = ends(&m.smoothed(|s| s.loss)) {
-        let window = plural(m.window() as u64, "step");
-        let more = format!("first {} at step {}; smoothed over {window}", short(first.1), first.0);
+        let mut more = format!("first {} at step {}", short(first.1), first.0);
+        if m.is_smoothed() {
+            more += &format!("; smoothed over {}", plural(m.window() as u64, "step"));
+        }
         add("training loss", short(last.1), more);
     }
     if let Some(rate) = m.series(|s| s.rate).median() {
@@ -104,23 +119,27 @@ fn charts(m: &Metrics) -> Vec<Chart> {
     let chart = |id, title, label, points: Series, notes: &[&str]| {
         Chart::new(id, title, &[Curve { label, style: LineStyle::Main, points }], &range, notes)
     };
-    let mut loss = vec![
-        Curve { label: "training loss", style: LineStyle::Raw, points: m.series(|s| s.loss) },
-        Curve { label: "training loss, smoothed", style: LineStyle::Main, points: m.smoothed(|s| s.loss) },
-    ];
+    let training = |label, style, points| Curve { label, style, points };
+    let mut loss = vec![training("training loss", LineStyle::Raw, m.series(|s| s.loss))];
+    let mut about = vec!["Mean cross-entropy of a supervised token, in nats.".to_string()];
+    if m.is_smoothed() {
+        loss.push(training("training loss, smoothed", LineStyle::Main, m.smoothed(|s| s.loss)));
+        about.push(format!("Smoothed: an exponential mean over some {} steps.", m.window()));
+    } else {
+        loss[0].style = LineStyle::Main;
+    }
     let curve = Curve { label: "evaluation loss", style: LineStyle::Dots, points: m.eval_losses() };
     let evaluated = curve.points.finite().count();
     let evaluation = Chart::new("evaluation", "Evaluation loss", std::slice::from_ref(&curve), &range, &[]);
     if evaluated > 0 {
         loss.push(curve);
     }
-    let smoothed = format!("Smoothed: an exponential mean over some {}.", plural(m.window() as u64, "step"));
-    let nats = "Loss: mean cross-entropy of a supervised token, in nats.";
     let aux = "Before its coefficient; not in the loss above.";
     let load_balancing = ("Load-balancing loss of the routers", "load-balancing loss");
     let charts = [
-        Chart::new("loss", "Loss", &loss, &range, &[&smoothed, nats]),
+        Chart::new("loss", "Loss", &loss, &range, &about.iter().map(String::as_str).collect::<Vec<_>>()),
         evaluation.filter(|_| evaluated > 1),
+        scores(m, &range),
         chart("aux", load_balancing.0, load_balancing.1, m.series(|s| s.aux_loss), &[aux]),
         chart("z", "z-loss of the routers", "z-loss", m.series(|s| s.z_loss), &[aux]),
         chart("norm", "Gradient norm", "gradient norm", m.series(|s| s.grad_norm), &["Before clipping."]),
@@ -128,6 +147,15 @@ fn charts(m: &Metrics) -> Vec<Chart> {
         chart("speed", "Tokens a second", "tokens a second", m.series(|s| s.rate), &[]),
     ];
     charts.into_iter().flatten().collect()
+}
+
+/// Curves of the scores of generated answers; `None` before the second evaluation.
+fn scores(m: &Metrics, range: &Range<'_>) -> Option<Chart> {
+    let points = |k: usize| Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
+    let curve = |(k, label)| Curve { label, style: LineStyle::RunDots(k), points: points(k) };
+    let curves = SCORES.into_iter().enumerate().map(curve).filter(|c| c.points.finite().count() > 1);
+    let note = "Means over the answers to generate.samples; 1 is the reference each time.";
+    Chart::new("scores", "Scores of the answers", &curves.collect::<Vec<_>>(), range, &[note])
 }
 
 fn expert_charts(m: &Metrics) -> Vec<Chart> {
@@ -161,15 +189,27 @@ fn eval_table(m: &Metrics) -> Option<Table> {
     }))
 }
 
-fn samples(m: &Metrics) -> Vec<Samples> {
-    let mut prompts: BTreeMap<&str, Vec<(u64, &str)>> = BTreeMap::new();
-    for ((step, prompt), reply) in &m.samples {
-        prompts.entry(prompt).or_default().push((*step, reply));
+/// Groups replies by prompt, in the order of the prompts.
+fn by_prompt(all: &[Sample]) -> Vec<Samples> {
+    let mut prompts: Vec<(&Sample, Vec<&Sample>)> = Vec::new();
+    let mut places: HashMap<&str, usize> = HashMap::new();
+    for sample in all {
+        let place = *places.entry(&sample.prompt).or_insert(prompts.len());
+        if place == prompts.len() {
+            prompts.push((sample, Vec::new()));
+        }
+        prompts[place].1.push(sample);
     }
-    let samples = |(prompt, replies)| {
+    let samples = |(first, replies): (&Sample, Vec<&Sample>)| {
         let (replies, note) = thin_evenly(replies, SAMPLES, "replies");
-        let replies = replies.into_iter().map(|(step, reply)| (step, cut(reply, MAX_TEXT))).collect();
-        Samples { prompt: cut(prompt, MAX_TEXT), replies, note }
+        let reply =
+            |s: &Sample| Reply { step: s.step, text: cut(&s.reply, MAX_TEXT), score: short(s.rouge_l) };
+        Samples {
+            prompt: cut(&first.prompt, MAX_TEXT),
+            reference: cut(&first.reference, MAX_TEXT),
+            replies: replies.into_iter().map(reply).collect(),
+            note,
+        }
     };
     prompts.into_iter().take(PROMPTS).map(samples).collect()
 }
@@ -201,7 +241,7 @@ fn facts(m: &Metrics) -> Vec<Fact> {
     let Some(start) = m.start.as_object() else { return out };
     for (key, v) in start {
         match key.as_str() {
-            "event" | "plan" | "step" => {}
+            "event" | "plan" | "step" | "given" => {}
             "time" => {
                 let value = v.as_u64().map(moment).unwrap_or_default();
                 out.push(Fact { name: "started".into(), value });
@@ -228,7 +268,8 @@ impl Page {
             expert_charts: expert_charts(m),
             heat_maps,
             memory: Memory::new(m),
-            samples: samples(m),
+            samples: by_prompt(&m.samples),
+            answers: by_prompt(&m.answers),
             recipe: files.recipe.map(|r| cut(&r, RECIPE)),
             facts: facts(m),
             files: files.rows,

@@ -14,12 +14,12 @@ use std::path::{Path, PathBuf};
 
 /// Layout of the pages and of model cards.
 const TEMPLATES: [(&str, &str); 6] = [
-    ("card.md", include_str!("card.md")),
-    ("page.css", include_str!("page.css")),
-    ("parts.html", include_str!("parts.html")),
-    ("base.html", include_str!("base.html")),
-    ("page.html", include_str!("page.html")),
-    ("comparison.html", include_str!("comparison.html")),
+    ("card.md", include_str!("templates/card.md")),
+    ("page.css", include_str!("templates/page.css")),
+    ("parts.html", include_str!("templates/parts.html")),
+    ("base.html", include_str!("templates/base.html")),
+    ("page.html", include_str!("templates/page.html")),
+    ("comparison.html", include_str!("templates/comparison.html")),
 ];
 
 /// Writes the report of the run in folder `run` to `out`, by default `report.html` in the run folder, and
@@ -28,7 +28,7 @@ const TEMPLATES: [(&str, &str); 6] = [
 /// # Errors
 /// A folder without `metrics.jsonl`, a metrics file without events, a file that cannot be written.
 pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
-    let page = page(run)?;
+    let page = page(run, false)?;
     let out = out.map_or_else(|| run.join("report.html"), Path::to_path_buf);
     store::write_atomic(&out, page.as_bytes())?;
     Ok(out)
@@ -39,6 +39,15 @@ pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
 /// # Errors
 /// As [`write()`]; more runs than a page shows.
 pub fn write_comparison(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> {
+    store::write_atomic(out, comparison(runs, false)?.as_bytes())?;
+    Ok(out.to_path_buf())
+}
+
+/// The page of several runs, as HTML.
+///
+/// # Errors
+/// As [`write_comparison()`].
+pub fn comparison(runs: &[PathBuf], live: bool) -> Result<String, Error> {
     if runs.len() > MAX_RUNS {
         return Err(Error::Many { runs: runs.len(), most: MAX_RUNS });
     }
@@ -52,15 +61,14 @@ pub fn write_comparison(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> 
         metrics,
     };
     let all: Vec<Run> = metrics.into_iter().zip(&names).zip(runs).map(run).collect();
-    store::write_atomic(out, render("comparison.html", &Comparison::new(&all))?.as_bytes())?;
-    Ok(out.to_path_buf())
+    render("comparison.html", &Comparison::new(&all), live)
 }
 
-/// The report of the run in folder `run`, as HTML.
+/// The report of the run in folder `run`, as HTML; `live` pages renew themselves.
 ///
 /// # Errors
 /// As [`write()`].
-pub fn page(run: &Path) -> Result<String, Error> {
+pub fn page(run: &Path, live: bool) -> Result<String, Error> {
     let path = run.join("metrics.jsonl");
     let metrics = Metrics::read(&path)?;
     let mut maps = Vec::new();
@@ -73,11 +81,11 @@ pub fn page(run: &Path) -> Result<String, Error> {
     }
     let whole = std::path::absolute(run).unwrap_or_else(|_| run.to_path_buf());
     let name = whole.file_name().map_or_else(|| "run".into(), |n| n.to_string_lossy().into_owned());
-    render("page.html", &Page::new(&name, &metrics, maps, Files::list(run)))
+    render("page.html", &Page::new(&name, &metrics, maps, Files::list(run)), live)
 }
 
 /// Fills a template; HTML is escaped.
-pub(super) fn render(page: &str, view: &impl serde::Serialize) -> Result<String, Error> {
+pub(super) fn render(page: &str, view: &impl serde::Serialize, live: bool) -> Result<String, Error> {
     let mut env = Environment::new();
     env.set_auto_escape_callback(
         |name| {
@@ -89,5 +97,5 @@ pub(super) fn render(page: &str, view: &impl serde::Serialize) -> Result<String,
     for (name, text) in TEMPLATES {
         env.add_template(name, text)?;
     }
-    Ok(env.get_template(page)?.render(context! { ..minijinja::Value::from(Serde(view)) })?)
+    Ok(env.get_template(page)?.render(context! { live, ..minijinja::Value::from(Serde(view)) })?)
 }

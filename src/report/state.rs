@@ -1,8 +1,7 @@
 //! Status of a run.
 
 use super::metrics::{Metrics, count, text};
-use super::plot::first_few;
-use super::words::{cut, plural};
+use super::plot::{cut, first_few, plural};
 use serde::Serialize;
 
 /// Status of a run.

@@ -6,6 +6,7 @@
 //!   output     the result: written, read back, compared
 //!   checkpoint contents of a checkpoint, identity of a run
 //!   eval       evaluation loss, generated answers, divergence
+//!   preference losses of pairs and rated completions, the reference
 //!   step       gradients over micro-batches, reduction over ranks, update
 //!   memory     limits, measurements, out-of-memory reports
 //!   job        the resolved recipe
@@ -21,6 +22,7 @@ pub mod layout;
 pub mod memory;
 pub mod merge;
 pub mod output;
+mod preference;
 mod ranks;
 mod run;
 pub mod session;
@@ -30,11 +32,11 @@ pub mod step;
 mod tests;
 
 pub use error::Error;
-pub use eval::{add_to, evaluate, score, scores_line};
+pub use eval::{add_to, evaluate_loaded, score, scores_line};
 pub use job::{Job, rows, sources};
 pub use merge::compare;
 pub use output::logits_apart;
 pub use ranks::carries_nothing;
-pub use run::{Options, Outcome, run, server};
+pub use run::{Options, Outcome, log, run, server, signals};
 pub use session::{Run, Session};
 pub use step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};

@@ -2,9 +2,11 @@
 
 use super::eval::{evaluate, probe};
 use super::job::Job;
+use super::preference::ReferenceInputs;
 use super::ranks::RunInputs;
 use super::step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
 use super::{Error, Options, Outcome, output};
+use crate::log::{Event, Observer};
 use candle_core::Tensor;
 use ft_data::hub::Want;
 use ft_data::{Batches, Dataset, Micro};
@@ -12,8 +14,10 @@ use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::optim::Schedule;
 use ft_engine::ranks;
+use ft_engine::walk::NoHooks;
 use ft_plan::{Plan, Workload};
-use ft_recipe::Recipe;
+use ft_recipe::{Part, Recipe};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -67,6 +71,28 @@ impl Run {
         self
     }
 
+    /// Calls a function with each event of [`Run::train`]: steps, evaluations, samples, checkpoints, the end.
+    /// [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after the step, with a checkpoint and
+    /// a result of the steps done; [`Run::resume`] goes on from there. With ranks in several processes, the
+    /// first one calls.
+    ///
+    /// ```no_run
+    /// use ft::Event;
+    /// use std::ops::ControlFlow;
+    ///
+    /// fn main() -> ft::Result<()> {
+    ///     let run = ft::Run::from_recipe("recipe.toml")?.observe(|event| match event {
+    ///         Event::Evaluation { loss, .. } if *loss < 0.5 => ControlFlow::Break(()),
+    ///         _ => ControlFlow::Continue(()),
+    ///     });
+    ///     run.train().map(drop)
+    /// }
+    /// ```
+    pub fn observe(mut self, observer: impl FnMut(&Event<'_>) -> ControlFlow<()> + Send + 'static) -> Self {
+        self.options.observer = Some(Observer::new(observer));
+        self
+    }
+
     /// Trains, with checkpoints, evaluations, metrics and a result in the run folder.
     ///
     /// # Errors
@@ -99,7 +125,19 @@ impl Run {
         let (batches, schedule) = RunInputs::steps(&job, &data)?;
         job.check()?;
         let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
-        let model = TrainedModel::new(&job, job.load(true)?);
+        let mut model = TrainedModel::new(&job, job.load(true)?);
+        if let Some(preferences) = &mut model.preferences {
+            let reference = ReferenceInputs {
+                job: &job,
+                train: Some(&data),
+                eval: eval.as_ref(),
+                batches: Some(&batches),
+                execution: &plan.execution,
+                comm: &ranks::alone(),
+                identity: None,
+            };
+            preferences.reference = reference.scores(&model.decoder, &model.params)?;
+        }
         let loss_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
         Ok(Session { job, data, eval, batches, schedule, plan, model, loss_scale, done: 0 })
     }
@@ -163,8 +201,12 @@ impl Session {
     /// # Errors
     /// Errors of the device.
     pub fn evaluate(&self) -> ft_base::Result<(f64, usize)> {
+        let part = if self.eval.is_some() { Part::Eval } else { Part::Train };
         let data = self.eval.as_ref().unwrap_or(&self.data);
-        evaluate(&self.model.decoder, data, &self.plan.execution, &self.job.device)
+        let alone = ranks::alone();
+        let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
+        let of = evaluate(&cx.scorer(&NoHooks), data, cx.preferences(part), &|| 0)?;
+        Ok((of.loss, of.targets))
     }
 
     /// Logits `[t, v]` of the tokens in a row of the training data.
@@ -173,7 +215,7 @@ impl Session {
     /// No such row; errors of the device.
     pub fn logits(&self, row: usize) -> ft_base::Result<Tensor> {
         let m = Micro::collate(&self.data, &[row])?;
-        probe(&self.model.decoder, &ft_engine::walk::NoHooks, &m, &self.job.device)
+        probe(&self.model.decoder, &NoHooks, &m, &self.job.device)
     }
 
     /// Writes the adapter or the model below `dir`, reads it back, and compares logits. Returns the folder,

@@ -45,6 +45,21 @@ fn answers_are_scored_beside_the_loss() {
     assert!(after[1] > before[1] && after[1] >= after[0] && after[1] < 1.0, "{evals:?}");
     assert_eq!(evals[1]["generated_samples"], 3);
     assert!(r.err.contains("exact match 66.7 %, ROUGE-L 0."), "{}", r.err);
+    // The answers stand in the metrics and in the report.
+    let answers = w.events("o", "answer");
+    assert_eq!(answers.len(), 6);
+    let last = &answers[3];
+    assert_eq!(
+        (&last["reference"], &last["reply"]),
+        (&json!("It is 12 miles off."), &json!("It is 12 miles off."))
+    );
+    assert!(last["prompt"].as_str().is_some_and(|p| p.contains("Where is it?")), "{last}");
+    assert_eq!((&last["exact_match"], &last["rouge_l"]), (&json!(true), &json!(1.0)));
+    w.ok(&["report", "o"]);
+    let page = String::from_utf8(w.read("o/report.html")).expect("a page");
+    for shown in ["id=\"scores\"", "Wanted: <q>It is 12 miles off.</q>", "Scored answers"] {
+        assert!(page.contains(shown), "{shown}");
+    }
     let read = |args: &[&str]| -> Value { serde_json::from_str(&w.ok(args).out).expect("JSON") };
     let again = read(&["eval", "o", "--json"]);
     assert_eq!((scores(&again), &again["generated_tokens"]), (after, &evals[1]["generated_tokens"]));
@@ -63,7 +78,6 @@ fn answers_are_scored_beside_the_loss() {
         w.events(&out[11..], "eval").iter().map(scores).collect::<Vec<_>>()
     };
     assert_eq!(parallel(0), parallel(3));
-    assert!(w.ok(&["report", "o"]).code == 0);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::verbs::quickstart;
 use super::world::{FULL, LORA, World, recipe, reference};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn tiny(rules: &str) -> World {
     let w = World::new();
@@ -15,7 +15,7 @@ fn tiny(rules: &str) -> World {
 fn shipped_recipes_go_by_their_names() {
     let w = World::new();
     let plan = w.ok(&["plan", "qwen3-8b-qlora", "run.device=cuda", "memory.budget=48GiB"]);
-    assert!(plan.out.starts_with("qwen3-8b-qlora: Qwen/Qwen3-8B"), "{}", plan.out);
+    assert!(plan.out.starts_with("fits: ") && plan.out.contains("built-in qwen3-8b.json"), "{}", plan.out);
     let wrong = w.ft(&["plan", "qwen3-8b-qlora", "run.stepz=3"]);
     assert!(wrong.code == 2 && wrong.err.contains("did you mean steps?"), "{}", wrong.err);
     for (verb, name) in [("check", "qwen3-8b-qlor"), ("plan", "qwen3-8b-qlor.toml"), ("run", "qwen3-8b-qlro")]
@@ -59,7 +59,8 @@ fn a_recipe_is_asked_for_and_written() {
         "free",
     ]);
     let asked = String::from_utf8(w.read("asked.toml")).expect("text");
-    assert!(asked.contains("fields = { prompt = \"question\", completion = \"answer\" }"), "{asked}");
+    let keys = "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }, form = \"chat\"";
+    assert!(asked.contains(keys), "{asked}");
     w.ok(&["run", "asked.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
     assert_eq!(w.ft(&["init", "mine", "--model", "m"]).code, 2, "it is there already");
     let short = w.ft_with(&["init", "other", "--model", "m"], "");
@@ -67,6 +68,32 @@ fn a_recipe_is_asked_for_and_written() {
     let given =
         ["init", "other", "--model", "m", "--data", "d.jsonl", "--method", "full", "--memory", "many"];
     assert_eq!(w.ft(&given).code, 2, "no size");
+    // What cannot be trained is refused, and nothing is written.
+    let call = json!({"messages": [{"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": {"in": "Oslo"}}]}]});
+    w.write("calls.jsonl", format!("{call}\n"));
+    w.write("pairs.jsonl", "{\"prompt\": \"Hi\", \"chosen\": \"a\", \"rejected\": \"b\"}\n");
+    w.config("strange", json!({"model_type": "strange"}));
+    for (model, data, code, said) in [
+        (model.as_str(), "gone.jsonl", 3, "gone.jsonl is not there"),
+        (model.as_str(), "calls.jsonl", 3, "tool_calls[0].name: not in the training text"),
+        (model.as_str(), "pairs.jsonl", 2, "a pair of preferences"),
+        ("strange", "rows.csv", 4, "strange"),
+    ] {
+        let r = w
+            .ft(&["init", "other", "--model", model, "--data", data, "--method", "lora", "--memory", "free"]);
+        assert_eq!(r.code, code, "{data}: {}", r.err);
+        assert!(r.err.contains(said), "{data}: {}", r.err);
+    }
+    // Few samples are not packed into fewer rows.
+    let rows: String = (0..300).map(|i| format!("{i}?,Yes {i}.\n")).collect();
+    w.write("some.csv", format!("question,answer\n{rows}"));
+    let r = w.ok(&[
+        "init", "some", "--model", &model, "--data", "some.csv", "--method", "lora", "--memory", "free",
+    ]);
+    assert!(r.err.contains("some.csv: 37 steps of 8 rows, not packed"), "{}", r.err);
+    let steps = w.ok(&["check", "some.toml"]).out;
+    assert!(steps.contains("37 of 8 rows"), "{steps}");
     assert!(!w.path("other.toml").exists());
 }
 
@@ -231,8 +258,17 @@ fn what_people_bring_is_translated() {
     told("model.dtype=bfloat16", "here it is \"bf16\"");
     told("data.train.0.format=sharegpt", "ShareGPT");
     told("run.logging_steps=1", "leave it out: each step is in metrics.jsonl");
-    told("run.gradient_accumulation_steps=4", "run.batch_rows");
+    told(
+        "run.gradient_accumulation_steps=4",
+        "here it is run.batch_rows: rows a step = micro-batch x accumulation",
+    );
     told("data.val_set_size=0.1", "data.eval_share");
+    told("run.evals_per_epoch=4", "run.eval_every: eval_every = the steps of an epoch");
+    told("model.load_in_8bit=true", "there is no such key: no weights of 8 bits");
+    told("train.0.modules=['all-linear']", "write [\"attention\", \"mlp\"]");
+    told("lora.init=gaussian", "here it is \"default\"");
+    told("lora.init=true", "here it is \"default\"");
+    told("training.epochs=3", "[run] has steps");
 }
 
 /// A run folder, its newest checkpoint, and its adapter are interchangeable.
@@ -398,4 +434,26 @@ fn a_run_says_what_it_came_to_and_shows_it_elsewhere() {
     assert_eq!(table().lines().count(), whole, "each step once");
     w.ok(&[&set[..], &["--overwrite"]].concat());
     assert_eq!(files().len(), 1);
+}
+
+/// `ft check` of a recipe for a card passes where there is none, and says so; `ft run` needs it.
+#[test]
+fn a_check_needs_no_card() {
+    if ft::kernel::cuda::count() > 0 {
+        return;
+    }
+    let w = tiny(FULL);
+    let r = w.ft(&["check", "r.toml", "run.device=cuda", "parallel.zero=2"]);
+    assert!(r.code == 0 && r.out.contains("runs on      CUDA, bf16"), "{}{}", r.out, r.err);
+    assert!(
+        r.out.contains("not checked  memory and libraries of the CUDA device: none is here"),
+        "{}",
+        r.out
+    );
+    assert!(
+        r.err.contains("warning: command line: parallel.zero=2: parallel.zero does nothing"),
+        "{}",
+        r.err
+    );
+    assert_eq!(w.ft(&["run", "r.toml", "run.device=cuda"]).code, 2);
 }

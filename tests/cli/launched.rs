@@ -1,10 +1,11 @@
 //! Ranks as processes of a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`,
 //! without MPI.
 
-use super::split::{self, CASES, LATE, all, ends, launch};
+use super::split::{self, CASES, LATE, all, ends, launch, launch_at, meeting};
 use super::world::{FULL, World};
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::BufRead;
+use std::io::{BufRead, Write};
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 fn run<'a>(own: &'a [String; 2], set: &[&'a str]) -> Vec<&'a str> {
@@ -136,7 +137,7 @@ fn a_signal_to_any_process_stops_all() {
 #[test]
 fn who_is_waited_for_is_told() {
     let w = split::world(FULL);
-    for (rank, says) in [(0, "ranks {1} have not come to 127.0.0.1:"), (1, "it does not reach 127.0.0.1:")] {
+    for (rank, says) in [(0, "ranks {1} have not come to 127."), (1, "it does not reach 127.")] {
         let mut alone = launch(&w, &[rank], 2, &run(&own("alone", 2), &[]));
         let mut line = String::new();
         let err = alone[0].stderr.take().expect("a pipe");
@@ -177,4 +178,108 @@ fn a_number_that_cannot_be_is_refused() {
         assert!(r.code == 2 && r.err.contains(&format!("RANK={own}, WORLD_SIZE=2: ")), "{}", r.err);
         assert!(!w.path("none").exists());
     }
+}
+
+/// Strangers at the rendezvous port are dropped and reported, whatever they send or leave out.
+#[test]
+fn strangers_at_the_port_are_dropped() {
+    let w = split::world(FULL);
+    let at = meeting();
+    let args = own("met", 2);
+    let args = run(&args, &["run.epochs=1"]);
+    let first = launch_at(&w, &at, (&[0], 2), &args, &|_| Vec::new());
+    let address = format!("{}:{}", at.0, at.1);
+    let connect = || loop {
+        // Rank 0 does not listen yet.
+        match TcpStream::connect(&address) {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    let says: [&[u8]; 4] = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x40\0\0\0{\"Register\":{\"rank\":1000000000000000000",
+        &u64::MAX.to_le_bytes(),
+    ];
+    let mut strangers: Vec<TcpStream> = says
+        .iter()
+        .cycle()
+        .take(100)
+        .map(|says| {
+            let mut stranger = connect();
+            let _ = stranger.write_all(says);
+            stranger
+        })
+        .collect();
+    let second = launch_at(&w, &at, (&[1], 2), &args, &|_| Vec::new());
+    let ended = all(first.into_iter().chain(second).collect());
+    for (rank, r) in ended.iter().enumerate() {
+        assert_eq!(r.code, 0, "rank {rank}: {}", r.err);
+    }
+    let said = "100 connections without the key of this run were dropped, the first from 127.";
+    assert!(ended[0].err.contains(said), "{}", ended[0].err);
+    strangers.clear();
+    // The key is of no use any more.
+    assert_eq!(std::fs::read_dir(w.path("cache/ranks")).map_or(0, Iterator::count), 0);
+}
+
+/// Several machines meet with `FT_KEY` only. The address of no machine in particular is none of loopback.
+#[test]
+fn several_machines_need_a_key() {
+    let w = split::world(FULL);
+    let launch = |name: &str, keys: [&'static str; 2]| {
+        // Below the ports that the system chooses, and above those of services.
+        let at = ("0.0.0.0".to_string(), (10_000 + std::process::id() % 10_000).to_string());
+        let args = own(name, 2);
+        let variables = |rank: usize| vec![("FT_KEY", keys[rank])];
+        launch_at(&w, &at, (&[0, 1], 2), &run(&args, &["run.epochs=1"]), &variables)
+    };
+    let (key, other) = ("0123456789abcdef", "0123456789abcdee");
+    for r in all(launch("met", [key, key])) {
+        assert_eq!(r.code, 0, "{}", r.err);
+    }
+    for (keys, says) in [
+        (["", ""], "ranks on several machines meet with a key, and FT_KEY is not set"),
+        (["short", "short"], "FT_KEY has fewer than 16 characters"),
+    ] {
+        for r in all(launch("none", keys)) {
+            assert!(r.code == 2 && r.err.contains(says) && r.err.contains("openssl rand"), "{}", r.err);
+        }
+    }
+    // Rank 0 goes on waiting for a rank with its key.
+    let [mut waits, refused] = launch("other", [key, other]).try_into().expect("two");
+    let r = super::world::ran(refused.wait_with_output().expect("an end"));
+    waits.kill().and_then(|()| waits.wait()).expect("gone");
+    assert!(r.code == 7 && r.err.contains("who listens there has another key"), "{}", r.err);
+    assert!(r.err.contains("hint: ") && r.err.contains("FT_KEY"), "{}", r.err);
+    assert!(!w.path("other").exists() && !w.path("none").exists());
+}
+
+/// Another program has the port: every rank ends, and says so.
+#[test]
+fn a_port_in_use_ends_every_rank() {
+    let w = split::world(FULL);
+    let at = meeting();
+    let _other = TcpListener::bind(format!("{}:{}", at.0, at.1)).expect("the address is of this test alone");
+    let ended = all(launch_at(&w, &at, (&[0, 1], 2), &run(&own("none", 2), &[]), &|_| Vec::new()));
+    for (r, says) in ended.iter().zip(["it cannot listen at port", "another program listens there"]) {
+        assert!(r.code == 7 && r.err.contains(says), "{}: {}", r.code, r.err);
+        assert!(r.err.contains("hint: another MASTER_PORT"), "{}", r.err);
+    }
+    assert!(!w.path("none").exists());
+}
+
+/// `rank-N.log` is a new file: a link of that name is replaced, and what it points to stays.
+#[test]
+fn logs_are_not_written_through_links() {
+    let w = split::world(FULL);
+    w.write("notes.txt", "mine");
+    std::fs::create_dir(w.path("run")).expect("a folder");
+    std::os::unix::fs::symlink("../notes.txt", w.path("run/rank-1.log")).expect("a link");
+    bits(&w, 2, "run", &["run.epochs=1"]);
+    assert_eq!(w.read("notes.txt"), b"mine");
+    let log = String::from_utf8_lossy(&w.read("run/rank-1.log")).into_owned();
+    assert!(log.contains("rank 1 has ended"), "{log}");
+    assert!(!w.path("run/rank-1.log").symlink_metadata().expect("there").is_symlink());
 }

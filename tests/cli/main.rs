@@ -1,21 +1,26 @@
 //! End-to-end tests of the binary: files, output, exit codes, and equality of interrupted and uninterrupted
 //! runs. Models have a few thousand random weights; no test needs a network or a GPU.
 
+#![allow(clippy::disallowed_methods, reason = "tests write files of their own")]
+
 mod adapters;
 mod answers;
 mod broken;
 mod daily;
 mod docs;
+mod first;
 mod four_bit;
 mod four_bit_verbs;
 mod gguf;
 mod half;
 mod hostile;
+mod import;
 mod initial;
 mod launched;
 mod offload;
 mod optimizers;
 mod plan;
+mod preference;
 mod push;
 mod ranks;
 mod rates;
@@ -25,6 +30,12 @@ mod room;
 mod same;
 #[cfg(feature = "serve")]
 mod serve;
+#[cfg(feature = "serve")]
+mod serve_ends;
+#[cfg(feature = "serve")]
+mod serve_refuses;
+#[cfg(feature = "serve")]
+mod serve_scores;
 #[cfg(feature = "serve")]
 mod server;
 mod shipped;

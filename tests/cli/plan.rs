@@ -628,3 +628,33 @@ fn plan_prints_and_says_by_its_exit_code_whether_it_fits() -> Result<()> {
     }
     Ok(())
 }
+
+/// `--gpu` is the same as the two keys, takes cards by name, and the verdict comes first.
+#[test]
+fn a_card_stands_for_two_keys() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let plan = |args: &[&str]| {
+        let mut ft = Command::new(env!("CARGO_BIN_EXE_ft"));
+        let ft = ft.args(["plan", "qwen3-8b-qlora"]).args(args).current_dir(dir.path());
+        ft.env("HF_HUB_OFFLINE", "1").env("HF_HOME", dir.path()).env("FT_CACHE", "/dev/null").output()
+    };
+    let said = |args: &[&str]| plan(args).map(|out| String::from_utf8_lossy(&out.stdout).into_owned());
+    let by_keys = said(&["--json", "run.device=cuda", "memory.budget=48GB"])?;
+    ensure!(!by_keys.is_empty() && by_keys == said(&["--json", "--gpu", "48GB"])?);
+    ensure!(by_keys == said(&["--json", "--gpu", "48"])?);
+    let text = said(&["--gpu", "48GB"])?;
+    ensure!(text.starts_with("fits: 42.50 of 44.70 GiB on one CUDA card ("), "{text}");
+    ensure!(text.lines().count() < 20 && !text.contains("theory"), "{text}");
+    ensure!(said(&["--gpu", "48GB", "--verbose"])?.contains("theory"));
+    let small = said(&["--gpu", "6GB"])?;
+    ensure!(
+        small.starts_with("does not fit: ")
+            && small.contains("hint: memory.offload = [\"params\"]: 5.34 GiB"),
+        "{small}"
+    );
+    ensure!(said(&["--gpu", "a100-80gb"])?.starts_with("fits: "));
+    let out = plan(&["--gpu", "A100"])?;
+    let err = String::from_utf8_lossy(&out.stderr).into_owned();
+    ensure!(out.status.code() == Some(2) && err.contains("A100-40, "), "{err}");
+    Ok(())
+}

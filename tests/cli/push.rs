@@ -18,7 +18,7 @@ fn the_card_says_what_the_run_was() {
             .replace("source = \"rows.jsonl\"", &format!("source = {rows:?}")),
     );
     let output = format!("run.output={:?}", w.path("a"));
-    w.ok(&["run", "r.toml", &output]);
+    w.ok(&["run", "r.toml", &output, "run.seed=0", "log.mlflow=http://127.0.0.1:9"]);
     // The run wrote a card without the name of a repository.
     let left = String::from_utf8(w.read("a/adapter/README.md")).expect("text");
     assert!(left.contains("| steps | 6 |") && left.contains("OWNER/r"), "{left}");
@@ -37,13 +37,18 @@ fn the_card_says_what_the_run_was() {
         "--adapter me/pirate",
         "`rows.jsonl`",
         "```toml",
-        "\nrank     = 3\n",
-        "\nsource   = \"model\"\n",
-        "\nsource   = \"rows.jsonl\"\n",
-        "\noutput        = \"runs/{name}\"\n",
+        "[[train]]\nmodules = [\"attention\"]\nrank    = 3\n",
+        "[model]\nsource = \"model\"\n",
+        "\nsource = \"rows.jsonl\"\n",
     ];
     for text in says {
         assert!(r.out.contains(text), "no {text:?} in\n{}", r.out);
+    }
+    // The recipe is that of the user: set keys, of any value, and no others.
+    let shown = r.out.split("```toml").nth(1).expect("a recipe");
+    assert!(shown.contains("seed") && shown.lines().count() < 40, "{shown}");
+    for absent in ["clip", "output", "mlflow", "#"] {
+        assert!(!shown.contains(absent), "{absent}: {shown}");
     }
     for path in [repository(), w.path("")] {
         assert!(!r.out.contains(&path.display().to_string()), "{}: a path of this machine", path.display());

@@ -2,6 +2,9 @@
 
 use super::world::{LORA, World, recipe};
 use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
 
 fn world() -> World {
     let w = World::new();
@@ -113,4 +116,31 @@ fn bench_tells_time_and_memory_by_part() {
     for said in ["of the fastest product", "moments", "at its peak"] {
         assert!(text.contains(said), "{said:?} is not in\n{text}");
     }
+}
+
+/// A live page of a run follows its metrics, and ends on a signal at once, a half request or not.
+#[test]
+fn a_live_report_ends_on_a_signal() {
+    let w = world();
+    w.ok(&["run", "r.toml"]);
+    assert_eq!(w.ft(&["report", "--live", "gone", "--port", "0"]).code, 5);
+    let mut command = w.command(&["report", "--live", "runs/r", "--port", "0"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("started");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("an address");
+    let address = line.trim().trim_start_matches("http://").trim_end_matches('/').to_string();
+    let ask = || {
+        let mut stream = TcpStream::connect(&address).expect("connected");
+        write!(stream, "GET / HTTP/1.1\r\nhost: {address}\r\n\r\n").expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        answer
+    };
+    assert!(ask().contains("finished: 6 steps"));
+    w.ok(&["run", "r.toml", "run.steps=9", "--resume", "--accept-change", "run.steps"]);
+    assert!(ask().contains("finished: 9 steps"));
+    let mut half = TcpStream::connect(&address).expect("connected");
+    half.write_all(b"GET / HTTP/1.1\r\nhost: ").expect("sent");
+    Command::new("kill").arg(child.id().to_string()).status().expect("sent");
+    assert_eq!(child.wait().expect("ended").code(), Some(143));
 }

@@ -162,6 +162,8 @@ fn signals_save_first() {
     let r = w.ok(&args);
     assert!(r.err.contains("finished already"), "{}", r.err);
     assert_eq!(r.out, "stopped/adapter\n");
+    let r = w.ft(&[&args[..], &["--accept-change", "optimiser.lr"]].concat());
+    assert!(r.code == 2 && r.err.contains("did you mean optimizer.lr?"), "{}", r.err);
     w.ok(&["run", "r.toml", "run.output=stopped", "--overwrite"]);
     same_end(&w, "stopped", "adapter/adapter_model.safetensors");
 }

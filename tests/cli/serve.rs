@@ -4,7 +4,7 @@ use super::server::{Server, ask, until};
 use super::verbs::quickstart;
 use super::world::{World, repository};
 use serde_json::{Value, json};
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::Child;
 
@@ -74,7 +74,7 @@ fn it_answers_as_chat_does_whole_and_streamed() {
     assert_eq!(drawn(), drawn());
     let (status, body) = s.ask("GET", "/v1/models", "", b"");
     assert!(status == 200 && body.contains(&s.model), "{body}");
-    assert_eq!(s.interrupt(), Some(0));
+    assert_eq!(s.interrupt(), Some(130));
 }
 
 #[test]
@@ -102,10 +102,25 @@ fn what_is_wrong_has_openais_shape() {
         ("temperature", json!(-1)),
         ("temperature", json!("hot")),
         ("top_p", json!(0)),
+        ("top_k", json!(-2)),
+        ("repetition_penalty", json!(0)),
         ("max_tokens", json!(0)),
         ("stop", json!([1])),
-        ("tools", json!([{}])),
-        ("logprobs", json!(true)),
+        ("tools", json!([{"type": "function", "function": {"name": "f"}}])),
+        ("tool_choice", json!("required")),
+        ("response_format", json!({"type": "json_object"})),
+        ("logprobs", json!(1)),
+        ("top_logprobs", json!(2)),
+        ("echo", json!(true)),
+        ("frequency_penalty", json!(0.5)),
+        ("logit_bias", json!({"5": 100})),
+        ("stream_options", json!({"include_usage": true})),
+        ("reasoning_effort", json!("low")),
+        ("chat_template_kwargs", json!({"messages": []})),
+        (
+            "messages",
+            json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ),
         ("messages", json!([])),
         ("messages", json!([{"role": "king", "content": "x"}])),
         ("temprature", json!(1)),
@@ -146,7 +161,7 @@ fn who_goes_away_is_not_answered_any_more() {
     body["max_tokens"] = json!(1);
     let (status, answer) = s.post("/v1/completions", body);
     assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(1)));
-    assert_eq!(s.interrupt(), Some(0));
+    assert_eq!(s.interrupt(), Some(130));
 }
 
 /// A failing answer returns an error to the client. The server continues as long as the device works.
@@ -169,7 +184,7 @@ fn weights_that_have_diverged_fail_answers_and_not_the_server() {
         assert_eq!((status, &e["error"]["type"]), (500, &json!("server_error")), "{e}");
         assert!(e["error"]["message"].as_str().is_some_and(|m| m.contains("finite")), "{e}");
     }
-    assert_eq!(s.interrupt(), Some(0));
+    assert_eq!(s.interrupt(), Some(130));
 }
 
 /// A sampled answer of a run, to tell weights apart, and the reported step.
@@ -296,7 +311,7 @@ fn each_new_checkpoint_of_a_run_is_taken_up() {
     is(&four, 4);
     let said = String::from_utf8(w.read("said")).expect("text");
     assert!(said.contains("that of another run now"), "{said}");
-    assert_eq!(s.interrupt(), Some(0));
+    assert_eq!(s.interrupt(), Some(130));
 }
 
 #[test]
@@ -339,7 +354,7 @@ fn beside(w: &World, set: &[&str]) -> (Child, String, u32) {
         "run.batch_rows=2",
         "run.micro_rows=2",
         "run.device=cpu",
-        "log.sample=a",
+        "log.samples=[\"a\"]",
     ];
     let child = w.start(&[&run[..], &["serve.devices=[\"cpu\"]", "serve.port=0"], set].concat());
     let event = until("server", || w.events("o", "serving").into_iter().next());
@@ -382,6 +397,9 @@ fn a_server_beside_a_run_ends_with_it() {
     let (mut run, address, _) = beside(&w, &["run.steps=100000", "run.save_every=50"]);
     assert_eq!(ask(&address, "GET", "/v1/models", &Value::Null).expect("an answer").0, 200);
     // For any kind of end.
+    // A client with half a request does not hold it up.
+    let mut half = TcpStream::connect(&address).expect("connected");
+    half.write_all(b"GET /v1/models HTTP/1.1\r\nHo").expect("sent");
     run.kill().expect("killed");
     run.wait().expect("ended");
     until("end of the server", || TcpStream::connect(&address).is_err().then_some(()));

@@ -4,7 +4,7 @@ use super::world::{World, repository};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 /// A server on the quickstart model, stopped at the end of the test.
@@ -21,39 +21,40 @@ impl Server {
 
     /// Starts a server for a model, with output to `said`.
     pub fn of(w: &World, model: &str, more: &[&str]) -> Self {
+        Self::with(w, model, more, |_| ())
+    }
+
+    /// As [`Server::of`], with changes to the command.
+    pub fn with(w: &World, model: &str, more: &[&str], change: impl FnOnce(&mut Command)) -> Self {
         let args = [&["serve", model, "--port", "0"][..], more].concat();
         let said = std::fs::File::create(w.path("said")).expect("a file");
-        let mut child = w
-            .command(&args)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(said)
-            .spawn()
-            .expect("started");
+        let mut command = w.command(&args);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(said);
+        change(&mut command);
+        let mut child = command.spawn().expect("started");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout")).read_line(&mut line).expect("a line");
         let address = line.trim().trim_start_matches("http://").trim_end_matches("/v1").to_string();
         Self { child, address, model: model.into() }
     }
 
-    pub fn open(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
+    /// Sends a request as it is.
+    pub fn send(&self, request: &[u8]) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).expect("connected");
         stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n",
-            body.len()
-        );
         // A refusing server may close the connection before it has read everything.
-        let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
+        let _ = stream.write_all(request);
         stream
+    }
+
+    pub fn open(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
+        let headers = format!("Host: {}\r\nContent-Type: application/json\r\n{headers}", self.address);
+        self.send(&request(method, path, &headers, body))
     }
 
     /// Returns status and body.
     pub fn ask(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> (u16, String) {
-        let mut text = String::new();
-        self.open(method, path, headers, body).read_to_string(&mut text).expect("an answer");
-        let (head, body) = text.split_once("\r\n\r\n").expect("a head");
-        (head.split(' ').nth(1).expect("a status").parse().expect("a number"), body.to_string())
+        answer(self.open(method, path, headers, body))
     }
 
     pub fn post(&self, path: &str, mut body: Value) -> (u16, Value) {
@@ -62,23 +63,39 @@ impl Server {
         (status, serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}")))
     }
 
-    pub fn interrupt(mut self) -> Option<i32> {
+    pub fn signal(&self, name: &str) {
         let id = self.child.id().to_string();
-        std::process::Command::new("kill").args(["-INT", &id]).status().expect("sent");
+        Command::new("kill").args([name, &id]).status().expect("sent");
+    }
+
+    pub fn interrupt(mut self) -> Option<i32> {
+        self.signal("-INT");
         self.child.wait().expect("ended").code()
     }
+}
+
+/// A request with a body, on a connection of its own.
+pub fn request(method: &str, path: &str, headers: &str, body: &[u8]) -> Vec<u8> {
+    let length = body.len();
+    let head =
+        format!("{method} {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n");
+    [head.as_bytes(), body].concat()
+}
+
+/// Status and body of an answer.
+pub fn answer(mut stream: TcpStream) -> (u16, String) {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    let (head, body) = text.split_once("\r\n\r\n").expect("a head");
+    (head.split(' ').nth(1).expect("a status").parse().expect("a number"), body.to_string())
 }
 
 /// Sends a request. Returns status and body.
 pub fn ask(address: &str, method: &str, path: &str, body: &Value) -> std::io::Result<(u16, Value)> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(Duration::from_secs(60)))?;
-    let body = body.to_string();
-    let head = format!(
-        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
-        body.len()
-    );
-    stream.write_all((head + &body).as_bytes())?;
+    let headers = format!("Host: {address}\r\nContent-Type: application/json\r\n");
+    stream.write_all(&request(method, path, &headers, body.to_string().as_bytes()))?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
     let (head, body) = text.split_once("\r\n\r\n").expect("a head");

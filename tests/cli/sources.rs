@@ -29,24 +29,68 @@ fn a_format_is_found_and_said() {
     let r = w.ok(&["run", "r.toml"]);
     assert!(r.err.contains("data.train.0: texts.txt: format = \"text\", by its first row"), "{}", r.err);
     let resolved = String::from_utf8(w.read("o/recipe.toml")).expect("text");
-    assert!(resolved.contains("format   = \"text\"") || resolved.contains("format = \"text\""), "{resolved}");
+    let format = |l: &str| l.starts_with("format ") && l.ends_with("= \"text\"");
+    assert!(resolved.lines().any(format), "{resolved}");
     // A resume with the explicit format is the same run.
     w.ok(&["run", "r.toml", "data.train.0.format=text", "--resume"]);
     for verb in ["check", "data", "run"] {
-        let r = w.ft(&[verb, "r.toml", "data.train.0.source=pairs.jsonl", "run.output=p"]);
-        assert_eq!(r.code, 2, "{verb}: {}", r.err);
-        assert!(
-            r.err.contains("fields = { prompt = \"question\", completion = \"answer\" }"),
-            "{verb}: {}",
-            r.err
-        );
-        assert_eq!(r.err.matches("error").count(), 1, "{verb}: {}", r.err);
+        let r = w.ok(&[verb, "r.toml", "data.train.0.source=pairs.jsonl", "run.output=p"]);
+        for said in [
+            "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }, by its first row",
+            "data.train.0: pairs.jsonl: form = \"chat\", as the model has a chat template",
+        ] {
+            assert!(r.err.contains(said), "{verb}: {}", r.err);
+        }
     }
     let named = [
         "data.train.0.source=pairs.jsonl",
         "data.train.0.fields={prompt = \"question\", completion = \"answer\"}",
+        "data.train.0.form=chat",
     ];
-    w.ok(&[&["run", "r.toml", "run.output=p"], &named[..]].concat());
+    // The same run, with nothing left to find.
+    let r = w.ok(&[&["run", "r.toml", "run.output=p", "--resume"], &named[..]].concat());
+    assert!(!r.err.contains("as the model has"), "{}", r.err);
+}
+
+/// Question and answer make the tokens of the same conversation, unless their form is plain.
+#[test]
+fn questions_and_answers_go_through_the_chat_template() {
+    let w = world();
+    let rows = [
+        ("asked.csv", "question,answer\n1+1?,2\n2+2?,4\n"),
+        (
+            "alpaca.jsonl",
+            "{\"instruction\":\"1+1?\",\"output\":\"2\"}\n{\"instruction\":\"2+2?\",\"output\":\"4\"}\n",
+        ),
+    ];
+    let chat = |q: &str, a: &str| {
+        format!(
+            "{{\"messages\":[{{\"role\":\"user\",\"content\":\"{q}\"}},{{\"role\":\"assistant\",\"content\":\"{a}\"}}]}}\n"
+        )
+    };
+    w.write("chat.jsonl", chat("1+1?", "2") + &chat("2+2?", "4"));
+    let hash = |set: &[&str]| {
+        let r = w.ok(&[&["data", "r.toml", "--json", "data.max_length=128"], set].concat());
+        let said: serde_json::Value = serde_json::from_str(&r.out).expect("JSON");
+        said["hash"].clone()
+    };
+    let expected = hash(&["data.train.0.source=chat.jsonl"]);
+    for (name, text) in rows {
+        w.write(name, text);
+        let source = format!("data.train.0.source={name}");
+        assert_eq!(hash(&[&source]), expected, "{name}");
+        assert_ne!(hash(&[&source, "data.train.0.form=plain"]), expected, "{name}");
+    }
+    // Rows of two forms are said.
+    let mixed = "data.train=[{source=\"chat.jsonl\"}, {source=\"asked.csv\", form=\"plain\"}]";
+    let r = w.ok(&["run", "r.toml", mixed, "run.output=m"]);
+    assert!(
+        r.err.contains("data.train mixes conversations by the chat template with plain text"),
+        "{}",
+        r.err
+    );
+    let card = String::from_utf8(w.read("m/adapter/README.md")).expect("text");
+    assert!(card.contains("trained with the chat template, beside rows of other forms"), "{card}");
 }
 
 #[test]

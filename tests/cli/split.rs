@@ -2,8 +2,8 @@
 
 use super::world::{FULL, LORA, Ran, World, ran, recipe};
 use serde_json::{Value, json};
-use std::net::TcpListener;
 use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Time limit for events: far more than anything takes here, and less than the 600 s after which waiting
@@ -105,6 +105,14 @@ pub fn apart(a: &[u8], b: &[u8]) -> f64 {
     norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
+/// Address and port for a meeting. No other test or program uses the address: it is a loopback address made of
+/// the process id.
+pub fn meeting() -> (String, String) {
+    static NEXT: AtomicU16 = AtomicU16::new(20_000);
+    let [_, a, b, c] = std::process::id().to_be_bytes();
+    (format!("127.{}.{b}.{c}", 64 + a % 64), NEXT.fetch_add(1, Relaxed).to_string())
+}
+
 /// Starts `ranks` processes of a world of size `world`, like `torchrun`.
 pub fn launch(w: &World, ranks: &[usize], world: usize, args: &[&str]) -> Vec<Child> {
     launch_with(w, ranks, world, args, &[])
@@ -118,15 +126,24 @@ pub fn launch_with(
     args: &[&str],
     first: &[(&str, &str)],
 ) -> Vec<Child> {
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    launch_at(w, &meeting(), (ranks, world), args, &|rank| {
+        if rank == 0 { first.to_vec() } else { Vec::new() }
+    })
+}
+
+/// As [`launch`], to meet at an address and port, with additional environment variables for each process.
+pub fn launch_at<'a>(
+    w: &World,
+    (host, port): &(String, String),
+    (ranks, world): (&[usize], usize),
+    args: &[&str],
+    variables: &dyn Fn(usize) -> Vec<(&'a str, &'a str)>,
+) -> Vec<Child> {
     let start = |rank: &usize| {
         let mut c = w.command(args);
         c.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
-        c.env("WORLD_SIZE", world.to_string()).env("MASTER_ADDR", "127.0.0.1");
-        c.env("MASTER_PORT", free.to_string());
-        if *rank == 0 {
-            c.envs(first.iter().copied());
-        }
+        c.env("WORLD_SIZE", world.to_string()).env("MASTER_ADDR", host).env("MASTER_PORT", port);
+        c.envs(variables(*rank));
         c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
     };
     ranks.iter().map(start).collect()

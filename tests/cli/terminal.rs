@@ -1,4 +1,4 @@
-//! `ft chat` on a terminal: line editing and history.
+//! The binary on a terminal: line editing and history of `ft chat`, lines of `ft run`.
 
 use super::verbs::quickstart;
 use super::world::World;
@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -32,12 +32,20 @@ struct Terminal {
 
 impl Terminal {
     fn start(w: &World, args: &[&str]) -> Self {
+        Self::start_at(w, args, 80)
+    }
+
+    /// Starts on a terminal of some columns.
+    fn start_at(w: &World, args: &[&str], columns: usize) -> Self {
         let pty = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a pseudo terminal");
         grantpt(&pty).expect("granted");
         unlockpt(&pty).expect("unlocked");
         let name = ptsname(&pty, Vec::new()).expect("a name");
         let there = Path::new(std::ffi::OsStr::from_bytes(name.as_bytes()));
         let open = || File::options().read(true).write(true).open(there).expect("the other side");
+        let size =
+            Command::new("stty").args(["cols", &columns.to_string(), "rows", "24"]).stdin(open()).status();
+        assert!(size.expect("started").success());
         let mut command = w.command(args);
         let child = command.env("TERM", "xterm").stdin(open()).stdout(open()).stderr(open()).spawn();
         let (keys, mut screen) = (File::from(pty), Vec::new());
@@ -71,6 +79,14 @@ impl Terminal {
                 Err(e) => panic!("{text:?} did not come ({e}): {:?}", self.shown),
             }
         }
+    }
+
+    /// All output until the process ends.
+    fn whole(&mut self) -> String {
+        while let Ok(bytes) = self.shows.recv_timeout(Duration::from_secs(60)) {
+            self.shown += &String::from_utf8_lossy(&bytes);
+        }
+        std::mem::take(&mut self.shown)
     }
 
     /// Sends Enter.
@@ -134,4 +150,67 @@ fn lines_are_edited_and_remembered() {
     t.says(&[UP, UP], &sky);
     t.press(&[CTRL_D]);
     assert_eq!(t.child.wait().expect("ended").code(), Some(0));
+}
+
+/// Replaces escape sequences of a terminal by line ends.
+fn plain(text: &str) -> String {
+    let sequences = regex::Regex::new("\x1b\\[[0-9;?]*[a-zA-Z]").expect("an expression");
+    sequences.replace_all(text, "\n").into_owned()
+}
+
+/// No line is longer than the terminal, so that none takes two and no word is broken; the words are those
+/// of a pipe.
+#[test]
+fn lines_of_a_run_fit_the_terminal() {
+    let w = World::new();
+    quickstart(&w);
+    for columns in [40, 80] {
+        let output = format!("run.output=o{columns}");
+        let set = ["run.steps=4", "run.batch_rows=2", "run.micro_rows=2", "run.device=cpu", &output];
+        let args = [&["run", "q.toml"], &set[..]].concat();
+        let mut t = Terminal::start_at(&w, &args, columns);
+        let shown = plain(&t.whole());
+        assert!(t.child.wait().expect("ended").success(), "{shown}");
+        assert!(shown.contains("4/4 [") && shown.contains("loss "), "{shown}");
+        for line in shown.split(['\n', '\r']) {
+            let words = line.split_whitespace().count();
+            assert!(line.chars().count() <= columns || words == 1, "{columns}: {line:?}");
+        }
+    }
+}
+
+/// Help, lists, plans and errors break between words, at 80 and at 60 columns.
+#[test]
+fn no_word_is_broken_at_the_edge() {
+    let w = World::new();
+    w.write("r.toml", super::world::recipe(super::world::LORA));
+    for columns in [80, 60] {
+        for args in [
+            &["--help"][..],
+            &["run", "--help"],
+            &["recipes"],
+            &["plan", "qwen3-8b-qlora", "--gpu", "6GB"],
+            &["check", "r.toml", "run.gradient_accumulation_steps=4", "memory.budget=48G"],
+        ] {
+            let plain = w.ft(args);
+            let shown = Terminal::start_at(&w, args, columns).whole();
+            let plain_of =
+                |part: &str| part.split_once('m').map_or(String::new(), |(_, text)| text.to_string());
+            let mut parts = shown.split("\x1b[");
+            let first = parts.next().unwrap_or_default().to_string();
+            let shown = parts.fold(first, |all, part| all + &plain_of(part)).replace('\r', "");
+            let lines = |l: &&str| {
+                l.chars().count() > columns && l.split_whitespace().count() > 1 && !l.contains('|')
+            };
+            let wide: Vec<&str> = shown.lines().filter(lines).collect();
+            assert!(wide.is_empty(), "{args:?} at {columns}: {wide:#?}");
+            let words = |s: &str| s.split_whitespace().map(String::from).collect::<Vec<_>>();
+            let mut expected = words(&plain.out);
+            expected.extend(words(&plain.err));
+            let (mut there, mut expected) = (words(&shown), expected);
+            there.sort();
+            expected.sort();
+            assert_eq!(there, expected, "{args:?} at {columns}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use super::world::World;
 use std::fmt::Write;
 
-const VERBS: [&str; 20] = [
+const VERBS: &[&str] = &[
     "",
     "run",
     "check",
@@ -20,8 +20,10 @@ const VERBS: [&str; 20] = [
     "serve",
     "recipes",
     "init",
+    "import",
     "schema",
     "push",
+    "doctor",
     "completions",
     "man",
 ];
@@ -30,7 +32,7 @@ const VERBS: [&str; 20] = [
 fn help_of_each_verb() {
     let w = World::new();
     let mut all = String::new();
-    for verb in VERBS {
+    for verb in VERBS.iter().copied() {
         let args: Vec<&str> = [verb, "--help"].into_iter().filter(|a| !a.is_empty()).collect();
         let r = w.ft(&args);
         assert_eq!(r.code, 0, "{verb}: {}", r.err);
@@ -64,7 +66,7 @@ fn plans_of_shipped_recipes() {
         args.extend(machine.iter().filter(|m| !m.starts_with(own)));
         args.push(set);
         if set == "parallel.zero=3" {
-            args.push("parallel.data=2");
+            args.extend(["parallel.data=2", "--verbose"]);
         }
         let r = w.ft(&args);
         writeln!(all, "===== ft {}\nexit code {}\n{}{}", args.join(" "), r.code, r.out, r.err)

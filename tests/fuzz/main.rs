@@ -31,13 +31,20 @@
 //! | `worker` | the process that runs the commands; limits |
 //! | `judge` | criteria for failure |
 //! | `corpus` | cases as files |
+//! | `meeting` | ranks that meet beside strangers; no files |
+//! | `serve` | requests to `ft serve`, over TCP |
 //! | `coverage/` | targets for `cargo fuzz` |
+
+#![allow(clippy::disallowed_methods, reason = "tests write files of their own")]
 
 mod corpus;
 mod dice;
 mod inputs;
 mod judge;
+mod meeting;
 mod mutate;
+#[cfg(feature = "serve")]
+mod serve;
 mod template;
 mod tokenizer;
 mod worker;
@@ -179,6 +186,14 @@ tests! {
     checkpoint: 37;
     metrics: 75;
     limits: 20;
+}
+
+/// Strangers and damaged bytes at the rendezvous of ranks.
+#[test]
+fn meeting() {
+    let (first, cases) = (number("FT_FUZZ_SEED").unwrap_or(0), number("FT_FUZZ_CASES").unwrap_or(60));
+    let wrong = meeting::run(first, cases);
+    assert!(wrong.is_empty(), "{} of {cases} from {first}:\n{}", wrong.len(), wrong.join("\n"));
 }
 
 /// The program starts under the lowest limits of the input `limits`. Above them, death by a signal is a

@@ -6,6 +6,8 @@
 //! The device is a GPU or an emulator (`.ci/run` uses one if installed). Without a device, the tests print
 //! a note and pass.
 
+#![allow(clippy::disallowed_methods, reason = "tests write files of their own")]
+
 #[path = "../cli/world.rs"]
 #[allow(dead_code)]
 mod world;

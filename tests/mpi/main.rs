@@ -3,6 +3,8 @@
 //!
 //! Requires Open MPI's `mpirun`. Takes about two minutes on two cores.
 
+#![allow(clippy::disallowed_methods, reason = "tests write files of their own")]
+
 #[allow(dead_code)] // shared with the tests of the binary
 #[path = "../cli/split.rs"]
 mod split;

@@ -47,10 +47,21 @@ def main():
         line("completions, stream", len("".join(p.choices[0].text for p in parts)) > 0 and parts[-1].choices[0].finish_reason)
         line("another model", "does not exist" in raises(openai.NotFoundError, lambda: chat(model="gpt-4")))
         line("n = 2", "n: 2" in raises(openai.BadRequestError, lambda: chat(n=2)))
+        scored = client.completions.create(model=MODEL, prompt=["The sky is", "a"], max_tokens=0, echo=True, logprobs=2)
+        lists = [c.logprobs for c in scored.choices]
+        line("echo, a list of prompts", [c.text for c in scored.choices] == ["The sky is", "a"])
+        line("completions, logprobs", all(len(l.tokens) == len(l.token_logprobs) == len(l.text_offset) and l.token_logprobs[0] is None for l in lists))
+        content = chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        line("chat, logprobs", all(len(t.top_logprobs) == 2 and t.logprob == t.top_logprobs[0].logprob <= 0 for t in content))
+        line("top_k", chat(temperature=2, extra_body={"top_k": 1}).choices[0].message.content == text)
+        line("an unknown variable", "reads no" in raises(openai.BadRequestError, lambda: chat(extra_body={"chat_template_kwargs": {"a": 1}})))
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        line("tools", "tools" in raises(openai.BadRequestError, lambda: chat(tools=[tool])))
+        line("JSON", "response_format" in raises(openai.BadRequestError, lambda: chat(response_format={"type": "json_object"})))
         wrong = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
         line("a wrong key", "invalid_api_key" in raises(openai.AuthenticationError, lambda: wrong.models.list()))
         server.send_signal(signal.SIGINT)
-        line("ctrl-c", server.wait(30) == 0)
+        line("ctrl-c", server.wait(30) == 130)
     finally:
         server.kill()
     print(f"{count - failures} of {count} passed")

@@ -2,6 +2,8 @@
 //!
 //! Free of candle; the feature `candle` gives its errors an exit code.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+
 #[cfg(test)]
 extern crate self as ft_base;
 

@@ -43,13 +43,31 @@ pub enum Error {
         /// The I/O error.
         cause: std::io::Error,
     },
-    /// A bad row.
-    #[error("{place}: {problem}")]
+    /// A bad row, and further rows with the same problem.
+    #[error("{}", bad_row(place, problem, more))]
     Row {
         /// File, line, and byte column if known.
         place: Place,
         /// The problem.
         problem: Problem,
+        /// Places of further rows.
+        more: Others,
+    },
+    /// A file with an unusable beginning.
+    #[error("{place}: {message}")]
+    File {
+        /// File and line.
+        place: Place,
+        /// The problem and a remedy.
+        message: String,
+    },
+    /// A source that loses too many rows.
+    #[error("{name}: {message}")]
+    LeftOut {
+        /// The source as written in the recipe.
+        name: String,
+        /// Counts, reasons and a remedy.
+        message: String,
     },
     /// A file or source without usable rows.
     #[error("{file}: {message}")]
@@ -114,6 +132,39 @@ fn at_line(line: usize) -> String {
     if line == 0 { String::new() } else { format!(", line {line}") }
 }
 
+/// Further rows with the same problem.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Others {
+    /// Number of rows.
+    count: usize,
+    /// The first places.
+    places: Vec<Place>,
+}
+
+/// Places of further rows in an error message.
+const PLACES: usize = 4;
+
+/// The message of a bad row: its problem, further rows, and the key that leaves bad rows out.
+fn bad_row(place: &Place, problem: &Problem, more: &Others) -> String {
+    let text = problem.to_string();
+    let (what, hints) =
+        text.split_once('\n').map_or((text.as_str(), None), |(what, hints)| (what, Some(hints)));
+    let mut out = format!("{place}: {what}");
+    if more.count > 0 {
+        let rows = if more.count == 1 { "1 more row".into() } else { format!("{} more rows", more.count) };
+        let places: Vec<String> = more.places.iter().map(Place::to_string).collect();
+        let and = if more.count > places.len() { ", ..." } else { "" };
+        out += &format!("\n  and {rows} like it: {}{and}", places.join(", "));
+    }
+    if let Some(hints) = hints {
+        out += &format!("\n{hints}");
+    }
+    if matches!(problem, Problem::Bad(_) | Problem::EmptyMask(_)) {
+        out += "\n  hint: data.on_bad_row = \"skip\" leaves such rows out, and counts them";
+    }
+    out
+}
+
 /// Reason for dropping a row.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
@@ -151,6 +202,14 @@ pub enum Problem {
     },
 }
 
+impl Problem {
+    /// Whether two problems differ in numbers at most.
+    fn is_like(&self, other: &Self) -> bool {
+        let words = |p: &Self| p.to_string().replace(|c: char| c.is_ascii_digit(), "");
+        std::mem::discriminant(self) == std::mem::discriminant(other) && words(self) == words(other)
+    }
+}
+
 /// Problems of rows and sources: collected up to a limit, or the first one stops.
 #[derive(Debug, Default)]
 pub(crate) struct Problems {
@@ -163,17 +222,26 @@ pub(crate) struct Problems {
 }
 
 impl Problems {
+    /// Adds a problem; rows with the same problem become one.
     pub fn add(&mut self, problem: Error) {
+        if let Error::Row { place, problem: new, .. } = &problem {
+            let like = self.first.iter_mut().find_map(|e| match e {
+                Error::Row { problem, more, .. } if problem.is_like(new) => Some(more),
+                _ => None,
+            });
+            if let Some(more) = like {
+                more.count += 1;
+                if more.places.len() < PLACES {
+                    more.places.push(place.clone());
+                }
+                return;
+            }
+        }
         if self.first.len() < self.limit.unwrap_or(0) {
             self.first.push(problem);
         } else {
             self.more += 1;
         }
-    }
-
-    pub fn extend(&mut self, later: Problems) {
-        later.first.into_iter().for_each(|p| self.add(p));
-        self.more += later.more;
     }
 
     pub fn is_empty(&self) -> bool {
@@ -191,6 +259,8 @@ impl Failure for Error {
             | Error::NoDataset { .. }
             | Error::Read { .. }
             | Error::Row { .. }
+            | Error::File { .. }
+            | Error::LeftOut { .. }
             | Error::Empty { .. }
             | Error::TooLong(_) => ExitCode::Data,
             Error::Tokenizer { .. }

@@ -16,6 +16,7 @@
 //! is counted by reason (`data.on_bad_row`) and `ft data` prints the counts. Text lost or changed in a
 //! usable row is also counted and reported ([`Notes`]).
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
 #![forbid(unsafe_code)]
 
 mod error;
@@ -38,7 +39,7 @@ pub use error::{Error, Problem};
 pub use keep::record::Item;
 pub use keep::samples::{Reader, Samples};
 pub use keep::stats::{Counts, Drops, Lengths, Stats};
-pub use read::detect::{detect_format, suggest_fields};
+pub use read::detect::{Shape, detect};
 pub use read::files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use rows::batches::Batches;
 pub use rows::dataset::{Checked, Dataset, cached_rows};
@@ -46,7 +47,7 @@ pub use rows::micro::{Micro, PROBE_TOKENS, Size};
 pub use rows::packed::{Rows, RowsReader};
 pub use rows::score::{Scores, question, rouge_l};
 pub use rows::show;
-pub use shape::example::{Example, IGNORE_INDEX};
+pub use shape::example::{Content, Example, IGNORE_INDEX};
 pub use shape::notes::Notes;
 pub use tokenize::added::Added;
 pub use tokenize::model_files::template_of;

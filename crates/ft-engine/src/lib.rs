@@ -1,5 +1,6 @@
 //! Engine of `ft`: models, their weights, adapters, and the passes over them.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
 #![forbid(unsafe_code)]
 
 pub mod adapters;

@@ -14,6 +14,8 @@
 //! All `unsafe` code is in this module, apart from system calls in `store` and the counting allocator of
 //! `log`.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+
 mod adapters;
 mod arithmetic;
 pub mod attention;

@@ -19,6 +19,8 @@
 //! `forward` and `backward` on ghosts ([`ft_kernels::tensor`]). Tests compare plans with real runs: on
 //! the CPU the measured peak is within 1% of the plan.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+
 mod error;
 mod host;
 mod inference;
@@ -37,7 +39,7 @@ mod tests;
 
 pub use error::Error;
 pub use ft_kernels::Machine;
-pub use host::{Capacity, HostPlan, beside_device, budget};
+pub use host::{Capacity, HostPlan, beside_device, budget, card, card_names};
 pub use inference::{InferenceMemory, InferenceModel, Server};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};
 pub use model::{machine, source, stored};

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::memory::Settings;
-use crate::plan::{hints, select};
+use crate::plan::select;
 use crate::search::Prepared;
 use ft_engine::adapters::Selection;
 use ft_engine::model::layer::Level;
@@ -20,6 +20,9 @@ const PLENTY: Capacity<'static> = Capacity {
     volume: &|_| Some(host::Volume { id: 1, free: 1 << 50 }),
     replaced: &|_| 0,
 };
+
+/// A machine of which nothing is known.
+const UNKNOWN: Capacity<'static> = Capacity { host: None, shared: None, volume: &|_| None, replaced: &|_| 0 };
 
 const BASE: &str = "[model]\nsource = \"SOURCE\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
 
@@ -113,7 +116,10 @@ impl Sweep {
 
     fn at(&self, budget: Option<u64>) -> Plan {
         let workloads = Workloads::new(Workload::of_recipe);
-        Plan::new(&self.inputs(&workloads, budget)).unwrap_or_else(|e| panic!("{e}"))
+        let inputs = self.inputs(&workloads, budget);
+        let mut plan = Plan::new(&inputs).unwrap_or_else(|e| panic!("{e}"));
+        plan.advise(&inputs, &PLENTY);
+        plan
     }
 }
 
@@ -239,7 +245,7 @@ fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
         let (p, stay) = (with.at(budget), without.at(budget));
         assert!(p.fits() && p.work.total() <= 1.01 * last, "{step}");
         last = p.work.total();
-        let (text, choice) = (p.text(1, None, &[]), p.choices_json()["inputs"].clone());
+        let (text, choice) = (p.details(1, None), p.choices_json()["inputs"].clone());
         assert!(choice["reason"].as_str().is_some_and(|r| !r.is_empty()), "{choice}");
         if p.execution.inputs.on_host {
             moved += 1;
@@ -324,7 +330,7 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
     assert!(frozen(None)? < frozen(large)?);
     // every choice has a reason
     let p = at(&[nf4, "run.micro_rows=auto"], Some(3 << 30), false)?;
-    let (json, text) = (p.json(1, None), p.text(1, None, &[]));
+    let (json, text) = (p.json(1, None), p.details(1, None));
     for key in ["micro_rows", "recompute", "dequantize", "head_rows"] {
         let c = &json["choices"][key];
         let reason = c["reason"].as_str().unwrap_or_default();
@@ -346,7 +352,7 @@ fn some_of_a_gpu_is_kept_back() -> anyhow::Result<()> {
         let Some((wanted, left)) = p.kept_back() else { anyhow::bail!("no budget") };
         assert_eq!((wanted, left), (budget / 25, budget - p.total()));
         assert!(p.fits_device() && (left >= wanted || p.total() == least.total()), "{budget}: {left}");
-        assert_eq!(p.text(1, None, &[]).contains("less than the"), left < wanted);
+        assert_eq!(p.details(1, None).contains("less than the"), left < wanted);
         chosen += usize::from(p.execution.recompute.all < least.walked);
     }
     assert!(chosen > 10, "{chosen}");
@@ -374,7 +380,7 @@ fn cuda_takes_host_memory() -> anyhow::Result<()> {
         let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &[], cuda)?;
         let libraries = p.space.host.iter().find(|(k, _)| *k == "cuda_libraries").map(|(_, b)| *b);
         assert_eq!(libraries.is_some_and(|b| b > 1 << 30), cuda);
-        assert_eq!(p.text(1, None, &[]).contains("pytorch issue"), cuda);
+        assert_eq!(p.details(1, None).contains("pytorch issue"), cuda);
     }
     Ok(())
 }
@@ -393,7 +399,7 @@ fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
         assert_eq!(reserve > 0, some, "{source}: {reserve}");
         // experts / top-k times one expert's rows are a small part of the total
         assert!(p.engine() + reserve < p.total() && reserve < p.total() / 10, "{source}: {reserve}");
-        let said = p.text(1, None, &[]);
+        let said = p.details(1, None);
         assert!(said.contains("\nrouting  "), "{said}");
         assert_eq!(said.contains("(the routing reserve)"), some, "{said}");
     }
@@ -402,23 +408,48 @@ fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Every hint fits when applied.
+/// Every change of a hint fits, with the planned bytes, when it is made.
 #[test]
 fn hints_do_what_they_say() -> anyhow::Result<()> {
-    let base = ["run.device=cpu", "memory.budget=7GiB", "run.micro_rows=4"];
-    let p = plan("Qwen/Qwen3-0.6B", &full(), &base, false)?;
-    assert!(!p.fits());
-    let changes: Vec<_> = p.hints.iter().filter(|h| !h.set.is_empty()).collect();
-    assert!(!changes.is_empty(), "{:?}", p.hints);
-    for h in changes {
-        let mut set = base.to_vec();
-        set.extend(h.set.iter().map(String::as_str));
-        if h.set.iter().any(|s| s.ends_with("method=lora")) {
-            // a rule with norms cannot become LoRA unchanged, as the hint says
-            continue;
+    let full = full();
+    for (source, rules, base, cuda) in [
+        ("Qwen/Qwen3-0.6B", &full, &["run.device=cpu", "memory.budget=7GiB", "run.micro_rows=4"][..], false),
+        ("Qwen/Qwen3-8B", &rule(LORA, ""), &["memory.budget=14GiB", "memory.recompute=none"], true),
+        ("Qwen/Qwen3-8B", &full, &["memory.budget=40GiB"], true),
+    ] {
+        let p = plan(source, rules, base, cuda)?;
+        assert!(!p.fits());
+        let changes: Vec<_> = p.hints.iter().filter(|h| !h.set.is_empty()).collect();
+        assert!(!changes.is_empty(), "{:?}", p.hints);
+        for h in changes {
+            let set: Vec<&str> = h.set.iter().map(String::as_str).collect();
+            let then = plan(source, rules, &[base, &set].concat(), cuda)?;
+            assert!(then.fits() && then.total() == h.total, "{}: {}", h.text, then.total());
         }
-        let then = plan("Qwen/Qwen3-0.6B", &full(), &set, false)?;
-        assert!(then.fits() && then.total() == h.total, "{}: {}", h.text, then.total());
+    }
+    Ok(())
+}
+
+/// One card with a change, or another recipe, comes before more cards.
+#[test]
+fn hints_name_one_card_before_many() -> anyhow::Result<()> {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes"));
+    for (name, budget, says) in [
+        ("qwen3-8b-qlora", "6GB", "memory.offload = [\"params\"]: 5."),
+        ("mixtral-8x7b-qlora-experts", "24GB", "memory.offload = [\"params\"]: 18."),
+        ("qwen3-8b-full", "48GB", "the recipe qwen3-8b-48gb-full: 4"),
+    ] {
+        let set = ["run.device=cuda".into(), format!("memory.budget={budget}")];
+        let recipe = Recipe::load_for_plan(&root.join(format!("{name}.toml")), &set)?;
+        let (p, _) = of_recipe_in(&recipe, true, &UNKNOWN)?;
+        let hints: Vec<&str> = p.hints.iter().map(|h| h.text.as_str()).collect();
+        let (Some(at), more) = (
+            hints.iter().position(|h| h.starts_with(says)),
+            hints.iter().position(|h| h.starts_with("parallel.")),
+        ) else {
+            anyhow::bail!("{name} at {budget}: {hints:#?}");
+        };
+        assert!(more.is_none_or(|more| at < more), "{hints:#?}");
     }
     Ok(())
 }

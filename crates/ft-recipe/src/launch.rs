@@ -31,6 +31,8 @@ pub struct Launch {
     pub meeting: Meeting,
 }
 
+/// Rendezvous host of ranks on one machine.
+const LOOPBACK: &str = "127.0.0.1";
 /// Default rendezvous ports of Slurm jobs: (first port, count). The job and step numbers select one.
 const PORTS: (u64, u64) = (20_000, 10_000);
 
@@ -41,14 +43,7 @@ impl Launch {
 
     /// Number of processes on this machine, if the launcher sets it.
     pub fn of_machine() -> Option<usize> {
-        let names = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
-        let by_name = names.iter().find_map(|k| var(k).ok()?.trim().parse().ok());
-        // "8" or "8(x2)"; the first number is for the first machine.
-        let slurm = || {
-            let said = var("SLURM_STEP_TASKS_PER_NODE").or_else(|_| var("SLURM_TASKS_PER_NODE")).ok()?;
-            said.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
-        };
-        by_name.or_else(slurm)
+        Environment(&|key| var(key).ok()).of_machine()
     }
 
     /// The launch of this process, or `None` for a single process. Also `None` if [`Launch::check`] fails.
@@ -70,7 +65,13 @@ impl Launch {
 
     fn detect(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Result<Option<Self>, String> {
         let env = Environment(said);
-        let launch = |ranks: Ranks, meeting| Ok(Some(ranks.meeting(meeting)));
+        // If all ranks are on this machine, none but this machine can reach them.
+        let launch = |ranks: Ranks, meeting| match meeting {
+            Meeting::At(_, port) if env.of_machine() == Some(ranks.world) => {
+                Ok(Some(ranks.meeting(Meeting::At(LOOPBACK.into(), port))))
+            }
+            meeting => Ok(Some(ranks.meeting(meeting))),
+        };
         let by_rank = env.ranks("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
         if let (Some(ranks), Some(meeting)) = (by_rank, env.torchrun()) {
             return launch(ranks, meeting);
@@ -129,6 +130,16 @@ struct Environment<'a>(&'a dyn Fn(&str) -> Option<String>);
 impl Environment<'_> {
     fn number(&self, key: &str) -> Option<usize> {
         self.0(key)?.trim().parse().ok()
+    }
+
+    fn of_machine(&self) -> Option<usize> {
+        let names = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
+        // "8" or "8(x2)"; the first number is for the first machine.
+        let slurm = || {
+            let said = self.0("SLURM_STEP_TASKS_PER_NODE").or_else(|| self.0("SLURM_TASKS_PER_NODE"))?;
+            said.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+        };
+        names.iter().find_map(|k| self.number(k)).or_else(slurm)
     }
 
     fn port(&self) -> Option<u16> {
@@ -249,6 +260,9 @@ mod tests {
     fn launchers_are_understood() {
         let torch = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=h MASTER_PORT=29500";
         assert_eq!(of(torch, false), at(3, 4, Some(1), "h", 29_500));
+        let local = |here| of(&format!("{torch} LOCAL_WORLD_SIZE={here}"), false);
+        assert_eq!(local(4), at(3, 4, Some(1), "127.0.0.1", 29_500));
+        assert_eq!(local(2), at(3, 4, Some(1), "h", 29_500));
         let agent = format!(
             "{torch} TORCHELASTIC_USE_AGENT_STORE=True OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4"
         );
@@ -273,6 +287,10 @@ mod tests {
         assert_eq!(of(slurm, false), None);
         let step = format!("{slurm} SLURM_STEP_NODELIST=n[07-09],m1");
         assert_eq!(of(&step, false), at(2, 4, Some(0), "n07", 20_004));
+        let here = format!("{step} SLURM_STEP_TASKS_PER_NODE=4");
+        assert_eq!(of(&here, false), at(2, 4, Some(0), "127.0.0.1", 20_004));
+        let both = format!("{step} SLURM_STEP_TASKS_PER_NODE=2(x2)");
+        assert_eq!(of(&both, false), at(2, 4, Some(0), "n07", 20_004));
         let launched = format!("{slurm} SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 MASTER_PORT=7");
         assert_eq!(of(&launched, false), at(2, 4, Some(0), "10.0.0.1", 7));
     }

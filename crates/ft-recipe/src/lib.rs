@@ -10,13 +10,16 @@
 //! cross   checks across keys
 //! output  resolved recipe; JSON schema; reference page
 //! load    files, texts and built-in recipes -> `Recipe`
+//! import  configurations of other toolkits -> recipes
 //! launch  multi-process launch, from environment variables
 //! ```
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
 #![forbid(unsafe_code)]
 
 mod check;
 mod cross;
+mod import;
 pub mod keys;
 mod launch;
 mod load;
@@ -26,7 +29,9 @@ mod syntax;
 #[cfg(test)]
 mod tests;
 
-pub use check::{module_regex, nearest};
+pub use check::{Foreign, module_regex, nearest};
+pub use cross::Facts;
+pub use import::{Around, Fate, Imported, Line, import};
 pub use keys::INDEX as MAX_RANK;
 pub use keys::*;
 pub use launch::{Launch, Meeting};

@@ -205,6 +205,64 @@ fn bad_overrides() {
     insta::assert_snapshot!(all);
 }
 
+/// Values that TOML takes for something else, and short forms.
+#[test]
+fn the_command_line_means_what_it_says() {
+    assert_eq!(ok(&["name=7"]).name, "7");
+    assert_eq!(ok(&["name=2026-11-23"]).name, "2026-11-23");
+    assert_eq!(ok(&["model.revision=1e5"]).model.revision, "1e5");
+    let r = ok(&["data.train=my.jsonl", "data.eval='your.csv'"]);
+    assert_eq!((r.data.train.len(), r.data.train[0].source.as_str()), (1, "my.jsonl"));
+    assert_eq!((r.data.train[0].format, r.data.eval[0].source.as_str()), (None, "your.csv"));
+    for (set, hint) in [
+        ("run.device=cuda:1", "CUDA_VISIBLE_DEVICES=1 ft run .."),
+        ("memory.budget=48G", "\"48GiB\" (binary), or \"48GB\""),
+    ] {
+        assert!(message(&[set]).contains(hint), "{}", message(&[set]));
+    }
+}
+
+/// Keys that depend on machine, launch or model are told, once those are known.
+#[test]
+fn keys_without_effect_are_told() {
+    let told = |set: &str, facts: Facts| {
+        let r = ok(&[set]);
+        r.idle(facts).iter().any(|w| w.starts_with("command line: ") && w.contains(" does nothing"))
+    };
+    let cpu = Facts {
+        cuda: Some(false),
+        in_f32: Some(true),
+        four_bit: Some(false),
+        is_folder: Some(true),
+        resolved: true,
+    };
+    let gpu =
+        Facts { cuda: Some(true), in_f32: Some(false), four_bit: Some(true), is_folder: Some(false), ..cpu };
+    for (set, on_gpu) in [
+        ("model.revision=v2", false),
+        ("memory.dequantize=per_layer", false),
+        ("memory.pin=false", false),
+        ("memory.offload=['params']", false),
+        ("parallel.zero=2", true),
+        ("parallel.timeout=9", true),
+        ("optimizer.decay=all", true),
+        ("run.eval_at_start=true", true),
+        ("generate.max_new_tokens=9", true),
+        ("data.train.0.revision=v2", true),
+    ] {
+        assert!(told(set, cpu) && told(set, gpu) == on_gpu, "{set}");
+        // nothing is said of what is not known
+        assert!(on_gpu || !told(set, Facts::default()), "{set}");
+    }
+    for used in ["optimizer.weight_decay=0.1", "parallel.zero=0", "run.steps=3", "memory.pin=true"] {
+        assert!(ok(&[used]).idle(cpu).is_empty(), "{used}");
+    }
+    let r = ok(&["memory.offload=['activations']", "memory.recompute=none"]);
+    assert!(r.idle(gpu)[0].contains("\"activations\" does nothing with memory.recompute"));
+    let r = ok(&["train.0.method=full", "optimizer.master=f32"]);
+    assert_eq!((r.idle(cpu).len(), r.idle(gpu).len()), (1, 0));
+}
+
 #[test]
 fn plans_see_what_runs_refuse() {
     let folder = tempfile::tempdir().unwrap();
@@ -367,7 +425,24 @@ fn every_part_knows_the_same_keys() {
     let mut writer = written(&[]);
     writer.extend(written(&["run.steps=1", "optimizer.warmup_ratio=0.1"]));
     writer.extend(written(&["optimizer.name=galore", "train.0.method=full"]));
+    writer.extend(written(&[
+        "generate.samples=5",
+        "run.eval_every=1",
+        "model.dtype=f16",
+        "model.quantize=nf4",
+    ]));
+    writer.extend(written(&["log.mlflow='http://h'"]));
+    writer.extend(written(&[
+        "serve.devices=['cpu']",
+        "data.train.0.format=alpaca",
+        "data.eval.0.format=alpaca",
+    ]));
     writer.extend(written(&["train.0.modules=['new_tokens']", "train.0.tokens=[1]"]));
+    for task in ["dpo", "simpo", "cpo", "kto"] {
+        let format = if task == "kto" { "unpaired" } else { "preference" };
+        let formats = ["train", "eval"].map(|part| format!("data.{part}.0.format={format}"));
+        writer.extend(written(&[&format!("task={task}"), &formats[0], &formats[1]]));
+    }
     assert_eq!(writer, table);
 
     let mut in_schema = BTreeSet::new();

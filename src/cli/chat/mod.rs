@@ -10,7 +10,7 @@ use ft_base::terminal::{print, tell, warn};
 use ft_data::{PromptConfig, PromptFormat};
 use ft_engine::walk::generate::{self, Reader};
 use lines::Lines;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::io;
 use std::slice;
 
@@ -161,7 +161,7 @@ impl Chat<'_> {
     fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
         let ids = if self.prompt.form == PromptFormat::Chat {
-            self.prompt.conversation(self.messages.clone())?
+            self.prompt.conversation(self.messages.clone(), Map::new())?
         } else {
             self.prompt.single(self.system, prompt)?
         };

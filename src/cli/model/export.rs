@@ -6,6 +6,7 @@ use crate::cli::console::print;
 use crate::infer::base::{base_of, open_adapter, quantized};
 use crate::infer::{Source, usage};
 use crate::train::{self, compare, logits_apart};
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::{tell, warn};
 use ft_data::PromptConfig;
@@ -34,7 +35,7 @@ pub struct Args {
     /// a whole model
     adapter: String,
     /// peft-fused: PEFT 0.19 and later with transformers 5; vllm; gguf: llama.cpp
-    #[arg(long, value_parser = ["peft-fused", "vllm", "gguf"])]
+    #[arg(long, value_parser = targets())]
     to: String,
     /// Where the export goes: a folder that is new or empty
     #[arg(long, value_name = "DIR")]
@@ -53,12 +54,24 @@ pub struct Args {
     pre: Option<String>,
 }
 
+/// Values of `--to`. `peft` is answered by [`run`]: a similar value would be suggested for it otherwise.
+fn targets() -> PossibleValuesParser {
+    let shown = ["peft-fused", "vllm", "gguf"].map(PossibleValue::new);
+    PossibleValuesParser::new(shown.into_iter().chain([PossibleValue::new("peft").hide(true)]))
+}
+
 /// Writes the export, reads it back, compares logits, renames it into place, and prints the folder.
 ///
 /// # Errors
 /// A missing or mismatched base or adapter; features the target does not support; a
 /// nonempty folder; an export with different logits.
 pub fn run(args: &Args) -> ft_base::Result<()> {
+    if args.to == "peft" {
+        return Err(usage(
+            "--to peft: an adapter is in PEFT's layout as it is: nothing to export\n  \
+            hint: PEFT loads the folder; --to peft-fused is for experts in transformers 5",
+        ));
+    }
     if args.to == "gguf" {
         if args.quantize.is_some() {
             return Err(usage("--quantize: the file is not compared with a base"));

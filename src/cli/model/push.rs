@@ -2,7 +2,7 @@
 
 use crate::cli::console::print;
 use crate::infer::{Source, usage};
-use crate::report::{CARD, card, is_hub_id, is_untouched};
+use crate::report::{CARD, card, is_hub_id, is_untouched, text_of};
 use crate::train::output::{is_of_adapter, is_of_model};
 use ft_base::store;
 use ft_base::terminal::{tell, warn};
@@ -42,9 +42,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let run = source.run.as_deref();
     let (mut files, left) = files(dir)?;
     // a generated card does not know the repository: regenerate it
-    let own = store::read_plain_text(&dir.join(CARD), store::LARGEST).is_ok_and(|text| !is_untouched(&text));
+    let own = text_of(dir, CARD).filter(|text| !is_untouched(text));
     let mut texts = Vec::new();
-    if !own {
+    if own.is_none() {
         files.retain(|(name, _)| name != CARD);
         texts.push((CARD.to_string(), card(dir, run, &args.repository)?));
     }
@@ -57,12 +57,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
             let bytes = path.metadata().map_or(0, |m| m.len());
             tell(&format!("{name}: {bytes} bytes"));
         }
-        let card = match texts.first() {
-            Some((_, text)) => text.clone(),
-            None => store::read_plain_text(&dir.join(CARD), store::LARGEST)
-                .map_err(|e| store::Error::read(&dir.join(CARD), e))?,
-        };
-        return print(&card);
+        let made = texts.first().map(|(_, text)| text.clone());
+        return print(&own.or(made).unwrap_or_default());
     }
     let message =
         args.message.clone().unwrap_or_else(|| format!("Upload with ft {}", env!("CARGO_PKG_VERSION")));
@@ -106,8 +102,8 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
             || name == CARD
             || name.ends_with(".gguf")
             || name.starts_with("LICENSE");
-        // a symlink could point to a private file
-        if entry.file_type().map_err(fail)?.is_file() && ours {
+        // A link could point to a private file.
+        if ours && store::open_inside(dir, &name).is_ok() {
             go.push((name, entry.path()));
         } else {
             left.push(name);
@@ -120,8 +116,7 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
 
 /// Warns if an adapter names a local folder as base.
 fn warn_of_local_base(dir: &Path) {
-    let path = dir.join("adapter_config.json");
-    let Ok(bytes) = store::read_plain(&path, store::LARGEST) else { return };
+    let Ok(bytes) = store::read_inside(dir, "adapter_config.json", store::LARGEST) else { return };
     let config: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
     if let Some(base) = config["base_model_name_or_path"].as_str().filter(|b| !is_hub_id(b)) {
         warn(&format!(

@@ -2,9 +2,8 @@
 
 use super::summary::Found;
 use crate::cli::args::RecipeArgs;
-use crate::cli::console::print;
-use crate::train::{job, rows, server, sources};
-use candle_core::Device;
+use crate::cli::console::print_wrapped;
+use crate::train::{job, log, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -13,12 +12,10 @@ use ft_data::{Dataset, Tokenizer};
 use ft_engine::adapters::{Adapter, initial};
 use ft_engine::load::Base;
 use ft_engine::params::build::check_full;
-use ft_plan::source;
-use ft_recipe::{Part, Quantize, Recipe, Source, Weights};
+use ft_kernels::cuda;
+use ft_plan::{resolve, source};
+use ft_recipe::{Device, Part, Quantize, Recipe, Source, Weights};
 use std::collections::HashSet;
-
-/// Most data problems shown.
-const MAX_PROBLEMS: usize = 20;
 
 /// Arguments of `ft check`.
 #[derive(Debug, clap::Args)]
@@ -31,32 +28,39 @@ pub struct Args {
 pub fn run(args: &Args) -> Vec<Error> {
     let mut recipe = match args.recipe.load() {
         Ok(recipe) => recipe,
-        Err(e) => return vec![e.into()],
+        Err(e) => return vec![e],
     };
-    let unsettled = sources::resolve(&Settings::from_env(), &mut recipe, true);
+    let (mut errors, (found, unchecked)) = all(&mut recipe, Settings::from_env());
+    for what in unchecked.iter().filter(|_| !errors.is_empty()) {
+        warn(&format!("not checked: {what}"));
+    }
+    if errors.is_empty()
+        && let Err(e) = print_wrapped(&found.summary(&recipe, &unchecked))
+    {
+        errors.push(e);
+    }
+    errors
+}
+
+/// Runs all checks: the problems; the findings, and what could not be checked.
+pub(super) fn all(recipe: &mut Recipe, settings: Settings) -> (Vec<Error>, (Found, Vec<String>)) {
+    let unsettled = sources::resolve(&settings, recipe, true);
     let rows = unsettled.is_empty();
-    let mut check = Check { recipe: &recipe, rows, errors: Vec::new(), unchecked: Vec::new() };
+    let mut check = Check { recipe, settings, rows, errors: Vec::new(), unchecked: Vec::new() };
     for e in unsettled {
         check.reach::<()>("the rows", Err(e));
     }
     let found = check.all();
-    for what in check.unchecked.iter().filter(|_| !check.errors.is_empty()) {
-        warn(&format!("not checked: {what}"));
-    }
-    if check.errors.is_empty()
-        && let Err(e) = print(&found.summary(&recipe, &check.unchecked))
-    {
-        check.errors.push(e);
-    }
     // training and evaluation data may report the same problem
     let mut seen = HashSet::new();
     check.errors.retain(|e| seen.insert(e.to_string()));
-    check.errors
+    (check.errors, (found, check.unchecked))
 }
 
 /// State of a check.
 struct Check<'a> {
     recipe: &'a Recipe,
+    settings: Settings,
     /// Whether all data sources were resolved.
     rows: bool,
     errors: Vec<Error>,
@@ -84,15 +88,16 @@ impl Check<'_> {
 
     fn all(&mut self) -> Found {
         let recipe = self.recipe;
-        let settings = Settings::from_env();
-        let device = self.machine();
-        let compute = device.map(|d| (d.clone(), job::dtype(recipe.model.dtype, &d)));
+        let settings = self.settings.clone();
+        let compute = self.machine().map(|cuda| (cuda, resolve::dtype(recipe.model.dtype, cuda)));
         let mut found = Found { compute, ..Found::default() };
         let adapter_outcome = job::adapter(&settings, recipe, true);
         let adapter = self.reach("the adapter", adapter_outcome).flatten();
         let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
 
         self.model(&settings, &mut found);
+        let facts = job::facts(recipe, compute, found.config.as_ref(), self.rows);
+        recipe.idle(facts).iter().for_each(|w| warn(w));
         let Some(config) = &found.config else {
             self.unchecked.push("what trains, tokenizer and rows, which need the model's config".into());
             self.sources();
@@ -108,7 +113,7 @@ impl Check<'_> {
             self.keep(selection.look_up(config, tokenizer.as_ref()));
         }
         if let Some(tokenizer) = &tokenizer {
-            self.keep(job::sample(recipe, tokenizer.as_ref()));
+            self.keep(job::samples(recipe, tokenizer.as_ref()));
         }
         match &tokenizer {
             Some(tokenizer) if self.rows => self.data(&mut found, tokenizer.as_ref()),
@@ -118,20 +123,28 @@ impl Check<'_> {
         found
     }
 
-    /// Checks devices and the output folder.
-    fn machine(&mut self) -> Option<Device> {
+    /// Checks devices and the output folder; whether the run is on CUDA.
+    fn machine(&mut self) -> Option<bool> {
         let recipe = self.recipe;
-        let device = self.keep(job::device(recipe.run.device));
-        if let Some(device) = &device {
-            let program = std::env::current_exe().ok();
-            self.keep(server::check(recipe, device.is_cuda(), program.as_deref()));
-        }
+        let cuda = if recipe.run.device == Device::Cuda && cuda::count() == 0 {
+            let how = "memory and libraries of the CUDA device: none is here, and ft run needs one";
+            self.unchecked.push(how.into());
+            Some(true)
+        } else {
+            let device = self.keep(job::device(recipe.run.device)).map(|d| d.is_cuda());
+            if let Some(cuda) = device {
+                let program = std::env::current_exe().ok();
+                self.keep(server::check(recipe, cuda, program.as_deref()));
+            }
+            device
+        };
+        self.keep(log::check(recipe));
         let output = &recipe.run.output;
         if output.exists() && !output.is_dir() {
             let why = std::io::ErrorKind::NotADirectory.into();
             self.errors.push(store::Error::write("create", output, None, why).into());
         }
-        device
+        cuda
     }
 
     /// Finds the model and its config.
@@ -171,34 +184,32 @@ impl Check<'_> {
     fn data(&mut self, found: &mut Found, tokenizer: Option<&Tokenizer>) {
         let Some(config) = &found.config else { return };
         let (recipe, vocab) = (self.recipe, config.vocab);
+        let mut data = recipe.data.clone();
+        sources::settle_forms(&mut data, tokenizer.is_some_and(Tokenizer::has_template), true);
         let resolve = |s: &str| recipe.resolve(s);
-        let mut trained_on = None;
-        for part in [Part::Train, Part::Eval] {
-            let train = part == Part::Train;
-            if recipe.data.sources(part).is_empty() {
-                continue;
-            }
-            let checked =
-                Dataset::check(part, &recipe.data, &resolve, tokenizer, vocab, recipe.run.seed, MAX_PROBLEMS);
-            let bad = !checked.problems.is_empty();
-            self.errors.extend(checked.problems.into_iter().map(Error::from));
-            if checked.more > 0 {
-                warn(&format!("{} more problems in the data are not shown", checked.more));
-            }
-            let Some(dataset) = checked.dataset else { continue };
-            self.keep(rows::tell_data(part.key(&recipe.data), &dataset, config));
-            if train && !bad {
-                rows::tell_few(recipe, &dataset);
-                found.steps = self.keep(rows::batches(recipe, &dataset)).map(|b| b.steps());
-            }
-            if let Some(train) = &trained_on {
-                self.keep(rows::tell_shared(train, &dataset));
-            }
-            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
-            if train {
-                trained_on = Some(dataset);
+        let seed = recipe.run.seed;
+        let checked = Dataset::check(&data, &resolve, tokenizer, vocab, seed, rows::MAX_PROBLEMS);
+        let bad = !checked.problems.is_empty();
+        self.errors.extend(checked.problems.into_iter().map(Error::from));
+        if checked.more > 0 {
+            warn(&format!("{} more problems in the data are not shown", checked.more));
+        }
+        if let Some(train) = &checked.train {
+            self.keep(rows::tell_data(Part::Train.key(&data), train, config));
+            if !bad {
+                rows::tell_few(recipe, train);
+                found.steps = self.keep(rows::batches(recipe, train)).map(|b| b.steps());
             }
         }
+        // held-out samples are part of the training data: told already
+        if let Some(eval) = checked.eval.as_ref().filter(|_| data.eval_share == 0.0) {
+            self.keep(rows::tell_data(Part::Eval.key(&data), eval, config));
+        }
+        if let (Some(train), Some(eval)) = (&checked.train, &checked.eval) {
+            self.keep(rows::tell_shared(train, eval));
+        }
+        found.train = checked.train.map(|d| d.stats);
+        found.eval = checked.eval.map(|d| d.stats);
     }
 
     /// Checks names and shapes of the weights' tensors, if they are on this machine.

@@ -4,9 +4,10 @@ use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::infer::usage;
 use crate::train::{job, rows, sources};
-use ft_base::terminal::color_on_stdout;
+use ft_base::error::Error;
+use ft_base::terminal::{color_on_stdout, warn};
 use ft_data::hub::{Settings, Want};
-use ft_data::{Dataset, Lengths};
+use ft_data::{Checked, Dataset, Lengths, Tokenizer};
 use ft_recipe::{Part, Recipe};
 use serde_json::json;
 use std::io::{self, Write};
@@ -27,11 +28,17 @@ pub struct Args {
     json: bool,
 }
 
-/// Reads the data as a run does, and prints it. Needs only config and tokenizer of the model.
-///
-/// # Errors
-/// Any data error a run would report before loading weights.
-pub fn run(args: &Args) -> ft_base::Result<()> {
+/// Reads the data as a run does, and prints it. Needs only config and tokenizer of the model. Returns the
+/// problems in order: bad rows are listed after the others.
+pub fn run(args: &Args) -> Vec<Error> {
+    let mut problems = Vec::new();
+    if let Err(e) = show(args, &mut problems) {
+        problems.push(e);
+    }
+    problems
+}
+
+fn show(args: &Args, problems: &mut Vec<Error>) -> ft_base::Result<()> {
     let mut recipe = args.recipe.load()?;
     let settings = Settings::from_env();
     if let Some(e) = sources::resolve(&settings, &mut recipe, true).into_iter().next() {
@@ -40,19 +47,26 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let model = job::model(&settings, &recipe, Want::Tokenizer, true)?;
     let config = job::config(&model.dir, &recipe.model.overrides)?;
     let tokenizer = job::tokenizer(&recipe, &model.dir, None)?;
+    let template = tokenizer.as_ref().is_some_and(Tokenizer::has_template);
+    sources::settle_forms(&mut recipe.data, template, true);
     let (seed, vocab, t) = (recipe.run.seed, config.vocab, tokenizer.as_ref());
     let resolve = |s: &str| recipe.resolve(s);
     if args.eval && !recipe.data.evaluates() {
         return Err(usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
     }
     let part = if args.eval { Part::Eval } else { Part::Train };
-    let (train, eval) = Dataset::load_both(&recipe.data, &resolve, t, vocab, seed)?;
-    let shared = eval.as_ref().map(|eval| rows::tell_shared(&train, eval)).transpose()?;
-    let dataset = match eval {
-        Some(eval) if args.eval => eval,
-        _ => train,
+    let Checked { problems: found, more, train, eval } =
+        Dataset::check(&recipe.data, &resolve, t, vocab, seed, rows::MAX_PROBLEMS);
+    problems.extend(found.into_iter().map(Error::from));
+    if more > 0 {
+        warn(&format!("{more} more problems in the data are not shown"));
+    }
+    let shared = match (&train, &eval) {
+        (Some(train), Some(eval)) => Some(rows::tell_shared(train, eval)?),
+        _ => None,
     };
-    if part == Part::Train {
+    let Some(dataset) = (if args.eval { eval } else { train }) else { return Ok(()) };
+    if part == Part::Train && problems.is_empty() {
         rows::batches(&recipe, &dataset)?;
     }
     rows::tell_data(part.key(&recipe.data), &dataset, &config)?;
@@ -78,10 +92,7 @@ fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json
         .collect();
     json!({
         "rows_read": s.rows_read, "samples": s.examples, "truncated": s.truncated,
-        "left_out": {
-            "bad": s.drops.bad, "empty_mask": s.drops.empty_mask,
-            "empty_after_truncation": s.drops.empty_after_truncation, "too_long": s.drops.too_long,
-        },
+        "left_out": s.drops,
         "lengths": lengths(&s.lengths),
         "whole_lengths": lengths(&s.whole.lengths()),
         "lost": cuts, "tokens": s.tokens, "target_tokens": s.targets, "batch_rows": s.rows, "fill": s.fill,

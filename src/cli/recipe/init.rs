@@ -1,10 +1,12 @@
 //! `ft init`: asks some questions and writes a recipe.
 
+use super::measure::{Length, Measured};
 use crate::cli::args::words;
 use crate::cli::console::print;
 use crate::infer::usage;
 use ft_base::store;
-use ft_base::terminal::{shell_word, tell};
+use ft_base::terminal::{shell_word, tell, width, wrap};
+use ft_data::hub;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
 use ft_recipe::Recipe;
@@ -63,16 +65,22 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
-    let of = |more: &str, has: Option<&[Group]>| {
-        let source = format!("{{ source = {}{more} }}", toml::Value::from(data.as_str()));
-        text(&model, &source, &method, &memory, has)
+    let of = |measured: &Measured, has: Option<&[Group]>| {
+        let keys = Some(&measured.keys).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
+        let source = format!("{{ source = {}{keys} }}", toml::Value::from(data.as_str()));
+        text(&model, &source, &method, &memory, has, measured.length)
     };
     // invalid answers are reported before anything is written
-    let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
-    let more = recipe.data.train.first().and_then(|s| ft_data::suggest_fields(s, &|s| recipe.resolve(s)));
+    let recipe = Recipe::parse(&of(&Measured::default(), None), &path.display().to_string(), &[])?;
     // an unavailable model is no error here: `ft check` reports it
-    let has = source::find(&recipe).ok().map(|found| groups(&found.config));
-    let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
+    let found = match source::find(&recipe) {
+        Ok(found) => Some(found),
+        Err(e) if e.of::<hub::Error>().is_some() => None,
+        Err(e) => return Err(e),
+    };
+    let measured = Measured::of(&recipe, found.as_ref())?;
+    let has = found.map(|found| groups(&found.config));
+    let text = of(&measured, has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
     tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     print(&format!("{}\n", path.display()))
@@ -82,7 +90,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 fn answer(question: &str, default: &str) -> ft_base::Result<String> {
     let cannot = |e: io::Error| usage(format!("cannot ask: {e}"));
     let mut err = io::stderr();
-    write!(err, "{question} [{default}]: ").and_then(|()| err.flush()).map_err(cannot)?;
+    let asked = wrap(&format!("{question} [{default}]:"), width());
+    write!(err, "{asked} ").and_then(|()| err.flush()).map_err(cannot)?;
     let mut line = String::new();
     let read = io::stdin().lock().read_line(&mut line).map_err(cannot)?;
     if !io::stdin().is_terminal() {
@@ -108,7 +117,14 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
 
 /// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
 /// available.
-fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Group]>) -> String {
+fn text(
+    model: &str,
+    source: &str,
+    method: &str,
+    memory: &str,
+    has: Option<&[Group]>,
+    length: Option<Length>,
+) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
     let mut out = format!("[model]\nsource = {}\n", quote(model));
     if method == "qlora" {
@@ -130,13 +146,24 @@ fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Gro
         "full" => format!("{modules}\nmethod = \"full\"\n"),
         _ => format!("{modules:<33} # of the model's groups; or names, \"/regex/\"\n"),
     };
+    let Length { pack, batch_rows, epochs, steps } =
+        length.unwrap_or(Length { pack: true, batch_rows: 16, epochs: 1, steps: 500 });
     out += &format!(
-        "\n[data]\ntrain = [{source}]         # a format that is not given is found by the first row, and said\n\
+        "\n[data]\ntrain = [{source}]         # the format was found by the first row\n\
          eval_share = 0.02                 # of the rows: evaluated on, not trained on\n\
-         max_length = 2048                 # tokens a row at the most: ft data shows what it cuts\n\
-         \n[run]\nepochs = 1\nbatch_rows = 16                   # rows an optimizer step\n\
+         max_length = 2048                 # tokens a row at the most: ft data shows what it cuts\n"
+    );
+    if !pack {
+        out += "pack = false                      # a sample a row: packed, they would make few steps\n";
+    }
+    let counted = length.map_or(String::new(), |l| format!(": {} steps in all", l.steps));
+    let every = (steps / 5).clamp(1, 100);
+    out += &format!(
+        "\n[run]\nepochs = {epochs}\n{:<33} # rows an optimizer step{counted}\n\
          micro_rows = \"auto\"               # rows at once: as many as is fastest\n\
-         eval_every = 100                  # steps\nsave_every = 100\n"
+         {:<33} # steps\nsave_every = {every}\n",
+        format!("batch_rows = {batch_rows}"),
+        format!("eval_every = {every}"),
     );
     let lr = if method == "full" { "1e-5" } else { "2e-4" };
     out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
@@ -154,7 +181,7 @@ mod tests {
     fn every_answer_makes_a_recipe() {
         for (method, _) in METHODS {
             for memory in ["free", "24GiB"] {
-                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory, None);
+                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory, None, None);
                 let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
                 assert_eq!(
                     (r.model.source.as_str(), r.data.train[0].source.as_str()),

@@ -1,12 +1,14 @@
 //! `ft plan`: a recipe's memory plan.
 
 use crate::cli::args::RecipeArgs;
-use crate::cli::console::print;
+use crate::cli::console::{print, print_wrapped};
+use crate::cli::quickstart;
+use crate::infer::usage;
 use crate::train::{self, job, sources};
 use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_plan::{Plan, rates};
+use ft_plan::{Plan, card, card_names, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -14,6 +16,12 @@ use ft_recipe::{Device, Recipe};
 pub struct Args {
     #[command(flatten)]
     recipe: RecipeArgs,
+    /// The card to plan for: its memory (48GB), or its name (A100-80, 4090); sets run.device and memory.budget
+    #[arg(long, value_name = "CARD")]
+    gpu: Option<String>,
+    /// Print the whole plan: reasons of each choice, host, disks, the textbook's arithmetic
+    #[arg(long, conflicts_with = "json")]
+    verbose: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -22,9 +30,14 @@ pub struct Args {
 /// Prints the plan of a recipe; returns an error if it does not fit.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     gemm::read_caches_ahead();
-    let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
+    let mut set = args.recipe.set.clone();
+    if let Some(gpu) = &args.gpu {
+        set.extend(["run.device=cuda".into(), format!("memory.budget={}", memory(gpu)?)]);
+    }
+    let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &set)?;
+    quickstart::provide(&args.recipe.recipe, &recipe, false)?;
     // a plan needs no data: missing sources are ignored
-    sources::resolve(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
+    let unknown = sources::resolve(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // device presence affects free memory only, not the plan
     let cuda = match recipe.run.device {
@@ -35,15 +48,36 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     notes.extend(train::carries_nothing(&recipe, cuda).map(|(what, _)| format!("ft run: {what}")));
     let (plan, found) = ft_plan::of_recipe(&recipe, cuda)?;
     found.notes.iter().for_each(|n| warn(n));
+    let compute = (cuda, resolve::dtype(recipe.model.dtype, cuda));
+    let facts = job::facts(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
+    recipe.idle(facts).iter().for_each(|w| warn(w));
     let range = time(&plan);
     let ranks = recipe.parallel.data as u64;
-    print(&if args.json {
-        format!("{:#}\n", plan.json(ranks, range))
+    if args.json {
+        print(&format!("{:#}\n", plan.json(ranks, range)))?;
     } else {
-        let text = plan.text(ranks, range, &notes);
-        format!("{}: {} ({})\n{text}", recipe.name, recipe.model.source, found.from)
-    })?;
+        let of = format!("{}: {} ({})", recipe.name, recipe.model.source, found.from);
+        let text = plan.text(&of, ranks, range, &notes);
+        let details = if args.verbose { format!("\n{}", plan.details(ranks, range)) } else { String::new() };
+        print_wrapped(&(text + &details))?;
+    }
     if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }
+}
+
+/// Usable bytes of a card by name, or of its memory in gigabytes, in the form of `memory.budget`.
+fn memory(gpu: &str) -> ft_base::Result<String> {
+    if let Some(bytes) = card(gpu) {
+        return Ok(bytes.to_string());
+    }
+    let digits = gpu.find(|c: char| !c.is_ascii_digit()).unwrap_or(gpu.len());
+    match (&gpu[..digits], gpu[digits..].to_ascii_lowercase().as_str()) {
+        (n, "gib") if !n.is_empty() => Ok(format!("{n}GiB")),
+        (n, "" | "g" | "gb") if n.parse().is_ok_and(|n: u32| (1..1000).contains(&n)) => Ok(format!("{n}GB")),
+        _ => Err(usage(format!(
+            "--gpu {gpu}: no such card\n  hint: its memory, such as 48GB, or one of {}",
+            card_names()
+        ))),
+    }
 }
 
 /// Predicted time of a step, if `ft bench` has measured this kind of machine.

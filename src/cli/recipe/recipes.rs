@@ -1,6 +1,6 @@
 //! `ft recipes`: recipes built into the binary.
 
-use crate::cli::console::print;
+use crate::cli::console::{print, print_wrapped};
 use ft_recipe::{SHIPPED, Shipped};
 
 /// Lists the shipped recipes, or prints the one called `name`, on stdout.
@@ -8,10 +8,10 @@ use ft_recipe::{SHIPPED, Shipped};
 /// # Errors
 /// An unknown name; a write error on stdout.
 pub fn run(name: Option<&str>) -> Result<(), ft_base::Error> {
-    print(&match name {
-        Some(name) => Shipped::find(name)?.text.to_string(),
-        None => list(),
-    })
+    match name {
+        Some(name) => print(Shipped::find(name)?.text),
+        None => print_wrapped(&list()),
+    }
 }
 
 /// One line per recipe: name and title.

@@ -1,6 +1,6 @@
 //! Summary of `ft check`.
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use ft_data::Stats;
 use ft_data::hub::ModelDir;
 use ft_engine::adapters::{Choice, Selection};
@@ -14,7 +14,8 @@ use std::collections::HashMap;
 /// Results of the checks; failed or skipped parts are `None`.
 #[derive(Default)]
 pub(super) struct Found {
-    pub compute: Option<(Device, DType)>,
+    /// Whether on CUDA, and the dtype.
+    pub compute: Option<(bool, DType)>,
     pub model: Option<ModelDir>,
     pub config: Option<Config>,
     pub selection: Option<Selection>,
@@ -57,8 +58,8 @@ impl Found {
                 if micro.is_auto() { "as many as is fastest".into() } else { micro.count().to_string() };
             lines.push(("steps", format!("{steps} of {batch} rows, {micro} at a time")));
         }
-        if let Some((device, dtype)) = &self.compute {
-            let name = if device.is_cpu() { "CPU" } else { "CUDA" };
+        if let Some((cuda, dtype)) = &self.compute {
+            let name = if *cuda { "CUDA" } else { "CPU" };
             lines.push(("runs on", format!("{name}, {}", dtype.as_str())));
         }
         lines.push(("writes to", recipe.run.output.display().to_string()));

@@ -1,70 +1,71 @@
-//! HTTP layer: routes and API key.
+//! Routes.
 
-use super::error::ApiError;
+use super::api::{ApiError, Endpoint, Reply, Request, parse};
+use super::connections;
+use super::guard;
 use super::job::Job;
-use super::request::{Completion, Endpoint, parse};
-use super::response::Reply;
+use super::queue::Refused;
 use super::state::ServerState;
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, Path, Request, State};
-use axum::http::{StatusCode, header};
-use axum::middleware::{self, Next};
+use crate::train::signals::Signals;
+use axum::body::Body;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
 use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Json, Router};
-use crossbeam_channel::TrySendError;
+use axum::{Json, Router, middleware};
 use serde_json::{Value, json};
 use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::time::{Instant, timeout_at};
+use tokio_stream::StreamExt;
 
-/// Largest request body in bytes.
-const BODY: usize = 4 << 20;
+/// Channel to end the server.
+pub(super) type Ending = (mpsc::Sender<()>, mpsc::Receiver<()>);
 
-/// Starts the server on a thread of its own. On SIGINT or SIGTERM the server shuts down and sets `stop`.
+/// Starts the server on a thread of its own. It ends on a signal, or a message of `ending`; then it closes the queue.
 ///
 /// # Errors
-/// Failure to create a thread or the runtime.
+/// Failure to create a thread, the runtime, or a signal handler.
 pub(super) fn start(
     listener: TcpListener,
     state: Arc<ServerState>,
-    stop: Arc<AtomicBool>,
-) -> io::Result<JoinHandle<io::Result<()>>> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    std::thread::Builder::new().name("serve".into()).spawn(move || {
-        let outcome = runtime.block_on(async {
-            let listener = tokio::net::TcpListener::from_std(listener)?;
-            axum::serve(listener, router(state)).with_graceful_shutdown(terminated(stop)).await
-        });
-        runtime.shutdown_background();
-        outcome
-    })
-}
-
-/// Waits for SIGINT or SIGTERM.
-async fn terminated(stop: Arc<AtomicBool>) {
-    let wait = |kind| async move {
-        match signal(kind) {
-            Ok(mut signals) => {
+    (ending, mut ended): Ending,
+) -> io::Result<JoinHandle<()>> {
+    // blocking threads parse requests, whose values may take much memory
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(2)
+        .enable_all()
+        .build()?;
+    let listener = {
+        let _inside = runtime.enter();
+        for number in Signals::numbers() {
+            let (mut signals, ending) = (signal(SignalKind::from_raw(number))?, ending.clone());
+            runtime.spawn(async move {
                 signals.recv().await;
-            }
-            Err(_) => std::future::pending().await,
+                let _ = ending.try_send(());
+            });
         }
+        tokio::net::TcpListener::from_std(listener)?
     };
-    tokio::select! {
-        () = wait(SignalKind::interrupt()) => {}
-        () = wait(SignalKind::terminate()) => {}
-    }
-    stop.store(true, Ordering::Relaxed);
+    std::thread::Builder::new().name("serve".into()).spawn(move || {
+        let end = async {
+            ended.recv().await;
+            state.queue.close();
+        };
+        runtime.block_on(connections::serve(listener, router(state.clone()), state.limits, end));
+        runtime.shutdown_background();
+    })
 }
 
 fn router(state: Arc<ServerState>) -> Router {
     Router::new()
+        .route(guard::HEALTH, get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat))
@@ -73,33 +74,12 @@ fn router(state: Arc<ServerState>) -> Router {
         .method_not_allowed_fallback(|| async {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes another method")
         })
-        .layer(middleware::from_fn_with_state(state.clone(), authorize))
-        .layer(DefaultBodyLimit::max(BODY))
+        .layer(middleware::from_fn_with_state(state.clone(), guard::check))
         .with_state(state)
 }
 
-/// The key of an `Authorization` header; the scheme is case-insensitive.
-fn bearer(header: &str) -> Option<&str> {
-    let (scheme, key) = header.split_once(' ')?;
-    scheme.eq_ignore_ascii_case("bearer").then_some(key)
-}
-
-/// Rejects requests without the API key.
-async fn authorize(
-    State(state): State<Arc<ServerState>>,
-    request: Request,
-    next: Next,
-) -> Result<Response, ApiError> {
-    if let Some(key) = &state.key {
-        let sent = request.headers().get(header::AUTHORIZATION).and_then(|v| v.to_str().ok());
-        let sent = sent.and_then(bearer).unwrap_or_default();
-        // hashes are compared in constant time
-        if blake3::hash(sent.as_bytes()) != blake3::hash(key.as_bytes()) {
-            let message = "the API key is missing, or it is another";
-            return Err(ApiError::new(StatusCode::UNAUTHORIZED, message).with_code("invalid_api_key"));
-        }
-    }
-    Ok(next.run(request).await)
+async fn health() -> Json<Value> {
+    Json(json!({"status": "ok"}))
 }
 
 async fn models(State(state): State<Arc<ServerState>>) -> Json<Value> {
@@ -108,17 +88,15 @@ async fn models(State(state): State<Arc<ServerState>>) -> Json<Value> {
 
 async fn model(
     State(state): State<Arc<ServerState>>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
+    let name = name.map(|Path(name)| name).map_err(|e| ApiError::new(e.status(), e.body_text()))?;
     if name == state.name {
         return Ok(Json(state.describe()));
     }
     let message = format!("The model `{name}` does not exist");
     Err(ApiError::new(StatusCode::NOT_FOUND, message).with_code("model_not_found"))
 }
-
-/// Request body, or an error in reading it.
-type Body = Result<Bytes, BytesRejection>;
 
 async fn chat(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
     answer(state, Endpoint::Chat, body).await
@@ -129,31 +107,43 @@ async fn text(State(state): State<Arc<ServerState>>, body: Body) -> Result<Respo
 }
 
 async fn answer(state: Arc<ServerState>, endpoint: Endpoint, body: Body) -> Result<Response, ApiError> {
-    let body = body.map_err(|e| ApiError::new(e.status(), e.body_text()))?;
+    let (body, held) = read(&state, body).await?;
     let shared = state.clone();
     let parsed = tokio::task::spawn_blocking(move || parse(&shared, endpoint, &body)).await;
-    let Completion { generation, stream, include_usage } =
+    let Request { generation, stream, include_usage } =
         parsed.map_err(|e| ApiError::internal(e.to_string()))??;
     let (sender, events) = mpsc::unbounded_channel();
-    let reply = Reply::new(endpoint, &state.name, generation.prompt.len());
-    match state.queue.try_send(Job { generation, events: sender }) {
-        Ok(()) => {}
-        Err(TrySendError::Full(_)) => {
-            let message = "too many requests wait already: try again later";
-            return Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, message));
-        }
-        Err(TrySendError::Disconnected(_)) => return Err(ApiError::stopped()),
-    }
+    let reply = Reply::new(endpoint, &state.name, &generation);
+    state.queue.push(Job { generation, events: sender, _held: held }).map_err(|refused| match refused {
+        Refused::Full => ApiError::busy("too many requests wait already"),
+        Refused::Closed => ApiError::stopped(),
+    })?;
     if stream { Ok(reply.streamed(events, include_usage)) } else { reply.whole(events).await }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::bearer;
-
-    #[test]
-    fn the_scheme_of_a_key_is_case_insensitive() {
-        assert_eq!(["Bearer k", "bearer k", "BEARER k"].map(bearer), [Some("k"); 3]);
-        assert_eq!(["k", "Basic k", "Bearerk"].map(bearer), [None; 3]);
+/// Reads a body within the limits on size, on all bodies together, and on time.
+async fn read(state: &ServerState, body: Body) -> Result<(Vec<u8>, Option<OwnedSemaphorePermit>), ApiError> {
+    let limits = state.limits;
+    let end = Instant::now() + limits.body_time;
+    let slow = |_| {
+        let message = format!("the body did not arrive within {} s", limits.body_time.as_secs());
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, message)
+    };
+    let mut parts = body.into_data_stream();
+    let (mut bytes, mut held) = (Vec::new(), None::<OwnedSemaphorePermit>);
+    while let Some(part) = timeout_at(end, parts.next()).await.map_err(slow)? {
+        let part = part.map_err(|e| ApiError::new(StatusCode::BAD_REQUEST, e.to_string()))?;
+        if bytes.len() + part.len() > limits.body_bytes {
+            let message = format!("the body has more than {} bytes", limits.body_bytes);
+            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+        }
+        let more = state.room.clone().try_acquire_many_owned(part.len() as u32);
+        let more = more.map_err(|_| ApiError::busy("too many large requests wait already"))?;
+        match &mut held {
+            Some(held) => held.merge(more),
+            None => held = Some(more),
+        }
+        bytes.extend_from_slice(&part);
     }
+    Ok((bytes, held))
 }

@@ -1,24 +1,43 @@
 //! What passes between requests and replicas.
 
-use candle_transformers::generation::LogitsProcessor;
+use super::scores::Token;
+use candle_transformers::generation::Sampling;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::SystemTime;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-/// Settings of one answer.
+/// The prompts of one request, and how to continue each.
 pub(super) struct Generation {
-    pub prompt: Vec<u32>,
+    pub prompts: Vec<Prompt>,
     pub max_tokens: usize,
     /// Stop strings.
     pub stop: Vec<String>,
-    pub sampler: LogitsProcessor,
+    pub sampling: Sampling,
+    pub seed: u64,
+    /// Divides positive logits of tokens in prompt and reply, multiplies negative ones; 1 for none.
+    pub repetition_penalty: f32,
+    /// Alternatives per token; `None` without log-probabilities.
+    pub logprobs: Option<usize>,
+    /// Whether the reply begins with the prompt.
+    pub echo: bool,
+    /// Whether the reply continues the text of the prompt, and is no new message.
+    pub continues: bool,
+}
+
+/// A prompt.
+pub(super) struct Prompt {
+    pub ids: Vec<u32>,
+    /// Text, if given as text.
+    pub text: Option<String>,
 }
 
 /// A generation to run, and the channel for the answer.
 pub(super) struct Job {
     pub generation: Generation,
     pub events: mpsc::UnboundedSender<Event>,
+    /// Share of the memory for request bodies.
+    pub _held: Option<OwnedSemaphorePermit>,
 }
 
 /// Finish reason of a reply.
@@ -35,8 +54,9 @@ pub(super) enum FinishReason {
 pub(super) enum Event {
     /// First event: the step of the weights, if serving a run.
     Begin(Option<u64>),
-    Text(String),
-    /// Last event: finish reason, and tokens of the reply.
+    /// Text of the current reply, with its tokens if log-probabilities are wanted.
+    Text(String, Vec<Token>),
+    /// End of the current reply: finish reason, and generated tokens. The reply to the next prompt follows.
     End(FinishReason, usize),
     /// Last event: error message.
     Failed(String),

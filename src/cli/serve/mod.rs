@@ -1,28 +1,35 @@
 //! `ft serve`: an OpenAI-compatible HTTP API for a model.
 //!
 //! ```text
-//! request, parameters   JSON -> validated request
-//! http, error           routes, API key, errors in OpenAI's format
-//! response              answers, whole or as server-sent events
-//! worker, stop          replicas: each answers one request at a time from a shared bounded queue
-//! job, state            what requests and replicas share
+//! limits        what clients can occupy: connections, headers, bodies, time
+//! connections   accepts, and ends in time
+//! guard, http   who may ask; routes
+//! api           requests and responses in OpenAI's format
+//! queue, job, state   what requests and replicas share
+//! worker        replicas: each answers one request at a time
+//! speaker, stop, scores   one reply: sampling, stop strings, log-probabilities
 //! ```
 //!
-//! Each replica computes on a thread of its own (the last on the main thread); connections run on a tokio
-//! runtime. A disconnected client closes its channel, and generation stops at the next token. New
-//! checkpoints are loaded between two answers, by one replica at a time: an answer uses one set of weights
-//! throughout, and names the step.
+//! Replicas compute on threads of their own; connections run on a tokio runtime. A disconnected client
+//! closes its channel, and generation stops at the next token. New checkpoints are loaded between two
+//! answers, by one replica at a time: an answer uses one set of weights throughout, and names the step.
 //!
 //! If an answer fails, the client gets an error, and the replica reads one token as a test. If this fails
 //! too, the device counts as broken or occupied: the replica stops with a warning while the rest continue.
 //! The server ends with the last replica.
+//!
+//! A signal closes the port and the queue. Answers break off, connections have a second, and the process
+//! ends without waiting for a replica.
 
-mod error;
+mod api;
+mod connections;
+mod guard;
 mod http;
 mod job;
-mod parameters;
-mod request;
-mod response;
+mod limits;
+mod queue;
+mod scores;
+mod speaker;
 mod state;
 mod stop;
 mod worker;
@@ -31,19 +38,19 @@ use super::args::{LoadArgs, TemplateArgs};
 use super::console::print;
 use crate::infer::{Follower, Model, ModelOptions, Replica, device, usage};
 use crate::log::unix_time;
-use ft_base::terminal::{tell, warn};
-use ft_data::Tokenizer;
+use crate::train;
+use crate::train::signals::Signals;
+use ft_base::terminal::tell;
 use job::ReplicaStatus;
-use rustix::process::{Signal, getpid, kill_process};
+use limits::Limits;
+use queue::Queue;
 use state::ServerState;
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use worker::{Generator, Queue};
-
-/// Capacity of the queue; further requests get status 429.
-const QUEUE: usize = 64;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::{Semaphore, mpsc};
+use worker::Generator;
 
 /// Arguments of `ft serve`.
 #[derive(Debug, clap::Args)]
@@ -57,15 +64,20 @@ pub struct Args {
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
     adapter: Option<String>,
-    /// Address to listen on; 0.0.0.0 lets other machines in
+    /// Address to listen on; 0.0.0.0 lets other machines in, and needs a key
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     host: IpAddr,
     /// Port to listen on; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     port: u16,
-    /// Key that clients must send; else that of FT_API_KEY, else none is asked for
-    #[arg(long, value_name = "KEY")]
+    /// Key that clients must send, on each path but /health; else that of FT_API_KEY. Without one only
+    /// programs of this machine
+    /// are answered, and no web pages
+    #[arg(long, value_name = "KEY", visible_alias = "key")]
     api_key: Option<String>,
+    /// Name of the model in the API; by default the adapter or the model as given here
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    name: Option<String>,
     /// Most tokens of a reply, and what a request gets that names no number
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: usize,
@@ -102,7 +114,8 @@ impl Args {
 /// Loads the model, prints the address, and serves until interrupted.
 ///
 /// # Errors
-/// An address already in use or not available; a model or adapter that cannot be found or loaded.
+/// An address already in use or not available; other machines let in without a key; a model or adapter that
+/// cannot be found or loaded; a signal, after the start.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let fail = |e: std::io::Error| {
         usage(format!(
@@ -110,82 +123,112 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
             args.host, args.port
         ))
     };
+    let signals = Signals::catch()?;
+    let key = key(args)?;
     // bind before the slow loading of the model
     let listener = TcpListener::bind((args.host, args.port)).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
-    let devices = device::open_all(&args.device)?;
-    let model = Model::load(args.model_options()?, &devices)?;
-    let key = args.api_key.clone().or_else(|| std::env::var("FT_API_KEY").ok()).filter(|k| !k.is_empty());
-    if !args.host.is_loopback() && key.is_none() {
-        warn("whoever reaches this machine can use the model\n  hint: --api-key, or FT_API_KEY");
+    let (serving, ending) = (Arc::new(AtomicBool::new(false)), mpsc::channel(1));
+    if args.until_eof {
+        end_with_stdin(serving.clone(), ending.0.clone()).map_err(fail)?;
     }
-    let Model { replicas, prompt, dir, files: _files } = model;
-    let (queue, jobs) = crossbeam_channel::bounded(QUEUE);
-    let status =
-        |r: &Replica| ReplicaStatus::new(device::name(&r.device), r.run.as_ref().map(Follower::step));
-    let status: Arc<Vec<ReplicaStatus>> = Arc::new(replicas.iter().map(status).collect());
+    let devices = device::open_all(&args.device)?;
+    let mut model = Model::load(args.model_options()?, &devices)?;
+    let replicas = std::mem::take(&mut model.replicas);
+    let state = Arc::new(state(args, key, model.prompt, model.dir, &replicas));
+
+    // from here on a signal ends the server, and a second one the process
+    signals.hold();
+    serving.store(true, Ordering::Relaxed);
+    let (over, outcome) = std::sync::mpsc::channel();
+    let (shared, end) = (state.clone(), ending.0.clone());
+    let work = move || {
+        let _ = over.send(answer(replicas, &shared));
+        let _ = end.try_send(());
+    };
+    std::thread::Builder::new().name("replicas".into()).spawn(work).map_err(fail)?;
+    let web = http::start(listener, state, ending).map_err(fail)?;
+    print(&format!("http://{local}/v1\n"))?;
+    if !args.until_eof {
+        tell("ctrl-c ends it");
+    }
+    if web.join().is_err() {
+        // the panic hook has reported it
+        return Err(usage("the server ended"));
+    }
+    outcome.try_recv().unwrap_or(Ok(()))?;
+    match signals.seen() {
+        Some((name, code)) => Err(train::Error::Signal { name, saved: "while serving".into(), code }.into()),
+        None => Ok(()),
+    }
+}
+
+/// The key that clients must send, if any.
+fn key(args: &Args) -> ft_base::Result<Option<String>> {
+    let own = || std::env::var("FT_API_KEY").ok().filter(|k| !k.is_empty());
+    let key = args.api_key.clone().or_else(own);
+    match &key {
+        Some(key) if !guard::is_sendable(key) => Err(usage(
+            "--api-key, FT_API_KEY: a key is one word of printable ASCII characters, without spaces",
+        )),
+        None if !args.host.to_canonical().is_loopback() => Err(usage(format!(
+            "--host {}: whoever reaches this machine could use the model\n  hint: --api-key KEY, or FT_API_KEY",
+            args.host
+        ))),
+        _ => Ok(key),
+    }
+}
+
+fn state(
+    args: &Args,
+    key: Option<String>,
+    prompt: crate::infer::Prompter,
+    dir: std::path::PathBuf,
+    replicas: &[Replica],
+) -> ServerState {
     let (max_positions, vocab) = replicas.first().map_or((0, 0), |r| {
         let config = &r.decoder.config;
         (config.max_positions, config.vocab)
     });
-    let prompt = Arc::new(prompt);
-    let state = Arc::new(ServerState {
-        name: args.adapter.clone().unwrap_or_else(|| args.model.clone()),
+    let status =
+        |r: &Replica| ReplicaStatus::new(device::name(&r.device), r.run.as_ref().map(Follower::step));
+    let limits = Limits::default();
+    let name = args.name.as_ref().or(args.adapter.as_ref()).unwrap_or(&args.model);
+    ServerState {
+        name: name.clone(),
         created: unix_time(),
         key,
-        prompt: prompt.clone(),
+        prompt,
         dir,
         max_tokens: args.max_tokens,
         max_positions,
         vocab,
-        replicas: status.clone(),
-        queue,
-    });
-    let stop = Arc::new(AtomicBool::new(false));
-    let web = http::start(listener, state, stop.clone()).map_err(fail)?;
-    print(&format!("http://{local}/v1\n"))?;
-    if args.until_eof {
-        end_with_stdin().map_err(fail)?;
-    } else {
-        tell("ctrl-c ends it");
-    }
-    let outcome = answer(replicas, &status, &prompt.tokenizer, Queue::new(jobs, &stop));
-    if outcome.is_err() {
-        end();
-    }
-    match web.join() {
-        Ok(ended) => outcome.and(ended.map_err(fail)),
-        // the panic hook has reported it
-        Err(_) => Err(usage("the server ended")),
+        replicas: replicas.iter().map(status).collect(),
+        queue: Queue::new(limits.queue),
+        limits,
+        room: Arc::new(Semaphore::new(limits.bodies_bytes)),
     }
 }
 
 /// Answers requests of the queue with all replicas until it closes.
-fn answer(
-    replicas: Vec<Replica>,
-    status: &[ReplicaStatus],
-    tokenizer: &Tokenizer,
-    queue: Queue<'_>,
-) -> ft_base::Result<()> {
-    let queue = &queue;
-    let work = |(mut replica, status)| {
-        (status, move || queue.work(&mut Generator::new(&mut replica, tokenizer), status))
+fn answer(mut replicas: Vec<Replica>, state: &ServerState) -> ft_base::Result<()> {
+    let (queue, tokenizer) = (&state.queue, &*state.prompt.tokenizer);
+    let work = |(replica, status)| {
+        (status, move || worker::work(queue, &mut Generator::new(replica, tokenizer), status))
     };
-    worker::run_all(replicas.into_iter().zip(status).map(work).collect())
+    worker::run_all(replicas.iter_mut().zip(&state.replicas).map(work).collect())
 }
 
-/// Shuts the server down by SIGTERM to this process.
-fn end() {
-    let _ = kill_process(getpid(), Signal::TERM);
-}
-
-/// Shuts the server down as soon as stdin reaches its end.
-fn end_with_stdin() -> std::io::Result<()> {
-    let wait = || {
+/// Ends the server as soon as stdin reaches its end; before it serves, the process.
+fn end_with_stdin(serving: Arc<AtomicBool>, ending: mpsc::Sender<()>) -> std::io::Result<()> {
+    let wait = move || {
         let mut stdin = std::io::stdin().lock();
         while matches!(stdin.read(&mut [0; 64]), Ok(1..)) {}
-        end();
+        if !serving.load(Ordering::Relaxed) {
+            signal_hook::low_level::exit(0);
+        }
+        let _ = ending.try_send(());
     };
     std::thread::Builder::new().name("stdin".into()).spawn(wait).map(drop)
 }

@@ -1,11 +1,13 @@
 //! State shared by all requests.
 
-use super::job::{Job, ReplicaStatus};
+use super::job::ReplicaStatus;
+use super::limits::Limits;
+use super::queue::Queue;
 use crate::infer::Prompter;
-use crossbeam_channel::Sender;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
+use tokio::sync::Semaphore;
 
 /// The served model, and the queue to its replicas.
 pub(super) struct ServerState {
@@ -15,7 +17,7 @@ pub(super) struct ServerState {
     pub created: u64,
     /// Key that clients must send.
     pub key: Option<String>,
-    pub prompt: Arc<Prompter>,
+    pub prompt: Prompter,
     /// Folder of the model, with `generation_config.json`.
     pub dir: PathBuf,
     /// Limit of tokens per reply.
@@ -23,8 +25,11 @@ pub(super) struct ServerState {
     pub max_positions: usize,
     /// Embedding rows.
     pub vocab: usize,
-    pub replicas: Arc<Vec<ReplicaStatus>>,
-    pub queue: Sender<Job>,
+    pub replicas: Vec<ReplicaStatus>,
+    pub queue: Queue,
+    pub limits: Limits,
+    /// Bytes left for request bodies.
+    pub room: Arc<Semaphore>,
 }
 
 impl ServerState {

@@ -1,17 +1,17 @@
 //! Replicas of the model: each answers one request at a time from a shared queue.
 
-use super::job::{Event, FinishReason, Generation, Job, ReplicaStatus};
-use super::stop::StopStrings;
+use super::job::{Event, FinishReason, Generation, Job, Prompt, ReplicaStatus};
+use super::queue::{Next, Queue};
+use super::speaker::{self, Send};
 use crate::infer::{Follower, Replica};
 use candle_core::Device;
-use crossbeam_channel::{Receiver, RecvTimeoutError};
 use ft_base::error::ExitCode;
 use ft_base::terminal::{panics, warn};
 use ft_data::Tokenizer;
 use ft_engine::model::Decoder;
-use ft_engine::walk::generate::{self, Reader};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, TryLockError};
+use ft_engine::walk::generate::Reader;
+use std::sync::TryLockError;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Interval of checkpoint checks while idle.
@@ -23,74 +23,67 @@ pub(super) trait Backend {
     fn step(&self) -> Option<u64>;
     /// Loads newer weights if available.
     fn poll(&mut self);
-    /// Generates a reply; `send` receives the text in pieces and returns whether to continue.
+    /// Generates the reply to one prompt.
     fn reply(
         &mut self,
-        generation: Generation,
-        send: &mut dyn FnMut(String) -> bool,
+        generation: &Generation,
+        prompt: &Prompt,
+        send: Send<'_>,
     ) -> ft_base::Result<(FinishReason, usize)>;
     /// Computes a little, to test the device after a failed answer.
     fn probe(&mut self) -> ft_base::Result<()>;
 }
 
-/// Shared queue of the replicas.
-pub(super) struct Queue<'a> {
-    jobs: Receiver<Job>,
-    /// Whether to stop answering.
-    stop: &'a AtomicBool,
-    /// Held while a replica loads a checkpoint, so that the rest keep answering.
-    loading: Mutex<()>,
+/// Answers with one replica until the queue closes or the replica fails. When serving a run, checks for a
+/// newer checkpoint before each answer, unless another replica is loading one.
+///
+/// # Errors
+/// A device failure.
+pub(super) fn work(queue: &Queue, replica: &mut impl Backend, status: &ReplicaStatus) -> ft_base::Result<()> {
+    let limit = status.step().map(|_| POLL_INTERVAL);
+    loop {
+        let next = queue.next(limit);
+        if matches!(next, Next::Closed) {
+            return Ok(());
+        }
+        if limit.is_some() {
+            let loading = queue.loading.try_lock();
+            if !matches!(loading, Err(TryLockError::WouldBlock)) {
+                replica.poll();
+                status.set_step(replica.step());
+            }
+        }
+        match next {
+            // the client may have disconnected in the meantime
+            Next::Job(job) if !job.events.is_closed() => answer(queue, replica, &job)?,
+            _ => {}
+        }
+    }
 }
 
-impl<'a> Queue<'a> {
-    pub fn new(jobs: Receiver<Job>, stop: &'a AtomicBool) -> Self {
-        Self { jobs, stop, loading: Mutex::new(()) }
-    }
-
-    /// Answers with one replica until the queue closes or the replica fails. When serving a run, checks for
-    /// a newer checkpoint before each answer, unless another replica is loading one.
-    ///
-    /// # Errors
-    /// A device failure.
-    pub fn work(&self, replica: &mut impl Backend, status: &ReplicaStatus) -> ft_base::Result<()> {
-        let of_run = status.step().is_some();
-        loop {
-            let next = if of_run {
-                self.jobs.recv_timeout(POLL_INTERVAL)
-            } else {
-                self.jobs.recv().map_err(RecvTimeoutError::from)
-            };
-            if matches!(next, Err(RecvTimeoutError::Disconnected)) {
-                return Ok(());
-            }
-            if of_run {
-                let loading = self.loading.try_lock();
-                if !matches!(loading, Err(TryLockError::WouldBlock)) {
-                    replica.poll();
-                    status.set_step(replica.step());
-                }
-            }
-            let Ok(Job { generation, events }) = next else { continue };
-            // the client may have disconnected in the meantime
-            if events.is_closed() || self.stop.load(Relaxed) {
-                continue;
-            }
-            let _ = events.send(Event::Begin(replica.step()));
-            let mut send = |text: String| {
-                let sent = text.is_empty() || events.send(Event::Text(text)).is_ok();
-                sent && !events.is_closed() && !self.stop.load(Relaxed)
-            };
-            match replica.reply(generation, &mut send) {
-                Ok((finish, tokens)) => {
-                    let _ = events.send(Event::End(finish, tokens));
-                }
-                Err(e) => {
-                    let _ = events.send(Event::Failed(e.to_string()));
-                    replica.probe()?;
-                }
+/// Answers one request. If the queue closes meanwhile, the answer breaks off.
+fn answer(queue: &Queue, replica: &mut impl Backend, job: &Job) -> ft_base::Result<()> {
+    let Job { generation, events, .. } = job;
+    let _ = events.send(Event::Begin(replica.step()));
+    let go_on = || !events.is_closed() && !queue.is_closed();
+    let mut send = |text: String, tokens: Vec<_>| {
+        let empty = text.is_empty() && tokens.is_empty();
+        (empty || events.send(Event::Text(text, tokens)).is_ok()) && go_on()
+    };
+    for prompt in &generation.prompts {
+        let reply = replica.reply(generation, prompt, &mut send);
+        if !go_on() {
+            break;
+        }
+        match reply {
+            Ok((finish, tokens)) => drop(events.send(Event::End(finish, tokens))),
+            Err(e) => {
+                let _ = events.send(Event::Failed(e.to_string()));
+                return replica.probe();
             }
         }
     }
+    Ok(())
 }
 
 /// Runs all replicas in parallel, the last on this thread. A failing replica is only a warning while another
@@ -100,7 +93,7 @@ impl<'a> Queue<'a> {
 /// The error of the last remaining replica.
 pub(super) fn run_all<W>(mut replicas: Vec<(&ReplicaStatus, W)>) -> ft_base::Result<()>
 where
-    W: FnOnce() -> ft_base::Result<()> + Send,
+    W: FnOnce() -> ft_base::Result<()> + std::marker::Send,
 {
     let left = AtomicUsize::new(replicas.len());
     let ended = |status: &ReplicaStatus, outcome: ft_base::Result<()>| {
@@ -168,21 +161,11 @@ impl Backend for Generator<'_> {
 
     fn reply(
         &mut self,
-        mut g: Generation,
-        send: &mut dyn FnMut(String) -> bool,
+        generation: &Generation,
+        prompt: &Prompt,
+        send: Send<'_>,
     ) -> ft_base::Result<(FinishReason, usize)> {
-        let mut stops = StopStrings::new(g.stop);
-        let mut on_text = |piece: &str| {
-            let (text, go_on) = stops.push(piece);
-            send(text) && go_on
-        };
-        let (tokenizer, sampler) = (self.tokenizer, &mut g.sampler);
-        let reply =
-            generate::answer(&mut self.cache, tokenizer, &g.prompt, g.max_tokens, sampler, &mut on_text)?;
-        send(stops.rest());
-        let stopped = reply.ended || stops.hit;
-        let finish = if stopped { FinishReason::Stop } else { FinishReason::Length };
-        Ok((finish, reply.tokens))
+        speaker::reply(&mut self.cache, self.tokenizer, generation, prompt, send)
     }
 
     fn probe(&mut self) -> ft_base::Result<()> {

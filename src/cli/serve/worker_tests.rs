@@ -1,5 +1,7 @@
+use super::super::queue::Refused;
 use super::*;
-use crossbeam_channel::{Sender, bounded, unbounded};
+use candle_transformers::generation::Sampling;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::mpsc;
 
 /// Events of a copy without a model; it waits after each.
@@ -37,12 +39,13 @@ impl Backend for Scripted {
 
     fn reply(
         &mut self,
-        g: Generation,
-        send: &mut dyn FnMut(String) -> bool,
+        _: &Generation,
+        prompt: &Prompt,
+        send: Send<'_>,
     ) -> ft_base::Result<(FinishReason, usize)> {
-        self.stand(At::Answer(g.prompt[0]));
+        self.stand(At::Answer(prompt.ids[0]));
         self.probe()?;
-        send(self.name.to_string());
+        send(self.name.to_string(), Vec::new());
         Ok((FinishReason::Stop, 1))
     }
 
@@ -52,18 +55,33 @@ impl Backend for Scripted {
 }
 
 /// Two running copies, with their queue and controls.
-struct Two {
-    queue: Sender<Job>,
+struct Two<'a> {
+    queue: &'a Queue,
     at: Receiver<(usize, At)>,
     go: [Sender<()>; 2],
 }
 
-impl Two {
+/// A job with one prompt of one token, and its answer.
+fn job(number: u32) -> (Job, mpsc::UnboundedReceiver<Event>) {
+    let (sender, events) = mpsc::unbounded_channel();
+    let generation = Generation {
+        prompts: vec![Prompt { ids: vec![number], text: None }],
+        max_tokens: 1,
+        stop: Vec::new(),
+        sampling: Sampling::ArgMax,
+        seed: 0,
+        repetition_penalty: 1.0,
+        logprobs: None,
+        echo: false,
+        continues: true,
+    };
+    (Job { generation, events: sender, _held: None }, events)
+}
+
+impl Two<'_> {
     fn ask(&self, number: u32) -> mpsc::UnboundedReceiver<Event> {
-        let (sender, events) = mpsc::unbounded_channel();
-        let sampler = generate::greedy();
-        let generation = Generation { prompt: vec![number], max_tokens: 1, stop: Vec::new(), sampler };
-        self.queue.send(Job { generation, events: sender }).expect("a copy is there");
+        let (job, events) = job(number);
+        self.queue.push(job).expect("there is room");
         events
     }
 
@@ -82,7 +100,7 @@ fn got(mut events: mpsc::UnboundedReceiver<Event>) -> (Option<u64>, String) {
     while let Some(event) = events.blocking_recv() {
         match event {
             Event::Begin(step) => of = step,
-            Event::Text(text) => said = text,
+            Event::Text(text, _) => said = text,
             Event::End(..) => break,
             Event::Failed(why) => said = why,
         }
@@ -90,34 +108,59 @@ fn got(mut events: mpsc::UnboundedReceiver<Event>) -> (Option<u64>, String) {
     (of, said)
 }
 
-/// Runs a test with two copies, of a run or fixed, working or broken; ends when the queue is dropped.
+/// Runs a test with two copies, of a run or fixed, working or broken; then closes the queue.
 fn two(
     step: Option<u64>,
     works: [bool; 2],
-    test: impl FnOnce(Two, &[ReplicaStatus; 2]) + Send,
+    test: impl FnOnce(Two<'_>, &[ReplicaStatus; 2]) + std::marker::Send,
 ) -> ft_base::Result<()> {
-    let (queue, jobs) = bounded(64);
-    let (sender, at) = unbounded();
-    let (stop, status) =
-        (AtomicBool::new(false), ["cuda:1", "cuda:2"].map(|d| ReplicaStatus::new(d.into(), step)));
-    let (jobs, gates) = (Queue::new(jobs, &stop), [unbounded(), unbounded()]);
-    let copies = [0, 1].map(|name| Scripted {
+    let (sender, at) = channel();
+    let status = ["cuda:1", "cuda:2"].map(|d| ReplicaStatus::new(d.into(), step));
+    let (queue, gates) = (Queue::new(64), [channel(), channel()]);
+    let [(go_0, gate_0), (go_1, gate_1)] = gates;
+    let copies = [(0, gate_0), (1, gate_1)].map(|(name, go)| Scripted {
         name,
         step,
         works: works[name],
         at: sender.clone(),
-        go: gates[name].1.clone(),
+        go,
     });
-    let two = Two { queue, at, go: gates.map(|g| g.0) };
     std::thread::scope(|s| {
-        let (jobs, status) = (&jobs, &status);
-        let work = |(status, mut copy): (_, Scripted)| (status, move || jobs.work(&mut copy, status));
-        let works = status.iter().zip(copies).map(work).collect();
-        let tested = s.spawn(move || test(two, status));
+        let (queue, status) = (&queue, &status);
+        let two = Two { queue, at, go: [go_0, go_1] };
+        let works = status.iter().zip(copies);
+        let works =
+            works.map(|(status, mut copy)| (status, move || work(queue, &mut copy, status))).collect();
+        let tested = s.spawn(move || {
+            test(two, status);
+            queue.close();
+        });
         let outcome = run_all(works);
         assert!(tested.join().is_ok());
         outcome
     })
+}
+
+#[test]
+fn a_full_queue_forgets_who_has_gone_away() {
+    let queue = Queue::new(2);
+    let (first, stays) = job(0);
+    let (second, goes) = job(1);
+    assert_eq!([queue.push(first), queue.push(second)], [Ok(()), Ok(())]);
+    let (third, _waits) = job(2);
+    assert_eq!(queue.push(third), Err(Refused::Full));
+    drop(goes);
+    let (fourth, _waits) = job(3);
+    assert_eq!(queue.push(fourth), Ok(()));
+    let next = || match queue.next(None) {
+        Next::Job(job) => job.generation.prompts[0].ids[0],
+        _ => panic!("there is one"),
+    };
+    assert_eq!([next(), next()], [0, 3]);
+    queue.close();
+    assert!(matches!(queue.next(None), Next::Closed));
+    assert_eq!(queue.push(job(4).0), Err(Refused::Closed));
+    drop(stays);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
+use crate::cli::quickstart;
 use crate::infer::{Source, recipe_of, usage};
 use crate::train::{self, Job};
 use ft_base::terminal::warn;
@@ -32,6 +33,9 @@ pub struct Args {
 /// Errors in recipe, model, adapter or data; a non-finite loss.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let (recipe, source) = recipe(args)?;
+    if recipe.task.has_reference() && source.as_ref().is_some_and(Source::is_model) {
+        return Err(usage("not built yet: a model trained in full against its reference".to_string()));
+    }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };
     job.check()?;
@@ -40,14 +44,15 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         let (here, there) = (here.word(), there.word());
         warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
     }
-    let (decoder, _) = job.load(false)?;
+    let (decoder, params) = job.load(false)?;
     let execution =
         Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab, job.device.is_cuda());
-    let (loss, targets) = train::evaluate(&decoder, &data, &execution, &job.device)?;
+    let of = train::evaluate_loaded(&job, (&decoder, &params), &data, &execution)?;
+    let (loss, targets) = (of.loss, of.targets);
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }
-    let scores = train::score(&job, &decoder, &NoHooks, &data, &|| 0)?;
+    let scores = train::score(&job, &decoder, &NoHooks, &data, &|| 0)?.map(|(scores, _)| scores);
     let shown = |is_model| source.as_ref().filter(|s| s.is_model() == is_model).map(|s| s.shown.clone());
     let model = shown(true).unwrap_or_else(|| job.model.source.clone());
     let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));
@@ -57,14 +62,18 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
             "model": model, "adapter": adapter, "loss": loss, "perplexity": perplexity,
             "target_tokens": targets, "rows": rows,
         });
+        of.metrics.iter().for_each(|(name, value)| line[name] = value.clone());
         scores.iter().for_each(|s| train::add_to(&mut line, s));
         return print(&format!("{line}\n"));
     }
     let adapter = adapter.map_or(String::new(), |a| format!(" + {a}"));
     let scores = scores.map_or(String::new(), |s| format!("generated   {}\n", train::scores_line(&s)));
+    let metrics: String = match of.metrics.is_empty() {
+        true => format!("perplexity  {perplexity:.4}\n"),
+        false => of.metrics.iter().map(|(name, value)| format!("{name:<17} {value}\n")).collect(),
+    };
     print(&format!(
-        "model       {model}{adapter}\nloss        {loss:.6}\nperplexity  {perplexity:.4}\n\
-         targets     {targets} in {rows} rows\n{scores}"
+        "model       {model}{adapter}\nloss        {loss:.6}\n{metrics}targets     {targets} in {rows} rows\n{scores}"
     ))
 }
 
@@ -74,6 +83,7 @@ fn recipe(args: &Args) -> ft_base::Result<(Recipe, Option<Source>)> {
     let named = &args.recipe.recipe;
     let run = recipe_of(named);
     let mut recipe = Recipe::load(run.as_ref().unwrap_or(named), &args.recipe.set)?;
+    quickstart::provide(named, &recipe, true)?;
     if !recipe.data.evaluates() {
         let place = recipe.place("data");
         return Err(usage(format!("{place}: data.eval names nothing to evaluate on")));

@@ -1,8 +1,15 @@
-//! `ft report`: one run, or a comparison of several, as one HTML file.
+//! `ft report`: one run, or a comparison of several, as one HTML file, or served while they go on.
 
 use crate::cli::console::print;
-use crate::report;
+use crate::infer::usage;
+use crate::report::{self, Live};
+use ft_base::ExitCode;
+use ft_base::terminal::tell;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag::register_conditional_shutdown;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Arguments of `ft report`.
 #[derive(Debug, clap::Args)]
@@ -11,18 +18,46 @@ pub struct Args {
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
     /// Where to write; RUN/report.html unless told, for several runs comparison.html here
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "live")]
     out: Option<PathBuf>,
+    /// Serve the page to browsers of this machine, and renew it while the run goes on
+    #[arg(long)]
+    live: bool,
+    /// With --live: port to listen on; 0 takes a free one
+    #[arg(long, default_value_t = 8001, requires = "live")]
+    port: u16,
 }
 
-/// Writes the report and prints the path.
+/// Writes the report and prints the path, or serves it and prints the address.
 ///
 /// # Errors
-/// A folder without metrics; a file that cannot be written.
+/// A folder without metrics; a file that cannot be written; a port in use.
 pub fn run(args: &Args) -> ft_base::Result<()> {
+    if args.live {
+        return live(args);
+    }
     let path = match args.runs.as_slice() {
         [run] => report::write(run, args.out.as_deref())?,
         runs => report::write_comparison(runs, args.out.as_deref().unwrap_or(Path::new("comparison.html")))?,
     };
     print(&format!("{}\n", path.display()))
+}
+
+/// Serves the page until a signal, which ends the process at once.
+fn live(args: &Args) -> ft_base::Result<()> {
+    let fail = |e: std::io::Error| {
+        usage(format!("--port {}: {e}\n  hint: another port, or 0 for a free one", args.port))
+    };
+    let always = Arc::new(AtomicBool::new(true));
+    let signals =
+        [(SIGINT, ExitCode::Interrupted), (SIGTERM, ExitCode::Terminated), (SIGHUP, ExitCode::HungUp)];
+    for (signal, code) in signals {
+        register_conditional_shutdown(signal, code as i32, always.clone()).map_err(fail)?;
+    }
+    let live = Live::bind(args.runs.clone(), args.port).map_err(fail)?;
+    // A folder without metrics is said here, not in the browser.
+    live.page()?;
+    print(&format!("http://{}/\n", live.address().map_err(fail)?))?;
+    tell("ctrl-c ends it");
+    live.serve().map_err(fail)
 }

@@ -41,6 +41,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         accept_change: args.accept_change.clone(),
         step: args.step,
         program: std::env::current_exe().ok(),
+        observer: None,
     };
     match train::run(recipe, &options)? {
         Outcome::Done { result } => print(&format!("{}\n", result.display())),

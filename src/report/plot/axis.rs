@@ -3,6 +3,10 @@
 use super::format::grouped;
 use serde::Serialize;
 
+/// Width of a plot.
+pub const WIDTH: f64 = 480.0;
+/// Width of the labels on the left.
+pub const LEFT: f64 = 64.0;
 /// Ratio of largest to smallest value for a logarithmic axis.
 const LOGARITHMIC: f64 = 100.0;
 
@@ -30,8 +34,9 @@ fn round_numbers(low: f64, high: f64) -> Vec<f64> {
 /// 1, 2 and 5 times powers of ten between `low` and `high`; powers of ten alone if the range is wide.
 fn powers(low: f64, high: f64) -> Vec<f64> {
     let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
-    let few = high / low < 1e4;
-    let each = (high / low).log10() as i32 / 6 + 1;
+    let decades = high.log10() - low.log10();
+    let few = decades < 4.0;
+    let each = decades as i32 / 6 + 1;
     exponents
         .filter(|e| few || e % each == 0)
         .flat_map(|e| {
@@ -54,11 +59,9 @@ pub struct Axis {
 
 impl Axis {
     pub fn place(&self, v: f64) -> f64 {
-        let share = if self.logarithmic {
-            (v / self.low).ln() / (self.high / self.low).ln()
-        } else {
-            (v - self.low) / (self.high - self.low)
-        };
+        // Differences of logarithms, since a ratio may overflow.
+        let of = |v: f64| if self.logarithmic { v.ln() } else { v };
+        let share = (of(v) - of(self.low)) / (of(self.high) - of(self.low));
         // finer than a screen pixel
         ((self.from + share * (self.to - self.from)) * 10.0).round() / 10.0
     }
@@ -80,12 +83,17 @@ impl Axis {
         } else {
             (high - 0.1 * high.abs(), high + 0.1 * high.abs())
         };
-        Self { low, high, logarithmic: false, from, to }
+        Self::linear(low, high, f64::MIN_POSITIVE, (from, to))
     }
 
     /// An x axis of steps from coordinate `from` to `to`.
     pub fn x(low: u64, high: u64, (from, to): (f64, f64)) -> Self {
-        let (low, high) = (low as f64, high.max(low.saturating_add(1)) as f64);
+        Self::linear(low as f64, high as f64, 1.0, (from, to))
+    }
+
+    /// A linear axis of at least `span`, and of two numbers that differ.
+    fn linear(low: f64, high: f64, span: f64, (from, to): (f64, f64)) -> Self {
+        let high = if high > low { high } else { low + span.max(1e-9 * low.abs()) };
         Self { low, high, logarithmic: false, from, to }
     }
 
@@ -106,7 +114,7 @@ impl Axis {
             } else if !(1e-3..1e6).contains(&size) {
                 format!("{v:.1e}").replace(".0e", "e")
             } else if v.fract() == 0.0 && size >= 1000.0 {
-                grouped(size as u64)
+                format!("{}{}", if v < 0.0 { "-" } else { "" }, grouped(size as u64))
             } else if self.logarithmic {
                 format!("{v}")
             } else {
@@ -114,6 +122,9 @@ impl Axis {
             };
             Tick { at: self.place(v), text }
         };
-        values.into_iter().map(tick).collect()
+        let mut ticks: Vec<Tick> = values.into_iter().map(tick).collect();
+        // Numbers too close for their labels.
+        ticks.dedup_by(|a, b| a.text == b.text);
+        ticks
     }
 }

@@ -1,6 +1,6 @@
 //! Line charts.
 
-use super::axis::{Axis, Tick};
+use super::axis::{Axis, LEFT, Tick, WIDTH};
 use super::format::{first_few, short};
 use super::series::Series;
 use super::table::Table;
@@ -9,12 +9,10 @@ use std::fmt::Write;
 
 /// Most points of a drawn line; longer series are thinned.
 const POINTS: usize = 1000;
-const WIDTH: f64 = 760.0;
-const HEIGHT: f64 = 260.0;
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 16.0;
+const HEIGHT: f64 = 240.0;
+const RIGHT: f64 = 14.0;
 const TOP: f64 = 14.0;
-const BOTTOM: f64 = 40.0;
+const BOTTOM: f64 = 44.0;
 
 /// Line style; serialized as the CSS class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +79,7 @@ pub struct Chart {
     /// Anchor for links inside the page.
     pub id: &'static str,
     pub title: &'static str,
-    /// Text summary of the chart.
+    /// Text summary of the chart, for those who do not see it.
     pub about: String,
     notes: Vec<String>,
     width: f64,

@@ -1,6 +1,6 @@
 //! Expert load as a heat map: a row per layer, a column per expert, darker for more tokens.
 
-use super::axis::Tick;
+use super::axis::{self, LEFT, Tick};
 use super::format::{first_few, grouped, short};
 use super::table::Table;
 use ft_engine::walk;
@@ -15,9 +15,8 @@ const ROWS: usize = 160;
 const SHADES: [f64; 6] = [0.25, 0.5, 0.8, 1.25, 2.0, 4.0];
 const HEAD: [&str; 5] =
     ["layer", "choices", "entropy (1 is even)", "busiest expert, times the even load", "without a token"];
-const LEFT: f64 = 70.0;
 const TOP: f64 = 8.0;
-const WIDTH: f64 = 674.0;
+const WIDTH: f64 = axis::WIDTH - LEFT - 14.0;
 
 /// Tokens by expert of one layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,6 +55,7 @@ pub struct HeatMap {
     pub title: String,
     /// Text summary of the map.
     about: String,
+    width: f64,
     height: f64,
     right: f64,
     bottom: f64,
@@ -171,6 +171,7 @@ impl HeatMap {
         let bottom = TOP + shown.len() as f64 * cell.height;
         Some(Self {
             title,
+            width: axis::WIDTH,
             about: about(layers, experts)?,
             height: bottom + 26.0,
             right: LEFT + width * count as f64,

@@ -10,12 +10,12 @@ use crate::train::step::{LossScale, StepInput, TrainContext, TrainedModel};
 use ft_base::memory;
 use ft_base::rng::{Purpose, Stream};
 use ft_data::hub::Want;
-use ft_data::{Dataset, Example};
+use ft_data::{Content, Dataset, Example};
 use ft_engine::ranks;
 use ft_engine::walk::{Part, Times};
 use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};
-use ft_recipe::{Recipe, Weights};
+use ft_recipe::{Format, Recipe, Weights};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -99,12 +99,18 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
 fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
     let s = Stream::new(r.run.seed, Purpose::Sample, 0, 0);
     let length = r.data.max_length;
+    let content = match r.task.format() {
+        Some(Format::Preference) => Content::Pair(length),
+        Some(Format::Unpaired) => Content::Rated(true),
+        _ => Content::Document,
+    };
+    let length = if content == Content::Pair(length) { 2 * length } else { length };
     let id = |i: usize| ((u64::from(s.word(i as u64)) * vocab as u64) >> 32) as u32;
     let examples: Vec<Example> = (0..r.run.batch_rows)
         .map(|row| {
             let ids: Vec<u32> = (0..length).map(|i| id(row * length + i)).collect();
             let labels = ids.iter().map(|i| *i as i32).collect();
-            Example { ids, labels, source: 0, line: row + 1 }
+            Example { ids, labels, content, line: row + 1, ..Example::default() }
         })
         .collect();
     let rows: Vec<Vec<usize>> = (0..examples.len()).map(|i| vec![i]).collect();

@@ -5,7 +5,7 @@ use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::step::Stop;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
-use ft_data::{Dataset, Scores, question};
+use ft_data::{Dataset, Scores, question, rouge_l};
 use ft_engine::model::Decoder;
 use ft_engine::walk::generate::{Reader, answer};
 use ft_engine::walk::visit::Hooks;
@@ -13,7 +13,26 @@ use ft_recipe::Recipe;
 use regex::Regex;
 use serde_json::{Value, json};
 
-/// Generates answers to the first `generate.samples` usable evaluation samples and returns mean scores.
+/// Most answers recorded of an evaluation.
+const RECORDED: usize = 16;
+
+/// An answer of the model to an evaluation sample.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// Prompt as the model reads it.
+    pub prompt: String,
+    /// The model's reply.
+    pub reply: String,
+    /// The sample's own answer.
+    pub reference: String,
+    /// Whether reply and reference are equal but for white space around them.
+    pub exact_match: bool,
+    /// ROUGE-L of the reply.
+    pub rouge_l: f64,
+}
+
+/// Generates answers to the first `generate.samples` usable evaluation samples. Returns mean scores, and the
+/// first answers.
 /// Runs on this process alone. Returns `None` if the recipe does not ask for generation. Calls `stop`
 /// before every answer and every token.
 ///
@@ -25,7 +44,7 @@ pub fn score(
     around: &dyn Hooks,
     data: &Dataset,
     stop: Stop<'_>,
-) -> ft_base::Result<Option<Scores>> {
+) -> ft_base::Result<Option<(Scores, Vec<Answer>)>> {
     let g = &job.recipe.generate;
     if g.samples == 0 {
         return Ok(None);
@@ -33,7 +52,7 @@ pub fn score(
     check_tokenizer(job)?;
     let Some(tokenizer) = &job.tokenizer else { return Ok(None) };
     let regex = regex(&job.recipe)?;
-    let mut scores = Scores::default();
+    let (mut scores, mut answers) = (Scores::default(), Vec::new());
     for i in 0..data.samples.len() {
         if scores.samples == g.samples {
             break;
@@ -55,6 +74,12 @@ pub fn score(
         let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut proceed)?;
         check_signal(stop)?;
         scores.add(&reference, &reply.text, reply.tokens, regex.as_ref());
+        if answers.len() < RECORDED {
+            let prompt = tokenizer.decode(&prompt)?;
+            let exact_match = reference.trim() == reply.text.trim();
+            let rouge_l = rouge_l(&reference, &reply.text);
+            answers.push(Answer { prompt, reply: reply.text, reference, exact_match, rouge_l });
+        }
     }
     if scores.samples == 0 {
         let why = "no sample of the evaluation has a prompt and a whole answer to it: texts without a \
@@ -62,7 +87,7 @@ pub fn score(
                    data.max_length may cut them\n  hint: leave it out";
         return Err(Error::Usage(format!("{}: {why}", job.recipe.place("generate.samples"))).into());
     }
-    Ok(Some(scores.means()))
+    Ok(Some((scores.means(), answers)))
 }
 
 fn check_signal(stop: Stop<'_>) -> Result<(), Error> {

@@ -1,65 +1,100 @@
 //! Evaluation loss, and logits of a micro-batch.
 
+use crate::train::job::Job;
+use crate::train::preference::{Preferences, ReferenceInputs, Scorer};
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
+use ft_engine::params::Params;
 use ft_engine::ranks::{self, At, Comm};
 use ft_engine::walk::{Execution, Hooks, NoHooks, Outline, Walk, visit};
 use ft_kernels::loss;
 use ft_kernels::tensor::Real;
+use ft_recipe::Part;
+use serde_json::{Map, Value};
 
 /// Number of evaluation micro-batches per rank between reductions of the loss.
 const REDUCE_EVERY: usize = 1 << 12;
 
-/// Mean loss over a dataset, and number of targets.
-pub fn evaluate(
-    decoder: &Decoder,
-    data: &Dataset,
-    execution: &Execution,
-    device: &Device,
-) -> ft_base::Result<(f64, usize)> {
-    evaluate_until(decoder, (&ranks::alone(), &NoHooks), data, execution, device, &|| 0)
+/// Result of an evaluation.
+#[derive(Clone, Debug, Default)]
+pub struct Evaluation {
+    /// Mean loss over the targets, by weight; over the pairs or rated completions.
+    pub loss: f64,
+    pub targets: usize,
+    /// Further metrics, by name.
+    pub metrics: Map<String, Value>,
 }
 
-/// As [`evaluate`], with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
-/// All ranks run a pass in every turn, because `around` contains collectives.
+/// As [`evaluate`], of a model loaded for inference, on one rank. Computes the reference first, if the task has one.
 ///
 /// # Errors
-/// As [`evaluate`]; [`crate::train::Error::Abandoned`]; lost rank.
-pub fn evaluate_until(
-    decoder: &Decoder,
-    (comm, around): (&dyn Comm, &dyn Hooks),
+/// As [`evaluate`].
+pub fn evaluate_loaded(
+    job: &Job,
+    (decoder, params): (&Decoder, &Params),
     data: &Dataset,
     execution: &Execution,
-    device: &Device,
+) -> ft_base::Result<Evaluation> {
+    let alone = ranks::alone();
+    let mut preferences = Preferences::of(&job.recipe);
+    if let Some(p) = &mut preferences {
+        let (train, batches, identity) = (None, None, None);
+        let inputs =
+            ReferenceInputs { job, train, eval: Some(data), batches, execution, comm: &alone, identity };
+        p.reference = inputs.scores(decoder, params)?;
+    }
+    let scorer = Scorer { decoder, comm: &alone, hooks: &NoHooks, execution, device: &job.device };
+    evaluate(&scorer, data, preferences.as_ref().map(|p| (p, Part::Eval)), &|| 0)
+}
+
+/// Mean loss over a dataset, with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
+/// All ranks run a pass in every turn, because the hooks contain collectives.
+///
+/// # Errors
+/// Device errors; [`crate::train::Error::Abandoned`]; lost rank.
+pub fn evaluate(
+    scorer: &Scorer<'_>,
+    data: &Dataset,
+    preferences: Option<(&Preferences, Part)>,
     stop: Stop<'_>,
-) -> ft_base::Result<(f64, usize)> {
+) -> ft_base::Result<Evaluation> {
+    if let Some((preferences, part)) = preferences {
+        let (loss, targets, metrics) = preferences.evaluate(scorer, data, part, stop)?;
+        return Ok(Evaluation { loss, targets, metrics });
+    }
+    let Scorer { decoder, comm, hooks, execution, device } = *scorer;
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
-    let (mut sums, mut sum, mut targets) = (Vec::new(), 0.0, 0);
+    let (mut sums, mut sum, mut all) = (Vec::new(), 0.0, Size::default());
     loop {
         let turn: Vec<Vec<usize>> = micros.by_ref().take(comm.world()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {
             sum = add_losses(comm, &mut sums, sum)?;
         }
         if turn.is_empty() {
-            return Ok((sum / targets.max(1) as f64, targets));
+            let loss = if all.weight > 0.0 { sum / all.weight } else { 0.0 };
+            return Ok(Evaluation { loss, targets: all.targets, ..Evaluation::default() });
         }
         check_stop(comm, stop)?;
-        let sizes = turn.iter().map(|rows| Ok(Size::of(data, rows)?.targets));
-        let sizes = sizes.collect::<Result<Vec<usize>, ft_data::Error>>()?;
-        targets += sizes.iter().sum::<usize>();
+        let sizes = turn.iter().map(|rows| Size::of(data, rows));
+        let sizes = sizes.collect::<Result<Vec<Size>, ft_data::Error>>()?;
+        for size in &sizes {
+            all.targets += size.targets;
+            all.weight += size.weight;
+        }
         let mine = turn.get(comm.rank()).zip(sizes.get(comm.rank()));
         match mine {
-            Some((rows, n)) if *n > 0 => {
+            Some((rows, size)) if size.targets > 0 => {
                 let m = Micro::collate(data, rows)?;
                 let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-                let mut walk = Walk::chosen(decoder, None, execution).hooks(around);
-                sums.push(loss::total(&walk.eval(&batch)?)?.to_bits());
+                let mut losses = loss::Running::default();
+                losses.keep(Walk::chosen(decoder, None, execution).hooks(hooks).eval(&batch)?, &m.weights)?;
+                sums.push(losses.total()?.to_bits());
             }
             _ => {
-                visit::pass(Outline::of(decoder).forward(), around, &mut |_| Ok(()))?;
+                visit::pass(Outline::of(decoder).forward(), hooks, &mut |_| Ok(()))?;
                 sums.extend(mine.map(|_| 0f64.to_bits()));
             }
         }

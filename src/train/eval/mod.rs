@@ -6,6 +6,6 @@ mod history;
 mod loss;
 
 pub use divergence::DivergenceCheck;
-pub use generation::{add_to, check_tokenizer, score, scores_line};
+pub use generation::{Answer, add_to, check_tokenizer, score, scores_line};
 pub use history::EvalHistory;
-pub use loss::{evaluate, evaluate_until, probe};
+pub use loss::{Evaluation, evaluate, evaluate_loaded, probe};

@@ -98,6 +98,10 @@ impl Job {
             }
             select(&recipe, config, adapter.as_ref())
         })?;
+        if want != Want::Config {
+            let template = tokenizer.as_ref().is_some_and(Tokenizer::has_template);
+            sources::settle_forms(&mut recipe.data, template, progress);
+        }
         if want != Want::Config || selection.tokens.are_numbers() {
             selection.look_up(&config, tokenizer.as_ref())?;
         }
@@ -164,7 +168,9 @@ impl Job {
     /// Prompt format of the training data, saved for later inference.
     pub fn trained(&self) -> PromptConfig {
         let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_deref());
-        PromptConfig { form: PromptFormat::of(&data.train, tokenizer), template: data.template.clone() }
+        let all = PromptFormat::all_of(&data.train, tokenizer.is_some_and(Tokenizer::has_template));
+        let also = all.into_iter().skip(1).collect();
+        PromptConfig { form: PromptFormat::of(&data.train, tokenizer), also, template: data.template.clone() }
     }
 
     /// Loads the model with a progress bar, from the 4-bit copy of `model.cache` if configured. With

@@ -1,6 +1,7 @@
 //! Parts of a recipe: model folder, config, tokenizer, adapter, selection, prompt.
 
 use crate::train::Error;
+use candle_core::DType;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::{self, ModelDir, Settings, Want};
 use ft_data::{Added, PromptFormat, Tokenizer};
@@ -8,7 +9,7 @@ use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_plan::resolve;
-use ft_recipe::{Recipe, Token, Weights};
+use ft_recipe::{Facts, Recipe, Token, Weights};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -54,6 +55,13 @@ pub fn tokenizer(
         Token::Id(_) => None,
     });
     let tokenizer = Tokenizer::load_with(dir, template.as_deref(), &added(adapter)?.and(texts))?;
+    if let Some((name, known)) = tokenizer.as_ref().and_then(|t| t.unread(&recipe.data.template)) {
+        let place = recipe.place(&format!("data.template.{name}"));
+        let near = ft_recipe::nearest(name, known);
+        let near = near.map_or(String::new(), |n| format!("\n  hint: {n:?} is a name in it"));
+        let why = "the chat template has no variable of this name";
+        return Err(Error::Usage(format!("{place}: data.template.{name}: {why}{near}")).into());
+    }
     if let Some((_, tokens)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
         let each: Vec<String> = tokens.iter().map(|(text, id)| format!("{text:?} (token {id})")).collect();
         tell(&format!("tokens beside the model's own: {}", each.join(", ")));
@@ -93,21 +101,42 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     Ok(selection)
 }
 
-/// Tokenizes the prompt of `log.sample` in the same format as the training data.
+/// Facts for warnings about keys without effect; `compute` is whether on CUDA, and the dtype.
+pub fn facts(
+    recipe: &Recipe,
+    compute: Option<(bool, DType)>,
+    config: Option<&Config>,
+    resolved: bool,
+) -> Facts {
+    Facts {
+        cuda: compute.map(|(cuda, _)| cuda),
+        in_f32: compute.map(|(_, dtype)| dtype == DType::F32),
+        four_bit: config.map(|c| c.four_bit),
+        is_folder: Some(recipe.resolve(&recipe.model.source).is_dir()),
+        resolved,
+    }
+}
+
+/// Tokenizes the prompts of `log.samples` in the same format as the training data.
 ///
 /// # Errors
 /// Tokenizer missing; empty prompt.
-pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result<Option<Vec<u32>>> {
-    let Some(prompt) = &recipe.log.sample else { return Ok(None) };
-    let fail = |why: &str| Error::Usage(format!("{}: log.sample: {why}", recipe.place("log.sample")));
+pub fn samples(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result<Vec<Vec<u32>>> {
+    if recipe.log.samples.is_empty() {
+        return Ok(Vec::new());
+    }
+    let fail = |why: &str| Error::Usage(format!("{}: log.samples: {why}", recipe.place("log.samples")));
     let Some(tokenizer) = tokenizer else {
         let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
         return Err(fail(why).into());
     };
     let form = PromptFormat::of(&recipe.data.train, Some(tokenizer));
-    let ids = form.prompt(tokenizer, None, prompt, &recipe.data.template)?;
-    if ids.is_empty() {
-        return Err(fail("the prompt is empty\n  hint: a text to go on from").into());
-    }
-    Ok(Some(ids))
+    let tokens = |prompt: &String| -> ft_base::Result<Vec<u32>> {
+        let ids = form.prompt(tokenizer, None, prompt, &recipe.data.template)?;
+        if ids.is_empty() {
+            return Err(fail("a prompt is empty\n  hint: a text to go on from").into());
+        }
+        Ok(ids)
+    };
+    recipe.log.samples.iter().map(tokens).collect()
 }

@@ -42,7 +42,9 @@ impl Job {
             plan.space.files.clear();
         }
         plan.space.model(&self.recipe, &self.config, &self.selection, true);
-        plan.look(&self.recipe, &Capacity::of(inputs.machine));
+        let room = Capacity::of(inputs.machine);
+        plan.advise(&inputs, &room);
+        plan.look(&self.recipe, &room);
         Ok(plan)
     }
 

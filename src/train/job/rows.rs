@@ -25,6 +25,9 @@ pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
     .into())
 }
 
+/// Most kinds of data problems shown.
+pub const MAX_PROBLEMS: usize = 20;
+
 /// Prints the warnings about a dataset.
 ///
 /// # Errors
@@ -47,7 +50,7 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
         return;
     }
     let plural = |n: usize, what: &str| if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") };
-    let (packed, shorter) = if recipe.data.pack {
+    let (packed, shorter) = if recipe.data.packs() {
         let packed = format!(", of {} packed", plural(data.samples.len(), "sample"));
         (packed, ", data.pack = false or a smaller data.max_length")
     } else {

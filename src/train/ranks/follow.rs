@@ -5,17 +5,18 @@
 //! files are therefore handled in one place, and ranks cannot disagree.
 
 use super::inputs::RunInputs;
-use super::shard::{load, load_checkpoint, save};
+use super::shard::{load, load_checkpoint, ready, save};
 use crate::train::Error;
-use crate::train::eval::evaluate_until;
+use crate::train::eval::evaluate;
 use crate::train::job::Job;
 use crate::train::output;
 use crate::train::step::command::{self, Command};
-use crate::train::step::{Gather, Stop, TrainContext, TrainedModel, finite};
+use crate::train::step::{Gather, Stop, TrainContext, finite};
 use ft_base::memory::place;
 use ft_engine::load::Base;
 use ft_engine::ranks::{self, Comm};
-use ft_engine::walk::{Hooks, Outline, Times, visit};
+use ft_engine::walk::{Outline, Times, visit};
+use ft_recipe::Part;
 use std::time::Duration;
 
 /// Runs `f` with collectives for the tensors of the device of a job.
@@ -35,8 +36,7 @@ pub fn on_device<R>(
 /// # Errors
 /// Errors of this rank; lost rank.
 pub fn follow(inputs: &RunInputs, base: &Base, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let loaded = load(&inputs.job, base, inputs.checkpoint.as_deref(), comm)?;
-    let model = TrainedModel::new(&inputs.job, loaded);
+    let model = ready(inputs, load(&inputs.job, base, comm)?, None, comm)?;
     let cx = inputs.context(&model, comm);
     let gather = Gather::new(&model.decoder, &model.params, comm);
     loop {
@@ -74,8 +74,7 @@ fn execute(
         Command::Evaluate => {
             let Some(eval) = &inputs.eval else { return Ok(()) };
             place::enter(place::Phase::Evaluate, 0);
-            let around = (comm, gather as &dyn Hooks);
-            evaluate_until(decoder, around, eval, &cx.execution, &job.device, stop).map(drop)
+            evaluate(&cx.scorer(gather), eval, cx.preferences(Part::Eval), stop).map(drop)
         }
         Command::Save(step, dir) => {
             place::enter(place::Phase::Save, 0);

@@ -1,8 +1,10 @@
 //! Collective operations on shards: loading, saving.
 
+use super::inputs::RunInputs;
 use crate::train::checkpoint::state;
 use crate::train::job::Job;
-use crate::train::step::TrainContext;
+use crate::train::preference::ReferenceInputs;
+use crate::train::step::{TrainContext, TrainedModel};
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
@@ -10,6 +12,7 @@ use ft_engine::params::buffers::Shard;
 use ft_engine::ranks::{At, Comm, Mesh};
 use ft_kernels::gemm;
 use ft_recipe::Parallel;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 const LOADED: At = At { what: "the loading of the model", unit: None };
@@ -24,29 +27,49 @@ pub fn save(cx: &TrainContext<'_>, dir: &Path) -> ft_base::Result<()> {
     cx.comm.barrier(SAVED)
 }
 
-/// Loads this rank's shard of the model and of the checkpoint to resume. Returns after all ranks have
-/// loaded.
+/// Loads this rank's shard of the model.
 ///
 /// # Errors
-/// The model cannot be built; the checkpoint does not fit; lost rank.
-pub fn load(
-    job: &Job,
-    base: &Base,
-    checkpoint: Option<&Path>,
-    comm: &dyn Comm,
-) -> ft_base::Result<(Decoder, Params)> {
+/// The model cannot be built; lost rank.
+pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder, Params)> {
     if comm.world() > 1 {
         // Allocates the packing buffers of this rank now; later, their number would depend on thread
         // scheduling.
         gemm::make_slabs();
     }
     let shard = shard(&job.recipe.parallel, comm.rank());
-    let (decoder, params) = job.load_shard(base, true, shard, comm)?;
-    if let Some(dir) = checkpoint {
-        state::load(dir, &params)?;
+    job.load_shard(base, true, shard, comm)
+}
+
+/// Makes a loaded model ready for the first step of this process: computes the reference, and loads this rank's shard
+/// of the checkpoint to resume. Returns after all ranks have loaded. `identity` is that of the run, on the first rank.
+///
+/// # Errors
+/// The checkpoint does not fit; errors of the reference; lost rank.
+pub fn ready(
+    inputs: &RunInputs,
+    loaded: (Decoder, Params),
+    identity: Option<&BTreeMap<String, String>>,
+    comm: &dyn Comm,
+) -> ft_base::Result<TrainedModel> {
+    let mut model = TrainedModel::new(&inputs.job, loaded);
+    if let Some(preferences) = &mut model.preferences {
+        let reference = ReferenceInputs {
+            job: &inputs.job,
+            train: Some(&inputs.data),
+            eval: inputs.eval.as_deref(),
+            batches: Some(&inputs.batches),
+            execution: &inputs.execution,
+            comm,
+            identity,
+        };
+        preferences.reference = reference.scores(&model.decoder, &model.params)?;
+    }
+    if let Some(dir) = &inputs.checkpoint {
+        state::load(dir, &model.params)?;
     }
     comm.barrier(LOADED)?;
-    Ok((decoder, params))
+    Ok(model)
 }
 
 /// Loads this rank's shard of a checkpoint. Returns after all ranks have loaded.

@@ -8,7 +8,6 @@ use super::signals::Signals;
 use super::trainer::Trainer;
 use crate::train::memory::{MemoryMonitor, start_threads_of};
 use crate::train::ranks::{self, RankThreads, RemoteRanks};
-use crate::train::step::TrainedModel;
 use ft_base::store::RunLock;
 use ft_engine::load::Base;
 use ft_engine::ranks::Comm;
@@ -28,9 +27,13 @@ pub fn run_first(
     // Held until the end, so that the state of the run folder cannot change in between.
     let _lock = RunLock::take(&dir)?;
     refuse_earlier(&recipe, options)?;
-    let record = InputRecord::collect(&recipe).map(|r| (r, recipe.clone()));
+    // A run with an observer may end before its last step.
+    let unobserved = Some(&recipe).filter(|_| options.observer.is_none());
+    let record = unobserved.and_then(InputRecord::collect).map(|r| (r, recipe.clone()));
     if options.resume
         && options.step.is_none()
+        // Names of keys are checked against the checkpoint's.
+        && options.accept_change.is_empty()
         && let Some(result) = record.as_ref().and_then(|(r, _)| r.finished(&dir))
     {
         return Ok(Outcome::Already { result });
@@ -96,11 +99,11 @@ fn lead(
     run.identity.loading(&base)?;
     follow(&base)?;
     ranks::on_device(job, comm, |comm| {
-        let loaded = ranks::load(job, &base, run.inputs.checkpoint.as_deref(), comm)?;
+        let loaded = ranks::load(job, &base, comm)?;
         run.identity.loaded(&base)?;
         drop(base);
         monitor.loaded(&loaded.1);
-        let model = TrainedModel::new(job, loaded);
+        let model = ranks::ready(&run.inputs, loaded, Some(run.identity.get()?), comm)?;
         Trainer::new(run, run.inputs.context(&model, comm), monitor)?.run()
     })
 }

@@ -1,8 +1,11 @@
 //! Output of a run: events in `metrics.jsonl`, progress, and the summary.
 
 use super::server::ServerEvent;
-use crate::log::{Metrics, TensorBoard, unix_time};
-use crate::train::eval::{self, EvalHistory};
+use crate::log::{Metrics, Observer, TensorBoard, unix_time};
+#[cfg(feature = "hub")]
+use crate::log::{MlFlow, MlFlowRun};
+use crate::train::Error;
+use crate::train::eval::{self, Answer, EvalHistory, Evaluation};
 use crate::train::job::Job;
 use crate::train::memory::MemoryMonitor;
 use crate::train::step::{StepOutput, TrainContext};
@@ -16,8 +19,8 @@ use ft_engine::params::{LearningRate, learning_rates};
 use ft_engine::walk::{self, Execution, Load};
 use ft_kernels::gemm::pairs;
 use ft_plan::report;
-use ft_recipe::Quantize;
-use serde_json::{Value, json};
+use ft_recipe::{Quantize, Recipe};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -49,26 +52,40 @@ impl RunLog {
     /// Disk errors.
     pub fn open(
         dir: &Path,
-        log: &ft_recipe::Log,
+        recipe: &Recipe,
         resumed: Option<u64>,
         total: usize,
         (rates, schedule): (Vec<LearningRate>, Schedule),
     ) -> ft_base::Result<Self> {
         let mut metrics = Metrics::open(&dir.join("metrics.jsonl"), resumed)?;
-        if log.csv {
+        if recipe.log.csv {
             metrics.tabulate()?;
         }
-        if log.tensorboard {
-            metrics.show_in(TensorBoard::open(dir, resumed)?);
+        if recipe.log.tensorboard {
+            metrics.add(TensorBoard::open(dir, resumed)?);
+        }
+        #[cfg(feature = "hub")]
+        if let Some(run) = tracked(dir, recipe, resumed.is_some()) {
+            metrics.add(MlFlow::start(run));
         }
         let progress = Progress::new(resumed.unwrap_or(0), total as u64);
         let load = (0, Load::default());
         Ok(Self { metrics, progress, schedule, rates, load, seconds: 0.0, tokens: 0 })
     }
 
-    /// Returns true if the metrics hold an event of this kind for the resumed step.
-    pub fn has(&self, event: &str) -> bool {
-        self.metrics.has(event)
+    /// Number of events of this kind for the resumed step.
+    pub fn count(&self, event: &str) -> usize {
+        self.metrics.count(event)
+    }
+
+    /// Shows later events to an observer.
+    pub fn observe(&mut self, observer: &Observer) {
+        self.metrics.observe(observer.clone());
+    }
+
+    /// Whether the observer has ended the run.
+    pub fn is_ended(&self) -> bool {
+        self.metrics.is_ended()
     }
 
     /// Prints a line above the progress bar.
@@ -115,7 +132,8 @@ impl RunLog {
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
-            "rows": data.rows.len(), "samples": data.samples.len(), "steps": total,
+            "data": {"rows_read": data.stats.rows_read, "cut": data.stats.truncated, "left_out": data.stats.drops},
+            "rows": data.rows.len(), "samples": data.samples.len(), "steps": total, "given": job.recipe.given(),
             "plan": monitor.json(),
         });
         if done > 0 {
@@ -175,6 +193,7 @@ impl RunLog {
                 event[key] = json!(value);
             }
         }
+        add_metrics(&mut event, &output.metrics);
         if cx.comm.world() > 1 {
             event["wire_bytes"] = json!(cx.comm.received() - time.received);
         }
@@ -252,46 +271,66 @@ impl RunLog {
         Ok(self.metrics.write(&event)?)
     }
 
-    /// Writes the `eval` event.
+    /// Writes the `eval` event, and an `answer` event for each answer.
     ///
     /// # Errors
     /// The metrics cannot be written.
     pub fn evaluation(
         &mut self,
         step: u64,
-        loss: f64,
-        targets: usize,
-        scores: Option<&Scores>,
+        of: &Evaluation,
+        scored: Option<&(Scores, Vec<Answer>)>,
     ) -> ft_base::Result<()> {
-        let mut event = json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets});
-        let mut line = format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp());
-        if let Some(scores) = scores {
+        let loss = of.loss;
+        let mut event = json!({"event": "eval", "step": step, "loss": loss, "target_tokens": of.targets});
+        add_metrics(&mut event, &of.metrics);
+        let mut line = format!("evaluation after step {step}: loss {loss:.4}");
+        line += &match metrics_line(&of.metrics) {
+            text if text.is_empty() => format!(", perplexity {:.2}", loss.exp()),
+            text => text,
+        };
+        if let Some((scores, _)) = scored {
             eval::add_to(&mut event, scores);
             line += &format!(", {}", eval::scores_line(scores));
         }
         self.metrics.write(&event)?;
+        for a in scored.iter().flat_map(|(_, answers)| answers) {
+            self.metrics.write(&json!({
+                "event": "answer", "step": step, "prompt": a.prompt, "reply": a.reply, "reference": a.reference,
+                "exact_match": a.exact_match, "rouge_l": a.rouge_l,
+            }))?;
+        }
         self.line(&line);
         Ok(())
     }
 
-    /// Writes the `sample` event.
+    /// Writes the `sample` event of prompt `number`, from 1.
     ///
     /// # Errors
     /// The metrics cannot be written.
     pub fn sample(
         &mut self,
         step: u64,
-        prompt: &str,
+        (number, prompt): (usize, &str),
         reply: &str,
         form: PromptFormat,
     ) -> ft_base::Result<()> {
         let event = json!({
-            "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
+            "event": "sample", "step": step, "number": number, "prompt": prompt, "reply": reply,
+            "form": form.word(),
         });
         self.metrics.write(&event)?;
         let how = if form == PromptFormat::Text { "continuing" } else { "asked" };
         self.line(&format!("after step {step}, {how} {prompt:?}: {reply:?}"));
         Ok(())
+    }
+
+    /// Writes the `checkpoint` event.
+    ///
+    /// # Errors
+    /// The metrics cannot be written.
+    pub fn checkpoint(&mut self, step: u64, path: &Path) -> ft_base::Result<()> {
+        Ok(self.metrics.write(&json!({"event": "checkpoint", "step": step, "path": path}))?)
     }
 
     /// Writes the `stopped` event with the error of the run.
@@ -353,6 +392,46 @@ impl RunLog {
         }
         tell(&format!("next: {}", next.join(", ")));
     }
+}
+
+/// Refuses `log.mlflow` in a program that cannot send.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub fn check(recipe: &Recipe) -> Result<(), Error> {
+    if recipe.log.mlflow.is_none() || cfg!(feature = "hub") {
+        return Ok(());
+    }
+    let why = "this ft is built without its hub feature\n  hint: build it with --features hub";
+    Err(Error::Usage(format!("{}: log.mlflow: {why}", recipe.place("log.mlflow"))))
+}
+
+/// The run for the server of `log.mlflow`.
+#[cfg(feature = "hub")]
+fn tracked(dir: &Path, recipe: &Recipe, resumes: bool) -> Option<MlFlowRun> {
+    let url = recipe.log.mlflow.clone()?;
+    let named = || std::env::var("MLFLOW_EXPERIMENT_NAME").ok().filter(|name| !name.is_empty());
+    let experiment = recipe.log.mlflow_experiment.clone().or_else(named);
+    Some(MlFlowRun {
+        url,
+        experiment: experiment.unwrap_or_else(|| "ft".into()),
+        name: recipe.name.clone(),
+        params: recipe.keys(),
+        file: dir.join("mlflow.json"),
+        resumes,
+    })
+}
+
+/// Adds metrics of a task to an event.
+fn add_metrics(event: &mut Value, metrics: &Map<String, Value>) {
+    metrics.iter().for_each(|(name, value)| event[name] = value.clone());
+}
+
+/// Metrics of a task for the screen.
+fn metrics_line(metrics: &Map<String, Value>) -> String {
+    let shown = [("accuracy", "accuracy"), ("margins", "margin"), ("kl", "kl")];
+    let of = |(key, name): (&str, &str)| Some(format!(", {name} {:.4}", metrics.get(key)?.as_f64()?));
+    shown.into_iter().filter_map(of).collect()
 }
 
 /// Number of steps per `experts` event, because a line with thousands of experts is long.

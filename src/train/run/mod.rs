@@ -3,13 +3,13 @@
 mod folder;
 mod launch;
 mod lead;
-mod log;
+pub mod log;
 mod options;
 mod prepare;
 mod processes;
 mod result_cache;
 pub mod server;
-mod signals;
+pub mod signals;
 mod trainer;
 
 pub use launch::run;

@@ -1,5 +1,6 @@
 //! Options and outcome of a run.
 
+use crate::log::Observer;
 use std::path::PathBuf;
 
 /// Options of a run outside the recipe.
@@ -15,6 +16,8 @@ pub struct Options {
     pub step: Option<u64>,
     /// Executable to start as `ft serve` for `serve.devices`, namely `ft` itself.
     pub program: Option<PathBuf>,
+    /// Function called with each event.
+    pub observer: Option<Observer>,
 }
 
 /// Outcome of a run without errors.

@@ -1,10 +1,11 @@
 //! All checks of a run before its model is loaded.
 
 use super::folder::{ended, exists, filled, keep_micro_rows};
+use super::log;
 use super::options::Options;
 use super::server;
 use super::signals::Signals;
-use crate::log::read_metrics;
+use crate::log::{Observer, read_metrics};
 use crate::train::Error;
 use crate::train::checkpoint::identity::Identity;
 use crate::train::checkpoint::state::{self, State};
@@ -12,6 +13,7 @@ use crate::train::eval::{EvalHistory, check_tokenizer};
 use crate::train::job::{self, Job};
 use crate::train::layout::{CHECKPOINTS, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
+use crate::train::preference::reference;
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
 use crate::train::step::LossScale;
 use ft_base::store::AtomicFolder;
@@ -39,6 +41,8 @@ pub struct PreparedRun {
     pub overwrite: bool,
     /// Executable of the server.
     pub program: Option<PathBuf>,
+    /// The program's own observer.
+    pub observer: Option<Observer>,
 }
 
 /// Outcome of the checks.
@@ -166,6 +170,7 @@ pub fn prepare(
         signals,
         overwrite: options.overwrite,
         program: options.program.clone(),
+        observer: options.observer.clone(),
     };
     Ok(Prepared::Ready(Box::new(run), Box::new(monitor)))
 }
@@ -224,7 +229,12 @@ fn check_inputs(
     limits::before_download(&recipe)?;
     let job = Job::open(recipe, Want::Weights, true)?;
     ranks::check(&job)?;
+    let compute = (job.device.is_cuda(), job.dtype);
+    let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
+    job.recipe.idle(facts).iter().for_each(|w| warn(w));
+    reference::check(&job)?;
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
+    log::check(&job.recipe)?;
     remote.map_or(Ok(()), RemoteRanks::opened)?;
     let result = result_dir(&job.selection, &dir);
     let saved = checkpoint::any(&dir.join(CHECKPOINTS));
@@ -235,7 +245,7 @@ fn check_inputs(
     let (data, eval) = job.data()?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
     job.check()?;
-    job::sample(&job.recipe, job.tokenizer.as_deref())?;
+    job::samples(&job.recipe, job.tokenizer.as_deref())?;
     check_tokenizer(&job)?;
     Ok(CheckedInputs { job, data, eval, batches, schedule, result, saved })
 }

@@ -13,7 +13,6 @@ use crate::train::job::Job;
 use crate::train::memory::{MemoryMonitor, limits, start_threads_beside};
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
 use crate::train::step::LossScale;
-use ft_base::error::ExitCode;
 use ft_base::memory;
 use ft_base::store::{self, RunLock};
 use ft_base::terminal;
@@ -78,12 +77,9 @@ struct Settings(Vec<(String, String)>);
 /// As [`super::run()`]; lost rank; number of processes different from the number of ranks in the recipe.
 pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
-    // A process without a connection to the first must print its own error.
-    let (comm, neighbours) = processes::join(launch, timeout).inspect_err(|e| {
-        if e.code == ExitCode::LostRank {
-            terminal::to_terminal();
-        }
-    })?;
+    // A process that does not meet the others must print its own error.
+    let joined = processes::join(launch, timeout).inspect_err(|_| terminal::to_terminal());
+    let (comm, neighbours) = joined?;
     if comm.rank() > 0 {
         terminal::hush();
     }
@@ -274,8 +270,7 @@ fn prepare(recipe: &mut Recipe, rank: usize) -> ft_base::Result<(Job, Dataset, O
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let path = dir.join(format!("rank-{rank}.log"));
-    terminal::to_file(&path).map_err(|e| store::Error::write("create", &path, None, e))?;
+    terminal::to_file(store::create(&dir.join(format!("rank-{rank}.log")))?);
     let job = Job::open(recipe.clone(), Want::Weights, false)?;
     ranks::check(&job)?;
     let (data, eval) = job.data()?;

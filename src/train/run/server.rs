@@ -5,10 +5,10 @@
 
 use crate::train::Error;
 use crate::train::job::Job;
+use ft_base::store;
 use ft_base::terminal::warn;
 use ft_kernels::cuda;
 use ft_recipe::{Launch, OneDevice, Recipe, Serve};
-use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -170,7 +170,10 @@ fn spawn(program: &Path, serve: &Serve, dir: &Path) -> io::Result<Server> {
     Launch::VARIABLES.iter().for_each(|v| {
         command.env_remove(v);
     });
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(File::create(&log)?);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(store::create(&log).map_err(io::Error::other)?);
     // In a separate process group, the server ignores Ctrl-C and lives until the run has saved a
     // checkpoint.
     let mut child = command.process_group(0).spawn()?;

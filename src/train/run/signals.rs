@@ -65,6 +65,11 @@ impl Signals {
         SIGNALS.get(place).map(|(_, name, code)| (*name, *code))
     }
 
+    /// Numbers of the handled signals.
+    pub fn numbers() -> impl Iterator<Item = i32> {
+        handled().map(|(_, signal, _)| signal)
+    }
+
     /// Signal received, as a number to share between ranks; 0 for none.
     pub fn asked(&self) -> u64 {
         self.0.seen.load(Ordering::Relaxed) as u64
@@ -86,11 +91,7 @@ impl Drop for Signals {
 impl Handlers {
     fn register(&self) -> std::io::Result<()> {
         use signal_hook::flag;
-        for (i, (signal, name, code)) in SIGNALS.into_iter().enumerate() {
-            // `nohup` ignores SIGHUP.
-            if name == "SIGHUP" && ignored(signal) {
-                continue;
-            }
+        for (i, signal, code) in handled() {
             // The order matters: the first signal sets the flag read by the second.
             flag::register_conditional_shutdown(signal, code as i32, Arc::clone(&self.at_once))?;
             flag::register(signal, Arc::clone(&self.at_once))?;
@@ -98,6 +99,13 @@ impl Handlers {
         }
         Ok(())
     }
+}
+
+/// Handled signals, with index in [`SIGNALS`] and exit code; without SIGHUP under `nohup`, which ignores it.
+fn handled() -> impl Iterator<Item = (usize, i32, ExitCode)> {
+    let all = SIGNALS.into_iter().enumerate();
+    all.filter(|(_, (signal, name, _))| *name != "SIGHUP" || !ignored(*signal))
+        .map(|(i, (signal, _, code))| (i, signal, code))
 }
 
 /// Returns true if the process started with this signal ignored. Returns false if `/proc` is unavailable.

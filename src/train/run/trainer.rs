@@ -8,7 +8,7 @@ use super::server::Server;
 use crate::log::read_metrics;
 use crate::train::Error;
 use crate::train::checkpoint::state::{self, State};
-use crate::train::eval::{DivergenceCheck, EvalHistory, evaluate_until, score};
+use crate::train::eval::{DivergenceCheck, EvalHistory, evaluate, score};
 use crate::train::job;
 use crate::train::layout::CHECKPOINTS;
 use crate::train::memory::MemoryMonitor;
@@ -24,6 +24,7 @@ use ft_base::store::checkpoint::Checkpoints;
 use ft_data::Micro;
 use ft_engine::params::build::unreached;
 use ft_engine::walk::{Times, generate};
+use ft_recipe::Part;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -42,6 +43,8 @@ pub struct Trainer<'a> {
     done: u64,
     /// Step of the newest checkpoint.
     saved: Option<u64>,
+    /// Step of the newest samples.
+    sampled: Option<u64>,
     /// True once a backward pass has reached all trained tensors.
     reached: bool,
     /// Server of `serve.devices`.
@@ -64,7 +67,8 @@ impl<'a> Trainer<'a> {
         store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
         let resumed = run.resume.as_ref().map(|_| run.done());
         let rates = cx.model.params.learning_rates(&job.recipe.optimizer);
-        let log = RunLog::open(dir, &job.recipe.log, resumed, run.total(), (rates, run.inputs.schedule))?;
+        let mut log = RunLog::open(dir, &job.recipe, resumed, run.total(), (rates, run.inputs.schedule))?;
+        run.observer.iter().for_each(|observer| log.observe(observer));
         let events = read_metrics(&dir.join("metrics.jsonl"))?;
         let history = if job.recipe.run.keep_best {
             EvalHistory::with_checkpoints(events, &run.checkpoints, run.done())
@@ -75,7 +79,8 @@ impl<'a> Trainer<'a> {
         run.signals.hold();
         let divergence = DivergenceCheck::default();
         let done = run.done();
-        Ok(Self { cx, run, log, monitor, history, divergence, done, saved: resumed, reached: false, server })
+        let (saved, sampled, reached) = (resumed, None, false);
+        Ok(Self { cx, run, log, monitor, history, divergence, done, saved, sampled, reached, server })
     }
 
     /// Trains, and writes the result.
@@ -95,11 +100,18 @@ impl<'a> Trainer<'a> {
     fn train(&mut self) -> ft_base::Result<()> {
         let (first, total) = (self.run.done() as usize, self.run.total());
         self.begin()?;
-        if first > 0 && self.is_due(self.cx.job.recipe.run.eval_every, first) && !self.log.has("eval") {
-            // Repeats an evaluation interrupted after the checkpoint.
-            self.evaluate()?;
+        if first > 0 && self.is_due(self.cx.job.recipe.run.eval_every, first) {
+            // Repeats what was interrupted after the checkpoint.
+            if self.log.count("eval") == 0 {
+                self.evaluate()?;
+            }
+            self.sample()?;
         }
         for step in first..total {
+            if step > first && self.log.is_ended() {
+                self.log.line(&format!("ended by the observer after step {}", self.done));
+                break;
+            }
             let patience = self.cx.job.recipe.run.patience;
             if self.history.is_exhausted(patience) {
                 let best = self.history.lowest().map_or(0, |(step, _)| step);
@@ -119,6 +131,7 @@ impl<'a> Trainer<'a> {
             // The checkpoint comes first, so that an error in the evaluation loses no step.
             if self.is_due(run.eval_every, step + 1) {
                 self.evaluate()?;
+                self.sample()?;
             }
         }
         self.check_signal()
@@ -237,17 +250,18 @@ impl<'a> Trainer<'a> {
         let Some(data) = run.inputs.eval.as_deref() else { return Ok(false) };
         place::enter(place::Phase::Evaluate, 0);
         let stop = || run.signals.asked();
-        let TrainContext { job, comm, execution, .. } = self.cx;
+        let TrainContext { job, comm, .. } = self.cx;
         let TrainedModel { decoder, params, .. } = self.cx.model;
         command::announce(comm, &Command::Evaluate)?;
         let gather = Gather::new(decoder, params, comm);
-        let (loss, targets) = evaluate_until(decoder, (comm, &gather), data, &execution, &job.device, &stop)?;
-        let scores = if loss.is_finite() {
+        let of = evaluate(&self.cx.scorer(&gather), data, self.cx.preferences(Part::Eval), &stop)?;
+        let loss = of.loss;
+        let scored = if loss.is_finite() {
             score(job, decoder, &LeaderGather::new(decoder, params, comm), data, &stop)?
         } else {
             None
         };
-        self.log.evaluation(step, loss, targets, scores.as_ref())?;
+        self.log.evaluation(step, &of, scored.as_ref())?;
         if loss.is_finite() {
             return Ok(self.history.record(step, loss));
         }
@@ -259,19 +273,30 @@ impl<'a> Trainer<'a> {
         Err(Error::EvaluationOf { step, kept }.into())
     }
 
-    /// Generates a reply to `log.sample`, as a sample of the current model.
+    /// Generates replies to `log.samples`, once a step.
     fn sample(&mut self) -> ft_base::Result<()> {
         let job = self.cx.job;
-        let (Some(prompt), Some(tokenizer)) = (&job.recipe.log.sample, &job.tokenizer) else { return Ok(()) };
-        let Some(ids) = job::sample(&job.recipe, Some(tokenizer))? else { return Ok(()) };
+        let prompts = &job.recipe.log.samples;
+        let resumed = self.done == self.run.done() && self.log.count("sample") >= prompts.len();
+        let (Some(tokenizer), false) = (&job.tokenizer, resumed || self.sampled == Some(self.done)) else {
+            return Ok(());
+        };
         place::enter(place::Phase::Evaluate, 0);
         let TrainedModel { decoder, params, .. } = self.cx.model;
         let gather = LeaderGather::new(decoder, params, self.cx.comm);
         let limit = generate::SAMPLE_TOKENS;
-        let mut reader = generate::Reader::new(decoder, &job.device).within(ids.len() + limit).hooks(&gather);
-        let mut sampler = generate::greedy();
-        let reply = generate::answer(&mut reader, tokenizer, &ids, limit, &mut sampler, &mut |_| true)?.text;
-        self.log.sample(self.done, prompt, &reply, job.trained().form)
+        for (i, (prompt, ids)) in prompts.iter().zip(job::samples(&job.recipe, Some(tokenizer))?).enumerate()
+        {
+            let mut reader =
+                generate::Reader::new(decoder, &job.device).within(ids.len() + limit).hooks(&gather);
+            let mut go = |_: &str| self.run.signals.asked() == 0;
+            let mut sampler = generate::greedy();
+            let reply = generate::answer(&mut reader, tokenizer, &ids, limit, &mut sampler, &mut go)?.text;
+            self.check_signal()?;
+            self.log.sample(self.done, (i + 1, prompt), &reply, job.trained().form)?;
+        }
+        self.sampled = Some(self.done);
+        Ok(())
     }
 
     /// Converts the error of an abandoned operation to the error of the signal, after saving a checkpoint.
@@ -321,16 +346,14 @@ impl<'a> Trainer<'a> {
         let best = self.history.best().filter(|_| run.keep_best).map(|(step, _)| step);
         draft.commit(run.keep, best)?;
         self.saved = Some(step);
-        Ok(())
+        self.log.checkpoint(step, &self.run.checkpoints.folder(step))
     }
 
     /// Writes the result after the last step.
     fn finish(&mut self) -> ft_base::Result<Outcome> {
         let run = self.run;
-        // A run resumed from the last step may have sampled already.
-        if self.done > run.done() || !self.log.has("sample") {
-            self.sample()?;
-        }
+        // Early stopping may end between two evaluations.
+        self.sample()?;
         self.check_signal()?;
         // Early stopping leaves the last step unsaved.
         self.save()?;

@@ -1,10 +1,12 @@
 //! Gradients of a step, accumulated over its micro-batches.
 
-use super::context::{StepInput, StepOutput, Stop, TrainContext, check_stop, host};
+use super::context::{StepInput, StepOutput, TrainContext};
 use super::gather::Gather;
 use super::loss_scale::LossScale;
 use super::reduce::{InBackward, Reduce};
+use super::turn::{Stop, check_stop, host};
 use crate::train::Error;
+use crate::train::preference::{Group, Preferences, Tally, WORDS, samples_of};
 use ft_base::memory::place;
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::Batch;
@@ -12,7 +14,9 @@ use ft_engine::model::sink::Sink;
 use ft_engine::optim;
 use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Load, Outline, RouterLosses, Routing, Times, Walk, visit};
-use ft_kernels::loss;
+use ft_kernels::{Tensor, loss};
+use ft_recipe::Part;
+use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 
 impl TrainContext<'_> {
@@ -68,10 +72,16 @@ impl TrainContext<'_> {
             let why = "optimizer.in_backward: a step of several micro-batches";
             return Err(Error::Usage(why.into()).into());
         }
-        let mine = self.run_micro_batches(input, &batches, (&sink, &reduce), times, stop)?;
+        let group = self.group(input, stop)?;
+        let mine = self.run_micro_batches(input, &batches, (&sink, &reduce, group), times, stop)?;
         let sums = mine.over_ranks(comm)?;
+        let (loss, metrics) = match self.model.preferences.as_ref().zip(group) {
+            Some((p, group)) => (p.loss(&sums.tally), p.metrics(&sums.tally, group)),
+            None => (sums.loss * batches.scale(None), batches.metrics(input.data)),
+        };
         Ok(StepOutput {
-            loss: sums.loss * batches.scale(),
+            loss,
+            metrics,
             router_losses: sums.router_losses,
             load: sums.load,
             grad_norm: sums.squares.sqrt() / self.loss_factor(),
@@ -81,18 +91,29 @@ impl TrainContext<'_> {
         })
     }
 
+    /// The samples of the step, if they are compared or rated: KTO's estimate from a pass over all of them.
+    fn group(&self, input: &StepInput<'_>, stop: Stop<'_>) -> ft_base::Result<Option<Group>> {
+        let Some(preferences) = &self.model.preferences else { return Ok(None) };
+        let gather = Gather::new(&self.model.decoder, &self.model.params, self.comm);
+        let samples = samples_of(input.data, input.rows.iter().copied())?;
+        let first = input.step as usize * self.job.recipe.run.batch_rows;
+        let place = (Part::Train, first);
+        preferences.kl(&self.scorer(&gather), input.data, place, &samples, stop).map(Some)
+    }
+
     /// Runs the micro-batches of this rank, and reduces the gradients of all ranks.
     fn run_micro_batches(
         &self,
         input: &StepInput<'_>,
         batches: &MicroBatches<'_>,
-        (sink, reduce): (&Sink<'_>, &Reduce<'_>),
+        (sink, reduce, group): (&Sink<'_>, &Reduce<'_>, Option<Group>),
         times: &mut Times,
         stop: Stop<'_>,
     ) -> ft_base::Result<Sums> {
         let (decoder, params, comm) = (&self.model.decoder, &self.model.params, self.comm);
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
-        let mut losses = loss::Running::default();
+        let (mut losses, mut tally) = (loss::Running::default(), Tally::default());
+        let preferences = self.model.preferences.as_ref().zip(group);
         let mut first = (0, 0);
         let lowest = params.lowest_unit();
         let share = 1.0 / batches.all.len().max(1) as f64;
@@ -108,13 +129,18 @@ impl TrainContext<'_> {
                     let m = Micro::collate(input.data, rows)?;
                     let random = Some((seed, input.step));
                     let batch = Batch::new(&decoder.config, host(&m), first, random, self.device())?;
+                    let mut weigh = |losses: &[Tensor]| weights(preferences, (&m, losses), &mut tally);
                     let mut walk = Walk::chosen(decoder, lowest, &self.execution)
                         .router_losses(router)
                         .neftune(neftune)
                         .hooks(reduce)
                         .timed(times);
-                    losses.keep(walk.train(&batch, batches.scale() * factor, sink)?)?;
+                    if preferences.is_some() {
+                        walk = walk.objective(&mut weigh);
+                    }
+                    let all = walk.train(&batch, batches.scale(preferences) * factor, sink)?;
                     routings.push(walk.into_routing());
+                    losses.keep(all, &m.weights)?;
                 }
                 first = (first.0 + size.tokens, first.1 + size.targets);
             }
@@ -130,7 +156,7 @@ impl TrainContext<'_> {
         }
         sink.settle(None)?;
         place::enter(place::Phase::Step, 0);
-        let mut sums = Sums { loss: losses.total()?, ..Sums::default() };
+        let mut sums = Sums { loss: losses.total()?, tally, ..Sums::default() };
         let share = (router != RouterLosses::default()).then_some(share);
         routings.iter().try_for_each(|r| sums.add_routing(r, share))?;
         sums.squares = reduce.squares()?.map_or_else(|| optim::grad_squares(params), Ok)?;
@@ -145,6 +171,25 @@ struct MicroBatches<'a> {
     all: Vec<(&'a [usize], Size)>,
     tokens: usize,
     targets: usize,
+    /// Sum of the weights of the targets.
+    weight: f64,
+    samples: usize,
+}
+
+/// Weights of a micro-batch's targets, from their losses; adds to the tally of the step.
+fn weights(
+    preferences: Option<(&Preferences, Group)>,
+    (m, losses): (&Micro, &[Tensor]),
+    tally: &mut Tally,
+) -> candle_core::Result<Tensor> {
+    let Some((preferences, group)) = preferences else {
+        candle_core::bail!("weights of a step without preferences: a bug in ft");
+    };
+    let weights = preferences.weigh(m, loss::on_host(losses.to_vec())?.concat(), group, tally);
+    match losses.first() {
+        Some(on) => Tensor::new(&weights[..], on.real()?.device()),
+        None => candle_core::bail!("a micro-batch without targets"),
+    }
 }
 
 impl<'a> MicroBatches<'a> {
@@ -154,12 +199,21 @@ impl<'a> MicroBatches<'a> {
         all.retain(|(_, size)| size.tokens > 0);
         let tokens = all.iter().map(|(_, size)| size.tokens).sum();
         let targets = all.iter().map(|(_, size)| size.targets).sum();
-        Ok(Self { all, tokens, targets })
+        let weight = all.iter().map(|(_, size)| size.weight).sum();
+        let samples = all.iter().map(|(_, size)| size.samples).sum();
+        Ok(Self { all, tokens, targets, weight, samples })
     }
 
-    /// Factor on the sum of losses.
-    fn scale(&self) -> f64 {
-        1.0 / self.targets.max(1) as f64
+    /// Factor on the sum of losses: of targets by weight, or of samples.
+    fn scale(&self, preferences: Option<(&Preferences, Group)>) -> f64 {
+        let all = if preferences.is_some() { self.samples as f64 } else { self.weight };
+        if all > 0.0 { 1.0 / all } else { 1.0 }
+    }
+
+    /// Metrics of supervised fine-tuning.
+    fn metrics(&self, data: &Dataset) -> Map<String, Value> {
+        let weight = data.rows.weighted.then(|| ("target_weight".into(), json!(self.weight)));
+        weight.into_iter().collect()
     }
 }
 
@@ -172,6 +226,7 @@ struct Sums {
     squares: f64,
     reached: Vec<bool>,
     load: Load,
+    tally: Tally,
 }
 
 impl Sums {
@@ -190,6 +245,7 @@ impl Sums {
     fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
         let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
+        words.extend(self.tally.words());
         words.extend(self.reached.iter().map(|r| u64::from(*r)));
         for (layer, counts) in &self.load.layers {
             words.extend([*layer as u64, counts.len() as u64]);
@@ -203,6 +259,10 @@ impl Sums {
             sum.router_losses.0 += number();
             sum.router_losses.1 += number();
             sum.squares += number();
+            let tally: Vec<u64> = words.by_ref().take(WORDS).collect();
+            if let Ok(tally) = tally.try_into() {
+                sum.tally.add(tally);
+            }
             sum.reached.iter_mut().zip(&mut words).for_each(|(r, w)| *r |= w != 0);
             let mut load = Load::default();
             while let (Some(layer), Some(n)) = (words.next(), words.next()) {

@@ -2,14 +2,16 @@
 
 use super::LossScale;
 use crate::train::job::Job;
+use crate::train::preference::{Preferences, Scorer};
 use candle_core::Device;
-use ft_data::{Dataset, Micro};
+use ft_data::Dataset;
 use ft_engine::model::Decoder;
-use ft_engine::model::batch::HostBatch;
 use ft_engine::optim::{Optimizer, Rate};
 use ft_engine::params::Params;
-use ft_engine::ranks::{At, Comm};
-use ft_engine::walk::{Execution, Load, RouterLosses};
+use ft_engine::ranks::Comm;
+use ft_engine::walk::{Execution, Hooks, Load, RouterLosses};
+use ft_recipe::Part;
+use serde_json::{Map, Value};
 use std::cell::Cell;
 
 /// A loaded model, with all states of its training.
@@ -20,13 +22,15 @@ pub struct TrainedModel {
     pub params: Params,
     /// The optimizer.
     pub optimizer: Optimizer,
+    /// The task, if it compares or rates completions.
+    pub preferences: Option<Preferences>,
 }
 
 impl TrainedModel {
-    /// Creates the optimizer of a loaded model.
+    /// Creates the optimizer of a loaded model. Without a reference yet.
     pub fn new(job: &Job, (decoder, params): (Decoder, Params)) -> Self {
         let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
-        Self { decoder, params, optimizer }
+        Self { decoder, params, optimizer, preferences: Preferences::of(&job.recipe) }
     }
 }
 
@@ -61,6 +65,17 @@ impl<'a> TrainContext<'a> {
         &self.job.device
     }
 
+    /// Forward passes of all ranks, with `hooks`.
+    pub fn scorer<'b>(&'b self, hooks: &'b dyn Hooks) -> Scorer<'b> {
+        let (decoder, comm) = (&self.model.decoder, self.comm);
+        Scorer { decoder, comm, hooks, execution: &self.execution, device: self.device() }
+    }
+
+    /// The task, if it compares or rates completions, on a part of the data.
+    pub fn preferences(&self, part: Part) -> Option<(&'a Preferences, Part)> {
+        self.model.preferences.as_ref().map(|p| (p, part))
+    }
+
     /// Factor on the loss in the backward pass; 1 without loss scaling.
     pub(super) fn loss_factor(&self) -> f64 {
         self.loss_scale.get().map_or(1.0, LossScale::factor)
@@ -89,7 +104,7 @@ pub struct StepInput<'a> {
 /// Result of a step.
 #[derive(Clone, Debug)]
 pub struct StepOutput {
-    /// Mean loss over the targets of the step.
+    /// Mean loss over the targets of the step, by weight; over the pairs or rated completions.
     pub loss: f64,
     /// Load-balancing loss and z-loss, averaged over micro-batches, before multiplication by the
     /// coefficients.
@@ -102,26 +117,8 @@ pub struct StepOutput {
     pub tokens: usize,
     /// Number of targets.
     pub targets: usize,
+    /// Further metrics of the step, by name.
+    pub metrics: Map<String, Value>,
     /// True for the trained tensors reached by the backward pass.
     pub reached: Vec<bool>,
-}
-
-/// Converts a micro-batch of a dataset to the input of the model.
-pub fn host(m: &Micro) -> HostBatch<'_> {
-    HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets }
-}
-
-/// Returns the number of a received signal, or 0 to continue.
-pub type Stop<'a> = &'a dyn Fn() -> u64;
-
-/// Shares the result of `stop` between ranks.
-///
-/// # Errors
-/// [`crate::train::Error::Abandoned`] if any rank received a signal; lost rank.
-pub fn check_stop(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let all = comm.all_gather_object(At::all("whether to go on"), &[stop()])?;
-    match all.into_iter().flatten().find(|asked| *asked != 0) {
-        Some(asked) => Err(crate::train::Error::Abandoned(asked).into()),
-        None => Ok(()),
-    }
 }

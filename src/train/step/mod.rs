@@ -7,10 +7,12 @@ pub mod finite;
 mod gather;
 mod loss_scale;
 mod reduce;
+mod turn;
 mod update;
 
 #[cfg(test)]
 pub use accumulate::small_device;
-pub use context::{StepInput, StepOutput, Stop, TrainContext, TrainedModel, check_stop, host};
+pub use context::{StepInput, StepOutput, TrainContext, TrainedModel};
 pub use gather::{Gather, LeaderGather};
 pub use loss_scale::LossScale;
+pub use turn::{Stop, check_stop, host};

@@ -21,7 +21,7 @@ pub(super) fn recipe(out: &Path, set: &[&str]) -> ft_base::Result<Recipe> {
         format!("data.train.0.source={ROOT}/data/quickstart/train.jsonl"),
         "data.eval=[]".into(),
         "run.eval_every=0".into(),
-        "log.sample=hi".into(),
+        "log.samples=[\"hi\"]".into(),
         "run.eval_at_start=false".into(),
     ];
     all.extend(set.iter().map(|s| s.to_string()));

@@ -148,7 +148,7 @@ fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Hooks) -> 
 
 /// Trains on a micro-batch, then evaluates it. Returns the operations of the rank.
 fn traced(job: &Job, comm: &Threads) -> ft_base::Result<(Outline, Vec<Did>)> {
-    let (decoder, params) = ranks::load(job, &job.base()?, None, comm)?;
+    let (decoder, params) = ranks::load(job, &job.base()?, comm)?;
     let did = Mutex::default();
     let comm = Traced(comm, &did);
     let gather = Gather::new(&decoder, &params, &comm);
@@ -244,7 +244,7 @@ fn weights_of_the_host_come_a_visit_ahead_and_go() -> Result<()> {
         let set = ["memory.offload=['params']", "run.batch_rows=4", "run.micro_rows=1", rule];
         let job = Job::open(recipe(dir.path(), &set)?, Want::Weights, false)?;
         let comm = ft_engine::ranks::alone();
-        let (decoder, params) = ranks::load(&job, &job.base()?, None, &comm)?;
+        let (decoder, params) = ranks::load(&job, &job.base()?, &comm)?;
         let (outline, gather) = (Outline::of(&decoder), Gather::new(&decoder, &params, &comm));
         let around = Checked { gather, outline, params: &params, visits: Cell::new(0) };
         around.check(&BTreeSet::new())?;

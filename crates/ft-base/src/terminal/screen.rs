@@ -1,10 +1,10 @@
 //! All printing. Messages, replies and file names contain text from files and models, and such text must
 //! not control the terminal. All output passes through this module, which escapes control characters.
 
+use super::wrap::{width, wrap};
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 /// Destination of messages.
@@ -26,12 +26,9 @@ pub fn hush() {
     send(Messages::Nowhere);
 }
 
-/// Sends all later messages of this process to a new file.
-///
-/// # Errors
-/// The file cannot be created.
-pub fn to_file(path: &Path) -> io::Result<()> {
-    File::create(path).map(|f| send(Messages::File(f)))
+/// Sends all later messages of this process to a file.
+pub fn to_file(file: File) {
+    send(Messages::File(file));
 }
 
 /// Sends messages to stderr again.
@@ -113,9 +110,15 @@ pub fn color_on_stdout() -> bool {
     is_capable(&io::stdout()) && allows_color()
 }
 
-/// Prints a line on stderr. Ignores errors: a closed stderr must not end a run, as it would with `eprintln!`.
+/// Prints a line on stderr, wrapped on a terminal. Ignores errors: a closed stderr must not end a run, as it
+/// would with `eprintln!`.
 pub fn tell(text: &str) {
-    tell_escaped(&escape(text));
+    tell_wrapped(&escape(text));
+}
+
+/// As [`tell_escaped`], wrapped on a terminal.
+pub fn tell_wrapped(text: &str) {
+    if moves_cursor() { tell_escaped(&wrap(text, width())) } else { tell_escaped(text) }
 }
 
 /// Like [`tell`], for text with intended color codes, already escaped.
@@ -140,6 +143,27 @@ pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(escape(text).as_bytes())?;
     out.flush()
+}
+
+/// Prints escaped text with color codes on stdout, wrapped on a terminal.
+///
+/// # Errors
+/// I/O errors, including a closed pipe.
+pub fn print_escaped(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match is_capable(&io::stdout()) {
+        true => out.write_all(wrap(text, width()).as_bytes())?,
+        false => out.write_all(text.as_bytes())?,
+    }
+    out.flush()
+}
+
+/// As [`print`], wrapped on a terminal.
+///
+/// # Errors
+/// I/O errors, including a closed pipe.
+pub fn print_wrapped(text: &str) -> io::Result<()> {
+    print_escaped(&escape(text))
 }
 
 #[cfg(test)]

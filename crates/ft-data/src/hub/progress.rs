@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 
 use ft_base::store::human_bytes;
-use ft_base::terminal::{escape, moves_cursor, tell};
+use ft_base::terminal::{bytes_bar, escape, moves_cursor, tell};
 
 /// Progress of one download of several files.
 pub(super) struct Report {
@@ -30,16 +30,7 @@ struct State {
 impl Report {
     /// Announces a download of `files` files with `total` bytes.
     pub(super) fn new(what: &str, files: usize, total: u64) -> Report {
-        let bar = moves_cursor().then(|| {
-            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            let style = ProgressStyle::with_template(
-                "{msg} [{bar:24}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left",
-            );
-            // The template is a constant; the fallback is the default bar.
-            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
-            bar.set_message(escape(what).into_owned());
-            bar
-        });
+        let bar = moves_cursor().then(|| bytes_bar(&escape(what), total));
         if bar.is_none() {
             tell(&format!("fetching {what}: {files} files, {}", human_bytes(total)));
         }

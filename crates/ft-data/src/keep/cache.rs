@@ -30,7 +30,7 @@ use std::time::SystemTime;
 
 /// Version of the tokens and of the cache format; raised by any change of either. A test compares the tokens
 /// of a corpus with a digest.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 3;
 /// Versions of the libraries that make tokens, as in `Cargo.lock`.
 pub(crate) const TOKENIZERS: &str = "0.23.2";
 pub(crate) const MINIJINJA: &str = "3.0.5";
@@ -58,16 +58,22 @@ pub(crate) struct CacheKey<'a> {
 impl CacheKey<'_> {
     /// The cache name; `None` without a model key or with unreadable files.
     fn name(&self) -> Option<String> {
-        let text = self.schema.format != Format::Tokens;
-        let model = if text { Some(self.model?.today()) } else { None };
+        let model = match (self.schema.format, self.model) {
+            (Format::Tokens, _) => None,
+            // rows of ids, without a tokenizer
+            (Format::Preference | Format::Unpaired, None) => None,
+            (_, model) => Some(model?.today()),
+        };
         let mut files = Vec::new();
         for path in self.files {
             let (hash, bytes) = hash::of(&store::open_plain(path).ok()?, path, None).ok()?;
             files.push(json!([format!("{:?}", kind(path)), bytes, hash]));
         }
+        let part = self.source.is_part().then_some((&self.source.split, self.source.max_samples));
         let key = json!({
             "ft": VERSION, "tokenizers": TOKENIZERS, "minijinja": MINIJINJA, "vocab": self.vocab_size, "files": files,
             "format": self.schema.format.word(), "fields": self.source.fields, "mask": self.schema.mask.word(),
+            "chat": self.schema.chat, "part": part,
             "template": self.data.template, "model": model,
         });
         Some(blake3::hash(key.to_string().as_bytes()).to_hex()[..32].to_string())
@@ -197,7 +203,7 @@ impl<'a> CacheEntry<'a> {
     pub fn lock(&self) -> Option<File> {
         std::fs::create_dir_all(&self.folder).ok()?;
         let path = self.folder.join(format!("{}.lock", self.name));
-        let file = File::options().create(true).append(true).open(path).ok()?;
+        let file = store::append(&path).ok()?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {

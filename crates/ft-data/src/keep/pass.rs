@@ -3,19 +3,23 @@
 use super::record::SerializedSample;
 use super::samples::StoreWriter;
 use super::stats::SourceStats;
-use crate::error::{Error, Problem, Problems};
+use crate::error::{Error, Others, Problem, Problems};
 use crate::read::{reader::Rows, row::RawRow};
 use crate::shape::notes::Note;
 use crate::tokenize::encode::Encoder;
 use ft_base::error::Place;
 use ft_base::store;
-use ft_recipe::OnBadRow;
+use ft_recipe::{OnBadRow, Source};
 use indicatif::ProgressBar;
 use rayon::prelude::*;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Rows and bytes per chunk of parallel tokenization.
 const CHUNK: (usize, usize) = (4096, 16 << 20);
+
+/// Number of bad rows after which reading on shows nothing new.
+const HOPELESS: usize = 1_000_000;
 
 /// Error that ends a pass.
 pub(crate) enum PassError {
@@ -40,42 +44,73 @@ impl From<store::Error> for PassError {
 /// A pass over a source.
 pub(crate) struct SourcePass<'a> {
     encoder: &'a Encoder<'a>,
-    pub problems: Problems,
+    problems: &'a mut Problems,
     bar: &'a ProgressBar,
     writer: &'a mut StoreWriter,
     pub found: SourceStats,
+    /// Whether no problem was found.
+    pub clean: bool,
+    /// The rows to read, and the number of rows passed.
+    rows: Range<usize>,
+    passed: usize,
 }
 
 impl<'a> SourcePass<'a> {
     pub fn new(
         encoder: &'a Encoder<'a>,
-        limit: Option<usize>,
+        problems: &'a mut Problems,
         bar: &'a ProgressBar,
         writer: &'a mut StoreWriter,
     ) -> Self {
-        let problems = Problems { limit, ..Problems::default() };
-        Self { encoder, problems, bar, writer, found: SourceStats::default() }
+        let found = SourceStats::default();
+        Self { encoder, problems, bar, writer, found, clean: true, rows: 0..usize::MAX, passed: 0 }
     }
 
     /// Reads the files of a source, called `name` in the recipe.
     ///
     /// # Errors
     /// The first problem, unless problems are collected; a source without usable rows.
-    pub fn over(&mut self, files: &[PathBuf], name: &str) -> Result<(), PassError> {
-        let _cleared = Cleared(self.bar);
+    pub fn over(&mut self, files: &[PathBuf], source: &Source) -> Result<(), PassError> {
+        let (_cleared, name) = (Cleared(self.bar), &source.source);
+        self.rows = self.range(files, source)?;
         for file in files {
+            if self.passed >= self.rows.end {
+                break;
+            }
             match self.file(file) {
-                Err(PassError::Data(e)) if self.problems.limit.is_some() => self.problems.add(e),
+                Err(PassError::Data(e)) if self.problems.limit.is_some() => self.add(e),
                 other => other?,
             }
         }
-        if self.writer.count == 0 && self.problems.is_empty() {
+        if self.found.rows_read == 0 && self.clean && source.is_part() {
+            let message = format!("none of its {} rows is in the slice", self.passed);
+            return Err(Error::Empty { file: name.into(), message }.into());
+        }
+        if self.writer.count == 0 && self.clean {
             let last = |(place, why): &(Place, String)| format!("; the last: {place}: {why}");
             let last = self.found.left_out.last().map(last).unwrap_or_default();
             let message = format!("none of its {} rows can be trained on{last}", self.found.rows_read);
             return Err(Error::Empty { file: name.into(), message }.into());
         }
         Ok(())
+    }
+
+    /// The rows to read, by slice and `max_samples`.
+    fn range(&self, files: &[PathBuf], source: &Source) -> Result<Range<usize>, Error> {
+        let (_, slice) = source.slice();
+        let mut total = usize::MAX;
+        if slice.needs_total() {
+            total = 0;
+            for file in files {
+                for row in Rows::open(file, self.encoder.schema)? {
+                    row?;
+                    total += 1;
+                }
+            }
+        }
+        let rows = slice.rows(total);
+        let most = source.max_samples.map_or(usize::MAX, |n| rows.start.saturating_add(n));
+        Ok(rows.start..rows.end.min(most))
     }
 
     fn file(&mut self, path: &Path) -> Result<(), PassError> {
@@ -86,16 +121,19 @@ impl<'a> SourcePass<'a> {
         loop {
             let mut chunk: Vec<RawRow> = Vec::new();
             let mut bytes = 0;
-            while chunk.len() < CHUNK.0 && bytes < CHUNK.1 {
+            while chunk.len() < CHUNK.0 && bytes < CHUNK.1 && self.passed < self.rows.end {
                 let Some(row) = rows.next() else { break };
                 let row = row?;
+                (any, self.passed) = (true, self.passed + 1);
+                if self.passed <= self.rows.start {
+                    continue;
+                }
                 bytes += row.bytes.as_ref().map_or(0, Vec::len);
                 chunk.push(row);
             }
             if chunk.is_empty() {
                 break;
             }
-            any = true;
             let encoder = self.encoder;
             let done: Vec<_> = chunk.par_iter().map(|row| encode_row(row, encoder)).collect();
             self.bar.inc(done.len() as u64);
@@ -114,11 +152,26 @@ impl<'a> SourcePass<'a> {
                 }
             }
             self.writer.flush()?;
+            if let Some(why) = self.hopeless() {
+                return Err(Error::Empty { file: name, message: why }.into());
+            }
         }
         if any {
             Ok(())
         } else {
             Err(Error::Empty { file: name.clone(), message: "the file holds no rows".into() }.into())
+        }
+    }
+
+    /// The reason to read no further: many rows, and only problems.
+    fn hopeless(&self) -> Option<String> {
+        let (read, bad) = (self.found.rows_read, self.found.drops.bad);
+        if read >= HOPELESS && self.writer.count == 0 {
+            Some(format!("none of the first {read} rows can be trained on: the rest is not read"))
+        } else if self.problems.limit.is_some() && !self.clean && bad >= HOPELESS {
+            Some(format!("{bad} bad rows: the rest is not read"))
+        } else {
+            None
         }
     }
 
@@ -138,17 +191,21 @@ impl<'a> SourcePass<'a> {
         }
         let too_long = matches!(problem, Problem::TooLong { .. });
         self.found.show(&place, &problem.to_string());
-        let error = Error::Row { place, problem };
-        match self.problems.limit {
-            _ if asked => Ok(()),
-            Some(_) => {
-                self.problems.add(error);
-                Ok(())
-            }
-            // over_length = "error" overrides on_bad_row
-            None if data.on_bad_row == OnBadRow::Error || too_long => Err(error),
-            None => Ok(()),
+        // over_length = "error" overrides on_bad_row
+        if asked || (data.on_bad_row == OnBadRow::Skip && !too_long) {
+            return Ok(());
         }
+        let error = Error::Row { place, problem, more: Others::default() };
+        if self.problems.limit.is_none() {
+            return Err(error);
+        }
+        self.add(error);
+        Ok(())
+    }
+
+    fn add(&mut self, problem: Error) {
+        self.clean = false;
+        self.problems.add(problem);
     }
 }
 
@@ -181,7 +238,7 @@ fn encode_row(row: &RawRow, encoder: &Encoder<'_>) -> One {
     let made = encoder.encode(value, row.line).map(|read| SerializedRow {
         sample: SerializedSample::of(&read.example),
         whole: read.whole,
-        cut: read.whole > read.example.ids.len(),
+        cut: read.cut,
         notes: read.notes,
     });
     ((row.line, 0), made)

@@ -1,12 +1,12 @@
 //! Binary layout of a sample: tokens and index record.
 
-use crate::shape::example::{Example, IGNORE_INDEX};
+use crate::shape::example::{Content, Example, IGNORE_INDEX};
 
 /// The highest bit of a word. In a token, it means supervised (label equals id); in a length, labels follow
 /// the ids.
 pub(super) const MARK: u32 = 1 << 31;
 /// Index record of a sample.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Record {
     pub(crate) entry: Entry,
     /// Line in the data file.
@@ -16,32 +16,48 @@ pub(crate) struct Record {
 }
 
 /// Location of a sample's tokens: the first part of a [`Record`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Entry {
     /// Byte offset.
     pub(crate) at: u64,
     /// Number of tokens; [`MARK`] is set if labels follow the ids.
     pub(crate) len: u32,
     pub(crate) targets: u32,
+    /// Tokens of the chosen document of a pair.
+    pub(crate) chosen: u32,
+    /// Flags: [`WEIGHTS`] and the content.
+    pub(crate) flags: u32,
+    /// Sum of the weights of the targets.
+    pub(crate) weight: f64,
 }
 
+/// Flag: weights follow ids and labels.
+const WEIGHTS: u32 = 1;
+/// Flag: a pair.
+const PAIR: u32 = 2;
+/// Flags of a rated completion.
+const UNDESIRABLE: u32 = 4;
+const DESIRABLE: u32 = 8;
+
 /// Size of a [`Record`] in bytes.
-pub(super) const RECORD: usize = 32;
+pub(super) const RECORD: usize = 48;
 /// Size of an [`Entry`] in bytes.
-pub(super) const ENTRY: usize = 16;
+pub(super) const ENTRY: usize = 32;
 
 impl Record {
     pub fn to_bytes(self) -> [u8; RECORD] {
-        let Entry { at, len, targets } = self.entry;
-        let words = [at, u64::from(targets) << 32 | u64::from(len), self.line, self.digest];
+        let Entry { at, len, targets, chosen, flags, weight } = self.entry;
+        let pair = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
+        let entry = [at, pair(targets, len), pair(flags, chosen), weight.to_bits()];
+        let words = entry.into_iter().chain([self.line, self.digest]);
         let mut out = [0; RECORD];
         out.as_chunks_mut().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
         out
     }
 
     pub fn of(bytes: &[u8; RECORD]) -> Self {
-        let [at, lengths, line, digest] = words::<4>(bytes);
-        Self { entry: Entry::from_words(at, lengths), line, digest }
+        let [a, b, c, d, line, digest] = words::<6>(bytes);
+        Self { entry: Entry::from_words([a, b, c, d]), line, digest }
     }
 }
 
@@ -53,12 +69,26 @@ fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
 
 impl Entry {
     pub fn of(bytes: &[u8; ENTRY]) -> Self {
-        let [at, lengths] = words::<2>(bytes);
-        Self::from_words(at, lengths)
+        Self::from_words(words(bytes))
     }
 
-    fn from_words(at: u64, lengths: u64) -> Self {
-        Self { at, len: lengths as u32, targets: (lengths >> 32) as u32 }
+    fn from_words([at, lengths, about, weight]: [u64; 4]) -> Self {
+        let (len, targets) = (lengths as u32, (lengths >> 32) as u32);
+        let (chosen, flags) = (about as u32, (about >> 32) as u32);
+        Self { at, len, targets, chosen, flags, weight: f64::from_bits(weight) }
+    }
+
+    pub fn content(self) -> Content {
+        match self.flags & !WEIGHTS {
+            PAIR => Content::Pair(self.chosen as usize),
+            UNDESIRABLE => Content::Rated(false),
+            DESIRABLE => Content::Rated(true),
+            _ => Content::Document,
+        }
+    }
+
+    pub fn has_weights(self) -> bool {
+        self.flags & WEIGHTS != 0
     }
 
     pub fn tokens(self) -> usize {
@@ -66,13 +96,13 @@ impl Entry {
     }
 
     pub fn bytes(self) -> u64 {
-        let tokens = 4 * u64::from(self.len & !MARK);
-        if self.len & MARK == 0 { tokens } else { 2 * tokens }
+        let lists = 1 + u64::from(self.len & MARK != 0) + u64::from(self.has_weights());
+        4 * lists * u64::from(self.len & !MARK)
     }
 }
 
 /// A sample, without tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Item {
     /// Sample number in the dataset.
     pub sample: u32,
@@ -80,6 +110,21 @@ pub struct Item {
     pub tokens: u32,
     /// Number of targets.
     pub targets: u32,
+    /// Tokens of the chosen document of a pair; 0 for one document.
+    pub chosen: u32,
+    /// Sum of the weights of the targets.
+    pub weight: f64,
+    /// Whether a weight may differ from 1.
+    pub weighted: bool,
+}
+
+impl Item {
+    /// Tokens of the documents, in order.
+    pub fn documents(self) -> impl Iterator<Item = usize> {
+        let (all, chosen) = (self.tokens as usize, self.chosen as usize);
+        let first = if chosen == 0 { all } else { chosen };
+        std::iter::once(first).chain((chosen > 0).then(|| all.saturating_sub(chosen)))
+    }
 }
 
 /// A serialized sample with offset 0.
@@ -101,13 +146,21 @@ impl SerializedSample {
             let word = |(id, l): (&u32, &i32)| if supervised(*l) { id | MARK } else { *id };
             tokens.extend(e.ids.iter().zip(&e.labels).flat_map(|both| word(both).to_le_bytes()));
         }
+        tokens.extend(e.weights.iter().flat_map(|w| w.to_le_bytes()));
         let mut hasher = blake3::Hasher::new();
         e.ids.iter().for_each(|i| {
             hasher.update(&i.to_le_bytes());
         });
         let digest = hasher.finalize().as_bytes()[..8].iter().fold(0u64, |n, b| n << 8 | u64::from(*b));
         let len = saturating_u32(e.ids.len()).min(MARK - 1) | if own { MARK } else { 0 };
-        let entry = Entry { at: 0, len, targets: saturating_u32(e.targets()) };
+        let (chosen, content) = match e.content {
+            Content::Document => (0, 0),
+            Content::Pair(chosen) => (saturating_u32(chosen), PAIR),
+            Content::Rated(desirable) => (0, if desirable { DESIRABLE } else { UNDESIRABLE }),
+        };
+        let flags = content | if e.weights.is_empty() { 0 } else { WEIGHTS };
+        let targets = saturating_u32(e.targets());
+        let entry = Entry { at: 0, len, targets, chosen, flags, weight: e.weight() };
         let record = Record { entry, line: e.line as u64, digest };
         Self { tokens, record }
     }

@@ -2,13 +2,13 @@
 //!
 //! The token file contains the tokens of all samples, four bytes per token: the id, with the highest bit set
 //! if the token is supervised. For labels other than the ids, the file contains all ids of the sample, then
-//! all labels. The index file contains one [`Record`] per sample. Both files are read by position: memory
-//! use grows neither with tokens nor with samples, and any access order costs the same.
+//! all labels. Weights other than 1 follow, as f32. The index file contains one [`Record`] per sample. Both files
+//! are read by position: memory use grows neither with tokens nor with samples, in any access order.
 
 use super::bytes::{Bytes, List, SMALL, Scratch, Window};
 use super::record::{ENTRY, Entry, Item, MARK, RECORD, Record, SerializedSample, saturating_u32};
 use crate::error::Error;
-use crate::shape::example::{Example, IGNORE_INDEX};
+use crate::shape::example::{Content, Example, IGNORE_INDEX};
 use ft_base::store::AtomicFile;
 use std::fs::File;
 use std::io;
@@ -82,14 +82,16 @@ impl TokenStore {
         let mut bytes = vec![0; entry.bytes() as usize];
         self.tokens.read(entry.at, &mut bytes)?;
         let words = bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b));
-        let (ids, labels) = if entry.len & MARK == 0 {
+        let n = entry.tokens();
+        let (ids, labels): (Vec<u32>, Vec<i32>) = if entry.len & MARK == 0 {
             let label = |w: u32| if w & MARK == 0 { IGNORE_INDEX } else { (w & !MARK) as i32 };
-            words.map(|w| (w & !MARK, label(w))).unzip()
+            words.clone().take(n).map(|w| (w & !MARK, label(w))).unzip()
         } else {
-            let n = entry.tokens();
-            (words.clone().take(n).collect(), words.skip(n).map(|w| w as i32).collect())
+            (words.clone().take(n).collect(), words.clone().skip(n).take(n).map(|w| w as i32).collect())
         };
-        Ok(Example { ids, labels, source, line: line as usize })
+        let rest = if entry.len & MARK == 0 { n } else { 2 * n };
+        let weights = words.skip(rest).map(f32::from_bits).collect();
+        Ok(Example { ids, labels, weights, content: entry.content(), source, line: line as usize })
     }
 }
 
@@ -304,6 +306,18 @@ impl Samples {
         part.store.example(part.number(&mut Window::default(), i)?, source).map(Some)
     }
 
+    /// Contents of sample `i`, or `None` if out of range.
+    ///
+    /// # Errors
+    /// As [`Samples::get`].
+    pub fn content(&self, i: usize) -> Result<Option<Content>, Error> {
+        let Some((source, i)) = self.within(i) else { return Ok(None) };
+        let part = &self.parts[source];
+        let (number, mut entry) = (part.number(&mut Window::default(), i)?, [0; ENTRY]);
+        part.store.records.read((number * RECORD) as u64, &mut entry)?;
+        Ok(Some(Entry::of(&entry).content()))
+    }
+
     /// Loads all samples into memory.
     ///
     /// # Errors
@@ -432,7 +446,9 @@ impl Reader<'_> {
         let Some(part) = self.samples.parts.get(source) else { return Ok(Item::default()) };
         let at = (number * RECORD) as u64;
         let entry = Entry::of(&self.windows[source].1.read::<ENTRY>(&part.store.records, at)?);
-        Ok(Item { sample: saturating_u32(i), tokens: saturating_u32(entry.tokens()), targets: entry.targets })
+        let (sample, tokens) = (saturating_u32(i), saturating_u32(entry.tokens()));
+        let Entry { targets, chosen, weight, .. } = entry;
+        Ok(Item { sample, tokens, targets, chosen, weight, weighted: entry.has_weights() })
     }
 }
 
@@ -442,7 +458,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Samples round-trip: labels equal to ids, no labels, other labels, and 32-bit ids.
+        /// Samples round-trip: labels equal to ids, no labels, other labels, 32-bit ids, weights, pairs, ratings.
         #[test]
         fn samples_come_back(
             rows in prop::collection::vec(
@@ -456,6 +472,12 @@ mod tests {
             let mut examples: Vec<Example> = rows.iter().map(|(tokens, source, line)| Example {
                 ids: tokens.iter().map(|t| t.0).collect(),
                 labels: tokens.iter().map(|(id, kind)| label(*id, *kind)).collect(),
+                weights: if line % 3 == 0 { tokens.iter().map(|t| t.0 as f32).collect() } else { Vec::new() },
+                content: match line % 5 {
+                    0 => Content::Pair(1 + usize::from(*line) % tokens.len()),
+                    1 => Content::Rated(line % 2 == 0),
+                    _ => Content::Document,
+                },
                 source: *source,
                 line: usize::from(*line),
             }).collect();

@@ -19,6 +19,8 @@ pub struct Stats {
     pub examples: usize,
     /// Dropped rows.
     pub drops: Drops,
+    /// Whether dropped rows were reported as problems.
+    pub reported: bool,
     /// Samples cut to `max_length`.
     pub truncated: usize,
     /// Sample lengths in tokens, before truncation or dropping by length.
@@ -58,6 +60,37 @@ impl Drops {
     /// Sum over all reasons.
     pub fn total(&self) -> usize {
         self.bad + self.empty_mask + self.empty_after_truncation + self.too_long
+    }
+
+    /// Counts above 0 with their reasons.
+    pub fn reasons(&self) -> impl Iterator<Item = (usize, &'static str)> {
+        let all = [
+            (self.bad, "not what the format asks for"),
+            (self.empty_mask, "nothing supervised"),
+            (self.empty_after_truncation, "empty mask after truncation"),
+            (self.too_long, "longer than data.max_length"),
+        ];
+        all.into_iter().filter(|(count, _)| *count > 0)
+    }
+
+    /// A sentence about `rows` rows read; `None` if all are used.
+    pub fn told(&self, rows: usize) -> Option<String> {
+        let each: Vec<String> = self.reasons().map(|(count, why)| format!("{count} {why}")).collect();
+        let left = match self.total() {
+            0 => return None,
+            1 => "1 is".into(),
+            n => format!("{n} are"),
+        };
+        Some(format!("of {rows} rows {left} left out: {}", each.join(", ")))
+    }
+
+    /// A remedy for the most frequent reason.
+    pub fn hint(&self) -> &'static str {
+        if self.empty_after_truncation.max(self.too_long) > self.bad.max(self.empty_mask) {
+            "raise data.max_length: ft data shows what each length loses"
+        } else {
+            "ft data lists the rows"
+        }
     }
 }
 

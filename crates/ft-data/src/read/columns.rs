@@ -1,5 +1,6 @@
 //! Rows of Parquet files.
 
+use super::pages;
 use super::row::RawRow;
 use crate::error::Error;
 use crate::shape::schema::Schema;
@@ -56,6 +57,7 @@ impl Columns {
 /// following rows.
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
+    pages::check(&file, &about, pages::LARGEST)?;
     let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
     let options = ReadOptionsBuilder::new().with_parquet_schema(Arc::new(schema)).build();
     SerializedFileReader::new_with_options(file, options)

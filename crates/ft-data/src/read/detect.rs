@@ -2,55 +2,78 @@
 
 use super::files::files;
 use super::reader::Rows;
-use crate::error::{Error, Problem};
-use crate::shape::{schema::Schema, values::brief};
+use crate::error::Error;
+use crate::shape::{
+    keys::{preference, read_by},
+    schema::Schema,
+    values::brief,
+};
 use ft_base::error::Place;
 use ft_recipe::Format;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Fields that identify a format, most specific first.
 const SIGNS: &[(Format, &[&str])] = &[
     (Format::Messages, &["messages"]),
     (Format::Messages, &["conversations"]),
+    (Format::Messages, &["conversation"]),
     (Format::Tokens, &["input_ids"]),
     (Format::Alpaca, &["instruction", "output"]),
     (Format::Completion, &["prompt", "completion"]),
     (Format::Text, &["text"]),
 ];
-/// Common names for prompt and completion.
-const PAIRS: &[[&str; 2]] = &[
-    ["prompt", "response"],
-    ["prompt", "output"],
-    ["prompt", "answer"],
-    ["prompt", "chosen"],
-    ["question", "answer"],
-    ["question", "response"],
-    ["query", "response"],
-    ["query", "answer"],
-    ["input", "output"],
-    ["instruction", "response"],
-    ["instruction", "answer"],
-    ["source", "target"],
+/// Other names of a format's fields: all of them occur.
+const NAMES: &[(Format, &[(&str, &str)])] = &[
+    (Format::Completion, &[("prompt", "prompt"), ("completion", "response")]),
+    (Format::Completion, &[("prompt", "prompt"), ("completion", "output")]),
+    (Format::Completion, &[("prompt", "prompt"), ("completion", "answer")]),
+    (Format::Completion, &[("prompt", "question"), ("completion", "answer")]),
+    (Format::Completion, &[("prompt", "question"), ("completion", "response")]),
+    (Format::Completion, &[("prompt", "query"), ("completion", "response")]),
+    (Format::Completion, &[("prompt", "query"), ("completion", "answer")]),
+    (Format::Alpaca, &[("instruction", "instruction"), ("input", "context"), ("output", "response")]),
+    (Format::Alpaca, &[("instruction", "instruction"), ("output", "response")]),
+    (Format::Alpaca, &[("instruction", "instruction"), ("output", "answer")]),
+    (Format::Completion, &[("prompt", "input"), ("completion", "output")]),
+    (Format::Completion, &[("prompt", "source"), ("completion", "target")]),
 ];
+/// Another name of the field `system`.
+const SYSTEM: &str = "system_prompt";
 /// Common names for text.
 const TEXTS: &[&str] = &["content", "body", "document", "sentence", "article"];
 
-/// Detects the format from the first row of a source.
+/// How to read the rows of a source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Format of the rows.
+    pub format: Format,
+    /// Fields with other names in the file: the format's name to the file's.
+    pub fields: BTreeMap<String, String>,
+}
+
+impl Shape {
+    /// The recipe keys of the shape.
+    pub fn keys(&self) -> String {
+        let format = format!("format = {:?}", self.format.word());
+        if self.fields.is_empty() {
+            return format;
+        }
+        let order = |name: &str| read_by(self.format, true).iter().position(|n| *n == name);
+        let mut fields: Vec<_> = self.fields.iter().collect();
+        fields.sort_by_key(|(ours, _)| order(ours));
+        let each: Vec<String> = fields.into_iter().map(|(ours, file)| format!("{ours} = {file:?}")).collect();
+        format!("{format}, fields = {{ {} }}", each.join(", "))
+    }
+}
+
+/// Detects format and field names from the first row of a source. Names given in the recipe are kept.
 ///
 /// # Errors
 /// Missing or empty files, and a row of unknown format, with a hint for the recipe.
-pub fn detect_format(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Format, Error> {
+pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Shape, Error> {
     fits(source, &row_of(source, resolve)?)
-}
-
-/// Suggests TOML keys for a source with common but unmapped field names in the first row. `None` if a
-/// format is detected or no names match.
-pub fn suggest_fields(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Option<String> {
-    match row_of(source, resolve) {
-        Ok(Value::Object(row)) if format_of(source, &row).is_none() => by_names(&row),
-        _ => None,
-    }
 }
 
 /// The first row of the first non-empty file.
@@ -66,44 +89,55 @@ fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
     Err(Error::Empty { file, message: "the file holds no rows".into() })
 }
 
-/// The format matching the fields of a row.
-fn format_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Format> {
+/// The shape matching the fields of a row.
+fn shape_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Shape> {
     let has = |name: &&str| row.contains_key(source.fields.get(*name).map_or(*name, String::as_str));
-    SIGNS.iter().find(|(_, names)| names.iter().all(has)).map(|(format, _)| *format)
-}
-
-/// Suggested keys for a row with common field names.
-fn by_names(row: &Map<String, Value>) -> Option<String> {
-    let has = |name: &&str| row.contains_key(*name);
-    let pair = PAIRS.iter().find(|p| p.iter().all(has)).map(|[a, b]| {
-        format!("format = \"completion\", fields = {{ prompt = \"{a}\", completion = \"{b}\" }}")
-    });
-    let text = || TEXTS.iter().find(|t| has(t));
-    pair.or_else(|| text().map(|t| format!("format = \"text\", fields = {{ text = \"{t}\" }}")))
+    let known = SIGNS.iter().find(|(_, names)| names.iter().all(has));
+    let mut fields = source.fields.clone();
+    let format = match known {
+        Some((format, _)) => *format,
+        None if fields.is_empty() => {
+            let (format, names) =
+                NAMES.iter().find(|(_, n)| n.iter().all(|(_, file)| row.contains_key(*file)))?;
+            let others = names.iter().filter(|(ours, file)| ours != file);
+            fields.extend(others.map(|(ours, file)| (ours.to_string(), file.to_string())));
+            *format
+        }
+        None => return None,
+    };
+    if format.has_forms() && !has(&"system") && row.contains_key(SYSTEM) {
+        fields.insert("system".into(), SYSTEM.into());
+    }
+    Some(Shape { format, fields })
 }
 
 /// The first row of a file.
 fn first(path: &Path) -> Result<Option<Value>, Error> {
     let Some(row) = Rows::open(path, &Schema::of_any())?.next() else { return Ok(None) };
-    let bad = |e: super::row::ParseError| Error::Row {
+    let bad = |e: super::row::ParseError| Error::File {
         place: Place { file: path.display().to_string(), line: e.line, column: e.column },
-        problem: Problem::Bad(e.message),
+        message: e.message,
     };
     row?.parse().map(Some).map_err(bad)
 }
 
-fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Format, Error> {
+fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Shape, Error> {
     let fail = |why: String| {
         let message = format!("{:?} has no format, and its first row {why}", source.source);
         Err(Error::recipe(source, message))
     };
     let Value::Object(row) = row else { return fail("is no object".into()) };
-    if let Some(format) = format_of(source, row) {
-        return Ok(format);
+    if let Some(why) = preference(row).filter(|_| source.fields.is_empty()) {
+        return fail(format!("has {why}"));
     }
-    let write = by_names(row).unwrap_or_else(|| {
-        "format and fields say how to read it: fields = { prompt = \"the file's name\", .. }".into()
-    });
+    if let Some(shape) = shape_of(source, row) {
+        return Ok(shape);
+    }
+    let text = TEXTS.iter().find(|t| row.contains_key(**t));
+    let write = match text {
+        Some(t) => format!("format = \"text\", fields = {{ text = \"{t}\" }}"),
+        None => "format and fields say how to read it: fields = { prompt = \"the file's name\", .. }".into(),
+    };
     let names: Vec<String> = row.keys().take(12).map(|k| brief(&k.as_str().into())).collect();
     fail(format!("fits none: it has {}\n  hint: {write}", names.join(", ")))
 }
@@ -113,27 +147,56 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn of(row: Value) -> Result<Format, String> {
-        let source = ft_recipe::Source { format: None, ..crate::tests::source("a.jsonl", Format::Text) };
-        fits(&source, &row).map_err(|e| e.to_string())
+    fn of(row: Value) -> Result<String, String> {
+        let source =
+            ft_recipe::Source { format: None, form: None, ..crate::tests::source("a.jsonl", Format::Text) };
+        fits(&source, &row).map(|s| s.keys()).map_err(|e| e.to_string())
     }
 
     #[test]
     fn rows_show_their_format() {
-        assert_eq!(of(json!({"messages": []})), Ok(Format::Messages));
-        assert_eq!(of(json!({"id": 1, "conversations": []})), Ok(Format::Messages));
-        assert_eq!(of(json!({"instruction": "", "input": "", "output": "", "text": ""})), Ok(Format::Alpaca));
-        assert_eq!(of(json!({"prompt": "", "completion": ""})), Ok(Format::Completion));
-        assert_eq!(of(json!({"input_ids": [], "attention_mask": []})), Ok(Format::Tokens));
-        assert_eq!(of(json!({"text": "", "meta": {}})), Ok(Format::Text));
+        for (row, keys) in [
+            (json!({"messages": []}), "format = \"messages\""),
+            (json!({"id": 1, "conversations": []}), "format = \"messages\""),
+            (json!({"conversation": []}), "format = \"messages\""),
+            (json!({"instruction": "", "input": "", "output": "", "text": ""}), "format = \"alpaca\""),
+            (json!({"prompt": "", "completion": ""}), "format = \"completion\""),
+            (json!({"input_ids": [], "attention_mask": []}), "format = \"tokens\""),
+            (json!({"text": "", "meta": {}}), "format = \"text\""),
+            (
+                json!({"question": "", "answer": "", "id": 3}),
+                "format = \"completion\", fields = { prompt = \"question\", completion = \"answer\" }",
+            ),
+            (
+                json!({"instruction": "", "context": "", "response": "", "category": ""}),
+                "format = \"alpaca\", fields = { input = \"context\", output = \"response\" }",
+            ),
+            (
+                json!({"system_prompt": "", "question": "", "response": ""}),
+                "format = \"completion\", fields = { prompt = \"question\", completion = \"response\", \
+                 system = \"system_prompt\" }",
+            ),
+        ] {
+            assert_eq!(of(row), Ok(keys.to_string()));
+        }
     }
 
     #[test]
     fn other_rows_are_told_what_to_write() {
-        let told = of(json!({"question": "", "answer": "", "id": 3})).unwrap_err();
-        assert!(told.contains("fits none: it has question, answer, id"), "{told}");
-        assert!(told.contains("fields = { prompt = \"question\", completion = \"answer\" }"), "{told}");
         assert!(of(json!({"content": ""})).unwrap_err().contains("fields = { text = \"content\" }"));
+        assert!(of(json!({"a": "", "b": ""})).unwrap_err().contains("fits none: it has a, b"));
         assert!(of(json!([1])).unwrap_err().contains("is no object"));
+    }
+
+    #[test]
+    fn pairs_of_preferences_are_refused() {
+        for row in [
+            json!({"prompt": "Hi", "chosen": "a", "rejected": "b"}),
+            json!({"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"}),
+            json!({"messages": [], "chosen": [{}], "rejected": [{}]}),
+        ] {
+            let told = of(row).unwrap_err();
+            assert!(told.contains("a pair of preferences") && told.contains("hint:"), "{told}");
+        }
     }
 }

@@ -92,8 +92,10 @@ pub(crate) fn files_and_ignored(
             Err(Error::Missing { source_name: source.source.clone(), path })
         };
     };
-    for (key, value) in [("split", &source.split), ("config", &source.config), ("revision", &source.revision)]
-    {
+    // the rows of local files are a split "train"
+    let split = source.slice().0.filter(|name| *name != "train");
+    let [config, revision] = [&source.config, &source.revision].map(|v| v.as_deref());
+    for (key, value) in [("split", split), ("config", config), ("revision", revision)] {
         if let Some(value) = value {
             return fail(format!("{key} = {value:?} is for datasets of the hub; name a file of it instead"));
         }
@@ -103,6 +105,17 @@ pub(crate) fn files_and_ignored(
             Some(_) => Ok(alone(vec![path])),
             None => fail(format!("{:?} is none of the files that hold rows: {KINDS}", source.source)),
         };
+    }
+    if let Some(which) = [("dataset_dict.json", "[\"train\"]"), ("state.json", "")]
+        .into_iter()
+        .find_map(|(name, which)| path.join(name).is_file().then_some(which))
+    {
+        return fail(format!(
+            "{source:?} was written by save_to_disk of the datasets package, as Arrow files, which ft does not read\n  \
+             hint: python -c 'from datasets import load_from_disk as d; \
+             d({source:?}){which}.to_parquet(\"rows.parquet\")'",
+            source = source.source
+        ));
     }
     let cannot = |cause| Error::read(&path, cause);
     let (mut found, mut ignored) = (Vec::new(), Ignored::default());

@@ -2,8 +2,12 @@
 
 use super::row::{LONGEST_ROW, RawRow, too_long};
 use crate::error::Error;
+use ft_base::error::Place;
 use std::io::{BufRead, Read};
 use std::path::PathBuf;
+
+/// Most blank lines in a row: more are no data, and slow to skip.
+const BLANK: usize = 1_000_000;
 
 /// Rows of a JSON Lines file; blank lines are skipped.
 pub(crate) struct Lines {
@@ -19,8 +23,13 @@ impl Lines {
 
     /// Returns the next non-blank line.
     pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
+        let (mut bytes, first) = (Vec::new(), self.line);
         loop {
-            let mut bytes = Vec::new();
+            bytes.clear();
+            if self.line - first > BLANK {
+                let place = Place { file: self.path.display().to_string(), line: first + 1, column: 0 };
+                return Err(Error::File { place, message: format!("{BLANK} empty lines, and no row") });
+            }
             let most = LONGEST_ROW as u64 + 2;
             let read = (&mut self.file).take(most).read_until(b'\n', &mut bytes);
             read.map_err(|e| Error::read(&self.path, e))?;

@@ -5,7 +5,9 @@
 //! | `files` | data files of a source, file types |
 //! | `reader` | rows of a file of any type |
 //! | `row`, `lines`, `array` | unparsed rows; JSON Lines; one JSON array |
-//! | `tables`, `columns` | CSV, TSV and plain text; Parquet |
+//! | `tables`, `quotes`, `columns` | CSV, TSV and plain text; quotes of tables; Parquet |
+//! | `pages` | sizes of Parquet's pages |
+//! | `utf16` | files in UTF-16 |
 //! | `detect` | format of a source without one |
 
 mod array;
@@ -14,6 +16,10 @@ mod columns;
 pub(crate) mod detect;
 pub(crate) mod files;
 mod lines;
+#[cfg(feature = "parquet")]
+mod pages;
+mod quotes;
 pub(crate) mod reader;
 pub(crate) mod row;
 mod tables;
+mod utf16;

@@ -7,6 +7,7 @@ use super::files::{self, Compression, Kind};
 use super::lines::Lines;
 use super::row::RawRow;
 use super::tables::{Table, Texts};
+use super::utf16::{self, Utf16};
 use crate::error::Error;
 use crate::shape::schema::Schema;
 use ft_base::store;
@@ -26,15 +27,19 @@ pub(crate) enum Rows {
     Parquet(Box<Columns>),
 }
 
-/// Opens a file, with decompression.
+/// Opens a file, with decompression and as UTF-8.
 fn decompressed(path: &Path, compression: Option<Compression>) -> io::Result<Box<dyn BufRead>> {
     let file = store::open_plain(path)?;
     let buffered = |r: Box<dyn Read>| Box::new(BufReader::with_capacity(1 << 18, r));
-    Ok(buffered(match compression {
+    let mut bytes = buffered(match compression {
         None => Box::new(file),
         Some(Compression::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(file)),
         Some(Compression::Zstd) => Box::new(zstd::Decoder::new(file)?),
-    }))
+    });
+    match utf16::order(bytes.fill_buf()?) {
+        Some(order) => Ok(buffered(Box::new(Utf16::new(bytes, order)?))),
+        None => Ok(bytes),
+    }
 }
 
 impl Rows {

@@ -1,8 +1,9 @@
 //! Rows of CSV and TSV tables, and of plain-text files.
 
 use super::lines::Lines;
+use super::quotes::{Quotes, separator};
 use super::row::{LONGEST_ROW, RawRow, too_long};
-use crate::error::{Error, Problem};
+use crate::error::Error;
 use crate::shape::schema::Schema;
 use csv::{ByteRecord, ErrorKind};
 use ft_base::error::Place;
@@ -13,6 +14,31 @@ use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+/// Longest line of column names searched for the separator, in bytes.
+const LONGEST_NAMES: u64 = 1 << 20;
+/// The message about other encodings.
+const NOT_UTF8: &str = "not UTF-8, but perhaps Latin-1 or Windows-1252\n  hint: iconv -f WINDOWS-1252 -t UTF-8 FILE > \
+                        NEW writes a file that can be read";
+
+/// The error of a cell whose closing quote is missing: at the end of the file or of the longest row, or where
+/// text follows the quote that closed it.
+fn unclosed(progress: &Progress, path: &Path) -> Option<Error> {
+    let quotes = progress.quotes.get();
+    let open = quotes.is_open() && (progress.at_end.get() || progress.left.get() == 0);
+    let what = match (open, quotes.stray) {
+        (true, _) => "the quote that opens a cell in this line is not closed",
+        (_, true) => {
+            "the quote that opens a cell in this line is closed inside of a text: one of them is missing, or \
+                      to be doubled"
+        }
+        _ => return None,
+    };
+    Some(Error::File {
+        place: Place { file: path.display().to_string(), line: quotes.opened, column: 0 },
+        message: what.into(),
+    })
+}
+
 /// Progress within the current row.
 #[derive(Default)]
 struct Progress {
@@ -22,6 +48,9 @@ struct Progress {
     begins: Cell<usize>,
     /// Last line passed to the parser, from 1.
     line: Cell<usize>,
+    quotes: Cell<Quotes>,
+    /// Whether the file was read to its end.
+    at_end: Cell<bool>,
 }
 
 /// Passes a file to the table parser at most one line at a time. Without read-ahead past the end of a row,
@@ -29,6 +58,7 @@ struct Progress {
 struct LineReader {
     inner: Box<dyn BufRead>,
     progress: Rc<Progress>,
+    delimiter: u8,
     /// Whether the last line was passed completely.
     ended: bool,
 }
@@ -40,16 +70,23 @@ impl Read for LineReader {
         let read = most.iter().position(|b| *b == b'\n').map_or(most.len(), |at| at + 1);
         let part = &most[..read];
         buffer[..read].copy_from_slice(part);
-        let Progress { left, begins, line } = &*self.progress;
+        let Progress { left, begins, line, quotes, at_end } = &*self.progress;
         line.set(line.get() + usize::from(self.ended && read > 0));
         if begins.get() == 0 && part.iter().any(|b| !matches!(b, b'\r' | b'\n')) {
             begins.set(line.get());
         }
+        let mut now = quotes.get();
+        now.read(part, self.delimiter, line.get());
+        quotes.set(now);
+        at_end.set(read == 0 && !buffer.is_empty());
         self.ended = part.last().map_or(self.ended, |b| *b == b'\n');
         self.inner.consume(read);
         match left.get().checked_sub(read) {
             Some(rest) => left.set(rest),
-            None => return Err(io::Error::new(io::ErrorKind::InvalidData, too_long())),
+            None => {
+                left.set(0);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, too_long()));
+            }
         }
         Ok(read)
     }
@@ -68,16 +105,22 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Opens a table and reads the column names.
-    pub fn open(file: Box<dyn BufRead>, path: &Path, delimiter: u8, schema: &Schema) -> Result<Self, Error> {
+    /// Opens a table and reads the column names; `usual` is the separator of the file type.
+    pub fn open(mut file: Box<dyn BufRead>, path: &Path, usual: u8, schema: &Schema) -> Result<Self, Error> {
         let progress = Rc::new(Progress::default());
         progress.left.set(LONGEST_ROW);
-        let lines = LineReader { inner: file, progress: progress.clone(), ended: true };
+        let mut first = Vec::new();
+        let read = (&mut file).take(LONGEST_NAMES).read_until(b'\n', &mut first);
+        read.map_err(|e| Error::read(path, e))?;
+        let names = first.split(|b| *b == b'\r').next().unwrap_or_default();
+        let delimiter = separator(names, usual);
+        let inner: Box<dyn BufRead> = Box::new(io::Cursor::new(first).chain(file));
+        let lines = LineReader { inner, progress: progress.clone(), delimiter, ended: true };
         let mut reader =
             csv::ReaderBuilder::new().delimiter(delimiter).buffer_capacity(1 << 16).from_reader(lines);
-        let head = |message: String| Error::Row {
+        let head = |message: String| Error::File {
             place: Place { file: path.display().to_string(), line: progress.begins.get(), column: 1 },
-            problem: Problem::Bad(message),
+            message,
         };
         let cannot = |e: csv::Error| match e.into_kind() {
             ErrorKind::Io(cause) => Error::read(path, cause),
@@ -87,11 +130,14 @@ impl Table {
         let mut names = Vec::new();
         for cell in record {
             let name =
-                std::str::from_utf8(cell).map_err(|_| head("a name of a column is not UTF-8".into()))?;
+                std::str::from_utf8(cell).map_err(|_| head(format!("a name of a column is {NOT_UTF8}")))?;
             if names.iter().any(|n| n == name) {
                 return Err(head(format!("two columns are named {name:?}")));
             }
             names.push(name.to_string());
+        }
+        if let Some(e) = unclosed(&progress, path) {
+            return Err(e);
         }
         let json = names.iter().map(|n| schema.holds_json(n)).collect();
         Ok(Self { reader, path: path.into(), names, json, progress, record: ByteRecord::new() })
@@ -105,6 +151,9 @@ impl Table {
         let read = self.reader.read_byte_record(&mut self.record);
         // rows separated by a bare carriage return share a line
         let line = Some(self.progress.begins.get()).filter(|l| *l > 0).unwrap_or(before);
+        if let Some(e) = unclosed(&self.progress, &self.path) {
+            return Err(e);
+        }
         let bytes = match read.map_err(csv::Error::into_kind) {
             Ok(false) => return Ok(None),
             Ok(true) => self.row(),
@@ -121,8 +170,9 @@ impl Table {
     fn row(&self) -> Result<Vec<u8>, String> {
         let mut row = Map::new();
         for ((cell, name), json) in self.record.iter().zip(&self.names).zip(&self.json) {
-            let text = std::str::from_utf8(cell).map_err(|_| format!("{name}: not UTF-8"))?;
+            let text = std::str::from_utf8(cell).map_err(|_| format!("{name}: {NOT_UTF8}"))?;
             let value = match (json, text.trim().is_empty()) {
+                (false, _) if text.contains('\r') => text.replace("\r\n", "\n").replace('\r', "\n").into(),
                 (false, _) => Value::from(text),
                 (true, true) => Value::Null,
                 (true, false) => json::value(cell).map_err(|e| {
@@ -152,7 +202,7 @@ impl Texts {
     pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
         let Some(row) = self.lines.next()? else { return Ok(None) };
         let object = |text: Vec<u8>| {
-            let text = String::from_utf8(text).map_err(|_| "not UTF-8".to_string())?;
+            let text = String::from_utf8(text).map_err(|_| NOT_UTF8.to_string())?;
             let row = Map::from_iter([(self.name.clone(), Value::from(text))]);
             serde_json::to_vec(&row).map_err(|e| e.to_string())
         };

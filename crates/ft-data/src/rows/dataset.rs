@@ -13,7 +13,7 @@ use crate::keep::{
 };
 use crate::read::files::{files, files_and_ignored};
 use crate::shape::{example::Example, schema::Schema};
-use crate::tokenize::{encode::Encoder, model_key::ModelKey, tokenizer::Tokenizer};
+use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::ModelKey, tokenizer::Tokenizer};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
@@ -43,8 +43,10 @@ pub struct Checked {
     pub problems: Vec<Error>,
     /// Number of further problems.
     pub more: usize,
-    /// The dataset without bad rows; `None` if empty.
-    pub dataset: Option<Dataset>,
+    /// The training data without bad rows; `None` if empty.
+    pub train: Option<Dataset>,
+    /// The evaluation data without bad rows; `None` if empty.
+    pub eval: Option<Dataset>,
 }
 
 /// State of loading a list of sources.
@@ -122,32 +124,6 @@ impl Dataset {
         Ok((train, Some(eval)))
     }
 
-    /// Warnings for the user, one sentence per entry: text lost or changed, unread files and keys, and
-    /// documents longer than the model's `positions`.
-    ///
-    /// # Errors
-    /// A token file that can no longer be read.
-    pub fn warnings(&self, positions: usize) -> Result<Vec<String>, Error> {
-        let mut out = self.stats.not_read.clone();
-        out.extend(self.stats.notes.told());
-        let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
-        for i in 0..self.samples.len() {
-            let n = reader.item(i)?.tokens as usize;
-            if n > positions {
-                (count, longest) = (count + 1, longest.max(n));
-            }
-        }
-        if count > 0 {
-            let documents =
-                if count == 1 { "1 document is".into() } else { format!("{count} documents are") };
-            out.push(format!(
-                "{documents} longer than the {positions} positions that the model is made for; the longest has \
-                 {longest} tokens\n  hint: data.max_length = {positions}, or rope_scaling in model.override"
-            ));
-        }
-        Ok(out)
-    }
-
     /// Number of samples of another dataset also present in this one.
     ///
     /// # Errors
@@ -156,10 +132,8 @@ impl Dataset {
         self.samples.shared_with(&other.samples)
     }
 
-    /// Collects all problems of a part of the data, at most `limit` of them. Bad rows count regardless of
-    /// `on_bad_row`.
+    /// Loads both parts as far as possible, and collects all problems, at most `limit` of them.
     pub fn check(
-        part: Part,
         cfg: &ft_recipe::Data,
         resolve: &dyn Fn(&str) -> PathBuf,
         tokenizer: Option<&Tokenizer>,
@@ -167,9 +141,7 @@ impl Dataset {
         seed: u64,
         limit: usize,
     ) -> Checked {
-        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size);
-        loader.collect_problems(limit);
-        loader.check(part, seed)
+        Loader::new(cfg, resolve, tokenizer, vocab_size).collecting(limit).check(seed)
     }
 }
 
@@ -192,10 +164,12 @@ pub(crate) fn cached_rows_in(
     }
     let template = data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
     let model = dir.and_then(|d| ModelKey::of(d, template.as_deref()));
+    let own = || dir.is_some_and(|d| template_of(d).is_ok_and(|t| t.is_some()));
+    let has_template = template.is_some() || own();
     let mut samples = Samples::default();
     for source in data.sources(part) {
         let files = files(source, &|s| r.resolve(s)).ok()?;
-        let schema = Schema::new(source, data.mask).ok()?;
+        let schema = Schema::new(source, data.mask, has_template).ok()?;
         let key = CacheKey {
             schema: &schema,
             source,
@@ -251,8 +225,9 @@ impl<'a> Loader<'a> {
     }
 
     /// Collects up to `limit` problems instead of stopping at the first.
-    pub fn collect_problems(&mut self, limit: usize) {
+    pub fn collecting(mut self, limit: usize) -> Self {
         self.problems.limit = Some(limit);
+        self
     }
 
     pub fn load(mut self, part: Part, seed: u64) -> Result<Dataset, Error> {
@@ -263,24 +238,37 @@ impl<'a> Loader<'a> {
         Ok(dataset)
     }
 
-    pub fn check(mut self, part: Part, seed: u64) -> Checked {
-        for (i, source) in self.data.sources(part).iter().enumerate() {
+    pub fn check(mut self, seed: u64) -> Checked {
+        let data = self.data;
+        let (samples, stats) = self.checked_sources(&data.train);
+        let (train, eval) = if data.eval_share > 0.0 {
+            let parts = split(samples, data.eval_share, seed, &self.storage);
+            let (train, eval) = parts.map_err(|e| self.problems.add(e)).unwrap_or_default();
+            (Some((train, stats.clone())), Some((eval, stats)))
+        } else {
+            let eval = (!data.eval.is_empty()).then(|| self.checked_sources(&data.eval));
+            (Some((samples, stats)), eval)
+        };
+        let [train, eval] = [(Part::Train, train), (Part::Eval, eval)].map(|(part, read)| {
+            let (samples, stats) = read.filter(|(samples, _)| !samples.is_empty())?;
+            let made = dataset(samples, part, data, stats, seed, &self.storage);
+            // a consequence of earlier problems is not reported
+            made.map_err(|e| self.problems.is_empty().then(|| self.problems.add(e))).ok()
+        });
+        let Problems { first: problems, more, .. } = self.problems;
+        Checked { problems, more, train, eval }
+    }
+
+    /// Loads sources as far as possible.
+    fn checked_sources(&mut self, sources: &[ft_recipe::Source]) -> (Samples, Stats) {
+        for (i, source) in sources.iter().enumerate() {
             if let Err(e) = self.source(i, source) {
                 self.problems.add(e);
                 self.samples.push(Arc::new(TokenStore::default()), None);
             }
         }
-        let (Problems { first: mut problems, more, .. }, storage) = (self.problems, self.storage);
-        let dataset = if self.samples.is_empty() {
-            None
-        } else {
-            of_part(self.samples, part, self.data, seed, &storage)
-                .and_then(|samples| dataset(samples, part, self.data, self.stats, seed, &storage))
-                // a consequence of earlier problems is not reported
-                .map_err(|e| problems.is_empty().then(|| problems.push(e)))
-                .ok()
-        };
-        Checked { problems, more, dataset }
+        self.stats.reported = !self.problems.is_empty();
+        (std::mem::take(&mut self.samples), std::mem::take(&mut self.stats))
     }
 
     fn sources(&mut self, sources: &[ft_recipe::Source]) -> Result<(), Error> {
@@ -289,12 +277,13 @@ impl<'a> Loader<'a> {
 
     /// Loads one source, from the cache if possible.
     fn source(&mut self, index: usize, source: &ft_recipe::Source) -> Result<(), Error> {
-        let schema = Schema::new(source, self.data.mask)?;
+        let template = self.tokenizer.is_some_and(Tokenizer::has_template);
+        let schema = Schema::new(source, self.data.mask, template)?;
         if !(source.weight.is_finite() && source.weight > 0.0) {
             let message = format!("weight = {} is not a number above 0", source.weight);
             return Err(Error::recipe(source, message));
         }
-        self.needs(schema.format)?;
+        self.needs(&schema)?;
         let (files, ignored) = files_and_ignored(source, self.resolve)?;
         self.stats.not_read.extend(ignored);
         let (data, vocab_size) = (self.data, self.vocab_size);
@@ -303,12 +292,33 @@ impl<'a> Loader<'a> {
         let entry = self.cache.as_ref().and_then(|cache| CacheEntry::of(cache, key));
         let encoder = Encoder { schema: &schema, data, tokenizer: self.tokenizer, vocab_size, source: index };
         let (store, found) = match &entry {
-            Some(entry) => self.load_cached(entry, &encoder, &files, &source.source)?,
-            None => self.read_files(&encoder, &files, &source.source)?,
+            Some(entry) => self.load_cached(entry, &encoder, &files, source)?,
+            None => self.read_files(&encoder, &files, source)?,
         };
         self.stats.add(&found);
         self.samples.push(Arc::new(store), None);
+        match self.check_drops(&found, source) {
+            Err(e) if self.problems.limit.is_some() => self.problems.add(e),
+            other => other?,
+        }
         Ok(())
+    }
+
+    /// Refuses a source that loses more than `data.drop_share` of its rows.
+    fn check_drops(&self, found: &SourceStats, source: &ft_recipe::Source) -> Result<(), Error> {
+        let (drops, rows, most) = (found.drops, found.rows_read, self.data.drop_share);
+        let lost = drops.total() as f64 > most * rows as f64;
+        // rows that stop the command are told themselves
+        let Some(told) = drops.told(rows).filter(|_| lost && self.problems.is_empty()) else { return Ok(()) };
+        let first = found.left_out.first().map(|(place, why)| format!(" (the first: {place}: {why})"));
+        Err(Error::LeftOut {
+            name: source.source.clone(),
+            message: format!(
+                "{told}{}, more than data.drop_share = {most}\n  hint: {}; or raise data.drop_share",
+                first.unwrap_or_default(),
+                drops.hint()
+            ),
+        })
     }
 
     /// Loads a source from the cache; on a miss, reads the source and writes the cache.
@@ -317,9 +327,9 @@ impl<'a> Loader<'a> {
         entry: &CacheEntry<'_>,
         encoder: &Encoder<'_>,
         files: &[PathBuf],
-        name: &str,
+        source: &ft_recipe::Source,
     ) -> Result<(TokenStore, SourceStats), Error> {
-        let strict = Strict(self.problems.limit.is_some() || self.data.on_bad_row == OnBadRow::Error);
+        let strict = Strict(self.data.on_bad_row == OnBadRow::Error);
         if let Some(hit) = entry.find(strict, true) {
             return Ok(hit);
         }
@@ -328,7 +338,8 @@ impl<'a> Loader<'a> {
             return Ok(hit);
         }
         let why =
-            match entry.writer().map_err(PassError::Write).and_then(|w| self.pass(w, encoder, files, name)) {
+            match entry.writer().map_err(PassError::Write).and_then(|w| self.pass(w, encoder, files, source))
+            {
                 Ok(PassResult { writer, found, clean }) if clean && entry.is_current() => {
                     match entry.commit(writer, &found) {
                         Ok(written) => match entry.find(strict, false) {
@@ -347,7 +358,7 @@ impl<'a> Loader<'a> {
                 Err(PassError::Data(e)) => return Err(e),
             };
         why.iter().for_each(warn_uncached);
-        self.read_files(encoder, files, name)
+        self.read_files(encoder, files, source)
     }
 
     /// Reads a source into memory.
@@ -355,9 +366,9 @@ impl<'a> Loader<'a> {
         &mut self,
         encoder: &Encoder<'_>,
         files: &[PathBuf],
-        name: &str,
+        source: &ft_recipe::Source,
     ) -> Result<(TokenStore, SourceStats), Error> {
-        match self.pass(StoreWriter::memory(), encoder, files, name) {
+        match self.pass(StoreWriter::memory(), encoder, files, source) {
             Ok(PassResult { writer, found, .. }) => Ok((writer.finish()?, found)),
             Err(PassError::Data(e)) => Err(e),
             Err(PassError::Write(e)) => Err(e.into()),
@@ -369,34 +380,35 @@ impl<'a> Loader<'a> {
         mut writer: StoreWriter,
         encoder: &Encoder<'_>,
         files: &[PathBuf],
-        name: &str,
+        source: &ft_recipe::Source,
     ) -> Result<PassResult, PassError> {
-        let mut pass = SourcePass::new(encoder, self.problems.limit, &self.bar, &mut writer);
-        pass.over(files, name)?;
-        let SourcePass { found, problems, .. } = pass;
-        let clean = problems.is_empty();
-        self.problems.extend(problems);
+        let mut pass = SourcePass::new(encoder, &mut self.problems, &self.bar, &mut writer);
+        pass.over(files, source)?;
+        let SourcePass { found, clean, .. } = pass;
         Ok(PassResult { writer, found, clean })
     }
 
     /// Checks the model folder for files required by a format.
-    fn needs(&self, format: Format) -> Result<(), Error> {
-        let name = format!("{format:?}").to_lowercase();
+    fn needs(&self, schema: &Schema) -> Result<(), Error> {
+        let (format, name) = (schema.format, schema.format.word());
         let Some(tokenizer) = self.tokenizer else {
             return match format {
-                Format::Tokens => Ok(()),
+                // rows of ids need none, and other rows are refused by place
+                Format::Tokens | Format::Preference | Format::Unpaired => Ok(()),
                 _ => Err(Error::ModelLacks(format!(
                     "the model has no tokenizer.json, which format = {name:?} needs (format = \"tokens\" does not)"
                 ))),
             };
         };
         match format {
-            Format::Messages if !tokenizer.has_template() => Err(Error::ModelLacks(
-                "the model has no chat template, which format = \"messages\" needs; \
-                 give one as data.chat_template = \"FILE.jinja\""
-                    .into(),
-            )),
-            Format::Alpaca | Format::Completion | Format::Text if tokenizer.text_end().is_none() => {
+            _ if schema.chat && !tokenizer.has_template() => {
+                let what = if format.has_forms() { "form = \"chat\"" } else { "format = \"messages\"" };
+                Err(Error::ModelLacks(format!(
+                    "the model has no chat template, which {what} needs; give one as data.chat_template = \
+                     \"FILE.jinja\""
+                )))
+            }
+            _ if !schema.chat && format != Format::Tokens && tokenizer.text_end().is_none() => {
                 Err(Error::ModelLacks(format!(
                     "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
                      in generation_config.json), which format = {name:?} needs"
@@ -460,6 +472,6 @@ fn dataset(
     stats.targets = rows.targets as usize;
     stats.lengths = lengths.lengths();
     let capacity = rows.len() as f64 * data.max_length as f64;
-    stats.fill = if data.pack && capacity > 0.0 { stats.tokens as f64 / capacity } else { 1.0 };
+    stats.fill = if data.packs() && capacity > 0.0 { stats.tokens as f64 / capacity } else { 1.0 };
     Ok(Dataset { samples, rows, stats, hash })
 }

@@ -58,10 +58,10 @@ impl Epoch {
         let mut reader = samples.reader();
         let mut places = mix.reader();
         let mut item = |at: usize| reader.item(places.at(at)? as usize);
-        let rows = if data.pack { RowsWriter::packed(&storage.scratch) } else { RowsWriter::default() };
+        let rows = if data.packs() { RowsWriter::packed(&storage.scratch) } else { RowsWriter::default() };
         let mut builder = EpochBuilder::new(samples, rows);
         let shuffled = data.shuffle && part == Part::Train;
-        match (data.pack, shuffled) {
+        match (data.packs(), shuffled) {
             (false, _) => (0..n).try_for_each(|at| builder.row(&[item(at)?]))?,
             (true, false) => {
                 pack::in_order((0..n).map(item), data.max_length, &mut |row| builder.row(row))?;
@@ -113,7 +113,7 @@ impl<'a> EpochBuilder<'a> {
                     .into_iter()
                     .flat_map(u32::to_le_bytes),
             );
-            self.lengths.add(item.tokens as usize, 1);
+            item.documents().for_each(|tokens| self.lengths.add(tokens, 1));
         }
         self.hasher.update(&self.bytes);
         self.rows.row(items)

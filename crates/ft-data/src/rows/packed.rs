@@ -19,8 +19,10 @@ pub struct Rows {
     pub tokens: u64,
     /// Total targets.
     pub targets: u64,
-    /// Length of the longest sample, in tokens.
+    /// Length of the longest document, in tokens.
     pub longest: u32,
+    /// Whether a sample has weights.
+    pub weighted: bool,
 }
 
 /// Rows with several samples.
@@ -161,8 +163,10 @@ impl RowsWriter {
     pub fn row(&mut self, items: &[Item]) -> Result<(), Error> {
         let tokens: u64 = items.iter().map(|i| u64::from(i.tokens)).sum();
         self.rows.tokens += tokens;
+        self.rows.weighted |= items.iter().any(|i| i.weighted);
         self.rows.targets += items.iter().map(|i| u64::from(i.targets)).sum::<u64>();
-        self.rows.longest = items.iter().map(|i| i.tokens).fold(self.rows.longest, u32::max);
+        self.rows.longest =
+            items.iter().flat_map(|i| i.documents()).map(saturating_u32).fold(self.rows.longest, u32::max);
         if let Some((samples, ends)) = &mut self.lists {
             self.end += items.len();
             items.iter().try_for_each(|i| samples.push(i.sample))?;

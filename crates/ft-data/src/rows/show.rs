@@ -1,12 +1,45 @@
 //! Rows and statistics of a dataset as text, for `ft data`.
 
 use super::dataset::Dataset;
+use crate::error::Error;
 use crate::keep::stats::Stats;
 use crate::shape::example::IGNORE_INDEX;
 use crate::tokenize::tokenizer::Tokenizer;
 use ft_base::terminal::escape;
 use ft_recipe::OverLength;
 use std::io::{self, Write};
+
+impl Dataset {
+    /// Warnings for the user, one sentence per entry: rows left out, text lost or changed, unread files and
+    /// keys, and documents longer than the model's `positions`.
+    ///
+    /// # Errors
+    /// A token file that can no longer be read.
+    pub fn warnings(&self, positions: usize) -> Result<Vec<String>, Error> {
+        let mut out = self.stats.not_read.clone();
+        if let Some(told) = self.stats.drops.told(self.stats.rows_read).filter(|_| !self.stats.reported) {
+            let first = self.stats.left_out.first().map(|f| format!(" (the first: {f})")).unwrap_or_default();
+            out.push(format!("{told}{first}\n  hint: {}", self.stats.drops.hint()));
+        }
+        out.extend(self.stats.notes.told());
+        let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
+        for i in 0..self.samples.len() {
+            let n = reader.item(i)?.documents().max().unwrap_or(0);
+            if n > positions {
+                (count, longest) = (count + 1, longest.max(n));
+            }
+        }
+        if count > 0 {
+            let documents =
+                if count == 1 { "1 document is".into() } else { format!("{count} documents are") };
+            out.push(format!(
+                "{documents} longer than the {positions} positions that the model is made for; the longest has \
+                 {longest} tokens\n  hint: data.max_length = {positions}, or rope_scaling in model.override"
+            ));
+        }
+        Ok(out)
+    }
+}
 
 /// Prints the first `rows` rows of a dataset, and the statistics.
 ///
@@ -94,15 +127,8 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
     let share = |part: usize, whole: usize| 100.0 * part as f64 / whole.max(1) as f64;
     writeln!(out, "rows read    {}", s.rows_read)?;
     writeln!(out, "left out     {}", s.drops.total())?;
-    for (count, why) in [
-        (s.drops.bad, "not what the format asks for"),
-        (s.drops.empty_mask, "nothing supervised"),
-        (s.drops.empty_after_truncation, "empty mask after truncation"),
-        (s.drops.too_long, "longer than data.max_length"),
-    ] {
-        if count > 0 {
-            writeln!(out, "  {count:>10} {why}")?;
-        }
+    for (count, why) in s.drops.reasons() {
+        writeln!(out, "  {count:>10} {why}")?;
     }
     for line in &s.left_out {
         writeln!(out, "             {}", visible(line))?;

@@ -1,15 +1,32 @@
 //! Tokenized samples.
 
+use std::ops::Range;
+
 /// Label of an unsupervised token.
 pub const IGNORE_INDEX: i32 = -100;
 
+/// Contents of a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Content {
+    /// One document.
+    #[default]
+    Document,
+    /// Two documents end to end: chosen, with this number of tokens, and rejected.
+    Pair(usize),
+    /// A prompt with a completion, and whether the completion is desirable.
+    Rated(bool),
+}
+
 /// A tokenized sample.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Example {
     /// Token ids, at least one.
     pub ids: Vec<u32>,
     /// One label per id, not shifted: the id if supervised, else [`IGNORE_INDEX`].
     pub labels: Vec<i32>,
+    /// One weight per label; empty for weights of 1.
+    pub weights: Vec<f32>,
+    pub content: Content,
     /// Index of the source in the recipe.
     pub source: usize,
     /// Line in the data file.
@@ -17,8 +34,35 @@ pub struct Example {
 }
 
 impl Example {
-    /// Number of targets: supervised tokens except the first of the sample.
+    /// Tokens of the documents, in order.
+    pub fn documents(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let n = self.ids.len();
+        let (first, second) = match self.content {
+            Content::Pair(chosen) => (0..chosen.min(n), Some(chosen.min(n)..n)),
+            _ => (0..n, None),
+        };
+        std::iter::once(first).chain(second)
+    }
+
+    /// Tokens with a supervised token behind them in the same document.
+    pub fn queries(&self) -> impl Iterator<Item = usize> + '_ {
+        let supervised = |i: &usize| self.labels.get(i + 1).is_some_and(|l| *l != IGNORE_INDEX);
+        self.documents().flat_map(|d| d.start..d.end.saturating_sub(1)).filter(supervised)
+    }
+
+    /// Number of targets: supervised tokens except the first of a document.
     pub fn targets(&self) -> usize {
-        self.labels.iter().skip(1).filter(|l| **l != IGNORE_INDEX).count()
+        self.queries().count()
+    }
+
+    /// Sum of the weights of the targets.
+    pub fn weight(&self) -> f64 {
+        let of = |i: usize| self.weights.get(i + 1).map_or(1.0, |w| f64::from(*w));
+        self.queries().map(of).sum()
+    }
+
+    /// Tokens before the first supervised one.
+    pub fn prompt(&self) -> usize {
+        self.labels.iter().take_while(|l| **l == IGNORE_INDEX).count()
     }
 }

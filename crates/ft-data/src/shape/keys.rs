@@ -5,6 +5,7 @@
 //! they are accepted, and reported by name with a count.
 
 use super::notes::Note;
+use super::schema::Schema;
 use ft_recipe::Format;
 use serde_json::{Map, Value};
 
@@ -16,40 +17,71 @@ const SUPERVISION: &[&str] =
 /// Keys of a message with the assistant's reasoning.
 pub(crate) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
 
-/// Keys read by a format.
-pub(super) fn read_by(format: Format) -> &'static [&'static str] {
+/// Keys read by a format, through the chat template or not.
+pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
     match format {
-        Format::Messages => &["messages", "conversations", "tools", "system"],
-        Format::Alpaca => &["instruction", "input", "output", "system", "history"],
-        Format::Completion => &["prompt", "completion"],
-        Format::Text => &["text"],
-        Format::Tokens => &["input_ids", "labels", "attention_mask"],
+        Format::Messages => &["messages", "conversations", "conversation", "tools", "system", "weight"],
+        Format::Alpaca if chat => &["instruction", "input", "output", "system", "history", "tools", "weight"],
+        Format::Completion if chat => &["prompt", "completion", "system", "tools", "weight"],
+        Format::Alpaca => &["instruction", "input", "output", "system", "history", "weight"],
+        Format::Completion => &["prompt", "completion", "weight"],
+        Format::Text => &["text", "weight"],
+        Format::Tokens => &["input_ids", "labels", "attention_mask", "weights", "weight"],
+        Format::Preference => {
+            &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]
+        }
+        Format::Unpaired => {
+            &["prompt", "completion", "label", "prompt_ids", "completion_ids", "tools", "system"]
+        }
     }
 }
 
-/// The reason for refusing a key, if `format` does not read it and it matters for training.
-fn refused(format: Format, key: &str) -> Option<String> {
+/// The reason for refusing a key, if the format does not read it and it matters for training.
+fn refused(Schema { format, chat, .. }: &Schema, key: &str) -> Option<String> {
+    let (format, chat) = (*format, *chat);
     if MEDIA.contains(&key) {
         return (format != Format::Tokens).then(|| format!("not built yet: {key} of a row"));
     }
     let why = match (format, key) {
         (Format::Messages, "functions") => "write the functions as tools",
-        (Format::Messages, "chat_template_kwargs") => {
+        (_, "chat_template_kwargs") if chat => {
             "variables for the chat template go into data.template, for all rows"
         }
         (Format::Messages, "history") => "write earlier turns as messages",
-        (Format::Alpaca | Format::Completion, "tools" | "functions") => "only format \"messages\" has tools",
+        (Format::Alpaca | Format::Completion, "functions") if chat => "write the functions as tools",
+        (Format::Alpaca | Format::Completion, "tools" | "functions") => "tools need form = \"chat\"",
+        (Format::Completion, "history") if chat => "write earlier turns as messages, in prompt",
         (Format::Completion, "system" | "history") => "write it into prompt, as the model is to read it",
         (Format::Tokens, "loss_mask" | "completion_mask" | "assistant_masks" | "assistant_mask") => {
             "labels say what is supervised: -100 where it is not"
         }
         (Format::Tokens, "position_ids") => "positions of a row count from 0",
-        (_, "weight") if format != Format::Text => {
-            "rows have no weights; a source has one (weight = 2.0), and so has a message (\"weight\": 0)"
+        (Format::Completion, "label") => {
+            "a judgement of the completion, which task = \"sft\" does not read; keep the rows to learn from, \
+             and leave it out, or take task = \"kto\""
         }
+        (Format::Preference | Format::Unpaired, "weight" | "weights") => {
+            "pairs and rated completions have no weights; a source has one (weight = 2.0)"
+        }
+        (_, "weights") => "only format \"tokens\" has a weight for each token; a row has one weight",
         _ => return None,
     };
     Some(format!("{key}: {why}"))
+}
+
+/// Describes a row of preference data: a better and a worse answer.
+pub(crate) fn preference(row: &Map<String, Value>) -> Option<String> {
+    let chosen = row.get("chosen").filter(|v| !says_nothing(v))?;
+    row.get("rejected").filter(|v| !says_nothing(v))?;
+    let how = match chosen {
+        Value::Array(_) => "format = \"messages\", fields = { messages = \"chosen\" }",
+        _ if row.contains_key("prompt") => "format = \"completion\", fields = { completion = \"chosen\" }",
+        _ => "format = \"text\", fields = { text = \"chosen\" }",
+    };
+    Some(format!(
+        "chosen and rejected, a pair of preferences: task = \"dpo\" learns them, task = \"sft\" does not\n  \
+         hint: {how} trains on the chosen answers alone"
+    ))
 }
 
 /// Whether a value is null, blank or empty, as is common in tables with mixed rows.
@@ -69,17 +101,22 @@ pub(crate) fn says_nothing(value: &Value) -> bool {
 /// A key that would change training.
 pub(super) fn of_row(
     row: &Map<String, Value>,
-    format: Format,
+    schema: &Schema,
     read: &dyn Fn(&str) -> bool,
     notes: &mut Vec<Note>,
 ) -> Result<(), String> {
+    if !["chosen", "rejected"].into_iter().any(read)
+        && let Some(why) = preference(row)
+    {
+        return Err(why);
+    }
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
         // weight 1 is the default
         let plain = key == "weight" && value.as_f64() == Some(1.0);
-        if let Some(why) = refused(format, key).filter(|_| !plain) {
+        if let Some(why) = refused(schema, key).filter(|_| !plain) {
             return Err(why);
         }
-        notes.push(Note::RowKey { key: key.clone(), format: format.word().into() });
+        notes.push(Note::RowKey { key: key.clone(), format: schema.format.word().into() });
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Rows of format `messages` as conversations.
+//! Lists of messages as conversations.
 
 use super::keys::{self, REASONING};
 use super::reserved::is_reserved;
@@ -9,79 +9,102 @@ use ft_recipe::Mask;
 use serde_json::{Map, Value, json};
 
 /// A conversation in the form read by chat templates.
+#[derive(Default)]
 pub(crate) struct Chat {
     pub messages: Vec<Value>,
     pub tools: Option<Value>,
-    /// Indices of assistant messages excluded from the loss by `"weight": 0` or `mask = "last"`.
+    /// Indices of assistant messages excluded from the loss, by the row or the mask.
     pub unsupervised: Vec<usize>,
-    /// The key of the message list in the row.
-    list: String,
-    /// Messages inserted before the list: 1 if the row has a separate `system` key, else 0.
-    lead: usize,
+    /// Places of the messages in the row: `messages[0]`, `prompt`.
+    names: Vec<String>,
 }
 
 impl Chat {
     /// The name of message `i` in the row, for error messages.
     pub fn name(&self, i: usize) -> String {
-        match i.checked_sub(self.lead) {
-            Some(i) => format!("{}[{i}]", self.list),
-            None => "system".into(),
-        }
+        self.names.get(i).cloned().unwrap_or_default()
     }
 
     /// The role of message `i`.
     pub fn role(&self, i: usize) -> &str {
         self.messages.get(i).and_then(|m| m["role"].as_str()).unwrap_or_default()
     }
+
+    /// Appends a message of text, found under `name` in the row.
+    pub(super) fn push(&mut self, role: &str, text: &str, name: String) {
+        self.messages.push(json!({"role": role, "content": text}));
+        self.names.push(name);
+    }
+
+    /// Whether message `i` is the assistant's.
+    pub(super) fn is_answer(&self, i: usize) -> bool {
+        self.role(i) == "assistant"
+    }
 }
 
 impl Schema {
-    /// Converts a row to a conversation. Errors start with the path inside the row.
+    /// Converts a row of messages to a conversation. Errors start with the path inside the row.
     pub(crate) fn chat(&self, row: &mut Map<String, Value>) -> Result<Chat, String> {
         let name = self.list_of(row).to_string();
-        let messages = match row.get_mut(&name) {
+        let mut chat = Chat::default();
+        match row.get_mut(&name).map(Value::take) {
             None => return Err(missing(&name, row)),
-            Some(Value::Array(messages)) if messages.is_empty() => return Err(format!("{name} is empty")),
-            Some(Value::Array(messages)) => std::mem::take(messages),
-            Some(v) => return Err(format!("{name}: expected an array of messages, found {}", kind(v))),
-        };
-        let mut chat =
-            Chat { messages: Vec::new(), tools: None, unsupervised: Vec::new(), list: name, lead: 0 };
-        let name = &chat.list;
-        for (i, message) in messages.into_iter().enumerate() {
-            let (message, supervised) = self.message(message).map_err(|e| format!("{name}[{i}]{e}"))?;
-            let role = |m: &Value| m["role"].as_str().unwrap_or_default().to_string();
-            let now = role(&message);
-            let before = chat.messages.last().map(role).unwrap_or_default();
-            if is_tool(&now) && before != "assistant" && !is_tool(&before) {
-                return Err(format!(
-                    "{name}[{i}]: a {now:?} message answers an assistant's, and none is before it"
-                ));
-            }
-            if !supervised {
-                chat.unsupervised.push(i);
-            }
-            chat.messages.push(message);
+            Some(list) => self.add(&mut chat, &name, list)?,
         }
-        let assistant = |i: usize| chat.role(i) == "assistant";
-        let last = (0..chat.messages.len()).rfind(|i| assistant(*i));
+        let last = (0..chat.messages.len()).rfind(|i| chat.is_answer(*i));
         if self.mask != Mask::None && last.is_none() {
             return Err(format!("{name}: no message of an assistant, so nothing to supervise"));
         }
         if let Some(last) = last.filter(|_| self.mask == Mask::Last) {
             let taken_out = chat.unsupervised.contains(&last).then_some(last);
-            chat.unsupervised = (0..last).filter(|i| assistant(*i)).chain(taken_out).collect();
+            chat.unsupervised = (0..last).filter(|i| chat.is_answer(*i)).chain(taken_out).collect();
         }
-        if self.mask == Mask::None && !chat.unsupervised.is_empty() {
+        self.finished(chat, row)
+    }
+
+    /// Appends a row's list of messages, or the same as a string of JSON. Errors start with the path inside
+    /// the row.
+    pub(super) fn add(&self, chat: &mut Chat, name: &str, list: Value) -> Result<(), String> {
+        let messages = match opened(list, name)? {
+            Value::Array(messages) if messages.is_empty() => return Err(format!("{name} is empty")),
+            Value::Array(messages) => messages,
+            v => return Err(format!("{name}: expected an array of messages, found {}", kind(&v))),
+        };
+        for (i, message) in messages.into_iter().enumerate() {
+            let (message, supervised) = self.message(message).map_err(|e| format!("{name}[{i}]{e}"))?;
+            let now = message["role"].as_str().unwrap_or_default();
+            let before = chat.messages.last().and_then(|m| m["role"].as_str()).unwrap_or_default();
+            if is_tool(now) && before != "assistant" && !is_tool(before) {
+                return Err(format!(
+                    "{name}[{i}]: a {now:?} message answers an assistant's, and none is before it"
+                ));
+            }
+            if !supervised {
+                chat.unsupervised.push(chat.messages.len());
+            }
+            chat.messages.push(message);
+            chat.names.push(format!("{name}[{i}]"));
+        }
+        Ok(())
+    }
+
+    /// Adds the row's system text and tools to its messages.
+    pub(super) fn finished(&self, mut chat: Chat, row: &mut Map<String, Value>) -> Result<Chat, String> {
+        if let (Mask::None, Some(first)) = (self.mask, chat.unsupervised.first()) {
             return Err(format!(
-                "{name}[{}].weight: 0 takes a message out of the loss, and mask = \"none\" supervises all",
-                chat.unsupervised[0]
+                "{}.weight: 0 takes a message out of the loss, and mask = \"none\" supervises all",
+                chat.name(*first)
             ));
         }
         self.system(row, &mut chat)?;
         chat.tools = self.tools(row)?;
-        if chat.messages.iter().chain(&chat.tools).any(holds_reserved) {
-            return Err(format!("{}: a noncharacter (U+FDD0 to U+FDEF) in the text", chat.list));
+        let reserved = |m: &Value| holds_reserved(m);
+        if let Some(i) = chat.messages.iter().position(reserved) {
+            return Err(format!("{}: a noncharacter (U+FDD0 to U+FDEF) in the text", chat.name(i)));
+        }
+        if chat.tools.as_ref().is_some_and(reserved) {
+            let name = self.name("tools");
+            return Err(format!("{name}: a noncharacter (U+FDD0 to U+FDEF) in the text"));
         }
         Ok(chat)
     }
@@ -99,10 +122,10 @@ impl Schema {
             if chat.messages[0]["content"].as_str().map(str::trim) == Some(text.trim()) {
                 return Ok(());
             }
-            return Err(format!("{name}: the row has one, and another in {}[0]", chat.list));
+            return Err(format!("{name}: the row has one, and another in {}", chat.name(0)));
         }
         chat.messages.insert(0, json!({"role": "system", "content": text}));
-        chat.lead = 1;
+        chat.names.insert(0, name.to_string());
         chat.unsupervised.iter_mut().for_each(|i| *i += 1);
         Ok(())
     }
@@ -123,13 +146,9 @@ impl Schema {
         message.retain(|_, v| !v.is_null());
         keys::of_message(&message)?;
         let supervised = weight(message.shift_remove("weight"), role)?;
-        let says_otherwise = ["tool_calls"].iter().chain(REASONING).any(|k| {
-            message.get(*k).is_some_and(|v| match v {
-                Value::Array(a) => !a.is_empty(),
-                Value::String(s) => !s.is_empty(),
-                _ => false,
-            })
-        });
+        let calls = message.get("tool_calls").and_then(Value::as_array).is_some_and(|a| !a.is_empty());
+        let thinks =
+            REASONING.iter().any(|k| message.get(*k).and_then(Value::as_str).is_some_and(|s| !s.is_empty()));
         match message.get_mut("tool_calls") {
             None => {}
             Some(Value::Array(calls)) if !calls.is_empty() && role != "assistant" => {
@@ -137,19 +156,11 @@ impl Schema {
             }
             Some(calls) => open_calls(calls)?,
         }
-        let empty = content.as_ref().is_none_or(|c| c.trim().is_empty());
-        let state = match (&content, has_content) {
-            (Some(_), _) => "is empty",
-            (None, true) => "is null",
-            (None, false) => "is missing",
-        };
-        match role {
-            "assistant" if empty && !says_otherwise => {
-                return Err(format!(".{content_key} {state}, and there are no tool_calls"));
-            }
-            "user" if empty => return Err(format!(".{content_key} {state}")),
-            _ if content.is_none() && role != "assistant" => return Err(format!(".{content_key} {state}")),
-            _ => {}
+        // an empty text is a text; templates write the turn
+        if content.is_none() && !(role == "assistant" && (calls || thinks)) {
+            let state = if has_content { "is null" } else { "is missing" };
+            let more = if role == "assistant" { ", and there are no tool_calls" } else { "" };
+            return Err(format!(".{content_key} {state}{more}"));
         }
         message.shift_remove(role_key);
         message.shift_remove(content_key);
@@ -167,15 +178,7 @@ impl Schema {
 
     fn tools(&self, row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
         let name = self.name("tools").to_string();
-        let tools = match row.shift_remove(&name) {
-            // datasets with a fixed schema store tools as a JSON string
-            Some(Value::String(s)) if s.trim().is_empty() => None,
-            Some(Value::String(s)) => Some(
-                json::value(s.as_bytes())
-                    .map_err(|e| format!("{name}: {}", json::describe(&e, "not JSON")))?,
-            ),
-            other => other,
-        };
+        let tools = row.shift_remove(&name).map(|tools| opened(tools, &name)).transpose()?;
         match tools {
             None | Some(Value::Null) => Ok(None),
             Some(Value::Array(list)) if list.is_empty() => Ok(None),
@@ -185,6 +188,16 @@ impl Schema {
             },
             Some(other) => Err(format!("{name}: expected an array, found {}", kind(&other))),
         }
+    }
+}
+
+/// Parses a value given as a string of JSON, as in datasets with a fixed schema; a blank string is null.
+fn opened(value: Value, name: &str) -> Result<Value, String> {
+    match value {
+        Value::String(s) if s.trim().is_empty() => Ok(Value::Null),
+        Value::String(s) => json::value(s.as_bytes())
+            .map_err(|e| format!("{name}: {}", json::describe(&e, "a string that is not JSON"))),
+        other => Ok(other),
     }
 }
 

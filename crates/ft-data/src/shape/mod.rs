@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `schema` | format, field names and mask of a source |
 //! | `sample` | row -> sample |
-//! | `messages` | messages of a row -> conversation |
+//! | `messages`, `turns` | messages, or prompt and completion of a row -> conversation |
+//! | `preference` | row -> pair, or rated completion |
 //! | `keys` | unread keys of a row: refused or noted |
 //! | `notes` | notes on usable rows, counted by kind |
 //! | `alpaca` | prompt format of the Alpaca models |
@@ -16,7 +17,9 @@ pub(crate) mod example;
 pub(crate) mod keys;
 pub(crate) mod messages;
 pub(crate) mod notes;
+mod preference;
 pub(crate) mod reserved;
 pub(crate) mod sample;
 pub(crate) mod schema;
+mod turns;
 pub(crate) mod values;

@@ -20,9 +20,19 @@ pub(crate) enum Note {
     Marker(String),
     /// A supervised span that starts or ends inside a token.
     Edge,
+    /// A last turn without an end in the text.
+    Open,
 }
 
 impl Note {
+    /// The quoted name of an unread key.
+    fn row_key(&self) -> Option<String> {
+        match self {
+            Note::RowKey { key, .. } => Some(format!("{key:?}")),
+            _ => None,
+        }
+    }
+
     /// A sentence about `rows` rows.
     fn told(&self, rows: usize) -> String {
         let s = if rows == 1 { "1 row" } else { &format!("{rows} rows") };
@@ -49,6 +59,11 @@ impl Note {
                 "{s} in which what is supervised begins or ends inside a token: such a token is not supervised\n  \
                  hint: end turns with a special token of the tokenizer, and begin them behind one or behind a line \
                  break"
+            ),
+            Note::Open => format!(
+                "{s} in which the chat template writes nothing behind the last answer: it trains no end of a turn\n  \
+                 hint: conversations of several turns do, where the next header is an end-of-sequence token of the \
+                 model"
             ),
         }
     }
@@ -110,6 +125,25 @@ impl Notes {
             }
         };
         let more = (self.more > 0).then(|| format!("{} more such keys or markers are not shown", self.more));
-        self.kinds.iter().map(told).chain(more).collect()
+        let is_key = |kind: &&(Note, usize, Place)| matches!(kind.0, Note::RowKey { .. });
+        let others = self.kinds.iter().filter(|k| !is_key(k)).map(told);
+        let keys: Vec<_> = self.kinds.iter().filter(is_key).collect();
+        let keys = match keys.as_slice() {
+            [] => None,
+            [one] => Some(told(one)),
+            [(_, _, first), ..] => Some(Self::told_keys(&keys, first)),
+        };
+        keys.into_iter().chain(others).chain(more).collect()
+    }
+
+    /// One sentence about several unread keys.
+    fn told_keys(keys: &[&(Note, usize, Place)], first: &Place) -> String {
+        let names: Vec<String> = keys.iter().filter_map(|(note, ..)| note.row_key()).collect();
+        let rows = keys.iter().map(|k| k.1).max().unwrap_or_default();
+        let s = if rows == 1 { "1 row".into() } else { format!("{rows} rows") };
+        format!(
+            "{s} with the keys {}, which their format does not read (the first: {first})",
+            names.join(", ")
+        )
     }
 }

@@ -2,7 +2,7 @@
 
 use super::alpaca::{alpaca_turn, preamble};
 use super::example::IGNORE_INDEX;
-use super::keys::of_row;
+use super::keys::{of_row, says_nothing};
 use super::messages::Chat;
 use super::notes::Note;
 use super::schema::Schema;
@@ -16,10 +16,14 @@ pub(crate) enum Sample {
     Chat(Chat),
     /// Texts followed by an end-of-sequence token, supervised from a byte offset.
     Text(Vec<(String, usize)>),
-    Tokens {
-        ids: Vec<u32>,
-        labels: Vec<i32>,
-    },
+    /// Token ids, and weights or none.
+    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32> },
+    /// A prompt, and the prompt with a completion.
+    Completion(String, String),
+    /// Chosen and rejected.
+    Pair(Box<[Sample; 2]>),
+    /// A completion, and whether it is desirable.
+    Rated(Box<Sample>, bool),
 }
 
 impl Schema {
@@ -32,16 +36,21 @@ impl Schema {
         let list = self.list_of(&row);
         let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
         let read = |key: &str| self.reads(key) && !other(key);
-        of_row(&row, self.format, &read, notes)?;
+        of_row(&row, self, &read, notes)?;
         match self.format {
             Format::Messages => Ok(Sample::Chat(self.chat(&mut row)?)),
+            Format::Alpaca if self.chat => Ok(Sample::Chat(self.instruction_chat(&mut row)?)),
+            Format::Completion if self.chat => Ok(Sample::Chat(self.prompt_chat(&mut row)?)),
             Format::Alpaca => self.alpaca(&row),
             Format::Completion => {
+                self.refuses_lists(&row)?;
                 let prompt = self.text(&row, "prompt", false)?.to_string();
                 let completion = self.text(&row, "completion", true)?;
                 Ok(Sample::Text(vec![self.joined(prompt, completion)]))
             }
             Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
+            Format::Preference => self.pair(&row),
+            Format::Unpaired => self.rated(&row),
             Format::Tokens => {
                 let ids = self.numbers(&row, "input_ids", 0)?;
                 let labels = match row.get(self.name("labels")) {
@@ -61,20 +70,17 @@ impl Schema {
                     return Err(format!("{} is empty", self.name("input_ids")));
                 }
                 self.attends(&row, ids.len())?;
-                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels })
+                let weights = self.weights(&row, ids.len())?;
+                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights })
             }
         }
     }
 
     /// Converts an instruction row, with earlier turns from `history`. All outputs are completions.
     fn alpaca(&self, row: &Map<String, Value>) -> Result<Sample, String> {
-        let optional = |name: &str| match row.get(self.name(name)) {
-            None | Some(Value::Null) => Ok(""),
-            Some(_) => self.text(row, name, false),
-        };
         let instruction = self.text(row, "instruction", true)?;
-        let input = Some(optional("input")?).filter(|t| !t.trim().is_empty()).unwrap_or_default();
-        let system = Some(optional("system")?).filter(|t| !t.trim().is_empty());
+        let input = self.optional(row, "input")?;
+        let system = Some(self.optional(row, "system")?).filter(|t| !t.is_empty());
         let output = self.text(row, "output", true)?;
         let mut turns = Vec::new();
         for (instruction, output) in self.history(row)? {
@@ -90,8 +96,20 @@ impl Schema {
         Ok(Sample::Text(turns))
     }
 
+    /// Refuses messages in a row of plain text.
+    fn refuses_lists(&self, row: &Map<String, Value>) -> Result<(), String> {
+        let list = |name: &&str| row.get(*name).is_some_and(Value::is_array);
+        match [self.name("prompt"), self.name("completion")].into_iter().find(list) {
+            Some(name) => Err(format!(
+                "{name}: a list of messages, which needs a chat template\n  hint: form = \"chat\", with a model \
+                 that has a template or data.chat_template"
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// Earlier turns: pairs of instruction and output.
-    fn history<'a>(&self, row: &'a Map<String, Value>) -> Result<Vec<(&'a str, &'a str)>, String> {
+    pub(super) fn history<'a>(&self, row: &'a Map<String, Value>) -> Result<Vec<(&'a str, &'a str)>, String> {
         let name = self.name("history");
         let list = match row.get(name) {
             None | Some(Value::Null) => return Ok(Vec::new()),
@@ -106,6 +124,38 @@ impl Schema {
             _ => Err(format!("{name}[{i}]: expected [\"an instruction\", \"its output\"]")),
         };
         list.iter().enumerate().map(turn).collect()
+    }
+
+    /// Weights of the tokens; empty if the row has none.
+    fn weights(&self, row: &Map<String, Value>, tokens: usize) -> Result<Vec<f32>, String> {
+        let name = self.name("weights");
+        let list = match row.get(name) {
+            None | Some(Value::Null) => return Ok(Vec::new()),
+            Some(Value::Array(list)) => list,
+            Some(other) => {
+                return Err(format!("{name}: expected an array of numbers, found {}", kind(other)));
+            }
+        };
+        if list.len() != tokens {
+            return Err(format!("{name} has {} numbers for {tokens} tokens", list.len()));
+        }
+        let of = |(i, v)| weight_of(v).map_err(|why| format!("{name}[{i}]: {why}"));
+        list.iter().enumerate().map(of).collect()
+    }
+
+    /// Weight of all tokens of a row; 1 if the row has none.
+    pub(crate) fn weight(&self, row: &Value) -> Result<f32, String> {
+        let name = self.name("weight");
+        match row.get(name).filter(|v| self.reads(name) && !says_nothing(v)) {
+            None => Ok(1.0),
+            // cells of tables are texts
+            Some(Value::String(text)) => {
+                let number =
+                    text.trim().parse::<f64>().map_or_else(|_| Value::from(text.as_str()), Value::from);
+                weight_of(&number).map_err(|why| format!("{name}: {why}"))
+            }
+            Some(value) => weight_of(value).map_err(|why| format!("{name}: {why}")),
+        }
     }
 
     /// Refuses an `attention_mask` other than a 1 for every token.
@@ -127,7 +177,22 @@ impl Schema {
         (prompt, from)
     }
 
-    fn text<'a>(&self, row: &'a Map<String, Value>, name: &str, needed: bool) -> Result<&'a str, String> {
+    /// The text of an optional field; empty if absent or blank.
+    pub(super) fn optional<'a>(&self, row: &'a Map<String, Value>, name: &str) -> Result<&'a str, String> {
+        match row.get(self.name(name)) {
+            None | Some(Value::Null) => Ok(""),
+            Some(_) => {
+                Ok(Some(self.text(row, name, false)?).filter(|t| !t.trim().is_empty()).unwrap_or_default())
+            }
+        }
+    }
+
+    pub(super) fn text<'a>(
+        &self,
+        row: &'a Map<String, Value>,
+        name: &str,
+        needed: bool,
+    ) -> Result<&'a str, String> {
         let name = self.name(name);
         match row.get(name) {
             None => Err(missing(name, row)),
@@ -137,7 +202,12 @@ impl Schema {
         }
     }
 
-    fn numbers(&self, row: &Map<String, Value>, name: &str, least: i64) -> Result<Vec<i32>, String> {
+    pub(super) fn numbers(
+        &self,
+        row: &Map<String, Value>,
+        name: &str,
+        least: i64,
+    ) -> Result<Vec<i32>, String> {
         let name = self.name(name);
         let list = match row.get(name) {
             None => return Err(missing(name, row)),
@@ -155,4 +225,10 @@ impl Schema {
         };
         list.iter().enumerate().map(number).collect()
     }
+}
+
+/// A weight: a finite number of 0 or more.
+fn weight_of(value: &Value) -> Result<f32, String> {
+    let number = value.as_f64().map(|w| w as f32).filter(|w| w.is_finite() && *w >= 0.0);
+    number.ok_or_else(|| format!("{} is not a weight; a weight is a number of 0 or more", brief(value)))
 }

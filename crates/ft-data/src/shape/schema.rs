@@ -8,6 +8,8 @@ use serde_json::{Map, Value};
 /// Format, field names and mask of a source.
 pub(crate) struct Schema {
     pub format: Format,
+    /// Whether rows go through the chat template.
+    pub chat: bool,
     pub mask: Mask,
     fields: std::collections::BTreeMap<String, String>,
     /// Keys read from a row, as named in the file.
@@ -15,19 +17,24 @@ pub(crate) struct Schema {
 }
 
 impl Schema {
-    /// Builds the schema of a source; `mask` is `data.mask`.
+    /// Builds the schema of a source; `mask` is `data.mask`, `template` says whether the model has a chat
+    /// template.
     ///
     /// # Errors
-    /// A mask or field unknown to the format.
-    pub fn new(source: &ft_recipe::Source, mask: Option<Mask>) -> Result<Self, Error> {
+    /// A mask, form or field unknown to the format.
+    pub fn new(source: &ft_recipe::Source, mask: Option<Mask>, template: bool) -> Result<Self, Error> {
         let fail = |message| Err(Error::recipe(source, message));
         let Some(format) = source.format else {
             return fail("the source has no format, and none was found for it".into());
         };
         let possible = format.masks();
         let name = format.word();
-        let mut names = read_by(format).to_vec();
-        if format == Format::Messages {
+        if source.form.is_some() && !format.has_forms() {
+            return fail(format!("form does nothing: rows of format {name:?} have one form only"));
+        }
+        let chat = source.is_chat(template);
+        let mut names = read_by(format, chat).to_vec();
+        if matches!(format, Format::Messages | Format::Preference | Format::Unpaired) {
             names.extend(["role", "content"]);
         }
         let chosen = source.mask.or(mask).unwrap_or(possible[0]);
@@ -39,25 +46,34 @@ impl Schema {
             ));
         }
         if let Some(unknown) = source.fields.keys().find(|k| !names.contains(&k.as_str())) {
-            return fail(format!("format {name:?} has no field {unknown:?}; it has {}", names.join(", ")));
+            let plain = if format.has_forms() && !chat { " in form \"plain\"" } else { "" };
+            return fail(format!(
+                "format {name:?}{plain} has no field {unknown:?}; it has {}",
+                names.join(", ")
+            ));
         }
-        let mut schema = Self { format, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
-        schema.reads = read_by(format).iter().map(|n| schema.name(n).to_string()).collect();
+        let mut schema =
+            Self { format, chat, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
+        schema.reads = read_by(format, chat).iter().map(|n| schema.name(n).to_string()).collect();
         Ok(schema)
     }
 
     /// A schema for inspecting a row of unknown format.
     pub fn of_any() -> Self {
-        Self { format: Format::Text, mask: Mask::None, fields: Default::default(), reads: Vec::new() }
+        let (fields, reads) = Default::default();
+        Self { format: Format::Text, chat: false, mask: Mask::None, fields, reads }
     }
 
     /// Whether a field, as named in the file, contains a list or object instead of text.
     pub(crate) fn holds_json(&self, field: &str) -> bool {
         let lists: &[&str] = match self.format {
-            Format::Messages => &["messages", "conversations", "tools"],
-            Format::Alpaca => &["history"],
-            Format::Tokens => &["input_ids", "labels", "attention_mask"],
-            Format::Completion | Format::Text => &[],
+            Format::Messages => &["messages", "conversations", "conversation", "tools"],
+            Format::Alpaca => &["history", "tools"],
+            Format::Tokens => &["input_ids", "labels", "attention_mask", "weights"],
+            Format::Preference => &["prompt_ids", "chosen_ids", "rejected_ids", "tools"],
+            Format::Unpaired => &["prompt_ids", "completion_ids", "tools"],
+            Format::Completion => &["tools"],
+            Format::Text => &[],
         };
         lists.iter().any(|name| self.name(name) == field)
     }
@@ -72,12 +88,17 @@ impl Schema {
     }
 
     pub(super) fn is_list(&self, name: &str) -> bool {
-        [self.name("messages"), self.name("conversations")].contains(&name)
+        self.lists().contains(&name)
     }
 
     /// The key of a row's message list.
     pub(super) fn list_of<'a>(&'a self, row: &Map<String, Value>) -> &'a str {
-        let (list, other) = (self.name("messages"), self.name("conversations"));
-        if row.get(list).is_none_or(Value::is_null) && row.contains_key(other) { other } else { list }
+        let [list, others @ ..] = self.lists();
+        let there = |name: &&str| row.get(*name).is_some_and(|v| !v.is_null());
+        if there(&list) { list } else { others.into_iter().find(there).unwrap_or(list) }
+    }
+
+    fn lists(&self) -> [&str; 3] {
+        ["messages", "conversations", "conversation"].map(|name| self.name(name))
     }
 }

@@ -30,7 +30,7 @@ fn read_with(
 ) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = ft_recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
-    let Sample::Chat(chat) = Schema::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
+    let Sample::Chat(chat) = Schema::new(&any, None, true).unwrap().sample(row.clone(), &mut notes)? else {
         panic!()
     };
     let (text, spans) = t.conversation(&chat, vars, true, &mut notes)?;
@@ -177,6 +177,42 @@ fn a_conversation_that_the_assistant_opens() {
     }
 }
 
+/// As in GLM's template: what ends a turn is the header of the next one.
+#[test]
+fn a_turn_may_end_by_the_next_ones_header() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let template = "{% for m in messages %}{{ '<|im_end|>user\n' if m.role == 'user' else '<|im_start|>' }}{{ m.content }}{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>{% endif %}";
+    let t = with_template(template);
+    let row = json!({"messages": [turn("user", "q"), turn("assistant", "a"), turn("user", "q"), turn("assistant", "b")]});
+    let (text, spans, notes) = read(&t, &row, &Map::new()).unwrap();
+    let spans: Vec<&str> = spans.into_iter().map(|s| &text[s]).collect();
+    assert_eq!((spans, notes), (vec!["a<|im_end|>", "b"], vec![Note::Open]));
+    let row = json!({"messages": [turn("user", "q"), turn("assistant", "a"), turn("user", "q")]});
+    assert!(read(&t, &row, &Map::new()).unwrap().2.is_empty());
+}
+
+#[test]
+fn empty_turns_are_rendered_and_supervised_where_the_text_shows_them() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let messages =
+        json!([turn("user", ""), turn("assistant", ""), turn("user", "q"), turn("assistant", "a")]);
+    let t =
+        Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture("chat/Qwen-Qwen2.5-7B-Instruct.jinja")));
+    let t = t.unwrap().unwrap();
+    assert_eq!(spans_of(&t, &messages, &Value::Null).unwrap(), ["<|im_end|>", "a<|im_end|>"]);
+    // a template that leaves the empty turn out, and so has nothing to supervise in it
+    let t = with_template(
+        "{% for m in messages if m.content %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    );
+    assert_eq!(spans_of(&t, &messages, &Value::Null).unwrap(), ["a</s>"]);
+    for bad in [json!({"role": "assistant", "content": null}), json!({"role": "user"})] {
+        assert!(
+            spans_of(&t, &json!([turn("user", "q"), bad, turn("assistant", "a")]), &Value::Null).is_err()
+        );
+    }
+}
+
 #[test]
 fn a_template_that_hides_the_turns_is_an_error() {
     let messages = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
@@ -228,11 +264,9 @@ fn templates_end_and_name_their_line() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t.jinja");
-    for text in ["a\n{% if %}", "a\n{{ 'x' * 1000000000000 }}"] {
-        std::fs::write(&path, text).unwrap();
-        let error = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).err().unwrap();
-        assert!(error.to_string().contains("line 2"), "{error}");
-    }
+    std::fs::write(&path, "a\n{% if %}").unwrap();
+    let error = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).err().unwrap();
+    assert!(error.to_string().contains("line 2"), "{error}");
 }
 
 #[test]
@@ -247,25 +281,6 @@ fn json_in_templates_is_spelled_as_python_does() {
         text,
         "{\"b\": [1, 2.0, 1e+22, null, true, {}, []], \"a\": \"é<'\\\"\\n\"}\n{\n  \"b\": [\n    1,\n    2.0,\n    1e+22,\n    null,\n    true,\n    {},\n    []\n  ],\n  \"a\": \"é<'\\\"\\n\"\n}\n{\"a\":\"\\u00e9<'\\\"\\n\",\"b\":[1,2.0,1e+22,null,true,{},[]]}"
     );
-}
-
-#[test]
-fn string_methods_of_python() {
-    // output of jinja2 3.1
-    for (template, text) in [
-        (
-            "{{ 'a_b'.removeprefix('a_') }}{{ 'a_b'.removesuffix('a_') }}{{ 'a_b'.removesuffix('b') }}",
-            "ba_ba_",
-        ),
-        ("{% set a, b, c = 'x=y=z'.partition('=') %}{{ [a, b, c] }}", "['x', '=', 'y=z']"),
-        ("{% set a, b, c = 'x=y=z'.rpartition('=') %}{{ [a, b, c] }}", "['x=y', '=', 'z']"),
-        (
-            "{{ 'xy'.partition('=')[0] }}{{ 'xy'.rpartition('=')[2] }}{{ ' a '.strip() }}{{ 'ab'.split('b')[0] }}",
-            "xyxyaa",
-        ),
-    ] {
-        assert_eq!(with_template(template).render(&json!([]), None, false, &Map::new()).unwrap(), text);
-    }
 }
 
 #[test]

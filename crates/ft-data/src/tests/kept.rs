@@ -257,7 +257,7 @@ fn keys_that_mean_something_are_used_or_refused() {
         (Format::Messages, &chat, "images", json!(["a.png"])),
         (Format::Messages, &chat, "functions", json!([{"name": "f"}])),
         (Format::Messages, &chat, "chat_template_kwargs", json!({"enable_thinking": false})),
-        (Format::Messages, &chat, "weight", json!(2)),
+        (Format::Messages, &chat, "weight", json!(-1)),
         (Format::Alpaca, &alpaca, "image", json!("a.png")),
         (Format::Alpaca, &alpaca, "tools", json!([{"name": "f"}])),
         (Format::Completion, &prompt, "system", json!("s")),

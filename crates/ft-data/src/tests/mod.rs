@@ -13,7 +13,7 @@ mod tables;
 
 use super::*;
 use ft_base::error::Place;
-use ft_recipe::{Format, OnBadRow, OverLength, Part};
+use ft_recipe::{Form, Format, OnBadRow, OverLength, Part};
 use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {
@@ -28,8 +28,10 @@ pub(super) fn source(path: &str, format: Format) -> ft_recipe::Source {
     ft_recipe::Source {
         source: path.into(),
         format: Some(format),
+        form: format.has_forms().then_some(Form::Plain),
         weight: 1.0,
         split: None,
+        max_samples: None,
         config: None,
         revision: None,
         fields: Default::default(),
@@ -47,6 +49,7 @@ fn data(max_length: usize) -> ft_recipe::Data {
         max_length,
         over_length: OverLength::Truncate,
         on_bad_row: OnBadRow::Error,
+        drop_share: 1.0,
         cache: true,
         pack: false,
         shuffle: false,

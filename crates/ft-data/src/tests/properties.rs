@@ -27,8 +27,8 @@ fn dataset(lengths: &[usize], rows: Vec<Vec<usize>>) -> Dataset {
     let example = |(i, n): (usize, &usize)| Example {
         ids: (0..*n as u32).map(|k| i as u32 * 1000 + k).collect(),
         labels: (0..*n).map(|k| if k % 3 == 0 { IGNORE_INDEX } else { (i * 1000 + k) as i32 }).collect(),
-        source: 0,
         line: i + 1,
+        ..Example::default()
     };
     let examples: Vec<Example> = lengths.iter().enumerate().map(example).collect();
     Dataset::of(&examples, &rows).unwrap()
@@ -65,7 +65,8 @@ fn best_fit(lengths: &[usize], max: usize, seed: u64) -> Vec<Vec<usize>> {
 }
 
 fn items(lengths: &[usize]) -> Vec<Item> {
-    let item = |(i, n): (usize, &usize)| Item { sample: i as u32, tokens: *n as u32, targets: 0 };
+    let item =
+        |(i, n): (usize, &usize)| Item { sample: i as u32, tokens: *n as u32, targets: 0, ..Item::default() };
     lengths.iter().enumerate().map(item).collect()
 }
 

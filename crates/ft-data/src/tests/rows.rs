@@ -68,6 +68,123 @@ fn what_each_format_supervises() {
     }
 }
 
+/// Rows of questions, instructions and TRL's lists of messages are the conversation that they spell out.
+#[test]
+fn questions_and_instructions_are_conversations() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let [sys, first, second, third, last] = [
+        ("system", "Be brief."),
+        ("user", "Hello"),
+        ("assistant", "Yes"),
+        ("user", "And?\n12"),
+        ("assistant", "No"),
+    ]
+    .map(|(role, text)| turn(role, text));
+    let whole = one(
+        json!({"messages": [sys, first, second, third, last]}),
+        source("a.jsonl", Format::Messages),
+        &data(500),
+    );
+    let whole = whole.unwrap();
+    let mut tail = source("a.jsonl", Format::Messages);
+    tail.mask = Some(Mask::Last);
+    let tail = one(json!({"messages": [sys, first, second, third, last]}), tail, &data(500)).unwrap();
+    for (format, row, expected) in [
+        (
+            Format::Alpaca,
+            json!({"system": "Be brief.", "history": [["Hello", "Yes"]], "instruction": "And?", "input": "12", "output": "No"}),
+            &whole,
+        ),
+        // only the completion of a prompt with earlier answers is supervised
+        (Format::Completion, json!({"prompt": [sys, first, second, third], "completion": [last]}), &tail),
+        (
+            Format::Completion,
+            json!({"system": "Be brief.", "prompt": [first, second, third], "completion": "No"}),
+            &tail,
+        ),
+    ] {
+        for form in [None, Some(Form::Chat)] {
+            let s = ft_recipe::Source { form, ..source("a.jsonl", format) };
+            assert_eq!(&one(row.clone(), s, &data(500)).unwrap(), expected, "{row}");
+        }
+        let s = ft_recipe::Source { form: Some(Form::Plain), ..source("a.jsonl", format) };
+        let plain = one(row.clone(), s, &data(500));
+        assert!(plain.is_err() || plain.is_ok_and(|e| e != *expected), "{row}");
+    }
+    let s = ft_recipe::Source { form: None, mask: Some(Mask::None), ..source("a.jsonl", Format::Completion) };
+    let e = one(json!({"prompt": "Hello", "completion": "No"}), s, &data(500)).unwrap();
+    assert!(e.ids.iter().zip(&e.labels).all(|(i, l)| *l == *i as i32));
+    // lists of messages as strings of JSON
+    let text = serde_json::to_string(&json!([sys, first, second, third, last])).unwrap();
+    for name in ["messages", "conversations", "conversation"] {
+        let e = one(json!({ name: text }), source("a.jsonl", Format::Messages), &data(500)).unwrap();
+        assert_eq!(e, whole, "{name}");
+    }
+}
+
+#[test]
+fn rows_that_no_conversation_can_be_made_of_are_told() {
+    let chat = |row| {
+        let s = ft_recipe::Source { form: None, ..source("a.jsonl", Format::Completion) };
+        one(row, s, &data(500)).unwrap_err().to_string()
+    };
+    let user = json!([{"role": "user", "content": "Hi"}]);
+    for (row, why) in [
+        (json!({"prompt": "Hi", "completion": " "}), "completion is empty"),
+        (json!({"prompt": "Hi"}), "no field \"completion\""),
+        (json!({"prompt": "Hi", "completion": user}), "completion: no message of an assistant"),
+        (json!({"prompt": [{"role": "user"}], "completion": "x"}), "prompt[0].content is missing"),
+        (
+            json!({"prompt": "Hi", "completion": "x", "history": [["a", "b"]]}),
+            "history: write earlier turns as messages",
+        ),
+        (json!({"prompt": "Hi", "completion": "x", "label": false}), "label: a judgement"),
+        (json!({"prompt": "Hi", "completion": "x", "chosen": "a", "rejected": "b"}), "a pair of preferences"),
+    ] {
+        let told = chat(row);
+        assert!(told.contains(why), "{told}");
+    }
+    let list =
+        one(json!({"prompt": user, "completion": "x"}), source("a.jsonl", Format::Completion), &data(500));
+    assert!(
+        list.unwrap_err().to_string().contains("prompt: a list of messages, which needs a chat template")
+    );
+}
+
+/// Slices and limits count the rows of all files of a source, and have tokens of their own in the cache.
+#[test]
+fn parts_of_a_source_are_its_rows() {
+    let lines = |from: usize, to: usize| {
+        (from..to).map(|i| format!("{{\"input_ids\": [7, {i}]}}\n")).collect::<String>()
+    };
+    let files = Files::new(&[("a.jsonl", &lines(0, 7)), ("b.jsonl", &lines(7, 10))]);
+    for (split, max_samples, rows) in [
+        (Some("train[:50%]"), None, 0..5),
+        (Some("[6:8]"), None, 6..8),
+        (Some("[-20%:]"), None, 8..10),
+        (Some("[2:]"), Some(3), 2..5),
+        (None, Some(8), 0..8),
+        (None, Some(99), 0..10),
+        (None, None, 0..10),
+    ] {
+        let s = ft_recipe::Source {
+            split: split.map(String::from),
+            max_samples,
+            ..source("*.jsonl", Format::Tokens)
+        };
+        let d = files.load(&[s], &data(9)).unwrap();
+        let read: Vec<usize> = all(&d).iter().map(|e| e.ids[1] as usize).collect();
+        assert_eq!(read, rows.clone().collect::<Vec<_>>(), "{split:?} {max_samples:?}");
+        assert_eq!(d.stats.rows_read, rows.len());
+    }
+    let s = ft_recipe::Source { split: Some("[50:60]".into()), ..source("*.jsonl", Format::Tokens) };
+    let error = files.load(&[s], &data(9)).unwrap_err().to_string();
+    assert!(error.contains("none of its 10 rows is in the slice"), "{error}");
+    let s = ft_recipe::Source { split: Some("test[:2]".into()), ..source("a.jsonl", Format::Tokens) };
+    let error = files.load(&[s], &data(9)).unwrap_err().to_string();
+    assert!(error.contains("split = \"test\" is for datasets of the hub"), "{error}");
+}
+
 #[test]
 fn tokens_are_taken_as_they_are() {
     let e = one(
@@ -75,7 +192,10 @@ fn tokens_are_taken_as_they_are() {
         source("a.jsonl", Format::Tokens),
         &data(9),
     );
-    assert_eq!(e.unwrap(), Example { ids: vec![5, 6, 7], labels: vec![-100, 9, 7], source: 0, line: 1 });
+    assert_eq!(
+        e.unwrap(),
+        Example { ids: vec![5, 6, 7], labels: vec![-100, 9, 7], line: 1, ..Example::default() }
+    );
     let e = one(json!({"input_ids": [5, 6]}), source("a.jsonl", Format::Tokens), &data(9)).unwrap();
     assert_eq!(e.labels, [5, 6]);
 }
@@ -248,7 +368,7 @@ fn what_is_not_built_or_not_there_is_named() {
     };
     assert_eq!(none(Format::Text).unwrap_err().exit_code(), ft_base::ExitCode::Model);
     let mut s = source("a.jsonl", Format::Text);
-    s.split = Some("train".into());
+    s.split = Some("validation".into());
     assert!(files.load(&[s], &data(8)).unwrap_err().to_string().contains("split"));
 }
 

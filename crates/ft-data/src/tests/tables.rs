@@ -100,7 +100,7 @@ fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
         };
         let error = load(OnBadRow::Error).expect_err(name);
         let said = error.to_string();
-        assert!(said.ends_with(&format!("{name}:2:1: {field}: not UTF-8")), "{said}");
+        assert!(said.contains(&format!("{name}:2:1: {field}: not UTF-8\n")), "{said}");
         assert_eq!(error.exit_code(), ft_base::ExitCode::Data);
         let d = load(OnBadRow::Skip).unwrap();
         assert_eq!((d.stats.rows_read, d.stats.drops.bad), (3, 1), "{name}");
@@ -117,7 +117,7 @@ fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
         11,
     );
     let said = load.unwrap_err().to_string();
-    assert!(said.ends_with("text.twice.parquet:1:1: the key \"text\" is there twice"), "{said}");
+    assert!(said.contains("text.twice.parquet:1:1: the key \"text\" is there twice"), "{said}");
 }
 
 /// Errors name line and problem; neighboring rows are unaffected.
@@ -138,6 +138,19 @@ fn broken_tables_say_where() {
         ("a.txt", b"Hello\n\xff\n", "a.txt:2:1: not UTF-8"),
         ("m.csv", messages.as_bytes(), "m.csv:2:1: messages: expected JSON"),
         ("m.csv", twice.as_bytes(), "m.csv:2:1: messages: the key \"role\" is there twice"),
+        ("a.csv", b"text\nCaf\xe9\n", "hint: iconv -f WINDOWS-1252 -t UTF-8"),
+        (
+            "a.csv",
+            b"text,id\na,1\n\"b,2\nc,3\nd,4\n",
+            "a.csv:3: the quote that opens a cell in this line is not closed",
+        ),
+        (
+            "a.csv",
+            b"text,id\na,1\n\"b,2\nc,3\n\"d\",4\n",
+            "a.csv:3: the quote that opens a cell in this line is closed inside",
+        ),
+        ("a.csv", b"\"text,id\na,1\n", "a.csv:1: the quote that opens a cell in this line is not closed"),
+        ("a.csv", b"\xff\xfet", "not UTF-16: an odd number of bytes"),
         ("a.txt.gz", b"no gzip", "a.txt.gz"),
         ("a.jsonl.zst", b"no zstd", "a.jsonl.zst"),
     ] {
@@ -170,6 +183,67 @@ fn rows_of_tables_stand_where_they_begin() {
     let long = "x".repeat(300_000);
     assert_eq!(lines(&format!("text,id\r\n\"{long}\r\n{long}\",1\r\n\r\nb,2")), [2, 5]);
     assert_eq!(lines("text,id\ra,1\rb,2\nc,3\n"), [1, 1, 2]);
+}
+
+/// Tables as spreadsheets write them: other separators, byte order marks, UTF-16, carriage returns in cells.
+#[test]
+fn tables_of_spreadsheets_are_the_same_rows() {
+    let plain = "text,id\r\n\"a;b|c\",1\r\n\"d\ne\",2\r\n";
+    let utf16 = |big: bool| {
+        let each = |u: u16| if big { u.to_be_bytes() } else { u.to_le_bytes() };
+        format!("\u{feff}{plain}").encode_utf16().flat_map(each).collect::<Vec<u8>>()
+    };
+    let lines = "{\"text\":\"a;b|c\"}\n{\"text\":\"d\\ne\"}\n";
+    for (name, bytes) in [
+        ("a.csv", plain.as_bytes().to_vec()),
+        ("a.csv", format!("\u{feff}{plain}").into_bytes()),
+        ("a.csv", b"text;id\n\"a;b|c\";1\n\"d\ne\";2\n".to_vec()),
+        ("a.csv", b"text|id\n\"a;b|c\"|1\n\"d\ne\"|2\n".to_vec()),
+        ("a.csv", b"text\tid\n\"a;b|c\"\t1\n\"d\ne\"\t2\n".to_vec()),
+        ("a.csv", b"text,id\n\"a;b|c\",1\n\"d\r\ne\",2\n".to_vec()),
+        ("a.csv", b"text,id\n\"a;b|c\",1\n\"d\re\",2\n".to_vec()),
+        ("a.csv", utf16(false)),
+        ("a.csv", utf16(true)),
+        ("a.jsonl", format!("\u{feff}{lines}").into_bytes()),
+        ("a.jsonl", format!("\u{feff}{lines}").encode_utf16().flat_map(u16::to_le_bytes).collect()),
+    ] {
+        let files = Files::new(&[]);
+        std::fs::write(files.0.path().join(name), &bytes).unwrap();
+        let d = files.load(&[source(name, Format::Text)], &data(99)).unwrap();
+        let texts: Vec<String> = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect();
+        assert_eq!(texts, ["a;b|c<|endoftext|>", "d\ne<|endoftext|>"], "{}", String::from_utf8_lossy(&bytes));
+    }
+}
+
+/// A folder of Arrow files is named, with the line that converts it.
+#[test]
+fn folders_of_save_to_disk_are_told() {
+    for (name, line) in
+        [("state.json", "d(\"kept\").to_parquet"), ("dataset_dict.json", "d(\"kept\")[\"train\"].to_parquet")]
+    {
+        let files = Files::new(&[]);
+        std::fs::create_dir(files.0.path().join("kept")).unwrap();
+        std::fs::write(files.0.path().join("kept").join(name), "{}").unwrap();
+        let error = files.load(&[source("kept", Format::Text)], &data(9)).unwrap_err().to_string();
+        assert!(error.contains("save_to_disk") && error.contains(line), "{error}");
+    }
+}
+
+/// Files of nothing but blank lines, or of rows without use, end the reading early.
+#[test]
+fn empty_lines_and_nulls_without_end_are_told() {
+    let blank = "\n".repeat(1_000_002) + "{\"text\":\"a\"}\n";
+    let nulls = format!("[{}{{\"text\":\"a\"}}]", "null,".repeat(1_010_000));
+    for (name, text, said) in [
+        ("a.jsonl", &blank, "a.jsonl:1: 1000000 empty lines, and no row"),
+        ("a.txt", &blank, "a.txt:1: 1000000 empty lines, and no row"),
+        ("a.json", &nulls, "rows can be trained on: the rest is not read"),
+    ] {
+        let files = Files::new(&[(name, text)]);
+        let skip = ft_recipe::Data { on_bad_row: OnBadRow::Skip, ..data(9) };
+        let error = files.load(&[source(name, Format::Text)], &skip).unwrap_err().to_string();
+        assert!(error.contains(said), "{name}: {error}");
+    }
 }
 
 /// A truncated compressed file is an error, not a shorter dataset.

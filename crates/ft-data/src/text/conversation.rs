@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Renders a conversation. With `supervise`, also returns the byte ranges written by the assistant,
 /// including the end-of-turn tokens. Tolerated differences between text and conversation are added to `notes`.
-/// `variables` are those of the model, without and with those of the recipe.
+/// `variables` are those of the model, without and with those of the recipe; `stops` its end-of-sequence tokens.
 ///
 /// # Errors
 /// An error raised by the template, content missing from the text, or turns that cannot be told apart.
@@ -22,6 +22,7 @@ pub(crate) fn render(
     chat: &Chat,
     template: &Template,
     variables: [Variables; 2],
+    stops: &[String],
     supervise: bool,
     notes: &mut Vec<Note>,
 ) -> Result<(String, Vec<Range<usize>>), String> {
@@ -41,7 +42,8 @@ pub(crate) fn render(
     let first = template.render(&messages, &tools, false, &variables[1]).map_err(|e| e.to_string())?;
     let (text, generation) = first;
     let fragments = fragments(chat);
-    let rendering = Rendering { chat, messages: &messages, tools: &tools, text: &text, render: &render };
+    let rendering =
+        Rendering { chat, messages: &messages, tools: &tools, text: &text, render: &render, stops };
     // if the template marks the supervised text itself, only the check needs marks
     let by_itself = !supervise || template.has_generation() && chat.unsupervised.is_empty();
     let proven = by_itself && verbatim::proven(chat, &fragments, &text, template, &variables[1]);
@@ -61,7 +63,10 @@ pub(crate) fn render(
             Some(e) if e == message => e,
             _ => origin(by_name(chat, message)).to_string(),
         })?;
-        spans.into_iter().filter(|(i, _)| !chat.unsupervised.contains(i)).map(|(_, s)| s).collect()
+        if spans.open {
+            notes.push(Note::Open);
+        }
+        spans.spans.into_iter().filter(|(i, _)| !chat.unsupervised.contains(i)).map(|(_, s)| s).collect()
     };
     Ok((text, spans))
 }

@@ -15,6 +15,8 @@ pub(super) struct Rendering<'a> {
     pub tools: &'a Jinja,
     pub text: &'a str,
     pub render: &'a Render<'a>,
+    /// End-of-sequence tokens of the model.
+    pub stops: &'a [String],
 }
 
 impl Rendering<'_> {

@@ -12,46 +12,61 @@
 //!    header of the turn. The full text must continue with exactly this header.
 //! 3. The conversation up to and including the turn: the text after the mark is the end of the turn.
 //!
+//! Some templates end a turn only by the next one's header (GLM's `<|user|>`). Such a turn ends behind the
+//! end-of-sequence token of the model that follows it in the full text; the last turn trains no end.
+//!
 //! If the renderings disagree, the result is an error, never a guessed mask.
 
 use super::fragments::Fragment;
 use super::marks::{MarkPosition, Rendered, field, jinja, mark, with_marks};
 use super::rendering::{Render, Rendering};
+use crate::shape::keys::says_nothing;
 use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::ops::Range;
 
-/// Returns the message index and supervised byte range of every assistant turn. `marked` is the text with a
-/// mark in every fragment, if available.
+/// Supervised byte ranges of the assistant's turns.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    /// Message index and range of each turn.
+    pub spans: Vec<(usize, Range<usize>)>,
+    /// Whether the last turn has no end in the text.
+    pub open: bool,
+}
+
+/// Finds the supervised byte range of every assistant turn. `marked` is the text with a mark in every fragment, if
+/// available. An empty turn that the text does not show has none.
 ///
 /// # Errors
 /// An error raised by the template, or turns that cannot be told apart.
-pub(super) fn assistant(
-    rendering: &Rendering<'_>,
-    marked: Option<Marked>,
-) -> Result<Vec<(usize, Range<usize>)>, String> {
+pub(super) fn assistant(rendering: &Rendering<'_>, marked: Option<Marked>) -> Result<Turns, String> {
     let (messages, render) = (&rendering.chat.messages, rendering.render);
     let turns: Vec<usize> = (0..messages.len()).filter(|&i| is_assistant(&messages[i])).collect();
+    let mut out = Turns::default();
     if turns.is_empty() {
-        return Ok(Vec::new());
+        return Ok(out);
     }
     let marked = match marked.filter(|m| turns.iter().all(|i| m.main[*i].is_some())) {
         Some(marked) => marked,
         None => Marked::place(rendering)?,
     };
-    let mut spans: Vec<(usize, Range<usize>)> = Vec::new();
     for &i in &turns {
-        let own =
-            marked.anchor(&marked.whole, i).ok_or_else(|| unclear(i, "it cannot be found in the text"))?;
+        let own = match marked.anchor(&marked.whole, i) {
+            Some(own) => own,
+            None if !says_something(&messages[i]) => continue,
+            None => return Err(unclear(i, "it cannot be found in the text")),
+        };
         let first = marked.at(&marked.whole, i).unwrap_or(own);
         let start = marked.start(i, first, render)?;
-        let end = marked.end(i, own, messages.len(), render)?;
-        if start > first || end < own || spans.last().is_some_and(|s| s.1.end > start) {
+        let end = marked.end(i, own, rendering)?;
+        out.open |= end.is_none();
+        let end = end.unwrap_or(own);
+        if start > first || end < own || out.spans.last().is_some_and(|s| s.1.end > start) {
             return Err(unclear(i, "its turn overlaps another"));
         }
-        spans.push((i, start..end));
+        out.spans.push((i, start..end));
     }
-    Ok(spans)
+    Ok(out)
 }
 
 fn unclear(i: usize, why: &str) -> String {
@@ -69,6 +84,16 @@ fn rest(message: &Value, position: &MarkPosition) -> String {
 
 fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
+}
+
+/// Whether the text has to show where a message stands.
+fn is_needed(message: &Value) -> bool {
+    is_assistant(message) && says_something(message)
+}
+
+/// Whether a message has more than white space.
+fn says_something(message: &Value) -> bool {
+    message.as_object().into_iter().flatten().any(|(key, v)| key != "role" && !says_nothing(v))
 }
 
 /// Candidate mark positions in a message, best first: after the last visible character of strings almost
@@ -174,7 +199,7 @@ impl Marked {
                 (seen.text == rendering.text && seen.at(i).is_some()).then(|| position.clone())
             });
         }
-        if let Some(i) = (0..messages.len()).find(|&i| chosen[i].is_none() && is_assistant(&messages[i])) {
+        if let Some(i) = (0..messages.len()).find(|&i| chosen[i].is_none() && is_needed(&messages[i])) {
             return Err(unclear(i, "the text does not hold it, or depends on every character of it"));
         }
         Self::try_marks(rendering, &chosen)
@@ -191,7 +216,7 @@ impl Marked {
             main[i] = Some((i, rest(&messages[i], position)));
         }
         let whole = rendering.of(&marked, tools)?;
-        let found = (0..messages.len()).all(|i| !is_assistant(&messages[i]) || whole.at(i).is_some());
+        let found = (0..messages.len()).all(|i| !is_needed(&messages[i]) || whole.at(i).is_some());
         (found && whole.text == rendering.text).then_some(Self {
             messages: marked,
             tools: tools.clone(),
@@ -288,26 +313,37 @@ impl Marked {
         }
     }
 
-    /// End of the turn of message `i`, with content ending at `own`.
-    fn end(&self, i: usize, own: usize, count: usize, render: &Render<'_>) -> Result<usize, String> {
-        let text = &self.whole.text;
+    /// End of the turn of message `i`, with content ending at `own`; `None` if the text ends with the content.
+    fn end(&self, i: usize, own: usize, rendering: &Rendering<'_>) -> Result<Option<usize>, String> {
+        let (text, count) = (&self.whole.text, rendering.chat.messages.len());
+        // an end-of-sequence token that belongs to what follows
+        let behind = text[own..].trim_start();
+        let stop = rendering.stops.iter().filter(|s| behind.starts_with(s.as_str())).map(String::len).max();
+        let stop = stop.map(|bytes| text.len() - behind.len() + bytes);
+        let or_stop = |why: &str| stop.map(Some).ok_or_else(|| unclear(i, why));
         let upto;
         let seen = if i + 1 == count {
             &self.whole
         } else {
-            let last = render(&self.messages[..=i], &self.tools, false, true);
-            upto =
-                Rendered::new(&last.map_err(|e| unclear(i, &format!("up to it, the template says: {e}")))?);
+            match (rendering.render)(&self.messages[..=i], &self.tools, false, true) {
+                Ok(last) => upto = Rendered::new(&last),
+                Err(e) => return or_stop(&format!("up to it, the template says: {e}")),
+            }
             &upto
         };
-        let from = self.anchor(seen, i).ok_or_else(|| unclear(i, "it is not there without what follows"))?;
+        let Some(from) = self.anchor(seen, i) else {
+            return or_stop("it is not there without what follows");
+        };
         let closing = seen.text[from..].trim_end();
         if closing.is_empty() {
-            return Err(unclear(i, "nothing is written at its end, so a model could not learn to stop"));
+            if i + 1 == count {
+                return Ok(None);
+            }
+            return or_stop("nothing is written at its end, so a model could not learn to stop");
         }
         if !text[own..].starts_with(closing) {
-            return Err(unclear(i, "its end is written otherwise when a message follows"));
+            return or_stop("its end is written otherwise when a message follows");
         }
-        Ok(own + closing.len())
+        Ok(Some(own + closing.len()))
     }
 }

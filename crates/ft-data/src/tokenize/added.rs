@@ -20,7 +20,7 @@ impl Added {
     /// An invalid `tokenizer.json`.
     pub fn of_adapter(dir: &Path) -> Result<Self, Error> {
         let path = dir.join("tokenizer.json");
-        let Some(bytes) = read(&path)? else { return Ok(Self::default()) };
+        let Some(bytes) = read(dir, "tokenizer.json")? else { return Ok(Self::default()) };
         let file: Value = serde_json::from_slice(&bytes)
             .map_err(|e| Error::tokenizer(&path, format!("not a tokenizer: {e}")))?;
         let mut all: Vec<Value> = file["added_tokens"].as_array().cloned().unwrap_or_default();

@@ -5,7 +5,7 @@ use super::markers;
 use super::tokenizer::{Encoded, Tokenizer};
 use crate::error::{Error, Problem};
 use crate::shape::{
-    example::{Example, IGNORE_INDEX},
+    example::{Content, Example, IGNORE_INDEX},
     messages::Chat,
     notes::Note,
     sample::Sample,
@@ -17,8 +17,9 @@ use std::ops::Range;
 /// An encoded row.
 pub(crate) struct EncodedRow {
     pub example: Example,
-    /// Number of tokens before truncation.
+    /// Number of tokens before truncation, of the longest document.
     pub whole: usize,
+    pub cut: bool,
     pub notes: Vec<Note>,
 }
 
@@ -36,6 +37,8 @@ pub(crate) struct Encoder<'a> {
 struct Tokens {
     ids: Vec<u32>,
     labels: Vec<i32>,
+    /// Weights of the labels; empty for weights of 1.
+    weights: Vec<f32>,
     /// Number of tokens, including the rest.
     total: usize,
     /// Whether the rest contains a supervised token.
@@ -46,57 +49,88 @@ impl Encoder<'_> {
     /// Encodes a row.
     pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<EncodedRow, Problem> {
         let mut notes = Vec::new();
+        let weight = self.schema.weight(&row).map_err(Problem::Bad)?;
         let sample = self.schema.sample(row, &mut notes).map_err(Problem::Bad)?;
-        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample, &mut notes)?;
-        self.check(&ids, &labels).map_err(Problem::Bad)?;
+        let mut document = |sample| self.document(sample, weight, &mut notes);
+        let (mut first, second, content) = match sample {
+            Sample::Pair(both) => {
+                let [chosen, rejected] = both.map(&mut document);
+                let chosen = chosen?;
+                let content = Content::Pair(chosen.ids.len());
+                (chosen, Some(rejected?), content)
+            }
+            Sample::Rated(sample, desirable) => (document(*sample)?, None, Content::Rated(desirable)),
+            sample => (document(sample)?, None, Content::Document),
+        };
+        let mut cut = first.total > first.ids.len();
+        let mut whole = first.total;
+        if let Some(Tokens { ids, labels, total, .. }) = second {
+            cut |= total > ids.len();
+            whole = whole.max(total);
+            first.ids.extend(ids);
+            first.labels.extend(labels);
+        }
+        let Tokens { ids, labels, weights, .. } = first;
+        let example = Example { ids, labels, weights, content, source: self.source, line };
+        Ok(EncodedRow { example, whole, cut, notes })
+    }
+
+    /// Encodes a document, cut to `max_length`.
+    fn document(&self, sample: Sample, weight: f32, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let mut out = self.tokens(sample, notes)?;
+        out.weigh(weight);
+        self.check(&out.ids, &out.labels).map_err(Problem::Bad)?;
         let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
-        if ids.is_empty() {
+        if out.ids.is_empty() {
             return Err(Problem::Bad("the row has no tokens".into()));
         }
-        if !targets(&labels) && !more_targets {
-            let why = if total == 1 {
+        if !targets(&out.labels) && !out.more_targets {
+            let why = if out.total == 1 {
                 "one token alone has no token before it to predict it".into()
-            } else if labels[0] != IGNORE_INDEX {
+            } else if out.labels[0] != IGNORE_INDEX {
                 "only its first token is, and no token before it could predict it".into()
             } else {
-                format!("none of its {total} tokens")
+                format!("none of its {} tokens", out.total)
             };
             return Err(Problem::EmptyMask(why));
         }
-        let (tokens, max) = (total, self.data.max_length);
+        let (tokens, max) = (out.total, self.data.max_length);
         if tokens > max {
             match self.data.over_length {
                 over @ (OverLength::Drop | OverLength::Error) => {
                     return Err(Problem::TooLong { tokens, max, dropped: over == OverLength::Drop });
                 }
                 OverLength::Truncate => {
-                    ids.truncate(max);
-                    labels.truncate(max);
+                    out.ids.truncate(max);
+                    out.labels.truncate(max);
+                    out.weights.truncate(max);
                 }
             }
-            if !targets(&labels) {
+            if !targets(&out.labels) {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
             }
         }
-        Ok(EncodedRow { example: Example { ids, labels, source: self.source, line }, whole: tokens, notes })
+        Ok(out)
     }
 
     fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let turns = match sample {
-            Sample::Tokens { ids, labels } => {
-                return Ok(Tokens { total: ids.len(), ids, labels, more_targets: false });
+            Sample::Tokens { ids, labels, weights } => {
+                return Ok(Tokens { total: ids.len(), ids, labels, weights, more_targets: false });
+            }
+            Sample::Completion(prompt, text) => return self.completion(&prompt, &text, notes),
+            Sample::Pair(_) | Sample::Rated(..) => {
+                return Err(Problem::Bad("a pair inside a pair: a bug in ft".into()));
             }
             Sample::Text(turns) => turns,
             Sample::Chat(chat) => return self.chat(&chat, notes),
         };
-        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
-        let no_end = || Problem::Bad("the tokenizer has no end-of-sequence token".into());
-        let eos = tokenizer.text_end().ok_or_else(no_end)?;
+        let (tokenizer, eos) = self.with_end()?;
         // Tokens the tokenizer puts before a text are kept as in pre-training, but never become targets.
         let whole = self.schema.mask == Mask::None;
         let start = tokenizer.text_start();
         let labels = start.iter().map(|i| if whole { label(*i) } else { IGNORE_INDEX }).collect();
-        let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), more_targets: false };
+        let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), ..Tokens::default() };
         for (text, from) in turns {
             let span = from..text.len();
             self.encoded(tokenizer, &text, std::slice::from_ref(&span), notes, &mut out)?;
@@ -108,6 +142,33 @@ impl Encoder<'_> {
             }
             out.total += 1;
         }
+        Ok(out)
+    }
+
+    /// The tokenizer, and the token at the end of a text.
+    fn with_end(&self) -> Result<(&Tokenizer, u32), Problem> {
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+        let no_end = || Problem::Bad("the tokenizer has no end-of-sequence token".into());
+        Ok((tokenizer, tokenizer.text_end().ok_or_else(no_end)?))
+    }
+
+    /// A text that begins with a prompt. Supervised are the tokens beyond the number of the prompt's, and the
+    /// end-of-sequence token, appended unless the text ends with it.
+    fn completion(&self, prompt: &str, text: &str, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let (tokenizer, eos) = self.with_end()?;
+        let start = tokenizer.text_start();
+        let read = start.len() + tokenizer.encode(prompt).map_err(problem)?.len();
+        let mut out = Tokens { ids: start.to_vec(), total: start.len(), ..Tokens::default() };
+        out.labels.resize(start.len(), IGNORE_INDEX);
+        self.encoded(tokenizer, text, &[], notes, &mut out)?;
+        if out.total > out.ids.len() {
+            out.more_targets = out.total > read;
+        } else if out.ids.last() != Some(&eos) || out.ids.len() == start.len() {
+            out.ids.push(eos);
+            out.total += 1;
+        }
+        out.labels =
+            (0..).zip(&out.ids).map(|(i, id)| if i < read { IGNORE_INDEX } else { label(*id) }).collect();
         Ok(out)
     }
 
@@ -158,6 +219,19 @@ impl Encoder<'_> {
         match labels.iter().find(|l| **l != IGNORE_INDEX && (**l < 0 || **l as usize >= size)) {
             Some(&l) => Err(format!("label {}", out(u64::from(l.unsigned_abs())))),
             None => Ok(()),
+        }
+    }
+}
+
+impl Tokens {
+    /// Multiplies the weights by the weight of the row. Labels of weight 0 stay targets, without effect.
+    fn weigh(&mut self, weight: f32) {
+        if weight != 1.0 {
+            self.weights.resize(self.ids.len(), 1.0);
+            self.weights.iter_mut().for_each(|w| *w *= weight);
+        }
+        if self.weights.iter().all(|w| *w == 1.0) {
+            self.weights.clear();
         }
     }
 }

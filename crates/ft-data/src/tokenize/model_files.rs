@@ -5,7 +5,10 @@ use ft_base::store;
 use minijinja::Value as Jinja;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::Path;
+
+const CONFIG: &str = "tokenizer_config.json";
 
 /// Contents of the files next to `tokenizer.json`.
 pub(super) struct ModelFiles {
@@ -22,16 +25,15 @@ impl ModelFiles {
     /// # Errors
     /// Existing files that are invalid.
     pub fn read(dir: &Path, given: Option<&Path>) -> Result<Self, Error> {
-        let path = dir.join("tokenizer_config.json");
-        let config = read_object(&path)?;
+        let config = read_object(dir, CONFIG)?;
         let mut specials = BTreeMap::new();
-        for source in [&read_object(&dir.join("special_tokens_map.json"))?, &config] {
+        for source in [&read_object(dir, "special_tokens_map.json")?, &config] {
             collect_specials(source, &mut specials);
         }
-        let template = find_template(dir, given, &config, &path)?;
+        let template = find_template(dir, given, &config)?;
         let mut eos = Vec::new();
         for file in ["generation_config.json", "config.json"] {
-            eos.extend(ids(read_object(&dir.join(file))?.get("eos_token_id")));
+            eos.extend(ids(read_object(dir, file)?.get("eos_token_id")));
         }
         Ok(Self { specials, template, eos })
     }
@@ -50,8 +52,7 @@ pub(super) struct TemplateSource {
 /// # Errors
 /// Existing files that are invalid.
 pub fn template_of(dir: &Path) -> Result<Option<String>, Error> {
-    let path = dir.join("tokenizer_config.json");
-    Ok(find_template(dir, None, &read_object(&path)?, &path)?.map(|t| t.default))
+    Ok(find_template(dir, None, &read_object(dir, CONFIG)?)?.map(|t| t.default))
 }
 
 /// Finds the chat template: the explicit file, a template file of the folder, or a config key.
@@ -59,25 +60,28 @@ fn find_template(
     dir: &Path,
     given: Option<&Path>,
     config: &Map<String, Value>,
-    config_path: &Path,
 ) -> Result<Option<TemplateSource>, Error> {
-    let file = |path: &Path| -> Result<Option<TemplateSource>, Error> {
-        let Some(bytes) = read(path)? else { return Ok(None) };
+    let source = |path: &Path, bytes: Vec<u8>| -> Result<TemplateSource, Error> {
         let default = String::from_utf8(bytes).map_err(|_| Error::tokenizer(path, "not UTF-8"))?;
-        Ok(Some(TemplateSource { origin: path.display().to_string(), default, tool_use: None }))
+        Ok(TemplateSource { origin: path.display().to_string(), default, tool_use: None })
     };
     if let Some(path) = given {
-        let missing = || Error::Missing { source_name: "data.chat_template".into(), path: path.into() };
-        return file(path)?.map(Some).ok_or_else(missing);
+        let bytes = store::read_plain(path, store::LARGEST).map_err(|e| match e.kind() {
+            ErrorKind::NotFound => {
+                Error::Missing { source_name: "data.chat_template".into(), path: path.into() }
+            }
+            _ => Error::tokenizer(path, format!("cannot be read: {e}")),
+        })?;
+        return source(path, bytes).map(Some);
     }
-    if let Some(t) = file(&dir.join("chat_template.jinja"))? {
+    const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
+    if let Some(bytes) = read(dir, TEMPLATES[0])? {
+        return source(&dir.join(TEMPLATES[0]), bytes).map(Some);
+    }
+    if let Some(t) = template_key(&read_object(dir, TEMPLATES[1])?, &dir.join(TEMPLATES[1]))? {
         return Ok(Some(t));
     }
-    let path = dir.join("chat_template.json");
-    if let Some(t) = template_key(&read_object(&path)?, &path)? {
-        return Ok(Some(t));
-    }
-    template_key(config, config_path)
+    template_key(config, &dir.join(CONFIG))
 }
 
 /// Reads the key `chat_template`: a template, or a list of named templates.
@@ -126,21 +130,18 @@ fn ids(value: Option<&Value>) -> Vec<u32> {
     }
 }
 
-/// Reads a file; `None` if missing.
-pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    match store::read_plain(path, store::LARGEST) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::tokenizer(path, format!("cannot be read: {e}"))),
-    }
+/// Reads a file of a model folder; `None` if missing.
+pub(super) fn read(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, Error> {
+    Ok(store::read_if_there(dir, name, store::LARGEST)?)
 }
 
-/// Reads a JSON object from a file; empty if missing.
-fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
-    let Some(bytes) = read(path)? else { return Ok(Map::new()) };
+/// Reads a JSON object from a file of a model folder; empty if missing.
+fn read_object(dir: &Path, name: &str) -> Result<Map<String, Value>, Error> {
+    let Some(bytes) = read(dir, name)? else { return Ok(Map::new()) };
+    let fail = |why: String| Error::tokenizer(&dir.join(name), why);
     match serde_json::from_slice(&bytes) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Error::tokenizer(path, "not a JSON object")),
-        Err(e) => Err(Error::tokenizer(path, format!("not JSON: {e}"))),
+        Ok(_) => Err(fail("not a JSON object".into())),
+        Err(e) => Err(fail(format!("not JSON: {e}"))),
     }
 }

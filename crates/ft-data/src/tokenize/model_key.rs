@@ -1,9 +1,9 @@
 //! Cache key of a model folder.
 
-use crate::text::date;
+use crate::text::date::{self, Changes};
 use ft_base::store;
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Files of a model folder that affect tokenization.
 const TOKENIZER: &[&str] = &[
@@ -28,21 +28,23 @@ impl ModelKey {
     /// Hashes model folder `dir` and an explicit template; `None` if a template may render the time of day.
     pub fn of(dir: &Path, template: Option<&Path>) -> Option<Self> {
         let (mut h, mut dated) = (blake3::Hasher::new(), false);
-        for path in TOKENIZER.iter().map(|f| dir.join(f)).chain(template.map(PathBuf::from)) {
-            match store::read_plain(&path, store::LARGEST) {
-                Ok(bytes) => {
+        let own = TOKENIZER.iter().map(|f| (*f, store::read_inside(dir, f, store::LARGEST).ok()));
+        let given = template.map(|path| ("", store::read_plain(path, store::LARGEST).ok()));
+        for (name, bytes) in own.chain(given) {
+            match bytes {
+                Some(bytes) => {
                     // the largest file; contains no template
-                    if !path.ends_with(TOKENIZER[0]) {
+                    if name != TOKENIZER[0] {
                         let text = String::from_utf8_lossy(&bytes);
-                        let now = text.contains("strftime_now");
-                        if now && date::has_time_of_day(&text) {
-                            return None;
+                        match date::changes(&text) {
+                            Changes::Never => {}
+                            Changes::Daily => dated = true,
+                            Changes::Always => return None,
                         }
-                        dated |= now;
                     }
                     h.update(&(bytes.len() as u64 + 1).to_le_bytes()).update(&bytes)
                 }
-                Err(_) => h.update(&0u64.to_le_bytes()),
+                None => h.update(&0u64.to_le_bytes()),
             };
         }
         Some(Self { hash: h.finalize().to_hex().to_string(), dated })

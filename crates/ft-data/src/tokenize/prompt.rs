@@ -39,19 +39,38 @@ impl PromptFormat {
         Self::WORDS[self as usize].0
     }
 
-    /// The form trained by a list of sources: the first of chat, Alpaca and text found among the formats.
-    /// Sources of tokens do not show a form; they default to chat if a chat template exists.
+    /// Description of training rows in this form.
+    pub fn trains(self) -> &'static str {
+        match self {
+            Self::Chat => "conversations by the chat template",
+            Self::Alpaca => "Alpaca prompts",
+            Self::Text => "plain text",
+        }
+    }
+
+    /// The form trained by a list of sources: the first of chat, Alpaca and text found among them. Sources of
+    /// tokens do not show a form; they default to chat if a chat template exists.
     pub fn of(sources: &[Source], tokenizer: Option<&Tokenizer>) -> Self {
-        let any = |formats: &[Format]| sources.iter().any(|s| s.format.is_some_and(|f| formats.contains(&f)));
         let template = tokenizer.is_some_and(Tokenizer::has_template);
-        if any(&[Format::Messages]) {
-            Self::Chat
-        } else if any(&[Format::Alpaca]) {
-            Self::Alpaca
-        } else if any(&[Format::Completion, Format::Text]) || !template {
-            Self::Text
-        } else {
-            Self::Chat
+        let default = if template { Self::Chat } else { Self::Text };
+        Self::all_of(sources, template).first().copied().unwrap_or(default)
+    }
+
+    /// All forms of a list of sources: chat, Alpaca, text.
+    pub fn all_of(sources: &[Source], template: bool) -> Vec<Self> {
+        let forms: Vec<Self> = sources.iter().filter_map(|s| Self::of_source(s, template)).collect();
+        let mut all = vec![Self::Chat, Self::Alpaca, Self::Text];
+        all.retain(|f| forms.contains(f));
+        all
+    }
+
+    /// The form of a source's rows; `None` for token ids.
+    fn of_source(source: &Source, template: bool) -> Option<Self> {
+        match source.format? {
+            Format::Tokens => None,
+            _ if source.is_chat(template) => Some(Self::Chat),
+            Format::Alpaca => Some(Self::Alpaca),
+            _ => Some(Self::Text),
         }
     }
 
@@ -88,19 +107,14 @@ const FILE: &str = "ft.json";
 /// File name of the chat template, checked first by transformers.
 const TEMPLATE: &str = "chat_template.jinja";
 
-/// Whether a file is in a folder, or is a link of the hub cache to a blob. Any other link could copy a
-/// private file into a published folder.
-fn is_of(file: &Path, dir: &Path) -> bool {
-    let (Ok(real), Ok(dir)) = (file.canonicalize(), dir.canonicalize()) else { return false };
-    let blobs = dir.parent().and_then(Path::parent).map(|p| p.join("blobs"));
-    real.is_file() && (real.parent() == Some(&dir) || real.parent() == blobs.as_deref())
-}
-
 /// Prompt format of a trained adapter or model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptConfig {
     /// Format of the training texts.
     pub form: PromptFormat,
+    /// Formats of further training texts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub also: Vec<PromptFormat>,
     /// Variables passed to the chat template.
     #[serde(default)]
     pub template: Map<String, Value>,
@@ -125,14 +139,9 @@ impl PromptConfig {
     /// # Errors
     /// An invalid file.
     pub fn open(dir: &Path) -> Result<Option<Self>, Error> {
-        let path = dir.join(FILE);
-        let bytes = match std::fs::read(&path) {
-            Ok(bytes) => bytes,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(cause) => return Err(Error::Read { path, cause }),
-        };
+        let Some(bytes) = store::read_if_there(dir, FILE, store::LARGEST)? else { return Ok(None) };
         serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::PromptConfig {
-            path,
+            path: dir.join(FILE),
             message: format!("{e}; a newer version of ft may have written it"),
         })
     }
@@ -142,13 +151,6 @@ impl PromptConfig {
     /// # Errors
     /// Files that cannot be read or written.
     pub fn copy(from: &Path, to: &Path) -> Result<(), store::Error> {
-        for file in [FILE, TEMPLATE] {
-            let source = from.join(file);
-            if is_of(&source, from) {
-                let bytes = std::fs::read(&source).map_err(|e| store::Error::read(&source, e))?;
-                store::write_atomic(&to.join(file), &bytes)?;
-            }
-        }
-        Ok(())
+        [FILE, TEMPLATE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
     }
 }

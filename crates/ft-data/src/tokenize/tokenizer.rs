@@ -24,6 +24,8 @@ pub struct Tokenizer {
     template: Option<Template>,
     specials: Variables,
     eos: Vec<u32>,
+    /// The texts of `eos`.
+    stops: Vec<String>,
     text_end: Option<u32>,
     text_start: Vec<u32>,
     hash: String,
@@ -78,7 +80,7 @@ impl Tokenizer {
     /// As [`Tokenizer::load`]; also a token with a conflicting id.
     pub fn load_with(dir: &Path, chat_template: Option<&Path>, more: &Added) -> Result<Option<Self>, Error> {
         let path = dir.join("tokenizer.json");
-        let Some(own) = read(&path)? else { return Ok(None) };
+        let Some(own) = read(dir, "tokenizer.json")? else { return Ok(None) };
         let bad = |message: String| Error::tokenizer(&path, message);
         let more = more.to(&own).map_err(&bad)?;
         let bytes = more.as_ref().map_or(own.as_slice(), |(file, _)| file.as_slice());
@@ -114,6 +116,8 @@ impl Tokenizer {
         eos.dedup();
         let hash = hasher.finalize().to_hex().to_string();
         let can_cut = pipeline.can_cut();
+        let stops =
+            eos.iter().filter_map(|id| inner.id_to_token(*id)).filter(|t| !t.trim().is_empty()).collect();
         let mut added: Vec<u32> = inner.get_added_tokens_decoder().keys().copied().collect();
         added.sort_unstable();
         Ok(Some(Self {
@@ -121,6 +125,7 @@ impl Tokenizer {
             template,
             specials: Arc::new(specials),
             eos,
+            stops,
             text_end,
             text_start,
             hash,
@@ -239,6 +244,21 @@ impl Tokenizer {
         self.call(|| self.inner.decode(ids, false))
     }
 
+    /// The text of one token, with a leading space if it begins a word, and true; for a part of a character the
+    /// spelling in the vocabulary, and false.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub fn token_text(&self, id: u32) -> Result<(String, bool), Error> {
+        let spelling = self.inner.id_to_token(id).unwrap_or_default();
+        let text = self.decode(&[id])?;
+        Ok(match text.contains(char::REPLACEMENT_CHARACTER) {
+            true => (spelling, false),
+            false if spelling.starts_with('\u{2581}') && !text.starts_with(' ') => (format!(" {text}"), true),
+            false => (text, true),
+        })
+    }
+
     /// Returns a streaming decoder.
     pub fn decoder(&self, skip_special: bool) -> Decoder<'_> {
         Decoder { inner: self.inner.decode_stream(skip_special), path: self }
@@ -318,6 +338,13 @@ impl Tokenizer {
         Ok(text)
     }
 
+    /// A variable that the chat template does not read, and the names that it has.
+    pub fn unread<'v>(&self, vars: &'v Map<String, Value>) -> Option<(&'v str, Vec<&str>)> {
+        let names = self.template.as_ref()?.names();
+        let unread = vars.keys().find(|name| !names.contains(*name))?;
+        Some((unread, names.iter().map(String::as_str).collect()))
+    }
+
     fn template(&self) -> Result<&Template, Error> {
         self.template.as_ref().ok_or_else(|| {
             Error::ModelLacks(
@@ -336,7 +363,7 @@ impl Tokenizer {
     ) -> Result<(String, Vec<Range<usize>>), String> {
         let template = self.template().map_err(|e| e.to_string())?;
         let variables = [self.variables(None), self.variables(Some(vars))];
-        conversation::render(chat, template, variables, supervise, notes)
+        conversation::render(chat, template, variables, &self.stops, supervise, notes)
     }
 
     /// Template variables: the special tokens by name, overridden by the recipe's variables.

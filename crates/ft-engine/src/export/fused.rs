@@ -367,8 +367,8 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
     let mut values = HashMap::new();
     let get = |name: &str| files.tensor(name, DType::F32, &Device::Cpu);
     let path = dir.join("adapter_config.json");
-    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::read(&path, e))?;
-    let raw: Value = serde_json::from_str(&text).map_err(|e| fail(&path, e.to_string()))?;
+    let bytes = store::read_inside(dir, "adapter_config.json", store::LARGEST)?;
+    let raw: Value = serde_json::from_slice(&bytes).map_err(|e| fail(&path, e.to_string()))?;
     let parameters: HashSet<String> =
         serde_json::from_value(raw["target_parameters"].clone()).map_err(|e| fail(&path, e.to_string()))?;
     for (m, c) in &mut selection.modules {

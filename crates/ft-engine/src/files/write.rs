@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Storage, Tensor};
 
 use super::Error;
-use ft_base::store::{AtomicFile, free_bytes, sync_folder};
+use ft_base::store::{AtomicFile, free_bytes, reopen, sync_folder};
 use ft_kernels::to_host;
 
 /// Writes one safetensors file atomically.
@@ -304,7 +304,7 @@ impl SharedFile {
     /// # Errors
     /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, or elements out of range.
     pub fn write<'t>(&self, parts: impl IntoIterator<Item = (&'t str, usize, Tensor)>) -> Result<(), Error> {
-        let file = File::options().write(true).open(&self.path).map_err(self.failed("open"))?;
+        let file = reopen(&self.path)?;
         for (name, first, values) in parts {
             let found = self.at.get(name).map(|(from, i)| (*from, &self.plan.entries[*i]));
             let width = values.dtype().size_in_bytes() as u64;

@@ -62,6 +62,11 @@ impl Attention {
         [&self.q, &self.k, &self.v, &self.o]
     }
 
+    /// As [`Attention::linears`], to change them.
+    pub fn linears_mut(&mut self) -> [&mut Linear; 4] {
+        [&mut self.q, &mut self.k, &mut self.v, &mut self.o]
+    }
+
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         let [q, k, v, o] = self.linears();

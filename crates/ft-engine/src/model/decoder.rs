@@ -47,7 +47,7 @@ pub trait Weights {
 }
 
 /// A decoder with weights.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Decoder {
     pub config: Config,
     pub embedding: Embedding,
@@ -77,7 +77,7 @@ impl Decoder {
         device: &Device,
     ) -> ft_base::Result<Real> {
         let positions: Vec<u32> = (0..ids.len() as u32).collect();
-        let host = HostBatch { ids, positions: &positions, docs: &[ids.len()], targets: &[] };
+        let host = HostBatch { ids, positions: &positions, docs: &[ids.len()], targets: &[], weights: &[] };
         let batch = Batch::new(config, host, (0, 0), None, device)?;
         let tree = Tree::of(config);
         let mut b = Builder::new(config, weights);
@@ -92,6 +92,15 @@ impl Decoder {
 }
 
 impl Decoder {
+    /// The same weights without adapters.
+    pub fn without_adapters(&self) -> Self {
+        let mut base = self.clone();
+        base.embedding.lora = None;
+        base.layers.iter_mut().for_each(Layer::remove_adapters);
+        base.head.linear.lora = None;
+        base
+    }
+
     /// Every linear with its module, in the order of the forward pass.
     pub fn linears(&self) -> Vec<(Module, &Linear)> {
         let own = self.layers.iter().flat_map(Layer::linears).chain([&self.head.linear]);

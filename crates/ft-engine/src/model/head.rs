@@ -37,6 +37,18 @@ pub struct Output {
     pub dx: Option<Tensor>,
 }
 
+/// Backward pass of the head: gradients of `scale * sum(weights * losses)`.
+#[derive(Clone, Copy)]
+pub struct Backward<'a> {
+    pub scale: f64,
+    /// Weights of the targets `[n]`, f32; all 1 without.
+    pub weights: Option<&'a Tensor>,
+    pub sink: &'a Sink<'a>,
+}
+
+/// Weights of the targets `[n]`, f32, as a function of their losses. For losses of whole sequences.
+pub type Objective<'a> = dyn FnMut(&[Tensor]) -> Result<Tensor> + 'a;
+
 /// Splits `n` targets evenly into the fewest chunks of at most `rows`. Even chunks avoid a last chunk of
 /// one row: a matrix-vector product rounds differently.
 pub fn chunks(n: usize, rows: usize) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone {
@@ -66,8 +78,24 @@ impl Head {
         Ok(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
     }
 
-    /// Losses of the batch's targets, in chunks of at most `rows`; with a sink, also the gradients of
-    /// `scale * sum(losses)`.
+    /// Forward and backward pass for the batch's targets, weighted as in the batch. An objective replaces
+    /// these weights; it costs a forward pass of its own, because logits are not kept.
+    pub fn train(
+        &self,
+        x: &Tensor,
+        batch: &Batch,
+        rows: usize,
+        (scale, objective): (f64, Option<&mut Objective<'_>>),
+        sink: &Sink<'_>,
+    ) -> Result<Output> {
+        let weights = match objective {
+            Some(weigh) => Some(weigh(&self.loss(x, batch, rows, None)?.losses)?),
+            None => batch.weights.clone(),
+        };
+        self.loss(x, batch, rows, Some(Backward { scale, weights: weights.as_ref(), sink }))
+    }
+
+    /// Losses of the batch's targets, in chunks of at most `rows`, and the gradients, if requested.
     ///
     /// Losses and the input's gradient are bit-identical for any `rows` (see [`chunks`]). Weight gradients
     /// of the head are sums over the chunks.
@@ -76,7 +104,7 @@ impl Head {
         x: &Tensor,
         batch: &Batch,
         rows: usize,
-        backward: Option<(f64, &Sink<'_>)>,
+        backward: Option<Backward<'_>>,
     ) -> Result<Output> {
         self.linear.write_rows()?;
         let mut losses = Vec::new();
@@ -91,12 +119,17 @@ impl Head {
             let (saved, loss, dlogits) = x.role(Role::Logits, || -> Result<_> {
                 let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
                 drop(normed);
-                let gradient = backward.map(|(scale, _)| (scale, x.dtype()));
+                let weights = backward.and_then(|b| b.weights);
+                let weights = weights.map(|w| w.narrow(0, from, rows)).transpose()?;
+                let gradient = backward.map(|b| {
+                    let weights = weights.as_ref();
+                    loss::Gradient { scale: b.scale, weights, dtype: x.dtype() }
+                });
                 let (loss, dl) = loss::cross_entropy(logits, &targets, gradient)?;
                 Ok((saved, loss, dl))
             })?;
             losses.push(loss);
-            if let (Some(dl), Some((_, sink)), Some(dx)) = (dlogits, backward, &mut dx) {
+            if let (Some(dl), Some(Backward { sink, .. }), Some(dx)) = (dlogits, backward, &mut dx) {
                 let dn = self.linear.backward(&saved, &dl, &ctx, sink, None)?;
                 drop(dl);
                 dx.put(&index, self.norm.backward(&hx, &dn, sink)?)?;

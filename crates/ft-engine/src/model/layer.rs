@@ -162,6 +162,16 @@ impl Layer {
         all
     }
 
+    /// Removes the adapters, and keeps the weights.
+    pub fn remove_adapters(&mut self) {
+        let own = self.attn.linears_mut().into_iter();
+        let of_mlp: Vec<&mut Linear> = match &mut self.mlp {
+            FeedForward::Dense(b) => b.linears_mut().into(),
+            FeedForward::Mixture(b) => b.linears_mut(),
+        };
+        own.chain(of_mlp).for_each(|linear| linear.lora = None);
+    }
+
     /// Whether a matrix is 4-bit and dequantized in every product.
     pub fn is_packed(&self) -> bool {
         self.linears().into_iter().any(Linear::is_packed)

@@ -3,9 +3,9 @@
 use super::finite::finite;
 use super::visit::{Hooks, NoHooks, Outline, Pass};
 use crate::model::attention::Cache;
-use crate::model::batch::HostBatch;
+use crate::model::batch::{Context, HostBatch};
 use crate::model::{Batch, Decoder};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use ft_data::Tokenizer;
 use ft_kernels::{Real, Tensor, to_host};
@@ -14,6 +14,8 @@ use ft_kernels::{Real, Tensor, to_host};
 pub const SAMPLE_TOKENS: usize = 64;
 /// Prompt tokens per forward pass; bounds the activation memory of prefill.
 pub const PART: usize = 2048;
+/// Rows of logits at a time in [`Reader::score`].
+const ROWS: usize = 64;
 
 /// A model with a KV cache for one document.
 ///
@@ -58,31 +60,68 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// An empty `ids`; non-finite logits; a failed tensor operation.
     pub fn read(&mut self, ids: &[u32]) -> ft_base::Result<Real> {
+        let decoder = self.decoder;
         let mut left = ids.len();
         let mut logits = None;
         for part in ids.chunks(PART) {
             left -= part.len();
-            logits = self.pass(part, left == 0)?;
+            let mut last = |x: &Tensor, ctx: &Context| {
+                let x = x.narrow(0, part.len() - 1, 1)?.contiguous()?;
+                logits = Some(on_host(&decoder.head.logits(&x, ctx)?)?.squeeze(0)?);
+                Ok(())
+            };
+            self.pass(part, if left == 0 { Some(&mut last) } else { None })?;
         }
-        let Some(logits) = logits else {
-            return Err(candle_core::Error::Msg("nothing to read".into()).into());
-        };
-        // sampling runs on the host
-        let logits = to_host(&logits.real()?.squeeze(0)?)?;
-        // sampling needs finite logits
-        finite(&logits, "the model", "hint: its weights, or its adapter's, have diverged or are damaged")?;
-        Ok(logits)
+        logits.ok_or_else(|| candle_core::Error::Msg("nothing to read".into()).into())
     }
 
-    /// Runs tokens through the model. Returns the logits `[1, v]` after the last one, if requested.
-    fn pass(&mut self, ids: &[u32], logits: bool) -> ft_base::Result<Option<Tensor>> {
+    /// Reads a whole document without the cached prefix. `on_row` receives the logits `[v]` after each token,
+    /// and returns whether to continue. Returns the logits after the last token; `None` if stopped.
+    ///
+    /// # Errors
+    /// See [`Reader::read`].
+    pub fn score(
+        &mut self,
+        ids: &[u32],
+        on_row: &mut dyn FnMut(&[f32]) -> bool,
+    ) -> ft_base::Result<Option<Real>> {
+        self.forget(0);
+        let decoder = self.decoder;
+        let mut last = None;
+        for part in ids.chunks(PART) {
+            let mut go_on = true;
+            let mut rows = |x: &Tensor, ctx: &Context| {
+                for from in (0..part.len()).step_by(ROWS) {
+                    let n = ROWS.min(part.len() - from);
+                    let logits = on_host(&decoder.head.logits(&x.narrow(0, from, n)?.contiguous()?, ctx)?)?;
+                    for row in 0..n {
+                        let row = logits.get(row)?;
+                        go_on = go_on && on_row(&row.to_dtype(DType::F32)?.to_vec1()?);
+                        last = Some(row).filter(|_| go_on);
+                    }
+                    if !go_on {
+                        break;
+                    }
+                }
+                Ok(())
+            };
+            self.pass(part, Some(&mut rows))?;
+            if !go_on {
+                break;
+            }
+        }
+        Ok(last)
+    }
+
+    /// Runs tokens through the model. `head` receives the output `[n, d]` of the last layer.
+    fn pass(&mut self, ids: &[u32], head: Option<Head<'_>>) -> ft_base::Result<()> {
         let (n, past) = (ids.len(), self.seen.len());
         let positions: Vec<u32> = (past..past + n).map(|p| p as u32).collect();
-        let host = HostBatch { ids, positions: &positions, docs: &[past + n], targets: &[] };
+        let host = HostBatch { ids, positions: &positions, docs: &[past + n], targets: &[], weights: &[] };
         let Batch { ids: sent, context: ctx, .. } =
             Batch::new(&self.decoder.config, host, (0, 0), None, self.device)?;
         let mut visits = Outline::of(self.decoder).forward();
-        if !logits {
+        if head.is_none() {
             // the head comes last
             visits.pop();
         }
@@ -96,13 +135,16 @@ impl<'a> Reader<'a> {
             pass.leave()?;
         }
         self.seen.extend(ids);
-        if !logits {
-            return Ok(None);
-        }
+        let Some(head) = head else { return Ok(()) };
         pass.arrive()?;
-        let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
-        pass.leave()?;
-        Ok(Some(logits))
+        head(&x, &ctx)?;
+        pass.leave()
+    }
+
+    /// Drops the cache after `keep` tokens.
+    fn forget(&mut self, keep: usize) {
+        self.caches.iter_mut().for_each(|cache| cache.truncate(keep));
+        self.seen.truncate(keep);
     }
 
     /// Reads a whole document and returns the logits after the last token. Reuses the cached prefix shared
@@ -114,10 +156,19 @@ impl<'a> Reader<'a> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
         // the last token must be read for its logits
         let keep = common.min(ids.len().saturating_sub(1));
-        self.caches.iter_mut().for_each(|cache| cache.truncate(keep));
-        self.seen.truncate(keep);
+        self.forget(keep);
         self.read(&ids[keep..])
     }
+}
+
+/// Receives the output of the last layer.
+type Head<'a> = &'a mut dyn FnMut(&Tensor, &Context) -> ft_base::Result<()>;
+
+/// Logits on the host, where sampling runs; sampling needs finite ones.
+fn on_host(logits: &Tensor) -> ft_base::Result<Real> {
+    let logits = to_host(logits.real()?)?;
+    finite(&logits, "the model", "hint: its weights, or its adapter's, have diverged or are damaged")?;
+    Ok(logits)
 }
 
 /// Greedy sampler: picks the most likely token.
@@ -154,21 +205,55 @@ pub fn answer(
                    answer\n  hint: --chat-template FILE, or data.chat_template, names another template";
         return Err(ft_data::Error::ModelLacks(why.into()).into());
     }
-    let mut logits = reader.read_document(prompt)?;
-    let mut text = tokenizer.decoder(true);
+    struct Answer<'a>(&'a mut LogitsProcessor, &'a mut dyn FnMut(&str) -> bool);
+    impl Writer for Answer<'_> {
+        fn choose(&mut self, logits: &Real) -> ft_base::Result<u32> {
+            Ok(self.0.sample(logits)?)
+        }
+
+        fn write(&mut self, piece: &str) -> bool {
+            piece.is_empty() || (self.1)(piece)
+        }
+    }
+    let logits = reader.read_document(prompt)?;
+    reply(reader, tokenizer, logits, tokenizer.decoder(true), max_tokens, &mut Answer(sampler, on_text))
+}
+
+/// Chooses the tokens of a reply, and receives its text.
+pub trait Writer {
+    /// The next token, given the logits `[v]`.
+    ///
+    /// # Errors
+    /// A failed tensor operation.
+    fn choose(&mut self, logits: &Real) -> ft_base::Result<u32>;
+    /// Takes the text that a token completes, if any; returns whether to continue.
+    fn write(&mut self, piece: &str) -> bool;
+}
+
+/// As [`answer`], with the logits after the prompt, a decoder and a [`Writer`].
+///
+/// # Errors
+/// As [`answer`].
+pub fn reply(
+    reader: &mut Reader<'_>,
+    tokenizer: &Tokenizer,
+    mut logits: Real,
+    mut text: ft_data::Decoder<'_>,
+    max_tokens: usize,
+    writer: &mut dyn Writer,
+) -> ft_base::Result<Reply> {
     let mut out = Reply::default();
     for left in (0..max_tokens).rev() {
-        let next = sampler.sample(&logits)?;
+        let next = writer.choose(&logits)?;
         if tokenizer.eos().contains(&next) {
             out.ended = true;
             break;
         }
         out.tokens += 1;
-        if let Some(piece) = text.step(next)? {
-            out.text.push_str(&piece);
-            if !on_text(&piece) {
-                break;
-            }
+        let piece = text.step(next)?.unwrap_or_default();
+        out.text.push_str(&piece);
+        if !writer.write(&piece) {
+            break;
         }
         if left > 0 {
             logits = reader.read(&[next])?;

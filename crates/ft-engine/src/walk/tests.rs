@@ -182,6 +182,7 @@ impl Rows {
             positions: &self.positions,
             docs: &self.docs,
             targets: &self.targets,
+            weights: &[],
         };
         Ok(Batch::new(config, host, (0, 0), None, CPU)?)
     }
@@ -521,7 +522,7 @@ fn cached_generation_is_the_whole_sequence() -> Result<()> {
         let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
         let ids: Vec<u32> = (0..11).map(|i| (7 * i + 3) % c.config.vocab as u32).collect();
         let positions: Vec<u32> = (0..11).collect();
-        let host = HostBatch { ids: &ids, positions: &positions, docs: &[11], targets: &[] };
+        let host = HostBatch { ids: &ids, positions: &positions, docs: &[11], targets: &[], weights: &[] };
         let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
         let mut reader = super::generate::Reader::new(&d, CPU);
         // another document first; only the common prefix stays cached

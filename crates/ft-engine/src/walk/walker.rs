@@ -4,7 +4,7 @@ use super::execution::{Dequantize, Execution, Inputs, Recomputed};
 use super::routing::{RouterLosses, Routing};
 use super::times::{Part, Times};
 use super::visit::{Hooks, NoHooks, Outline, Pass};
-use crate::model::head::Head;
+use crate::model::head::{Head, Objective};
 use crate::model::layer::{self, Layer, Level};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
@@ -70,6 +70,7 @@ pub struct Walk<'a> {
     inputs: Inputs,
     router_losses: RouterLosses,
     neftune: f64,
+    objective: Option<&'a mut Objective<'a>>,
     routing: Routing,
 }
 
@@ -89,6 +90,7 @@ impl<'a> Walk<'a> {
             inputs: Inputs::default(),
             router_losses: RouterLosses::default(),
             neftune: 0.0,
+            objective: None,
             routing: Routing::default(),
         }
     }
@@ -112,6 +114,12 @@ impl<'a> Walk<'a> {
     /// Adds NEFTune noise to the embeddings in [`Walk::train`] (`data.neftune`).
     pub fn neftune(mut self, alpha: f64) -> Self {
         self.neftune = alpha;
+        self
+    }
+
+    /// Weighs the losses of [`Walk::train`] by an objective, in place of the batch's weights.
+    pub fn objective(mut self, objective: &'a mut Objective<'a>) -> Self {
+        self.objective = Some(objective);
         self
     }
 
@@ -194,7 +202,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Forward and backward pass of one micro-batch. Returns the loss of each target; adds the gradients of
-    /// `scale * sum(losses)` and of the router losses to the sink.
+    /// `scale * sum(weights * losses)` and of the router losses to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.hooks)?;
@@ -205,7 +213,8 @@ impl<'a> Walk<'a> {
         self.lap(Part::Forward)?;
 
         self.arrive(&pass)?;
-        let out = decoder.head.loss(&x, batch, self.head_rows, Some((scale, sink)))?;
+        let by = (scale, self.objective.as_deref_mut());
+        let out = decoder.head.train(&x, batch, self.head_rows, by, sink)?;
         self.lap(Part::Head)?;
         drop(x);
         pass.leave()?;

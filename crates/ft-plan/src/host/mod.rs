@@ -2,6 +2,7 @@
 
 mod budget;
 mod capacity;
+mod cards;
 mod files;
 mod parts;
 mod plan;
@@ -12,5 +13,6 @@ pub use budget::{beside_device, budget};
 pub use capacity::Capacity;
 #[cfg(test)]
 pub use capacity::Volume;
+pub use cards::{card, card_names};
 pub use parts::sum;
 pub use plan::HostPlan;

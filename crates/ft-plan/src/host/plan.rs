@@ -212,7 +212,8 @@ impl HostPlan {
         }
     }
 
-    fn host_fits(&self) -> bool {
+    /// Whether host memory suffices, as far as it is known.
+    pub(crate) fn host_fits(&self) -> bool {
         self.host_left.is_none_or(|left| sum(&self.host) <= left)
     }
 

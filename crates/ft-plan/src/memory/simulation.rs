@@ -140,7 +140,7 @@ impl<'a> Simulation<'a> {
         };
         let batch = |t: Tokens| -> Usage {
             let mut bytes = Bytes::default();
-            let (targets, cuda) = (t.targets as usize, run.machine().cuda);
+            let (targets, cuda) = ((t.targets as usize, t.weighted), run.machine().cuda);
             bytes.add(Component::Batch, Batch::bytes(t.attended(), targets, s.head_dim, cuda));
             bytes.into()
         };

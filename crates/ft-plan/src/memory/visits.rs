@@ -6,6 +6,7 @@ use super::states::ModelStates;
 use crate::workload::Tokens;
 use candle_core::{DType, Result};
 use ft_engine::model::Batch;
+use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::sink::Sink;
 use ft_engine::walk::generate::PART;
@@ -33,6 +34,8 @@ pub struct StepInputs<'a> {
     pub orders: u64,
     /// NEFTune noise scale.
     pub neftune: f64,
+    /// Whether the weights of targets follow from their losses.
+    pub prefers: bool,
     /// Whether all tokens choose the same experts; balanced routing if not.
     pub skewed: bool,
     /// Pipeline stages, also the number of micro-batches in flight.
@@ -150,7 +153,7 @@ impl StepInputs<'_> {
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
         let s = self.shape;
         let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
-        Batch::ghost(&s.ledger, t.attended(), targets, s.head_dim, train.then_some((0, 0)))
+        Batch::ghost(&s.ledger, t.attended(), (targets, t.weighted), s.head_dim, train.then_some((0, 0)))
     }
 
     /// Hidden states of a micro-batch or their gradient, `[t, d]`.
@@ -244,7 +247,16 @@ impl StepInputs<'_> {
                     // all chunks but the first find the buffer allocated
                     sink.flat(0)?;
                 }
-                s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
+                let n = batch.target_count;
+                let mut weigh = |_: &[Tensor]| {
+                    Ok(s.ledger.role(Role::Workspace, || Ghost::new(&s.ledger, n, DType::F32)).into())
+                };
+                let objective: Option<&mut Objective<'_>> =
+                    if self.prefers { Some(&mut weigh) } else { None };
+                match backward {
+                    true => s.head.train(&x, &batch, rows, (1.0, objective), &sink).map(drop),
+                    false => s.head.loss(&x, &batch, rows, None).map(drop),
+                }
             })?;
             full.call(Component::Gradients, self.states.live_as);
             Ok::<_, candle_core::Error>(full)

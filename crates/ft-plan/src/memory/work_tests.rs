@@ -41,6 +41,7 @@ fn works<R>(
         orders: 0,
         skewed: false,
         neftune: 0.0,
+        prefers: false,
         stages: 1,
     };
     let parts = Simulation::new(run, heads)?;

@@ -1,251 +1,259 @@
-//! Hints for plans over budget: the smallest single change of each kind to make the run fit.
+//! Hints for plans over budget: changes of the recipe, each applied, planned, and kept if the run then fits.
 
 use super::plan::{Hint, Plan};
+use crate::host::{Capacity, sum};
+use crate::inference::Server;
+use crate::model::dtype;
 use crate::search::{Inputs, Prepared, choose};
 use crate::units::bytes;
-use crate::workload::Workloads;
+use crate::workload::{Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_kernels::Machine;
-use ft_recipe::{Dequantize, Dtype, Master, Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
+use ft_recipe::{
+    Dequantize, Method, Offload, OptimizerName, Quantize, Recipe, Recompute, SHIPPED, Weights, loose_value,
+};
 
-/// A changed recipe.
+/// Settings made together, in command-line form, and their cost in words.
 struct Change {
-    /// Settings in command-line form.
     set: Vec<String>,
-    /// The change in words, and its cost.
-    text: String,
     cost: &'static str,
-    recipe: Recipe,
-    machine: Machine,
-    /// Whether the `[[train]]` rules differ.
-    rules: bool,
 }
 
 impl Change {
-    /// Applies `edit` to the recipe of a plan.
-    fn new(
-        i: &Inputs<'_>,
-        set: Vec<String>,
-        text: String,
-        cost: &'static str,
-        edit: impl FnOnce(&mut Recipe),
-    ) -> Self {
-        let mut recipe = i.recipe.clone();
-        edit(&mut recipe);
-        Self { set, text, cost, recipe, machine: i.machine, rules: false }
+    fn new(set: impl IntoIterator<Item = String>, cost: &'static str) -> Self {
+        Self { set: set.into_iter().collect(), cost }
     }
 
-    /// Sets a key to a word.
-    fn word(
-        i: &Inputs<'_>,
-        key: &str,
-        word: &str,
-        cost: &'static str,
-        edit: impl FnOnce(&mut Recipe),
-    ) -> Self {
-        Self::new(i, vec![format!("{key}={word}")], format!("{key} = {word:?}"), cost, edit)
-    }
-
-    /// Lowers a number.
-    fn number(
-        i: &Inputs<'_>,
-        key: &str,
-        (from, to): (usize, usize),
-        cost: &'static str,
-        edit: impl FnOnce(&mut Recipe),
-    ) -> Self {
-        Self::new(i, vec![format!("{key}={to}")], format!("{key} {from} -> {to}"), cost, edit)
-    }
-
-    /// Device peak in bytes; `u64::MAX` if the rules select nothing, or the model cannot be sharded so.
-    fn total(&self, i: &Inputs<'_>) -> u64 {
-        let (r, machine) = (&self.recipe, self.machine);
-        // a smaller max_length can only shrink the measured micro-batches
-        let bounded = Workloads::new(|r| i.workloads.of(i.recipe, r.run.micro_rows.count()).under(r));
-        let same = r.data.max_length == i.recipe.data.max_length;
-        let workloads = if same { i.workloads } else { &bounded };
-        let rules = self.rules.then(|| Selection::from_rules(i.config, &r.train)).transpose();
-        let Ok(rules) = rules else { return u64::MAX };
-        let selection = rules.as_ref().unwrap_or(i.selection);
-        let inputs = Inputs { recipe: r, selection, machine, workloads, ..*i };
-        Prepared::new(&inputs).and_then(|p| Ok(choose(&p)?.peak.bytes.total())).unwrap_or(u64::MAX)
-    }
-
-    /// The hint, if the plan needs `needed` bytes now and `total` after the change.
-    fn hint(&self, needed: u64, total: u64) -> Hint {
-        let built = self.set.iter().all(|s| is_built(s));
-        let note = if built { "" } else { " (not built yet)" };
-        let (text, cost) = (&self.text, self.cost);
-        let (saved, size) = (bytes(needed.saturating_sub(total)), bytes(total));
-        let text = format!("{text}: fits, saves {saved}, {size}{cost}{note}");
-        Hint { set: self.set.clone(), text, total, built }
+    /// The settings in words.
+    fn text(&self) -> String {
+        let one = |set: &String| match set.split_once('=') {
+            Some((key, value)) => match loose_value(value) {
+                serde_json::Value::String(word) => format!("{key} = {word:?}"),
+                _ => format!("{key} = {value}"),
+            },
+            None => set.clone(),
+        };
+        self.set.iter().map(one).collect::<Vec<_>>().join(", ")
     }
 }
 
-/// Tries each kind of change and returns the smallest setting within the budget.
-pub fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
-    let Some(budget) = i.budget else { return Vec::new() };
-    let needed = plan.total();
-    let mut kinds = execution(i, plan);
-    kinds.extend(
-        [data(i), adapter_rank(i), precision(i), states(i), ranks(i), without_full(i)].into_iter().flatten(),
-    );
-    let fitting = kinds.iter().filter_map(|kind| first(kind, i, budget));
-    let mut out: Vec<Hint> = fitting.map(|(change, total)| change.hint(needed, total)).collect();
-    if out.is_empty() {
-        let what = plan.peak.bytes.iter().max_by_key(|(_, b)| *b).map_or("", |(c, _)| c.label());
-        let text = format!("no single change is enough: it needs {}, most of it {what}", bytes(needed));
-        out.push(Hint { set: Vec::new(), text, total: needed, built: true });
-    }
-    out
-}
-
-/// Changes of one kind, in the order of falling totals.
+/// Changes of one kind, from the mildest to the strongest.
 type Kind = Vec<Change>;
 
-/// First of a kind within the budget, with its total.
-fn first<'a>(kind: &'a [Change], i: &Inputs<'_>, budget: u64) -> Option<(&'a Change, u64)> {
+impl Plan {
+    /// Adds hints to a plan over its device's budget; `room` has the machine's host memory.
+    pub fn advise(&mut self, i: &Inputs<'_>, room: &Capacity<'_>) {
+        if self.fits_device() {
+            return;
+        }
+        let fitting = kinds(i.recipe, i.machine).into_iter().filter_map(|kind| first(&kind, self, i, room));
+        let (mut hints, mut devices): (Vec<Hint>, Vec<Hint>) =
+            fitting.partition(|h| !h.set.iter().any(|s| s.starts_with("parallel.")));
+        // one thing on the host comes before two
+        let offloads = |h: &Hint| h.set.len() == 1 && h.set[0].starts_with("memory.offload=");
+        if hints.iter().filter(|h| offloads(h)).count() > 1 {
+            hints.retain(|h| !(offloads(h) && h.set[0].contains(',')));
+        }
+        hints.extend(shipped(i, room));
+        hints.append(&mut devices);
+        if hints.is_empty() {
+            let (total, most) = (self.total(), self.most());
+            let text = format!("no single change is enough: it needs {}, most of it {most}", bytes(total));
+            hints.push(Hint { set: Vec::new(), text, total, built: true });
+        }
+        self.hints.splice(0..0, hints);
+    }
+}
+
+/// The first change of a kind with which the run fits.
+fn first(kind: &Kind, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint> {
     let (last, others) = kind.split_last()?;
-    let least = (last, last.total(i));
-    if least.1 > budget {
-        return None;
-    }
-    others.iter().map(|c| (c, c.total(i))).find(|(_, total)| *total <= budget).or(Some(least))
+    let strongest = hint(last, plan, i, room)?;
+    Some(others.iter().find_map(|change| hint(change, plan, i, room)).unwrap_or(strongest))
 }
 
-fn execution(i: &Inputs<'_>, plan: &Plan) -> Vec<Kind> {
-    let r = i.recipe;
-    let recompute = [
-        ("norms", Recompute::Norms, "; hardly more time"),
-        ("feed_forward", Recompute::FeedForward, "; about a fifth more time"),
-        ("all", Recompute::All, "; about a third more time"),
-    ];
-    let recompute = recompute.map(|(word, level, cost)| {
-        Change::word(i, "memory.recompute", word, cost, |c| c.memory.recompute = level)
+/// The hint of a change, if the run fits with it.
+fn hint(change: &Change, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint> {
+    let recipe = i.recipe.with(&change.set).ok()?;
+    let rules = change.set.iter().any(|s| s.starts_with("train."));
+    let selection = rules.then(|| Selection::from_rules(i.config, &recipe.train)).transpose().ok()?;
+    let then = fitting(i, &recipe, selection.as_ref().unwrap_or(i.selection), room)?;
+    let (total, host) = (then.total(), sum(&then.space.host));
+    let beside = match host > sum(&plan.space.host) && then.machine.cuda {
+        true => format!(", {} of host memory", bytes(host)),
+        false => String::new(),
+    };
+    let built = recipe.not_built.len() <= i.recipe.not_built.len();
+    let text = format!("{}: {}{beside}; {}", change.text(), bytes(total), change.cost);
+    Some(Hint { set: change.set.clone(), text, total, built })
+}
+
+/// The plan of a changed recipe, if it fits device and host.
+fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capacity<'_>) -> Option<Plan> {
+    let width = dtype(recipe.model.dtype, i.machine.cuda).size_in_bytes() as u64;
+    let stored = if recipe.model.weights == Weights::Random { width } else { i.machine.stored };
+    let threads = match recipe.parallel.local() == i.recipe.parallel.local() {
+        true => i.machine.threads,
+        // ranks run as threads of one process and split its CPU threads
+        false => recipe.parallel.threads(i.machine.threads as usize) as u64,
+    };
+    let machine = Machine { width, stored, threads, ..i.machine };
+    // a smaller max_length can only shrink the measured micro-batches
+    let (before, after) = (i.recipe.data.max_length, recipe.data.max_length);
+    let other = Workloads::new(|r| match after < before {
+        true => i.workloads.of(i.recipe, r.run.micro_rows.count()).under(r),
+        false => Workload::of_recipe(r),
     });
-    let cost = "; weights are dequantized in each product";
-    let dequantize = Change::word(i, "memory.dequantize", "per_matmul", cost, |c| {
-        c.memory.dequantize = Dequantize::PerMatmul
-    });
-    let cost = "; the same mathematics in smaller pieces";
-    let rows = r.run.micro_rows.count();
-    let micro_rows =
-        |n| Change::number(i, "run.micro_rows", (rows, n), cost, |c| c.run.micro_rows = n.into());
+    let workloads = if after == before { i.workloads } else { &other };
+    let inputs = Inputs { recipe, selection, machine, workloads, ..*i };
+    let prepared = Prepared::new(&inputs).ok()?;
+    let decision = choose(&prepared).ok()?;
+    let server = Server::of(recipe, i.config, selection, machine.stored).ok()?;
+    let mut plan = Plan::of(&inputs, &prepared, decision, server);
+    plan.space.look(recipe, machine, plan.total(), room);
+    (plan.fits_device() && plan.space.host_fits()).then_some(plan)
+}
+
+/// Shipped recipes of the same model that fit, with the data of this one; those that train alike come first.
+fn shipped(i: &Inputs<'_>, room: &Capacity<'_>) -> Vec<Hint> {
+    let ours = i.recipe;
     let mut out = Vec::new();
-    if plan.execution.recompute.all < plan.walked {
-        out.push(recompute.into());
+    for s in SHIPPED.iter().filter(|s| s.name != ours.name) {
+        let Ok(mut theirs) = Recipe::parse(s.text, &format!("{}.toml", s.name), &[]) else { continue };
+        if theirs.model.source != ours.model.source {
+            continue;
+        }
+        theirs.folder.clone_from(&ours.folder);
+        (theirs.data.train, theirs.data.eval) = (ours.data.train.clone(), ours.data.eval.clone());
+        theirs.data.eval_share = ours.data.eval_share;
+        theirs.memory.host_budget = ours.memory.host_budget;
+        let selection = Selection::from_rules(i.config, &theirs.train);
+        let Some(plan) = selection.ok().and_then(|s| fitting(i, &theirs, &s, room)) else { continue };
+        let total = plan.total();
+        let text = format!("the recipe {}: {}; {}", s.name, bytes(total), s.title());
+        let full = |r: &Recipe| r.train.iter().any(|x| x.is(Method::Full));
+        out.push((full(&theirs) != full(ours), Hint { set: Vec::new(), text, total, built: true }));
     }
-    if r.memory.dequantize == Dequantize::PerLayer {
-        out.push(vec![dequantize]);
-    }
-    // with "auto" the plan has already tried the smallest micro-batch
-    if !r.run.micro_rows.is_auto() {
-        out.push(divisors_below(rows).into_iter().map(micro_rows).collect());
-    }
-    out
+    out.sort_by_key(|(unlike, _)| *unlike);
+    out.into_iter().map(|(_, hint)| hint).collect()
 }
 
-fn data(i: &Inputs<'_>) -> Vec<Kind> {
-    let length = i.recipe.data.max_length;
-    let shorter = [0.75, 0.5, 0.375, 0.25, 0.125].map(|f| (length as f64 * f) as usize);
-    let shorter = shorter.map(|n| n.next_multiple_of(64)).into_iter().filter(|n| *n < length);
-    let cost = "; longer samples are cut";
-    let change = |n| Change::number(i, "data.max_length", (length, n), cost, |c| c.data.max_length = n);
-    vec![shorter.map(change).collect()]
+/// The changes tried, by kind: first those with the same results, last more devices.
+fn kinds(r: &Recipe, m: Machine) -> Vec<Kind> {
+    let any = |sets: &[&str], cost| vec![Change::new(sets.iter().map(|s| s.to_string()), cost)];
+    let only = |kind: Kind, when: bool| if when { kind } else { Vec::new() };
+    let (full, adamw) = (rules(r, Method::Full).next().is_some(), r.optimizer.name == OptimizerName::Adamw);
+    let in_backward = ["optimizer.in_backward=true".into(), "run.clip=0".into(), whole_batch(r)];
+    let small = ["optimizer.name=adamw8bit".to_string()];
+    let offload = |what: &[Offload], cost| only(offload(r, what, cost), m.cuda);
+    let [states, weights, inputs] = [Offload::Optimizer, Offload::Params, Offload::Activations];
+    let in_16_bits = m.cuda || !m.computes_in_f32();
+    vec![
+        offload(&[states], "states cross the bus every step"),
+        offload(&[weights], "weights cross the bus at each use"),
+        offload(&[weights, states], "weights and states cross the bus"),
+        offload(&[inputs], "inputs of layers that are computed again cross the bus"),
+        only(
+            any(&["memory.recompute=auto"], "what does not fit is computed again"),
+            r.memory.recompute != Recompute::Auto,
+        ),
+        only(
+            any(&["memory.dequantize=auto"], "weights are dequantized in each product"),
+            r.memory.dequantize == Dequantize::PerLayer,
+        ),
+        fewer_rows(r),
+        shorter(r),
+        only(
+            any(&["model.quantize=nf4"], "the base is rounded to 4 bits"),
+            r.model.quantize == Quantize::None,
+        ),
+        only(any(&["model.dtype=bf16"], "less precise"), !in_16_bits),
+        only(any(&["optimizer.name=adamw8bit"], "rounded moments"), adamw),
+        only(
+            any(&["optimizer.master=none"], "weights of 16 bits are all there is"),
+            full && r.optimizer.keeps_master(m.computes_in_f32()),
+        ),
+        only(
+            vec![
+                Change::new(in_backward.clone(), "one micro-batch a step, no clipping"),
+                Change::new(
+                    in_backward.into_iter().chain(small),
+                    "one micro-batch a step, no clipping, rounded moments",
+                ),
+            ],
+            adamw && !r.optimizer.in_backward,
+        ),
+        lower_rank(r),
+        without_full(r),
+        devices(r, m),
+    ]
 }
 
-fn adapter_rank(i: &Inputs<'_>) -> Vec<Kind> {
-    let lora = i.recipe.train.iter().filter(|x| x.is(Method::Lora));
-    let rank = lora.filter_map(|x| x.rank).max().unwrap_or(0);
+/// `memory.offload` with `what` added; empty if it is there.
+fn offload(r: &Recipe, what: &[Offload], cost: &'static str) -> Kind {
+    if what.iter().any(|o| r.memory.offloads(*o)) {
+        return Vec::new();
+    }
+    let all = r.memory.offload.iter().flatten().chain(what);
+    let words: Vec<&str> = all.map(|o| o.word()).collect();
+    vec![Change::new([format!("memory.offload={words:?}")], cost)]
+}
+
+/// With "auto" the plan has tried the smallest micro-batch.
+fn fewer_rows(r: &Recipe) -> Kind {
+    if r.run.micro_rows.is_auto() {
+        return Vec::new();
+    }
+    let cost = "the same mathematics in smaller pieces";
+    let below = divisors_below(r.run.micro_rows.count()).into_iter();
+    below.map(|n| Change::new([format!("run.micro_rows={n}")], cost)).collect()
+}
+
+fn shorter(r: &Recipe) -> Kind {
+    let length = r.data.max_length;
+    let shorter =
+        [0.75, 0.5, 0.375, 0.25, 0.125].map(|f| ((length as f64 * f) as usize).next_multiple_of(64));
+    let shorter = shorter.into_iter().filter(|n| *n < length);
+    shorter.map(|n| Change::new([format!("data.max_length={n}")], "longer samples are cut")).collect()
+}
+
+/// The setting of one micro-batch a step.
+fn whole_batch(r: &Recipe) -> String {
+    format!("run.micro_rows={}", (r.run.batch_rows / r.parallel.data.max(1)).max(1))
+}
+
+fn lower_rank(r: &Recipe) -> Kind {
+    let of = |k: usize| r.train[k].rank.unwrap_or(0);
+    let rank = rules(r, Method::Lora).map(of).max().unwrap_or(0);
     let lower = [rank / 2, rank / 4, rank / 8].into_iter().filter(|n| *n > 0);
     let change = |n: usize| {
-        let set = rules(i.recipe, Method::Lora).map(|k| format!("train.{k}.rank={n}")).collect();
-        let cost = "; an adapter that can say less";
-        let change = Change::new(i, set, format!("rank {rank} -> {n}"), cost, |c| {
-            let lora = c.train.iter_mut().filter(|x| x.is(Method::Lora));
-            lora.for_each(|x| x.rank = x.rank.map(|r| r.min(n)));
-        });
-        Change { rules: true, ..change }
+        let above = rules(r, Method::Lora).filter(|k| of(*k) > n);
+        Change::new(above.map(|k| format!("train.{k}.rank={n}")), "an adapter that can say less")
     };
-    vec![lower.map(change).collect()]
+    lower.map(change).collect()
 }
 
-fn precision(i: &Inputs<'_>) -> Vec<Kind> {
-    let (r, mut out) = (i.recipe, Vec::new());
-    if r.model.quantize == Quantize::None {
-        let cost = "; the base is rounded to 4 bits and dequantized on the way";
-        out.push(vec![Change::word(i, "model.quantize", "nf4", cost, |c| c.model.quantize = Quantize::Nf4)]);
-    }
-    if !i.machine.cuda && i.machine.computes_in_f32() {
-        let cost = "; frozen weights in half the bytes, less precise";
-        let change = Change::word(i, "model.dtype", "bf16", cost, |c| c.model.dtype = Some(Dtype::Bf16));
-        out.push(vec![Change { machine: Machine { width: 2, ..i.machine }, ..change }]);
-    }
-    out
-}
-
-fn states(i: &Inputs<'_>) -> Vec<Kind> {
-    let (r, mut out) = (i.recipe, Vec::new());
-    if r.optimizer.name == OptimizerName::Adamw {
-        out.push(vec![Change::word(i, "optimizer.name", "adamw8bit", "; rounded moments", |c| {
-            c.optimizer.name = OptimizerName::Adamw8bit;
-        })]);
-    }
-    if r.optimizer.keeps_master(i.machine.computes_in_f32()) && rules(r, Method::Full).next().is_some() {
-        let cost = "; weights of 16 bits are all there is";
-        out.push(vec![Change::word(i, "optimizer.master", "none", cost, |c| {
-            c.optimizer.master = Master::None
-        })]);
-    }
-    for (what, cost) in [
-        (Offload::Activations, "; inputs of layers that are computed again cross the bus"),
-        (Offload::Optimizer, "; states cross the bus every step"),
-    ] {
-        if i.machine.cuda && !r.memory.offloads(what) {
-            let mut all = r.memory.offload.clone().unwrap_or_default();
-            all.push(what);
-            let words: Vec<&str> = all.iter().map(|o| o.word()).collect();
-            let (set, text) = (format!("memory.offload={words:?}"), format!("memory.offload = {words:?}"));
-            out.push(vec![Change::new(i, vec![set], text, cost, |c| c.memory.offload = Some(all))]);
+/// LoRA in place of what trains in full; norms, which have no LoRA, stay frozen.
+fn without_full(r: &Recipe) -> Kind {
+    let mut set = Vec::new();
+    for k in rules(r, Method::Full) {
+        let modules: Vec<&String> = r.train[k].modules.iter().filter(|m| *m != "norms").collect();
+        set.push(format!("train.{k}.method={}", if modules.is_empty() { "freeze" } else { "lora" }));
+        if !modules.is_empty() && modules.len() < r.train[k].modules.len() {
+            set.push(format!("train.{k}.modules={modules:?}"));
         }
     }
-    out
+    if set.is_empty() { Vec::new() } else { vec![Change::new(set, "adapters train instead of the weights")] }
 }
 
-fn ranks(i: &Inputs<'_>) -> Vec<Kind> {
-    let r = i.recipe;
-    if r.parallel.data != 1 {
+fn devices(r: &Recipe, m: Machine) -> Kind {
+    if r.parallel.data != 1 || !m.cuda {
         return Vec::new();
     }
-    let worlds = [2, 4, 8, 16, 32, 64].into_iter();
-    let worlds = worlds.filter(|n| r.run.batch_rows.is_multiple_of(r.run.micro_rows.count() * n));
-    let change = |n| {
-        let set = vec![format!("parallel.data={n}"), "parallel.zero=3".into()];
-        let (text, cost) =
-            (format!("parallel.zero = 3 over {n} devices"), " each; weights are gathered layer by layer");
-        let change = Change::new(i, set, text, cost, |c| (c.parallel.data, c.parallel.zero) = (n, 3));
-        // ranks run as threads of one process and split its CPU threads
-        let threads = change.recipe.parallel.threads(i.machine.threads as usize) as u64;
-        Change { machine: Machine { threads, ..i.machine }, ..change }
-    };
-    vec![worlds.map(change).collect()]
-}
-
-fn without_full(i: &Inputs<'_>) -> Vec<Kind> {
-    let set: Vec<String> = rules(i.recipe, Method::Full).map(|k| format!("train.{k}.method=lora")).collect();
-    if set.is_empty() {
-        return Vec::new();
-    }
-    let (text, cost) =
-        ("method \"full\" -> \"lora\" (without norms)", "; adapters train instead of the weights");
-    let change = Change::new(i, set, text.into(), cost, |c| {
-        c.train.retain(|x| !(x.is(Method::Full) && x.modules.iter().all(|m| m == "norms")));
-        for x in c.train.iter_mut().filter(|x| x.is(Method::Full)) {
-            x.method = Method::Lora;
-            x.modules.retain(|m| m != "norms");
-        }
-    });
-    vec![vec![Change { rules: true, ..change }]]
+    let unit = r.run.micro_rows.count();
+    let counts = [2, 4, 8, 16, 32, 64].into_iter().filter(|n| r.run.batch_rows.is_multiple_of(unit * n));
+    let set = |n| [format!("parallel.data={n}"), "parallel.zero=3".into()];
+    counts.map(|n| Change::new(set(n), "on each device; weights are gathered layer by layer")).collect()
 }
 
 fn rules(r: &Recipe, method: Method) -> impl Iterator<Item = usize> + '_ {
@@ -255,18 +263,4 @@ fn rules(r: &Recipe, method: Method) -> impl Iterator<Item = usize> + '_ {
 /// Divisors of `n` below `n`, largest first, at most 8. A batch divisible by `n` is divisible by them.
 fn divisors_below(n: usize) -> Vec<usize> {
     (1..n.min(1 << 12)).rev().filter(|d| n.is_multiple_of(*d)).take(8).collect()
-}
-
-/// Whether `ft run` supports a setting: it must pass the recipe checks on top of a minimal recipe.
-pub fn is_built(setting: &str) -> bool {
-    const LEAST: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\n\
-        [[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\nmethod = \"full\"\n\
-        [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n[run]\nbatch_rows = 1024\n";
-    // the minimal recipe has four rules; support does not depend on the index, so rule 0 stands in for
-    // any
-    let setting = match setting.strip_prefix("train.").and_then(|s| s.split_once('.')) {
-        Some((_, rest)) => format!("train.0.{rest}"),
-        None => setting.to_string(),
-    };
-    Recipe::parse(LEAST, "recipe.toml", &[setting]).is_ok()
 }

@@ -1,6 +1,5 @@
 //! Plans of a recipe and a known model.
 
-use super::hints::hints;
 use super::plan::Plan;
 use crate::host::HostPlan;
 use crate::inference::Server;
@@ -9,7 +8,7 @@ use crate::search::{Inputs, Prepared, SearchResult, choose};
 use ft_engine::walk::Execution;
 
 impl Plan {
-    /// Plans a recipe.
+    /// Plans a recipe; [`Plan::advise`] adds hints.
     ///
     /// # Errors
     /// Inconsistent sizes of the model or of a rank's shard.
@@ -17,14 +16,15 @@ impl Plan {
         let prepared = Prepared::new(i)?;
         let decision = choose(&prepared)?;
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
-        let mut plan = Self::of(i, &prepared, decision, server);
-        if !plan.fits() {
-            plan.hints = hints(i, &plan);
-        }
-        Ok(plan)
+        Ok(Self::of(i, &prepared, decision, server))
     }
 
-    fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, d: SearchResult, server: Option<Server>) -> Self {
+    pub(super) fn of(
+        i: &Inputs<'_>,
+        prepared: &Prepared<'_>,
+        d: SearchResult,
+        server: Option<Server>,
+    ) -> Self {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.states.host.clone();

@@ -5,6 +5,7 @@ use crate::inference::Server;
 use crate::memory::{Component, Peak, Theory, overhead};
 use crate::search::{self, Reasons};
 use crate::time::Work;
+use crate::units::bytes;
 use crate::workload::Workload;
 use ft_engine::params::LearningRate;
 use ft_engine::walk::Execution;
@@ -65,7 +66,7 @@ pub struct Plan {
 pub struct Hint {
     /// Settings in command-line form, e.g. `run.micro_rows=1`.
     pub set: Vec<String>,
-    /// The change in words, with its cost and the bytes saved.
+    /// The change in words, with its device peak and cost.
     pub text: String,
     /// Device peak in bytes after the change.
     pub total: u64,
@@ -101,6 +102,12 @@ impl Plan {
     pub fn kept_back(&self) -> Option<(u64, u64)> {
         let budget = self.budget?;
         Some((search::reserve(self.machine, budget), budget.saturating_sub(self.total())))
+    }
+
+    /// The largest component of the device peak, with its size.
+    pub(crate) fn most(&self) -> String {
+        let most = self.peak.bytes.iter().max_by_key(|(_, b)| *b);
+        most.map_or_else(String::new, |(c, b)| format!("{}, {}", c.label(), bytes(b)))
     }
 
     /// Whether the device peak is within the budget; true without a budget.

@@ -40,6 +40,7 @@ pub fn of_recipe_in(
     let place = (cuda, found.dir.as_deref());
     let inputs = Resolved::inputs(recipe, (config, selection), place, workloads, room.host)?;
     let mut plan = Plan::new(&inputs)?;
+    plan.advise(&inputs, room);
     plan.space.model(recipe, config, selection, found.weights);
     if known.is_none() {
         plan.space.tokens(recipe);

@@ -1,6 +1,7 @@
 //! A plan as text.
 
 use super::place;
+use crate::host::sum;
 use crate::memory::{Component, Theory, overhead};
 use crate::plan::Plan;
 use crate::time::rates::Range;
@@ -11,14 +12,16 @@ use std::fmt::{self, Write};
 /// Width of the longest bar, in characters.
 const BAR: usize = 36;
 
+/// Components below this share of the peak are one line of the short table.
+const SMALL: u64 = 100;
+
 impl Plan {
-    /// The plan as text, for a terminal.
-    pub fn text(&self, data_ranks: u64, range: Option<Range>, notes: &[String]) -> String {
-        let mut s = String::new();
-        let _ = self.write_data(&mut s, data_ranks);
-        let _ = self.write_execution(&mut s, range);
-        let _ = self.write_device(&mut s);
-        let _ = self.write_others(&mut s);
+    /// The plan in short: verdict with reason, components, size and time of a step, hints. `of` names recipe
+    /// and model.
+    pub fn text(&self, of: &str, data_ranks: u64, range: Option<Range>, notes: &[String]) -> String {
+        let mut s = format!("{}\n{of}\n\n", self.headline());
+        let _ = self.write_components(&mut s, self.total() / SMALL);
+        let _ = self.write_short(&mut s, data_ranks, range);
         for n in notes {
             let _ = writeln!(s, "note: {n}");
         }
@@ -26,6 +29,107 @@ impl Plan {
             let _ = writeln!(s, "hint: {}", h.text);
         }
         s
+    }
+
+    /// The whole plan, with the reasons of each choice.
+    pub fn details(&self, data_ranks: u64, range: Option<Range>) -> String {
+        let mut s = String::new();
+        let _ = self.write_data(&mut s, data_ranks);
+        let _ = self.write_execution(&mut s, range);
+        let _ = self.write_device(&mut s);
+        let _ = self.write_others(&mut s);
+        s
+    }
+
+    /// The verdict in one line, with what it comes from.
+    pub fn headline(&self) -> String {
+        let (card, total) = (if self.machine.cuda { "CUDA card" } else { "CPU" }, bytes(self.total()));
+        let device = match (self.ranks, self.machine.cuda) {
+            (1, true) => format!("one {card}"),
+            (1, false) => format!("the {card}"),
+            (n, true) => format!("each of {n} {card}s"),
+            (n, false) => format!("the {card}, each of {n} ranks"),
+        };
+        match self.budget {
+            None => {
+                format!("needs {total} on {device} ({}); how much there is, memory.budget says", self.how())
+            }
+            Some(b) if !self.fits_device() => {
+                format!(
+                    "does not fit: needs {} on {device} (most of it {})",
+                    of_all(&total, &bytes(b)),
+                    self.most()
+                )
+            }
+            Some(b) if self.fits() => {
+                format!("fits: {} on {device} ({})", of_all(&total, &bytes(b)), self.how())
+            }
+            Some(b) => {
+                let lacks = self.verdict().to_string();
+                let first = lacks.lines().next().unwrap_or_default();
+                format!("does not fit, though {} do on {device}: {first}", of_all(&total, &bytes(b)))
+            }
+        }
+    }
+
+    /// The execution in words.
+    pub fn how(&self) -> String {
+        let c = &self.execution;
+        let recomputed = match c.recompute.layers() {
+            0 => "nothing recomputed".into(),
+            _ => format!("recomputing {}", c.words(self.walked)),
+        };
+        let rows = if c.micro_rows == 1 { "row" } else { "rows" };
+        format!("{recomputed}, micro-batches of {} {rows}", c.micro_rows)
+    }
+
+    fn write_short(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
+        let (total, trainable) = self.parameters;
+        let share = 100.0 * trainable as f64 / total.max(1) as f64;
+        writeln!(s, "\ntrains      {} of {} parameters ({share:.2}%)", count(trainable), count(total))?;
+        let steps = self.workload.steps.map_or("by run.epochs".into(), |n| n.to_string());
+        let full = if self.workload.measured() { "" } else { ", if rows are full" };
+        let tokens = count(self.tokens_per_step(data_ranks));
+        let epoch =
+            self.workload.epoch.map(|e| format!("; {} samples in {} rows an epoch", e.samples, e.rows));
+        writeln!(s, "steps       {steps}, of {tokens} tokens{full}{}", epoch.unwrap_or_default())?;
+        match range {
+            Some(_) => self.write_time(s, range)?,
+            None => writeln!(s, "time        not known: ft bench measures it on such a machine")?,
+        }
+        match sum(&self.space.host) {
+            0 => Ok(()),
+            host => writeln!(s, "host        {} beside the device's", bytes(host)),
+        }
+    }
+
+    fn write_time(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
+        let Some(r) = range else { return Ok(()) };
+        let whole = self.workload.steps.map_or(String::new(), |n| {
+            format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
+        });
+        writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))
+    }
+
+    /// The components of the peak, those below `least` bytes as one.
+    fn write_components(&self, s: &mut String, least: u64) -> fmt::Result {
+        let most = self.peak.bytes.iter().map(|(_, b)| b).max().unwrap_or(1).max(1);
+        let mut line = |label: &str, b: u64| {
+            let bar = "#".repeat(((b as f64 / most as f64) * BAR as f64).round() as usize);
+            writeln!(s, "{}", format!("  {label:<24} {:>11}  {bar}", bytes(b)).trim_end())
+        };
+        let mut others = 0;
+        for (c, b) in self.peak.bytes.iter() {
+            if b < least {
+                others += b;
+            } else {
+                line(c.label(), b)?;
+            }
+        }
+        if others > 0 {
+            line("other", others)?;
+        }
+        Ok(())
     }
 
     fn write_data(&self, s: &mut String, data_ranks: u64) -> fmt::Result {
@@ -76,22 +180,14 @@ impl Plan {
         }
         writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize)?;
         writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows)?;
-        let Some(r) = range else { return Ok(()) };
-        let whole = self.workload.steps.map_or(String::new(), |n| {
-            format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
-        });
-        writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))
+        self.write_time(s, range)
     }
 
     fn write_device(&self, s: &mut String) -> fmt::Result {
         let device = if self.machine.cuda { "CUDA" } else { "CPU" };
         let ranks = if self.ranks > 1 { format!(", each of {} ranks", self.ranks) } else { String::new() };
         writeln!(s, "\n{device} peak memory, in {}{ranks}", place(&self.peak, self.layers))?;
-        let most = self.peak.bytes.iter().map(|(_, b)| b).max().unwrap_or(1).max(1);
-        for (c, b) in self.peak.bytes.iter() {
-            let bar = "#".repeat(((b as f64 / most as f64) * BAR as f64).round() as usize);
-            writeln!(s, "  {:<24} {:>11}  {bar}", c.label(), bytes(b))?;
-        }
+        self.write_components(s, 0)?;
         let verdict = match self.budget {
             None => "no budget known: set memory.budget".to_string(),
             Some(b) if self.fits_device() => format!("fits {}{}", bytes(b), self.left()),
@@ -151,5 +247,13 @@ impl Plan {
             Some((wanted, left)) if wanted > 0 => format!(", leaving {}", bytes(left)),
             _ => String::new(),
         }
+    }
+}
+
+/// `a of b`, with the unit once if it is the same.
+fn of_all(a: &str, b: &str) -> String {
+    match (a.split_once(' '), b.split_once(' ')) {
+        (Some((number, unit)), Some((_, same))) if unit == same => format!("{number} of {b}"),
+        _ => format!("{a} of {b}"),
     }
 }

@@ -133,6 +133,7 @@ impl<'a> Prepared<'a> {
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
             neftune: r.data.neftune,
+            prefers: r.task.prefers(),
             skewed: false,
             stages: r.parallel.pipeline as u64,
         };

@@ -95,7 +95,7 @@ fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
         Ok(of_recipe(&Recipe::load_for_plan(&path, &set)?, true)?.0)
     };
     let p = at(&[])?;
-    assert!(p.budget == Some(44 << 30) && p.fits(), "{}", p.text(1, None, &[]));
+    assert!(p.budget == Some(44 << 30) && p.fits(), "{}", p.headline());
     let (bytes, count) = (&p.peak.bytes, p.parameters.1);
     near(p.theory.total, 33.8);
     // 46.4 B parameters in decoder linears, 2.114 B of them trained; embedding, head and norms are not
@@ -157,7 +157,7 @@ fn published_nf4_bits() -> anyhow::Result<()> {
 fn published_8b_qlora_fits() -> anyhow::Result<()> {
     let set = ["model.quantize=nf4", "memory.budget=44GiB", "data.max_length=4096"];
     let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &set, true)?;
-    assert!(p.fits(), "{}", p.text(1, None, &[]));
+    assert!(p.fits(), "{}", p.headline());
     assert!(p.total() > 8 << 30);
     Ok(())
 }

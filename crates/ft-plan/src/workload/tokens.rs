@@ -8,6 +8,8 @@ pub struct Tokens {
     pub tokens: u64,
     /// Supervised targets.
     pub targets: u64,
+    /// Whether targets have weights.
+    pub weighted: bool,
     /// Tokens of the longest document.
     pub longest: u64,
     /// Most keys visible to a block of queries.
@@ -18,7 +20,8 @@ impl Tokens {
     /// For concatenated documents with `targets` targets.
     pub fn of(docs: &[usize], targets: usize) -> Self {
         let Attended { keys, longest, reach } = Attended::of(docs);
-        Self { tokens: keys as u64, targets: targets as u64, longest: longest as u64, reach: reach as u64 }
+        let (tokens, targets) = (keys as u64, targets as u64);
+        Self { tokens, targets, weighted: false, longest: longest as u64, reach: reach as u64 }
     }
 
     /// Sizes as attention takes them.
@@ -32,6 +35,7 @@ impl Tokens {
         Self {
             tokens: self.tokens.max(o.tokens),
             targets: self.targets.max(o.targets),
+            weighted: self.weighted || o.weighted,
             longest: self.longest.max(o.longest),
             reach: self.reach.max(o.reach),
         }

@@ -4,7 +4,7 @@ use super::tokens::Tokens;
 use crate::error::Error;
 use ft_data::{Batches, Dataset, Rows, RowsReader, Samples};
 use ft_engine::model::Config;
-use ft_recipe::{COUNT, Length, Part, Recipe};
+use ft_recipe::{COUNT, Format, Length, Part, Recipe};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::path::Path;
@@ -99,14 +99,15 @@ fn tokens(
     reader: &mut RowsReader<'_>,
     rows: impl IntoIterator<Item = usize>,
 ) -> Result<Tokens, ft_data::Error> {
-    let (mut docs, mut targets) = (Vec::new(), 0);
+    let (mut docs, mut targets, mut weighted) = (Vec::new(), 0, false);
     for row in rows {
         for item in reader.items(row)? {
-            docs.push(item.tokens as usize);
+            docs.extend(item.documents());
             targets += item.targets as usize;
+            weighted |= item.weighted;
         }
     }
-    Ok(Tokens::of(&docs, targets))
+    Ok(Tokens { weighted, ..Tokens::of(&docs, targets) })
 }
 
 /// Samples and rows of a recipe's data, cached by an earlier command.
@@ -153,13 +154,19 @@ impl Workload {
         // capped: a plan for more rows than a step can have does not change
         let rows = r.run.micro_rows.count().min(1 << 16);
         let length = r.data.max_length;
-        let docs = vec![length; rows];
-        let train = Tokens::of(&docs, rows.saturating_mul(length - 1));
+        let documents = if r.task.format() == Some(Format::Preference) { 2 * rows } else { rows };
+        let docs = vec![length; documents];
+        let train = Tokens::of(&docs, documents.saturating_mul(length - 1));
         let steps = match r.run.length() {
             Length::Steps(n) => Some(n as u64),
             Length::Epochs(_) => None,
         };
-        Self { train, eval: r.data.evaluates().then_some(train), steps, epoch: None }
+        Self {
+            train,
+            eval: (r.data.evaluates() || r.task.has_reference()).then_some(train),
+            steps,
+            epoch: None,
+        }
     }
 
     /// From the tokenized data.
@@ -176,7 +183,11 @@ impl Workload {
     fn counted(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Result<Self, ft_data::Error> {
         let resident = sizes.resident() + eval.map_or(0, Sizes::resident);
         let micro = r.run.micro_rows.count();
-        let eval = eval.map(|e| e.in_order(micro)).transpose()?;
+        let mut eval = eval.map(|e| e.in_order(micro)).transpose()?;
+        if r.task.has_reference() {
+            // the pass over all samples before training
+            eval = Some(eval.unwrap_or_default().max(sizes.in_order(micro)?));
+        }
         let batches = Batches::new(sizes.rows.len(), &r.run, r.data.shuffle);
         let mut train = Tokens::default();
         if batches.steps() <= LOOK {
@@ -214,6 +225,7 @@ impl Workload {
     pub fn under(self, r: &Recipe) -> Self {
         let bound = Self::of_recipe(r);
         let min = |a: Tokens, b: Tokens| Tokens {
+            weighted: a.weighted,
             tokens: a.tokens.min(b.tokens),
             targets: a.targets.min(b.targets),
             longest: a.longest.min(b.longest),

@@ -103,7 +103,7 @@ impl Checker<'_> {
                 self.report(&node.at, path, format!("{path} is empty: the rule would match nothing"), &[]);
                 return Some(Checked::Texts(Vec::new()));
             }
-            (Kind::Words(_) | Kind::Modules | Kind::Devices, Value::List(list)) => {
+            (Kind::Words(_) | Kind::Texts | Kind::Modules | Kind::Devices, Value::List(list)) => {
                 return Some(self.texts(list, key.kind, path));
             }
             (kind, value) => parse::parse(kind, value, path),

@@ -18,7 +18,7 @@ pub(crate) fn expected(kind: Kind) -> String {
         Kind::Words(words) => format!("a list of {}", list(words)),
         Kind::Anything | Kind::Table(_) => "a table".into(),
         Kind::Strings => "a table of strings".into(),
-        Kind::Modules => "a list of strings".into(),
+        Kind::Texts | Kind::Modules => "a list of strings".into(),
         Kind::Tokens => "a list of strings and numbers".into(),
         Kind::Layers => "\"all\", a range such as \"0-5\", or a list of numbers".into(),
         Kind::Experts => "\"all\", a range such as \"0-3\", or a list of numbers".into(),

@@ -1,6 +1,7 @@
 //! Parses one value by the kind of its key.
 
 use super::describe::found;
+use super::foreign::Foreign;
 use super::suggestions::words_hint;
 use super::values::{self, Rejection, rejection};
 use crate::keys::{Bound, Checked, INDEX, Kind, OneDevice, Recompute};
@@ -19,6 +20,7 @@ pub(super) fn parse(kind: Kind, value: &Value, path: &str) -> Result<Checked, Re
             in_single(path, x).map(Checked::Number)
         }
         (Kind::Bool, Value::Bool(b)) => Ok(Checked::Bool(*b)),
+        (Kind::Text, Value::Text(s)) if Foreign::value(path, s).is_some() => Err(unknown_word(s, &[], path)),
         (Kind::Text, Value::Text(s)) if !s.trim().is_empty() && !s.contains('\0') => {
             Ok(Checked::Text(s.clone()))
         }
@@ -62,6 +64,11 @@ pub(super) fn entry(kind: Kind, value: &Value, path: &str) -> Result<String, Rej
             };
             device.map(OneDevice::word).ok_or_else(wrong)
         }
+        (Kind::Modules, Value::Text(s)) if Foreign::value(path, s).is_some() => {
+            Err(unknown_word(s, &[], path))
+        }
+        (Kind::Texts, Value::Text(s)) if !s.trim().is_empty() && !s.contains('\0') => Ok(s.clone()),
+        (Kind::Texts, _) => Err(Rejection::default()),
         (_, Value::Text(s)) => values::module(s).map(|()| s.clone()),
         _ => Err(Rejection::default()),
     }
@@ -91,13 +98,17 @@ fn betas(list: &[Node], path: &str) -> Result<[f64; 2], Rejection> {
 fn other_kind(kind: Kind, value: &Value, path: &str) -> Option<String> {
     match (kind, value) {
         (Kind::Tables(_), Value::Table(_)) => Some(format!("a list of tables has two brackets: [[{path}]]")),
-        (Kind::Modules | Kind::Tokens | Kind::Words(_) | Kind::Devices, Value::Text(s)) => {
+        (Kind::Tables(keys), Value::Text(s)) if keys.iter().any(|k| k.name == "source") => {
+            Some(format!("write [{{ source = {} }}]", quote(s)))
+        }
+        (Kind::Texts | Kind::Modules | Kind::Tokens | Kind::Words(_) | Kind::Devices, Value::Text(s)) => {
             Some(format!("write [{}]", quote(s)))
         }
         (Kind::Int(..) | Kind::IntOrAuto(..) | Kind::Number(_) | Kind::Bool, Value::Text(s)) => {
             let bare = parse_value(s).is_some_and(|n| !matches!(n.value, Value::Text(_)));
             bare.then(|| format!("without quotes: {s}"))
         }
+        (_, Value::Bool(b)) => Foreign::value(path, &b.to_string()).map(Foreign::value_hint),
         _ => None,
     }
 }

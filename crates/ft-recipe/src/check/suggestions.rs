@@ -1,7 +1,7 @@
 //! Suggestions for unknown names: similar spellings, and names used by other programs.
 
-use super::foreign;
-use crate::keys::{Key, Kind, each_key};
+use super::foreign::Foreign;
+use crate::keys::{Key, Kind, each_key, first_entries};
 use crate::syntax::{join, quote};
 
 /// The entry of `names` nearest to `word` by edit distance or prefix, if close enough.
@@ -39,12 +39,8 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
             same_name.push(p.replace(".0.", "."));
         }
     });
-    if let Some((_, ours)) = foreign::KEYS.iter().find(|(theirs, _)| *theirs == name) {
-        let hint = match ours.strip_prefix("nothing: ") {
-            Some(why) => format!("leave it out: {why}"),
-            None => format!("the key is called {ours}"),
-        };
-        return (message, vec![hint]);
+    if let Some(foreign) = Foreign::key(name) {
+        return (message, vec![foreign.key_hint(path)]);
     }
     let mut hints = Vec::new();
     if let Some(near) = nearest(name, keys.iter().map(|k| k.name)) {
@@ -64,16 +60,20 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
 
 /// The key of `keys` that an unknown `name` probably means.
 pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
-    if let Some((_, ours)) = foreign::KEYS.iter().find(|(theirs, _)| *theirs == name) {
-        return keys.iter().map(|k| k.name).find(|k| k == ours || join(&without_indices(path), k) == *ours);
+    if let Some(foreign) = Foreign::key(name) {
+        let ours = foreign.to.as_deref()?;
+        return keys.iter().map(|k| k.name).find(|k| join(&first_entries(path), k) == ours);
     }
     nearest(name, keys.iter().map(|k| k.name))
 }
 
 /// The hint for a word not accepted by the key at `path`.
 pub(super) fn words_hint(path: &str, word: &str, words: &[&str]) -> Vec<String> {
-    if let Some(ours) = foreign::value(path, word) {
-        return vec![format!("here it is {ours}")];
+    if let Some(foreign) = Foreign::value(path, word) {
+        return vec![foreign.value_hint()];
+    }
+    if let Some(n) = word.strip_prefix("cuda:").filter(|_| words.contains(&"cuda")) {
+        return vec![format!("write \"cuda\", the first device seen: CUDA_VISIBLE_DEVICES={n} ft run ..")];
     }
     let all = words.iter().map(|w| quote(w)).collect::<Vec<_>>().join(", ");
     match nearest(word, words.iter().copied()).filter(|_| !word.is_empty()) {

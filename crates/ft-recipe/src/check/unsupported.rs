@@ -9,7 +9,6 @@ use std::collections::BTreeSet;
 /// The unsupported values of a key.
 enum What {
     /// This word.
-    #[cfg_attr(feature = "mpi", expect(dead_code, reason = "all words are built"))]
     Word(&'static str),
     /// Any value but the default.
     Changed,
@@ -19,6 +18,8 @@ use What::{Changed, Word};
 
 /// Keys rejected by `ft run`.
 const NOT_BUILT: &[(&str, What)] = &[
+    ("task", Word("reward")),
+    ("task", Word("distill")),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
     ("parallel.expert", Changed),

@@ -197,6 +197,15 @@ pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
         )),
         _ => Ok(bytes),
     };
+    let letter = |amount: &str, unit: &str| {
+        let message = format!("{path} = \"{amount}{unit}\" has half a unit");
+        rejection(
+            message,
+            format!(
+                "write \"{amount}{unit}iB\" (binary), or \"{amount}{unit}B\" (decimal, as cards are sold)"
+            ),
+        )
+    };
     let bytes = match value {
         Value::Int(i) => bare(u64::try_from(*i).map_err(|_| wrong())?)?,
         Value::Text(s) => {
@@ -207,6 +216,7 @@ pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
             match unit.trim() {
                 "" => bare(amount as u64)?,
                 "KB" => (amount * 1e3) as u64,
+                unit @ ("K" | "M" | "G" | "T") => return Err(letter(s.split_at(digits).0, unit)),
                 unit => {
                     let (_, factor) = UNITS.iter().find(|(u, _)| *u == unit).ok_or_else(wrong)?;
                     (amount * *factor as f64) as u64

@@ -39,11 +39,4 @@ impl Cross<'_, '_> {
     pub(super) fn rules_are_good(&self) -> bool {
         !self.checker.bad.iter().any(|p| p.starts_with("train"))
     }
-
-    /// Reports a key that `why` leaves without effect, unless it has a problem already.
-    pub(super) fn without_effect(&mut self, key: &str, why: &str, hint: &str) {
-        if self.all_good(&[key]) {
-            self.report(key, format!("{key} does nothing{why}"), hint);
-        }
-    }
 }

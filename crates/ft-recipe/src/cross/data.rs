@@ -2,18 +2,19 @@
 
 use super::context::Cross;
 use crate::check::nearest;
-use crate::keys::{Data, Format, Mask, Recipe, Source};
-use crate::syntax::Value;
+use crate::keys::{Format, Mask, Recipe, Slice, Source};
 use std::collections::BTreeMap;
 
 /// Field names of a format that `fields` can rename.
 fn fields_of(format: Format) -> &'static [&'static str] {
     match format {
         Format::Messages => &["messages", "tools", "system"],
-        Format::Alpaca => &["instruction", "input", "output", "system", "history"],
-        Format::Completion => &["prompt", "completion"],
+        Format::Alpaca => &["instruction", "input", "output", "system", "history", "tools"],
+        Format::Completion => &["prompt", "completion", "system", "tools"],
         Format::Text => &["text"],
-        Format::Tokens => &["input_ids", "labels"],
+        Format::Tokens => &["input_ids", "labels", "weights"],
+        Format::Preference => &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"],
+        Format::Unpaired => &["prompt", "completion", "label", "prompt_ids", "completion_ids"],
     }
 }
 
@@ -24,81 +25,26 @@ impl Cross<'_, '_> {
         {
             self.report("data.train", "data.train is empty".into(), "it needs at least one source");
         }
-        let mut global_used = false;
         for (list, sources) in [("train", &data.train), ("eval", &data.eval)] {
             for (i, source) in sources.iter().enumerate() {
                 let path = format!("data.{list}.{i}");
                 if self.all_good(&[&format!("{path}.format"), &format!("{path}.mask"), "data.mask"]) {
-                    global_used |= source.mask.is_none();
                     self.mask(&path, source, data.mask);
                 }
                 if self.all_good(&[&format!("{path}.format"), &format!("{path}.fields")]) {
                     self.fields(&path, source);
                 }
+                if self.all_good(&[&format!("{path}.split")]) {
+                    self.slice(&path, source);
+                }
             }
         }
-        self.shared_keys(data, global_used);
         self.evaluation(recipe);
     }
 
-    /// Keys of `[data]` that no source uses. `mask_used`: some source has no mask of its own.
-    fn shared_keys(&mut self, data: &Data, mask_used: bool) {
-        let mut sources = data.train.iter().chain(&data.eval).peekable();
-        if self.checker.bad.iter().any(|p| p.starts_with("data")) || sources.peek().is_none() {
-            return;
-        }
-        if data.mask.is_some() && !mask_used {
-            self.without_effect("data.mask", ": every source has a mask of its own", "leave it out");
-        }
-        if sources.all(|s| matches!(s.format, Some(Format::Text | Format::Tokens))) {
-            for key in ["data.chat_template", "data.template"] {
-                let value = self.root.find(key).map(|n| &n.value);
-                if value.is_some_and(|v| !matches!(v, Value::Table(t) if t.0.is_empty())) {
-                    let hint = "leave it out, or set format = \"messages\"";
-                    self.without_effect(key, ": no source holds conversations", hint);
-                }
-            }
-        }
-    }
-
-    /// Checks evaluation during a run, by loss and by generation.
+    /// Checks keys of the evaluation.
     fn evaluation(&mut self, recipe: &Recipe) {
-        const DATA: [&str; 3] = ["data.eval", "data.eval.0", "data.eval_share"];
-        let (run, g) = (&recipe.run, &recipe.generate);
-        if !recipe.data.evaluates() && self.all_good(&DATA) {
-            let why = ": there is nothing to evaluate on";
-            for (key, section, on) in [
-                ("run.eval_every", "eval_every", run.eval_every > 0),
-                ("generate.samples", "generate", g.samples > 0),
-            ] {
-                if on {
-                    let hint = format!("add [[data.eval]], or data.eval_share = 0.1, or leave {section} out");
-                    self.without_effect(key, why, &hint);
-                }
-            }
-        }
-        let during = recipe.data.evaluates() && run.eval_every > 0;
-        for (key, on) in [("run.keep_best", run.keep_best), ("run.patience", run.patience > 0)] {
-            if on
-                && !during
-                && self.all_good(&["run.eval_every", "run.keep_best", "run.patience"])
-                && self.all_good(&DATA)
-            {
-                let hint = "set run.eval_every, with [[data.eval]] or data.eval_share";
-                self.without_effect(key, ": the run does not evaluate on its way", hint);
-            }
-        }
-        for (key, on) in
-            [("generate.temperature", g.temperature > 0.0), ("generate.regex", g.regex.is_some())]
-        {
-            if on && g.samples == 0 && self.all_good(&["generate.samples"]) {
-                self.without_effect(
-                    key,
-                    ": generate.samples is 0",
-                    "generate.samples = 100, or leave it out",
-                );
-            }
-        }
+        let g = &recipe.generate;
         if let Some(Err(e)) = g.regex.as_deref().map(regex::Regex::new) {
             self.report("generate.regex", e.to_string(), "a regular expression of the crate regex");
         }
@@ -122,6 +68,13 @@ impl Cross<'_, '_> {
         let message =
             format!("mask = \"{}\" cannot be done for {path}, whose format is \"{format}\"", mask.word());
         self.report(&key, message, format!("\"{format}\" has mask = {}", words.join(" or ")));
+    }
+
+    fn slice(&mut self, path: &str, source: &Source) {
+        if let Some(Err(form)) = source.split.as_deref().map(Slice::parse) {
+            let split = source.split.as_deref().unwrap_or_default();
+            self.report(&format!("{path}.split"), format!("{split:?} is no split"), form);
+        }
     }
 
     fn fields(&mut self, path: &str, source: &Source) {

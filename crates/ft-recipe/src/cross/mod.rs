@@ -2,7 +2,9 @@
 
 mod context;
 mod data;
+mod idle;
 mod optimizer;
+mod preference;
 mod rules;
 mod run;
 
@@ -10,18 +12,20 @@ use crate::check::Checker;
 use crate::keys::Recipe;
 use crate::syntax::Table;
 use context::Cross;
+pub use idle::Facts;
+pub(crate) use idle::changed;
 
 /// Runs all checks. A check is skipped if a key it depends on already has a problem.
 pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     let mut x = Cross { checker, root };
-    x.model(recipe);
     x.rules(recipe);
     x.init(recipe);
     x.sources(recipe);
+    x.preference(recipe);
     x.lengths(recipe);
     x.optimizer(recipe);
     x.in_backward(recipe);
     x.galore(recipe);
-    x.master(recipe);
-    x.serve(recipe);
+    x.log(recipe);
+    x.idle(recipe);
 }

@@ -1,7 +1,7 @@
 //! Checks of `[optimizer]` against further keys.
 
 use super::context::Cross;
-use crate::keys::{Dtype, Master, Method, MicroRows, Offload, Recipe, Schedule};
+use crate::keys::{Dtype, Method, MicroRows, Offload, Recipe};
 
 impl Cross<'_, '_> {
     pub(super) fn optimizer(&mut self, recipe: &Recipe) {
@@ -20,13 +20,6 @@ impl Cross<'_, '_> {
         {
             let message = format!("min_lr = {:?} is above lr = {lr:?}", o.min_lr);
             self.report("optimizer.min_lr", message, "the learning rate falls from lr to min_lr");
-        }
-        if self.all_good(&["optimizer", "optimizer.schedule", "optimizer.min_lr"])
-            && o.schedule == Schedule::Constant
-            && o.min_lr > 0.0
-        {
-            let message = "min_lr does nothing with schedule = \"constant\"".into();
-            self.report("optimizer.min_lr", message, "leave min_lr out, or choose \"cosine\" or \"linear\"");
         }
     }
 
@@ -79,7 +72,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// Conflicts of GaLore with further keys, and GaLore keys without GaLore.
+    /// Conflicts of GaLore with further keys.
     pub(super) fn galore(&mut self, recipe: &Recipe) {
         const KEY: &str = "optimizer.name";
         let o = &recipe.optimizer;
@@ -89,17 +82,6 @@ impl Cross<'_, '_> {
         }
         let word = o.name.word();
         if !o.name.projects() {
-            let changed = [
-                ("optimizer.galore_rank", o.galore_rank != 128),
-                ("optimizer.galore_gap", o.galore_gap != 200),
-                ("optimizer.galore_scale", o.galore_scale != 0.25),
-            ];
-            for (key, changed) in changed {
-                if changed {
-                    let why = format!(" with {KEY} = \"{word}\"");
-                    self.without_effect(key, &why, "leave it out, or write optimizer.name = \"galore\"");
-                }
-            }
             return;
         }
         if recipe.parallel.zero > 0 && recipe.parallel.data > 1 {
@@ -117,20 +99,6 @@ impl Cross<'_, '_> {
             let message =
                 format!("{KEY} = \"{word}\" is for matrices that train in full, and no rule trains any");
             self.report(KEY, message, "a rule with method = \"full\", or optimizer.name = \"adamw\"");
-        }
-    }
-
-    /// Rejects `optimizer.master = "none"` if nothing trains in full.
-    pub(super) fn master(&mut self, recipe: &Recipe) {
-        const KEY: &str = "optimizer.master";
-        if recipe.optimizer.master == Master::None
-            && self.all_good(&[KEY])
-            && self.rules_are_good()
-            && recipe.train.iter().all(|r| !r.is(Method::Full))
-        {
-            let message =
-                format!("{KEY} = \"none\" is for what trains in full, and no rule trains anything so");
-            self.report(KEY, message, "leave it out: LoRA's master weights are small, and kept");
         }
     }
 }

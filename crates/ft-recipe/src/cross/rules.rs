@@ -3,9 +3,6 @@
 use super::context::Cross;
 use crate::keys::{Decomposition, Method, Quantize, Recipe, Rule, TOKENS};
 
-/// LoRA parameters of a rule, with defaults in `[lora]`.
-const LORA: [&str; 5] = ["rank", "alpha", "dropout", "rslora", "dora"];
-
 impl Cross<'_, '_> {
     pub(super) fn rules(&mut self, recipe: &Recipe) {
         if recipe.train.is_empty()
@@ -18,7 +15,6 @@ impl Cross<'_, '_> {
                 "the usual rule is [[train]] with modules = [\"attention\", \"mlp\"]",
             );
         }
-        self.lora_defaults(recipe);
         let freezes = |r: &Rule| r.is(Method::Freeze);
         if !recipe.train.is_empty() && recipe.train.iter().all(freezes) && self.checker.bad.is_empty() {
             self.report(
@@ -34,56 +30,9 @@ impl Cross<'_, '_> {
             }
             if rule.is_of_tokens() {
                 self.tokens(&path, rule);
-            } else {
-                self.modules(&path, rule);
             }
             self.narrowed(recipe, &path, rule);
             self.norms(&path, rule);
-        }
-    }
-
-    /// LoRA parameters without a rule that trains LoRA.
-    fn lora_defaults(&mut self, recipe: &Recipe) {
-        if recipe.uses_lora_defaults() || !self.rules_are_good() {
-            return;
-        }
-        let hint = if recipe.train.is_empty() {
-            "without rules, the config of the adapter in lora.init decides"
-        } else {
-            "leave it out"
-        };
-        let lora = LORA.map(|key| format!("lora.{key}"));
-        for key in lora.iter().map(String::as_str).chain(["optimizer.lr_scale_b"]) {
-            if self.given(key) {
-                let message = format!("{key} does nothing: no [[train]] rule has method = \"lora\"");
-                self.report(key, message, hint);
-            }
-        }
-    }
-
-    /// Reports the keys of a rule that are given in vain. `hint` maps a key to advice.
-    fn in_vain(&mut self, path: &str, keys: &[&str], why: &str, hint: impl Fn(&str) -> String) {
-        for key in keys {
-            let key_path = format!("{path}.{key}");
-            if self.given(&key_path) {
-                self.report(&key_path, format!("{key_path} does nothing {why}"), hint(key));
-            }
-        }
-    }
-
-    /// Checks the keys of a rule for modules.
-    fn modules(&mut self, path: &str, rule: &Rule) {
-        let (modules, tokens) = (format!("{path}.modules"), format!("{path}.tokens"));
-        if rule.tokens.is_some() && self.all_good(&[&modules]) {
-            let message = format!("{tokens} does nothing without modules = [\"{TOKENS}\"]");
-            self.report(&tokens, message, "leave it out, or give the tokens a rule of their own");
-        }
-        let why = format!("with method = \"{}\"", rule.method.word());
-        if rule.method != Method::Lora {
-            self.in_vain(path, &LORA, &why, |key| format!("leave {key} out, or write method = \"lora\""));
-        }
-        if rule.method == Method::Freeze {
-            self.in_vain(path, &["lr_scale"], &why, |key| format!("leave {key} out"));
         }
     }
 
@@ -109,9 +58,6 @@ impl Cross<'_, '_> {
             let message = format!("{path} says not which tokens: {tokens} is missing");
             self.report(path, message, "such as tokens = [\"<think>\", \"</think>\"]");
         }
-        let why = format!("with modules = [\"{TOKENS}\"]");
-        let keys = [&["method", "layers", "experts"][..], &LORA].concat();
-        self.in_vain(path, &keys, &why, |key| format!("leave {key} out: the rows themselves train"));
     }
 
     /// Rejects products of a rule's numbers that are 0 or infinite in f32.
@@ -150,10 +96,6 @@ impl Cross<'_, '_> {
             return;
         }
         let word = d.word();
-        if !recipe.uses_lora_defaults() && self.rules_are_good() {
-            let message = format!("{KEY} = \"{word}\" does nothing: no [[train]] rule has method = \"lora\"");
-            self.report(KEY, message, "leave it out");
-        }
         if d == Decomposition::Loftq && recipe.model.quantize == Quantize::None {
             let message = "loftq begins with what quantizing the weights loses, and model.quantize = \
                 \"none\" loses nothing";

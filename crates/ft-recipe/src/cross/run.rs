@@ -1,33 +1,13 @@
-//! Checks of the model, of batch sizes and ranks, and of `[serve]`.
+//! Checks of lengths, batch sizes and ranks, and of `[log]`.
 
 use super::context::Cross;
-use crate::keys::{Dtype, Quantize, Recipe, Weights};
+use crate::keys::Recipe;
 
 /// Limits on tokens per micro-batch and on ranks. They keep byte counts in the plan within 64 bits.
 const MICRO_TOKENS: u64 = 1 << 31;
 const RANKS: u64 = 1 << 20;
 
 impl Cross<'_, '_> {
-    pub(super) fn model(&mut self, recipe: &Recipe) {
-        let m = &recipe.model;
-        if recipe.memory.scale.is_some()
-            && m.dtype != Some(Dtype::F16)
-            && self.all_good(&["model.dtype", "memory.scale"])
-        {
-            let message = "only training in f16 scales the loss".into();
-            self.report("memory.scale", message, "leave it out, or write model.dtype = \"f16\"");
-        }
-        if m.cache.is_none() || !self.all_good(&["model", "model.cache", "model.quantize", "model.weights"]) {
-            return;
-        }
-        if m.quantize == Quantize::None {
-            let hint = "leave cache out, or write quantize = \"nf4\"";
-            self.without_effect("model.cache", " with quantize = \"none\"", hint);
-        } else if m.weights == Weights::Random {
-            self.without_effect("model.cache", " with weights = \"random\"", "leave cache out");
-        }
-    }
-
     pub(super) fn lengths(&mut self, recipe: &Recipe) {
         let (batch, micro, ranks) =
             (recipe.run.batch_rows, recipe.run.micro_rows.count(), recipe.parallel.data);
@@ -77,15 +57,18 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// Checks `[serve]`.
-    pub(super) fn serve(&mut self, recipe: &Recipe) {
-        let s = &recipe.serve;
-        if !self.all_good(&["serve", "serve.devices", "serve.devices.0", "serve.port"]) {
-            return;
-        }
-        if s.devices.is_empty() && s.port != 8000 {
-            let hint = "serve.devices = [\"cuda:1\"], or leave it out";
-            self.without_effect("serve.port", ": serve.devices is empty", hint);
+    /// Checks `[log]`.
+    pub(super) fn log(&mut self, recipe: &Recipe) {
+        let Some(url) = &recipe.log.mlflow else { return };
+        let address = ["http://", "https://"].iter().find_map(|scheme| url.strip_prefix(scheme));
+        let host = address.and_then(|a| a.split('/').next()).unwrap_or_default();
+        if host.is_empty() {
+            let message = format!("log.mlflow = {url:?} is no address of a server");
+            self.report("log.mlflow", message, "log.mlflow = \"http://localhost:5000\"");
+        } else if host.contains('@') {
+            let message = "log.mlflow holds a user or a password".to_string();
+            let hint = "recipes are kept and shown: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD";
+            self.report("log.mlflow", message, hint);
         }
     }
 }

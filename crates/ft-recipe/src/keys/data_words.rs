@@ -1,4 +1,4 @@
-//! Words of `[data]`.
+//! Words and slices of `[data]`.
 
 use super::checked::Checked;
 use super::field::{Field, Formatted};
@@ -16,8 +16,12 @@ words! {
         Completion = "completion",
         /// `text`.
         Text = "text",
-        /// `input_ids`, `labels`.
+        /// `input_ids`, `labels`, `weights`.
         Tokens = "tokens",
+        /// `prompt`, `chosen`, `rejected` as texts or messages; or `prompt_ids`, `chosen_ids`, `rejected_ids`.
+        Preference = "preference",
+        /// `prompt`, `completion`, `label` (true or false); or `prompt_ids`, `completion_ids`, `label`.
+        Unpaired = "unpaired",
     }
 }
 
@@ -28,7 +32,30 @@ impl Format {
             Format::Messages => &[Mask::Assistant, Mask::Last, Mask::None],
             Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
             Format::Text | Format::Tokens => &[Mask::None],
+            Format::Preference | Format::Unpaired => &[Mask::Completion],
         }
+    }
+
+    /// Whether rows compare or rate completions.
+    pub fn is_preference(self) -> bool {
+        matches!(self, Format::Preference | Format::Unpaired)
+    }
+}
+
+impl Format {
+    /// Whether `form` chooses between the chat template and plain text.
+    pub fn has_forms(self) -> bool {
+        matches!(self, Format::Alpaca | Format::Completion)
+    }
+}
+
+words! {
+    /// `data.*.form`
+    pub enum Form {
+        /// As a conversation, by the chat template.
+        Chat = "chat",
+        /// As one text: the prompt followed by the completion, or an Alpaca prompt.
+        Plain = "plain",
     }
 }
 
@@ -65,5 +92,94 @@ words! {
         Completion = "completion",
         /// Every token.
         None = "none",
+    }
+}
+
+/// An end of a slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// Of all rows.
+    Open,
+    /// Rows from the first, or from the last if below 0.
+    Rows(i64),
+    /// Percent of the rows, likewise.
+    Percent(i64),
+}
+
+/// Consecutive rows of a source, as `split = "train[100:20%]"` has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice(End, End);
+
+impl Slice {
+    /// All rows.
+    pub const ALL: Slice = Slice(End::Open, End::Open);
+
+    /// Splits the value of `split` into name and slice.
+    ///
+    /// # Errors
+    /// The form of a slice, if it has another.
+    pub fn parse(split: &str) -> Result<(&str, Slice), &'static str> {
+        const FORM: &str = "a slice is [100:200], [:20%] or [-50:], behind the name of the split";
+        let Some((name, inside)) = split.split_once('[') else { return Ok((split, Self::ALL)) };
+        let (from, to) = inside.strip_suffix(']').and_then(|s| s.split_once(':')).ok_or(FORM)?;
+        let end = |text: &str| {
+            let text = text.trim();
+            let (number, percent) = text.strip_suffix('%').map_or((text, false), |n| (n, true));
+            match (text.is_empty(), number.parse::<i64>()) {
+                (true, _) => Ok(End::Open),
+                (_, Ok(n)) if percent && n.abs() <= 100 => Ok(End::Percent(n)),
+                (_, Ok(n)) if !percent => Ok(End::Rows(n)),
+                _ => Err(FORM),
+            }
+        };
+        Ok((name, Slice(end(from)?, end(to)?)))
+    }
+
+    /// Whether the rows depend on the number of all rows.
+    pub fn needs_total(self) -> bool {
+        let counted = |end: End| matches!(end, End::Percent(_)) || matches!(end, End::Rows(n) if n < 0);
+        counted(self.0) || counted(self.1)
+    }
+
+    /// The rows of `total`; shares are rounded to the closest row, as in the `datasets` package.
+    pub fn rows(self, total: usize) -> std::ops::Range<usize> {
+        let at = |end: End, open: usize| {
+            let n = match end {
+                End::Open => return open,
+                End::Rows(n) => n,
+                End::Percent(p) => (p as f64 * total as f64 / 100.0).round_ties_even() as i64,
+            };
+            let last = i64::try_from(total).unwrap_or(i64::MAX);
+            let from_first = if n < 0 { last.saturating_add(n) } else { n };
+            usize::try_from(from_first.clamp(0, last)).unwrap_or(open)
+        };
+        let from = at(self.0, 0);
+        from..at(self.1, total).max(from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_those_of_the_datasets_package() {
+        for (split, name, rows) in [
+            ("train", "train", 0..10),
+            ("train[:20%]", "train", 0..2),
+            ("train[80%:]", "train", 8..10),
+            ("test[2:5]", "test", 2..5),
+            ("[-3:]", "", 7..10),
+            ("train[:-10%]", "train", 0..9),
+            ("train[25%:75%]", "train", 2..8),
+            ("train[8:200]", "train", 8..10),
+            ("train[5:2]", "train", 5..5),
+        ] {
+            let (found, slice) = Slice::parse(split).unwrap();
+            assert_eq!((found, slice.rows(10)), (name, rows), "{split}");
+        }
+        for bad in ["train[", "train[1]", "train[a:]", "train[:120%]", "train[1:2]x"] {
+            assert!(Slice::parse(bad).is_err(), "{bad}");
+        }
     }
 }

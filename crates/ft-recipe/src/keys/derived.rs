@@ -1,8 +1,9 @@
 //! Values derived from several keys.
 
+use super::data_words::{Form, Format, Slice};
 use super::kind::TOKENS;
-use super::tables::{Data, Lora, Memory, Optimizer, Parallel, Recipe, Rule, Run, Source};
-use super::words::{Length, Master, Method, Offload};
+use super::tables::{Data, Lora, Memory, Optimizer, Parallel, Preference, Recipe, Rule, Run, Source};
+use super::words::{Length, Master, Method, Offload, PreferenceLoss, Task};
 
 impl Memory {
     /// Whether `memory.offload` contains `what`.
@@ -116,7 +117,26 @@ impl Optimizer {
     }
 }
 
+impl Preference {
+    /// The loss of a task.
+    pub fn loss(&self, task: Task) -> PreferenceLoss {
+        let own = PreferenceLoss::from_word(task.word()).unwrap_or(PreferenceLoss::Sigmoid);
+        self.loss.unwrap_or(own)
+    }
+
+    /// Scale of the rewards in a task.
+    pub fn beta(&self, task: Task) -> f64 {
+        self.beta.unwrap_or(if task == Task::Simpo { 2.0 } else { 0.1 })
+    }
+}
+
 impl Data {
+    /// Whether documents share a row. A row of preferences is one pair or rated completion.
+    pub fn packs(&self) -> bool {
+        let paired = |s: &Source| s.format.is_some_and(Format::is_preference);
+        self.pack && !self.train.iter().chain(&self.eval).any(paired)
+    }
+
     /// Whether evaluation data is configured.
     pub fn evaluates(&self) -> bool {
         self.eval_share > 0.0 || !self.eval.is_empty()
@@ -128,6 +148,30 @@ impl Data {
         match part {
             Part::Eval if self.eval_share == 0.0 => &self.eval,
             _ => &self.train,
+        }
+    }
+}
+
+impl Source {
+    /// The split's name, and the rows of it.
+    pub fn slice(&self) -> (Option<&str>, Slice) {
+        // checked when the recipe was loaded
+        let parsed = self.split.as_deref().map(|s| Slice::parse(s).unwrap_or((s, Slice::ALL)));
+        let (name, slice) = parsed.unwrap_or(("", Slice::ALL));
+        (Some(name).filter(|n| !n.is_empty()), slice)
+    }
+
+    /// Whether only a part of the rows is read.
+    pub fn is_part(&self) -> bool {
+        self.max_samples.is_some() || self.slice().1 != Slice::ALL
+    }
+
+    /// Whether rows go through the chat template; `template`: the model has one.
+    pub fn is_chat(&self, template: bool) -> bool {
+        match self.format {
+            Some(Format::Messages) => true,
+            Some(f) if f.has_forms() => self.form.map_or(template, |f| f == Form::Chat),
+            _ => false,
         }
     }
 }

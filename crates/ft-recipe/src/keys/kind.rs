@@ -47,6 +47,8 @@ pub enum Kind {
     Anything,
     /// A table of strings.
     Strings,
+    /// A list of distinct non-empty strings.
+    Texts,
     /// The list of `train.modules`.
     Modules,
     /// `train.tokens`.

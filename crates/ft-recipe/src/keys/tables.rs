@@ -11,11 +11,11 @@ use super::words::*;
 use crate::syntax::Diagnostic;
 use Kind::{
     Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
-    Table, Tables, Text, Tokens, Word, Words,
+    Table, Tables, Text, Texts, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use ft_base::error::Place;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 /// Largest integer guaranteed by TOML.
@@ -41,6 +41,8 @@ table! {
         /// What trains: rules in order, a later rule wins where two match; what no rule matches is frozen. At
         /// least one rule, or an adapter in lora.init.
         train: Vec<Rule> = Tables(Rule::KEYS), Toml("[]");
+        /// Loss of pairs and rated completions (tasks dpo, orpo, simpo, cpo, kto).
+        preference: Preference = Table(Preference::KEYS), Toml("{}");
         /// Losses on the routers of mixture models.
         router: Router = Table(Router::KEYS), Toml("{}");
         /// Training and evaluation data.
@@ -64,6 +66,8 @@ table! {
         pub folder: PathBuf,
         /// Positions of keys in the recipe, by dotted path.
         pub(crate) places: BTreeMap<String, Place>,
+        /// Dotted paths of given keys with another value than their default; of a rule, all.
+        pub(crate) changed: BTreeSet<String>,
         /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
         /// them.
         pub not_built: Vec<Diagnostic>,
@@ -149,6 +153,29 @@ table! {
 }
 
 table! {
+    /// `[preference]`
+    pub struct Preference {
+        /// For task "dpo", "sigmoid" or "ipo"; for another task the task's name.
+        loss: Option<PreferenceLoss> = Word(PreferenceLoss::WORDS), Absent("\"sigmoid\" for dpo, else the task's name");
+        /// Scale of the rewards.
+        beta: Option<f64> = Number(Bound::Positive), Absent("0.1; for simpo 2.0");
+        /// Share of pairs taken as labeled the wrong way round (loss "sigmoid").
+        label_smoothing: f64 = Number(Bound::BelowOne), Toml("0.0");
+        /// Margin of rewards to reach (simpo).
+        gamma: f64 = Number(Bound::NotNegative), Toml("1.0");
+        /// Weight of the mean negative log-likelihood of the chosen completion (cpo).
+        nll: f64 = Number(Bound::NotNegative), Toml("1.0");
+        /// Weight of desirable completions (kto).
+        desirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
+        /// Weight of undesirable completions (kto).
+        undesirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
+        /// The model that rewards are relative to (dpo, kto): "base" (without adapters), "start" (as the run begins), or the
+        /// path or hub id of a model or of an adapter. It is read once, before training, and not kept in memory.
+        reference: Reference = Text, Toml("\"base\"");
+    }
+}
+
+table! {
     /// `[router]`
     pub struct Router {
         /// Coefficient of the load-balancing loss.
@@ -173,9 +200,13 @@ table! {
         over_length: OverLength = Word(OverLength::WORDS), Toml("\"truncate\"");
         /// Handling of unusable rows.
         on_bad_row: OnBadRow = Word(OnBadRow::WORDS), Toml("\"error\"");
+        /// Largest share of a source's rows that may be left out, for any reason, before a command refuses the data. Beyond
+        /// half the length or the format is most likely wrong.
+        drop_share: f64 = Number(Bound::Share), Toml("0.5");
         /// Whether tokens are kept on disk, for later commands and so that they need no memory.
         cache: bool = Bool, Toml("true");
-        /// Whether documents share a row (never attention; positions restart).
+        /// Whether documents share a row (never attention; positions restart). A row of pairs or rated completions is always
+        /// one of them: no row is padded.
         pack: bool = Bool, Toml("true");
         /// Whether rows come in random order.
         shuffle: bool = Bool, Toml("true");
@@ -199,10 +230,14 @@ table! {
         source: String = Text, Required;
         /// The shape of the rows.
         format: Option<Format> = Word(Format::WORDS), Absent("what fits the first row, and said");
+        /// How rows of prompt and completion, question and answer, or instruction become text.
+        form: Option<Form> = Word(Form::WORDS), Absent("chat if the model has a chat template, and said");
         /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
         weight: f64 = Number(Bound::Positive), Toml("1.0");
-        /// Split of a hub dataset.
+        /// Split of a hub dataset, and a slice of its rows or of a file's: "train[:20%]", "train[100:200]", "[-50:]".
         split: Option<String> = Text, Absent("the dataset's only one");
+        /// Rows of this source that are read at the most: the first ones, of the slice.
+        max_samples: Option<usize> = Int(1, COUNT), Absent("all");
         /// Config of a hub dataset.
         config: Option<String> = Text, Absent("the dataset's default, or only one");
         /// Branch, tag or commit of a hub dataset.
@@ -384,8 +419,14 @@ table! {
         tensorboard: bool = Bool, Toml("false");
         /// Write steps and evaluations as a table too, metrics.csv of the run folder.
         csv: bool = Bool, Toml("false");
-        /// A prompt that the model answers before and after training, in the form of the training data; on the
-        /// terminal and in metrics.jsonl.
-        sample: Option<String> = Text, Absent("no reply is shown");
+        /// Prompts that the model answers before training and at each evaluation, greedily and in the form of the
+        /// training data; on the terminal, in metrics.jsonl and in the report.
+        samples: Vec<String> = Texts, Toml("[]");
+        /// Address of an MLflow server that gets metrics, keys and the end of the run: "http://localhost:5000". A
+        /// server that does not answer never stops a run. Secrets are read from MLFLOW_TRACKING_TOKEN, or
+        /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+        mlflow: Option<String> = Text, Absent("nothing is sent");
+        /// The experiment on that server, made when missing. The run has the recipe's name.
+        mlflow_experiment: Option<String> = Text, Absent("MLFLOW_EXPERIMENT_NAME, else \"ft\"");
     }
 }

@@ -1,6 +1,7 @@
 //! Words that recipe keys accept, and further scalar types.
 
 use super::checked::Checked;
+use super::data_words::Format;
 use super::field::{Field, Formatted, list_of};
 use super::macros::{doc, words};
 use crate::syntax::quote;
@@ -10,6 +11,93 @@ words! {
     pub enum Task {
         /// Supervised fine-tuning.
         Sft = "sft",
+        /// Direct preference optimization of pairs (arXiv 2305.18290), or IPO (preference.loss).
+        Dpo = "dpo",
+        /// Odds ratio preference optimization of pairs, without a reference (arXiv 2403.07691).
+        Orpo = "orpo",
+        /// Simple preference optimization of pairs, without a reference (arXiv 2405.14734).
+        Simpo = "simpo",
+        /// Contrastive preference optimization of pairs, without a reference (arXiv 2401.08417).
+        Cpo = "cpo",
+        /// Kahneman-Tversky optimization of rated completions (arXiv 2402.01306).
+        Kto = "kto",
+        /// A reward model of pairs.
+        Reward = "reward",
+        /// Distillation of a teacher's logits.
+        Distill = "distill",
+    }
+}
+
+impl Task {
+    /// Whether completions are compared or rated.
+    pub fn prefers(self) -> bool {
+        matches!(self, Task::Dpo | Task::Orpo | Task::Simpo | Task::Cpo | Task::Kto)
+    }
+
+    /// Whether the loss compares the model with a reference.
+    pub fn has_reference(self) -> bool {
+        matches!(self, Task::Dpo | Task::Kto)
+    }
+
+    /// The only format of the task's rows; `None` for every format of single documents.
+    pub fn format(self) -> Option<Format> {
+        match self {
+            Task::Dpo | Task::Orpo | Task::Simpo | Task::Cpo | Task::Reward => Some(Format::Preference),
+            Task::Kto => Some(Format::Unpaired),
+            Task::Sft | Task::Distill => None,
+        }
+    }
+
+    /// Whether the task reads rows of a format.
+    pub fn takes(self, format: Format) -> bool {
+        self.format().map_or(!format.is_preference(), |only| only == format)
+    }
+}
+
+words! {
+    /// `preference.loss`
+    pub enum PreferenceLoss {
+        /// The negative logarithm of the sigmoid of the difference of rewards (DPO).
+        Sigmoid = "sigmoid",
+        /// Identity preference optimization (arXiv 2310.12036), by means over the tokens.
+        Ipo = "ipo",
+        /// Of task "orpo".
+        Orpo = "orpo",
+        /// Of task "simpo".
+        Simpo = "simpo",
+        /// Of task "cpo".
+        Cpo = "cpo",
+        /// Of task "kto".
+        Kto = "kto",
+    }
+}
+
+/// `preference.reference`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reference {
+    /// The base model, without adapters.
+    Base,
+    /// The model at the start of the run.
+    Start,
+    /// Another model, or an adapter of this one: path or hub id.
+    Other(String),
+}
+
+impl Field for Reference {
+    fn read(checked: Option<&Checked>) -> Self {
+        match String::read(checked) {
+            text if text.is_empty() || text == "base" => Reference::Base,
+            text if text == "start" => Reference::Start,
+            text => Reference::Other(text),
+        }
+    }
+
+    fn write(&self) -> Formatted {
+        Formatted::Value(quote(match self {
+            Reference::Base => "base",
+            Reference::Start => "start",
+            Reference::Other(other) => other.as_str(),
+        }))
     }
 }
 

@@ -4,7 +4,7 @@ use super::error::{Error, LARGEST};
 use super::shipped::{SHIPPED, Shipped};
 use super::yaml::yaml;
 use crate::check::values::is_name;
-use crate::check::{Checker, find_unsupported, nearest};
+use crate::check::{Checker, find_unsupported, meant, nearest};
 use crate::cross;
 use crate::keys::{Recipe, Section};
 use crate::syntax::{Diagnostic, Problems, SourceText, Span, apply_overrides, read};
@@ -88,10 +88,11 @@ impl Recipe {
             return Err(Error::Problems(Problems::new(vec![d])));
         }
         let (mut root, syntax) = read(&texts);
-        let from_command_line = apply_overrides(&mut root, &texts);
+        let from_command_line = apply_overrides(&mut root, &texts, meant);
         let mut checker = Checker { texts: &texts, problems: from_command_line, bad: Default::default() };
         let section = checker.root(&root);
         let mut recipe = Recipe::typed(&section, &texts, path);
+        recipe.changed = cross::changed(&root);
         cross::check(&mut checker, &root, &recipe);
         let refused = find_unsupported(&root, &texts, &checker.bad);
         let mut problems = checker.problems;
@@ -112,6 +113,22 @@ impl Recipe {
         });
         recipe.places.insert(String::new(), Place { file: texts[0].name.clone(), line: 0, column: 0 });
         Ok(recipe)
+    }
+
+    /// A copy with more settings in command-line form, checked as a whole, for plans.
+    ///
+    /// # Errors
+    /// All problems of the changed recipe at once.
+    pub fn with(&self, set: &[String]) -> Result<Recipe, Error> {
+        let mut r = Self::build(self.to_toml().as_bytes(), Path::new("recipe.toml"), set, true)?;
+        r.folder.clone_from(&self.folder);
+        let here = self.data.train.iter().chain(&self.data.eval);
+        for (source, same) in r.data.train.iter_mut().chain(&mut r.data.eval).zip(here) {
+            if source.source == same.source {
+                source.fetched.clone_from(&same.fetched);
+            }
+        }
+        Ok(r)
     }
 
     /// Converts the checked recipe and fills in values derived from other keys.

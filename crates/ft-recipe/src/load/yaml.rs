@@ -22,5 +22,8 @@ pub(super) fn yaml(texts: &[SourceText], path: &Path) -> Option<Diagnostic> {
     }
     let at = Span { text: 0, bytes: 0..1 };
     let d = Diagnostic::new(texts, &at, "this is YAML, and a recipe is TOML: key = value, tables as [data]");
-    Some(d.hint("ft init asks for what a recipe needs and writes one; ft recipes lists some to begin with"))
+    Some(d.hint(
+        "ft import FILE makes a recipe of a configuration of axolotl, LLaMA-Factory, torchtune or TRL; ft init \
+         asks for what a recipe needs",
+    ))
 }

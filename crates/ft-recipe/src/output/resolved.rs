@@ -1,6 +1,6 @@
 //! Writes recipes: the resolved recipe of a run folder, and the keys compared on resume.
 
-use crate::keys::{Formatted, Keys, Method, Recipe, Unset, find_key};
+use crate::keys::{Formatted, Keys, Recipe, Unset, find_key};
 use crate::syntax::join;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -52,16 +52,40 @@ impl Recipe {
     ///
     /// Keys without a value become comments that describe the default behavior.
     pub fn to_toml(&self) -> String {
-        let mut out = String::from("# The resolved recipe: every key, with the defaults filled in.\n");
-        for block in self.blocks() {
-            if !block.header.is_empty() {
-                let _ = write!(out, "\n{}\n", block.header);
+        let head = "# The resolved recipe: every key, with the defaults filled in.\n";
+        self.toml_of(head, |_, _| true)
+    }
+
+    /// The keys at these dotted paths that have a value as TOML, in documentation order.
+    pub fn to_toml_of(&self, paths: &[String]) -> String {
+        let wanted = |path: &str, has_value| has_value && paths.iter().any(|p| p == path);
+        self.toml_of("", wanted).trim_start().to_string()
+    }
+
+    /// Dotted paths of the keys that the recipe file or the command line sets, in documentation order.
+    pub fn given(&self) -> Vec<String> {
+        self.keys().into_iter().map(|(path, _)| path).filter(|path| self.places.contains_key(path)).collect()
+    }
+
+    /// The keys of the resolved recipe that have a value, by dotted path, as TOML.
+    pub fn keys(&self) -> Vec<(String, String)> {
+        let key = |prefix: &str, (key, value): (&str, Option<String>)| Some((join(prefix, key), value?));
+        let blocks = self.blocks().into_iter();
+        blocks.flat_map(|b| b.keys.into_iter().filter_map(move |k| key(&b.prefix, k))).collect()
+    }
+
+    fn toml_of(&self, head: &str, wanted: impl Fn(&str, bool) -> bool) -> String {
+        let mut out = head.to_string();
+        for Block { header, prefix, mut keys } in self.blocks() {
+            keys.retain(|(key, value)| wanted(&join(&prefix, key), value.is_some()));
+            if !header.is_empty() && !keys.is_empty() {
+                let _ = write!(out, "\n{header}\n");
             }
-            let width = block.keys.iter().map(|(k, _)| k.len()).max().unwrap_or(0);
-            for (key, value) in &block.keys {
+            let width = keys.iter().map(|(k, _)| k.len()).max().unwrap_or(0);
+            for (key, value) in &keys {
                 let _ = match value {
                     Some(value) => writeln!(out, "{key:<width$} = {value}"),
-                    None => writeln!(out, "# {key}: {}", without(&join(&block.prefix, key))),
+                    None => writeln!(out, "# {key}: {}", without(&join(&prefix, key))),
                 };
             }
         }
@@ -104,7 +128,7 @@ impl Recipe {
         for (key, written) in keys {
             let path = join(prefix, key);
             match written {
-                _ if self.is_idle(prefix, key) => {}
+                _ if self.is_idle(&path) || self.is_replaced(&path) => {}
                 Formatted::Nothing => blocks[at].keys.push((key, None)),
                 Formatted::Value(value) => blocks[at].keys.push((key, Some(value))),
                 Formatted::Table(keys) => self.add(blocks, format!("[{path}]"), &path, keys),
@@ -117,25 +141,13 @@ impl Recipe {
         }
     }
 
-    /// Whether a key has no effect next to the present keys, and would be rejected when the file is
-    /// parsed again.
-    fn is_idle(&self, prefix: &str, key: &str) -> bool {
-        let lora = ["rank", "alpha", "dropout", "rslora", "dora"].contains(&key);
-        let rule = prefix.strip_prefix("train.").and_then(|i| self.train.get(i.parse::<usize>().ok()?));
-        match (prefix, key, rule) {
-            ("lora", _, _) => lora && !self.uses_lora_defaults(),
-            (_, "lr_scale", Some(rule)) => rule.is(Method::Freeze),
-            (_, "method" | "layers", Some(rule)) => rule.is_of_tokens(),
-            (_, "tokens", Some(rule)) => !rule.is_of_tokens(),
-            (_, _, Some(rule)) => lora && !rule.is(Method::Lora),
-            ("run", "epochs", _) => self.run.steps.is_some(),
-            ("run", "steps", _) => self.run.steps.is_none(),
-            ("optimizer", "lr_scale_b", _) => !self.uses_lora_defaults(),
-            ("optimizer", "galore_rank" | "galore_gap" | "galore_scale", _) => {
-                !self.optimizer.name.projects()
-            }
-            ("optimizer", "warmup_steps", _) => self.optimizer.warmup_ratio.is_some(),
-            ("optimizer", "warmup_ratio", _) => self.optimizer.warmup_ratio.is_none(),
+    /// Whether another key is given in place of the one at `path`.
+    fn is_replaced(&self, path: &str) -> bool {
+        match path {
+            "run.epochs" => self.run.steps.is_some(),
+            "run.steps" => self.run.steps.is_none(),
+            "optimizer.warmup_steps" => self.optimizer.warmup_ratio.is_some(),
+            "optimizer.warmup_ratio" => self.optimizer.warmup_ratio.is_none(),
             _ => false,
         }
     }

@@ -78,6 +78,9 @@ fn kind(kind: Kind) -> Map<String, Value> {
         Kind::Strings => {
             json!({ "type": "object", "additionalProperties": { "type": "string", "minLength": 1 } })
         }
+        Kind::Texts => json!({
+            "type": "array", "uniqueItems": true, "items": { "type": "string", "minLength": 1 },
+        }),
         Kind::Modules => json!({
             "type": "array", "minItems": 1, "uniqueItems": true,
             "items": { "anyOf": [

@@ -8,12 +8,16 @@ use toml::de::DeTable;
 /// Mutually exclusive keys (section, key, other): setting `key` on the command line removes `other`.
 const EXCLUSIVE: &[(&str, &str, &str)] = &[
     ("run", "epochs", "steps"),
+    ("run", "steps", "epochs"),
     ("optimizer", "warmup_steps", "warmup_ratio"),
     ("optimizer", "warmup_ratio", "warmup_steps"),
 ];
 
-/// Applies the overrides (`texts[1..]`) to `root`.
-pub(crate) fn apply_overrides(root: &mut Table, texts: &[SourceText]) -> Vec<Diagnostic> {
+/// A value by path and spelling.
+pub(crate) type Meant = fn(&str, &str, Node) -> Node;
+
+/// Applies the overrides (`texts[1..]`) to `root`; `meant` changes values by the kind of their key.
+pub(crate) fn apply_overrides(root: &mut Table, texts: &[SourceText], meant: Meant) -> Vec<Diagnostic> {
     let mut problems = Vec::new();
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
     let keys: Vec<&str> =
@@ -27,6 +31,8 @@ pub(crate) fn apply_overrides(root: &mut Table, texts: &[SourceText]) -> Vec<Dia
     for (i, text) in texts.iter().enumerate().skip(1) {
         match parse_override(texts, i) {
             Ok((path, path_at, node)) => {
+                let word = text.text.split_once('=').map_or("", |(_, v)| v.trim());
+                let node = meant(path, word, node);
                 if let Some(first) = seen.insert(path, i) {
                     let message = format!("{path} is given twice on the command line");
                     problems.push(

@@ -6,4 +6,4 @@ pub mod json;
 mod path;
 
 pub use input::{LARGEST, open_plain, read_given, read_plain, read_plain_text};
-pub use path::{check_name, open_inside, read_inside};
+pub use path::{check_name, open_inside, read_if_there, read_inside};

@@ -1,13 +1,16 @@
-//! Safe file names: plain files inside a given folder.
+//! Files of a folder that others may have filled: a model, an adapter, a run. The rule is [`open_inside`]: plain
+//! files inside the folder; no link out of it, except into the blobs of the hub's cache. All such files are read
+//! by it, so that nothing outside can get into what is written, exported or published.
 
 use std::fs::{File, OpenOptions};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::OFlags;
 
 use crate::store::Error;
+use crate::store::disk::human_bytes;
 
 /// Checks that `name` is a non-empty relative path without `.` in front, `..`, root, backslash or NUL.
 /// Does not access the file system.
@@ -78,15 +81,27 @@ pub fn open_inside(dir: &Path, name: &str) -> Result<(File, PathBuf), Error> {
 /// Reads `dir/name`, under the rules of [`open_inside`].
 ///
 /// # Errors
-/// As [`open_inside`]; [`Error::Changed`] for a file of more than `most` bytes.
+/// As [`open_inside`]; [`Error::Unsafe`] for a file of more than `most` bytes.
 pub fn read_inside(dir: &Path, name: &str, most: u64) -> Result<Vec<u8>, Error> {
     let (file, path) = open_inside(dir, name)?;
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes).map_err(|e| Error::read(&path, e))?;
     if bytes.len() as u64 > most {
-        return Err(Error::Changed { path, problem: format!("is larger than {most} bytes") });
+        let why = format!("it is larger than {}", human_bytes(most));
+        return Err(Error::Unsafe { dir: dir.to_path_buf(), name: name.into(), why });
     }
     Ok(bytes)
+}
+
+/// As [`read_inside`]; `None` if there is no such file.
+///
+/// # Errors
+/// As [`read_inside`].
+pub fn read_if_there(dir: &Path, name: &str, most: u64) -> Result<Option<Vec<u8>>, Error> {
+    match read_inside(dir, name, most) {
+        Err(Error::Read { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+        read => read.map(Some),
+    }
 }
 
 /// Whether `real` is a blob in the hub cache, for a `real_dir` that is a snapshot of the same repository.

@@ -14,7 +14,7 @@ use crate::store::read::open_inside;
 
 /// Prefix and suffix of temporary files and folders, by which a sweep finds the leftovers of killed
 /// processes.
-pub(super) const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
+pub(in crate::store) const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
 
 /// A file being written under a temporary name. Removed on drop unless committed.
 pub struct AtomicFile {
@@ -62,6 +62,14 @@ impl AtomicFile {
     pub fn commit_as(mut self, path: &Path) -> Result<(), Error> {
         self.path = path.to_path_buf();
         self.commit()
+    }
+
+    /// Renames the file to the final name as it is, and returns it for further writes.
+    pub fn publish(self) -> Result<File, Error> {
+        let fail = |e| Error::write("create", &self.path, self.needed, e);
+        let file = self.file.persist(&self.path).map_err(|e| fail(e.error))?;
+        file.unlock().map_err(fail)?;
+        Ok(file)
     }
 
     /// Makes the contents durable and renames the file to the final name.

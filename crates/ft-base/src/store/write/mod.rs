@@ -1,11 +1,14 @@
-//! Atomic writes: files, folders, and locks on folders.
+//! Writing: files and folders, atomically or step by step, and locks on folders.
 
 mod atomic;
 mod folder;
 mod lock;
+mod plain;
 mod run_lock;
 mod workspace;
 
+pub(super) use atomic::TEMPORARY;
 pub use atomic::{AtomicFile, copy_inside, folder_of, sweep_temporary, sync_folder, write_atomic};
 pub use folder::AtomicFolder;
+pub use plain::{append, create, reopen};
 pub use run_lock::RunLock;

@@ -1,11 +1,17 @@
 //! Locks on run folders.
 
 use std::path::Path;
+use std::time::Duration;
 
 use super::atomic::sweep_temporary;
 use super::lock::{LOCK, Lock};
 use super::workspace::{is_workspace, sweep};
 use crate::store::Error;
+
+/// Number of attempts to lock a run folder, and the pause between them: a killed process holds its locks until the
+/// system has taken back its memory.
+const TRIES: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Exclusive right to write in a run folder, until dropped or the process ends.
 #[derive(Debug)]
@@ -20,10 +26,21 @@ impl RunLock {
     /// Drop removes the lock file, and newly created folders if they are empty.
     ///
     /// # Errors
-    /// [`Error::Locked`] if another process holds the lock; [`Error::Write`] if the folder is not
+    /// [`Error::Locked`] if another process holds the lock for two seconds; [`Error::Write`] if the folder is not
     /// writable (so a read-only disk is detected before the first step).
     pub fn take(dir: &Path) -> Result<RunLock, Error> {
-        let lock = Lock::take(dir, false)?;
+        Self::take_with(dir, &mut || std::thread::sleep(PAUSE))
+    }
+
+    fn take_with(dir: &Path, pause: &mut dyn FnMut()) -> Result<RunLock, Error> {
+        let lock = (1..TRIES).find_map(|_| match Lock::take(dir, false) {
+            Err(Error::Locked { .. }) => {
+                pause();
+                None
+            }
+            other => Some(other),
+        });
+        let lock = lock.unwrap_or_else(|| Lock::take(dir, false))?;
         sweep_temporary(dir)?;
         sweep(dir, None);
         let entries = std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))?;
@@ -66,6 +83,20 @@ mod tests {
         assert!(text.contains("runs/a"), "{text}");
         drop(first);
         RunLock::take(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_lock_held_for_a_moment_is_waited_for() {
+        let root = tempfile::tempdir().unwrap();
+        let mut first = Some(RunLock::take(root.path()).unwrap());
+        let mut pauses = 0;
+        let second = RunLock::take_with(root.path(), &mut || {
+            pauses += 1;
+            if pauses == 3 {
+                first = None;
+            }
+        });
+        assert!(second.is_ok() && pauses == 3);
     }
 
     #[test]

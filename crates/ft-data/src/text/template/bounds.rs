@@ -141,12 +141,19 @@ fn walk(value: &Value, depth: usize, data: bool) -> Result<(), Error> {
                 walk(&value, depth + 1, data)?;
             }
         }
-        ObjectRepr::Seq | ObjectRepr::Iterable => {
+        // by index, since iteration would empty a generator
+        ObjectRepr::Iterable => {
+            for i in 0usize.. {
+                let Some(value) = object.get_value(&Value::from(i)) else { break };
+                walk(&value, depth + 1, data)?;
+            }
+        }
+        // other objects enumerate the values that they hold
+        _ => {
             for value in object.try_iter().into_iter().flatten() {
                 walk(&value, depth + 1, data)?;
             }
         }
-        _ => {}
     }
     Ok(())
 }
@@ -155,24 +162,4 @@ fn walk(value: &Value, depth: usize, data: bool) -> Result<(), Error> {
 fn holds_others(object: &DynObject) -> bool {
     let name = object.type_name();
     name.ends_with("::Namespace") || name.ends_with("::Loop")
-}
-
-/// Makes a value safe to store: spends the cost of the contents, and collects lazy sequences into a list,
-/// so chains of lazy values cannot grow.
-pub(crate) fn made(value: Value) -> Result<Value, Error> {
-    match value.as_object() {
-        Some(o) if o.repr() == ObjectRepr::Iterable => {
-            let mut list = Vec::new();
-            for item in value.try_iter()?.checked() {
-                let item = item?;
-                weigh(&item)?;
-                list.push(item);
-            }
-            Ok(Value::from(list))
-        }
-        _ => {
-            weigh(&value)?;
-            Ok(value)
-        }
-    }
 }

@@ -1,12 +1,13 @@
-//! Inserts budget checks into compiled templates: instructions that create or traverse values are replaced
-//! by, or preceded by, calls that spend costs first. Also checks the source before compilation, since
-//! parser and compiler recurse with the nesting and evaluate constants of any size.
+//! Compiles templates with Python's operators and with budget checks: instructions with rules of the engine are
+//! replaced by calls of own functions, which spend costs first. Also checks the source before compilation, since
+//! parser and compiler recurse with the nesting. The only file that knows the engine's instructions.
 
-use super::ops;
+use super::operators;
+use super::unfold::{python_escapes, unfolded};
 use minijinja::machinery::{CodeGenerator, Instruction as I, Instructions, Token, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, Value};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Maximum size of a template in bytes; published templates have at most some tens of thousands.
 const LONGEST: usize = 512 << 10;
@@ -16,14 +17,12 @@ const TOKENS: usize = 1024;
 const BRANCHES: usize = 1000;
 /// Maximum length of a name in bytes.
 const NAME: usize = 256;
-/// Maximum total size of evaluated constants in a template, in bytes.
-const CONSTANTS: u128 = 8 << 20;
 
 fn refuse(line: usize, why: impl Into<String>) -> (usize, String) {
     (line, why.into())
 }
 
-/// Checks length, nesting and constants of a template before compilation.
+/// Checks length and nesting of a template before compilation.
 ///
 /// # Errors
 /// The line, and the exceeded limit.
@@ -31,34 +30,20 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     if source.len() > LONGEST {
         return Err(refuse(0, format!("it is longer than {} KiB", LONGEST >> 10)));
     }
-    let (mut constants, mut branches) = (0u128, 0);
-    let mut tag = Tag::default();
+    let (mut tokens, mut branches) = (0, 0);
     for token in tokenize(source, false, syntax.clone()) {
         // the parser reports invalid tokens with a better message
         let Ok((token, span)) = token else { return Ok(()) };
         let line = span.start_line as usize;
         match token {
             Token::TemplateData(_) => continue,
-            Token::VariableStart | Token::BlockStart => tag = Tag::default(),
-            Token::VariableEnd | Token::BlockEnd => {
-                constants = constants.saturating_add(tag.constant());
-                if constants > CONSTANTS {
-                    return Err(refuse(line, "it computes constants that are too large"));
-                }
-            }
+            Token::VariableStart | Token::BlockStart => tokens = 0,
             Token::Ident(name) if name.len() > NAME => return Err(refuse(line, "a name is too long")),
             Token::Ident("elif" | "else") => branches += 1,
-            Token::Str(s) => tag.bytes += s.len() as u128,
-            Token::String(s) => tag.bytes += s.len() as u128,
-            Token::Int(n) => tag.times(u128::from(n)),
-            Token::Int128(n) => tag.times(*n),
-            Token::Float(x) => tag.times(x.abs() as u128),
-            Token::Mul => tag.products = true,
-            Token::Pow => tag.powers = true,
             _ => {}
         }
-        tag.tokens += 1;
-        if tag.tokens > TOKENS {
+        tokens += 1;
+        if tokens > TOKENS {
             return Err(refuse(line, format!("a tag has more than {TOKENS} words and signs")));
         }
         if branches > BRANCHES {
@@ -68,30 +53,11 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     Ok(())
 }
 
-/// Estimated size of the constants in a tag.
-#[derive(Default)]
-struct Tag {
-    tokens: usize,
-    bytes: u128,
-    factor: Option<u128>,
-    products: bool,
-    powers: bool,
-}
-
-impl Tag {
-    fn times(&mut self, n: u128) {
-        self.factor = Some(self.factor.unwrap_or(1).saturating_mul(n.max(1)));
-    }
-
-    /// Upper bound in bytes: strings and lists can only be repeated by literal numbers or powers of them.
-    fn constant(&self) -> u128 {
-        let all = 40 * self.tokens as u128 + self.bytes;
-        match (self.products, self.powers) {
-            (false, _) => all,
-            (true, false) => all.saturating_mul(self.factor.unwrap_or(1)),
-            (true, true) => u128::MAX,
-        }
-    }
+/// The names in the tags of a template: variables, attributes, filters.
+pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
+    let tokens = tokenize(source, false, syntax.clone()).flatten();
+    let name = |(token, _)| if let Token::Ident(name) = token { Some(name.to_string()) } else { None };
+    tokens.filter_map(name).collect()
 }
 
 /// Reason for refusing a template.
@@ -106,7 +72,11 @@ pub(crate) enum Refused {
 ///
 /// # Errors
 /// Syntax errors, and constructs that cannot be bounded.
-pub(super) fn compile(env: &mut Environment<'static>, source: &'static str) -> Result<Guarded, Refused> {
+pub(super) fn compile(env: &mut Environment<'static>, source: &str) -> Result<Guarded, Refused> {
+    let source = &python_escapes(source, env.syntax());
+    let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
+    // templates are compiled once and live as long as the process
+    let source: &'static str = Box::leak(unfolded(source, &tree).into_boxed_str());
     let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
     let mut generator = CodeGenerator::new("template", source);
     generator.compile_stmt(&tree);
@@ -232,32 +202,27 @@ fn replaced(
     if let Some(why) = refused(i) {
         return Err(why.into());
     }
-    let small = constant.is_some_and(|c| c.as_str().is_none_or(|s| s.len() <= NAME));
+    // comparison with a short text constant is cheap, and the engine's rule is Python's
+    let small = constant.is_some_and(|c| c.as_str().is_some_and(|s| s.len() <= NAME));
     let f = filters;
+    if let Some((name, arguments)) = operator(i).filter(|_| !(small && matches!(i, I::Eq | I::Ne))) {
+        return Ok(vec![f.call(name, arguments)]);
+    }
     Ok(match i {
-        I::Add => vec![f.call("ft_add", 2)],
-        I::Mul => vec![f.call("ft_mul", 2)],
-        I::StringConcat => vec![f.call("ft_concat", 2)],
-        I::Slice => vec![f.call("ft_slice", 4)],
-        I::Eq | I::Ne | I::Lt | I::Lte | I::Gt | I::Gte => match comparison(i).filter(|_| !small) {
-            Some(name) => vec![f.call(name, 2)],
-            // comparison with a short constant is cheap
-            None => vec![copy(i)?],
-        },
-        I::In if constant.is_some_and(|c| c.as_str().is_none()) => vec![I::In],
-        I::In => vec![f.call("ft_in", 2)],
+        // a, b becomes b, a op b; the engine does not export the type of `op`
         I::CompareAndPreserve(op) => {
-            let weigh = f.call("ft_weigh", 1);
-            let again = f.call("ft_weigh", 1);
-            vec![weigh, I::Swap, again, I::Swap, I::CompareAndPreserve(*op)]
+            vec![I::LoadConst(Value::from(format!("{op:?}"))), f.call("ft_compare", 3), I::UnpackList(2)]
         }
-        I::GetItem if small && constant.is_some_and(|c| c.as_str().is_some()) => vec![I::GetItem],
-        I::GetItem => vec![f.call("ft_item", 2)],
+        I::GetAttr(name) => vec![I::LoadConst(Value::from(*name)), f.call("ft_attr", 2)],
         I::BuildList(Some(n)) => vec![f.call("ft_list", *n)],
         I::BuildTuple(Some(n)) => vec![f.call("ft_tuple", *n)],
         I::BuildMap(n) => vec![f.call("ft_map", 2 * n)],
         I::SetAttr(name) => vec![I::Swap, f.call("ft_data", 1), I::Swap, I::SetAttr(name)],
         I::PushLoop(flags) => vec![f.call("ft_iter", 1), I::PushLoop(*flags)],
+        // a recursion enters the loop behind that check
+        I::FastRecurse => vec![f.call("ft_iter", 1), I::FastRecurse],
+        I::CallFunction("loop", Some(1)) => vec![f.call("ft_iter", 1), I::CallFunction("loop", Some(1))],
+        I::UnpackList(n) => vec![f.call("ft_unpack", 1), I::UnpackList(*n)],
         I::Iterate(to) => {
             vec![I::LoadConst(Value::from(())), f.call("ft_tick", 1), I::DiscardTop, I::Iterate(*to)]
         }
@@ -270,7 +235,7 @@ fn replaced(
         I::Enclose(name) => {
             vec![I::LoadConst(Value::from(())), f.call("ft_closure", 1), I::DiscardTop, I::Enclose(name)]
         }
-        I::CallMethod(name, Some(n)) => vec![f.call(ops::add_method(env, name), usize::from(*n))],
+        I::CallMethod(name, Some(n)) => vec![f.call(operators::add_method(env, name), usize::from(*n))],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         other => vec![copy(other)?],
     })
@@ -294,15 +259,27 @@ fn refused(i: &I<'_>) -> Option<&'static str> {
     }
 }
 
-/// The filter that spends the cost of a comparison.
-fn comparison(i: &I<'_>) -> Option<&'static str> {
+/// The filter in place of an operator, and the number of operands.
+fn operator(i: &I<'_>) -> Option<(&'static str, usize)> {
     Some(match i {
-        I::Eq => "ft_eq",
-        I::Ne => "ft_ne",
-        I::Lt => "ft_lt",
-        I::Lte => "ft_lte",
-        I::Gt => "ft_gt",
-        I::Gte => "ft_gte",
+        I::Add => ("ft_add", 2),
+        I::Sub => ("ft_sub", 2),
+        I::Mul => ("ft_mul", 2),
+        I::Div => ("ft_div", 2),
+        I::IntDiv => ("ft_floor", 2),
+        I::Rem => ("ft_rem", 2),
+        I::Pow => ("ft_pow", 2),
+        I::Neg => ("ft_neg", 1),
+        I::StringConcat => ("ft_concat", 2),
+        I::Slice => ("ft_slice", 4),
+        I::Eq => ("ft_eq", 2),
+        I::Ne => ("ft_ne", 2),
+        I::Lt => ("ft_lt", 2),
+        I::Lte => ("ft_lte", 2),
+        I::Gt => ("ft_gt", 2),
+        I::Gte => ("ft_gte", 2),
+        I::In => ("ft_in", 2),
+        I::GetItem => ("ft_item", 2),
         _ => return None,
     })
 }
@@ -317,24 +294,12 @@ fn copy(i: &I<'static>) -> Result<I<'static>, String> {
         I::Emit => I::Emit,
         I::StoreLocal(n) => I::StoreLocal(n),
         I::Lookup(n) => I::Lookup(n),
-        I::GetAttr(n) => I::GetAttr(n),
         I::LoadConst(v) => I::LoadConst(v.clone()),
         I::BuildKwargs(n) => I::BuildKwargs(*n),
         // a loop with a condition: collects existing items pushed one by one
         I::BuildList(None) => I::BuildList(None),
-        I::UnpackList(n) => I::UnpackList(*n),
-        I::Sub => I::Sub,
-        I::Div => I::Div,
-        I::IntDiv => I::IntDiv,
-        I::Rem => I::Rem,
-        I::Pow => I::Pow,
-        I::Neg => I::Neg,
         I::Eq => I::Eq,
         I::Ne => I::Ne,
-        I::Lt => I::Lt,
-        I::Lte => I::Lte,
-        I::Gt => I::Gt,
-        I::Gte => I::Gte,
         I::Not => I::Not,
         I::ApplyFilter(name, n, id) => I::ApplyFilter(name, *n, *id),
         I::PerformTest(name, n, id) => I::PerformTest(name, *n, *id),
@@ -354,7 +319,6 @@ fn copy(i: &I<'static>) -> Result<I<'static>, String> {
         I::DupTop => I::DupTop,
         I::DiscardTop => I::DiscardTop,
         I::FastSuper => I::FastSuper,
-        I::FastRecurse => I::FastRecurse,
         I::CallBlock(n) => I::CallBlock(n),
         I::BuildMacro(name, t, flags) => I::BuildMacro(name, *t, *flags),
         I::Return => I::Return,

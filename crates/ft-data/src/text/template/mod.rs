@@ -2,14 +2,17 @@
 //! rendering ends within about a second and in bounded memory.
 
 mod bounds;
-mod builtins;
-mod costs;
+mod checks;
+mod filters;
+mod functions;
 mod guard;
 pub(crate) mod json;
-mod ops;
+mod operators;
+mod python;
 mod render;
 #[cfg(test)]
 mod tests;
+mod unfold;
 
 #[cfg(test)]
 pub(crate) use render::renderings;

@@ -2,14 +2,14 @@
 
 use super::bounds::{self, spend};
 use super::guard::{self, Guarded};
-use super::{builtins, json, ops};
+use super::python::kind::integer;
+use super::{checks, filters, functions, json, operators};
 use crate::error::Error;
-use crate::text::date;
 use ft_base::terminal::panics::caught;
 use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Enumerator, Kwargs, Object, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, syntax::SyntaxConfig};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -70,8 +70,10 @@ pub(crate) struct Template {
     tool_use: Option<Guarded>,
     has_generation: bool,
     /// Template sources, and the sorted set of all byte windows in them.
-    sources: Vec<&'static str>,
+    sources: Vec<String>,
     windows: OnceLock<Vec<[u8; WINDOW]>>,
+    /// Names in the tags.
+    names: BTreeSet<String>,
     /// Number of renderings over budget, and the first such error.
     spent: AtomicU32,
     last: OnceLock<(usize, String)>,
@@ -89,6 +91,7 @@ impl Template {
             has_generation: false,
             sources: Vec::new(),
             windows: OnceLock::new(),
+            names: BTreeSet::new(),
             spent: AtomicU32::new(0),
             last: OnceLock::new(),
         };
@@ -101,14 +104,13 @@ impl Template {
         let (source, generation) = generation_blocks(source);
         self.has_generation |= generation;
         guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
-        // Templates are compiled once and live as long as the process.
-        let source: &'static str = Box::leak(source.into_boxed_str());
-        self.sources.push(source);
+        self.names.extend(guard::names(&source, self.env.syntax()));
+        self.sources.push(source.clone());
         let mut env = self.env.clone();
         // a separate thread with enough stack for deeply nested templates
         let compiled = std::thread::scope(|scope| {
             let work = || {
-                let compiled = caught(|| guard::compile(&mut env, source));
+                let compiled = caught(|| guard::compile(&mut env, &source));
                 let compiled =
                     compiled.map_err(|panic| self.fail(0, format!("it cannot be compiled: {panic}")))?;
                 compiled.map_err(|e| match e {
@@ -139,6 +141,11 @@ impl Template {
             all
         });
         windows.binary_search_by(|w| w.as_slice().cmp(bytes)).is_ok()
+    }
+
+    /// The names in the tags; a variable without its name here has no effect.
+    pub fn names(&self) -> &BTreeSet<String> {
+        &self.names
     }
 
     /// The template file.
@@ -236,20 +243,15 @@ impl Template {
 
 /// An environment with the functions, filters and white-space rules of transformers.
 fn environment() -> Environment<'static> {
-    let mut env = Environment::new();
-    builtins::add(&mut env);
-    ops::add(&mut env);
+    let mut env = Environment::empty();
+    filters::add(&mut env);
+    checks::add(&mut env);
+    functions::add(&mut env);
+    operators::add(&mut env);
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.unwrap_or_default());
-    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_fuel(Some(FUEL));
     env.set_recursion_limit(100);
-    env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
-    env.add_function("strftime_now", |format: String| {
-        date::now(&format).map_err(|m| minijinja::Error::new(ErrorKind::InvalidOperation, m))
-    });
     env.add_filter("tojson", to_json);
     env.add_filter("ft_generation", |body: String| {
         spend(body.len())?;
@@ -259,11 +261,7 @@ fn environment() -> Environment<'static> {
 }
 
 /// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as defined by transformers.
-pub(super) fn to_json(
-    value: &Value,
-    indent: Option<Value>,
-    options: Kwargs,
-) -> Result<String, minijinja::Error> {
+fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<String, minijinja::Error> {
     let ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let indent = match indent {
@@ -272,9 +270,15 @@ pub(super) fn to_json(
     };
     let indent = match indent.filter(|i| !i.is_none()) {
         None => None,
-        Some(i) => Some(match i.as_str() {
-            Some(text) => text.to_string(),
-            None => " ".repeat(usize::try_from(i)?.min(64)),
+        Some(i) => Some(match (i.as_str(), integer(&i)) {
+            (Some(text), _) => text.to_string(),
+            (None, Some(n)) => " ".repeat(usize::try_from(n).unwrap_or(0).min(64)),
+            _ => {
+                return Err(minijinja::Error::new(
+                    ErrorKind::InvalidOperation,
+                    "tojson: indent is a number or a text",
+                ));
+            }
         }),
     };
     let separators = options.get::<Option<Vec<String>>>("separators")?;

@@ -6,6 +6,7 @@
 
 use crate::adapters::Error;
 use crate::model::modules::{Group, Kind, Module};
+use ft_base::store;
 use ft_base::store::json::{object, short};
 use ft_recipe::LoraSpec;
 use regex::Regex;
@@ -136,10 +137,14 @@ impl PeftConfig {
     /// A missing or malformed file; an unsupported key with an effect on the numbers, or an invalid value,
     /// by name.
     pub fn load(dir: &Path) -> Result<Self, Error> {
-        let path = dir.join("adapter_config.json");
-        let file = path.display().to_string();
-        let text = ft_base::store::read_plain_text(&path, ft_base::store::LARGEST)
-            .map_err(|e| Error::Peft { file: file.clone(), why: format!("cannot be read: {e}") })?;
+        let file = dir.join("adapter_config.json").display().to_string();
+        let fail = |why: String| Error::Peft { file: file.clone(), why: format!("cannot be read: {why}") };
+        let bytes = store::read_inside(dir, "adapter_config.json", store::LARGEST);
+        let bytes = bytes.map_err(|e| match e {
+            store::Error::Read { source, .. } => fail(source.to_string()),
+            e => fail(e.to_string()),
+        })?;
+        let text = String::from_utf8(bytes).map_err(|_| fail("it is not UTF-8".into()))?;
         let raw = object(&text).map_err(|why| Error::Peft { file: file.clone(), why })?;
         Self::parse(file, &raw)
     }

@@ -35,6 +35,12 @@ const SPECIALS: [(&str, &str); 7] = [
     ("mask", "mask"),
 ];
 
+/// Whether a tokenizer works on bytes; `byte_fallback` then says nothing.
+fn is_byte_level(file: &Map<String, Value>) -> bool {
+    let holds = |part: &str| file.get(part).is_some_and(|v| v.to_string().contains("\"ByteLevel\""));
+    holds("pre_tokenizer") && holds("decoder")
+}
+
 /// Tokenizer keys of a model. Without a tokenizer, warns and writes a file without a vocabulary.
 ///
 /// # Errors
@@ -45,10 +51,10 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         return Ok(vec![("tokenizer.ggml.model".into(), "none".into())]);
     };
     let path = dir.join("tokenizer.json");
-    let file = object(&path)?;
+    let file = object(dir, "tokenizer.json")?;
     let place = path.display().to_string();
     let model = file.get("model").unwrap_or(&Value::Null);
-    if model["type"] != "BPE" || model["byte_fallback"] == true {
+    if model["type"] != "BPE" || model["byte_fallback"] == true && !is_byte_level(&file) {
         let why = "no byte-level BPE (SentencePiece, say): not built yet\n  hint: llama.cpp's own conversion takes it";
         return Ok(refuse(place, why)?);
     }
@@ -64,7 +70,7 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         ("tokenizer.ggml.token_type".into(), GgufValue::I32s(types)),
         ("tokenizer.ggml.merges".into(), GgufValue::Texts(merges(&place, model)?)),
     ];
-    let described = object(&dir.join("tokenizer_config.json"))?;
+    let described = object(dir, "tokenizer_config.json")?;
     let added: Vec<(&str, u64)> =
         entries(&file).filter_map(|t| Some((t["content"].as_str()?, t["id"].as_u64()?))).collect();
     let mut eos = None;
@@ -96,13 +102,10 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
     Ok(out)
 }
 
-fn object(path: &Path) -> ft_base::Result<Map<String, Value>> {
-    let bytes = match store::read_plain(path, store::LARGEST) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
-        other => other.map_err(|e| store::Error::read(path, e))?,
-    };
+fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Value>> {
+    let Some(bytes) = store::read_if_there(dir, name, store::LARGEST)? else { return Ok(Map::new()) };
     serde_json::from_slice(&bytes)
-        .map_err(|e| Error { place: path.display().to_string(), why: e.to_string() }.into())
+        .map_err(|e| Error { place: dir.join(name).display().to_string(), why: e.to_string() }.into())
 }
 
 fn entries(file: &Map<String, Value>) -> impl Iterator<Item = &Value> {

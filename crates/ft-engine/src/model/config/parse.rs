@@ -6,6 +6,7 @@ use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope::Rope;
 use super::types::{Biases, Config};
+use ft_base::store;
 use ft_base::store::json::{object, short};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -17,10 +18,14 @@ impl Config {
     /// A missing or malformed file, an unknown architecture, or a key that is missing, out of range or
     /// unsupported; the error names the file and the key.
     pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
-        let path = dir.join("config.json");
-        let file = path.display().to_string();
-        let bytes = ft_base::store::read_plain(&path, ft_base::store::LARGEST)
-            .map_err(|e| Error::Read { file: file.clone(), source: e })?;
+        let file = dir.join("config.json").display().to_string();
+        let bytes = store::read_inside(dir, "config.json", store::LARGEST).map_err(|e| {
+            let source = match e {
+                store::Error::Read { source, .. } => source,
+                e => std::io::Error::other(e),
+            };
+            Error::Read { file: file.clone(), source }
+        })?;
         let text = std::str::from_utf8(&bytes).map_err(|e| Error::Syntax {
             file: file.clone(),
             why: format!("not UTF-8 at byte {}", e.valid_up_to()),

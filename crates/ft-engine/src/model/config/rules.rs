@@ -12,6 +12,7 @@ use std::collections::HashSet;
 
 /// Keys that describe files, tokens, generation or training and do not change the forward pass.
 const HARMLESS: &[&str] = &[
+    "_model_name_or_path",
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -40,6 +41,7 @@ const HARMLESS: &[&str] = &[
     "torch_dtype",
     "torchscript",
     "transformers_version",
+    "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",

@@ -2,7 +2,7 @@
 
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
-use super::types::{Mixture, OTHER, Saved, SavedExperts};
+use super::types::{GroupedCache, Mixture, OTHER, Saved, SavedExperts};
 use crate::model::linear::Linear;
 use crate::model::pass::batch::Context;
 use crate::model::pass::sink::Sink;
@@ -57,6 +57,15 @@ impl Mixture {
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
         let shared = self.shared.iter().flat_map(|s| s.mlp.linears().into_iter().chain([&s.gate]));
         [&self.router].into_iter().chain(self.experts.iter().flat_map(Mlp::linears)).chain(shared)
+    }
+
+    /// As [`Mixture::linears`], to change them. Detaches this copy from the others' pointer tables.
+    pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
+        self.grouped = GroupedCache::default();
+        let shared =
+            self.shared.iter_mut().flat_map(|s| s.mlp.linears_mut().into_iter().chain([&mut s.gate]));
+        let experts = self.experts.iter_mut().flat_map(Mlp::linears_mut);
+        [&mut self.router].into_iter().chain(experts).chain(shared).collect()
     }
 
     /// Forward pass: `[t, d]` -> `[t, d]`. `replay` is the routing of an earlier pass over the same tokens.

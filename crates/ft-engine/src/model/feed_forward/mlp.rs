@@ -41,6 +41,11 @@ impl Mlp {
         [&self.gate, &self.up, &self.down]
     }
 
+    /// As [`Mlp::linears`], to change them.
+    pub fn linears_mut(&mut self) -> [&mut Linear; 3] {
+        [&mut self.gate, &mut self.up, &mut self.down]
+    }
+
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         Ok(Self {

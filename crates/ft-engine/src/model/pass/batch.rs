@@ -67,6 +67,8 @@ pub struct Batch {
     pub target_rows: Tensor,
     /// Target ids `[n]`, u32.
     pub targets: Tensor,
+    /// Weights of the targets' losses `[n]`, f32; all 1 without.
+    pub weights: Option<Tensor>,
     /// Number of targets n.
     pub target_count: usize,
     /// Number of targets in earlier micro-batches of the step.
@@ -84,6 +86,8 @@ pub struct HostBatch<'a> {
     pub docs: &'a [usize],
     /// Pairs of query row and target id.
     pub targets: &'a [(u32, u32)],
+    /// Weights of the targets; empty for weights of 1.
+    pub weights: &'a [f32],
 }
 
 impl Batch {
@@ -129,6 +133,7 @@ impl Batch {
             context: Context { seqs, cos, sin, dropout, rows: None },
             target_rows,
             targets,
+            weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
             target_count: host.targets.len(),
             first_target: first.1,
         })
@@ -154,7 +159,7 @@ impl Batch {
     pub fn ghost(
         ledger: &Ledger,
         sizes: Sizes,
-        targets: usize,
+        (targets, weighted): (usize, bool),
         head_dim: usize,
         dropout: Option<(u64, u64)>,
     ) -> candle_core::Result<Self> {
@@ -169,14 +174,16 @@ impl Batch {
             context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
             target_rows: list(targets),
             targets: list(targets),
+            weights: weighted.then(|| Ghost::weight(ledger, targets, DType::F32).into()),
             target_count: targets,
             first_target: 0,
         })
     }
 
     /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets.
-    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize, cuda: bool) -> u64 {
-        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + 8 * targets) as u64
+    pub fn bytes(sizes: Sizes, (targets, weighted): (usize, bool), head_dim: usize, cuda: bool) -> u64 {
+        let target = if weighted { 12 } else { 8 };
+        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + target * targets) as u64
     }
 }
 

@@ -1,6 +1,10 @@
 //! Start of a process group.
 
+use super::door::{self, Door};
 use super::group::Processes;
+#[cfg(feature = "mpi")]
+use super::key::Key;
+use super::key::Source;
 use super::monitor::Monitor;
 use super::rendezvous::{self, Connections, Registration};
 use super::tcp;
@@ -51,7 +55,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
     match launch.map(|l| (l, &l.meeting)) {
         Some((launch, Meeting::At(host, port))) => {
             let lost = |why: String| fail(why, ExitCode::LostRank);
-            let joined = meet(launch, (host, *port), about, timeout.max(MEET)).map_err(lost)?;
+            let joined = meet(launch, (host, *port), about, timeout.max(MEET), &fail)?;
             let monitor = Arc::new(Monitor::new((rank, world), timeout));
             monitor.know_hosts(joined.hosts);
             let known = Arc::clone(&monitor);
@@ -99,21 +103,35 @@ fn meet(
     (host, port): (&str, u16),
     about: String,
     timeout: Duration,
-) -> Result<Joined, String> {
+    fail: &dyn Fn(String, ExitCode) -> Error,
+) -> Result<Joined, Error> {
     let end = Instant::now() + timeout;
-    let (to, one_machine) = rendezvous::resolve(host, port, if rank == 0 { Instant::now() } else { end })?;
-    let listener = rendezvous::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
-    let own_port = listener.local_addr().map_err(|e| e.to_string())?.port();
-    let own = Registration::new(rank, world, own_port, about);
-    let (monitors, roster) = if rank == 0 {
-        rendezvous::register_all(own, &listener, to, end)?
-    } else {
-        rendezvous::register(own, (host, port), end)?
+    let lost = |why| fail(why, ExitCode::LostRank);
+    let to = rendezvous::resolve(host, port, if rank == 0 { Instant::now() } else { end });
+    let (to, one_machine) = to.map_err(lost)?;
+    let source = Source::find(port, one_machine).map_err(|why| fail(why, ExitCode::Usage))?;
+    let meeting = || -> Result<Joined, String> {
+        let listener = door::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
+        let (monitors, roster, mut door, source) = if rank == 0 {
+            // Only the process that has the port writes the file of the key, and removes it.
+            let (key, issued) = source.issue()?;
+            let mut door = Door::new(listener, key, world);
+            let _issued = issued;
+            let own = Registration::new(rank, world, port, about);
+            let (monitors, roster) = rendezvous::register_all(own, &mut door, to, end)?;
+            (monitors, roster, door, Source::Given(key))
+        } else {
+            let own_port = listener.local_addr().map_err(|e| e.to_string())?.port();
+            let own = Registration::new(rank, world, own_port, about);
+            let (monitors, roster, key) = rendezvous::register(own, &source, (host, port), end)?;
+            (monitors, roster, Door::new(listener, key, world), Source::Given(key))
+        };
+        let values = rendezvous::connect_pairs((&roster, &monitors), rank, (host, &source), &mut door, end)?;
+        let about = roster.about();
+        let hosts = about.iter().map(|a| host_of(a).into()).collect();
+        Ok(Joined { monitors, values, hosts, neighbours: Neighbours::count(&about, rank) })
     };
-    let values = rendezvous::connect_pairs(&roster, rank, host, &listener, end)?;
-    let about = roster.about();
-    let hosts = about.iter().map(|a| host_of(a).into()).collect();
-    Ok(Joined { monitors, values, hosts, neighbours: Neighbours::count(&about, rank) })
+    meeting().map_err(lost)
 }
 
 /// Implements [`join`] over MPI.
@@ -144,30 +162,34 @@ fn by_mpi(
     Ok((all, Neighbours::count(&ranks, rank)))
 }
 
-/// Monitoring connections under MPI: rank 0 broadcasts its port over MPI, and all other ranks connect to it.
+/// Monitoring connections under MPI: rank 0 broadcasts its port and a key over MPI, and all other ranks
+/// connect to it.
 #[cfg(feature = "mpi")]
 fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<Connections, String>, Error> {
     use std::net::{Ipv4Addr, SocketAddr};
     let (rank, world, end) = (all.monitor.rank, all.monitor.world, Instant::now() + MEET);
     if rank > 0 {
         let said = all.exchange(START, &[], false)?;
-        let Ok(port) = said[0].as_slice().try_into().map(u16::from_ne_bytes) else {
-            return Ok(Err("the first says nothing".into()));
-        };
+        let met =
+            said[0].split_first_chunk().map(|(port, key)| (u16::from_ne_bytes(*port), Key::of_bytes(key)));
+        let Some((port, Some(key))) = met else { return Ok(Err("the first says nothing".into())) };
         let host = if hosts[rank] == hosts[0] { "127.0.0.1" } else { &hosts[0] };
         let own = Registration::new(rank, world, 0, about);
-        return Ok(rendezvous::register(own, (host, port), end).map(|(connections, _)| connections));
+        let met = rendezvous::register(own, &Source::Given(key), (host, port), end);
+        return Ok(met.map(|(connections, ..)| connections));
     }
     let one_machine = hosts.iter().all(|h| *h == hosts[0]);
     let to = SocketAddr::from((if one_machine { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED }, 0));
-    let listener = match rendezvous::listen(to, 0, one_machine) {
-        Ok(listener) => listener,
+    let key = Key::random();
+    let door = key.and_then(|key| Ok((Door::new(door::listen(to, 0, one_machine)?, key, world), key)));
+    let port = door.and_then(|(door, key)| Ok((door.port()?, door, key)));
+    let (port, mut door, key) = match port {
+        Ok(door) => door,
         Err(why) => return Ok(Err(why)),
     };
-    let port = listener.local_addr().map_or(0, |a| a.port());
-    all.exchange(START, &port.to_ne_bytes(), false)?;
+    all.exchange(START, &[&port.to_ne_bytes(), key.bytes()].concat(), false)?;
     let own = Registration::new(rank, world, port, about);
-    Ok(rendezvous::register_all(own, &listener, to, end).map(|(connections, _)| connections))
+    Ok(rendezvous::register_all(own, &mut door, to, end).map(|(connections, _)| connections))
 }
 
 /// CPU affinity mask of this process, as `/proc` prints it.

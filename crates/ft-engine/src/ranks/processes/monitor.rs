@@ -12,7 +12,7 @@ use ft_base::error::ExitCode;
 use ft_base::terminal::tell;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -235,10 +235,13 @@ impl Monitor {
         self.send_all(&Message::Failed(LostRank { rank, host, at, why, code: code as u8, hangs, died }));
     }
 
-    /// Leaves after all work is done.
+    /// Leaves after all work is done. The listeners of the peers end.
     pub fn leave(&self) {
         self.lock().over = true;
         self.send_all(&Message::Bye);
+        for line in self.lines.get().into_iter().flatten().flatten() {
+            let _ = line.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Write);
+        }
     }
 
     /// After a failure: waits until rank 0 has reported it. Returns whether this rank must report it,

@@ -2,26 +2,29 @@
 //!
 //! Rank 0 listens at the host and port of the launcher; under MPI it chooses a port and sends it by MPI. The
 //! connections of the registration then carry the liveness messages. Without MPI, all pairs of ranks connect
-//! once more, for values.
+//! once more, for values. All connections begin with a proof of the key ([`super::link`]), and the meeting has
+//! one deadline.
 
+use super::door::Door;
+use super::key::{Key, Source};
+use super::link::{Link, is_closed};
 use ft_base::terminal;
 use ft_recipe::Launch;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-/// Timeout for the first message of a connection.
-const HELLO: Duration = Duration::from_secs(5);
+/// Time limit for one connection attempt, and for the first bytes of rank 0.
+const REACH: Duration = Duration::from_secs(5);
+/// Time limit for attempts after a wrong answer: another program, or another key.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Delay before a message about missing ranks is printed.
 const NOTICE_DELAY: Duration = Duration::from_secs(4);
 /// Interval between connection attempts.
 const RETRY: Duration = Duration::from_millis(100);
-/// Maximum size of a message in bytes.
-const MAX_MESSAGE: usize = 16 << 20;
+/// Additional time for the reply of rank 0, whose deadline may be later.
+const REPLY: Duration = Duration::from_secs(5);
 
 /// Connections by rank; `None` for this process.
 pub type Connections = Vec<Option<TcpStream>>;
@@ -31,8 +34,8 @@ pub type Connections = Vec<Option<TcpStream>>;
 enum Hello {
     /// To rank 0: registration.
     Register(Registration),
-    /// To a lower rank: a connection for values, with the session key and the sender's rank.
-    Peer([u64; 2], usize),
+    /// To a lower rank: a connection for values, with the meeting's number and the sender's rank.
+    Peer([u8; 32], usize),
 }
 
 /// Identity of a process.
@@ -55,11 +58,11 @@ struct Member {
     about: String,
 }
 
-/// All ranks of a session.
+/// All ranks of a meeting.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Roster {
-    /// Random session key.
-    key: [u64; 2],
+    /// Random number of the meeting.
+    number: [u8; 32],
     members: Vec<Member>,
 }
 
@@ -100,43 +103,6 @@ impl Registration {
     }
 }
 
-fn send(stream: &mut TcpStream, message: &impl Serialize) -> std::io::Result<()> {
-    let text = serde_json::to_vec(message)?;
-    let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;
-    stream.write_all(&[&len.to_le_bytes()[..], &text].concat())
-}
-
-fn receive<T: DeserializeOwned>(stream: &mut TcpStream, timeout: Duration) -> std::io::Result<T> {
-    stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1))))?;
-    let mut len = [0; 4];
-    stream.read_exact(&mut len)?;
-    let len = u32::from_le_bytes(len) as usize;
-    if len > MAX_MESSAGE {
-        return Err(std::io::Error::other("not a process of ft"));
-    }
-    let mut text = vec![0; len];
-    stream.read_exact(&mut text)?;
-    stream.set_read_timeout(None)?;
-    Ok(serde_json::from_slice(&text)?)
-}
-
-/// Binds a listener, on `to` alone if all processes run on one machine, else on all interfaces.
-///
-/// # Errors
-/// A port in use.
-pub fn listen(to: SocketAddr, port: u16, one_machine: bool) -> Result<TcpListener, String> {
-    let ip: IpAddr = match (one_machine, to.is_ipv4()) {
-        (true, _) => to.ip(),
-        (false, true) => Ipv4Addr::UNSPECIFIED.into(),
-        (false, false) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let bound = TcpListener::bind((ip, port)).and_then(|l| l.set_nonblocking(true).map(|()| l));
-    bound.map_err(|e| {
-        let hint = if port == 0 { "" } else { "\n  hint: another MASTER_PORT, the same for all processes" };
-        format!("it cannot listen at port {port}: {e}{hint}")
-    })
-}
-
 /// Resolves the address of rank 0, and tells whether it is a loopback address; retries until `end`.
 ///
 /// # Errors
@@ -150,30 +116,51 @@ pub fn resolve(host: &str, port: u16, end: Instant) -> Result<(SocketAddr, bool)
     }
 }
 
-/// Connects and sends `hello`; retries until `end`.
-fn connect(
+/// Connects and sends `hello`. Retries until `end`, or until `lost` gives a reason to stop; another program or
+/// another key at the address ends it sooner. A listener has `quick` to speak.
+fn call(
     to: impl Fn() -> Result<SocketAddr, String>,
+    key: &Source,
     hello: &Hello,
-    end: Instant,
-) -> Result<TcpStream, String> {
+    (end, quick): (Instant, Duration),
+    lost: &dyn Fn() -> Option<String>,
+) -> Result<(Link, Key), String> {
     let mut notice = Notice::new(end);
+    let mut wrong = None;
     loop {
-        let why = match to() {
+        let why = match to().and_then(|to| reach(to).map(|stream| (stream, to))) {
             Err(why) => why,
-            Ok(to) => {
-                match TcpStream::connect_timeout(&to, HELLO).and_then(|mut s| send(&mut s, hello).map(|()| s))
-                {
-                    Ok(stream) => return Ok(stream),
-                    Err(e) => format!("it does not reach {to}: {e}"),
+            Ok((stream, to)) => {
+                let speaks = (Instant::now() + quick).min(end);
+                let met = Link::call(stream, || key.get(), speaks).and_then(|(mut link, key)| {
+                    link.send(hello).map(|()| (link, key)).map_err(|e| e.to_string())
+                });
+                match met {
+                    Ok(met) => return Ok(met),
+                    Err(why) => {
+                        let why = format!("it does not meet rank 0 of this run at {to}: {why}");
+                        if Instant::now() > *wrong.get_or_insert_with(|| Instant::now() + PATIENCE) {
+                            let hint = "another MASTER_PORT, and the same FT_KEY for all processes";
+                            return Err(format!("{why}\n  hint: {hint}"));
+                        }
+                        why
+                    }
                 }
             }
         };
+        if let Some(why) = lost() {
+            return Err(why);
+        }
         if Instant::now() > end {
             return Err(why);
         }
         notice.look(|| why);
         std::thread::sleep(RETRY);
     }
+}
+
+fn reach(to: SocketAddr) -> Result<TcpStream, String> {
+    TcpStream::connect_timeout(&to, REACH).map_err(|e| format!("it does not reach {to}: {e}"))
 }
 
 /// Prints one message about missing ranks and the remaining time.
@@ -197,121 +184,134 @@ impl Notice {
     }
 }
 
-/// Accepts a connection; `None` after a short pause if there is none.
-fn accept(listener: &TcpListener) -> Result<Option<TcpStream>, String> {
-    match listener.accept() {
-        Ok((stream, _)) => stream.set_nonblocking(false).map(|()| Some(stream)).map_err(|e| e.to_string()),
-        Err(e) if e.kind() == ErrorKind::WouldBlock => {
-            std::thread::sleep(Duration::from_millis(2));
-            Ok(None)
-        }
-        Err(e) => Err(format!("it cannot listen: {e}")),
-    }
-}
-
 /// Rank 0: waits until all other ranks have registered, and sends the list of all ranks. `at` is the address
 /// in messages.
 ///
 /// # Errors
-/// Missing or unexpected ranks.
+/// Missing or unexpected ranks. The ranks that have registered are told.
 pub fn register_all(
     own: Registration,
-    listener: &TcpListener,
+    door: &mut Door,
     at: SocketAddr,
     end: Instant,
 ) -> Result<(Connections, Roster), String> {
-    let mut streams: Connections = (0..own.world).map(|_| None).collect();
+    let mut links: Vec<Option<Link>> = (0..own.world).map(|_| None).collect();
+    let registered = gather(&own, door, &mut links, at, end);
+    let reply = match &registered {
+        Ok(roster) => Reply::Accepted(roster.clone()),
+        Err(why) => Reply::Refused(why.clone()),
+    };
+    let sent: Vec<_> = links.iter_mut().flatten().map(|link| link.send(&reply)).collect();
+    let roster = registered?;
+    let gone = |e: std::io::Error| format!("a process that came is gone: {e}");
+    sent.into_iter().collect::<Result<(), _>>().map_err(gone)?;
+    let streams = links.into_iter().map(|link| link.map(Link::into_stream).transpose()).collect();
+    Ok((std::io::Result::<Connections>::map_err(streams, gone)?, roster))
+}
+
+fn gather(
+    own: &Registration,
+    door: &mut Door,
+    links: &mut [Option<Link>],
+    at: SocketAddr,
+    end: Instant,
+) -> Result<Roster, String> {
     let mut members = vec![None; own.world];
     members[0] = Some(own.member.clone());
     let mut notice = Notice::new(end);
     loop {
         let missing: BTreeSet<usize> = (0..own.world).filter(|r| members[*r].is_none()).collect();
         if missing.is_empty() {
-            break;
+            let number = super::key::random()?;
+            return Ok(Roster { number, members: members.into_iter().flatten().collect() });
         }
         let who = || format!("ranks {missing:?} have not come to {at}");
         if Instant::now() > end {
             return Err(who());
         }
         notice.look(who);
-        let Some(mut stream) = accept(listener)? else { continue };
-        // not a process of ft: ignore
-        let Ok(Hello::Register(other)) = receive::<Hello>(&mut stream, HELLO) else { continue };
-        if let Some(why) = other.refused(&own, |r| members[r].is_some()) {
-            for stream in streams.iter_mut().flatten().chain([&mut stream]) {
-                let _ = send(stream, &Reply::Refused(why.clone()));
-            }
+        let streams = links.iter().map(|link| link.as_ref().map(Link::stream));
+        if let Some(why) = lost(streams) {
             return Err(why);
         }
-        let ip = stream.peer_addr().ok().map(|a| a.ip()).filter(|ip| !ip.is_loopback());
+        let Some((mut link, ip, Hello::Register(other))) = door.next()? else { continue };
+        if let Some(why) = other.refused(own, |r| members[r].is_some()) {
+            let _ = link.send(&Reply::Refused(why.clone()));
+            return Err(why);
+        }
+        let ip = Some(ip).filter(|ip| !ip.is_loopback());
         members[other.rank] = Some(Member { ip, ..other.member });
-        streams[other.rank] = Some(stream);
+        links[other.rank] = Some(link);
     }
-    let key = [0; 2].map(|_| RandomState::new().build_hasher().finish());
-    let roster = Roster { key, members: members.into_iter().flatten().collect() };
-    let reply = Reply::Accepted(roster.clone());
-    for stream in streams.iter_mut().flatten() {
-        send(stream, &reply).map_err(|e| format!("a process that came is gone: {e}"))?;
-    }
-    Ok((streams, roster))
 }
 
-/// Other ranks: registers with rank 0 at a host and port.
+/// The first rank whose connection is closed, in words.
+fn lost<'a>(mut streams: impl Iterator<Item = Option<&'a TcpStream>>) -> Option<String> {
+    let rank = streams.position(|s| s.is_some_and(is_closed))?;
+    Some(format!("rank {rank} has ended during the start"))
+}
+
+/// Other ranks: registers with rank 0 at a host and port. Returns the key too.
 ///
 /// # Errors
 /// Rank 0 is missing, or refuses.
 pub fn register(
     own: Registration,
+    key: &Source,
     (host, port): (&str, u16),
     end: Instant,
-) -> Result<(Connections, Roster), String> {
+) -> Result<(Connections, Roster, Key), String> {
     let world = own.world;
     let to = || Launch::address(host, port).map(|(to, _)| to);
-    let mut stream = connect(to, &Hello::Register(own), end)?;
-    let left = end.saturating_duration_since(Instant::now()) + HELLO;
-    let reply =
-        receive(&mut stream, left).map_err(|e| format!("the first does not answer at {host}:{port}: {e}"))?;
-    match reply {
+    let (mut link, key) = call(to, key, &Hello::Register(own), (end, REACH), &|| None)?;
+    let reply = link.receive(end + REPLY);
+    match reply.map_err(|e| format!("rank 0 at {host}:{port} has ended during the start: {e}"))? {
         Reply::Accepted(roster) if roster.members.len() == world => {
             let mut streams: Connections = (0..world).map(|_| None).collect();
-            streams[0] = Some(stream);
-            Ok((streams, roster))
+            streams[0] = Some(link.into_stream().map_err(|e| e.to_string())?);
+            Ok((streams, roster, key))
         }
         Reply::Accepted(_) => Err("the first has met others".into()),
         Reply::Refused(why) => Err(why),
     }
 }
 
-/// Connects this rank to all lower ranks, and accepts the connections of the higher ranks. `host` is rank 0's.
+/// Connects this rank to all lower ranks, and accepts the connections of the higher ranks. `host` is rank 0's;
+/// `monitors` are the connections of the registration.
 ///
 /// # Errors
 /// Missing ranks.
 pub fn connect_pairs(
-    roster: &Roster,
+    (roster, monitors): (&Roster, &Connections),
     rank: usize,
-    host: &str,
-    listener: &TcpListener,
+    (host, key): (&str, &Source),
+    door: &mut Door,
     end: Instant,
 ) -> Result<Connections, String> {
+    let lost = || lost(monitors.iter().map(Option::as_ref));
     let mut streams: Connections = roster.members.iter().map(|_| None).collect();
     for (stream, member) in streams.iter_mut().zip(&roster.members).take(rank) {
         let to = || match member.ip {
             Some(ip) => Ok(SocketAddr::from((ip, member.port))),
             None => Launch::address(host, member.port).map(|(to, _)| to),
         };
-        *stream = Some(connect(to, &Hello::Peer(roster.key, rank), end)?);
+        let left = end.saturating_duration_since(Instant::now());
+        let (link, _) = call(to, key, &Hello::Peer(roster.number, rank), (end, left), &lost)?;
+        *stream = Some(link.into_stream().map_err(|e| e.to_string())?);
     }
     while streams.iter().skip(rank + 1).any(Option::is_none) {
-        if Instant::now() > end + HELLO {
+        if Instant::now() > end {
             return Err("others that have met the first do not come".into());
         }
-        let Some(mut stream) = accept(listener)? else { continue };
-        if let Ok(Hello::Peer(key, peer)) = receive(&mut stream, HELLO)
-            && key == roster.key
+        if let Some(why) = lost() {
+            return Err(why);
+        }
+        if let Some((link, _, Hello::Peer(number, peer))) = door.next()?
+            && number == roster.number
             && peer > rank
             && let Some(place) = streams.get_mut(peer)
         {
-            *place = Some(stream);
+            *place = Some(link.into_stream().map_err(|e| e.to_string())?);
         }
     }
     Ok(streams)
@@ -319,7 +319,110 @@ pub fn connect_pairs(
 
 #[cfg(test)]
 mod tests {
+    use super::super::door;
     use super::*;
+    use std::io::{Read, Write};
+
+    /// A door on a free port of loopback, its key and address.
+    fn opened(world: usize) -> (Door, Key, SocketAddr) {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let key = Key::random().expect("a key");
+        let door = Door::new(door::listen(any, 0, true).expect("a port"), key, world);
+        let at = SocketAddr::from(([127, 0, 0, 1], door.port().expect("a port")));
+        (door, key, at)
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(100)
+    }
+
+    fn own(rank: usize, world: usize) -> Registration {
+        Registration::new(rank, world, 7, format!("host {rank}"))
+    }
+
+    /// A rank that registers, and leaves the connection to the caller.
+    fn registered(at: SocketAddr, key: Key, rank: usize, world: usize) -> Link {
+        let hello = Hello::Register(own(rank, world));
+        call(|| Ok(at), &Source::Given(key), &hello, (soon(), REACH), &|| None).expect("met").0
+    }
+
+    #[test]
+    fn a_rank_that_ends_during_the_start_ends_it_at_once() {
+        let (mut door, key, at) = opened(4);
+        let all = std::thread::spawn(move || register_all(own(0, 4), &mut door, at, soon()).err());
+        let mut waits = registered(at, key, 1, 4);
+        drop(registered(at, key, 2, 4));
+        let told: Reply = waits.receive(soon()).expect("a reply");
+        let why = "rank 2 has ended during the start";
+        assert!(matches!(told, Reply::Refused(said) if said == why));
+        assert_eq!(all.join().expect("no panic").as_deref(), Some(why));
+    }
+
+    #[test]
+    fn two_processes_of_one_rank_end_the_start_and_all_are_told() {
+        let (mut door, key, at) = opened(3);
+        let all = std::thread::spawn(move || register_all(own(0, 3), &mut door, at, soon()).err());
+        let mut both = [1, 1].map(|rank| registered(at, key, rank, 3));
+        for link in &mut both {
+            let told: Reply = link.receive(soon()).expect("a reply");
+            assert!(matches!(told, Reply::Refused(why) if why == "two processes are rank 1 of 3"));
+        }
+        assert!(all.join().expect("no panic").is_some_and(|why| why.contains("two processes are rank 1")));
+    }
+
+    /// Callers without the key, more than the door hears at once, all of them open until the ranks have met.
+    #[test]
+    fn strangers_neither_end_nor_stall_a_start() {
+        let (mut door, key, at) = opened(2);
+        let all = std::thread::spawn(move || {
+            let met = register_all(own(0, 2), &mut door, at, soon()).map(|(_, roster)| roster.about());
+            (met, door)
+        });
+        let says: [&[u8]; 6] = [
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            &[0; 63],
+            &[0xff; 100],
+            // What ft 0.1 sent: a rank without a key.
+            b"\x2f\0\0\0{\"Register\":{\"rank\":1000000000000000000,\"world\":2}}",
+            &1_000_000_000_000_000_000_u64.to_le_bytes(),
+        ];
+        let mut strangers = Vec::new();
+        for i in 0..120 {
+            let mut stranger = TcpStream::connect(at).expect("a connection");
+            // A stranger may have been dropped by now.
+            let _ = stranger.write_all(says[i % says.len()]);
+            strangers.push(stranger);
+        }
+        let mut link = registered(at, key, 1, 2);
+        let reply: Reply = link.receive(soon()).expect("a reply");
+        assert!(matches!(reply, Reply::Accepted(roster) if roster.members.len() == 2));
+        let (met, door) = all.join().expect("no panic");
+        assert_eq!(met, Ok(vec!["host 0".to_string(), "host 1".into()]));
+        drop(door);
+        for mut stranger in strangers {
+            let mut heard = Vec::new();
+            let _ = stranger.read_to_end(&mut heard);
+            assert!(heard.len() <= 40, "a stranger heard {} bytes", heard.len());
+        }
+    }
+
+    #[test]
+    fn another_program_or_another_key_is_named() {
+        let (silent, (mut door, _, at)) =
+            (std::net::TcpListener::bind("127.0.0.1:0").expect("a port"), opened(2));
+        let asks = |at: SocketAddr, end: Instant| {
+            let stream = TcpStream::connect(at).expect("a connection");
+            Link::call(stream, Key::random, end).err().unwrap_or_default()
+        };
+        let at_once = asks(silent.local_addr().expect("an address"), Instant::now());
+        assert_eq!(at_once, "another program listens there");
+        let caller = std::thread::spawn(move || asks(at, soon()));
+        while !caller.is_finished() {
+            assert!(door.next::<Hello>().expect("it listens").is_none());
+        }
+        assert_eq!(caller.join().expect("no panic"), "who listens there has another key");
+    }
 
     #[test]
     fn refusals_name_the_reason() {

@@ -32,6 +32,7 @@ fn no_level_changes_a_bit() -> Result<()> {
             positions: &rows.positions,
             docs: &rows.docs,
             targets: &rows.targets,
+            weights: &[],
         };
         // seed and step of the dropout
         let batch = Batch::new(&c.config, host, (0, 0), Some((3, 5)), CPU)?;

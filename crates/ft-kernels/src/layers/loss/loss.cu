@@ -1,5 +1,5 @@
 // Cross-entropy of rows of logits in f32, one block per row: online softmax, then the gradient of scale *
-// loss, in place or in another dtype. Reads logits at most twice and writes once: 12 bytes per logit in
+// weight * loss, in place or in another dtype. Reads logits at most twice and writes once: 12 bytes per logit in
 // place, 10 with a half-precision gradient, 4 without a gradient.
 #include "../../cuda/rows.cuh"
 
@@ -51,10 +51,10 @@ DEVICE void gradient(const float *row, T *out, uint32_t columns, uint32_t target
   }
 }
 
-// `out` may alias the logits; null without a gradient.
+// `out` may alias the logits; null without a gradient. `weights` is null for weights of 1.
 template <typename T>
-DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *losses, T *out, uint32_t columns,
-                          float scale) {
+DEVICE void cross_entropy(const float *logits, const uint32_t *targets, const float *weights, float *losses, T *out,
+                          uint32_t columns, float scale) {
   SHARED_ARRAY(float, scratch, 2 * (THREADS / WARP));
   const size_t at = static_cast<size_t>(blockIdx.x) * columns;
   const float *const row = logits + at;
@@ -76,6 +76,7 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *l
   for (int w = 0; w < THREADS / WARP; w++) seen.add(scratch[w], scratch[THREADS / WARP + w]);
   if (threadIdx.x == 0) losses[blockIdx.x] = seen.most + logf(seen.sum) - picked;
   if (out == nullptr) return;
+  if (weights != nullptr) scale *= weights[blockIdx.x];
   const float factor = scale / seen.sum;
   // one vector of logits, half a vector of a half-precision gradient
   if (vectors && is_aligned(out)) gradient<T, 4>(row, out + at, columns, target, seen.most, factor, scale);
@@ -84,9 +85,9 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *l
 
 // One kernel per dtype of the gradient.
 #define LOSS(NAME, T)                                                                                                  \
-  KERNEL(loss_##NAME, THREADS, const float *logits, const uint32_t *targets, float *losses, T *out, uint32_t columns,  \
-         float scale) {                                                                                                \
-    cross_entropy(logits, targets, losses, out, columns, scale);                                                       \
+  KERNEL(loss_##NAME, THREADS, const float *logits, const uint32_t *targets, const float *weights, float *losses,      \
+         T *out, uint32_t columns, float scale) {                                                                      \
+    cross_entropy(logits, targets, weights, losses, out, columns, scale);                                              \
   }
 
 LOSS(f32, float)

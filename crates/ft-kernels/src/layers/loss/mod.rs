@@ -11,8 +11,18 @@ use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 use std::sync::Mutex;
 
-/// Losses of the rows and, if `gradient` holds a scale and a dtype, the gradient of
-/// `scale * sum(losses)` in this dtype.
+/// Gradient to compute beside the losses: of `scale * sum(weights * losses)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradient<'a> {
+    /// Factor of all rows.
+    pub scale: f64,
+    /// Weights of the rows `[n]`, f32; all 1 without.
+    pub weights: Option<&'a Tensor>,
+    /// Dtype of the gradient.
+    pub dtype: DType,
+}
+
+/// Losses of the rows, without scale and weights, and the gradient, if requested.
 ///
 /// `logits` are consumed: an f32 gradient on CUDA, and every gradient on the CPU, overwrites their storage. A
 /// target outside the vocabulary is an error on the CPU and a NaN loss on CUDA.
@@ -22,27 +32,26 @@ use std::sync::Mutex;
 pub fn cross_entropy(
     logits: Tensor,
     targets: &Tensor,
-    gradient: Option<(f64, DType)>,
+    gradient: Option<Gradient<'_>>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     if !is_cpu(&logits) {
         return cuda::cross_entropy(logits, targets, gradient);
     }
-    let scale = gradient.map(|(scale, _)| scale);
-    let (losses, dlogits) = on_real!(logits.dtype(), cross_entropy_cpu(logits, targets, scale))?;
-    let rounded = |(d, (_, dtype)): (Tensor, (f64, DType))| d.to_dtype(dtype);
+    let (losses, dlogits) = on_real!(logits.dtype(), cross_entropy_cpu(logits, targets, gradient))?;
+    let rounded = |(d, g): (Tensor, Gradient<'_>)| d.to_dtype(g.dtype);
     Ok((losses, dlogits.zip(gradient).map(rounded).transpose()?))
 }
 
 fn cross_entropy_cpu<T: Float>(
     logits: Tensor,
     targets: &Tensor,
-    scale: Option<f64>,
+    gradient: Option<Gradient<'_>>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (n, v) = logits.dims2()?;
     // without a gradient the logits stay intact: one row of workspace per thread
-    let row = |l: &Ledger| l.touch(l.machine().threads * if scale.is_some() { 0 } else { 4 * v as u64 });
+    let row = |l: &Ledger| l.touch(l.machine().threads * if gradient.is_some() { 0 } else { 4 * v as u64 });
     if let Some([losses]) = ghosts::<T, 1>(&[&logits], [(n.into(), T::DTYPE)], row) {
-        return Ok((losses, scale.map(|_| logits)));
+        return Ok((losses, gradient.map(|_| logits)));
     }
     let targets = targets.to_vec1::<u32>()?;
     if targets.len() != n || targets.iter().any(|t| *t as usize >= v) {
@@ -51,7 +60,7 @@ fn cross_entropy_cpu<T: Float>(
             targets.len()
         );
     }
-    let Some(scale) = scale else {
+    let Some(Gradient { scale, weights, .. }) = gradient else {
         let x = view::<T>(&logits)?;
         let losses: Vec<T> = x
             .par_chunks(v)
@@ -66,19 +75,26 @@ fn cross_entropy_cpu<T: Float>(
             .collect();
         return Ok((tensor(losses, n, T::DTYPE)?, None));
     };
+    let weights = weights.map(|w| w.to_vec1::<f32>()).transpose()?;
+    if weights.as_ref().is_some_and(|w| w.len() != n) {
+        candle_core::bail!("cross-entropy: weights of another number than {n} rows");
+    }
+    let scale_of = |i: usize| T::of(weights.as_ref().map_or(scale, |w| scale * f64::from(w[i])));
     let losses = Mutex::new(Vec::new());
     in_place::<T>("cross-entropy", &logits, |x| {
         let out: Vec<T> = x
             .par_chunks_mut(v)
             .zip(&targets)
-            .map(|(row, t)| {
+            .enumerate()
+            .map(|(i, (row, t))| {
                 vectorised(|| {
+                    let scale = scale_of(i);
                     let (max, picked) = (cpu::max(row), row[*t as usize]);
                     row.iter_mut().for_each(|x| *x = (*x - max).exp());
                     let sum = cpu::sum(row);
-                    let k = T::of(scale) / sum;
+                    let k = scale / sum;
                     row.iter_mut().for_each(|x| *x *= k);
-                    row[*t as usize] -= T::of(scale);
+                    row[*t as usize] -= scale;
                     max + sum.ln() - picked
                 })
             })
@@ -95,26 +111,43 @@ fn cross_entropy_cpu<T: Float>(
 /// Sum of losses in f64, in order: independent of the split into chunks.
 pub fn total(losses: &[Tensor]) -> Result<f64> {
     let mut all = Running::default();
-    all.keep(losses.to_vec())?;
+    all.keep(losses.to_vec(), &[])?;
     all.total()
 }
 
-/// Running sum of losses.
+/// Copies losses to the host, those of a device in a single copy.
+pub fn on_host(losses: Vec<Tensor>) -> Result<Vec<Vec<f64>>> {
+    let all = if losses.iter().all(is_cpu) { losses } else { vec![Tensor::cat(&losses, 0)?] };
+    let read = |t: &Tensor| {
+        let t = t.real()?;
+        let t = if t.device().is_cpu() { t.clone() } else { t.to_device(&Device::Cpu)? };
+        t.to_dtype(DType::F64)?.to_vec1::<f64>()
+    };
+    all.iter().map(read).collect()
+}
+
+/// Running sum of losses, each times its weight.
 ///
 /// Reading losses from a device synchronizes, so a bounded number of them stays on the device.
 #[derive(Debug, Default)]
 pub struct Running {
     sum: f64,
     kept: Vec<Tensor>,
+    /// Weights of the kept losses.
+    weights: Vec<f32>,
 }
 
 impl Running {
     /// Maximum number of losses on the device: 4 MiB.
     const MOST: usize = 1 << 20;
 
-    /// Adds the losses of a micro-batch.
-    pub fn keep(&mut self, losses: Vec<Tensor>) -> Result<()> {
+    /// Adds the losses of a micro-batch. `weights` are empty for weights of 1.
+    pub fn keep(&mut self, losses: Vec<Tensor>, weights: &[f32]) -> Result<()> {
+        if self.weights.is_empty() != weights.is_empty() {
+            self.add()?;
+        }
         self.kept.extend(losses);
+        self.weights.extend(weights);
         let here = self.kept.iter().all(is_cpu);
         if here || self.kept.iter().map(Tensor::elem_count).sum::<usize>() > Self::MOST {
             self.add()?;
@@ -123,16 +156,14 @@ impl Running {
     }
 
     fn add(&mut self) -> Result<()> {
-        let kept = std::mem::take(&mut self.kept);
+        let (kept, weights) = (std::mem::take(&mut self.kept), std::mem::take(&mut self.weights));
         if kept.is_empty() {
             return Ok(());
         }
-        // a single copy to the host for all losses on a device; the host sums in f64
-        let all = if kept.iter().all(is_cpu) { kept } else { vec![Tensor::cat(&kept, 0)?] };
-        for t in all {
-            let t = t.real()?;
-            let t = if t.device().is_cpu() { t.clone() } else { t.to_device(&Device::Cpu)? };
-            self.sum += t.to_dtype(DType::F64)?.to_vec1::<f64>()?.iter().sum::<f64>();
+        let mut weights = weights.into_iter();
+        for losses in on_host(kept)? {
+            let weighted = losses.iter().map(|l| weights.next().map_or(*l, |w| l * f64::from(w)));
+            self.sum += weighted.sum::<f64>();
         }
         Ok(())
     }
@@ -149,11 +180,34 @@ mod tests {
     use super::*;
     use crate::check::{close, gradient, randn};
 
+    fn by(scale: f64, weights: Option<&Tensor>, dtype: DType) -> Gradient<'_> {
+        Gradient { scale, weights, dtype }
+    }
+
+    #[test]
+    fn gradient_of_weighted_losses() -> Result<()> {
+        let x = (randn(1, (3, 7), DType::F64)? * 3.0)?;
+        let targets = Tensor::new(&[0u32, 6, 3], &Device::Cpu)?;
+        let weights = Tensor::new(&[0.5f32, 0.0, -2.0], &Device::Cpu)?;
+        let (loss, grad) = cross_entropy(x.copy()?, &targets, Some(by(0.25, Some(&weights), DType::F64)))?;
+        let factors = Tensor::new(&[0.125f64, 0.0, -0.5], &Device::Cpu)?;
+        gradient("logits", &x, grad.as_ref().expect("wanted"), &factors, |x| {
+            Ok(cross_entropy(x.copy()?, &targets, None)?.0)
+        });
+        let mut sum = Running::default();
+        sum.keep(vec![loss.copy()?], &[0.5, 0.0, 2.0])?;
+        sum.keep(vec![loss.copy()?], &[])?;
+        let l = loss.to_vec1::<f64>()?;
+        let expected = 0.5 * l[0] + 2.0 * l[2] + l.iter().sum::<f64>();
+        assert!((sum.total()? - expected).abs() < 1e-12);
+        Ok(())
+    }
+
     #[test]
     fn gradient_of_the_losses() -> Result<()> {
         let x = (randn(1, (5, 7), DType::F64)? * 3.0)?;
         let targets = Tensor::new(&[0u32, 6, 3, 3, 1], &Device::Cpu)?;
-        let (loss, grad) = cross_entropy(x.copy()?, &targets, Some((0.25, DType::F64)))?;
+        let (loss, grad) = cross_entropy(x.copy()?, &targets, Some(by(0.25, None, DType::F64)))?;
         let ones = Tensor::full(0.25f64, 5, &Device::Cpu)?;
         gradient("logits", &x, grad.as_ref().expect("wanted"), &ones, |x| {
             Ok(cross_entropy(x.copy()?, &targets, None)?.0)
@@ -161,7 +215,7 @@ mod tests {
         let (closs, none) = cross_entropy(x.copy()?, &targets, None)?;
         close(&closs, &loss, 1e-12);
         assert!(none.is_none());
-        let (_, half) = cross_entropy(x.copy()?, &targets, Some((0.25, DType::BF16)))?;
+        let (_, half) = cross_entropy(x.copy()?, &targets, Some(by(0.25, None, DType::BF16)))?;
         close(&half.expect("wanted"), &grad.expect("wanted").to_dtype(DType::BF16)?, 0.0);
         Ok(())
     }

@@ -1,0 +1,173 @@
+//! Rows of the formats `preference` and `unpaired`.
+//!
+//! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with.
+
+use super::example::IGNORE_INDEX;
+use super::messages::Chat;
+use super::sample::Sample;
+use super::schema::Schema;
+use super::values::{brief, kind, missing};
+use serde_json::{Map, Value, json};
+
+type Row = Map<String, Value>;
+
+/// Start of an answer in texts of dialogues, as in Anthropic's data.
+const ANSWER: &str = "\n\nAssistant:";
+
+impl Schema {
+    /// Chosen and rejected of a row.
+    pub(super) fn pair(&self, row: &Row) -> Result<Sample, String> {
+        let ids = ["prompt_ids", "chosen_ids", "rejected_ids"];
+        if ids.iter().any(|name| row.contains_key(self.name(name))) {
+            let [chosen, rejected] = [ids[1], ids[2]].map(|name| self.completion_ids(row, name));
+            return Ok(Sample::Pair(Box::new([chosen?, rejected?])));
+        }
+        let (chosen, rejected) = (self.value(row, "chosen")?, self.value(row, "rejected")?);
+        if self.is_chat(row, &[chosen, rejected]) {
+            let both = [self.messages_of(chosen, "chosen")?, self.messages_of(rejected, "rejected")?];
+            let prompt = self.prompt_messages(row, &both[0])?;
+            let prompt = prompt.unwrap_or_else(|| {
+                let same = both[0].iter().zip(&both[1]).take_while(|(a, b)| a == b).count();
+                both[0][..same].to_vec()
+            });
+            let [chosen, rejected] = both.map(|list| self.answered(row, &prompt, list));
+            let (chosen, rejected) = (
+                chosen.map_err(|e| format!("chosen: {e}"))?,
+                rejected.map_err(|e| format!("rejected: {e}"))?,
+            );
+            return Ok(Sample::Pair(Box::new([chosen, rejected])));
+        }
+        let (chosen, rejected) = (self.text(row, "chosen", true)?, self.text(row, "rejected", true)?);
+        let completed = match self.prompt_text(row)? {
+            Some(prompt) => [chosen, rejected].map(|c| (prompt.to_string(), format!("{prompt}{c}"))),
+            None => {
+                let prompt = common(chosen, rejected);
+                [chosen, rejected].map(|c| (prompt.to_string(), c.to_string()))
+            }
+        };
+        Ok(Sample::Pair(Box::new(completed.map(|(prompt, text)| Sample::Completion(prompt, text)))))
+    }
+
+    /// A completion of a row, and whether it is desirable.
+    pub(super) fn rated(&self, row: &Row) -> Result<Sample, String> {
+        let desirable = self.label(row)?;
+        let rated = |sample| Ok(Sample::Rated(Box::new(sample), desirable));
+        if row.contains_key(self.name("prompt_ids")) || row.contains_key(self.name("completion_ids")) {
+            return rated(self.completion_ids(row, "completion_ids")?);
+        }
+        let completion = self.value(row, "completion")?;
+        if self.is_chat(row, &[completion]) {
+            let completion = self.messages_of(completion, "completion")?;
+            let prompt = self.prompt_messages(row, &completion)?;
+            let prompt = prompt.ok_or_else(|| missing(self.name("prompt"), row))?;
+            return rated(self.answered(row, &prompt, completion)?);
+        }
+        let (prompt, completion) = (self.text(row, "prompt", false)?, self.text(row, "completion", true)?);
+        rated(Sample::Completion(prompt.into(), format!("{prompt}{completion}")))
+    }
+
+    fn value<'a>(&self, row: &'a Row, name: &str) -> Result<&'a Value, String> {
+        let name = self.name(name);
+        row.get(name).filter(|v| !v.is_null()).ok_or_else(|| missing(name, row))
+    }
+
+    fn prompt_text<'a>(&self, row: &'a Row) -> Result<Option<&'a str>, String> {
+        match row.get(self.name("prompt")) {
+            None | Some(Value::Null) => Ok(None),
+            Some(_) => self.text(row, "prompt", false).map(Some),
+        }
+    }
+
+    fn label(&self, row: &Row) -> Result<bool, String> {
+        let name = self.name("label");
+        let value = self.value(row, "label")?;
+        match (value, value.as_f64()) {
+            (Value::Bool(label), _) => Ok(*label),
+            (_, Some(0.0)) => Ok(false),
+            (_, Some(1.0)) => Ok(true),
+            // cells of tables are texts
+            (Value::String(s), _) if matches!(s.trim(), "true" | "True" | "1") => Ok(true),
+            (Value::String(s), _) if matches!(s.trim(), "false" | "False" | "0") => Ok(false),
+            _ => Err(format!("{name}: {} is neither true nor false", brief(value))),
+        }
+    }
+
+    /// Ids of prompt and completion; the completion is supervised.
+    fn completion_ids(&self, row: &Row, name: &str) -> Result<Sample, String> {
+        let (prompt, completion) = (self.numbers(row, "prompt_ids", 0)?, self.numbers(row, name, 0)?);
+        if completion.is_empty() {
+            return Err(format!("{} is empty", self.name(name)));
+        }
+        let labels = prompt.iter().map(|_| IGNORE_INDEX).chain(completion.iter().copied()).collect();
+        let ids = prompt.into_iter().chain(completion).map(|i| i as u32).collect();
+        Ok(Sample::Tokens { ids, labels, weights: Vec::new() })
+    }
+
+    /// Whether a row holds messages.
+    fn is_chat(&self, row: &Row, completions: &[&Value]) -> bool {
+        let prompt = row.get(self.name("prompt"));
+        prompt.into_iter().chain(completions.iter().copied()).any(|v| v.is_array() || v.is_object())
+    }
+
+    /// Messages of a field: a list, one message, or the text of an answer.
+    fn messages_of(&self, value: &Value, name: &str) -> Result<Vec<Value>, String> {
+        match value {
+            Value::Array(list) => Ok(list.clone()),
+            Value::Object(_) => Ok(vec![value.clone()]),
+            Value::String(text) => Ok(vec![json!({"role": "assistant", "content": text})]),
+            other => Err(format!("{}: expected messages, found {}", self.name(name), kind(other))),
+        }
+    }
+
+    /// Messages of the prompt, without those that `completion` repeats; `None` without a prompt.
+    fn prompt_messages(&self, row: &Row, completion: &[Value]) -> Result<Option<Vec<Value>>, String> {
+        let prompt = match row.get(self.name("prompt")) {
+            None | Some(Value::Null) => return Ok(None),
+            Some(Value::String(text)) => vec![json!({"role": "user", "content": text})],
+            Some(other) => self.messages_of(other, "prompt")?,
+        };
+        let text = |m: &Value| m.get(self.name("content")).or(m.get("value")).cloned();
+        let repeats = !prompt.is_empty()
+            && completion.len() > prompt.len()
+            && prompt.iter().zip(completion).all(|(a, b)| text(a) == text(b));
+        Ok(Some(if repeats { completion[..prompt.len()].to_vec() } else { prompt }))
+    }
+
+    /// A conversation of prompt and completion. The answers of the completion are supervised.
+    fn answered(&self, row: &Row, prompt: &[Value], completion: Vec<Value>) -> Result<Sample, String> {
+        let list: Vec<Value> = if completion.starts_with(prompt) && completion.len() > prompt.len() {
+            completion
+        } else {
+            prompt.iter().cloned().chain(completion).collect()
+        };
+        let all = list.len();
+        let mut chat_row: Row = ["tools", "system"]
+            .iter()
+            .filter_map(|name| Some((self.name(name).to_string(), row.get(self.name(name))?.clone())))
+            .collect();
+        chat_row.insert("messages".into(), Value::Array(list));
+        let mut chat: Chat = self.chat(&mut chat_row)?;
+        // a system message of the row stands before the list
+        let first = chat.messages.len().saturating_sub(all) + prompt.len();
+        let answers = |i: &usize| chat.role(*i) == "assistant";
+        let before: Vec<usize> = (0..first.min(chat.messages.len())).filter(answers).collect();
+        if !(first..chat.messages.len()).any(|i| answers(&i) && !chat.unsupervised.contains(&i)) {
+            return Err("no message of an assistant behind the prompt".into());
+        }
+        chat.unsupervised.retain(|i| *i >= first);
+        chat.unsupervised.extend(before);
+        chat.unsupervised.sort_unstable();
+        Ok(Sample::Chat(chat))
+    }
+}
+
+/// The prompt of two texts without one: up to the last answer that begins in both, else all that is common,
+/// without a space at the end, as TRL has it.
+fn common<'a>(a: &'a str, b: &str) -> &'a str {
+    let same: usize = a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(c, _)| c.len_utf8()).sum();
+    let shared = &a[..same];
+    match shared.rfind(ANSWER) {
+        Some(at) => &shared[..at + ANSWER.len()],
+        None => shared.strip_suffix(' ').unwrap_or(shared),
+    }
+}

@@ -1,0 +1,28 @@
+//! Values of templates with the semantics of Python, as Jinja2 shows them: text, operators, methods.
+//!
+//! The template engine has own rules for text, comparisons and arithmetic; models were trained on Python's. Each
+//! function spends its cost before the work, in the bytes of [`super::bounds`].
+//!
+//! | file | contents |
+//! |---|---|
+//! | `kind` | types of values; generators, views, ranges, groups, bound methods |
+//! | `text` | `str()` and `repr()` |
+//! | `compare` | equality, order, containment |
+//! | `number` | arithmetic |
+//! | `access` | attributes, items, slices, iteration |
+//! | `methods` | methods of lists, tuples, dicts and numbers; calls of all methods |
+//! | `strings` | methods of strings |
+//! | `percent`, `format`, `digits` | `%`, `str.format`, numbers in both |
+
+pub(super) mod access;
+pub(super) mod compare;
+mod digits;
+mod format;
+pub(super) mod kind;
+pub(super) mod methods;
+pub(super) mod number;
+pub(super) mod percent;
+mod strings;
+pub(super) mod text;
+
+pub(super) use strings::{capitalized, is_space, lines, split_space};

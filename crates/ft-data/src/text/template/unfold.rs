@@ -1,0 +1,229 @@
+//! Keeps the engine from computing constants with its own rules (`-7 // 2`, `1e-7 ~ ''`): one literal of each such
+//! expression goes through a filter, which returns it unchanged.
+
+use minijinja::machinery::ast::{CallArg, Expr, Stmt, UnaryOpKind};
+use minijinja::machinery::{Span, Token, tokenize};
+use minijinja::syntax::SyntaxConfig;
+
+/// The source, with a filter behind a literal of each constant expression.
+pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> String {
+    let mut found = Literals(Vec::new());
+    found.statement(tree);
+    let mut spans = found.0;
+    spans.sort_unstable();
+    spans.dedup();
+    let mut out = String::with_capacity(source.len());
+    let mut from = 0;
+    for (start, end) in spans {
+        let (Some(before), Some(literal)) = (source.get(from..start), source.get(start..end)) else {
+            continue;
+        };
+        out.push_str(before);
+        out.push_str(&format!("({literal}|ft_same)"));
+        from = end;
+    }
+    out + source.get(from..).unwrap_or_default()
+}
+
+/// Byte ranges of the literals to hide.
+struct Literals(Vec<(usize, usize)>);
+
+impl Literals {
+    fn statements(&mut self, all: &[Stmt<'_>]) {
+        all.iter().for_each(|s| self.statement(s));
+    }
+
+    fn statement(&mut self, statement: &Stmt<'_>) {
+        match statement {
+            Stmt::Template(t) => self.statements(&t.children),
+            Stmt::EmitExpr(e) => self.expr(&e.expr),
+            Stmt::ForLoop(f) => {
+                self.expr(&f.iter);
+                self.option(&f.filter_expr);
+                self.statements(&f.body);
+                self.statements(&f.else_body);
+            }
+            Stmt::IfCond(i) => {
+                self.expr(&i.expr);
+                self.statements(&i.true_body);
+                self.statements(&i.false_body);
+            }
+            Stmt::WithBlock(w) => {
+                w.assignments.iter().for_each(|(_, e)| self.expr(e));
+                self.statements(&w.body);
+            }
+            Stmt::Set(s) => self.expr(&s.expr),
+            Stmt::SetBlock(s) => {
+                self.option(&s.filter);
+                self.statements(&s.body);
+            }
+            Stmt::AutoEscape(a) => self.statements(&a.body),
+            Stmt::FilterBlock(f) => {
+                self.expr(&f.filter);
+                self.statements(&f.body);
+            }
+            Stmt::Block(b) => self.statements(&b.body),
+            Stmt::Macro(m) => {
+                m.defaults.iter().for_each(|e| self.expr(e));
+                self.statements(&m.body);
+            }
+            Stmt::CallBlock(c) => {
+                self.arguments(&c.call.args);
+                self.statements(&c.macro_decl.body);
+            }
+            Stmt::Do(d) => self.arguments(&d.call.args),
+            _ => {}
+        }
+    }
+
+    fn option(&mut self, expr: &Option<Expr<'_>>) {
+        expr.iter().for_each(|e| self.expr(e));
+    }
+
+    fn exprs(&mut self, all: &[Expr<'_>]) {
+        all.iter().for_each(|e| self.expr(e));
+    }
+
+    fn arguments(&mut self, args: &[CallArg<'_>]) {
+        for arg in args {
+            match arg {
+                CallArg::Pos(e) | CallArg::Kwarg(_, e) | CallArg::PosSplat(e) | CallArg::KwargSplat(e) => {
+                    self.expr(e)
+                }
+            }
+        }
+    }
+
+    fn expr(&mut self, expr: &Expr<'_>) {
+        let before = self.0.len();
+        match expr {
+            Expr::Var(_) | Expr::Const(_) => {}
+            Expr::Slice(s) => {
+                self.expr(&s.expr);
+                [&s.start, &s.stop, &s.step].into_iter().for_each(|e| self.option(e));
+            }
+            Expr::UnaryOp(u) => {
+                self.expr(&u.expr);
+                let number = matches!(&u.expr, Expr::Const(c) if c.value.is_number());
+                if matches!(u.op, UnaryOpKind::Neg) && !number {
+                    self.hide(expr, before);
+                }
+            }
+            Expr::BinOp(b) => {
+                self.expr(&b.left);
+                self.expr(&b.right);
+                self.hide(expr, before);
+            }
+            Expr::Compare(c) => {
+                self.expr(&c.expr);
+                c.ops.iter().for_each(|op| self.expr(&op.expr));
+                self.hide(expr, before);
+            }
+            Expr::IfExpr(i) => {
+                self.expr(&i.test_expr);
+                self.expr(&i.true_expr);
+                self.option(&i.false_expr);
+            }
+            Expr::Filter(f) => {
+                self.option(&f.expr);
+                self.arguments(&f.args);
+            }
+            Expr::Test(t) => {
+                self.expr(&t.expr);
+                self.arguments(&t.args);
+            }
+            Expr::GetAttr(g) => self.expr(&g.expr),
+            Expr::GetItem(g) => {
+                self.expr(&g.expr);
+                self.expr(&g.subscript_expr);
+            }
+            Expr::Call(c) => {
+                self.expr(&c.expr);
+                self.arguments(&c.args);
+            }
+            Expr::List(l) => self.exprs(&l.items),
+            Expr::Tuple(t) => self.exprs(&t.items),
+            Expr::Map(m) => {
+                self.exprs(&m.keys);
+                self.exprs(&m.values);
+            }
+        }
+    }
+
+    /// Hides a literal of a constant expression, unless one inside it is hidden already.
+    fn hide(&mut self, expr: &Expr<'_>, before: usize) {
+        if self.0.len() == before
+            && expr.as_const().is_some()
+            && let Some(literal) = literal(expr)
+        {
+            self.0.push(literal);
+        }
+    }
+}
+
+/// The byte range of a literal in a constant expression.
+fn literal(expr: &Expr<'_>) -> Option<(usize, usize)> {
+    match expr {
+        Expr::Const(c) => Some(range(c.span())),
+        Expr::UnaryOp(u) => literal(&u.expr),
+        Expr::BinOp(b) => literal(&b.left).or_else(|| literal(&b.right)),
+        Expr::Compare(c) => literal(&c.expr).or_else(|| c.ops.iter().find_map(|op| literal(&op.expr))),
+        Expr::List(l) => l.items.iter().find_map(literal).or(Some(range(l.span()))),
+        Expr::Tuple(t) => t.items.iter().find_map(literal),
+        Expr::Map(m) => m.keys.iter().chain(&m.values).find_map(literal).or(Some(range(m.span()))),
+        _ => None,
+    }
+}
+
+fn range(span: Span) -> (usize, usize) {
+    (span.start_offset as usize, span.end_offset as usize)
+}
+
+/// The source with Python's escapes in strings: those that the engine reads in another way are spelt otherwise.
+pub(super) fn python_escapes(source: &str, syntax: &SyntaxConfig) -> String {
+    let (mut out, mut from) = (String::with_capacity(source.len()), 0);
+    for (token, span) in tokenize(source, false, syntax.clone()).flatten() {
+        let (start, end) = range(span);
+        let (Token::Str(_) | Token::String(_), Some(before), Some(string)) =
+            (token, source.get(from..start), source.get(start..end))
+        else {
+            continue;
+        };
+        if string.contains('\\') {
+            out.push_str(before);
+            out.push_str(&escapes(string));
+            from = end;
+        }
+    }
+    out + source.get(from..).unwrap_or_default()
+}
+
+fn escapes(string: &str) -> String {
+    let mut out = String::new();
+    let mut rest = string;
+    while let Some((before, escape)) = rest.split_once('\\') {
+        out.push_str(before);
+        let mut chars = escape.chars();
+        let letter = chars.next();
+        rest = chars.as_str();
+        let long = || rest.get(..8).and_then(|digits| char::from_u32(u32::from_str_radix(digits, 16).ok()?));
+        match letter {
+            Some('a') => out.push_str("\\x07"),
+            Some('v') => out.push_str("\\x0b"),
+            Some('/') => out.push_str("\\\\/"),
+            Some('\n') => {}
+            Some('U') => match long() {
+                Some(c) => {
+                    out.push(c);
+                    rest = &rest[8..];
+                }
+                None => out.push_str("\\U"),
+            },
+            other => {
+                out.push('\\');
+                out.extend(other);
+            }
+        }
+    }
+    out + rest
+}

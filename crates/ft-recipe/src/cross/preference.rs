@@ -1,0 +1,54 @@
+//! Checks of the task against `[preference]`, formats and evaluation.
+
+use super::context::Cross;
+use crate::keys::{PreferenceLoss, Recipe, Task};
+
+impl Cross<'_, '_> {
+    pub(super) fn preference(&mut self, recipe: &Recipe) {
+        let (task, of) = (recipe.task, &recipe.preference);
+        if !self.all_good(&["task"]) {
+            return;
+        }
+        self.formats(recipe);
+        let word = task.word();
+        if let Some(loss) = of.loss.filter(|_| task.prefers() && self.all_good(&["preference.loss"])) {
+            let fits = match task {
+                Task::Dpo => matches!(loss, PreferenceLoss::Sigmoid | PreferenceLoss::Ipo),
+                _ => loss.word() == word,
+            };
+            if !fits {
+                let (loss, own) = (loss.word(), if task == Task::Dpo { "sigmoid\" or \"ipo" } else { word });
+                let message = format!("loss = \"{loss}\" is not of task = \"{word}\"");
+                self.report("preference.loss", message, format!("\"{word}\" has loss = \"{own}\""));
+                return;
+            }
+        }
+        if task.prefers() && recipe.generate.samples > 0 {
+            let message = format!("not built yet: generate.samples with task = \"{word}\"");
+            self.report("generate.samples", message, "leave it out: the accuracy on pairs is told");
+        }
+    }
+
+    /// Refuses sources with a format of another task.
+    fn formats(&mut self, recipe: &Recipe) {
+        let task = recipe.task;
+        for (list, sources) in [("train", &recipe.data.train), ("eval", &recipe.data.eval)] {
+            for (i, source) in sources.iter().enumerate() {
+                let key = format!("data.{list}.{i}.format");
+                let Some(format) = source.format.filter(|f| !task.takes(*f) && self.all_good(&[&key])) else {
+                    continue;
+                };
+                let message =
+                    format!("task = \"{}\" does not read format = \"{}\"", task.word(), format.word());
+                let hint = match task.format() {
+                    Some(only) => format!("\"{}\" is the format of its rows", only.word()),
+                    None => {
+                        "task = \"dpo\" compares chosen and rejected; task = \"kto\" has rated completions"
+                            .into()
+                    }
+                };
+                self.report(&key, message, hint);
+            }
+        }
+    }
+}

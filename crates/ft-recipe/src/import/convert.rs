@@ -1,0 +1,30 @@
+//! Conversions by name.
+
+use super::context::{Context, Convert, Fate, Outcome, needless, refused};
+use super::draft::toml_text;
+use super::read::Entry;
+use super::{data, optimize, run, train, tune};
+
+/// The conversion that a row of the table names.
+pub(super) fn by_name(name: &str) -> Option<Convert> {
+    run::by_name(name)
+        .or_else(|| optimize::by_name(name))
+        .or_else(|| train::by_name(name))
+        .or_else(|| tune::by_name(name))
+        .or(match name {
+            "data" => Some(data::outcome),
+            "template_variable" => Some(|ctx, e| free(ctx, "data.template", e)),
+            "override" => Some(|ctx, e| free(ctx, "model.override", e)),
+            _ => None,
+        })
+}
+
+/// Puts a value into a free table, under the last parts of its path.
+fn free(ctx: &mut Context<'_>, table: &str, entry: &Entry) -> Outcome {
+    let Some((_, key)) = entry.path.split_once('.') else { return refused("a table is wanted") };
+    match (key.contains('.'), toml_text(&entry.value)) {
+        (false, Some(value)) => Outcome(Fate::Taken, ctx.set(&format!("{table}.{key}"), value, entry)),
+        (true, _) => refused(format!("write it into [{table}]")),
+        (_, None) => needless("not set"),
+    }
+}

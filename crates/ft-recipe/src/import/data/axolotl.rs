@@ -1,0 +1,131 @@
+//! Data sets of axolotl: `datasets`, `test_datasets`, `pretraining_dataset`.
+
+use super::source::{Keys, Source, value, word};
+use crate::import::context::{Context, Outcome, converted, needless, refused};
+use crate::import::read::{is_off, text, words};
+use serde_json::Value;
+
+/// Kinds of files, which axolotl also takes as a path.
+const KINDS: &[&str] = &["json", "csv", "parquet", "text", "arrow"];
+
+pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
+    let origin =
+        keys.first().map_or("datasets", |(path, ..)| path.rsplit_once('.').map_or("datasets", |(p, _)| p));
+    let path = word(keys, "path").unwrap_or_default();
+    let files = value(keys, "data_files").map(words).unwrap_or_default();
+    let kind = KINDS.contains(&path.as_str());
+    let mut source = Source::named(&path, origin);
+    for (at, key, value) in keys {
+        let outcome = match key.as_str() {
+            "path" if kind && !files.is_empty() => needless("the kind of files: their names tell it"),
+            "path" => converted(format!("data.train: source = {path:?}")),
+            "data_files" if files.is_empty() => needless("not set"),
+            "data_files" if kind || path.is_empty() => {
+                converted(format!("a source each: {}", files.join(", ")))
+            }
+            "data_files" => converted(format!("files below {path}: {}", files.join(", "))),
+            key => of_key(&mut source, keys, key, value),
+        };
+        ctx.of_data.insert(at.clone(), outcome);
+    }
+    // raw text is the form of pretraining data
+    if origin.starts_with("pretraining") && !source.keys.contains_key("format") {
+        source.format("text");
+    }
+    let at = |file: &String| if kind || path.is_empty() { file.clone() } else { format!("{path}/{file}") };
+    match files.is_empty() {
+        true => vec![source],
+        false => files.iter().map(|f| Source { source: at(f), ..source.clone() }).collect(),
+    }
+}
+
+fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome {
+    let is = |word: &str| text(value).as_deref() == Some(word);
+    match key {
+        "name" => source.put("config", value),
+        "split" => source.put("split", value),
+        "revision" => source.put("revision", value),
+        "ds_type" => needless("the files' names tell their kind"),
+        "type" => of_type(source, keys, value),
+        "field" => source.field("text", value),
+        "text_column" => source.field("text", value),
+        "field_messages" => source.field("messages", value),
+        "field_tools" => source.field("tools", value),
+        "field_system" | "type.field_system" => source.field("system", value),
+        "field_instruction" | "type.field_instruction" => user_defined(source, "instruction", value),
+        "field_input" | "type.field_input" => user_defined(source, "input", value),
+        "field_output" | "type.field_output" => user_defined(source, "output", value),
+        "message_field_role" | "message_property_mappings.role" => named_as(value, &["role", "from"]),
+        "message_field_content" | "message_property_mappings.content" => {
+            named_as(value, &["content", "value"])
+        }
+        "roles_to_train" if words(value) == ["assistant"] || words(value) == ["gpt"] => {
+            needless("the assistant's turns are the targets")
+        }
+        "roles_to_train" => refused("the assistant's turns are the targets, or every token: mask = \"none\""),
+        "train_on_eos" | "train_on_eot" if is("turn") || is_off(value) => {
+            needless("a turn's end is a target here too")
+        }
+        "train_on_eos" | "train_on_eot" => refused("the end of each of the assistant's turns is a target"),
+        "chat_template" if is("tokenizer_default") || is_off(value) => {
+            needless("the model's own template is used")
+        }
+        "chat_template" | "conversation" => {
+            needless("the model's own template is used, or data.chat_template")
+        }
+        "chat_template_jinja" if !is_off(value) => {
+            refused("data.chat_template: one template for all sources")
+        }
+        "trust_remote_code" => needless("no code of a data set is ever run"),
+        k if k.starts_with("roles.") => needless("user, human, assistant, gpt, system and tool are known"),
+        "shards" | "shards_idx" | "preprocess_shards" | "skip" if is_off(value) => needless("off"),
+        "shards" | "shards_idx" => refused("weight = 0.5 takes half of the samples"),
+        "type.format" | "type.no_input_format" | "type.system_format" | "type.system_prompt"
+            if !is_off(value) =>
+        {
+            refused(
+                "the chat template forms the prompt, or Alpaca's; else write prompt and completion into the rows",
+            )
+        }
+        _ if is_off(value) => needless("off"),
+        _ => refused("no such key of a source: ft schema lists them"),
+    }
+}
+
+fn user_defined(source: &mut Source, ours: &str, value: &Value) -> Outcome {
+    source.format("alpaca");
+    source.field(ours, value)
+}
+
+/// Names inside a message: those of OpenAI and of ShareGPT are read.
+fn named_as(value: &Value, known: &[&str]) -> Outcome {
+    match text(value).as_deref() {
+        Some(name) if known.contains(&name) => needless(format!("{name:?} is read as it is")),
+        _ => refused(format!("messages have {}: rename it in the rows", known.join(" or "))),
+    }
+}
+
+fn of_type(source: &mut Source, keys: &Keys, value: &Value) -> Outcome {
+    let Some(kind) = text(value).filter(|_| !is_off(value)) else {
+        return needless("found by the first row");
+    };
+    match kind.split([':', '.']).next().unwrap_or_default() {
+        "chat_template" | "sharegpt" => source.format("messages"),
+        "completion" | "pretrain" => source.format("text"),
+        "alpaca" | "alpaca_w_system" => {
+            let outcome = source.format("alpaca");
+            source.plain();
+            Outcome(outcome.0, outcome.1 + ": the text of Alpaca's prompt")
+        }
+        "alpaca_chat" if kind.ends_with("load_qa") => {
+            source.fields.insert("prompt".into(), "question".into());
+            source.fields.insert("completion".into(), "answer".into());
+            source.format("completion")
+        }
+        "alpaca_chat" => source.format("alpaca"),
+        "gpteacher" | "oasst" | "reflection" => source.format("alpaca"),
+        "input_output" => refused("parts with a label each: write tokens with labels, format = \"tokens\""),
+        _ if word(keys, "field_messages").is_some() => source.format("messages"),
+        other => refused(format!("{other}: the format is found by the first row, or named: format")),
+    }
+}

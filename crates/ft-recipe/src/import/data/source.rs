@@ -1,0 +1,104 @@
+//! A source of the recipe in the making.
+
+use crate::import::context::{Context, Fate, Outcome, converted, needless};
+use crate::import::read::text;
+use crate::syntax::{quote, quote_key};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// One source.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Source {
+    pub source: String,
+    /// Further keys, as TOML.
+    pub keys: BTreeMap<&'static str, String>,
+    /// Names of fields: the format's, and the file's.
+    pub fields: BTreeMap<String, String>,
+    /// The key that names the source.
+    pub origin: String,
+}
+
+impl Source {
+    pub fn named(source: impl Into<String>, origin: impl Into<String>) -> Self {
+        Self { source: source.into(), origin: origin.into(), ..Self::default() }
+    }
+
+    /// Takes a text as it is.
+    pub fn put(&mut self, key: &'static str, value: &Value) -> Outcome {
+        match text(value).filter(|t| !t.is_empty()) {
+            Some(t) => {
+                self.keys.insert(key, quote(&t));
+                Outcome(Fate::Taken, format!("{key} = {}", quote(&t)))
+            }
+            None => needless("not set"),
+        }
+    }
+
+    pub fn format(&mut self, format: &str) -> Outcome {
+        self.keys.insert("format", quote(format));
+        converted(format!("format = {}", quote(format)))
+    }
+
+    /// The toolkit's own prompt around the rows, not the chat template.
+    pub fn plain(&mut self) {
+        self.keys.insert("form", quote("plain"));
+    }
+
+    /// Names a field of the format, where the file's name is another.
+    pub fn field(&mut self, ours: &str, value: &Value) -> Outcome {
+        match text(value).filter(|t| !t.is_empty()) {
+            Some(theirs) if theirs == ours => needless("the format's own name"),
+            Some(theirs) => {
+                let shown = format!("fields = {{ {ours} = {} }}", quote(&theirs));
+                self.fields.insert(ours.into(), theirs);
+                converted(shown)
+            }
+            None => needless("not set"),
+        }
+    }
+
+    /// Writes the source into the recipe.
+    pub fn write(self, ctx: &mut Context<'_>, path: &str) {
+        let mut put =
+            |key: &str, value: String| ctx.draft.set(&format!("{path}.{key}"), value, &self.origin, false);
+        put("source", quote(&self.source));
+        for (key, value) in self.keys {
+            put(key, value);
+        }
+        if !self.fields.is_empty() {
+            let fields = self.fields.iter().map(|(k, v)| format!("{} = {}", quote_key(k), quote(v)));
+            put("fields", format!("{{ {} }}", fields.collect::<Vec<_>>().join(", ")));
+        }
+    }
+}
+
+/// Keys of one data set: path in the file, key below the data set, value.
+pub(super) type Keys = Vec<(String, String, Value)>;
+
+/// Converts each data set below `prefix`.
+pub(super) fn each(
+    ctx: &mut Context<'_>,
+    prefix: &str,
+    convert: fn(&mut Context<'_>, &Keys) -> Vec<Source>,
+) -> Vec<Source> {
+    let mut sets: BTreeMap<usize, Keys> = BTreeMap::new();
+    for e in ctx.entries.list.iter().filter(|e| e.line > 0) {
+        let Some(rest) = e.path.strip_prefix(prefix).and_then(|r| r.strip_prefix('.')) else { continue };
+        let (index, key) = match rest.split_once('.').map(|(i, k)| (i.parse(), k)) {
+            Some((Ok(i), key)) => (i, key),
+            _ => (0, rest),
+        };
+        sets.entry(index).or_default().push((e.path.clone(), key.into(), e.value.clone()));
+    }
+    sets.into_values().flat_map(|keys| convert(ctx, &keys)).collect()
+}
+
+/// The value of a key of a data set.
+pub(super) fn value<'k>(keys: &'k Keys, key: &str) -> Option<&'k Value> {
+    keys.iter().find(|(_, k, _)| k == key).map(|(.., v)| v).filter(|v| !v.is_null())
+}
+
+/// The text of a key of a data set.
+pub(super) fn word(keys: &Keys, key: &str) -> Option<String> {
+    value(keys, key).and_then(text).filter(|t| !t.is_empty())
+}

@@ -1,0 +1,96 @@
+//! Data sets of torchtune: builders with arguments.
+
+use super::source::{Keys, Source, value, word};
+use crate::import::context::{Context, Outcome, converted, needless, refused};
+use crate::import::read::{is_off, text, truth, words};
+use crate::syntax::quote;
+use serde_json::Value;
+
+pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
+    let origin =
+        keys.first().map_or("dataset", |(path, ..)| path.rsplit_once('.').map_or("dataset", |(p, _)| p));
+    let component = word(keys, "_component_").unwrap_or_default();
+    let builder = component.rsplit('.').next().unwrap_or_default();
+    let tables = ctx.tables;
+    let known = tables.torchtune_data.get(builder);
+    let mut source = Source::named(word(keys, "source").unwrap_or_default(), origin);
+    let files = value(keys, "data_files").map(words).unwrap_or_default();
+    let mut on_input = false;
+    if let Some(known) = known {
+        source.format(&known.format);
+        source.fields = known.fields.clone();
+        if source.source.is_empty() {
+            source.source = known.source.clone().unwrap_or_default();
+        }
+        if let Some(config) = &known.config {
+            source.keys.insert("config", quote(config));
+        }
+        on_input = known.on_input;
+    }
+    if let Some(given) = value(keys, "train_on_input").and_then(truth) {
+        on_input = given;
+    }
+    if on_input && known.is_some_and(|k| k.format != "text") {
+        source.keys.insert("mask", quote("none"));
+    }
+    let pack = value(keys, "packed").cloned();
+    for (at, key, value) in keys {
+        let outcome = match key.as_str() {
+            "_component_" => match known {
+                Some(_) if on_input => converted(format!(
+                    "source = {:?}, mask = \"none\": prompts are targets too",
+                    source.source
+                )),
+                Some(_) => converted(format!("source = {:?}", source.source)),
+                None => refused(format!("{builder}: name the rows and their format in data.train")),
+            },
+            "source" if !files.is_empty() => needless("the kind of files: their names tell it"),
+            key => of_key(&mut source, key, value, &files),
+        };
+        ctx.of_data.insert(at.clone(), outcome);
+    }
+    if let (Some(pack), true) =
+        (pack.as_ref().and_then(truth), origin.starts_with("dataset") && origin != "dataset_val")
+    {
+        let path = keys.iter().find(|(_, k, _)| k == "packed").map_or("", |(p, ..)| p);
+        ctx.draft.set("data.pack", pack.to_string(), path, false);
+    }
+    match files.is_empty() {
+        true if source.source.is_empty() => Vec::new(),
+        true => vec![source],
+        false => files.iter().map(|f| Source { source: f.clone(), ..source.clone() }).collect(),
+    }
+}
+
+fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Outcome {
+    match key {
+        "source" => converted(format!("source = {:?}", source.source)),
+        "data_files" => converted(format!("source = {}", files.join(", "))),
+        "split" => source.put("split", value),
+        "name" | "subset" => source.put("config", value),
+        "packed" => converted(format!("data.pack = {}", text(value).unwrap_or_default().to_lowercase())),
+        "train_on_input" => converted(format!(
+            "mask: prompts are {}targets",
+            if truth(value) == Some(true) { "" } else { "no " }
+        )),
+        "column" => source.field("text", value),
+        "conversation_column" => source.field("messages", value),
+        "conversation_style" => needless("the names of OpenAI and of ShareGPT are read as they are"),
+        "column_map.input" if source.keys.get("format").is_some_and(|f| f == "\"completion\"") => {
+            source.field("prompt", value)
+        }
+        "column_map.input" => source.field("input", value),
+        "column_map.output" if source.keys.get("format").is_some_and(|f| f == "\"completion\"") => {
+            source.field("completion", value)
+        }
+        "column_map.output" => source.field("output", value),
+        "column_map.instruction" => source.field("instruction", value),
+        "column_map.system" => source.field("system", value),
+        "add_eos" | "split_across_pack" => {
+            needless("documents end with the end-of-text token, and stay whole")
+        }
+        _ if is_off(value) => needless("off"),
+        "new_system_prompt" => refused("write system messages into the rows"),
+        _ => refused("no such key of a source: ft schema lists them"),
+    }
+}

@@ -1,0 +1,153 @@
+//! The recipe that an import writes: keys with values and where they are from.
+
+use super::read::{number as read_number, text, truth};
+use crate::keys::{Kind, Unset, each_key, find_key, first_entries};
+use crate::syntax::{parse_value, quote, quote_key};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// One key of the recipe.
+#[derive(Clone, Debug)]
+pub(super) struct Set {
+    pub path: String,
+    /// TOML.
+    pub value: String,
+    /// The key of the other toolkit.
+    pub origin: String,
+    /// Whether the file does not have that key.
+    pub by_default: bool,
+}
+
+/// The keys so far; a later value of a path replaces an earlier one.
+#[derive(Debug, Default)]
+pub(super) struct Draft {
+    pub keys: Vec<Set>,
+}
+
+impl Draft {
+    pub fn set(&mut self, path: &str, value: String, origin: &str, by_default: bool) {
+        self.keys.retain(|s| s.path != path);
+        self.keys.push(Set { path: path.into(), value, origin: origin.into(), by_default });
+    }
+
+    pub fn get(&self, path: &str) -> Option<&Set> {
+        self.keys.iter().find(|s| s.path == path)
+    }
+
+    /// Removes the key that a problem names, or the table that holds it. Returns it.
+    pub fn remove(&mut self, key: &str) -> Option<Set> {
+        let mut path = key;
+        loop {
+            if let Some(i) = self.keys.iter().position(|s| s.path == path) {
+                return Some(self.keys.remove(i));
+            }
+            path = path.rsplit_once('.')?.0;
+        }
+    }
+
+    /// Drops defaults of the toolkit that are ft's own too.
+    pub fn drop_defaults(&mut self) {
+        self.keys.retain(|s| {
+            let ours = match find_key(&s.path).map(|k| k.default) {
+                Some(Unset::Toml(text)) => parse_value(text).map(|n| n.value),
+                _ => None,
+            };
+            let same = match (&ours, parse_value(&s.value)) {
+                (Some(ours), Some(set)) => {
+                    *ours == set.value
+                        || number(&ours.to_string()).is_some_and(|x| number(&s.value) == Some(x))
+                }
+                _ => false,
+            };
+            !(s.by_default && same)
+        });
+    }
+
+    /// The recipe's text.
+    pub fn text(&self, head: &str) -> String {
+        let mut order: BTreeMap<String, usize> = BTreeMap::new();
+        each_key(&mut |path, _| {
+            let n = order.len();
+            order.insert(path.into(), n);
+        });
+        let at = |path: &str| order.get(&first_entries(path)).copied();
+        let mut tables: BTreeMap<(usize, usize, String), Vec<&Set>> = BTreeMap::new();
+        for set in &self.keys {
+            let table = set.path.rsplit_once('.').map_or("", |(t, _)| t);
+            // entry 0 of a list of tables stands in the order of its keys
+            let list = table.rsplit_once('.').and_then(|(list, i)| Some((list, i.parse::<usize>().ok()?)));
+            let key = match list {
+                Some((list, i)) => (at(list).unwrap_or(usize::MAX), i, format!("[[{list}]]")),
+                None => (at(table).unwrap_or(usize::MAX), 0, header(table)),
+            };
+            tables.entry(key).or_default().push(set);
+        }
+        let mut out = head.to_string();
+        for ((.., header), mut sets) in tables {
+            sets.sort_by_key(|s| at(&s.path).unwrap_or(usize::MAX));
+            out += &format!("\n{header}\n");
+            for set in sets {
+                let name = quote_key(set.path.rsplit('.').next().unwrap_or_default());
+                let line = format!("{name} = {}", set.value);
+                let default = if set.by_default { " (not in the file: its default)" } else { "" };
+                out +=
+                    &format!("{line:<35} # {}{default}\n", set.origin.replace(|c: char| c.is_control(), " "));
+            }
+        }
+        out
+    }
+}
+
+fn header(table: &str) -> String {
+    let parts: Vec<String> = table.split('.').map(quote_key).collect();
+    format!("[{}]", parts.join("."))
+}
+
+fn number(text: &str) -> Option<f64> {
+    text.parse().ok()
+}
+
+/// A number as TOML: whole ones without a point.
+pub(super) fn number_text(x: f64) -> String {
+    if x.fract() == 0.0 && x.abs() < 1e15 { format!("{}", x as i64) } else { format!("{x:?}") }
+}
+
+/// A JSON value as TOML.
+///
+/// `None` for null.
+pub(super) fn toml_text(value: &Value) -> Option<String> {
+    Some(match value {
+        Value::Null => return None,
+        Value::Bool(b) => b.to_string(),
+        Value::Number(n) => {
+            n.as_i64().map_or_else(|| format!("{:?}", n.as_f64().unwrap_or_default()), |i| i.to_string())
+        }
+        Value::String(s) => quote(s),
+        Value::Array(list) => {
+            format!("[{}]", list.iter().filter_map(toml_text).collect::<Vec<_>>().join(", "))
+        }
+        Value::Object(table) => {
+            let entries =
+                table.iter().filter_map(|(k, v)| Some(format!("{} = {}", quote_key(k), toml_text(v)?)));
+            format!("{{ {} }}", entries.collect::<Vec<_>>().join(", "))
+        }
+    })
+}
+
+/// A value as the key at `path` takes it, by the key's kind: numbers and truths may be strings there.
+///
+/// # Errors
+/// The reason for which the key cannot have the value.
+pub(super) fn fitting(path: &str, value: &Value) -> Result<String, String> {
+    let wrong = |what: &str| Err(format!("{path} takes {what}"));
+    match find_key(path).map(|k| k.kind) {
+        Some(Kind::Int(..) | Kind::IntOrAuto(..)) => match read_number(value) {
+            Some(x) if x.fract() == 0.0 && x >= 0.0 => Ok(number_text(x)),
+            _ => wrong("a whole number"),
+        },
+        Some(Kind::Number(_)) => read_number(value).map(number_text).map_or_else(|| wrong("a number"), Ok),
+        Some(Kind::Bool) => truth(value).map_or_else(|| wrong("true or false"), |b| Ok(b.to_string())),
+        Some(Kind::Text | Kind::Name) => text(value).map_or_else(|| wrong("a text"), |t| Ok(quote(&t))),
+        _ => toml_text(value).map_or_else(|| wrong("another value"), Ok),
+    }
+}

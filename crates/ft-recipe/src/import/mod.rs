@@ -1,0 +1,185 @@
+//! Recipes from configurations of other toolkits: axolotl, LLaMA-Factory, torchtune, TRL.
+//!
+//! ```text
+//! read      YAML, JSON or a command line -> keys with values and lines
+//! table     tools.toml: how each key of each toolkit is imported
+//! context   state of an import, what became of a key
+//! run, optimize, train, tune, data   conversions; convert finds them by name
+//! draft     the recipe
+//! ```
+
+mod context;
+mod convert;
+mod data;
+mod draft;
+mod optimize;
+mod read;
+mod run;
+mod table;
+mod train;
+mod tune;
+
+#[cfg(test)]
+mod tests;
+
+use crate::keys::Recipe;
+use crate::load::Error;
+pub use context::{Around, Fate};
+use context::{Context, Outcome, converted, needless, refused};
+use draft::Draft;
+use read::{Entry, is_off};
+use std::collections::BTreeMap;
+use std::path::Path;
+use table::{How, NOTHING, TABLES, Tables, Tool, detect};
+
+/// What became of one key.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// Dotted path in the file.
+    pub key: String,
+    /// Line of the file; 0 for a default.
+    pub line: usize,
+    /// Its fate.
+    pub fate: Fate,
+    /// The key of the recipe, the reason, or advice.
+    pub text: String,
+}
+
+/// An imported configuration.
+#[derive(Debug)]
+pub struct Imported {
+    /// The toolkit.
+    pub tool: &'static str,
+    /// Every key of the file, and the toolkit's defaults that differ from ft's.
+    pub lines: Vec<Line>,
+    /// The recipe, or the reason why there is none.
+    pub recipe: Result<String, String>,
+}
+
+/// Rounds of leaving out keys that the recipe's checks refuse.
+const ROUNDS: usize = 8;
+
+/// Imports a configuration. `file` is its name.
+///
+/// # Errors
+/// A file that cannot be read as YAML, JSON or a command line, or is of no known toolkit.
+pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, String> {
+    let mut entries = read::read(text)?;
+    let tables = TABLES.as_ref().ok_or("the table of keys is broken")?;
+    let Some((name, tool)) = detect(tables, &entries) else {
+        return Err("no key of axolotl, LLaMA-Factory, torchtune or TRL is in it".into());
+    };
+    for (key, value) in &tool.defaults {
+        // torchtune's null is a value of its own
+        let given = |e: &Entry| e.path == *key && (name == "torchtune" || !e.value.is_null());
+        if !entries.list.iter().any(given) {
+            let value = serde_json::to_value(value).unwrap_or_default();
+            entries.list.push(Entry { path: key.clone(), value, line: 0 });
+        }
+    }
+    let extent = train::extent(name, &entries);
+    let mut ctx = Context {
+        tool: name,
+        tables,
+        entries: &entries,
+        around,
+        extent,
+        draft: Draft::default(),
+        modules: None,
+        in_full: Vec::new(),
+        layers: None,
+        of_data: BTreeMap::new(),
+        other_task: None,
+    };
+    data::all(&mut ctx);
+    let mut lines: Vec<Line> = entries.list.iter().map(|e| line(&mut ctx, tool, tables, e)).collect();
+    lines.extend(train::rules(&mut ctx).map(|text| Line {
+        key: "lora_target_modules".into(),
+        line: 0,
+        fate: Fate::Default,
+        text,
+    }));
+    let (draft, task) = (ctx.draft, ctx.other_task);
+    let recipe = match task {
+        Some(task) => {
+            Err(format!("{file} trains with another task, {task}, which is to come: no recipe is written"))
+        }
+        None => settle(draft, &mut lines, name, file),
+    };
+    lines.retain(|l| l.line > 0 || l.fate == Fate::Default);
+    Ok(Imported { tool: name, lines, recipe })
+}
+
+/// Converts one key.
+fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line {
+    // torchtune's own keys alone: others mean other things there
+    let shared = if ctx.tool == "torchtune" { &*NOTHING } else { &tables.transformers };
+    let found = tool.find(shared, &e.path);
+    let same = tool.same.get(&e.path).or_else(|| shared.same.get(&e.path));
+    let is_same = || {
+        let theirs = same.and_then(|v| serde_json::to_value(v).ok());
+        theirs.is_some_and(|v| {
+            v == e.value || read::number(&v).is_some_and(|n| read::number(&e.value) == Some(n))
+        })
+    };
+    let Outcome(fate, text) = match found {
+        Some(How::To(path)) => ctx.take(path, e),
+        Some(How::By(name)) => match convert::by_name(name) {
+            Some(convert) => convert(ctx, e),
+            None => refused("not built"),
+        },
+        Some(How::Set(settings)) if !is_off(&e.value) => converted(ctx.settings(settings, e).join(", ")),
+        Some(How::Set(_)) => needless("off"),
+        Some(How::Needless(why)) => needless(why),
+        Some(How::Refused(_)) if e.value.is_null() => needless("not set"),
+        Some(How::Refused(_)) if is_same() => needless("so it is here too"),
+        Some(How::Refused(_)) if same.is_none() && is_off(&e.value) => needless("off"),
+        Some(How::Refused(advice)) => refused(advice),
+        None => Outcome(Fate::Unknown, format!("= {}: no known key of {}", e.value, ctx.tool)),
+    };
+    let shown = if fate == Fate::Unknown { text.chars().take(200).collect() } else { text };
+    Line { key: e.path.clone(), line: e.line, fate, text: shown }
+}
+
+/// Leaves out what the recipe's own checks refuse, and says so.
+fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Result<String, String> {
+    draft.drop_defaults();
+    let name = file.replace(|c: char| c.is_control(), " ");
+    let head =
+        format!("# From {name} of {tool}, by ft import. Behind each key stands the one that it is from.\n");
+    let mut last = Err(Error::NoSuchRecipe { name: String::new(), hint: String::new() });
+    for _ in 0..ROUNDS {
+        let text = draft.text(&head);
+        last = Recipe::parse(&text, &format!("{}.toml", stem(file)), &[]).map(|_| text);
+        let Err(problems) = &last else { break };
+        let mut removed = false;
+        for problem in problems.problems() {
+            let Some(set) = problem.key.as_deref().and_then(|k| draft.remove(k)) else { continue };
+            removed = true;
+            for l in lines.iter_mut().filter(|l| l.key == set.origin) {
+                l.fate = if problem.message.contains("does nothing") {
+                    Fate::NoEffect
+                } else {
+                    Fate::NotSupported
+                };
+                l.text = problem.message.clone();
+            }
+        }
+        if !removed {
+            break;
+        }
+    }
+    for l in lines.iter_mut().filter(|l| l.line == 0) {
+        let differs = draft.keys.iter().any(|s| s.by_default && s.origin == l.key);
+        if differs || l.fate == Fate::NotSupported {
+            l.fate = Fate::Default;
+        }
+    }
+    last.map_err(|e| e.to_string())
+}
+
+/// The name of a file without folders and ending.
+pub(crate) fn stem(file: &str) -> String {
+    let stem = Path::new(file).file_stem().map(|s| s.to_string_lossy().into_owned());
+    stem.filter(|s| !s.is_empty()).unwrap_or_else(|| "recipe".into())
+}

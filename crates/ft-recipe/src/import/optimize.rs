@@ -1,0 +1,139 @@
+//! Optimizer, schedule, regularization.
+
+use super::context::{Context, Convert, Extent, Outcome, converted, needless, refused};
+use super::draft::number_text;
+use super::read::{Entry, number, text, truth};
+use crate::syntax::quote;
+
+pub(super) fn by_name(name: &str) -> Option<Convert> {
+    Some(match name {
+        "optimizer" => optimizer,
+        "optimizer_argument" => optimizer_arguments,
+        "galore" => galore,
+        "galore_rank" => galore_argument,
+        "galore_modules" => galore_modules,
+        "betas" => betas,
+        "decay_of_all" => decay_of_all,
+        "schedule" => schedule,
+        "schedule_argument" => schedule_argument,
+        "min_lr_ratio" => min_lr_ratio,
+        "warmup" => warmup,
+        _ => return None,
+    })
+}
+
+fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if ctx.is("use_galore") {
+        return needless("use_galore chooses it");
+    }
+    ctx.take_word("optimizer.name", e)
+}
+
+fn galore(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("optimizer.name", quote("galore"), e)),
+        _ => needless("off"),
+    }
+}
+
+fn galore_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match ctx.word("optimizer").contains("galore") {
+        true => ctx.take("optimizer.galore_rank", e),
+        false => needless("the optimizer is not GaLore"),
+    }
+}
+
+/// `rank=64, update_proj_gap=100, scale=0.1`
+fn optimizer_arguments(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(written) = text(&e.value) else { return needless("not set") };
+    let (mut set, mut unknown) = (Vec::new(), Vec::new());
+    for argument in written.split(',').map(str::trim).filter(|a| !a.is_empty()) {
+        let (name, value) = argument.split_once('=').unwrap_or((argument, ""));
+        let key = match name.trim() {
+            "rank" => "optimizer.galore_rank",
+            "update_proj_gap" => "optimizer.galore_gap",
+            "scale" => "optimizer.galore_scale",
+            _ => "",
+        };
+        match value.trim().parse::<f64>().ok().filter(|_| !key.is_empty()) {
+            Some(x) => set.push(ctx.set(key, number_text(x), e)),
+            None => unknown.push(argument),
+        }
+    }
+    match unknown.is_empty() {
+        true => converted(set.join(", ")),
+        false => {
+            refused(format!("{} has no key here; keys of [optimizer] are in ft schema", unknown.join(", ")))
+        }
+    }
+}
+
+fn galore_modules(_: &mut Context<'_>, _: &Entry) -> Outcome {
+    needless("GaLore takes all matrices that train in full")
+}
+
+fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let (a, b) = (ctx.number(&["adam_beta1"]).unwrap_or(0.9), ctx.number(&["adam_beta2"]).unwrap_or(0.999));
+    converted(ctx.set("optimizer.betas", format!("[{a:?}, {b:?}]"), e))
+}
+
+/// AdamW of PyTorch decays all that trains, norms too.
+fn decay_of_all(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let outcome = ctx.take("optimizer.weight_decay", e);
+    if ctx.extent == Extent::Full && number(&e.value).is_some_and(|x| x > 0.0) {
+        let set = ctx.set("optimizer.decay", quote("all"), e);
+        return converted(format!("{}, {set}: norms decay there too", outcome.1));
+    }
+    outcome
+}
+
+fn schedule(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    ctx.take_word("optimizer.schedule", e)
+}
+
+/// The learning rate of the file.
+fn rate(ctx: &Context<'_>) -> Option<f64> {
+    ctx.number(&["learning_rate"])
+}
+
+fn schedule_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match e.path.rsplit('.').next() {
+        Some("min_lr") => ctx.take("optimizer.min_lr", e),
+        Some("min_lr_rate") => min_lr_ratio(ctx, e),
+        Some("num_cycles") if number(&e.value) == Some(0.5) => needless("half a cosine is what there is"),
+        _ => refused("the schedules are cosine, linear and constant, with warm-up and optimizer.min_lr"),
+    }
+}
+
+fn min_lr_ratio(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match (number(&e.value), rate(ctx)) {
+        (Some(ratio), Some(lr)) => {
+            // to the digits that were written
+            let min: f64 = format!("{:.12e}", ratio * lr).parse().unwrap_or(ratio * lr);
+            let set = ctx.set("optimizer.min_lr", number_text(min), e);
+            converted(format!("{set}: {ratio} x {lr:?}"))
+        }
+        _ => needless("not set"),
+    }
+}
+
+fn warmup(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let constant = ["lr_scheduler_type", "lr_scheduler"].iter().any(|k| ctx.word(k) == "constant");
+    let Some(x) = number(&e.value) else { return needless("not set") };
+    if constant && x > 0.0 {
+        return needless("the schedule \"constant\" has no warm-up there");
+    }
+    let steps = ctx.number(&["warmup_steps"]).filter(|s| *s > 0.0);
+    match (e.path.as_str(), steps) {
+        _ if x == 0.0 => needless("off"),
+        ("warmup_ratio", Some(steps)) => needless(format!("warmup_steps = {steps} wins")),
+        (_, _) if x < 1.0 => {
+            let set = ctx.set("optimizer.warmup_ratio", number_text(x), e);
+            match (ctx.tool, e.line) {
+                ("axolotl", 0) => converted(format!("{set} (100 steps at the most there)")),
+                _ => converted(set),
+            }
+        }
+        _ => ctx.take("optimizer.warmup_steps", e),
+    }
+}

@@ -1,0 +1,164 @@
+//! A command line, or a shell script with one: flags to entries with lines.
+
+use super::entries::{Entries, Entry};
+use super::scalar::scalar;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Words that begin the trainer's own flags: those before are the launcher's.
+const PROGRAMS: [&str; 3] = ["trl", "llamafactory-cli", "tune"];
+
+/// Reads the command with the most flags.
+///
+/// # Errors
+/// No command with flags.
+pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
+    let flags = |c: &Vec<(String, usize)>| c.iter().filter(|(w, _)| w.starts_with("--")).count();
+    let best = commands(text).into_iter().max_by_key(flags).filter(|c| flags(c) > 0);
+    best.map(|c| entries(&c)).ok_or_else(|| "there is no command with --flags in it".into())
+}
+
+/// Whether a text looks like a command line or a script.
+pub(in crate::import) fn is_command(text: &str) -> bool {
+    let is_flag =
+        |l: &str| l.strip_prefix("--").is_some_and(|l| l.starts_with(|c: char| c.is_ascii_alphabetic()));
+    let starts = ["trl ", "accelerate ", "torchrun ", "python", "llamafactory-cli ", "export "];
+    text.starts_with("#!")
+        || text.lines().map(str::trim_start).any(|l| is_flag(l) || starts.iter().any(|s| l.starts_with(s)))
+}
+
+/// The commands of a script: words with their lines. Variables that the script sets are filled in.
+fn commands(text: &str) -> Vec<Vec<(String, usize)>> {
+    let mut commands = vec![Vec::new()];
+    let mut variables: BTreeMap<String, String> = BTreeMap::new();
+    let mut continued = false;
+    for (i, line) in text.lines().enumerate() {
+        let (line, more) = match line.trim_end().strip_suffix('\\') {
+            Some(l) => (l, true),
+            None => (line, false),
+        };
+        if !continued {
+            commands.push(Vec::new());
+        }
+        for word in split(line, &variables) {
+            if matches!(word.as_str(), ";" | "&&" | "|" | "||") {
+                commands.push(Vec::new());
+                continue;
+            }
+            let command = commands.last_mut().into_iter().next();
+            let assigned = word.split_once('=').filter(|(name, _)| {
+                !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+            });
+            match (command, assigned) {
+                (Some(c), Some((name, value))) if c.is_empty() => {
+                    variables.insert(name.into(), value.into());
+                }
+                (Some(c), _) if !(c.is_empty() && word == "export") => c.push((word, i + 1)),
+                _ => {}
+            }
+        }
+        continued = more;
+    }
+    commands
+}
+
+/// Splits a line as a shell does: quotes, backslashes, comments, `$NAME`.
+fn split(line: &str, variables: &BTreeMap<String, String>) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    let (mut word, mut inside, mut quote) = (String::new(), false, None);
+    let mut chars = line.chars().peekable();
+    while let Some(c) = chars.next() {
+        match (c, quote) {
+            (q, Some(open)) if q == open => quote = None,
+            ('\'' | '"', None) => (quote, inside) = (Some(c), true),
+            ('\\', None | Some('"')) => word.extend(chars.next()),
+            ('$', None | Some('"')) => {
+                let braced = chars.next_if_eq(&'{').is_some();
+                let mut name = String::new();
+                while let Some(c) = chars.next_if(|c| c.is_ascii_alphanumeric() || *c == '_') {
+                    name.push(c);
+                }
+                if braced {
+                    chars.next_if_eq(&'}');
+                }
+                inside = true;
+                match variables.get(&name) {
+                    Some(value) => word += value,
+                    None => word += &format!("${name}"),
+                }
+            }
+            ('#', None) if !inside && word.is_empty() => break,
+            (c, None) if c.is_whitespace() => {
+                if inside || !word.is_empty() {
+                    words.push(std::mem::take(&mut word));
+                }
+                inside = false;
+            }
+            (c, _) => word.push(c),
+        }
+    }
+    if inside || !word.is_empty() {
+        words.push(word);
+    }
+    words
+}
+
+/// Flags as entries: `launch.` before the program, plain after it, and its verb as `command`.
+fn entries(command: &[(String, usize)]) -> Entries {
+    let mut list: Vec<Entry> = Vec::new();
+    let is_program = |w: &str| w.ends_with(".py") || PROGRAMS.contains(&w);
+    let program = command.iter().position(|(w, _)| is_program(w));
+    for (i, (word, line)) in command.iter().enumerate() {
+        let before = program.is_some_and(|p| i < p);
+        if let Some(flag) = word.strip_prefix("--") {
+            let (name, value) = match flag.split_once('=') {
+                Some((name, value)) => (name, Some(scalar(value))),
+                None => (flag, None),
+            };
+            let name = name.replace('-', "_");
+            let path = if before { format!("launch.{name}") } else { name };
+            list.push(Entry { path, value: value.unwrap_or(Value::Bool(true)), line: *line });
+        } else if program.is_some_and(|p| i == p + 1) && !word.starts_with('-') {
+            list.push(Entry { path: "command".into(), value: word.as_str().into(), line: *line });
+        } else if program == Some(i) || program.is_none() && list.is_empty() || before && list.is_empty() {
+            // the launcher's and the program's own names
+        } else if let Some(last) = list.last_mut() {
+            let value = scalar(word);
+            last.value = match std::mem::take(&mut last.value) {
+                Value::Bool(true) => value,
+                Value::Array(mut all) => {
+                    all.push(value);
+                    Value::Array(all)
+                }
+                first => Value::Array(vec![first, value]),
+            };
+        }
+    }
+    Entries { list }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_script_gives_the_flags_of_its_trainer() {
+        let text = "#!/bin/bash\nexport MODEL=a/b # the model\nset -e\naccelerate launch --num_processes 4 \\\n  train.py \\\n  \
+                    --model_name_or_path $MODEL --lora_target_modules q_proj \"v_proj\" \\\n  --packing --learning_rate=2e-5 --output-dir 'a b'\n";
+        assert!(is_command(text));
+        let list = read(text).unwrap().list;
+        let shown: Vec<String> = list.iter().map(|e| format!("{}:{}={}", e.line, e.path, e.value)).collect();
+        insta::assert_snapshot!(shown.join("\n"), @r#"
+        4:launch.num_processes=4
+        6:model_name_or_path="a/b"
+        6:lora_target_modules=["q_proj","v_proj"]
+        7:packing=true
+        7:learning_rate=0.00002
+        7:output_dir="a b"
+        "#);
+        let list = read("trl dpo --beta 0.1").unwrap().list;
+        assert_eq!((list[0].path.as_str(), &list[0].value), ("command", &"dpo".into()));
+        assert!(!is_command("base_model: x\n# --no\n") && !is_command("{\"a\": 1}"));
+        assert!(!is_command("---\nbase_model: x\n"));
+    }
+}

@@ -1,0 +1,17 @@
+//! Files of other toolkits as flat lists of keys: YAML, JSON, command lines.
+
+mod entries;
+mod flags;
+mod scalar;
+mod yaml;
+
+pub(super) use entries::{Entries, Entry};
+pub(super) use scalar::{is_off, number, text, truth, words};
+
+/// Reads a configuration: a command line or script, else YAML or JSON.
+///
+/// # Errors
+/// Syntax errors, with the line.
+pub(super) fn read(text: &str) -> Result<Entries, String> {
+    if flags::is_command(text) { flags::read(text) } else { yaml::read(text) }
+}

@@ -1,0 +1,178 @@
+//! YAML, and JSON as a part of it: events of the parser to entries with lines.
+
+use super::entries::{Entries, MOST};
+use super::scalar::scalar;
+use saphyr_parser::{Event, Parser, ScalarStyle, Span};
+use serde_json::{Map, Value};
+use std::collections::{BTreeMap, HashMap};
+
+/// Depth of nesting at the most.
+const DEEPEST: usize = 32;
+
+/// A list or table that is being read.
+struct Open {
+    value: Value,
+    /// The key of a table whose value comes next.
+    key: Option<String>,
+    anchor: usize,
+    path: String,
+}
+
+/// Reads the first document of `text`.
+///
+/// # Errors
+/// A syntax error or a file that is no table, with the line.
+pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
+    let mut reader =
+        Reader { open: Vec::new(), anchors: HashMap::new(), root: None, lines: BTreeMap::new(), nodes: 0 };
+    for event in Parser::new_from_str(text) {
+        let (event, span) = event.map_err(|e| format!("line {}: {}", e.marker().line(), e.info()))?;
+        if matches!(event, Event::DocumentEnd) {
+            break;
+        }
+        reader.event(event, span).map_err(|e| format!("line {}: {e}", span.start.line()))?;
+    }
+    match reader.root {
+        Some(Value::Object(table)) => Ok(Entries::flat(&table, &reader.lines)),
+        _ => Err("the file is no table of keys and values".into()),
+    }
+}
+
+struct Reader {
+    open: Vec<Open>,
+    anchors: HashMap<usize, Value>,
+    root: Option<Value>,
+    /// Line of each dotted path.
+    lines: BTreeMap<String, usize>,
+    nodes: usize,
+}
+
+impl Reader {
+    fn event(&mut self, event: Event<'_>, span: Span) -> Result<(), String> {
+        match event {
+            Event::Scalar(text, style, anchor, _) => {
+                let plain = style == ScalarStyle::Plain;
+                if let Some(Open { value: Value::Object(_), key: key @ None, .. }) = self.open.last_mut() {
+                    *key = Some(text.into_owned());
+                    let path = self.path();
+                    self.lines.entry(path).or_insert(span.start.line());
+                    return Ok(());
+                }
+                let value = if plain { scalar(&text) } else { Value::from(text.into_owned()) };
+                self.put(value, anchor)
+            }
+            Event::SequenceStart(anchor, _) => self.start(Value::Array(Vec::new()), anchor, span),
+            Event::MappingStart(anchor, _) => self.start(Value::Object(Map::new()), anchor, span),
+            Event::SequenceEnd | Event::MappingEnd => match self.open.pop() {
+                Some(closed) => self.put(closed.value, closed.anchor),
+                None => Err("an end without a beginning".into()),
+            },
+            Event::Alias(anchor) => {
+                let value = self.anchors.get(&anchor).cloned().ok_or("an alias of nothing")?;
+                self.put(value, 0)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The path of the value that comes next.
+    fn path(&self) -> String {
+        match self.open.last() {
+            None => String::new(),
+            Some(Open { value: Value::Array(list), path, .. }) => {
+                crate::syntax::join(path, &list.len().to_string())
+            }
+            Some(Open { key, path, .. }) => crate::syntax::join(path, key.as_deref().unwrap_or_default()),
+        }
+    }
+
+    fn start(&mut self, value: Value, anchor: usize, span: Span) -> Result<(), String> {
+        if self.open.len() >= DEEPEST {
+            return Err(format!("nested more than {DEEPEST} deep"));
+        }
+        if let Some(Open { value: Value::Object(_), key: None, .. }) = self.open.last() {
+            return Err("a list or table as a key".into());
+        }
+        let path = self.path();
+        self.lines.entry(path.clone()).or_insert(span.start.line());
+        self.open.push(Open { value, key: None, anchor, path });
+        Ok(())
+    }
+
+    /// Puts a finished value where it belongs.
+    fn put(&mut self, value: Value, anchor: usize) -> Result<(), String> {
+        self.nodes += count(&value);
+        if self.nodes > MOST {
+            return Err(format!("more than {MOST} values"));
+        }
+        if anchor > 0 {
+            self.anchors.insert(anchor, value.clone());
+        }
+        match self.open.last_mut() {
+            None => self.root = self.root.take().or(Some(value)),
+            Some(Open { value: Value::Array(list), .. }) => list.push(value),
+            Some(Open { value: Value::Object(table), key, .. }) => match (key.take(), value) {
+                // a merge key: what the table has itself stays
+                (Some(k), Value::Object(merged)) if k == "<<" => {
+                    for (k, v) in merged {
+                        table.entry(k).or_insert(v);
+                    }
+                }
+                (Some(k), value) => {
+                    table.insert(k, value);
+                }
+                (None, _) => return Err("a value without a key".into()),
+            },
+            Some(_) => return Err("a value inside a value".into()),
+        }
+        Ok(())
+    }
+}
+
+/// Values in a value, itself included.
+fn count(value: &Value) -> usize {
+    match value {
+        Value::Array(list) => 1 + list.iter().map(count).sum::<usize>(),
+        Value::Object(table) => 1 + table.values().map(count).sum::<usize>(),
+        _ => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn leaves(text: &str) -> String {
+        let entries = read(text).unwrap();
+        entries.list.iter().map(|e| format!("{}:{}={}\n", e.line, e.path, e.value)).collect()
+    }
+
+    #[test]
+    fn tables_lists_and_anchors_have_lines() {
+        let text = "a: 1e-5\nb:\n  - {c: yes, d: 'yes'}\n  - c: \"no\"\n    # more\n    d: [x, 2]\ne: &x {f: 1}\ng:\n  <<: *x\n  h: ~\n";
+        insta::assert_snapshot!(leaves(text), @r#"
+        1:a=0.00001
+        3:b.0.c=true
+        3:b.0.d="yes"
+        4:b.1.c="no"
+        6:b.1.d=["x",2]
+        7:e.f=1
+        8:g.f=1
+        10:g.h=null
+        "#);
+        assert_eq!(leaves("{\"a\": {\"b\": 1.5},\n \"c\": []}"), "1:a.b=1.5\n2:c=[]\n");
+    }
+
+    #[test]
+    fn bad_and_huge_files_are_errors() {
+        assert!(read("a: [1").unwrap_err().starts_with("line "), "{:?}", read("a: [1"));
+        assert!(read("- 1\n- 2").unwrap_err().contains("no table"));
+        assert!(read(&format!("a: {}", "[".repeat(100))).unwrap_err().contains("deep"));
+        let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_string();
+        for i in 1..9 {
+            let last = format!("*a{}", i - 1);
+            bomb += &format!("a{i}: &a{i} [{}]\n", [last.as_str(); 10].join(", "));
+        }
+        assert!(read(&bomb).unwrap_err().contains("more than"));
+    }
+}

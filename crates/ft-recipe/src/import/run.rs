@@ -1,0 +1,261 @@
+//! Length of a run, batches, evaluations, checkpoints, precision, ranks, logs.
+
+use super::context::{Context, Convert, Fate, Outcome, converted, needless, refused};
+use super::draft::number_text;
+use super::read::{Entry, is_off, number, text, truth, words};
+use crate::keys::find_key;
+use crate::syntax::quote;
+
+/// Rows of a forward pass, by the toolkits' names.
+const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "batch_size"];
+/// Ranks, as launchers name them.
+const RANKS: &[&str] = &["launch.num_processes", "launch.nproc_per_node", "launch.nproc-per-node"];
+
+pub(super) fn by_name(name: &str) -> Option<Convert> {
+    Some(match name {
+        "accumulation" => accumulation,
+        "total_batch" => total_batch,
+        "steps" => steps,
+        "steps_an_epoch" => steps_an_epoch,
+        "every" => every,
+        "strategy" => strategy,
+        "per_epoch" => per_epoch,
+        "patience" => |ctx, e| ctx.take("run.patience", e),
+        "clip" => clip,
+        "precision" => precision,
+        "dtype" => dtype,
+        "cpu" => cpu,
+        "device" => device,
+        "deepspeed" => deepspeed,
+        "fsdp" => fsdp,
+        "offload" => offload,
+        "launch" => launch,
+        "report_to" => report_to,
+        "mlflow" => mlflow,
+        "task" => task,
+        _ => return None,
+    })
+}
+
+/// Ranks that the command starts; 1 if it does not say.
+fn ranks(ctx: &Context<'_>) -> f64 {
+    ctx.number(RANKS).filter(|n| *n >= 1.0).unwrap_or(1.0)
+}
+
+fn accumulation(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if ctx.tool == "axolotl" && ctx.number(&["batch_size"]).is_some() {
+        return needless("batch_size has the rows of a step");
+    }
+    let (micro, ranks) = (ctx.number(MICRO).unwrap_or(1.0), ranks(ctx));
+    let Some(accumulated) = number(&e.value) else { return refused("a number is wanted: run.batch_rows") };
+    let set = ctx.set("run.batch_rows", number_text(micro * accumulated * ranks), e);
+    let more = if ranks > 1.0 { "" } else { "; with more cards, times their number" };
+    converted(format!("{set}: {micro} rows x {accumulated} x {ranks} rank(s){more}"))
+}
+
+fn total_batch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let taken = ctx.take("run.batch_rows", e);
+    Outcome(Fate::Converted, taken.1 + ": rows of a step")
+}
+
+fn steps(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match number(&e.value) {
+        Some(n) if n >= 1.0 => ctx.take("run.steps", e),
+        _ => needless("off: the epochs say the length"),
+    }
+}
+
+fn steps_an_epoch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(n) = number(&e.value) else { return needless("not set") };
+    let epochs = ctx.number(&["epochs"]).unwrap_or(1.0);
+    let set = ctx.set("run.steps", number_text(n * epochs), e);
+    converted(format!("{set}: {n} steps x {epochs} epoch(s), also where an epoch has fewer"))
+}
+
+/// `eval_steps`, `save_steps`: a number of steps, or a share of all.
+fn every(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let saves = e.path.starts_with("save");
+    let (key, strategy) =
+        if saves { ("run.save_every", "save_strategy") } else { ("run.eval_every", "eval_strategy") };
+    let strategy = ctx.word(strategy) + &if saves { String::new() } else { ctx.word("evaluation_strategy") };
+    if matches!(strategy.as_str(), "no" | "false" | "epoch" | "best") {
+        return needless(format!("the strategy is {strategy:?}"));
+    }
+    match number(&e.value) {
+        Some(x) if x > 0.0 && x < 1.0 => match ctx.number(&["max_steps"]).filter(|n| *n >= 1.0) {
+            Some(all) => {
+                let set = ctx.set(key, number_text((all * x).ceil()), e);
+                converted(format!("{set}: {x} x {all} steps"))
+            }
+            None => {
+                refused(format!("{key} counts steps, and {x} is a share of all: ft check tells their number"))
+            }
+        },
+        _ => ctx.take(key, e),
+    }
+}
+
+fn strategy(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    let key = if e.path.starts_with("save") { "run.save_every" } else { "run.eval_every" };
+    match text(&e.value).unwrap_or_default().as_str() {
+        "steps" => needless(format!("{key} counts steps")),
+        "no" | "false" | "" => needless(format!("{key} is 0: once, at the end")),
+        other => refused(format!("{other}: {key} counts steps, and ft check tells the steps of a run")),
+    }
+}
+
+fn per_epoch(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    if is_off(&e.value) {
+        return needless("off");
+    }
+    let key = if e.path.starts_with("save") { "run.save_every" } else { "run.eval_every" };
+    refused(format!("{key} counts steps: the steps of an epoch, as ft check tells them, over {}", e.value))
+}
+
+fn clip(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match number(&e.value) {
+        Some(_) if e.line > 0 => ctx.take("run.clip", e),
+        _ => {
+            let set = ctx.set("run.clip", "0", e);
+            converted(format!("{set}: gradients are not clipped"))
+        }
+    }
+}
+
+/// `bf16`, `fp16` and their like: true, false, "auto", "full".
+fn precision(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let dtype = match e.path.trim_start_matches("pure_") {
+        "bf16" | "bfloat16" => "bf16",
+        "fp16" | "float16" => "f16",
+        _ => "f32",
+    };
+    // a default gives way to what the file says of the other
+    let other = e.line == 0 && ["fp16", "float16"].iter().any(|k| ctx.is(k));
+    if text(&e.value).as_deref() == Some("auto") {
+        return needless("bf16 on CUDA, f32 on the CPU");
+    }
+    let on = truth(&e.value).unwrap_or(text(&e.value).is_some_and(|t| t == "full"));
+    if !on || other {
+        return needless("off");
+    }
+    converted(ctx.set("model.dtype", quote(dtype), e))
+}
+
+fn dtype(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if let Some(on) = ["bf16", "fp16"].into_iter().find(|k| ctx.is(k)) {
+        return needless(format!("{on} says the arithmetic; master weights are f32"));
+    }
+    if text(&e.value).as_deref() == Some("auto") {
+        return needless("bf16 on CUDA, f32 on the CPU");
+    }
+    ctx.take_word("model.dtype", e)
+}
+
+fn cpu(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("run.device", quote("cpu"), e)),
+        _ => needless("off"),
+    }
+}
+
+fn device(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).unwrap_or_default().as_str() {
+        "cpu" => ctx.take("run.device", e),
+        "cuda" => needless("a CUDA device is taken where there is one"),
+        other => refused(format!("{other}: run.device is cuda or cpu")),
+    }
+}
+
+/// ZeRO: written with several ranks, else a hint.
+fn zero(ctx: &mut Context<'_>, stage: u8, e: &Entry) -> Outcome {
+    if ranks(ctx) > 1.0 {
+        return converted(ctx.set("parallel.zero", stage.to_string(), e));
+    }
+    needless(format!("one rank splits nothing; with parallel.data = N cards: parallel.zero = {stage}"))
+}
+
+/// A configuration of DeepSpeed: its stage, from the file or its name.
+fn deepspeed(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(path) = text(&e.value).filter(|_| !is_off(&e.value)) else { return needless("off") };
+    let inside = ctx.around.read(&path).and_then(|t| serde_json::from_str::<serde_json::Value>(&t).ok());
+    let stage = inside.and_then(|v| v.pointer("/zero_optimization/stage")?.as_u64());
+    let named = || path.bytes().filter(u8::is_ascii_digit).map(|b| u64::from(b - b'0')).next();
+    match stage.or_else(named).filter(|s| *s <= 3) {
+        Some(stage) => zero(ctx, stage as u8, e),
+        None => refused("parallel.zero = 0 to 3, and memory.offload, say what it does"),
+    }
+}
+
+fn fsdp(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let all: Vec<String> =
+        words(&e.value).iter().flat_map(|w| w.split_whitespace()).map(String::from).collect();
+    let has = |w: &str| all.iter().any(|a| a == w);
+    match () {
+        () if is_off(&e.value) => needless("off"),
+        () if has("shard_grad_op") => zero(ctx, 2, e),
+        () if has("full_shard") || truth(&e.value) == Some(true) => zero(ctx, 3, e),
+        () => refused("parallel.zero = 2 or 3, and memory.offload = [\"params\"]"),
+    }
+}
+
+fn offload(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("memory.offload", "[\"params\", \"optimizer\"]", e)),
+        _ => needless("off"),
+    }
+}
+
+/// Flags of a launcher.
+fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match e.path.as_str() {
+        path if RANKS.contains(&path) && ranks(ctx) > 1.0 => {
+            let ranks = number_text(ranks(ctx));
+            converted(ctx.set("parallel.data", ranks, e))
+        }
+        path if RANKS.contains(&path) => needless("one rank"),
+        "launch.config_file" => needless("[parallel] has the layout: parallel.data ranks, parallel.zero"),
+        _ => needless("ft's launcher is mpirun or srun; [parallel] has the layout"),
+    }
+}
+
+fn report_to(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let mut refuse: Vec<String> = Vec::new();
+    let mut set = Vec::new();
+    for tracker in words(&e.value) {
+        match tracker.as_str() {
+            "none" | "" => {}
+            "tensorboard" => set.push(ctx.set("log.tensorboard", "true", e)),
+            "all" => refuse.push("all trackers".into()),
+            _ => refuse.push(tracker),
+        }
+    }
+    match (refuse.is_empty(), set.is_empty()) {
+        (true, true) => needless("no tracker; metrics.jsonl has every step"),
+        (true, false) => converted(set.join(", ")),
+        (false, _) => {
+            let also = if set.is_empty() { String::new() } else { format!("{}; ", set.join(", ")) };
+            refused(format!(
+                "{also}{}: metrics.jsonl, log.csv and log.tensorboard have every step",
+                refuse.join(", ")
+            ))
+        }
+    }
+}
+
+fn mlflow(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match find_key("log.mlflow") {
+        Some(_) => ctx.take("log.mlflow", e),
+        None => refused("metrics.jsonl, log.csv and log.tensorboard have every step"),
+    }
+}
+
+/// The task: supervised fine-tuning is the only one so far.
+fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).unwrap_or_default().to_lowercase().as_str() {
+        "" | "sft" | "pt" | "train" | "none" | "false" => needless("task = \"sft\" is next-token training"),
+        other => {
+            ctx.other_task = Some(other.to_string());
+            refused(format!("the task {other:?} is to come; task = \"sft\" is the only one so far"))
+        }
+    }
+}

@@ -1,0 +1,179 @@
+use super::convert::by_name;
+use super::table::{How, TABLES, tools};
+use super::*;
+use crate::check::Foreign;
+use crate::keys::{each_key, find_key};
+use std::path::PathBuf;
+
+/// No files beside the configuration, and no models.
+struct Nowhere;
+
+impl Around for Nowhere {
+    fn read(&self, _: &str) -> Option<String> {
+        None
+    }
+    fn groups(&self, _: &str) -> Option<Vec<String>> {
+        None
+    }
+}
+
+fn listing(imported: &Imported) -> String {
+    let mut lines: Vec<&Line> = imported.lines.iter().collect();
+    lines.sort_by_key(|l| l.fate);
+    let shown = lines.iter().map(|l| format!("{:?} {}:{} {}\n", l.fate, l.line, l.key, l.text));
+    shown.collect()
+}
+
+fn of(text: &str) -> Imported {
+    import(text, "theirs.yaml", &Nowhere).unwrap_or_else(|e| panic!("{e}\n{text}"))
+}
+
+fn recipe(text: &str) -> Recipe {
+    let imported = of(text);
+    let text = imported.recipe.as_ref().unwrap_or_else(|e| panic!("{e}\n{}", listing(&imported)));
+    Recipe::parse(text, "theirs.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"))
+}
+
+/// The line of a key.
+fn fate(imported: &Imported, key: &str) -> Fate {
+    imported.lines.iter().find(|l| l.key == key).unwrap_or_else(|| panic!("{key}")).fate
+}
+
+#[test]
+fn tables_name_keys_and_conversions() {
+    let tables = TABLES.as_ref().expect("tools.toml");
+    for (name, tool) in tools(tables).into_iter().chain([("transformers", &tables.transformers)]) {
+        for (key, how) in tool.each() {
+            match how {
+                How::To(path) => assert!(find_key(path).is_some(), "{name} {key}: no key {path}"),
+                How::By(by) => assert!(by_name(by).is_some(), "{name} {key}: {by}"),
+                How::Needless(text) | How::Refused(text) => assert!(!text.is_empty(), "{name} {key}"),
+                How::Set(_) => unreachable!("of the table of hints"),
+            }
+            // hints and imports name the same key
+            let hinted = Foreign::key(key).and_then(|f| f.to.as_deref().filter(|_| f.how.is_none()));
+            if let (How::To(ours), Some(theirs)) = (how, hinted) {
+                assert_eq!(ours, theirs, "{name} {key}");
+            }
+        }
+        for key in tool.defaults.keys().chain(tool.same.keys()) {
+            let known = |(_, t): &(_, &Tool)| t.find(&tables.transformers, key).is_some();
+            let known =
+                if name == "transformers" { tools(tables).iter().any(known) } else { known(&(name, tool)) };
+            assert!(known, "{name}: {key}");
+        }
+    }
+    let mut ours = Vec::new();
+    each_key(&mut |path, _| ours.push(path.to_string()));
+    for (name, builder) in &tables.torchtune_data {
+        let source = format!("source = \"x\"\nformat = \"{}\"", builder.format);
+        let recipe =
+            format!("[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[data.train]]\n{source}\n");
+        assert!(Recipe::parse(&recipe, "r.toml", &[]).is_ok(), "{name}");
+    }
+}
+
+/// Published configurations: every key has a fate, none is unknown, and the recipe passes the checks.
+#[test]
+fn published_configurations_are_imported() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/import");
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(&folder).expect("fixtures").flatten().map(|e| e.path()).collect();
+    files.retain(|f| f.extension().is_some_and(|e| e != "md"));
+    files.sort();
+    assert_eq!(files.len(), 12);
+    for file in files {
+        let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let text = std::fs::read_to_string(&file).expect("text");
+        let imported = import(&text, &name, &Nowhere).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let tool = name.split('-').next().unwrap_or_default();
+        assert!(imported.tool.to_lowercase().contains(tool), "{name}: {}", imported.tool);
+        let keys = read::read(&text).expect("keys").list;
+        let told: Vec<&str> = imported.lines.iter().filter(|l| l.line > 0).map(|l| l.key.as_str()).collect();
+        assert_eq!(told, keys.iter().map(|e| e.path.as_str()).collect::<Vec<_>>(), "{name}: each key once");
+        assert!(imported.lines.iter().all(|l| l.fate != Fate::Unknown), "{name}:\n{}", listing(&imported));
+        let recipe =
+            imported.recipe.as_ref().unwrap_or_else(|e| panic!("{name}: {e}\n{}", listing(&imported)));
+        insta::assert_snapshot!(name, format!("{}\n{recipe}", listing(&imported)));
+    }
+}
+
+#[test]
+fn batches_have_their_arithmetic() {
+    let text = "base_model: m\nadapter: lora\nlora_r: 8\ndatasets: [{path: a.jsonl, type: completion}]\n\
+                micro_batch_size: 2\ngradient_accumulation_steps: 8\n";
+    let imported = of(text);
+    let line = imported.lines.iter().find(|l| l.key == "gradient_accumulation_steps").expect("a line");
+    assert_eq!(line.fate, Fate::Converted);
+    assert!(line.text.starts_with("run.batch_rows = 16: 2 rows x 8 x 1 rank(s)"), "{}", line.text);
+    let r = recipe(text);
+    assert_eq!((r.run.batch_rows, r.run.micro_rows.count(), r.lora.rank), (16, 2, 8));
+    assert_eq!(r.data.max_length, 512, "axolotl's default");
+    assert!(!r.data.pack, "axolotl's default");
+    let script = "torchrun --nproc_per_node 4 train.py --model_name_or_path m --dataset_name d.jsonl \
+                  --per_device_train_batch_size 2 --gradient_accumulation_steps 3 --deepspeed ds_z3.json";
+    let r = recipe(script);
+    assert_eq!((r.run.batch_rows, r.parallel.data, r.parallel.zero), (24, 4, 3));
+}
+
+#[test]
+fn another_task_is_refused_by_name() {
+    for text in [
+        "base_model: m\nrl: dpo\ndatasets: [{path: a, type: chatml.intel}]",
+        "stage: kto\nmodel_name_or_path: m\nfinetuning_type: lora\ndataset: a",
+        "trl dpo --model_name_or_path m --dataset_name d",
+    ] {
+        let refused = of(text).recipe.expect_err(text);
+        assert!(refused.contains("dpo") || refused.contains("kto"), "{refused}");
+    }
+}
+
+#[test]
+fn unknown_keys_and_unsupported_values_are_told() {
+    let text = "base_model: m\nload_in_8bit: true\nadapter: lora\nlora_target_modules: '.*self_attn.(q|v)_proj'\n\
+                optimizer: lion\nlr_scheduler: constant\nwarmup_steps: 5\nmy_key: 3\nwandb_project: mine\n\
+                datasets: [{path: json, ds_type: json, data_files: [a.jsonl, b.jsonl], type: alpaca, surprise: 1}]\n";
+    let imported = of(text);
+    for (key, expected) in [
+        ("my_key", Fate::Unknown),
+        ("load_in_8bit", Fate::NotSupported),
+        ("optimizer", Fate::NotSupported),
+        ("warmup_steps", Fate::NoEffect),
+        ("wandb_project", Fate::NotSupported),
+        ("datasets.0.surprise", Fate::NotSupported),
+        ("lora_target_modules", Fate::Converted),
+    ] {
+        assert_eq!(fate(&imported, key), expected, "{key}\n{}", listing(&imported));
+    }
+    let r = recipe(text);
+    assert_eq!(r.data.train.iter().map(|s| s.source.as_str()).collect::<Vec<_>>(), ["a.jsonl", "b.jsonl"]);
+    assert_eq!(r.train[0].modules, ["/.*self_attn.(q|v)_proj/"]);
+    assert_eq!(r.optimizer.warmup_steps, 0);
+    // an evaluation without data would be refused: left out, and told
+    let imported = of("base_model: m\nadapter: lora\neval_steps: 50\ndatasets: [{path: a.jsonl}]");
+    assert_eq!(fate(&imported, "eval_steps"), Fate::NoEffect, "{}", listing(&imported));
+    assert!(import("a: 1", "a.yaml", &Nowhere).unwrap_err().contains("no key"));
+}
+
+/// Data sets of LLaMA-Factory are described by a file beside them.
+#[test]
+fn dataset_info_describes_sources() {
+    struct Info;
+    impl Around for Info {
+        fn read(&self, path: &str) -> Option<String> {
+            let info = r#"{"mine": {"file_name": "rows.json", "columns": {"prompt": "q", "response": "a"}},
+                "talk": {"hf_hub_url": "x/y", "formatting": "sharegpt", "split": "train", "columns": {"messages": "conversations"}}}"#;
+            (path == "dir/dataset_info.json").then(|| info.into())
+        }
+        fn groups(&self, _: &str) -> Option<Vec<String>> {
+            Some(["attention", "experts", "router"].map(String::from).into())
+        }
+    }
+    let text = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\ndataset: mine, talk\ndataset_dir: dir\n";
+    let imported = import(text, "a.yaml", &Info).expect("an import");
+    let recipe = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    let sources = &recipe.data.train;
+    assert_eq!((sources[0].source.as_str(), sources[1].source.as_str()), ("dir/rows.json", "x/y"));
+    assert_eq!(sources[0].fields["instruction"], "q");
+    assert_eq!(recipe.train[0].modules, ["attention", "experts"]);
+}

@@ -1,0 +1,393 @@
+//! What trains: method, targets of LoRA, layers, quantization, data masks and templates.
+
+use super::context::{Context, Convert, Extent, Fate, Outcome, converted, needless, refused};
+use super::draft::number_text;
+use super::read::{Entries, Entry, is_off, number, text, truth, words};
+use super::tune::is_lora;
+use crate::check::module_regex;
+use crate::syntax::quote;
+use serde_json::Value;
+
+pub(super) fn by_name(name: &str) -> Option<Convert> {
+    Some(match name {
+        "method" => method,
+        "peft" => peft,
+        "modules" => modules,
+        "all_linear" => all_linear,
+        "factory_rank" => factory_rank,
+        "in_full" => in_full,
+        "layers" => layers,
+        "last_layers" => last_layers,
+        "last_modules" => last_modules,
+        "initial" => initial,
+        "initial_adapter" => |ctx, e| ctx.take("lora.init", e),
+        "pissa" => pissa,
+        "four_bits" => four_bits,
+        "bits" => bits,
+        "from_scratch" => from_scratch,
+        "new_tokens" => new_tokens,
+        "over_length" => over_length,
+        "on_inputs" => on_inputs,
+        "last_turn" => last_turn,
+        "assistant_only" => assistant_only,
+        "completion_only" => completion_only,
+        "template_file" => template_file,
+        "template_name" => template_name,
+        "thinking" => thinking,
+        "factory_packing" => factory_packing,
+        "not_shuffled" => not_shuffled,
+        "share" => share,
+        _ => return None,
+    })
+}
+
+/// Whether a file trains by LoRA.
+pub(super) fn extent(tool: &str, entries: &Entries) -> Extent {
+    let word = |key: &str| entries.get(key).and_then(text).unwrap_or_default().to_lowercase();
+    let lora = match tool {
+        "axolotl" => !is_off(&Value::from(word("adapter"))),
+        "LLaMA-Factory" => !matches!(word("finetuning_type").as_str(), "full" | "freeze"),
+        "TRL" => entries.get("use_peft").and_then(truth) == Some(true),
+        _ => is_lora(&word("model._component_")),
+    };
+    if lora { Extent::Lora } else { Extent::Full }
+}
+
+fn method(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).unwrap_or_default().to_lowercase().as_str() {
+        "lora" => converted("a [[train]] rule with method = \"lora\", its default"),
+        "qlora" => converted(ctx.set("model.quantize", quote("nf4"), e)),
+        "" | "none" | "full" => converted("[[train]] rules with method = \"full\""),
+        "freeze" => converted("[[train]] rules with method = \"full\", of some layers"),
+        other => refused(format!(
+            "{other}: LoRA and DoRA are built, as [[train]] rules; LoRA stands in the recipe"
+        )),
+    }
+}
+
+fn peft(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    converted(match truth(&e.value) {
+        Some(true) => "a [[train]] rule with method = \"lora\", its default",
+        _ => "[[train]] rules with method = \"full\"",
+    })
+}
+
+/// Groups of the model, or a dense model's.
+fn groups(ctx: &Context<'_>) -> Vec<String> {
+    let model =
+        ["base_model", "model_name_or_path", "checkpointer.checkpoint_dir"].iter().find_map(|k| ctx.get(k));
+    let known = model.and_then(text).and_then(|m| ctx.around.groups(&m));
+    known.unwrap_or_else(|| ["attention", "mlp", "norms", "embedding", "head"].map(String::from).into())
+}
+
+/// All linears in the layers, the router aside.
+fn linears(ctx: &Context<'_>) -> Vec<String> {
+    groups(ctx).into_iter().filter(|g| matches!(g.as_str(), "attention" | "mlp" | "experts")).collect()
+}
+
+/// An entry of PEFT's `target_modules` as one of `train.modules`.
+///
+/// # Errors
+/// A regular expression that cannot be compiled here.
+fn module(name: &str, whole: bool) -> Result<String, String> {
+    let name = name.rsplit_once(".*").filter(|_| !whole).map_or(name, |_| name);
+    Ok(match name {
+        "lm_head" => "head".into(),
+        "embed_tokens" => "embedding".into(),
+        "output_proj" => "o_proj".into(),
+        plain if plain.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') => plain.into(),
+        other => {
+            let pattern =
+                if whole { other.to_string() } else { format!("(.*[.])?{}", other.replace('.', "[.]")) };
+            let entry = format!("/{}/", pattern.trim_start_matches('^').trim_end_matches('$'));
+            match module_regex(&entry) {
+                Some(Ok(_)) => entry,
+                _ => return Err(format!("{other}: no regular expression here; write train.modules")),
+            }
+        }
+    })
+}
+
+fn modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if ctx.extent == Extent::Full {
+        return needless("every weight trains: there is no LoRA");
+    }
+    let list = words(&e.value);
+    let all = |w: &String| matches!(w.as_str(), "all" | "all-linear" | "linear");
+    let whole = e.value.is_string() && list.len() == 1;
+    let named: Result<Vec<String>, String> = match list.iter().any(all) {
+        true => Ok(linears(ctx)),
+        false => list.iter().map(|m| module(m, whole)).collect(),
+    };
+    match named {
+        Ok(named) if named.is_empty() => needless("not set"),
+        Ok(named) => {
+            let shown = format!("train.0.modules = {named:?}");
+            let same = named == list;
+            let had = ctx.modules.take().map(|(m, _)| m).unwrap_or_default();
+            let union = had.iter().cloned().chain(named.into_iter().filter(|n| !had.contains(n))).collect();
+            ctx.modules = Some((union, e.path.clone()));
+            if same { Outcome(Fate::Taken, shown) } else { converted(shown) }
+        }
+        Err(why) => refused(why),
+    }
+}
+
+/// LLaMA-Factory's alpha is twice the rank by default.
+fn factory_rank(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let taken = ctx.take("lora.rank", e);
+    match (number(&e.value), ctx.number(&["lora_alpha"])) {
+        (Some(rank), None) if ctx.extent == Extent::Lora => {
+            let set = ctx.set("lora.alpha", number_text(2.0 * rank), e);
+            converted(format!("{}, {set}: twice the rank, its default", taken.1))
+        }
+        _ => taken,
+    }
+}
+
+fn all_linear(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => modules(ctx, &Entry { value: "all".into(), ..e.clone() }),
+        _ => needless("off"),
+    }
+}
+
+fn in_full(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if ctx.extent == Extent::Full || is_off(&e.value) {
+        return needless(if is_off(&e.value) { "off" } else { "every weight trains" });
+    }
+    let mut shown = Vec::new();
+    for name in words(&e.value) {
+        match module(&name, false) {
+            Ok(m) => {
+                shown.push(m.clone());
+                ctx.in_full.push((m, e.path.clone()));
+            }
+            Err(why) => return refused(why),
+        }
+    }
+    converted(format!("a [[train]] rule: modules = {shown:?}, method = \"full\""))
+}
+
+fn layers(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let indices: Vec<String> = match &e.value {
+        Value::Number(n) => vec![n.to_string()],
+        other => words(other),
+    };
+    if indices.is_empty() {
+        return needless("not set");
+    }
+    let list = format!("[{}]", indices.join(", "));
+    ctx.layers = Some((list.clone(), e.path.clone()));
+    converted(format!("train.0.layers = {list}"))
+}
+
+/// LLaMA-Factory's method "freeze": the last layers train, or the first if the number is negative.
+fn last_layers(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if ctx.word("finetuning_type") != "freeze" {
+        return needless("the method is not freeze");
+    }
+    let layers = match number(&e.value) {
+        Some(n) if n >= 1.0 => format!("\"-{n}:\""),
+        Some(n) if n <= -1.0 => format!("\"0-{}\"", -n - 1.0),
+        _ => return refused("layers of a [[train]] rule"),
+    };
+    ctx.layers = Some((layers.clone(), e.path.clone()));
+    converted(format!("train.0.layers = {layers}"))
+}
+
+fn last_modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).as_deref() {
+        _ if ctx.word("finetuning_type") != "freeze" => needless("the method is not freeze"),
+        Some("all") => needless("all modules of these layers train"),
+        _ => refused("modules of a [[train]] rule with method = \"full\""),
+    }
+}
+
+fn initial(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).unwrap_or_default().to_lowercase().as_str() {
+        "" | "true" => needless("A is random and B is zero here too"),
+        known @ ("pissa" | "olora" | "loftq") => converted(ctx.set("lora.init", quote(known), e)),
+        other => refused(format!("{other}: lora.init is default, pissa, olora, loftq or an adapter")),
+    }
+}
+
+fn pissa(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("lora.init", quote("pissa"), e)),
+        _ => needless("off"),
+    }
+}
+
+fn four_bits(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) if ctx.extent == Extent::Lora => converted(ctx.set("model.quantize", quote("nf4"), e)),
+        Some(true) => refused("weights that train in full are not in 4 bits"),
+        _ => needless("off"),
+    }
+}
+
+fn bits(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match number(&e.value) {
+        Some(4.0) => four_bits(ctx, &Entry { value: true.into(), ..e.clone() }),
+        None => needless("not set"),
+        Some(n) => {
+            refused(format!("{n} bits: model.quantize = \"nf4\" has 4, or weights are in model.dtype"))
+        }
+    }
+}
+
+fn from_scratch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("model.weights", quote("random"), e)),
+        _ => needless("off"),
+    }
+}
+
+fn new_tokens(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    match is_off(&e.value) {
+        true => needless("not set"),
+        false => refused("a [[train]] rule: modules = [\"new_tokens\"], tokens = [..]"),
+    }
+}
+
+fn over_length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let word = text(&e.value).unwrap_or_default();
+    let ours = if word == "raise" { "error" } else { word.as_str() };
+    match ours {
+        "drop" | "truncate" | "error" => converted(ctx.set("data.over_length", quote(ours), e)),
+        _ => needless("not set"),
+    }
+}
+
+/// `train_on_inputs`, `train_on_prompt`
+fn on_inputs(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("data.mask", quote("none"), e) + ": every token is a target"),
+        _ => needless("prompts are no targets here either"),
+    }
+}
+
+fn last_turn(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("data.mask", quote("last"), e)),
+        _ => needless("off"),
+    }
+}
+
+fn assistant_only(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => needless("the assistant's turns are the targets of conversations"),
+        _ => refused(
+            "every token of a conversation is a target there: data.mask = \"none\" does so for conversations",
+        ),
+    }
+}
+
+fn completion_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(false) => converted(ctx.set("data.mask", quote("none"), e) + ": prompts are targets too"),
+        _ => needless("completions are the targets of prompts with completions"),
+    }
+}
+
+fn template_file(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let path = text(&e.value).unwrap_or_default();
+    match path.ends_with(".jinja") || path.ends_with(".jinja2") {
+        true => ctx.take("data.chat_template", e),
+        false => refused("data.chat_template is a file with a template: chat_template.jinja of that folder"),
+    }
+}
+
+fn template_name(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(name) = text(&e.value).filter(|_| !is_off(&e.value)) else { return needless("not set") };
+    match name.as_str() {
+        "tokenizer_default" => needless("the model's own template is used"),
+        "jinja" => needless("chat_template_jinja has the file"),
+        _ => needless(format!(
+            "the model's own template is used; for {name} on a model without it, data.chat_template = a file"
+        )),
+    }
+}
+
+fn thinking(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(on) => converted(ctx.set("data.template.enable_thinking", on.to_string(), e)),
+        None => needless("not set"),
+    }
+}
+
+fn factory_packing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if e.path == "packing" && ctx.is("neat_packing") {
+        return needless("neat_packing says it");
+    }
+    let mut outcome = ctx.take("data.pack", e);
+    if e.path == "packing" && truth(&e.value) == Some(true) {
+        outcome.1 += "; documents of a row never see one another (neat_packing there)";
+    }
+    outcome
+}
+
+fn not_shuffled(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match truth(&e.value) {
+        Some(true) => converted(ctx.set("data.shuffle", "false", e)),
+        _ => needless("off"),
+    }
+}
+
+/// Evaluation data: a share of the samples, or their number.
+fn share(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match number(&e.value) {
+        Some(x) if x >= 1.0 => {
+            refused(format!("data.eval_share is a share of the samples: {x} over their number"))
+        }
+        Some(x) if x > 0.0 => ctx.take("data.eval_share", e),
+        _ => needless("off"),
+    }
+}
+
+/// Writes the rules of the recipe, after all keys. Returns PEFT's default, if it is used.
+pub(super) fn rules(ctx: &mut Context<'_>) -> Option<String> {
+    const DEFAULT: &str = "PEFT's default";
+    let put = |ctx: &mut Context<'_>, path: &str, value: String, origin: &str| {
+        ctx.draft.set(path, value, origin, false)
+    };
+    let list =
+        |modules: &[String]| format!("[{}]", modules.iter().map(|m| quote(m)).collect::<Vec<_>>().join(", "));
+    let full = ctx.extent == Extent::Full;
+    let (modules, origin) = match ctx.modules.take() {
+        Some(found) => found,
+        None if full => {
+            (groups(ctx).into_iter().filter(|g| g != "new_tokens").collect(), "every weight trains".into())
+        }
+        // an adapter to go on from has its own
+        None if ctx
+            .draft
+            .get("lora.init")
+            .is_some_and(|s| !["\"pissa\"", "\"olora\"", "\"loftq\""].contains(&&*s.value)) =>
+        {
+            return None;
+        }
+        None => (["q_proj", "v_proj"].map(String::from).into(), DEFAULT.into()),
+    };
+    let within = ctx.layers.take();
+    let modules = match &within {
+        // parts inside the layers
+        Some(_) => modules.into_iter().filter(|m| !matches!(m.as_str(), "embedding" | "head")).collect(),
+        None => modules,
+    };
+    put(ctx, "train.0.modules", list(&modules), &origin);
+    if full {
+        put(ctx, "train.0.method", quote("full"), &origin);
+    }
+    if let Some((layers, origin)) = within {
+        put(ctx, "train.0.layers", layers, &origin);
+    }
+    let in_full = std::mem::take(&mut ctx.in_full);
+    if let Some((_, origin)) = in_full.first() {
+        let modules: Vec<String> = in_full.iter().map(|(m, _)| m.clone()).collect();
+        put(ctx, "train.1.modules", list(&modules), origin);
+        put(ctx, "train.1.method", quote("full"), origin);
+    }
+    (origin == DEFAULT).then(|| format!("train.0.modules = {}: PEFT's of most models", list(&modules)))
+}

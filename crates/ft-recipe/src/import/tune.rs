@@ -1,0 +1,109 @@
+//! Keys of torchtune alone.
+
+use super::context::{Context, Convert, Extent, Fate, Outcome, converted, needless, refused};
+use super::read::{Entry, number, text, truth};
+use crate::syntax::quote;
+
+pub(super) fn by_name(name: &str) -> Option<Convert> {
+    Some(match name {
+        "tune_model" => model,
+        "tune_mlp" => |ctx, e| target(ctx, e, "mlp"),
+        "tune_head" => |ctx, e| target(ctx, e, "head"),
+        "tune_folder" => folder,
+        "tune_length" => length,
+        "tune_checkpointer" => checkpointer,
+        "tune_loss" => loss,
+        "tune_logger" => logger,
+        _ => return None,
+    })
+}
+
+fn last(path: &str) -> &str {
+    path.rsplit('.').next().unwrap_or_default()
+}
+
+/// Whether a model builder makes adapters.
+pub(super) fn is_lora(component: &str) -> bool {
+    ["lora_", "qlora_", "dora_", "qdora_"].iter().any(|p| last(component).starts_with(p))
+}
+
+fn model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let path = text(&e.value).unwrap_or_default();
+    let builder = last(&path);
+    if path.contains("vision") || path.contains("multimodal") || path.contains("classifier") {
+        return refused(format!(
+            "{builder}: ft trains language models, as checkpointer.checkpoint_dir has them"
+        ));
+    }
+    let mut set = Vec::new();
+    if builder.starts_with('q') && is_lora(&path) {
+        set.push(ctx.set("model.quantize", quote("nf4"), e));
+    }
+    if builder.starts_with("dora_") || builder.starts_with("qdora_") {
+        set.push(ctx.set("lora.dora", "true", e));
+    }
+    set.push(match ctx.extent {
+        Extent::Lora => "a [[train]] rule with LoRA".into(),
+        Extent::Full => "[[train]] with method = \"full\"".into(),
+    });
+    converted(format!("{}; the model is that of checkpointer.checkpoint_dir", set.join(", ")))
+}
+
+/// `apply_lora_to_mlp`, `apply_lora_to_output`
+fn target(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
+    match truth(&e.value) {
+        Some(true) if ctx.extent == Extent::Lora => {
+            let (mut modules, origin) = ctx.modules.take().unwrap_or((Vec::new(), e.path.clone()));
+            modules.push(module.to_string());
+            ctx.modules = Some((modules, origin));
+            converted(format!("{module:?} in train.0.modules"))
+        }
+        Some(true) => needless("every weight trains: there is no LoRA"),
+        _ => needless("off"),
+    }
+}
+
+fn folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(path) = text(&e.value) else { return needless("not set") };
+    let plain = path.trim_end_matches('/').trim_end_matches("/original");
+    let set = ctx.set("model.source", quote(plain), e);
+    if plain == path { Outcome(Fate::Taken, set) } else { converted(set) }
+}
+
+/// `tokenizer.max_seq_len`: without it nothing is cut there.
+fn length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match number(&e.value) {
+        Some(n) if n > 0.0 => ctx.take("data.max_length", e),
+        _ => {
+            refused("no limit there; here data.max_length is one, 2048 by default, and data.over_length cuts")
+        }
+    }
+}
+
+fn checkpointer(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).as_deref().map(last) {
+        Some("FullModelHFCheckpointer" | "DistributedCheckpointer") => {
+            needless("the folder has a model in Hugging Face's layout")
+        }
+        _ => refused(
+            "the folder must have a model in Hugging Face's layout: config.json, safetensors, tokenizer",
+        ),
+    }
+}
+
+fn loss(_: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).as_deref().map(last) {
+        Some("CEWithChunkedOutputLoss" | "LinearCrossEntropyLoss" | "CrossEntropyLoss") => {
+            needless("cross-entropy, in chunks of targets, is the loss")
+        }
+        _ => refused("the loss is the cross-entropy of the targets"),
+    }
+}
+
+fn logger(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).as_deref().map(last) {
+        Some("DiskLogger" | "StdoutLogger") => needless("each step is on the screen and in metrics.jsonl"),
+        Some("TensorBoardLogger") => converted(ctx.set("log.tensorboard", "true", e)),
+        _ => refused("metrics.jsonl, log.csv and log.tensorboard have every step"),
+    }
+}

@@ -1,0 +1,71 @@
+//! The quickstart's model and rows, inside the binary.
+
+use ft_base::store;
+use ft_base::terminal::tell;
+use ft_recipe::{Recipe, Shipped};
+use std::path::Path;
+
+macro_rules! files {
+    ($($path:literal),* $(,)?) => {
+        &[$(($path, include_bytes!(concat!("../../", $path)))),*]
+    };
+}
+
+/// Paths, as the shipped recipes name them, and contents.
+const FILES: &[(&str, &[u8])] = files![
+    "data/model/config.json",
+    "data/model/generation_config.json",
+    "data/model/model.safetensors",
+    "data/model/tokenizer.json",
+    "data/model/tokenizer_config.json",
+    "data/quickstart/eval.jsonl",
+    "data/quickstart/train.jsonl",
+];
+
+/// Writes what a shipped recipe names and the current folder lacks: its model, its rows. Files that are there
+/// stay as they are. A plan needs no `rows`.
+///
+/// # Errors
+/// The folder cannot be written.
+pub(super) fn provide(named: &Path, recipe: &Recipe, rows: bool) -> ft_base::Result<()> {
+    let shipped = !named.exists() && named.to_str().is_some_and(|n| Shipped::find(n).is_ok());
+    if !shipped {
+        return Ok(());
+    }
+    let sources =
+        recipe.data.train.iter().chain(&recipe.data.eval).map(|s| s.source.as_str()).filter(|_| rows);
+    let wanted: Vec<&str> = std::iter::once(recipe.model.source.as_str()).chain(sources).collect();
+    let is_wanted = |path: &str| wanted.iter().any(|w| Path::new(path).starts_with(w));
+    let absent = FILES.iter().filter(|(path, _)| is_wanted(path) && !Path::new(path).exists());
+    let mut written = Vec::new();
+    for (path, bytes) in absent {
+        store::write_atomic(Path::new(path), bytes)?;
+        written.extend(Path::new(path).parent().map(|p| p.display().to_string()));
+    }
+    written.dedup();
+    if !written.is_empty() {
+        tell(&format!("written here from the binary: {}", written.join(", ")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the quickstart names is inside.
+    #[test]
+    fn shipped_recipes_find_their_files() {
+        for shipped in ft_recipe::SHIPPED {
+            let recipe = Recipe::parse(shipped.text, "r.toml", &[]).expect("a recipe");
+            let sources = recipe.data.train.iter().chain(&recipe.data.eval).map(|s| s.source.as_str());
+            for path in sources.chain([recipe.model.source.as_str()]).filter(|p| p.starts_with("data/")) {
+                assert!(
+                    FILES.iter().any(|(f, _)| Path::new(f).starts_with(path)),
+                    "{}: {path}",
+                    shipped.name
+                );
+            }
+        }
+    }
+}

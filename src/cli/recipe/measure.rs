@@ -1,0 +1,122 @@
+//! What data is to a recipe, for `ft init`: format, form, and the number of steps.
+
+use crate::train::{job, sources};
+use ft_base::terminal::tell;
+use ft_data::hub::{self, Settings, Want};
+use ft_data::{Dataset, Tokenizer};
+use ft_plan::source::Found;
+use ft_recipe::{Recipe, Source};
+
+/// Largest data measured, in unpacked bytes; larger data makes enough steps.
+const LARGEST: u64 = 256 << 20;
+/// Fewest steps of an epoch, if the data has as many samples.
+const STEPS: usize = 30;
+/// Most epochs over few samples.
+const EPOCHS: usize = 10;
+
+/// Length of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Length {
+    pub pack: bool,
+    pub batch_rows: usize,
+    pub epochs: usize,
+    pub steps: usize,
+}
+
+impl Length {
+    /// The largest batches with enough steps; without packing if packed rows are too few.
+    fn of(packed: usize, samples: usize) -> Self {
+        let batches = [16, 8, 4, 2, 1];
+        let enough = [(true, packed), (false, samples)].into_iter().find_map(|(pack, rows)| {
+            let batch_rows = batches.into_iter().find(|b| rows / b >= STEPS)?;
+            Some(Self { pack, batch_rows, epochs: 1, steps: rows.div_ceil(batch_rows) })
+        });
+        enough.unwrap_or_else(|| {
+            let epochs = STEPS.div_ceil(samples.max(1)).min(EPOCHS);
+            Self { pack: false, batch_rows: 1, epochs, steps: epochs * samples }
+        })
+    }
+}
+
+/// What a source is to a recipe.
+#[derive(Debug, Default)]
+pub(super) struct Measured {
+    /// Recipe keys of the source.
+    pub keys: String,
+    /// Length of the run; `None` if the data or the tokenizer is not at hand, or the data is large.
+    pub length: Option<Length>,
+}
+
+impl Measured {
+    /// Reads the recipe's only source, as far as data and tokenizer are at hand.
+    ///
+    /// # Errors
+    /// Data that is not there, of unknown form, or that the model cannot be trained on.
+    pub fn of(recipe: &Recipe, found: Option<&Found>) -> ft_base::Result<Self> {
+        let mut recipe = recipe.clone();
+        let resolve = |s: &str| recipe.folder.join(s);
+        let Some(source) = recipe.data.train.first() else { return Ok(Self::default()) };
+        if ft_data::is_hub_id(&source.source).is_some() && !resolve(&source.source).exists() {
+            return Ok(Self::default());
+        }
+        let files = ft_data::find(source, &resolve)?;
+        let size = |f: &std::path::PathBuf| {
+            f.metadata().map_or(0, |m| m.len().saturating_mul(ft_data::unpacks_to(f)))
+        };
+        let bytes = files.iter().map(size).fold(0, u64::saturating_add);
+        let shape = ft_data::detect(source, &resolve)?;
+        let mut keys = shape.keys();
+        if let Some(first) = recipe.data.train.first_mut() {
+            (first.format, first.fields) = (Some(shape.format), shape.fields);
+        }
+        let Some(found) = found else { return Ok(Self { keys, length: None }) };
+        let tokenizer = match job::model(&Settings::from_env(), &recipe, Want::Tokenizer, true) {
+            Ok(model) => job::tokenizer(&recipe, &model.dir, None)?,
+            Err(e) if e.of::<hub::Error>().is_some() => return Ok(Self { keys, length: None }),
+            Err(e) => return Err(e),
+        };
+        sources::settle_forms(
+            &mut recipe.data,
+            tokenizer.as_ref().is_some_and(Tokenizer::has_template),
+            false,
+        );
+        let form = |s: &Source| s.form.map(|f| format!(", form = {:?}", f.word()));
+        keys += &recipe.data.train.first().and_then(form).unwrap_or_default();
+        if bytes > LARGEST {
+            return Ok(Self { keys, length: None });
+        }
+        let (seed, vocab) = (recipe.run.seed, found.config.vocab);
+        let resolve = |s: &str| recipe.folder.join(s);
+        let checked = Dataset::check(&recipe.data, &resolve, tokenizer.as_ref(), vocab, seed, 1);
+        if let Some(e) = checked.problems.into_iter().next() {
+            return Err(e.into());
+        }
+        let length = checked.train.map(|d| Length::of(d.rows.len(), d.samples.len()));
+        if let (Some(l), Some(source)) = (length, recipe.data.train.first()) {
+            let batch = if l.batch_rows == 1 { "1 row".into() } else { format!("{} rows", l.batch_rows) };
+            let packed = if l.pack { "packed" } else { "not packed" };
+            tell(&format!("{}: {} steps of {batch}, {packed}", source.source, l.steps));
+        }
+        Ok(Self { keys, length })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_leave_enough_steps() {
+        for (packed, samples, pack, batch_rows, epochs, steps) in [
+            (10_000, 90_000, true, 16, 1, 625),
+            (100, 5000, true, 2, 1, 50),
+            (12, 300, false, 8, 1, 38),
+            (3, 40, false, 1, 1, 40),
+            (1, 10, false, 1, 3, 30),
+            (1, 2, false, 1, 10, 20),
+        ] {
+            let of = Length { pack, batch_rows, epochs, steps };
+            assert_eq!(Length::of(packed, samples), of, "{packed} rows of {samples} samples");
+        }
+    }
+}

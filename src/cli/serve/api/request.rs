@@ -1,0 +1,217 @@
+//! Request validation: unknown or unsupported parameters are rejected by name, never ignored.
+
+use super::error::ApiError;
+use super::parameters::Parameters;
+use super::prompt;
+use super::response::Endpoint;
+use crate::cli::serve::job::{Generation, random};
+use crate::cli::serve::state::ServerState;
+use crate::infer::sampling::SamplingOptions;
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+
+/// Most alternatives per token.
+const ALTERNATIVES: u64 = 20;
+
+/// A validated request.
+pub struct Request {
+    pub generation: Generation,
+    pub stream: bool,
+    /// Whether to end a stream with token counts.
+    pub include_usage: bool,
+}
+
+/// Accepted parameters without effect.
+const WITHOUT_EFFECT: [&str; 7] = [
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+];
+
+/// Parses and validates a request body.
+///
+/// A token limit above the server's, or above the rest of the context, is lowered; the answer then ends
+/// with finish reason `length`.
+///
+/// # Errors
+/// Client errors: status 400, or 404 for an unknown model.
+pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Request, ApiError> {
+    let mut p = Parameters::parse(body)?;
+    check_model(state, p.take("model"))?;
+    for key in WITHOUT_EFFECT {
+        p.take(key);
+    }
+    reject_unsupported(endpoint, &mut p)?;
+    let (prompts, logprobs, echo) = match endpoint {
+        Endpoint::Chat => (prompt::conversation(state, &mut p)?, chat_logprobs(&mut p)?, false),
+        Endpoint::Text => {
+            let logprobs = p.read("logprobs", "a whole number from 0 to 20", alternatives)?;
+            let echo = p.read("echo", "true or false", Value::as_bool)?.unwrap_or(false);
+            (prompt::texts(state, &mut p)?, logprobs, echo)
+        }
+    };
+    let longest = prompts.iter().map(|p| p.ids.len()).max().unwrap_or(0);
+    let max_tokens = max_tokens(state, &mut p, endpoint, echo, longest)?;
+    let (sampling, seed) = sampling(state, &mut p)?;
+    let positive = |v: &Value| v.as_f64().map(|x| x as f32).filter(|x| *x > 0.0 && x.is_finite());
+    let repetition_penalty = p.read("repetition_penalty", "a number above 0", positive)?.unwrap_or(1.0);
+    let stop = stop_strings(p.take("stop"))?;
+    let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
+    let include_usage = include_usage(p.take("stream_options"), stream)?;
+    p.finish()?;
+    let continues = endpoint == Endpoint::Text;
+    let generation = Generation {
+        prompts,
+        max_tokens,
+        stop,
+        sampling,
+        seed,
+        repetition_penalty,
+        logprobs,
+        echo,
+        continues,
+    };
+    Ok(Request { generation, stream, include_usage })
+}
+
+fn check_model(state: &ServerState, name: Option<Value>) -> Result<(), ApiError> {
+    match name {
+        Some(Value::String(name)) if name == state.name => Ok(()),
+        Some(Value::String(name)) => {
+            let message = format!("The model `{name}` does not exist; {:?} is served", state.name);
+            let error = ApiError::param("model", message).with_code("model_not_found");
+            Err(ApiError { status: StatusCode::NOT_FOUND, ..error })
+        }
+        Some(_) => Err(ApiError::param("model", "model: a name is wanted")),
+        None => Err(ApiError::param("model", "you must provide a model parameter")),
+    }
+}
+
+/// Rejects parameters of the API that are not built.
+fn reject_unsupported(endpoint: Endpoint, p: &mut Parameters) -> Result<(), ApiError> {
+    p.reject_unless_neutral(&[
+        ("n", json!(1)),
+        ("frequency_penalty", json!(0)),
+        ("presence_penalty", json!(0)),
+        ("logit_bias", json!({})),
+    ])?;
+    if endpoint == Endpoint::Text {
+        return p.reject_unless_neutral(&[("best_of", json!(1)), ("suffix", json!(""))]);
+    }
+    p.reject_unless_neutral(&[
+        ("tools", json!([])),
+        ("response_format", json!({"type": "text"})),
+        ("modalities", json!(["text"])),
+    ])?;
+    let choice = p.take("tool_choice");
+    match choice.filter(|v| !["none", "auto"].iter().any(|neutral| v == neutral)) {
+        Some(v) => {
+            let message = format!("tool_choice: {v} is not built; only \"none\" is");
+            Err(ApiError::param("tool_choice", message))
+        }
+        None => Ok(()),
+    }
+}
+
+fn alternatives(v: &Value) -> Option<usize> {
+    v.as_u64().filter(|n| *n <= ALTERNATIVES).map(|n| n as usize)
+}
+
+/// `logprobs` and `top_logprobs` of a conversation.
+fn chat_logprobs(p: &mut Parameters) -> Result<Option<usize>, ApiError> {
+    let wanted = p.read("logprobs", "true or false", Value::as_bool)?.unwrap_or(false);
+    let top = p.read("top_logprobs", "a whole number from 0 to 20", alternatives)?;
+    match top {
+        Some(1..) if !wanted => {
+            Err(ApiError::param("top_logprobs", "top_logprobs: belongs to logprobs = true"))
+        }
+        _ => Ok(wanted.then(|| top.unwrap_or(0))),
+    }
+}
+
+/// Token limit of a reply to prompts of at most `longest` tokens; 0 only beside an echo.
+fn max_tokens(
+    state: &ServerState,
+    p: &mut Parameters,
+    endpoint: Endpoint,
+    echo: bool,
+    longest: usize,
+) -> Result<usize, ApiError> {
+    let least = u64::from(!echo);
+    let count = |v: &Value| v.as_u64().filter(|n| *n >= least).and_then(|n| usize::try_from(n).ok());
+    let wanted = if echo { "a whole number" } else { "a whole number above 0" };
+    let newer = p.read("max_completion_tokens", wanted, count)?;
+    let older = p.read("max_tokens", wanted, count)?;
+    if let (Some(newer), Some(older)) = (newer, older)
+        && newer != older
+    {
+        let message = format!("max_tokens = {older} contradicts max_completion_tokens = {newer}");
+        return Err(ApiError::param("max_tokens", message));
+    }
+    let asked = newer.or(older);
+    let left = state.max_positions.saturating_sub(longest);
+    if longest > state.max_positions || (left == 0 && asked != Some(0)) {
+        let message = format!(
+            "This model's maximum context length is {} tokens, and your prompt has {longest}",
+            state.max_positions
+        );
+        let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
+        return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
+    }
+    Ok(asked.unwrap_or(state.max_tokens).min(state.max_tokens).min(left))
+}
+
+/// How to sample, and the seed.
+fn sampling(
+    state: &ServerState,
+    p: &mut Parameters,
+) -> Result<(candle_transformers::generation::Sampling, u64), ApiError> {
+    let number = |range: fn(f64) -> bool| move |v: &Value| v.as_f64().filter(|n| range(*n));
+    let in_range = number(|t| (0.0..=2.0).contains(&t));
+    let temperature = p.read("temperature", "a number from 0 to 2", in_range)?;
+    let in_range = number(|p| p > 0.0 && p <= 1.0);
+    let top_p = p.read("top_p", "a number above 0 and at most 1", in_range)?;
+    let count = |v: &Value| v.as_i64().filter(|k| *k >= -1).map(|k| k.max(0) as usize);
+    let top_k = p.read("top_k", "a whole number, or 0 or -1 for all", count)?;
+    let whole = |v: &Value| v.as_u64().or_else(|| v.as_i64().map(|n| n as u64));
+    let seed = p.read("seed", "a whole number", whole)?.unwrap_or_else(random);
+    Ok((SamplingOptions { temperature, top_p, top_k, seed }.sampling(&state.dir)?, seed))
+}
+
+/// Up to four stop strings.
+fn stop_strings(value: Option<Value>) -> Result<Vec<String>, ApiError> {
+    let fail =
+        || ApiError::param("stop", "stop: a text, or a list of up to four that are not empty, is wanted");
+    let list = match value {
+        None => return Ok(Vec::new()),
+        Some(Value::String(s)) => vec![Value::String(s)],
+        Some(Value::Array(list)) if list.len() <= 4 => list,
+        Some(_) => return Err(fail()),
+    };
+    let text = |v: Value| v.as_str().filter(|s| !s.is_empty()).map(str::to_string).ok_or_else(fail);
+    list.into_iter().map(text).collect()
+}
+
+/// `stream_options.include_usage`.
+fn include_usage(options: Option<Value>, stream: bool) -> Result<bool, ApiError> {
+    let fail = |message: &str| ApiError::param("stream_options", format!("stream_options{message}"));
+    let mut o = match options {
+        None => return Ok(false),
+        Some(Value::Object(_)) if !stream => return Err(fail(": belongs to stream = true")),
+        Some(Value::Object(o)) => o,
+        Some(_) => return Err(fail(": an object is wanted")),
+    };
+    let usage = o.remove("include_usage");
+    // padding against observers of the network, without effect on the answer
+    o.remove("include_obfuscation");
+    match (o.keys().next(), usage) {
+        (Some(key), _) => Err(fail(&format!(".{key} is not known"))),
+        (None, None | Some(Value::Null)) => Ok(false),
+        (None, Some(Value::Bool(usage))) => Ok(usage),
+        (None, Some(_)) => Err(fail(".include_usage: true or false is wanted")),
+    }
+}

@@ -1,0 +1,115 @@
+use super::*;
+use axum::body::{Body, Bytes};
+use axum::routing::get;
+use std::io::{Read, Write};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc;
+use tokio_stream::Stream;
+
+const QUICK: Duration = Duration::from_millis(50);
+
+/// Runs a server within limits while `clients` run; then ends it.
+fn served(limits: Limits, router: Router, clients: impl FnOnce(SocketAddr) + std::marker::Send + 'static) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let clients = tokio::task::spawn_blocking(move || clients(address));
+        serve(listener, router, limits, async { clients.await.expect("no panic") }).await;
+    });
+}
+
+fn hello() -> Router {
+    Router::new().route("/", get(|| async { "hello" }))
+}
+
+fn connect(address: SocketAddr) -> std::net::TcpStream {
+    std::net::TcpStream::connect(address).expect("connected")
+}
+
+/// All that a connection says until the server closes it.
+fn all(stream: &mut std::net::TcpStream) -> String {
+    let mut text = Vec::new();
+    let _ = stream.read_to_end(&mut text);
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+#[test]
+fn idle_and_slow_connections_are_closed() {
+    let limits = Limits { header_time: QUICK, ..Limits::default() };
+    served(limits, hello(), |address| {
+        for sent in ["", "G", "GET / HTTP/1.1\r\nHost: a\r\nX: "] {
+            let mut client = connect(address);
+            client.write_all(sent.as_bytes()).expect("sent");
+            assert!(!all(&mut client).contains("hello"), "{sent:?}");
+        }
+        let mut idle = connect(address);
+        idle.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").expect("sent");
+        assert!(all(&mut idle).ends_with("hello"));
+    });
+}
+
+#[test]
+fn further_connections_wait_for_a_slot() {
+    let limits = Limits { connections: 2, ..Limits::default() };
+    let count = Arc::new(AtomicUsize::new(0));
+    let counted = count.clone();
+    let handler = move || {
+        let n = counted.fetch_add(1, Relaxed) + 1;
+        async move { format!("hello {n}") }
+    };
+    served(limits, Router::new().route("/", get(handler)), move |address| {
+        let request = |head: &str| format!("GET / HTTP/1.1\r\nHost: a\r\n{head}\r\n");
+        let (mut first, second) = (connect(address), connect(address));
+        let mut third = connect(address);
+        third.write_all(request("Connection: close\r\n").as_bytes()).expect("sent");
+        for n in 1..9 {
+            first.write_all(request("").as_bytes()).expect("sent");
+            let mut text = String::new();
+            while !text.ends_with(&format!("hello {n}")) {
+                let mut part = [0; 256];
+                let length = first.read(&mut part).expect("an answer");
+                text += std::str::from_utf8(&part[..length]).expect("text");
+            }
+        }
+        drop((first, second));
+        assert!(all(&mut third).ends_with("hello 9"));
+    });
+}
+
+/// An answer without end; tells when it is dropped.
+struct Endless(mpsc::Sender<()>);
+
+impl Stream for Endless {
+    type Item = Result<Bytes, std::io::Error>;
+
+    fn poll_next(
+        self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        std::task::Poll::Ready(Some(Ok(Bytes::from_static(&[b'a'; 4096]))))
+    }
+}
+
+impl Drop for Endless {
+    fn drop(&mut self) {
+        let _ = self.0.send(());
+    }
+}
+
+#[test]
+fn who_leaves_an_answer_unread_is_dropped() {
+    let limits = Limits { unread_time: QUICK, ..Limits::default() };
+    let (sender, dropped) = mpsc::channel();
+    let endless = move || {
+        let body = Body::from_stream(Endless(sender.clone()));
+        async { body }
+    };
+    served(limits, Router::new().route("/", get(endless)), move |address| {
+        let mut client = connect(address);
+        client.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").expect("sent");
+        dropped.recv().expect("it has begun, and ended");
+        drop(client);
+    });
+}

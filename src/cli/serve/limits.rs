@@ -1,0 +1,46 @@
+//! Limits on what clients can occupy.
+
+use std::time::Duration;
+
+/// Limits of a server.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Open connections; further ones wait to be accepted.
+    pub connections: usize,
+    /// Headers of a request.
+    pub headers: usize,
+    /// Bytes of a request line with its headers.
+    pub header_bytes: usize,
+    /// Time for the headers of a request to arrive, and time that a connection may be idle.
+    pub header_time: Duration,
+    /// Bytes of a body.
+    pub body_bytes: usize,
+    /// Bytes of all bodies that arrive, wait, or are answered.
+    pub bodies_bytes: usize,
+    /// Time for a body to arrive.
+    pub body_time: Duration,
+    /// Time that a client may leave an answer unread.
+    pub unread_time: Duration,
+    /// Waiting requests.
+    pub queue: usize,
+    /// Time for answers to end after a signal.
+    pub end_time: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self {
+            connections: 256,
+            headers: 64,
+            header_bytes: 16 << 10,
+            header_time: seconds(20),
+            body_bytes: 2 << 20,
+            bodies_bytes: 16 << 20,
+            body_time: seconds(30),
+            unread_time: seconds(30),
+            queue: 64,
+            end_time: seconds(1),
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! `ft --version`: version, commit, features.
+
+use std::sync::LazyLock;
+
+/// Version, commit with date, features of this build.
+pub(super) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("FT_BUILT_FROM"), ")");
+
+/// Features of this build, in order.
+fn features() -> Vec<&'static str> {
+    let all = [
+        ("cuda", cfg!(feature = "cuda")),
+        ("fault", cfg!(feature = "fault")),
+        ("hub", cfg!(feature = "hub")),
+        ("mpi", cfg!(feature = "mpi")),
+        ("parquet", cfg!(feature = "parquet")),
+        ("serve", cfg!(feature = "serve")),
+    ];
+    all.into_iter().filter_map(|(name, on)| on.then_some(name)).collect()
+}
+
+/// The text of `ft --version`, without the program's name.
+pub(super) fn long() -> &'static str {
+    static TEXT: LazyLock<String> = LazyLock::new(text);
+    &TEXT
+}
+
+fn text() -> String {
+    let cuda = if cfg!(feature = "cuda") {
+        "CUDA 13, where a device is used"
+    } else {
+        "no CUDA: run.device = \"cpu\""
+    };
+    format!("{VERSION}\nfeatures: {}\ndevices: {cuda}", features().join(", "))
+}

@@ -1,0 +1,189 @@
+//! Calls of MLflow's REST API, version 2.0.
+
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use std::error::Error;
+use std::time::Duration;
+
+/// Time limit of a call.
+const LIMIT: Duration = Duration::from_secs(10);
+/// Most parameters or tags of a call.
+const MOST: usize = 100;
+/// Most metrics of a call.
+const MOST_METRICS: usize = 1000;
+/// Longest value of a parameter that all servers store, in characters.
+const LONGEST: usize = 500;
+
+/// A failed call.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Failure {
+    /// The server did not answer, or could not just then.
+    Unreachable(String),
+    /// The server refused the call: error code and message.
+    Refused(String, String),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Failure::Unreachable(why) => f.write_str(why),
+            Failure::Refused(code, why) => write!(f, "{code}: {why}"),
+        }
+    }
+}
+
+/// A run to create.
+pub struct NewRun<'a> {
+    pub experiment: &'a str,
+    pub name: &'a str,
+    pub params: &'a [(String, String)],
+    pub tags: &'a [(String, String)],
+}
+
+/// A number at a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Metric {
+    pub key: String,
+    pub value: f64,
+    pub step: u64,
+    /// Milliseconds since 1970.
+    pub time: u64,
+}
+
+/// A connection to a server.
+pub struct Client {
+    http: reqwest::Client,
+    runtime: tokio::runtime::Runtime,
+    /// Address without a slash at the end.
+    url: String,
+}
+
+impl Client {
+    /// Prepares calls to the server at `url`; connects to nothing yet.
+    ///
+    /// # Errors
+    /// The TLS library or the runtime cannot start.
+    pub fn new(url: &str) -> Result<Self, Failure> {
+        let fail = |e: &dyn Error| Failure::Unreachable(innermost(e));
+        let mut http = reqwest::Client::builder().timeout(LIMIT);
+        let host = url.split('/').nth(2).unwrap_or_default();
+        // A proxy leads elsewhere than to this machine.
+        if ["localhost", "127.", "[::1]"].iter().any(|own| host.starts_with(own)) {
+            http = http.no_proxy();
+        }
+        let http = http.build().map_err(|e| fail(&e))?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        Ok(Self { http, runtime: runtime.map_err(|e| fail(&e))?, url: url.trim_end_matches('/').to_string() })
+    }
+
+    /// Creates a run, and its experiment if missing. Returns the id of the run.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn create(&self, run: &NewRun<'_>, time: u64) -> Result<String, Failure> {
+        let made = self.post("experiments/create", &json!({"name": run.experiment}));
+        let experiment = match made {
+            Ok(answer) => answer["experiment_id"].clone(),
+            Err(Failure::Refused(code, _)) if code == "RESOURCE_ALREADY_EXISTS" => {
+                let query = [("experiment_name", run.experiment)];
+                let call = self.call(Method::GET, "experiments/get-by-name").query(&query);
+                self.send(call)?["experiment"]["experiment_id"].clone()
+            }
+            Err(e) => return Err(e),
+        };
+        let (tags, more) = run.tags.split_at(run.tags.len().min(MOST));
+        let answer = self.post(
+            "runs/create",
+            &json!({
+                "experiment_id": experiment, "run_name": run.name, "start_time": time, "tags": pairs(tags),
+            }),
+        )?;
+        let id = answer["run"]["info"]["run_id"].as_str();
+        let id = id.ok_or_else(|| Failure::Unreachable("its answer names no run".into()))?.to_string();
+        for part in more.chunks(MOST) {
+            self.post("runs/log-batch", &json!({"run_id": id, "tags": pairs(part)}))?;
+        }
+        for part in run.params.chunks(MOST) {
+            self.post("runs/log-batch", &json!({"run_id": id, "params": pairs(part)}))?;
+        }
+        Ok(id)
+    }
+
+    /// Adds metrics to a run.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn log(&self, id: &str, metrics: &[Metric]) -> Result<(), Failure> {
+        for part in metrics.chunks(MOST_METRICS) {
+            let metric = |m: &Metric| {
+                json!({
+                    "key": m.key, "value": m.value, "timestamp": m.time, "step": m.step.min(i64::MAX as u64),
+                })
+            };
+            let metrics: Vec<Value> = part.iter().map(metric).collect();
+            self.post("runs/log-batch", &json!({"run_id": id, "metrics": metrics}))?;
+        }
+        Ok(())
+    }
+
+    /// Sets the status of a run, with its end if given.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn update(&self, id: &str, status: &str, end: Option<u64>) -> Result<(), Failure> {
+        let mut body = json!({"run_id": id, "status": status});
+        if let Some(time) = end {
+            body["end_time"] = json!(time);
+        }
+        self.post("runs/update", &body).map(drop)
+    }
+
+    fn post(&self, what: &str, body: &Value) -> Result<Value, Failure> {
+        self.send(self.call(Method::POST, what).json(body))
+    }
+
+    /// A call, with the login of MLflow's environment variables.
+    fn call(&self, method: Method, what: &str) -> reqwest::RequestBuilder {
+        let call = self.http.request(method, format!("{}/api/2.0/mlflow/{what}", self.url));
+        let given = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        if let Some(token) = given("MLFLOW_TRACKING_TOKEN") {
+            return call.bearer_auth(token);
+        }
+        match given("MLFLOW_TRACKING_USERNAME") {
+            Some(user) => call.basic_auth(user, given("MLFLOW_TRACKING_PASSWORD")),
+            None => call,
+        }
+    }
+
+    fn send(&self, call: reqwest::RequestBuilder) -> Result<Value, Failure> {
+        let answer = self.runtime.block_on(async {
+            let answer = call.send().await?;
+            Ok((answer.status(), answer.bytes().await?))
+        });
+        let (status, body) = answer.map_err(|e: reqwest::Error| Failure::Unreachable(innermost(&e)))?;
+        let value: Value = serde_json::from_slice(&body).unwrap_or_default();
+        if status.is_success() {
+            return Ok(value);
+        }
+        let text = |key: &str| value[key].as_str().unwrap_or_default().to_string();
+        if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+            return Err(Failure::Unreachable(format!("{status} {}", text("message")).trim_end().into()));
+        }
+        let code = Some(text("error_code")).filter(|c| !c.is_empty());
+        Err(Failure::Refused(code.unwrap_or_else(|| status.to_string()), text("message")))
+    }
+}
+
+/// Keys and values of parameters or tags.
+fn pairs(list: &[(String, String)]) -> Vec<Value> {
+    let cut = |text: &str| text.chars().take(LONGEST).collect::<String>();
+    list.iter().map(|(key, value)| json!({"key": key, "value": cut(value)})).collect()
+}
+
+/// The cause of an error: "Connection refused" in place of the request.
+fn innermost(mut e: &dyn Error) -> String {
+    while let Some(cause) = e.source() {
+        e = cause;
+    }
+    e.to_string()
+}

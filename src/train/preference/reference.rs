@@ -1,0 +1,284 @@
+//! Log-probabilities under the reference: computed in one pass before training, kept in the cache folder.
+//!
+//! The pass takes the model as loaded, before a checkpoint replaces its weights: without adapters, or as the run
+//! starts. No second model is in memory, and a resumed run sees the same reference.
+
+use super::sequences::{DocumentScore, Scorer, crossed, samples_of};
+use crate::train::Error;
+use crate::train::job::Job;
+use crate::train::step::Gather;
+use ft_base::store;
+use ft_base::terminal::{rows_bar, tell, warn};
+use ft_data::{Batches, Dataset, Micro};
+use ft_engine::adapters::TrainedPart;
+use ft_engine::model::Decoder;
+use ft_engine::params::Params;
+use ft_engine::ranks::{At, Comm};
+use ft_engine::walk::Execution;
+use ft_recipe::{Method, Part, Reference, Task};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+/// Files kept in the cache.
+const KEPT: usize = 64;
+
+/// Log-probabilities under the reference.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ReferenceScores {
+    /// Chosen and rejected, or the completion, of each sample: training, evaluation. As bits of f64.
+    samples: [Vec<[u64; 2]>; 2],
+    /// KTO: of each row of all steps, and of the evaluation, the completion of the row before.
+    crossed: [Vec<u64>; 2],
+}
+
+fn index(part: Part) -> usize {
+    usize::from(part == Part::Eval)
+}
+
+impl ReferenceScores {
+    /// Sums of a sample; 0 without a reference.
+    pub fn of(&self, part: Part, sample: u32) -> [f64; 2] {
+        self.samples[index(part)].get(sample as usize).map_or([0.0; 2], |bits| bits.map(f64::from_bits))
+    }
+
+    /// Sum of the completion of the row before; 0 without a reference.
+    pub fn of_crossed(&self, part: Part, place: usize) -> f64 {
+        self.crossed[index(part)].get(place).map_or(0.0, |bits| f64::from_bits(*bits))
+    }
+}
+
+/// Inputs of the pass.
+#[derive(Clone, Copy)]
+pub struct ReferenceInputs<'a> {
+    pub job: &'a Job,
+    pub train: Option<&'a Dataset>,
+    pub eval: Option<&'a Dataset>,
+    pub batches: Option<&'a Batches>,
+    pub execution: &'a Execution,
+    pub comm: &'a dyn Comm,
+    /// Identity of the run, on the first rank.
+    pub identity: Option<&'a BTreeMap<String, String>>,
+}
+
+impl ReferenceInputs<'_> {
+    /// Computes the log-probabilities, or reads them from the cache. All ranks call it together. `model` is the model
+    /// as loaded.
+    ///
+    /// # Errors
+    /// As [`Scorer::scores`]; a reference that is not built yet.
+    pub fn scores(&self, decoder: &Decoder, params: &Params) -> ft_base::Result<ReferenceScores> {
+        let recipe = &self.job.recipe;
+        if !recipe.task.has_reference() {
+            return Ok(ReferenceScores::default());
+        }
+        let path = self.path();
+        let found = path.as_ref().and_then(|path| read(path));
+        if let Some(scores) = self.shared(found)? {
+            return Ok(scores);
+        }
+        let keeps = recipe.preference.reference == Reference::Start
+            || recipe.lora.init.decomposition().is_some_and(|d| d.changes_base());
+        let base;
+        let decoder = if keeps {
+            decoder
+        } else {
+            base = decoder.without_adapters();
+            &base
+        };
+        let gather = Gather::new(decoder, params, self.comm);
+        let (execution, device) = (self.execution, &self.job.device);
+        let scorer = Scorer { decoder, comm: self.comm, hooks: &gather, execution, device };
+        let scores = self.compute(&scorer)?;
+        if let Some(path) = path {
+            keep(&path, &scores);
+        }
+        Ok(scores)
+    }
+
+    /// Sends what the first rank found in the cache to all ranks.
+    fn shared(&self, found: Option<ReferenceScores>) -> ft_base::Result<Option<ReferenceScores>> {
+        const AT: At = At { what: "the log-probabilities of the reference", unit: None };
+        if self.comm.rank() == 0 {
+            self.comm.broadcast_object(AT, &found)?;
+            return Ok(found);
+        }
+        Ok(self.comm.receive_object::<Option<ReferenceScores>>(AT)?.flatten())
+    }
+
+    fn compute(&self, scorer: &Scorer<'_>) -> ft_base::Result<ReferenceScores> {
+        let mut out = ReferenceScores::default();
+        let used = self.used()?;
+        let held_out = (0..self.eval.map_or(0, |e| e.samples.len() as u32)).collect();
+        let parts = [(self.train, used), (self.eval, held_out)];
+        for (i, (data, samples)) in parts.into_iter().enumerate() {
+            let Some(data) = data else { continue };
+            out.samples[i] = self.of_samples(scorer, data, &samples)?;
+        }
+        if self.job.recipe.task == Task::Kto {
+            out.crossed = [self.of_steps(scorer)?, self.of_eval(scorer)?];
+        }
+        Ok(out)
+    }
+
+    /// Samples of the training data in the steps of the run.
+    fn used(&self) -> Result<Vec<u32>, ft_data::Error> {
+        let Some(train) = self.train else { return Ok(Vec::new()) };
+        let (mut rows, all) = (BTreeSet::new(), train.rows.len());
+        for step in 0..self.batches.map_or(0, Batches::steps) {
+            rows.extend(self.batches.into_iter().flat_map(|b| b.rows(step)));
+            if rows.len() == all {
+                break;
+            }
+        }
+        let mut samples = samples_of(train, rows)?;
+        samples.sort_unstable();
+        samples.dedup();
+        Ok(samples)
+    }
+
+    fn of_samples(
+        &self,
+        scorer: &Scorer<'_>,
+        data: &Dataset,
+        samples: &[u32],
+    ) -> ft_base::Result<Vec<[u64; 2]>> {
+        let chunks: Vec<&[u32]> = samples.chunks(self.execution.micro_rows.max(1)).collect();
+        let bar = rows_bar();
+        if self.comm.rank() == 0 {
+            tell(&format!(
+                "reference: log-probabilities of {} samples, once, before training",
+                samples.len()
+            ));
+        }
+        let each = |done: usize| {
+            if self.comm.rank() == 0 {
+                bar.set_position((done * self.execution.micro_rows.max(1)) as u64);
+            }
+        };
+        let scores = scorer.scores(chunks.len(), &|i| Micro::of_samples(data, chunks[i]), &|| 0, &each);
+        bar.finish_and_clear();
+        let scores = scores?;
+        let mut scores = scores.iter().map(|(sum, _)| sum.to_bits());
+        let mut out = vec![[f64::NAN.to_bits(); 2]; samples.last().map_or(0, |last| *last as usize + 1)];
+        let pairs = self.job.recipe.task != Task::Kto;
+        for sample in samples {
+            let first = scores.next().unwrap_or(f64::NAN.to_bits());
+            let second = if pairs { scores.next() } else { None };
+            out[*sample as usize] = [first, second.unwrap_or(0)];
+        }
+        Ok(out)
+    }
+
+    fn of_steps(&self, scorer: &Scorer<'_>) -> ft_base::Result<Vec<u64>> {
+        let mut out = Vec::new();
+        let Some((train, batches)) = self.train.zip(self.batches) else { return Ok(out) };
+        for step in 0..batches.steps() {
+            let samples = samples_of(train, batches.rows(step))?;
+            out.extend(self.crossed(scorer, train, &samples)?);
+        }
+        Ok(out)
+    }
+
+    fn of_eval(&self, scorer: &Scorer<'_>) -> ft_base::Result<Vec<u64>> {
+        let Some(eval) = self.eval else { return Ok(Vec::new()) };
+        let samples = samples_of(eval, 0..eval.rows.len())?;
+        self.crossed(scorer, eval, &samples)
+    }
+
+    fn crossed(&self, scorer: &Scorer<'_>, data: &Dataset, samples: &[u32]) -> ft_base::Result<Vec<u64>> {
+        let scores = crossed(scorer, data, samples, self.job.recipe.data.max_length, &|| 0)?;
+        Ok(scores.iter().map(|(sum, _): &DocumentScore| sum.to_bits()).collect())
+    }
+
+    /// File in the cache folder, by everything that determines the values and their rounding.
+    fn path(&self) -> Option<PathBuf> {
+        let (job, identity) = (self.job, self.identity?);
+        let folder = store::cache_folder().filter(|_| job.recipe.data.cache)?;
+        let kto = job.recipe.task == Task::Kto;
+        let of = |key: &&String| {
+            let model = ["model.", "hash.", "compute.", "train.", "lora.", "parallel."];
+            let rows = ["run.seed", "run.batch_rows", "run.steps", "run.epochs", "data.shuffle"];
+            model.iter().any(|p| key.starts_with(p)) || rows.contains(&key.as_str())
+        };
+        let keys: BTreeMap<&String, &String> = identity.iter().filter(|(k, _)| of(k)).collect();
+        let key = json!({
+            "version": 1, "ft": env!("CARGO_PKG_VERSION"), "keys": keys, "kto": kto,
+            "eval": self.eval.map(|e| &e.hash), "start": job.recipe.preference.reference == Reference::Start,
+            "max_length": job.recipe.data.max_length, "micro_rows": self.execution.micro_rows,
+            "head_rows": self.execution.head_rows, "ranks": self.comm.world(), "cuda": job.device.is_cuda(),
+        });
+        let name = blake3::hash(key.to_string().as_bytes()).to_hex();
+        Some(folder.join("reference").join(format!("{}.json", &name[..32])))
+    }
+}
+
+/// Largest file.
+const LARGEST: u64 = 1 << 34;
+
+/// Contents of a file: the values and their hash.
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    hash: String,
+    scores: ReferenceScores,
+}
+
+fn hash(scores: &ReferenceScores) -> String {
+    let mut h = blake3::Hasher::new();
+    let pairs = scores.samples.iter().map(|list| list.as_flattened());
+    for list in pairs.chain(scores.crossed.iter().map(Vec::as_slice)) {
+        h.update(&(list.len() as u64).to_le_bytes());
+        list.iter().for_each(|bits| {
+            h.update(&bits.to_le_bytes());
+        });
+    }
+    h.finalize().to_hex().to_string()
+}
+
+fn read(path: &std::path::Path) -> Option<ReferenceScores> {
+    let text = store::read_plain_text(path, LARGEST).ok()?;
+    let kept = serde_json::from_str::<Kept>(&text).ok().filter(|k| hash(&k.scores) == k.hash);
+    if kept.is_none() {
+        warn(&format!("{}: damaged; the log-probabilities are computed again", path.display()));
+    }
+    kept.map(|k| k.scores)
+}
+
+/// Writes the cache, best effort.
+fn keep(path: &std::path::Path, scores: &ReferenceScores) {
+    let kept = Kept { hash: hash(scores), scores: scores.clone() };
+    let folder = store::folder_of(path);
+    let written = std::fs::create_dir_all(folder)
+        .map_err(|e| store::Error::write("make the folder", folder, None, e))
+        .and_then(|()| {
+            store::write_atomic(path, serde_json::to_string(&kept).unwrap_or_default().as_bytes())
+        });
+    match written {
+        Ok(()) => store::sweep_oldest(folder, KEPT),
+        Err(e) => warn(&format!("the log-probabilities of the reference are not kept: {e}")),
+    }
+}
+
+/// Refuses references that cannot be computed.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub fn check(job: &Job) -> Result<(), Error> {
+    let (recipe, place) = (&job.recipe, || job.recipe.place("preference.reference"));
+    if !recipe.task.has_reference() {
+        return Ok(());
+    }
+    if let Reference::Other(other) = &recipe.preference.reference {
+        let why = format!("not built yet: preference.reference = {other:?}");
+        return Err(Error::Usage(format!("{}: {why}\n  hint: \"base\" or \"start\"", place())));
+    }
+    let full = |t: &TrainedPart<'_>| t.part.method() == Method::Full;
+    let in_full = job.adapter.is_some() && job.selection.parts().iter().any(full);
+    if recipe.preference.reference == Reference::Base && in_full {
+        let why =
+            "not built yet: preference.reference = \"base\" for an adapter with tensors trained in full";
+        return Err(Error::Usage(format!("{}: {why}\n  hint: preference.reference = \"start\"", place())));
+    }
+    Ok(())
+}

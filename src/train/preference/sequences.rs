@@ -1,0 +1,128 @@
+//! Log-probabilities of whole documents, in forward passes dealt to the ranks.
+
+use crate::train::step::{Stop, check_stop, host};
+use candle_core::Device;
+use ft_data::{Dataset, Micro};
+use ft_engine::model::{Batch, Decoder};
+use ft_engine::ranks::{At, Comm};
+use ft_engine::walk::{Execution, Hooks, Outline, Walk, visit};
+use ft_kernels::loss;
+
+/// Number of micro-batches per rank between exchanges.
+const EXCHANGE_EVERY: usize = 1 << 12;
+
+/// Model and ranks of a forward pass.
+#[derive(Clone, Copy)]
+pub struct Scorer<'a> {
+    pub decoder: &'a Decoder,
+    pub comm: &'a dyn Comm,
+    pub hooks: &'a dyn Hooks,
+    pub execution: &'a Execution,
+    pub device: &'a Device,
+}
+
+/// Sum of the log-probabilities of a document's targets, and their number.
+pub type DocumentScore = (f64, usize);
+
+/// Sums losses by document, with opposite sign.
+pub fn by_document(m: &Micro, losses: impl IntoIterator<Item = f64>) -> Vec<DocumentScore> {
+    let mut out = Vec::with_capacity(m.docs.len());
+    let mut losses = losses.into_iter();
+    let (mut targets, mut end) = (m.targets.iter().peekable(), 0);
+    for tokens in &m.docs {
+        end += tokens;
+        let (mut sum, mut count) = (0.0, 0);
+        while targets.next_if(|(query, _)| (*query as usize) < end).is_some() {
+            sum -= losses.next().unwrap_or(f64::NAN);
+            count += 1;
+        }
+        out.push((sum, count));
+    }
+    out
+}
+
+impl Scorer<'_> {
+    /// Scores the documents of `count` micro-batches, in order, on all ranks. `each` is called after every turn
+    /// with the number of micro-batches done.
+    ///
+    /// # Errors
+    /// Unreadable rows; device errors; lost rank; [`crate::train::Error::Abandoned`].
+    pub fn scores(
+        &self,
+        count: usize,
+        micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,
+        stop: Stop<'_>,
+        each: &dyn Fn(usize),
+    ) -> ft_base::Result<Vec<DocumentScore>> {
+        let (world, rank) = (self.comm.world(), self.comm.rank());
+        let (mut all, mut mine) = (Vec::new(), Vec::new());
+        for first in (0..count).step_by(world) {
+            check_stop(self.comm, stop)?;
+            let m = if first + rank < count { micro(first + rank)? } else { Micro::default() };
+            mine.push(self.one(&m)?);
+            if mine.len() == EXCHANGE_EVERY {
+                self.exchange(&mut mine, &mut all)?;
+            }
+            each((first + world).min(count));
+        }
+        self.exchange(&mut mine, &mut all)?;
+        Ok(all)
+    }
+
+    /// Scores of a micro-batch, as words.
+    fn one(&self, m: &Micro) -> ft_base::Result<Vec<u64>> {
+        let scores = if m.targets.is_empty() {
+            // all ranks make a pass in every turn
+            visit::pass(Outline::of(self.decoder).forward(), self.hooks, &mut |_| Ok(()))?;
+            by_document(m, [])
+        } else {
+            let batch = Batch::new(&self.decoder.config, host(m), (0, 0), None, self.device)?;
+            let mut walk = Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks);
+            by_document(m, loss::on_host(walk.eval(&batch)?)?.concat())
+        };
+        Ok(scores.into_iter().flat_map(|(sum, n)| [sum.to_bits(), n as u64]).collect())
+    }
+
+    /// Appends the scores of all ranks in the order of micro-batches.
+    fn exchange(&self, mine: &mut Vec<Vec<u64>>, all: &mut Vec<DocumentScore>) -> ft_base::Result<()> {
+        let ranks = self.comm.all_gather_object(At::all("log-probabilities"), mine)?;
+        for turn in 0..mine.len() {
+            for words in ranks.iter().filter_map(|rank| rank.get(turn)) {
+                let pairs = words.as_chunks().0.iter();
+                all.extend(pairs.map(|[sum, n]: &[u64; 2]| (f64::from_bits(*sum), *n as usize)));
+            }
+        }
+        mine.clear();
+        Ok(())
+    }
+}
+
+/// Samples of rows, in order.
+///
+/// # Errors
+/// A row file that can no longer be read.
+pub fn samples_of(data: &Dataset, rows: impl IntoIterator<Item = usize>) -> Result<Vec<u32>, ft_data::Error> {
+    let mut out = Vec::new();
+    for row in rows {
+        out.extend(data.rows.get(row)?);
+    }
+    Ok(out)
+}
+
+/// Scores of the samples' prompts with the completions of the samples before, in a cycle; cut at `limit` tokens.
+///
+/// # Errors
+/// As [`Scorer::scores`].
+pub fn crossed(
+    scorer: &Scorer<'_>,
+    data: &Dataset,
+    samples: &[u32],
+    limit: usize,
+    stop: Stop<'_>,
+) -> ft_base::Result<Vec<DocumentScore>> {
+    let before = samples.iter().cycle().skip(samples.len().saturating_sub(1));
+    let pairs: Vec<[u32; 2]> = samples.iter().zip(before).map(|(x, y)| [*x, *y]).collect();
+    let chunks: Vec<&[[u32; 2]]> = pairs.chunks(scorer.execution.micro_rows.max(1)).collect();
+    let micro = |i: usize| Micro::crossed(data, chunks[i], limit);
+    scorer.scores(chunks.len(), &micro, stop, &|_| ())
+}

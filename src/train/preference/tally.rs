@@ -1,0 +1,108 @@
+//! Sums over the pairs or rated completions of a step, and the metrics of a step.
+
+use super::loss::{LogProb, PairLoss, RatedLoss};
+use serde_json::{Map, Value, json};
+
+/// Sums over samples. Metrics are means over the samples of all micro-batches and ranks, so they do not depend on
+/// the split.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Tally {
+    loss: f64,
+    /// Number, rewards and log-probabilities: rejected or undesirable, then chosen or desirable.
+    sides: [[f64; 3]; 2],
+    /// Pairs with the higher reward for chosen.
+    correct: f64,
+    /// Mean negative log-likelihoods of chosen completions.
+    nll: f64,
+}
+
+/// Number of values in a [`Tally`].
+pub const WORDS: usize = 9;
+
+impl Tally {
+    /// Adds a pair.
+    pub fn pair(&mut self, c: LogProb, r: LogProb, of: &PairLoss) {
+        self.loss += of.loss;
+        self.correct += f64::from(u8::from(of.rewards[0] > of.rewards[1]));
+        self.nll -= c.sum / c.tokens;
+        self.side(true, of.rewards[0], c);
+        self.side(false, of.rewards[1], r);
+    }
+
+    /// Adds a rated completion.
+    pub fn rated(&mut self, s: LogProb, desirable: bool, of: &RatedLoss) {
+        self.loss += of.loss;
+        self.side(desirable, of.reward, s);
+    }
+
+    fn side(&mut self, wanted: bool, reward: f64, s: LogProb) {
+        let side = &mut self.sides[usize::from(wanted)];
+        side.iter_mut().zip([1.0, reward, s.sum]).for_each(|(sum, x)| *sum += x);
+    }
+
+    /// The sums as words, to exchange between ranks.
+    pub fn words(&self) -> [u64; WORDS] {
+        let [[a, b, c], [d, e, f]] = self.sides;
+        [self.loss, self.correct, self.nll, a, b, c, d, e, f].map(f64::to_bits)
+    }
+
+    /// Adds the words of another rank.
+    pub fn add(&mut self, words: [u64; WORDS]) {
+        let [loss, correct, nll, sides @ ..] = words.map(f64::from_bits);
+        self.loss += loss;
+        self.correct += correct;
+        self.nll += nll;
+        self.sides.iter_mut().flatten().zip(sides).for_each(|(sum, x)| *sum += x);
+    }
+
+    /// Number of samples: pairs, or rated completions with a `kl`.
+    fn samples(&self, rated: bool) -> f64 {
+        self.sides[1][0] + if rated { self.sides[0][0] } else { 0.0 }
+    }
+
+    /// Mean loss.
+    pub fn loss(&self, rated: bool) -> f64 {
+        self.loss / self.samples(rated).max(1.0)
+    }
+
+    /// The metrics by name. `kl` belongs to rated completions.
+    pub fn metrics(&self, kl: Option<f64>, has_nll: bool) -> Map<String, Value> {
+        let mut out = Map::new();
+        let mut put = |name: &str, value: Value| out.insert(name.into(), value);
+        let n = self.samples(kl.is_some()).max(1.0);
+        let [rejected, chosen] = self.sides;
+        let mean = |[n, rewards, logps]: [f64; 3]| (n > 0.0).then(|| (rewards / n, logps / n));
+        let (chosen_means, rejected_means) = (mean(chosen), mean(rejected));
+        if let Some((reward, _)) = chosen_means {
+            put("rewards_chosen", json!(reward));
+        }
+        if let Some((reward, _)) = rejected_means {
+            put("rewards_rejected", json!(reward));
+        }
+        if let (Some(c), Some(r)) = (chosen_means, rejected_means) {
+            put("margins", json!(c.0 - r.0));
+        }
+        if kl.is_none() {
+            put("accuracy", json!(self.correct / n));
+        }
+        for (name, means) in [("logps_chosen", chosen_means), ("logps_rejected", rejected_means)] {
+            if let Some((_, logps)) = means {
+                put(name, json!(logps));
+            }
+        }
+        if has_nll {
+            put("nll", json!(self.nll / n));
+        }
+        match kl {
+            Some(kl) => {
+                put("kl", json!(kl));
+                put("rows", json!(n as u64));
+                put("desirable", json!(chosen[0] as u64));
+            }
+            None => {
+                put("pairs", json!(n as u64));
+            }
+        }
+        out
+    }
+}
