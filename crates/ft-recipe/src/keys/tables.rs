@@ -357,7 +357,8 @@ table! {
         /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
         /// steps in which none does.
         scale: Option<u64> = Int(1, 1 << 24), Absent("65536");
-        /// Whether host memory that values cross from and to is page-locked, for faster copies.
+        /// Whether host memory that values cross from and to is page-locked, for faster copies. Where the system refuses, a
+        /// warning says so, and copies take pageable memory.
         pin: bool = Bool, Toml("true");
     }
 }
