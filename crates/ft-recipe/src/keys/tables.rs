@@ -423,8 +423,8 @@ table! {
         /// Prompts that the model answers before training and at each evaluation, greedily and in the form of the
         /// training data; on the terminal, in metrics.jsonl and in the report.
         samples: Vec<String> = Texts, Toml("[]");
-        /// Address of an MLflow server that gets metrics, keys and the end of the run: "http://localhost:5000". A
-        /// server that does not answer never stops a run. Secrets are read from MLFLOW_TRACKING_TOKEN, or
+        /// Address of an MLflow server that gets metrics, keys, answers to log.samples and the end of the run:
+        /// "http://localhost:5000". A server that does not answer never stops a run. Secrets are read from MLFLOW_TRACKING_TOKEN, or
         /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
         mlflow: Option<String> = Text, Absent("nothing is sent");
         /// The experiment on that server, made when missing. The run has the recipe's name.
