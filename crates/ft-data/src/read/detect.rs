@@ -80,7 +80,7 @@ pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> 
 fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
-        if let Some(row) = first(&path)? {
+        if let Some(row) = first(&path, source)? {
             return Ok(row);
         }
         last = Some(path);
@@ -112,8 +112,8 @@ fn shape_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Shap
 }
 
 /// The first row of a file.
-fn first(path: &Path) -> Result<Option<Value>, Error> {
-    let Some(row) = Rows::open(path, &Schema::of_any())?.next() else { return Ok(None) };
+fn first(path: &Path, source: &ft_recipe::Source) -> Result<Option<Value>, Error> {
+    let Some(row) = Rows::open(path, &Schema::of_any(source)?)?.next() else { return Ok(None) };
     let bad = |e: super::row::ParseError| Error::File {
         place: Place { file: path.display().to_string(), line: e.line, column: e.column },
         message: e.message,

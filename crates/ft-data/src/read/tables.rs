@@ -17,8 +17,8 @@ use std::rc::Rc;
 /// Longest line of column names searched for the separator, in bytes.
 const LONGEST_NAMES: u64 = 1 << 20;
 /// The message about other encodings.
-const NOT_UTF8: &str = "not UTF-8, but perhaps Latin-1 or Windows-1252\n  hint: iconv -f WINDOWS-1252 -t UTF-8 FILE > \
-                        NEW writes a file that can be read";
+const NOT_UTF8: &str = "not UTF-8, but perhaps Latin-1 or Windows-1252\n  hint: encoding = \"windows-1252\", beside \
+                        source";
 
 /// The error of a cell whose closing quote is missing: at the end of the file or of the longest row, or where
 /// text follows the quote that closed it.

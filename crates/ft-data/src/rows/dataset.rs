@@ -11,7 +11,7 @@ use crate::keep::{
     samples::{Samples, StoreWriter, TokenStore},
     stats::{SourceStats, Stats},
 };
-use crate::read::files::{files, files_and_ignored};
+use crate::read::files::{Kind, files, files_and_ignored, kind};
 use crate::shape::{example::Example, schema::Schema};
 use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::ModelKey, tokenizer::Tokenizer};
 use ft_base::rng::{Purpose, Stream};
@@ -285,6 +285,9 @@ impl<'a> Loader<'a> {
         }
         self.needs(&schema)?;
         let (files, ignored) = files_and_ignored(source, self.resolve)?;
+        if source.encoding.is_some() && files.iter().all(|f| matches!(kind(f), Some((Kind::Parquet, _)))) {
+            return Err(Error::recipe(source, "encoding does nothing: Parquet is always UTF-8".into()));
+        }
         self.stats.not_read.extend(ignored);
         let (data, vocab_size) = (self.data, self.vocab_size);
         let model = self.tokenizer.and_then(Tokenizer::key);

@@ -34,6 +34,7 @@ pub(super) fn source(path: &str, format: Format) -> ft_recipe::Source {
         max_samples: None,
         config: None,
         revision: None,
+        encoding: None,
         fields: Default::default(),
         mask: None,
         place: Place { file: "recipe.toml".into(), line: 7, column: 3 },

@@ -242,6 +242,9 @@ table! {
         config: Option<String> = Text, Absent("the dataset's default, or only one");
         /// Branch, tag or commit of a hub dataset.
         revision: Option<String> = Text, Absent("main");
+        /// Encoding of the files, by its name in the WHATWG's Encoding Standard: "windows-1252" (for Latin-1 too), "utf-16le",
+        /// "shift_jis". A byte order mark goes before it; Parquet has none.
+        encoding: Option<String> = Text, Absent("UTF-8, or UTF-16 by its byte order mark");
         /// Names of fields where the file differs from the format: the format's name = "the file's name".
         fields: BTreeMap<String, String> = Strings, Toml("{}");
         /// What is supervised in this source.
