@@ -72,7 +72,7 @@ impl Run {
     }
 
     /// Calls a function with each event of [`Run::train`]: steps, evaluations, samples, checkpoints, the end.
-    /// [`ControlFlow::Break`](std::ops::ControlFlow::Break) ends the run after the step, with a checkpoint and
+    /// [`ControlFlow::Break`] ends the run after the step, with a checkpoint and
     /// a result of the steps done; [`Run::resume`] goes on from there. With ranks in several processes, the
     /// first one calls.
     ///

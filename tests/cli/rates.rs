@@ -54,9 +54,9 @@ fn every_learning_rate_is_told() {
         .sum();
     assert_eq!(plan["parameters"]["trainable"], trainable);
     let line = "2e-4 (LoRA, by default), 1e-4 (LoRA, by default, lr_scale 0.5), 1e-5 (in full, by default)";
-    for verb in ["check", "plan"] {
-        let out = w.ok(&[verb, "r.toml"]).out;
-        assert!(out.contains(line), "{verb}: {out}");
+    for command in [&["check", "r.toml"][..], &["plan", "r.toml", "--verbose"]] {
+        let out = w.ok(command).out;
+        assert!(out.contains(line), "{command:?}: {out}");
     }
     let r = w.ok(&["run", "r.toml"]);
     let (at, step) = (r.err.find(line), r.err.find("step 1/"));

@@ -144,11 +144,11 @@ fn limited(w: &World, mib: u64, args: &[&str]) -> Ran {
 
 /// A model of 0.8 billion zeros in sparse files, with the quickstart tokenizer.
 fn large(w: &World) {
-    let (d, f, vocab) = (1024, 1 << 18, 1024);
+    let (d, f, vocab, layers) = (1024, 1 << 15, 1024, 8);
     w.config(
         "large",
-        json!({"hidden_size": d, "intermediate_size": f, "num_hidden_layers": 1, "vocab_size": vocab,
-               "num_attention_heads": 8, "head_dim": 64, "tie_word_embeddings": true}),
+        json!({"hidden_size": d, "intermediate_size": f, "num_hidden_layers": layers,
+               "vocab_size": vocab, "num_attention_heads": 8, "head_dim": 64, "tie_word_embeddings": true}),
     );
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         let from = super::world::repository().join("data/model").join(file);
@@ -176,7 +176,9 @@ fn large(w: &World) {
         ("input_layernorm", &[d]),
         ("post_attention_layernorm", &[d]),
     ];
-    layer.iter().for_each(|(name, shape)| add(&format!("model.layers.0.{name}.weight"), shape));
+    for l in 0..layers {
+        layer.iter().for_each(|(name, shape)| add(&format!("model.layers.{l}.{name}.weight"), shape));
+    }
     let header = Value::Object(tensors).to_string();
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());

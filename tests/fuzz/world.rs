@@ -210,7 +210,7 @@ save_every = 1
 keep = 9
 device = "cpu"
 [log]
-sample = "Hello"
+samples = ["Hello"]
 "#,
     ),
     (

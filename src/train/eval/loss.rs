@@ -27,10 +27,10 @@ pub struct Evaluation {
     pub metrics: Map<String, Value>,
 }
 
-/// As [`evaluate`], of a model loaded for inference, on one rank. Computes the reference first, if the task has one.
+/// As `evaluate`, of a model loaded for inference, on one rank. Computes the reference first, if the task has one.
 ///
 /// # Errors
-/// As [`evaluate`].
+/// As `evaluate`.
 pub fn evaluate_loaded(
     job: &Job,
     (decoder, params): (&Decoder, &Params),

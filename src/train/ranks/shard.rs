@@ -27,7 +27,7 @@ pub fn save(cx: &TrainContext<'_>, dir: &Path) -> ft_base::Result<()> {
     cx.comm.barrier(SAVED)
 }
 
-/// Loads this rank's shard of the model.
+/// Loads this rank's shard of the model. Returns after all ranks have loaded.
 ///
 /// # Errors
 /// The model cannot be built; lost rank.
@@ -38,11 +38,14 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
         gemm::make_slabs();
     }
     let shard = shard(&job.recipe.parallel, comm.rank());
-    job.load_shard(base, true, shard, comm)
+    let loaded = job.load_shard(base, true, shard, comm)?;
+    comm.barrier(LOADED)?;
+    Ok(loaded)
 }
 
 /// Makes a loaded model ready for the first step of this process: computes the reference, and loads this rank's shard
-/// of the checkpoint to resume. Returns after all ranks have loaded. `identity` is that of the run, on the first rank.
+/// of the checkpoint to resume. Begins after all ranks have called it, and returns after all are ready. `identity` is
+/// that of the run, on the first rank.
 ///
 /// # Errors
 /// The checkpoint does not fit; errors of the reference; lost rank.
@@ -52,6 +55,8 @@ pub fn ready(
     identity: Option<&BTreeMap<String, String>>,
     comm: &dyn Comm,
 ) -> ft_base::Result<TrainedModel> {
+    // The first rank has measured the memory of the loaded model.
+    comm.barrier(LOADED)?;
     let mut model = TrainedModel::new(&inputs.job, loaded);
     if let Some(preferences) = &mut model.preferences {
         let reference = ReferenceInputs {

@@ -158,7 +158,7 @@ pub fn print_escaped(text: &str) -> io::Result<()> {
     out.flush()
 }
 
-/// As [`print`], wrapped on a terminal.
+/// As [`print()`], wrapped on a terminal.
 ///
 /// # Errors
 /// I/O errors, including a closed pipe.

@@ -53,9 +53,10 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     Ok(())
 }
 
-/// The names in the tags of a template: variables, attributes, filters.
+/// The names in the tags of a template: variables, attributes, filters. Those before an error, which the tokenizer
+/// repeats without end.
 pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
-    let tokens = tokenize(source, false, syntax.clone()).flatten();
+    let tokens = tokenize(source, false, syntax.clone()).map_while(Result::ok);
     let name = |(token, _)| if let Token::Ident(name) = token { Some(name.to_string()) } else { None };
     tokens.filter_map(name).collect()
 }

@@ -27,6 +27,9 @@ fn hostile_templates_end_with_an_error() {
         )
     };
     let cases: Vec<String> = vec![
+        // errors of syntax
+        "{{ 'a }}".into(),
+        "{{ messages ".into(),
         // values that double
         "{% set ns = namespace(d=[]) %}{% for i in range(60) %}{% set ns.d = [ns.d, ns.d] %}{% endfor %}{{ ns.d|string }}".into(),
         ns("{% set ns.s = ns.s ~ ns.s %}"),

@@ -203,7 +203,7 @@ fn range(span: Span) -> (usize, usize) {
 /// The source with Python's escapes in strings: those that the engine reads in another way are spelt otherwise.
 pub(super) fn python_escapes(source: &str, syntax: &SyntaxConfig) -> String {
     let (mut out, mut from) = (String::with_capacity(source.len()), 0);
-    for (token, span) in tokenize(source, false, syntax.clone()).flatten() {
+    for (token, span) in tokenize(source, false, syntax.clone()).map_while(Result::ok) {
         let (start, end) = range(span);
         let (Token::Str(_) | Token::String(_), Some(before), Some(string)) =
             (token, source.get(from..start), source.get(start..end))
