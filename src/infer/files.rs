@@ -61,6 +61,14 @@ impl ModelFiles {
         Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })
     }
 
+    /// Loads the tokenizer with the model's own chat template; `None` without a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// An unusable tokenizer.
+    pub fn tokenizer(&self) -> ft_base::Result<Option<Tokenizer>> {
+        Ok(Tokenizer::load_with(&self.model.dir, None, &job::added(self.adapter.as_ref())?)?)
+    }
+
     /// Loads the tokenizer. The chat template is `template`, the adapter's, or the model's; `variables`
     /// override the training's.
     ///

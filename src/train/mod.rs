@@ -7,6 +7,7 @@
 //!   checkpoint contents of a checkpoint, identity of a run
 //!   eval       evaluation loss, generated answers, divergence
 //!   preference losses of pairs and rated completions, the reference
+//!   distill    losses on a teacher's probabilities; the teacher's pass
 //!   step       gradients over micro-batches, reduction over ranks, update
 //!   memory     limits, measurements, out-of-memory reports
 //!   job        the resolved recipe
@@ -15,6 +16,7 @@
 
 pub mod bench;
 pub mod checkpoint;
+mod distill;
 mod error;
 mod eval;
 pub mod job;
@@ -31,6 +33,7 @@ pub mod step;
 #[cfg(test)]
 mod tests;
 
+pub use distill::{TeacherFiles, TeacherModel, check as check_taught, write_teacher};
 pub use error::Error;
 pub use eval::{add_to, evaluate_loaded, score, scores_line};
 pub use job::{Job, rows, sources};

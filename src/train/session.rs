@@ -122,6 +122,7 @@ impl Run {
             return Err(Error::Usage(format!("{place}: {why}")).into());
         }
         let (data, eval) = job.data()?;
+        job.check_rows(Some(&data), eval.as_ref())?;
         let (batches, schedule) = RunInputs::steps(&job, &data)?;
         job.check()?;
         let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;

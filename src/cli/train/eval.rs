@@ -38,6 +38,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };
+    job.check_rows(None, Some(&data))?;
     job.check()?;
     let (here, there) = (job.recipe.model.quantize, job.adapter.as_ref().map(|a| a.quantize()).transpose()?);
     if let Some(there) = there.filter(|t| *t != here && !job.config.four_bit) {

@@ -3,6 +3,7 @@
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro};
+use ft_engine::model::batch::Distillation;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Execution, Hooks, Outline, Walk, visit};
@@ -19,6 +20,8 @@ pub struct Scorer<'a> {
     pub hooks: &'a dyn Hooks,
     pub execution: &'a Execution,
     pub device: &'a Device,
+    /// Settings of task "distill", for losses of an evaluation.
+    pub distillation: Option<Distillation>,
 }
 
 /// Sum of the log-probabilities of a document's targets, and their number.

@@ -243,6 +243,7 @@ fn check_inputs(
         return Err(exists(&dir, &result));
     }
     let (data, eval) = job.data()?;
+    job.check_rows(Some(&data), eval.as_ref())?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
     job.check()?;
     job::samples(&job.recipe, job.tokenizer.as_deref())?;

@@ -6,6 +6,7 @@ use super::loss_scale::LossScale;
 use super::reduce::{InBackward, Reduce};
 use super::turn::{Stop, check_stop, host};
 use crate::train::Error;
+use crate::train::distill;
 use crate::train::preference::{Group, Preferences, Tally, WORDS, samples_of};
 use ft_base::memory::place;
 use ft_data::{Dataset, Micro, Size};
@@ -77,7 +78,12 @@ impl TrainContext<'_> {
         let sums = mine.over_ranks(comm)?;
         let (loss, metrics) = match self.model.preferences.as_ref().zip(group) {
             Some((p, group)) => (p.loss(&sums.tally), p.metrics(&sums.tally, group)),
-            None => (sums.loss * batches.scale(None), batches.metrics(input.data)),
+            None => {
+                let [loss, divergence] = [sums.loss, sums.divergence].map(|sum| sum * batches.scale(None));
+                let (loss, mut metrics) = distill::loss(self.distillation(), loss, divergence);
+                metrics.extend(batches.metrics(input.data));
+                (loss, metrics)
+            }
         };
         Ok(StepOutput {
             loss,
@@ -113,6 +119,7 @@ impl TrainContext<'_> {
         let (decoder, params, comm) = (&self.model.decoder, &self.model.params, self.comm);
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
         let (mut losses, mut tally) = (loss::Running::default(), Tally::default());
+        let mut divergences = loss::Running::default();
         let preferences = self.model.preferences.as_ref().zip(group);
         let mut first = (0, 0);
         let lowest = params.lowest_unit();
@@ -129,6 +136,7 @@ impl TrainContext<'_> {
                     let m = Micro::collate(input.data, rows)?;
                     let random = Some((seed, input.step));
                     let batch = Batch::new(&decoder.config, host(&m), first, random, self.device())?;
+                    let batch = distill::taught(batch, &m, self.distillation(), self.device())?;
                     let mut weigh = |losses: &[Tensor]| weights(preferences, (&m, losses), &mut tally);
                     let mut walk = Walk::chosen(decoder, lowest, &self.execution)
                         .router_losses(router)
@@ -139,6 +147,7 @@ impl TrainContext<'_> {
                         walk = walk.objective(&mut weigh);
                     }
                     let all = walk.train(&batch, batches.scale(preferences) * factor, sink)?;
+                    divergences.keep(walk.take_divergences(), &m.weights)?;
                     routings.push(walk.into_routing());
                     losses.keep(all, &m.weights)?;
                 }
@@ -156,7 +165,8 @@ impl TrainContext<'_> {
         }
         sink.settle(None)?;
         place::enter(place::Phase::Step, 0);
-        let mut sums = Sums { loss: losses.total()?, tally, ..Sums::default() };
+        let (loss, divergence) = (losses.total()?, divergences.total()?);
+        let mut sums = Sums { loss, divergence, tally, ..Sums::default() };
         let share = (router != RouterLosses::default()).then_some(share);
         routings.iter().try_for_each(|r| sums.add_routing(r, share))?;
         sums.squares = reduce.squares()?.map_or_else(|| optim::grad_squares(params), Ok)?;
@@ -221,6 +231,8 @@ impl<'a> MicroBatches<'a> {
 #[derive(Debug, Default)]
 struct Sums {
     loss: f64,
+    /// Divergence from the teacher, in distillation.
+    divergence: f64,
     router_losses: (f64, f64),
     /// Sum of squares of this rank's shard of the gradients.
     squares: f64,
@@ -244,7 +256,8 @@ impl Sums {
     /// Sums over all ranks, in rank order.
     fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
-        let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
+        let numbers = [self.loss, self.divergence, aux, z, self.squares];
+        let mut words: Vec<u64> = numbers.map(f64::to_bits).into();
         words.extend(self.tally.words());
         words.extend(self.reached.iter().map(|r| u64::from(*r)));
         for (layer, counts) in &self.load.layers {
@@ -256,6 +269,7 @@ impl Sums {
             let mut words = words.into_iter();
             let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
             sum.loss += number();
+            sum.divergence += number();
             sum.router_losses.0 += number();
             sum.router_losses.1 += number();
             sum.squares += number();

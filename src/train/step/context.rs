@@ -1,11 +1,13 @@
 //! Inputs and result of a step.
 
 use super::LossScale;
+use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::preference::{Preferences, Scorer};
 use candle_core::Device;
 use ft_data::Dataset;
 use ft_engine::model::Decoder;
+use ft_engine::model::batch::Distillation;
 use ft_engine::optim::{Optimizer, Rate};
 use ft_engine::params::Params;
 use ft_engine::ranks::Comm;
@@ -68,12 +70,18 @@ impl<'a> TrainContext<'a> {
     /// Forward passes of all ranks, with `hooks`.
     pub fn scorer<'b>(&'b self, hooks: &'b dyn Hooks) -> Scorer<'b> {
         let (decoder, comm) = (&self.model.decoder, self.comm);
-        Scorer { decoder, comm, hooks, execution: &self.execution, device: self.device() }
+        let distillation = self.distillation();
+        Scorer { decoder, comm, hooks, execution: &self.execution, device: self.device(), distillation }
     }
 
     /// The task, if it compares or rates completions, on a part of the data.
     pub fn preferences(&self, part: Part) -> Option<(&'a Preferences, Part)> {
         self.model.preferences.as_ref().map(|p| (p, part))
+    }
+
+    /// Settings of task "distill".
+    pub fn distillation(&self) -> Option<Distillation> {
+        distill::settings(&self.job.recipe)
     }
 
     /// Factor on the loss in the backward pass; 1 without loss scaling.

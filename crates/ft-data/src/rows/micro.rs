@@ -2,7 +2,7 @@
 
 use super::dataset::Dataset;
 use crate::error::Error;
-use crate::shape::example::{Content, Example};
+use crate::shape::example::{Content, Example, Teacher};
 
 /// A micro-batch without padding: the concatenated documents of all rows.
 ///
@@ -21,6 +21,8 @@ pub struct Micro {
     pub targets: Vec<(u32, u32)>,
     /// Weights of the targets; empty for weights of 1.
     pub weights: Vec<f32>,
+    /// Values of a teacher for each target, if the samples have any.
+    pub teacher: Teacher,
     /// Sample numbers in order, with their contents.
     pub samples: Vec<(u32, Content)>,
 }
@@ -144,6 +146,8 @@ impl Micro {
             self.weights.resize(self.targets.len(), 1.0);
             self.weights.extend(example.queries().map(|i| example.weights[i + 1]));
         }
+        let (before, added) = (self.targets.len(), example.targets());
+        self.teacher.extend(before, added, &example.teacher);
         let target = |i: usize| (base + i as u32, example.labels[i + 1].unsigned_abs());
         self.targets.extend(example.queries().map(target));
         if !self.weights.is_empty() {

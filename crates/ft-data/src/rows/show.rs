@@ -157,6 +157,9 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
     }
     writeln!(out, "tokens       {} an epoch", s.tokens)?;
     writeln!(out, "supervised   {} ({:.1} %)", s.targets, share(s.targets, s.tokens))?;
+    for by in &s.teachers {
+        writeln!(out, "teacher      {}", visible(by))?;
+    }
     writeln!(out, "batch rows   {} an epoch, {:.1} % full", s.rows, 100.0 * s.fill)?;
     writeln!(out, "hash         {}", dataset.hash)
 }

@@ -26,7 +26,9 @@ pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
         Format::Alpaca => &["instruction", "input", "output", "system", "history", "weight"],
         Format::Completion => &["prompt", "completion", "weight"],
         Format::Text => &["text", "weight"],
-        Format::Tokens => &["input_ids", "labels", "attention_mask", "weights", "weight"],
+        Format::Tokens => &[
+            "input_ids", "labels", "attention_mask", "weights", "weight", "teacher_ids", "teacher_logits", "teacher",
+        ],
         Format::Preference => {
             &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]
         }

@@ -1,7 +1,7 @@
 //! Lists of messages as conversations.
 
 use super::keys::{self, REASONING};
-use super::reserved::is_reserved;
+use super::values::is_reserved;
 use super::schema::Schema;
 use super::values::{brief, kind, missing};
 use ft_base::store::json;

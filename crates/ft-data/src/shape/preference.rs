@@ -100,7 +100,7 @@ impl Schema {
         }
         let labels = prompt.iter().map(|_| IGNORE_INDEX).chain(completion.iter().copied()).collect();
         let ids = prompt.into_iter().chain(completion).map(|i| i as u32).collect();
-        Ok(Sample::Tokens { ids, labels, weights: Vec::new() })
+        Ok(Sample::Tokens { ids, labels, weights: Vec::new(), teacher: None })
     }
 
     /// Whether a row holds messages.

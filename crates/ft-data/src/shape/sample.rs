@@ -6,6 +6,7 @@ use super::keys::{of_row, says_nothing};
 use super::messages::Chat;
 use super::notes::Note;
 use super::schema::Schema;
+use super::teacher::Taught;
 use super::values::{brief, kind, missing};
 use ft_recipe::{Format, Mask};
 use serde_json::{Map, Value};
@@ -16,8 +17,8 @@ pub(crate) enum Sample {
     Chat(Chat),
     /// Texts followed by an end-of-sequence token, supervised from a byte offset.
     Text(Vec<(String, usize)>),
-    /// Token ids, and weights or none.
-    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32> },
+    /// Token ids; weights or none; values of a teacher.
+    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32>, teacher: Option<Taught> },
     /// A prompt, and the prompt with a completion.
     Completion(String, String),
     /// Chosen and rejected.
@@ -51,11 +52,16 @@ impl Schema {
             Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
             Format::Preference => self.pair(&row),
             Format::Unpaired => self.rated(&row),
-            Format::Tokens => {
-                let ids = self.numbers(&row, "input_ids", 0)?;
+            Format::Tokens => self.tokens(&row),
+        }
+    }
+
+    /// Token ids, labels and what belongs to them.
+    fn tokens(&self, row: &Map<String, Value>) -> Result<Sample, String> {
+                let ids = self.numbers(row, "input_ids", 0)?;
                 let labels = match row.get(self.name("labels")) {
                     None | Some(Value::Null) => ids.clone(),
-                    Some(_) => self.numbers(&row, "labels", i64::from(IGNORE_INDEX))?,
+                    Some(_) => self.numbers(row, "labels", i64::from(IGNORE_INDEX))?,
                 };
                 if ids.len() != labels.len() {
                     return Err(format!(
@@ -69,11 +75,10 @@ impl Schema {
                 if ids.is_empty() {
                     return Err(format!("{} is empty", self.name("input_ids")));
                 }
-                self.attends(&row, ids.len())?;
-                let weights = self.weights(&row, ids.len())?;
-                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights })
-            }
-        }
+                self.attends(row, ids.len())?;
+                let weights = self.weights(row, ids.len())?;
+                let teacher = self.taught(row, ids.len())?;
+                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights, teacher })
     }
 
     /// Converts an instruction row, with earlier turns from `history`. All outputs are completions.

@@ -5,11 +5,12 @@ use super::markers;
 use super::tokenizer::{Encoded, Tokenizer};
 use crate::error::{Error, Problem};
 use crate::shape::{
-    example::{Content, Example, IGNORE_INDEX},
+    example::{Content, Example, IGNORE_INDEX, Teacher},
     messages::Chat,
     notes::Note,
     sample::Sample,
     schema::Schema,
+    teacher::Taught,
 };
 use ft_recipe::{Mask, OverLength};
 use std::ops::Range;
@@ -21,6 +22,8 @@ pub(crate) struct EncodedRow {
     pub whole: usize,
     pub cut: bool,
     pub notes: Vec<Note>,
+    /// Identity of the teacher, as JSON.
+    pub teacher: Option<String>,
 }
 
 /// Settings for encoding the samples of one source.
@@ -39,6 +42,8 @@ struct Tokens {
     labels: Vec<i32>,
     /// Weights of the labels; empty for weights of 1.
     weights: Vec<f32>,
+    /// Values of a teacher at each token.
+    teacher: Option<Taught>,
     /// Number of tokens, including the rest.
     total: usize,
     /// Whether the rest contains a supervised token.
@@ -70,9 +75,15 @@ impl Encoder<'_> {
             first.ids.extend(ids);
             first.labels.extend(labels);
         }
-        let Tokens { ids, labels, weights, .. } = first;
-        let example = Example { ids, labels, weights, content, source: self.source, line };
-        Ok(EncodedRow { example, whole, cut, notes })
+        let Tokens { ids, labels, weights, teacher, .. } = first;
+        let (source, none) = (self.source, Teacher::default());
+        let mut example = Example { ids, labels, weights, teacher: none, content, source, line };
+        let mut by = None;
+        if let Some(of) = teacher {
+            example.teacher = Teacher::at(&of.values, example.queries().collect()).map_err(Problem::Bad)?;
+            by = of.by;
+        }
+        Ok(EncodedRow { example, whole, cut, notes, teacher: by })
     }
 
     /// Encodes a document, cut to `max_length`.
@@ -80,6 +91,7 @@ impl Encoder<'_> {
         let mut out = self.tokens(sample, notes)?;
         out.weigh(weight);
         self.check(&out.ids, &out.labels).map_err(Problem::Bad)?;
+        self.check_teacher(out.teacher.as_ref()).map_err(Problem::Bad)?;
         let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
         if out.ids.is_empty() {
             return Err(Problem::Bad("the row has no tokens".into()));
@@ -115,8 +127,8 @@ impl Encoder<'_> {
 
     fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let turns = match sample {
-            Sample::Tokens { ids, labels, weights } => {
-                return Ok(Tokens { total: ids.len(), ids, labels, weights, more_targets: false });
+            Sample::Tokens { ids, labels, weights, teacher } => {
+                return Ok(Tokens { total: ids.len(), ids, labels, weights, teacher, more_targets: false });
             }
             Sample::Completion(prompt, text) => return self.completion(&prompt, &text, notes),
             Sample::Pair(_) | Sample::Rated(..) => {
@@ -218,6 +230,20 @@ impl Encoder<'_> {
         }
         match labels.iter().find(|l| **l != IGNORE_INDEX && (**l < 0 || **l as usize >= size)) {
             Some(&l) => Err(format!("label {}", out(u64::from(l.unsigned_abs())))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Encoder<'_> {
+    /// Refuses values of a teacher with a larger vocabulary.
+    fn check_teacher(&self, teacher: Option<&Taught>) -> Result<(), String> {
+        let size = self.vocab_size;
+        let all = teacher.into_iter().flat_map(|t| t.values.iter().enumerate());
+        match all.flat_map(|(i, at)| at.iter().map(move |(id, _)| (i, *id))).find(|(_, id)| *id as usize >= size) {
+            Some((i, id)) => {
+                Err(format!("teacher_ids[{i}]: token id {id} is not in the model's vocabulary of {size}"))
+            }
             None => Ok(()),
         }
     }

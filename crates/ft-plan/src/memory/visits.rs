@@ -152,8 +152,8 @@ impl StepInputs<'_> {
     /// A micro-batch, for training or evaluation.
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
         let s = self.shape;
-        let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
-        Batch::ghost(&s.ledger, t.attended(), (targets, t.weighted), s.head_dim, train.then_some((0, 0)))
+        let dropout = train.then_some((0, 0));
+        Batch::ghost(&s.ledger, t.attended(), t.of_targets(), s.head_dim, dropout)
     }
 
     /// Hidden states of a micro-batch or their gradient, `[t, d]`.

@@ -12,7 +12,7 @@ fn fields_of(format: Format) -> &'static [&'static str] {
         Format::Alpaca => &["instruction", "input", "output", "system", "history", "tools"],
         Format::Completion => &["prompt", "completion", "system", "tools"],
         Format::Text => &["text"],
-        Format::Tokens => &["input_ids", "labels", "weights"],
+        Format::Tokens => &["input_ids", "labels", "weights", "teacher_ids", "teacher_logits", "teacher"],
         Format::Preference => &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"],
         Format::Unpaired => &["prompt", "completion", "label", "prompt_ids", "completion_ids"],
     }

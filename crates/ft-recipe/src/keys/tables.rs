@@ -22,6 +22,8 @@ use std::path::PathBuf;
 const BIG: u64 = i64::MAX as u64;
 /// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
 pub const COUNT: u64 = 1_000_000_000;
+/// Log-probabilities of a teacher for each token that `ft logits` writes by default.
+pub const TOP_K: usize = 64;
 const RANK: Kind = Int(1, INDEX);
 const RANKS: Kind = Int(1, INDEX);
 
@@ -43,6 +45,8 @@ table! {
         train: Vec<Rule> = Tables(Rule::KEYS), Toml("[]");
         /// Loss of pairs and rated completions (tasks dpo, orpo, simpo, cpo, kto).
         preference: Preference = Table(Preference::KEYS), Toml("{}");
+        /// Loss on a teacher's probabilities (task distill).
+        distill: Distill = Table(Distill::KEYS), Toml("{}");
         /// Losses on the routers of mixture models.
         router: Router = Table(Router::KEYS), Toml("{}");
         /// Training and evaluation data.
@@ -172,6 +176,17 @@ table! {
         /// The model that rewards are relative to (dpo, kto): "base" (without adapters), "start" (as the run begins), or the
         /// path or hub id of a model or of an adapter. It is read once, before training, and not kept in memory.
         reference: Reference = Text, Toml("\"base\"");
+    }
+}
+
+table! {
+    /// `[distill]`
+    pub struct Distill {
+        /// Divides the logits of teacher and student before the softmax.
+        temperature: f64 = Number(Bound::Positive), Toml("1.0");
+        /// Weight of the divergence from the teacher, temperature^2 KL(teacher, student); 1 - alpha is the weight of the
+        /// cross-entropy of the labels.
+        alpha: f64 = Number(Bound::Share), Toml("0.5");
     }
 }
 

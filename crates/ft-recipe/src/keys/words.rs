@@ -23,7 +23,7 @@ words! {
         Kto = "kto",
         /// A reward model of pairs.
         Reward = "reward",
-        /// Distillation of a teacher's logits.
+        /// Distillation: a teacher's probabilities, as ft logits writes them, beside the labels (arXiv 1503.02531).
         Distill = "distill",
     }
 }
@@ -44,7 +44,8 @@ impl Task {
         match self {
             Task::Dpo | Task::Orpo | Task::Simpo | Task::Cpo | Task::Reward => Some(Format::Preference),
             Task::Kto => Some(Format::Unpaired),
-            Task::Sft | Task::Distill => None,
+            Task::Distill => Some(Format::Tokens),
+            Task::Sft => None,
         }
     }
 
