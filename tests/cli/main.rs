@@ -7,6 +7,7 @@ mod adapters;
 mod answers;
 mod broken;
 mod daily;
+mod distill;
 mod docs;
 mod first;
 mod four_bit;

@@ -89,6 +89,8 @@ fn rows() -> String {
     format!("{LORA}[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens:?}\n")
 }
 
+/// Rows with 64 values of a teacher at each token.
+const DISTILL: &str = "task=distill";
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
 /// Updates in the backward pass, and the settings they require.
 const ALL_AT_ONCE: &[&str] =
@@ -142,7 +144,15 @@ fn run_rows(
         .enumerate()
         .map(|(k, n)| {
             let ids: Vec<usize> = (0..*n).map(|i| token(i, k)).collect();
-            format!("{}\n", json!({"input_ids": ids}))
+            if !set.contains(&DISTILL) {
+                return format!("{}\n", json!({"input_ids": ids}));
+            }
+            let kept: Vec<Vec<usize>> =
+                (0..*n).map(|i| (0..64).map(|j| (i + j * 100) % 8000).collect()).collect();
+            format!(
+                "{}\n",
+                json!({"input_ids": ids, "teacher_ids": kept, "teacher_logits": vec![vec![0.5; 64]; *n]})
+            )
         })
         .collect();
     std::fs::write(dir.join("rows.jsonl"), rows)?;
@@ -467,6 +477,25 @@ fn process(dir: &Path) -> Result<(u64, u64)> {
 
 /// Rows of one repeated token route all tokens to the same experts. The run stays within the routing
 /// reserve of the plan.
+/// A teacher's values and both losses, where the logits of a row are one chunk and where they are several.
+#[test]
+fn a_teacher_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, wide) = (config("qwen3", false), wide());
+    let eval = "data.eval=[{source='rows.jsonl', format='tokens'}]";
+    let cases: &[(&Value, &str, &[&str])] = &[
+        (&qwen3, LORA, &[DISTILL, "memory.recompute=all", "run.micro_rows=2"]),
+        (&wide, LORA, &[DISTILL, "memory.recompute=none"]),
+        (&wide, FULL, &[DISTILL, "memory.recompute=all", "model.dtype=bf16", eval]),
+    ];
+    for (config, rules, set) in cases {
+        let (planned, measured) = run(dir.path(), config, rules, &[512; 8], set)?;
+        let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+        ensure!(apart.abs() <= 1.0, "{set:?}: {apart:.2}% of {planned} planned, {measured} measured");
+    }
+    Ok(())
+}
+
 #[test]
 fn uneven_routing_takes_no_more_than_its_reserve() -> Result<()> {
     let dir = tempfile::tempdir()?;

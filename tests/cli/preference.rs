@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 const KINDS: [&str; 7] = ["dpo", "dpo_smooth", "ipo", "orpo", "simpo", "cpo", "kto"];
 
 /// Folder of the fixture.
-fn fixture() -> String {
+pub fn fixture() -> String {
     repository().join("tests/fixtures/preference").display().to_string()
 }
 
@@ -49,7 +49,7 @@ fn rows(kind: &str) -> String {
 
 /// Compares the steps of a run with PyTorch's: losses within 1e-5, gradient norms and metrics within 1e-4.
 #[track_caller]
-fn compare(w: &World, run: &str, kind: &str) {
+pub fn compare(w: &World, run: &str, kind: &str) {
     let text = std::fs::read_to_string(format!("{}/trajectory.json", fixture())).expect("read");
     let expected: Value = serde_json::from_str(&text).expect("json");
     let (expected, steps) =

@@ -117,7 +117,8 @@ fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
         .map(|row| {
             let ids: Vec<u32> = (0..length).map(|i| id(row * length + i)).collect();
             let labels = ids.iter().map(|i| *i as i32).collect();
-            let teacher = if r.task == Task::Distill { teacher(vocab, length - 1) } else { Teacher::default() };
+            let teacher =
+                if r.task == Task::Distill { teacher(vocab, length - 1) } else { Teacher::default() };
             Example { ids, labels, content, teacher, line: row + 1, ..Example::default() }
         })
         .collect();

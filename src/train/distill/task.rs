@@ -60,9 +60,10 @@ pub fn check(
         return Ok(());
     }
     if let Some(sample) = data.rows.untaught {
-        let at = data.samples.get(sample as usize)?.map_or(String::new(), |e| {
-            format!(" (the first: line {} of source {})", e.line, e.source + 1)
-        });
+        let at = data
+            .samples
+            .get(sample as usize)?
+            .map_or(String::new(), |e| format!(" (the first: line {} of source {})", e.line, e.source + 1));
         return fail(format!(
             "rows without values of a teacher{at}, which task = \"distill\" needs\n  hint: ft logits TEACHER RECIPE --out DIR \
              writes rows with them"

@@ -58,11 +58,18 @@ pub fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Resu
 ///
 /// # Errors
 /// A teacher with another tokenizer; rows of preferences; unreadable rows; device errors; an existing folder.
-pub fn write_teacher(job: &Job, teacher: &TeacherModel<'_>, k: usize, out: &Path) -> ft_base::Result<TeacherFiles> {
+pub fn write_teacher(
+    job: &Job,
+    teacher: &TeacherModel<'_>,
+    k: usize,
+    out: &Path,
+) -> ft_base::Result<TeacherFiles> {
     let recipe = &job.recipe;
     if recipe.task.prefers() || !(1..=Teacher::MOST_KEPT).contains(&k) {
         let why = match recipe.task.prefers() {
-            true => format!("{}: ft logits has no values of pairs and rated completions", recipe.place("task")),
+            true => {
+                format!("{}: ft logits has no values of pairs and rated completions", recipe.place("task"))
+            }
             false => format!("--top-k {k}: 1 to {}", Teacher::MOST_KEPT),
         };
         return Err(Error::Usage(why).into());
@@ -133,8 +140,11 @@ impl Pass<'_> {
     fn source(&self, part: Part, i: usize, name: &str) -> String {
         let source = toml::Value::from(self.out.join(name).display().to_string());
         let weight = self.job.recipe.data.sources(part).get(i).map_or(1.0, |s| s.weight);
-        let weight =
-            if part == Part::Eval || weight == 1.0 { String::new() } else { format!(", weight = {weight:?}") };
+        let weight = if part == Part::Eval || weight == 1.0 {
+            String::new()
+        } else {
+            format!(", weight = {weight:?}")
+        };
         format!("  {{ source = {source}, format = \"tokens\"{weight} }},\n")
     }
 

@@ -89,7 +89,8 @@ impl ReferenceInputs<'_> {
         };
         let gather = Gather::new(decoder, params, self.comm);
         let (execution, device) = (self.execution, &self.job.device);
-        let scorer = Scorer { decoder, comm: self.comm, hooks: &gather, execution, device, distillation: None };
+        let scorer =
+            Scorer { decoder, comm: self.comm, hooks: &gather, execution, device, distillation: None };
         let scores = self.compute(&scorer)?;
         if let Some(path) = path {
             keep(&path, &scores);

@@ -170,7 +170,8 @@ impl SerializedSample {
             Content::Pair(chosen) => (saturating_u32(chosen), PAIR),
             Content::Rated(desirable) => (0, if desirable { DESIRABLE } else { UNDESIRABLE }),
         };
-        let flags = content | saturating_u32(e.teacher.kept) << KEPT | if e.weights.is_empty() { 0 } else { WEIGHTS };
+        let flags =
+            content | saturating_u32(e.teacher.kept) << KEPT | if e.weights.is_empty() { 0 } else { WEIGHTS };
         let targets = saturating_u32(e.targets());
         let entry = Entry { at: 0, len, targets, chosen, flags, weight: e.weight() };
         let record = Record { entry, line: e.line as u64, digest };

@@ -58,7 +58,8 @@ impl TaughtRows {
             (ids[query], logits[query]) = top.iter().copied().unzip();
         }
         let (input_ids, labels, weights) = (&e.ids, &e.labels, &e.weights);
-        let row = Row { input_ids, labels, weights, teacher_ids: ids, teacher_logits: logits, teacher: &self.by };
+        let row =
+            Row { input_ids, labels, weights, teacher_ids: ids, teacher_logits: logits, teacher: &self.by };
         serde_json::to_writer(&mut self.text, &row).map_err(|e| Error::read(&self.path, e.into()))?;
         self.text.push(b'\n');
         self.rows += 1;

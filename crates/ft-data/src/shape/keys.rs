@@ -27,7 +27,14 @@ pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
         Format::Completion => &["prompt", "completion", "weight"],
         Format::Text => &["text", "weight"],
         Format::Tokens => &[
-            "input_ids", "labels", "attention_mask", "weights", "weight", "teacher_ids", "teacher_logits", "teacher",
+            "input_ids",
+            "labels",
+            "attention_mask",
+            "weights",
+            "weight",
+            "teacher_ids",
+            "teacher_logits",
+            "teacher",
         ],
         Format::Preference => {
             &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]

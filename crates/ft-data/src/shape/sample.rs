@@ -58,27 +58,27 @@ impl Schema {
 
     /// Token ids, labels and what belongs to them.
     fn tokens(&self, row: &Map<String, Value>) -> Result<Sample, String> {
-                let ids = self.numbers(row, "input_ids", 0)?;
-                let labels = match row.get(self.name("labels")) {
-                    None | Some(Value::Null) => ids.clone(),
-                    Some(_) => self.numbers(row, "labels", i64::from(IGNORE_INDEX))?,
-                };
-                if ids.len() != labels.len() {
-                    return Err(format!(
-                        "{} has {} numbers and {} has {}; they must be as many",
-                        self.name("input_ids"),
-                        ids.len(),
-                        self.name("labels"),
-                        labels.len()
-                    ));
-                }
-                if ids.is_empty() {
-                    return Err(format!("{} is empty", self.name("input_ids")));
-                }
-                self.attends(row, ids.len())?;
-                let weights = self.weights(row, ids.len())?;
-                let teacher = self.taught(row, ids.len())?;
-                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights, teacher })
+        let ids = self.numbers(row, "input_ids", 0)?;
+        let labels = match row.get(self.name("labels")) {
+            None | Some(Value::Null) => ids.clone(),
+            Some(_) => self.numbers(row, "labels", i64::from(IGNORE_INDEX))?,
+        };
+        if ids.len() != labels.len() {
+            return Err(format!(
+                "{} has {} numbers and {} has {}; they must be as many",
+                self.name("input_ids"),
+                ids.len(),
+                self.name("labels"),
+                labels.len()
+            ));
+        }
+        if ids.is_empty() {
+            return Err(format!("{} is empty", self.name("input_ids")));
+        }
+        self.attends(row, ids.len())?;
+        let weights = self.weights(row, ids.len())?;
+        let teacher = self.taught(row, ids.len())?;
+        Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights, teacher })
     }
 
     /// Converts an instruction row, with earlier turns from `history`. All outputs are completions.

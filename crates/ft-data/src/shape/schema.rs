@@ -69,9 +69,15 @@ impl Schema {
         let lists: &[&str] = match self.format {
             Format::Messages => &["messages", "conversations", "conversation", "tools"],
             Format::Alpaca => &["history", "tools"],
-            Format::Tokens => {
-                &["input_ids", "labels", "attention_mask", "weights", "teacher_ids", "teacher_logits", "teacher"]
-            }
+            Format::Tokens => &[
+                "input_ids",
+                "labels",
+                "attention_mask",
+                "weights",
+                "teacher_ids",
+                "teacher_logits",
+                "teacher",
+            ],
             Format::Preference => &["prompt_ids", "chosen_ids", "rejected_ids", "tools"],
             Format::Unpaired => &["prompt_ids", "completion_ids", "tools"],
             Format::Completion => &["tools"],

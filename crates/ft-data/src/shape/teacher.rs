@@ -70,7 +70,8 @@ fn values_of((ids, logits): (&[Value], &[Value])) -> Result<Vec<(u32, f32)>, (&'
         let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
         let id = id.ok_or_else(|| ("teacher_ids", format!("[{i}]: {} is not a token id", brief(&ids[i]))))?;
         let number = logit.as_f64().map(|x| x as f32).filter(|x| x.is_finite());
-        let number = number.ok_or_else(|| ("teacher_logits", format!("[{i}]: {} is no number", brief(logit))))?;
+        let number =
+            number.ok_or_else(|| ("teacher_logits", format!("[{i}]: {} is no number", brief(logit))))?;
         out.push((id, number));
     }
     let mut sorted: Vec<u32> = out.iter().map(|(id, _)| *id).collect();

@@ -240,7 +240,10 @@ impl Encoder<'_> {
     fn check_teacher(&self, teacher: Option<&Taught>) -> Result<(), String> {
         let size = self.vocab_size;
         let all = teacher.into_iter().flat_map(|t| t.values.iter().enumerate());
-        match all.flat_map(|(i, at)| at.iter().map(move |(id, _)| (i, *id))).find(|(_, id)| *id as usize >= size) {
+        match all
+            .flat_map(|(i, at)| at.iter().map(move |(id, _)| (i, *id)))
+            .find(|(_, id)| *id as usize >= size)
+        {
             Some((i, id)) => {
                 Err(format!("teacher_ids[{i}]: token id {id} is not in the model's vocabulary of {size}"))
             }

@@ -332,7 +332,10 @@ impl Tokenizer {
         tokens.sort_unstable();
         let mut hasher = blake3::Hasher::new();
         for (id, text) in &tokens {
-            hasher.update(&id.to_le_bytes()).update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+            hasher
+                .update(&id.to_le_bytes())
+                .update(&(text.len() as u64).to_le_bytes())
+                .update(text.as_bytes());
         }
         let vocabulary = hasher.finalize().to_hex()[..32].to_string();
         TokenizerIdentity { vocabulary, template: self.template_hash.clone() }

@@ -41,7 +41,9 @@ impl Cross<'_, '_> {
                 let message =
                     format!("task = \"{}\" does not read format = \"{}\"", task.word(), format.word());
                 let hint = match task.format() {
-                    Some(Format::Tokens) => "ft logits MODEL RECIPE writes a teacher's values beside such rows".into(),
+                    Some(Format::Tokens) => {
+                        "ft logits MODEL RECIPE writes a teacher's values beside such rows".into()
+                    }
                     Some(only) => format!("\"{}\" is the format of its rows", only.word()),
                     None => {
                         "task = \"dpo\" compares chosen and rejected; task = \"kto\" has rated completions"

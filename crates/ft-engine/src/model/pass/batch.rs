@@ -200,7 +200,8 @@ impl Batch {
             let sum: f64 = row.iter().map(exp).sum();
             probs.extend(row.iter().map(|x| (exp(x) / sum) as f32));
         }
-        let (ids, probs) = (Tensor::new(ids, device)?.reshape(shape)?, Tensor::from_vec(probs, shape, device)?);
+        let (ids, probs) =
+            (Tensor::new(ids, device)?.reshape(shape)?, Tensor::from_vec(probs, shape, device)?);
         Ok(Self { teacher: Some(Teacher { ids, probs, by }), ..self })
     }
 

@@ -91,7 +91,18 @@ pub fn distillation(
     let (temperature, alpha) = (teacher.temperature, teacher.alpha);
     let factors = [temperature, scale * (1.0 - alpha), scale * alpha * temperature].map(|x| x as f32);
     let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss_distill")?;
-    let launch = launch.with(args![&logits, &targets, &ids, &probs, weights.as_ref(), &ce, &kd, out.as_ref(), v, k])?;
+    let launch = launch.with(args![
+        &logits,
+        &targets,
+        &ids,
+        &probs,
+        weights.as_ref(),
+        &ce,
+        &kd,
+        out.as_ref(),
+        v,
+        k
+    ])?;
     let launch = launch.with(args![factors[0], factors[1], factors[2]])?;
     // SAFETY: logits and gradient have n rows of v values, one block per row; ids and probabilities n rows of k values,
     // at most one for each thread; targets, weights and losses n values, as checked above and by the caller. In place,

@@ -123,7 +123,10 @@ fn distillation_cpu<T: Float>(
     let probs = teacher.probs.flatten_all()?.to_vec1::<f32>()?;
     let outside = ids.iter().zip(&probs).any(|(id, p)| *p > 0.0 && *id as usize >= v);
     if targets.len() != n || outside || targets.iter().any(|t| *t as usize >= v) {
-        candle_core::bail!("distillation: a token outside {v} logits, or {} targets for {n} rows", targets.len());
+        candle_core::bail!(
+            "distillation: a token outside {v} logits, or {} targets for {n} rows",
+            targets.len()
+        );
     }
     let row = |i: usize| Row {
         target: targets[i] as usize,
@@ -170,7 +173,8 @@ mod tests {
         let x = (randn(1, (3, 7), DType::F64)? * 3.0)?;
         let targets = Tensor::new(&[0u32, 6, 3], &Device::Cpu)?;
         let ids = Tensor::new(&[[1u32, 0, 5], [2, 3, 9], [3, 4, 6]], &Device::Cpu)?;
-        let probs = Tensor::new(&[[0.5f32, 0.25, 0.25], [0.75, 0.25, 0.0], [0.5, 0.375, 0.125]], &Device::Cpu)?;
+        let probs =
+            Tensor::new(&[[0.5f32, 0.25, 0.25], [0.75, 0.25, 0.0], [0.5, 0.375, 0.125]], &Device::Cpu)?;
         let weights = Tensor::new(&[0.5f32, 1.0, 2.0], &Device::Cpu)?;
         for (temperature, alpha) in [(2.0, 0.7), (1.0, 0.5), (0.5, 1.0), (3.0, 0.0)] {
             let teacher = Teacher { ids: &ids, probs: &probs, temperature, alpha };
