@@ -2,7 +2,7 @@
 
 use super::eval::{evaluate, probe};
 use super::job::Job;
-use super::preference::ReferenceInputs;
+use super::preference::{ReferenceInputs, other};
 use super::ranks::RunInputs;
 use super::step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
 use super::{Error, Options, Outcome, output};
@@ -125,19 +125,22 @@ impl Run {
         job.check_rows(Some(&data), eval.as_ref())?;
         let (batches, schedule) = RunInputs::steps(&job, &data)?;
         job.check()?;
+        other::check(&job)?;
         let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
+        let reference = ReferenceInputs {
+            job: &job,
+            train: Some(&data),
+            eval: eval.as_ref(),
+            batches: Some(&batches),
+            execution: &plan.execution,
+            comm: &ranks::alone(),
+            identity: None,
+        };
+        let known = reference.of_other()?;
         let mut model = TrainedModel::new(&job, job.load(true)?);
         if let Some(preferences) = &mut model.preferences {
-            let reference = ReferenceInputs {
-                job: &job,
-                train: Some(&data),
-                eval: eval.as_ref(),
-                batches: Some(&batches),
-                execution: &plan.execution,
-                comm: &ranks::alone(),
-                identity: None,
-            };
-            preferences.reference = reference.scores(&model.decoder, &model.params)?;
+            let compute = || reference.scores(&model.decoder, &model.params);
+            preferences.reference = known.map_or_else(compute, Ok)?;
         }
         let loss_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
         Ok(Session { job, data, eval, batches, schedule, plan, model, loss_scale, done: 0 })

@@ -25,6 +25,7 @@ mod preference;
 mod push;
 mod ranks;
 mod rates;
+mod reference;
 mod report;
 mod resume;
 mod room;

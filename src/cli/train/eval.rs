@@ -9,7 +9,7 @@ use crate::train::{self, Job};
 use ft_base::terminal::warn;
 use ft_data::hub::Want;
 use ft_engine::walk::{Execution, visit::NoHooks};
-use ft_recipe::{Init, Recipe, Weights};
+use ft_recipe::{Init, Recipe, Reference, Weights};
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -33,8 +33,10 @@ pub struct Args {
 /// Errors in recipe, model, adapter or data; a non-finite loss.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let (recipe, source) = recipe(args)?;
-    if recipe.task.has_reference() && source.as_ref().is_some_and(Source::is_model) {
-        return Err(usage("not built yet: a model trained in full against its reference".to_string()));
+    let of_run = recipe.task.has_reference() && source.as_ref().is_some_and(Source::is_model);
+    if of_run && !matches!(recipe.preference.reference, Reference::Other(_)) {
+        let hint = "preference.reference = PATH of the model that the run began with";
+        return Err(usage(format!("the reference of a model trained in full is its start\n  hint: {hint}")));
     }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };

@@ -2,7 +2,7 @@
 
 use crate::train::distill;
 use crate::train::job::Job;
-use crate::train::preference::{Preferences, ReferenceInputs, Scorer};
+use crate::train::preference::{Preferences, ReferenceInputs, Scorer, other};
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro, Size};
@@ -44,7 +44,12 @@ pub fn evaluate_loaded(
         let (train, batches, identity) = (None, None, None);
         let inputs =
             ReferenceInputs { job, train, eval: Some(data), batches, execution, comm: &alone, identity };
-        p.reference = inputs.scores(decoder, params)?;
+        other::check(job)?;
+        other::check_trained(job)?;
+        p.reference = match inputs.of_other()? {
+            Some(reference) => reference,
+            None => inputs.scores(decoder, params)?,
+        };
     }
     let distillation = distill::settings(&job.recipe);
     let scorer =

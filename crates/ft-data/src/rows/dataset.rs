@@ -163,7 +163,8 @@ pub(crate) fn cached_rows_in(
         return None;
     }
     let template = data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
-    let model = dir.and_then(|d| ModelKey::of(d, template.as_deref()));
+    let tokenizes = dir.filter(|d| d.join("tokenizer.json").is_file());
+    let model = tokenizes.and_then(|d| ModelKey::of(d, template.as_deref()));
     let own = || dir.is_some_and(|d| template_of(d).is_ok_and(|t| t.is_some()));
     let has_template = template.is_some() || own();
     let mut samples = Samples::default();

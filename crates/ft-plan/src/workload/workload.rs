@@ -30,6 +30,8 @@ pub struct Workload {
 pub struct Epoch {
     /// Samples read.
     pub samples: u64,
+    /// Samples of the evaluation data.
+    pub held_out: u64,
     /// Rows after packing.
     pub rows: u64,
     pub tokens: u64,
@@ -85,7 +87,7 @@ impl<'a> Sizes<'a> {
     fn epoch(&self) -> Epoch {
         let Rows { tokens, targets, longest, .. } = *self.rows;
         let (samples, rows) = (self.samples.len() as u64, self.rows.len() as u64);
-        Epoch { samples, rows, tokens, targets, longest: u64::from(longest), resident: 0 }
+        Epoch { samples, held_out: 0, rows, tokens, targets, longest: u64::from(longest), resident: 0 }
     }
 
     /// Bytes of samples and rows in memory.
@@ -191,6 +193,7 @@ impl Workload {
 
     fn counted(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Result<Self, ft_data::Error> {
         let resident = sizes.resident() + eval.map_or(0, Sizes::resident);
+        let held_out = eval.map_or(0, |e| e.samples.len() as u64);
         let micro = r.run.micro_rows.count();
         let mut eval = eval.map(|e| e.in_order(micro)).transpose()?;
         if r.task.has_reference() {
@@ -209,7 +212,7 @@ impl Workload {
         } else {
             train = sizes.of_longest(micro)?;
         }
-        let epoch = Some(Epoch { resident, ..sizes.epoch() });
+        let epoch = Some(Epoch { resident, held_out, ..sizes.epoch() });
         Ok(Self { train, eval, steps: Some(batches.steps() as u64), epoch })
     }
 

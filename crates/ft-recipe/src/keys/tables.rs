@@ -173,8 +173,9 @@ table! {
         desirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
         /// Weight of undesirable completions (kto).
         undesirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
-        /// The model that rewards are relative to (dpo, kto): "base" (without adapters), "start" (as the run begins), or the
-        /// path or hub id of a model or of an adapter. It is read once, before training, and not kept in memory.
+        /// The model that rewards are relative to (dpo, kto): "base" (adapters off; what trains in full as the run begins),
+        /// "start" (as the run begins, adapters on), the path of an adapter over the model or of a run, or the path or hub
+        /// id of another model with the same tokenizer. It makes one pass before training, and is not kept in memory.
         reference: Reference = Text, Toml("\"base\"");
     }
 }
