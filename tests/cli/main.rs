@@ -18,6 +18,7 @@ mod hostile;
 mod import;
 mod initial;
 mod launched;
+mod learned;
 mod offload;
 mod optimizers;
 mod plan;

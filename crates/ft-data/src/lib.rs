@@ -40,7 +40,7 @@ pub use keep::record::Item;
 pub use keep::samples::{Reader, Samples};
 pub use keep::stats::{Counts, Drops, Lengths, Stats};
 pub use keep::taught::{TaughtRows, TopTokens};
-pub use read::detect::{Shape, detect};
+pub use read::detect::{Shape, detect, task_of};
 pub use read::files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use rows::batches::Batches;
 pub use rows::dataset::{Checked, Dataset, cached_rows};

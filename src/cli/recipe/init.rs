@@ -1,6 +1,6 @@
 //! `ft init`: asks some questions and writes a recipe.
 
-use super::measure::{Length, Measured};
+use super::measure::{Length, Measured, task_of};
 use crate::cli::args::words;
 use crate::cli::console::print;
 use crate::infer::usage;
@@ -9,7 +9,7 @@ use ft_base::terminal::{shell_word, tell, width, wrap};
 use ft_data::hub;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
-use ft_recipe::Recipe;
+use ft_recipe::{Recipe, Task};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
@@ -65,13 +65,15 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
-    let of = |measured: &Measured, has: Option<&[Group]>| {
+    let of = |task: Task, measured: &Measured, has: Option<&[Group]>| {
         let keys = Some(&measured.keys).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
         let source = format!("{{ source = {}{keys} }}", toml::Value::from(data.as_str()));
-        text(&model, &source, &method, &memory, has, measured.length)
+        text((task, &model), &source, &method, &memory, has, measured.length)
     };
     // invalid answers are reported before anything is written
-    let recipe = Recipe::parse(&of(&Measured::default(), None), &path.display().to_string(), &[])?;
+    let parse = |task| Recipe::parse(&of(task, &Measured::default(), None), &path.display().to_string(), &[]);
+    let task = task_of(&parse(Task::Sft)?);
+    let recipe = parse(task)?;
     // an unavailable model is no error here: `ft check` reports it
     let found = match source::find(&recipe) {
         Ok(found) => Some(found),
@@ -80,7 +82,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     };
     let measured = Measured::of(&recipe, found.as_ref())?;
     let has = found.map(|found| groups(&found.config));
-    let text = of(&measured, has.as_deref());
+    let text = of(task, &measured, has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
     tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     print(&format!("{}\n", path.display()))
@@ -118,7 +120,7 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
 /// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
 /// available.
 fn text(
-    model: &str,
+    (task, model): (Task, &str),
     source: &str,
     method: &str,
     memory: &str,
@@ -126,7 +128,13 @@ fn text(
     length: Option<Length>,
 ) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
-    let mut out = format!("[model]\nsource = {}\n", quote(model));
+    let mut out = match task {
+        Task::Sft => String::new(),
+        task => {
+            format!("task = {:<26} # by the first row; docs/tasks.md has the others\n\n", quote(task.word()))
+        }
+    };
+    out += &format!("[model]\nsource = {}\n", quote(model));
     if method == "qlora" {
         out += "quantize = \"nf4\"                  # decoder linears in 4 bits; adapters train on top\n";
     }
@@ -165,7 +173,12 @@ fn text(
         format!("batch_rows = {batch_rows}"),
         format!("eval_every = {every}"),
     );
-    let lr = if method == "full" { "1e-5" } else { "2e-4" };
+    let lr = match (method, task.prefers()) {
+        ("full", false) => "1e-5",
+        ("full", true) => "5e-7",
+        (_, false) => "2e-4",
+        (_, true) => "5e-5",
+    };
     out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
     if memory != "free" {
         out += &format!("\n[memory]\nbudget = {}                  # ft plan says what fits\n", quote(memory));
@@ -181,7 +194,8 @@ mod tests {
     fn every_answer_makes_a_recipe() {
         for (method, _) in METHODS {
             for memory in ["free", "24GiB"] {
-                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory, None, None);
+                let text =
+                    text((Task::Sft, "a \"b\""), "{ source = 'c\\d.csv' }", method, memory, None, None);
                 let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
                 assert_eq!(
                     (r.model.source.as_str(), r.data.train[0].source.as_str()),

@@ -429,7 +429,7 @@ fn add_metrics(event: &mut Value, metrics: &Map<String, Value>) {
 
 /// Metrics of a task for the screen.
 fn metrics_line(metrics: &Map<String, Value>) -> String {
-    let shown = [("accuracy", "accuracy"), ("margins", "margin"), ("kl", "kl")];
+    let shown = [("accuracy", "accuracy"), ("margins", "margin"), ("kl", "kl"), ("kd", "kd"), ("ce", "ce")];
     let of = |(key, name): (&str, &str)| Some(format!(", {name} {:.4}", metrics.get(key)?.as_f64()?));
     shown.into_iter().filter_map(of).collect()
 }

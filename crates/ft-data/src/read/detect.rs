@@ -9,7 +9,7 @@ use crate::shape::{
     values::brief,
 };
 use ft_base::error::Place;
-use ft_recipe::Format;
+use ft_recipe::{Format, Task};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -74,6 +74,23 @@ impl Shape {
 /// Missing or empty files, and a row of unknown format, with a hint for the recipe.
 pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Shape, Error> {
     fits(source, &row_of(source, resolve)?)
+}
+
+/// The task of rows, by the first of them: pairs, rated completions, tokens with a teacher's values, or others.
+///
+/// # Errors
+/// Missing or empty files.
+pub fn task_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Task, Error> {
+    let row = row_of(source, resolve)?;
+    let has = |keys: &[&str]| keys.iter().all(|key| row.get(key).is_some_and(|v| !v.is_null()));
+    let tasks: [(Task, &[&str]); 5] = [
+        (Task::Dpo, &["chosen", "rejected"]),
+        (Task::Dpo, &["chosen_ids", "rejected_ids"]),
+        (Task::Kto, &["completion", "label"]),
+        (Task::Kto, &["completion_ids", "label"]),
+        (Task::Distill, &["input_ids", "teacher_ids"]),
+    ];
+    Ok(tasks.into_iter().find(|(_, keys)| has(keys)).map_or(Task::Sft, |(task, _)| task))
 }
 
 /// The first row of the first non-empty file.
