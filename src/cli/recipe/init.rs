@@ -117,6 +117,16 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
 }
 
+/// Learning rate of a method and a task.
+fn rate(method: &str, task: Task) -> &'static str {
+    match (method, task.prefers()) {
+        ("full", false) => "1e-5",
+        ("full", true) => "5e-7",
+        (_, false) => "2e-4",
+        (_, true) => "5e-5",
+    }
+}
+
 /// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
 /// available.
 fn text(
@@ -173,13 +183,7 @@ fn text(
         format!("batch_rows = {batch_rows}"),
         format!("eval_every = {every}"),
     );
-    let lr = match (method, task.prefers()) {
-        ("full", false) => "1e-5",
-        ("full", true) => "5e-7",
-        (_, false) => "2e-4",
-        (_, true) => "5e-5",
-    };
-    out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
+    out += &format!("\n[optimizer]\nlr = {}\nwarmup_ratio = 0.03\n", rate(method, task));
     if memory != "free" {
         out += &format!("\n[memory]\nbudget = {}                  # ft plan says what fits\n", quote(memory));
     }

@@ -65,8 +65,8 @@ pub fn check(
             .get(sample as usize)?
             .map_or(String::new(), |e| format!(" (the first: line {} of source {})", e.line, e.source + 1));
         return fail(format!(
-            "rows without values of a teacher{at}, which task = \"distill\" needs\n  hint: ft logits TEACHER RECIPE --out DIR \
-             writes rows with them"
+            "rows without values of a teacher{at}, which task = \"distill\" needs\n  hint: ft logits TEACHER \
+             RECIPE --out DIR writes rows with them"
         ));
     }
     let identity = tokenizer.filter(|_| !data.stats.teachers.is_empty()).map(Tokenizer::identity);
@@ -76,8 +76,8 @@ pub fn check(
         let differs = |what: &str, own: Option<&str>| by[what].as_str().filter(|theirs| own != Some(theirs));
         if differs("tokenizer", identity.as_ref().map(|i| i.vocabulary.as_str())).is_some() {
             return fail(format!(
-                "rows with values of {teacher} have ids of another tokenizer than {}'s\n  hint: ft logits {teacher} RECIPE \
-                 --out DIR, with this model in the recipe, writes them anew",
+                "rows with values of {teacher} have ids of another tokenizer than {}'s\n  hint: ft logits {teacher} \
+                 RECIPE --out DIR, with this model in the recipe, writes them anew",
                 recipe.model.source
             ));
         }

@@ -113,8 +113,8 @@ pub fn evaluate(
     }
 }
 
-/// Adds the sums of losses and divergences of all ranks to `sum`, in the order of rows, so the result does not depend on the number
-/// of ranks.
+/// Adds the sums of losses and divergences of all ranks to `sum`, in the order of rows, so the result does not depend
+/// on the number of ranks.
 fn add_losses(comm: &dyn Comm, sums: &mut Vec<[u64; 2]>, sum: [f64; 2]) -> ft_base::Result<[f64; 2]> {
     let all = comm.all_gather_object(At::all("the evaluation's losses"), sums)?;
     sums.clear();

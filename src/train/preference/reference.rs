@@ -1,8 +1,8 @@
 //! Log-probabilities under the reference: computed in one pass before training, kept in the cache folder.
 //!
 //! The pass takes the model as loaded, before a checkpoint replaces its weights: without adapters, or as the run
-//! starts. No second model is in memory, and a resumed run sees the same reference. Another model as reference is loaded
-//! before the one that trains, and dropped after the pass.
+//! starts. No second model is in memory, and a resumed run sees the same reference. Another model as reference is
+//! loaded before the one that trains, and dropped after the pass.
 
 use super::other;
 use super::sequences::{DocumentScore, Scorer, crossed, samples_of};

@@ -71,9 +71,9 @@ pub fn other_reference(
     reference(inputs, identity, comm).of_other()
 }
 
-/// Makes a loaded model ready for the first step of this process: computes the reference unless it is known, and loads
-/// this rank's shard of the checkpoint to resume. Returns after all ranks have loaded. `identity` is that of the run, on
-/// the first rank.
+/// Makes a loaded model ready for the first step of this process: computes the reference unless it is known, and
+/// loads this rank's shard of the checkpoint to resume. Returns after all ranks have loaded. `identity` is that of the
+/// run, on the first rank.
 ///
 /// # Errors
 /// The checkpoint does not fit; errors of the reference; lost rank.

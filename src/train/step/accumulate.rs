@@ -118,16 +118,14 @@ impl TrainContext<'_> {
     ) -> ft_base::Result<Sums> {
         let (decoder, params, comm) = (&self.model.decoder, &self.model.params, self.comm);
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
-        let (mut losses, mut tally) = (loss::Running::default(), Tally::default());
-        let mut divergences = loss::Running::default();
+        let (mut losses, mut divergences) = (loss::Running::default(), loss::Running::default());
+        let mut tally = Tally::default();
         let preferences = self.model.preferences.as_ref().zip(group);
         let mut first = (0, 0);
-        let lowest = params.lowest_unit();
+        let (lowest, factor) = (params.lowest_unit(), self.loss_factor());
         let share = 1.0 / batches.all.len().max(1) as f64;
-        let factor = self.loss_factor();
-        let coefficients = self.router();
-        let router =
-            RouterLosses { aux: coefficients.aux * share * factor, z: coefficients.z * share * factor };
+        let RouterLosses { aux, z } = self.router();
+        let router = RouterLosses { aux: aux * share * factor, z: z * share * factor };
         let mut routings = Vec::new();
         for turn in batches.all.chunks(comm.world()) {
             check_stop(comm, stop)?;

@@ -2,8 +2,9 @@
 //!
 //! The token file contains the tokens of all samples, four bytes per token: the id, with the highest bit set
 //! if the token is supervised. For labels other than the ids, the file contains all ids of the sample, then
-//! all labels. Weights other than 1 follow, as f32, and ids and values of a teacher for each target. The index file contains one [`Record`] per sample. Both files
-//! are read by position: memory use grows neither with tokens nor with samples, in any access order.
+//! all labels. Weights other than 1 follow, as f32, then ids and values of a teacher for each target. The index file
+//! contains one [`Record`] per sample. Both files are read by position: memory use grows neither with tokens nor with
+//! samples, in any access order.
 
 use super::bytes::{Bytes, List, SMALL, Scratch, Window};
 use super::record::{ENTRY, Entry, Item, MARK, RECORD, Record, SerializedSample, saturating_u32};

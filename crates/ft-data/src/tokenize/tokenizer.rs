@@ -43,6 +43,12 @@ pub struct Tokenizer {
     more: Option<Extended>,
 }
 
+/// Hash of a chat template, in hexadecimal.
+fn hash_of(template: &TemplateSource) -> String {
+    let texts = json!([template.default, template.tool_use]).to_string();
+    blake3::hash(texts.as_bytes()).to_hex()[..32].to_string()
+}
+
 /// Identity of a tokenizer, as far as rows of token ids depend on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenizerIdentity {
@@ -114,10 +120,7 @@ impl Tokenizer {
         for text in source.iter().flat_map(|s| [Some(&s.default), s.tool_use.as_ref()]).flatten() {
             hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
         }
-        let template_hash = source.as_ref().map(|s| {
-            let texts = json!([s.default, s.tool_use]).to_string();
-            blake3::hash(texts.as_bytes()).to_hex()[..32].to_string()
-        });
+        let template_hash = source.as_ref().map(hash_of);
         let template = |s: &TemplateSource| Template::new(&s.origin, &s.default, s.tool_use.as_deref());
         let template = source.as_ref().map(template).transpose()?;
         let given = source.filter(|_| chat_template.is_some()).map(|s| s.default);

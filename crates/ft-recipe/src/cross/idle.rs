@@ -108,8 +108,10 @@ const ROWS: &[Row] = rows! {
     refuse ["data.mask"] if |c| c.r.data.train.iter().chain(&c.r.data.eval).all(|s| s.mask.is_some()),
         of ["data"]: " does nothing: every source has a mask of its own", OUT;
     refuse ["data.chat_template", "data.template"]
-        if |c| c.r.task != Task::Distill && c.r.data.train.iter().chain(&c.r.data.eval).all(|s| s.format.is_some_and(|f| match f {
-            Format::Text | Format::Tokens => true,
+        if |c| c.r.data.train.iter().chain(&c.r.data.eval).all(|s| s.format.is_some_and(|f| match f {
+            // the template of the teacher's rows
+            Format::Tokens => c.r.task != Task::Distill,
+            Format::Text => true,
             _ => f.has_forms() && s.form == Some(Form::Plain),
         })),
         of ["data"]: " does nothing: no source holds conversations", "leave it out, or set format = \"messages\"";
