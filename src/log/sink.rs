@@ -23,11 +23,16 @@ pub fn scalars(event: &Value) -> Vec<(String, f64)> {
                 ["loss", "aux_loss", "z_loss", "grad_norm", "lr", "loss_scale", "tokens", "target_tokens"];
             let speed = ["seconds", "tokens_per_second", "wire_bytes"];
             let memory = ["peak_device_bytes", "peak_host_bytes"];
-            [numbers("train", &train), numbers("speed", &speed), numbers("memory", &memory)].concat()
+            let distilled = numbers("train", &["kd", "ce"]);
+            [numbers("train", &train), distilled, numbers("speed", &speed), numbers("memory", &memory)]
+                .concat()
         }
         Some("eval") => {
             let mut out = numbers("eval", &["loss", "exact_match", "rouge_l", "regex_match"]);
-            let perplexity = event["loss"].as_f64().map(f64::exp).filter(|p| p.is_finite());
+            out.extend(numbers("eval", &["kd", "ce"]));
+            // in distillation, the perplexity is of the labels
+            let loss = event["ce"].as_f64().or(event["loss"].as_f64());
+            let perplexity = loss.map(f64::exp).filter(|p| p.is_finite());
             out.extend(perplexity.map(|p| ("eval/perplexity".to_string(), p)));
             out
         }

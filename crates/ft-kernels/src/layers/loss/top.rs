@@ -1,6 +1,7 @@
 //! The most probable tokens of rows of logits.
 
 use crate::Tensor;
+use crate::cpu::view;
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 
@@ -11,8 +12,8 @@ use rayon::prelude::*;
 /// `logits` `[n, v]` in f32 -> n lists of `k`, or of `limit` or `v` if these are fewer.
 pub fn top(logits: &Tensor, k: usize, limit: usize) -> Result<Vec<Vec<(u32, f32)>>> {
     let (_, v) = logits.dims2()?;
-    let logits = logits.real()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-    let all = logits.flatten_all()?.to_vec1::<f32>()?;
+    let on_host = Tensor::Real(logits.real()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?);
+    let all = view::<f32>(&on_host)?;
     let limit = limit.min(v);
     let k = k.min(limit);
     let of = |row: &[f32]| {
