@@ -6,7 +6,9 @@
 //!   output     the result: written, read back, compared
 //!   checkpoint contents of a checkpoint, identity of a run
 //!   eval       evaluation loss, generated answers, divergence
+//!   objective  tasks with a loss of whole documents
 //!   preference losses of pairs and rated completions, the reference
+//!   classify   cross-entropy over classes, accuracy and F1
 //!   step       gradients over micro-batches, reduction over ranks, update
 //!   memory     limits, measurements, out-of-memory reports
 //!   job        the resolved recipe
@@ -15,12 +17,14 @@
 
 pub mod bench;
 pub mod checkpoint;
+mod classify;
 mod error;
 mod eval;
 pub mod job;
 pub mod layout;
 pub mod memory;
 pub mod merge;
+mod objective;
 pub mod output;
 mod preference;
 mod ranks;

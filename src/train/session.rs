@@ -205,7 +205,7 @@ impl Session {
         let data = self.eval.as_ref().unwrap_or(&self.data);
         let alone = ranks::alone();
         let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
-        let of = evaluate(&cx.scorer(&NoHooks), data, cx.preferences(part), &|| 0)?;
+        let of = evaluate(&cx.scorer(&NoHooks), data, cx.objective(part), &|| 0)?;
         Ok((of.loss, of.targets))
     }
 

@@ -443,6 +443,10 @@ fn every_part_knows_the_same_keys() {
         let formats = ["train", "eval"].map(|part| format!("data.{part}.0.format={format}"));
         writer.extend(written(&[&format!("task={task}"), &formats[0], &formats[1]]));
     }
+    for labels in ["classify.labels=['a', 'b']", "classify.num_labels=3"] {
+        let formats = ["train", "eval"].map(|part| format!("data.{part}.0.format=labeled"));
+        writer.extend(written(&["task=classify", labels, &formats[0], &formats[1]]));
+    }
     assert_eq!(writer, table);
 
     let mut in_schema = BTreeSet::new();

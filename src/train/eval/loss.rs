@@ -1,6 +1,8 @@
 //! Evaluation loss, and logits of a micro-batch.
 
 use crate::train::job::Job;
+use crate::train::classify::Classes;
+use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer};
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
@@ -20,7 +22,7 @@ const REDUCE_EVERY: usize = 1 << 12;
 /// Result of an evaluation.
 #[derive(Clone, Debug, Default)]
 pub struct Evaluation {
-    /// Mean loss over the targets, by weight; over the pairs or rated completions.
+    /// Mean loss over the targets, by weight; over the pairs, rated completions or classified documents.
     pub loss: f64,
     pub targets: usize,
     /// Further metrics, by name.
@@ -46,7 +48,8 @@ pub fn evaluate_loaded(
         p.reference = inputs.scores(decoder, params)?;
     }
     let scorer = Scorer { decoder, comm: &alone, hooks: &NoHooks, execution, device: &job.device };
-    evaluate(&scorer, data, preferences.as_ref().map(|p| (p, Part::Eval)), &|| 0)
+    let classes = Classes::of(&job.recipe);
+    evaluate(&scorer, data, Objective::of((preferences.as_ref(), classes.as_ref()), Part::Eval), &|| 0)
 }
 
 /// Mean loss over a dataset, with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
@@ -57,11 +60,11 @@ pub fn evaluate_loaded(
 pub fn evaluate(
     scorer: &Scorer<'_>,
     data: &Dataset,
-    preferences: Option<(&Preferences, Part)>,
+    objective: Option<Objective<'_>>,
     stop: Stop<'_>,
 ) -> ft_base::Result<Evaluation> {
-    if let Some((preferences, part)) = preferences {
-        let (loss, targets, metrics) = preferences.evaluate(scorer, data, part, stop)?;
+    if let Some(objective) = objective {
+        let (loss, targets, metrics) = objective.evaluate(scorer, data, stop)?;
         return Ok(Evaluation { loss, targets, metrics });
     }
     let Scorer { decoder, comm, hooks, execution, device } = *scorer;

@@ -142,7 +142,7 @@ impl Job {
             Weights::Random => Base::random(config, self.recipe.run.seed),
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
-        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
+        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4).seeded(self.recipe.run.seed);
         Ok(base.with_initials(adapters::initial::initials(&self.recipe, &self.selection)?))
     }
 

@@ -74,7 +74,7 @@ fn execute(
         Command::Evaluate => {
             let Some(eval) = &inputs.eval else { return Ok(()) };
             place::enter(place::Phase::Evaluate, 0);
-            evaluate(&cx.scorer(gather), eval, cx.preferences(Part::Eval), stop).map(drop)
+            evaluate(&cx.scorer(gather), eval, cx.objective(Part::Eval), stop).map(drop)
         }
         Command::Save(step, dir) => {
             place::enter(place::Phase::Save, 0);

@@ -73,7 +73,7 @@ impl CacheKey<'_> {
         let key = json!({
             "ft": VERSION, "tokenizers": TOKENIZERS, "minijinja": MINIJINJA, "vocab": self.vocab_size, "files": files,
             "format": self.schema.format.word(), "fields": self.source.fields, "mask": self.schema.mask.word(),
-            "chat": self.schema.chat, "part": part,
+            "chat": self.schema.chat, "part": part, "scores": self.data.scores.labels(),
             "template": self.data.template, "model": model,
         });
         Some(blake3::hash(key.to_string().as_bytes()).to_hex()[..32].to_string())

@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub(crate) targets: u32,
     /// Tokens of the chosen document of a pair.
     pub(crate) chosen: u32,
-    /// Flags: [`WEIGHTS`] and the content.
+    /// Flags: [`WEIGHTS`], [`SCORED`] and the content.
     pub(crate) flags: u32,
     /// Sum of the weights of the targets.
     pub(crate) weight: f64,
@@ -38,6 +38,8 @@ const PAIR: u32 = 2;
 /// Flags of a rated completion.
 const UNDESIRABLE: u32 = 4;
 const DESIRABLE: u32 = 8;
+/// Flag: scored documents.
+const SCORED: u32 = 16;
 
 /// Size of a [`Record`] in bytes.
 pub(super) const RECORD: usize = 48;
@@ -79,7 +81,7 @@ impl Entry {
     }
 
     pub fn content(self) -> Content {
-        match self.flags & !WEIGHTS {
+        match self.flags & !(WEIGHTS | SCORED) {
             PAIR => Content::Pair(self.chosen as usize),
             UNDESIRABLE => Content::Rated(false),
             DESIRABLE => Content::Rated(true),
@@ -89,6 +91,10 @@ impl Entry {
 
     pub fn has_weights(self) -> bool {
         self.flags & WEIGHTS != 0
+    }
+
+    pub fn is_scored(self) -> bool {
+        self.flags & SCORED != 0
     }
 
     pub fn tokens(self) -> usize {
@@ -158,7 +164,8 @@ impl SerializedSample {
             Content::Pair(chosen) => (saturating_u32(chosen), PAIR),
             Content::Rated(desirable) => (0, if desirable { DESIRABLE } else { UNDESIRABLE }),
         };
-        let flags = content | if e.weights.is_empty() { 0 } else { WEIGHTS };
+        let flag = |set: bool, flag: u32| if set { flag } else { 0 };
+        let flags = content | flag(!e.weights.is_empty(), WEIGHTS) | flag(e.scored, SCORED);
         let targets = saturating_u32(e.targets());
         let entry = Entry { at: 0, len, targets, chosen, flags, weight: e.weight() };
         let record = Record { entry, line: e.line as u64, digest };

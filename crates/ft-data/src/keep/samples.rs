@@ -91,7 +91,8 @@ impl TokenStore {
         };
         let rest = if entry.len & MARK == 0 { n } else { 2 * n };
         let weights = words.skip(rest).map(f32::from_bits).collect();
-        Ok(Example { ids, labels, weights, content: entry.content(), source, line: line as usize })
+        let (content, scored) = (entry.content(), entry.is_scored());
+        Ok(Example { ids, labels, weights, content, scored, source, line: line as usize })
     }
 }
 

@@ -17,7 +17,7 @@ use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::Mode
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
-use ft_recipe::{Format, OnBadRow, Part, Recipe};
+use ft_recipe::{Format, OnBadRow, Part, Recipe, Scores};
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,6 +30,8 @@ pub struct Dataset {
     /// Rows of an epoch. Without packing, one sample per row. Samples of sources with a weight above 1
     /// occur several times.
     pub rows: Rows,
+    /// Targets of a score head.
+    pub scores: Scores,
     /// Counts of rows read and dropped.
     pub stats: Stats,
     /// BLAKE3 hash of the sample tokens and the row contents in order, in hexadecimal.
@@ -75,7 +77,7 @@ impl Dataset {
     pub fn of(examples: &[Example], rows: &[Vec<usize>]) -> Result<Dataset, Error> {
         let samples = Samples::of(examples)?;
         let rows = Rows::of(rows, &samples)?;
-        Ok(Dataset { samples, rows, stats: Stats::default(), hash: String::new() })
+        Ok(Dataset { samples, rows, scores: Scores::None, stats: Stats::default(), hash: String::new() })
     }
 
     /// Reads, tokenizes, mixes and packs a part of a recipe's data. Evaluation data stays in file order.
@@ -408,7 +410,7 @@ impl<'a> Loader<'a> {
                      \"FILE.jinja\""
                 )))
             }
-            _ if !schema.chat && format != Format::Tokens && tokenizer.text_end().is_none() => {
+            _ if !schema.chat && !matches!(format, Format::Tokens | Format::Labeled) && tokenizer.text_end().is_none() => {
                 Err(Error::ModelLacks(format!(
                     "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
                      in generation_config.json), which format = {name:?} needs"
@@ -473,5 +475,5 @@ fn dataset(
     stats.lengths = lengths.lengths();
     let capacity = rows.len() as f64 * data.max_length as f64;
     stats.fill = if data.packs() && capacity > 0.0 { stats.tokens as f64 / capacity } else { 1.0 };
-    Ok(Dataset { samples, rows, stats, hash })
+    Ok(Dataset { samples, rows, scores: data.scores.clone(), stats, hash })
 }

@@ -27,6 +27,9 @@ pub struct Example {
     /// One weight per label; empty for weights of 1.
     pub weights: Vec<f32>,
     pub content: Content,
+    /// Whether the targets are the last tokens of the documents, as a score head reads them, with labels of their own:
+    /// classes.
+    pub scored: bool,
     /// Index of the source in the recipe.
     pub source: usize,
     /// Line in the data file.
@@ -44,20 +47,29 @@ impl Example {
         std::iter::once(first).chain(second)
     }
 
-    /// Tokens with a supervised token behind them in the same document.
+    /// Tokens with a supervised token behind them in the same document; of scored documents, the last tokens.
     pub fn queries(&self) -> impl Iterator<Item = usize> + '_ {
-        let supervised = |i: &usize| self.labels.get(i + 1).is_some_and(|l| *l != IGNORE_INDEX);
-        self.documents().flat_map(|d| d.start..d.end.saturating_sub(1)).filter(supervised)
+        let supervised = |i: &usize| self.labels.get(self.label_of(*i)).is_some_and(|l| *l != IGNORE_INDEX);
+        let of = |d: Range<usize>| {
+            let last = d.end.saturating_sub(1);
+            if self.scored { last..d.end } else { d.start..last }
+        };
+        self.documents().flat_map(of).filter(supervised)
     }
 
-    /// Number of targets: supervised tokens except the first of a document.
+    /// Index of the label of a query.
+    pub fn label_of(&self, query: usize) -> usize {
+        query + usize::from(!self.scored)
+    }
+
+    /// Number of targets: supervised tokens except the first of a document; scored documents.
     pub fn targets(&self) -> usize {
         self.queries().count()
     }
 
     /// Sum of the weights of the targets.
     pub fn weight(&self) -> f64 {
-        let of = |i: usize| self.weights.get(i + 1).map_or(1.0, |w| f64::from(*w));
+        let of = |i: usize| self.weights.get(self.label_of(i)).map_or(1.0, |w| f64::from(*w));
         self.queries().map(of).sum()
     }
 

@@ -27,6 +27,9 @@ pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
         Format::Completion => &["prompt", "completion", "weight"],
         Format::Text => &["text", "weight"],
         Format::Tokens => &["input_ids", "labels", "attention_mask", "weights", "weight"],
+        Format::Labeled => {
+            &["text", "prompt", "messages", "conversations", "conversation", "tools", "system", "label", "weight"]
+        }
         Format::Preference => {
             &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]
         }
@@ -59,6 +62,12 @@ fn refused(Schema { format, chat, .. }: &Schema, key: &str) -> Option<String> {
         (Format::Completion, "label") => {
             "a judgement of the completion, which task = \"sft\" does not read; keep the rows to learn from, \
              and leave it out, or take task = \"kto\""
+        }
+        (Format::Labeled, "labels") => {
+            "several labels of a text (multi-label classification) are not built; label is the one class"
+        }
+        (Format::Labeled, "completion" | "answer" | "output") => {
+            "a classifier reads one text: write what it is to read as text, prompt or messages"
         }
         (Format::Preference | Format::Unpaired, "weight" | "weights") => {
             "pairs and rated completions have no weights; a source has one (weight = 2.0)"

@@ -1,4 +1,4 @@
-//! Rows of the formats `preference` and `unpaired`.
+//! Rows of the formats `preference`, `unpaired` and `labeled`.
 //!
 //! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with.
 
@@ -64,6 +64,53 @@ impl Schema {
         }
         let (prompt, completion) = (self.text(row, "prompt", false)?, self.text(row, "completion", true)?);
         rated(Sample::Completion(prompt.into(), format!("{prompt}{completion}")))
+    }
+
+    /// The document of a row, and its class among `names`.
+    pub(super) fn labeled(&self, row: &mut Row, names: &[String]) -> Result<Sample, String> {
+        let class = self.class(row, names)?;
+        let there = |name: &&str| row.get(self.name(name)).is_some_and(|v| !v.is_null());
+        let found: Vec<&str> = ["text", "prompt"].into_iter().filter(there).collect();
+        let list = self.list_of(row).to_string();
+        let has_list = row.get(&list).is_some_and(|v| !v.is_null());
+        let sample = match (found.as_slice(), has_list) {
+            ([], true) => Sample::Chat(self.chat(row)?),
+            ([name], false) if self.is_chat(row, &[]) => {
+                let messages = self.messages_of(self.value(row, name)?, name)?;
+                row.insert(list, Value::Array(messages));
+                Sample::Chat(self.chat(row)?)
+            }
+            ([name], false) => Sample::Plain(self.text(row, name, true)?.to_string()),
+            ([], false) => return Err(missing(self.name("text"), row)),
+            _ => {
+                let all = ["text", "prompt", &list].map(|name| self.name(name)).join(", ");
+                return Err(format!("more than one of {all}; a row has one text"));
+            }
+        };
+        Ok(Sample::Labeled(Box::new(sample), class))
+    }
+
+    /// The class of a row, by number or name.
+    fn class(&self, row: &Row, names: &[String]) -> Result<u32, String> {
+        let (name, value) = (self.name("label"), self.value(row, "label")?);
+        let number = match value {
+            Value::String(text) => match names.iter().position(|n| n == text) {
+                Some(class) => Some(class as f64),
+                // cells of tables are texts
+                None => text.trim().parse::<u32>().ok().map(f64::from),
+            },
+            Value::Array(_) => {
+                return Err(format!("{name}: several labels of a text (multi-label classification) are not built"));
+            }
+            value => value.as_f64(),
+        };
+        let class = number.filter(|n| n.fract() == 0.0 && (0.0..names.len() as f64).contains(n));
+        class.map(|n| n as u32).ok_or_else(|| {
+            let few: Vec<&str> = names.iter().take(8).map(String::as_str).collect();
+            let more = if names.len() > few.len() { ", .." } else { "" };
+            let last = names.len().saturating_sub(1);
+            format!("{name}: {} is none of the classes: {}{more}, or 0 to {last}", brief(value), few.join(", "))
+        })
     }
 
     fn value<'a>(&self, row: &'a Row, name: &str) -> Result<&'a Value, String> {

@@ -7,7 +7,7 @@ use super::messages::Chat;
 use super::notes::Note;
 use super::schema::Schema;
 use super::values::{brief, kind, missing};
-use ft_recipe::{Format, Mask};
+use ft_recipe::{Format, Mask, Scores};
 use serde_json::{Map, Value};
 
 /// A parsed row, before tokenization.
@@ -18,17 +18,21 @@ pub(crate) enum Sample {
     Text(Vec<(String, usize)>),
     /// Token ids, and weights or none.
     Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32> },
+    /// A text as it is, without an end-of-sequence token.
+    Plain(String),
     /// A prompt, and the prompt with a completion.
     Completion(String, String),
     /// Chosen and rejected.
     Pair(Box<[Sample; 2]>),
     /// A completion, and whether it is desirable.
     Rated(Box<Sample>, bool),
+    /// A document, and its class.
+    Labeled(Box<Sample>, u32),
 }
 
 impl Schema {
-    /// Converts a row to a sample, and adds notes. Errors start with the path inside the row.
-    pub fn sample(&self, row: Value, notes: &mut Vec<Note>) -> Result<Sample, String> {
+    /// Converts a row to a sample, with a label of `scores` if the format has labels, and adds notes. Errors start with the path inside the row.
+    pub fn sample(&self, row: Value, scores: &Scores, notes: &mut Vec<Note>) -> Result<Sample, String> {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
         };
@@ -51,6 +55,10 @@ impl Schema {
             Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
             Format::Preference => self.pair(&row),
             Format::Unpaired => self.rated(&row),
+            Format::Labeled => match scores {
+                Scores::Classes(names) => self.labeled(&mut row, names),
+                _ => Err("a label, without the classes of task = \"classify\"".into()),
+            },
             Format::Tokens => {
                 let ids = self.numbers(&row, "input_ids", 0)?;
                 let labels = match row.get(self.name("labels")) {

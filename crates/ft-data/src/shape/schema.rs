@@ -34,7 +34,7 @@ impl Schema {
         }
         let chat = source.is_chat(template);
         let mut names = read_by(format, chat).to_vec();
-        if matches!(format, Format::Messages | Format::Preference | Format::Unpaired) {
+        if matches!(format, Format::Messages) || format.is_of_a_task() {
             names.extend(["role", "content"]);
         }
         let chosen = source.mask.or(mask).unwrap_or(possible[0]);
@@ -73,6 +73,7 @@ impl Schema {
             Format::Preference => &["prompt_ids", "chosen_ids", "rejected_ids", "tools"],
             Format::Unpaired => &["prompt_ids", "completion_ids", "tools"],
             Format::Completion => &["tools"],
+            Format::Labeled => &["messages", "conversations", "conversation", "tools"],
             Format::Text => &[],
         };
         lists.iter().any(|name| self.name(name) == field)

@@ -11,7 +11,7 @@ use crate::shape::{
     sample::Sample,
     schema::Schema,
 };
-use ft_recipe::{Mask, OverLength};
+use ft_recipe::{Mask, OverLength, Scores};
 use std::ops::Range;
 
 /// An encoded row.
@@ -50,8 +50,12 @@ impl Encoder<'_> {
     pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<EncodedRow, Problem> {
         let mut notes = Vec::new();
         let weight = self.schema.weight(&row).map_err(Problem::Bad)?;
-        let sample = self.schema.sample(row, &mut notes).map_err(Problem::Bad)?;
-        let mut document = |sample| self.document(sample, weight, &mut notes);
+        let sample = self.schema.sample(row, &self.data.scores, &mut notes).map_err(Problem::Bad)?;
+        let class = match &sample {
+            Sample::Labeled(_, class) => Some(Some(*class)),
+            _ => (self.data.scores != Scores::None).then_some(None),
+        };
+        let mut document = |sample| self.document(sample, (weight, class), &mut notes);
         let (mut first, second, content) = match sample {
             Sample::Pair(both) => {
                 let [chosen, rejected] = both.map(&mut document);
@@ -60,6 +64,7 @@ impl Encoder<'_> {
                 (chosen, Some(rejected?), content)
             }
             Sample::Rated(sample, desirable) => (document(*sample)?, None, Content::Rated(desirable)),
+            Sample::Labeled(sample, _) => (document(*sample)?, None, Content::Document),
             sample => (document(sample)?, None, Content::Document),
         };
         let mut cut = first.total > first.ids.len();
@@ -71,16 +76,23 @@ impl Encoder<'_> {
             first.labels.extend(labels);
         }
         let Tokens { ids, labels, weights, .. } = first;
-        let example = Example { ids, labels, weights, content, source: self.source, line };
+        let (scored, source) = (class.is_some(), self.source);
+        let example = Example { ids, labels, weights, content, scored, source, line };
         Ok(EncodedRow { example, whole, cut, notes })
     }
 
-    /// Encodes a document, cut to `max_length`.
-    fn document(&self, sample: Sample, weight: f32, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+    /// Encodes a document, cut to `max_length`, with the weight of its row. `class` belongs to documents of a score
+    /// head, with `None` for a pair's.
+    fn document(
+        &self,
+        sample: Sample,
+        (weight, class): (f32, Option<Option<u32>>),
+        notes: &mut Vec<Note>,
+    ) -> Result<Tokens, Problem> {
         let mut out = self.tokens(sample, notes)?;
         out.weigh(weight);
         self.check(&out.ids, &out.labels).map_err(Problem::Bad)?;
-        let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
+        let targets = |labels: &[i32]| class.is_some() || labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
         if out.ids.is_empty() {
             return Err(Problem::Bad("the row has no tokens".into()));
         }
@@ -110,6 +122,9 @@ impl Encoder<'_> {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
             }
         }
+        if let Some(class) = class {
+            out.score(class);
+        }
         Ok(out)
     }
 
@@ -119,8 +134,16 @@ impl Encoder<'_> {
                 return Ok(Tokens { total: ids.len(), ids, labels, weights, more_targets: false });
             }
             Sample::Completion(prompt, text) => return self.completion(&prompt, &text, notes),
-            Sample::Pair(_) | Sample::Rated(..) => {
-                return Err(Problem::Bad("a pair inside a pair: a bug in ft".into()));
+            Sample::Plain(text) => {
+                let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+                let start = tokenizer.text_start();
+                let labels = vec![IGNORE_INDEX; start.len()];
+                let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), ..Tokens::default() };
+                self.encoded(tokenizer, &text, &[], notes, &mut out)?;
+                return Ok(out);
+            }
+            Sample::Pair(_) | Sample::Rated(..) | Sample::Labeled(..) => {
+                return Err(Problem::Bad("a sample inside a sample: a bug in ft".into()));
             }
             Sample::Text(turns) => turns,
             Sample::Chat(chat) => return self.chat(&chat, notes),
@@ -224,6 +247,14 @@ impl Encoder<'_> {
 }
 
 impl Tokens {
+    /// Supervises the last token alone, with a class, or with its own id for a pair's.
+    fn score(&mut self, class: Option<u32>) {
+        self.labels.fill(IGNORE_INDEX);
+        if let (Some(last), Some(id)) = (self.labels.last_mut(), self.ids.last()) {
+            *last = label(class.unwrap_or(*id));
+        }
+    }
+
     /// Multiplies the weights by the weight of the row. Labels of weight 0 stay targets, without effect.
     fn weigh(&mut self, weight: f32) {
         if weight != 1.0 {

@@ -24,14 +24,16 @@ pub struct Head {
     pub norm: Norm,
     /// `[d]` -> `[v]`.
     pub linear: Linear,
-    /// Vocabulary size v.
+    /// Vocabulary size v; outputs of a score head.
     pub vocab: usize,
+    /// Whether the outputs are scores of documents, read at their last tokens, and not logits of the vocabulary.
+    pub scores: bool,
 }
 
 /// Result of the head for a micro-batch.
 #[derive(Debug)]
 pub struct Output {
-    /// Per-target losses, one tensor per chunk, on the device (f32).
+    /// Per-target losses, one tensor per chunk, on the device (f32). Of a score head: the outputs `[n v]`, flattened.
     pub losses: Vec<Tensor>,
     /// Gradient of the head's input `[t, d]`, if requested.
     pub dx: Option<Tensor>,
@@ -46,7 +48,8 @@ pub struct Backward<'a> {
     pub sink: &'a Sink<'a>,
 }
 
-/// Weights of the targets `[n]`, f32, as a function of their losses. For losses of whole sequences.
+/// Weights of the targets `[n]`, f32, as a function of their losses. For losses of whole sequences. Of a score head:
+/// the gradient of the outputs `[n v]`, flattened, f32, before the scale, as a function of the outputs.
 pub type Objective<'a> = dyn FnMut(&[Tensor]) -> Result<Tensor> + 'a;
 
 /// Splits `n` targets evenly into the fewest chunks of at most `rows`. Even chunks avoid a last chunk of
@@ -88,11 +91,39 @@ impl Head {
         (scale, objective): (f64, Option<&mut Objective<'_>>),
         sink: &Sink<'_>,
     ) -> Result<Output> {
+        if self.scores {
+            let Some(objective) = objective else { candle_core::bail!("a score head without an objective") };
+            return self.score(x, batch, Some((scale, objective, sink)));
+        }
         let weights = match objective {
             Some(weigh) => Some(weigh(&self.loss(x, batch, rows, None)?.losses)?),
             None => batch.weights.clone(),
         };
         self.loss(x, batch, rows, Some(Backward { scale, weights: weights.as_ref(), sink }))
+    }
+
+    /// Outputs of a score head for the batch's queries, and the gradients of the loss, if requested.
+    fn score(
+        &self,
+        x: &Tensor,
+        batch: &Batch,
+        backward: Option<(f64, &mut Objective<'_>, &Sink<'_>)>,
+    ) -> Result<Output> {
+        let (ctx, index) = (batch.context.for_targets(batch.first_target), &batch.target_rows);
+        let hx = embed::forward(x, index)?;
+        let normed = self.norm.forward(&hx)?;
+        let (scores, saved) = x.role(Role::Logits, || self.linear.forward_wide(&normed, &ctx))?;
+        drop(normed);
+        let losses = vec![scores.flatten_all()?];
+        let Some((scale, objective, sink)) = backward else { return Ok(Output { losses, dx: None }) };
+        let shape = (batch.target_count, self.vocab);
+        let ds = x.role(Role::Logits, || {
+            objective(&losses)?.reshape(shape)?.affine(scale, 0.0)?.to_dtype(x.dtype())
+        })?;
+        let dn = self.linear.backward(&saved, &ds, &ctx, sink, None)?;
+        let mut dx = Spread::new(x)?;
+        dx.put(index, self.norm.backward(&hx, &dn, sink)?)?;
+        Ok(Output { losses, dx: Some(dx.whole(index)?) })
     }
 
     /// Losses of the batch's targets, in chunks of at most `rows`, and the gradients, if requested.
@@ -106,6 +137,9 @@ impl Head {
         rows: usize,
         backward: Option<Backward<'_>>,
     ) -> Result<Output> {
+        if self.scores {
+            return self.score(x, batch, None);
+        }
         self.linear.write_rows()?;
         let mut losses = Vec::new();
         let mut dx = backward.map(|_| Spread::new(x)).transpose()?;

@@ -34,7 +34,7 @@ pub struct StepInputs<'a> {
     pub orders: u64,
     /// NEFTune noise scale.
     pub neftune: f64,
-    /// Whether the weights of targets follow from their losses.
+    /// Whether gradients follow from the losses of targets, or from scores.
     pub prefers: bool,
     /// Whether all tokens choose the same experts; balanced routing if not.
     pub skewed: bool,
@@ -248,6 +248,7 @@ impl StepInputs<'_> {
                     sink.flat(0)?;
                 }
                 let n = batch.target_count;
+                let n = if s.head.scores { n * s.head.vocab } else { n };
                 let mut weigh = |_: &[Tensor]| {
                     Ok(s.ledger.role(Role::Workspace, || Ghost::new(&s.ledger, n, DType::F32)).into())
                 };

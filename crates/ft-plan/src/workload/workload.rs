@@ -156,7 +156,8 @@ impl Workload {
         let length = r.data.max_length;
         let documents = if r.task.format() == Some(Format::Preference) { 2 * rows } else { rows };
         let docs = vec![length; documents];
-        let train = Tokens::of(&docs, documents.saturating_mul(length - 1));
+        let targets = if r.task.has_scores() { 1 } else { length - 1 };
+        let train = Tokens::of(&docs, documents.saturating_mul(targets));
         let steps = match r.run.length() {
             Length::Steps(n) => Some(n as u64),
             Length::Epochs(_) => None,

@@ -18,7 +18,6 @@ use What::{Changed, Word};
 
 /// Keys rejected by `ft run`.
 const NOT_BUILT: &[(&str, What)] = &[
-    ("task", Word("reward")),
     ("task", Word("distill")),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),

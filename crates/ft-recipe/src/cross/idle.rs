@@ -134,6 +134,7 @@ const ROWS: &[Row] = rows! {
     refuse ["preference.desirable_weight", "preference.undesirable_weight"] if |c| c.r.task != Task::Kto,
         of ["task"]: TASK, OUT;
     refuse ["preference.reference"] if |c| !c.r.task.has_reference(), of ["task"]: TASK, OUT;
+    refuse ["classify.labels", "classify.num_labels"] if |c| c.r.task != Task::Classify, of ["task"]: TASK, OUT;
     refuse ["run.eval_every", "generate.samples"] if |c| !c.evaluates(),
         of ["data.eval", "data.eval_share"]: " does nothing: there is nothing to evaluate on", EVALUATE;
     tell ["run.eval_at_start"] if |c| !c.evaluates(),

@@ -43,7 +43,8 @@ impl Cross<'_, '_> {
                 let hint = match task.format() {
                     Some(only) => format!("\"{}\" is the format of its rows", only.word()),
                     None => {
-                        "task = \"dpo\" compares chosen and rejected; task = \"kto\" has rated completions"
+                        "task = \"dpo\" compares chosen and rejected; task = \"kto\" has rated completions; \
+                         task = \"classify\" has labels"
                             .into()
                     }
                 };

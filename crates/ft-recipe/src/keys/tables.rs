@@ -22,6 +22,8 @@ use std::path::PathBuf;
 const BIG: u64 = i64::MAX as u64;
 /// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
 pub const COUNT: u64 = 1_000_000_000;
+/// Largest number of classes.
+pub const MAX_LABELS: usize = 1 << 16;
 const RANK: Kind = Int(1, INDEX);
 const RANKS: Kind = Int(1, INDEX);
 
@@ -43,6 +45,8 @@ table! {
         train: Vec<Rule> = Tables(Rule::KEYS), Toml("[]");
         /// Loss of pairs and rated completions (tasks dpo, orpo, simpo, cpo, kto).
         preference: Preference = Table(Preference::KEYS), Toml("{}");
+        /// Classes of task classify.
+        classify: Classify = Table(Classify::KEYS), Toml("{}");
         /// Losses on the routers of mixture models.
         router: Router = Table(Router::KEYS), Toml("{}");
         /// Training and evaluation data.
@@ -176,6 +180,16 @@ table! {
 }
 
 table! {
+    /// `[classify]`
+    pub struct Classify {
+        /// Names of the classes, in the order of the outputs.
+        labels: Vec<String> = Texts, Toml("[]");
+        /// Number of classes without names of their own, which are then LABEL_0, LABEL_1 and so on.
+        num_labels: Option<usize> = Int(2, MAX_LABELS as u64), Absent("that of labels");
+    }
+}
+
+table! {
     /// `[router]`
     pub struct Router {
         /// Coefficient of the load-balancing loss.
@@ -219,6 +233,9 @@ table! {
         /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square root
         /// of L times the model's width; 5 is usual, 0 is off.
         neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
+        ..
+        /// Targets of a score head, by the task.
+        pub scores: Scores,
     }
 }
 

@@ -39,7 +39,9 @@ pub fn save(
     }
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
-    crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata(quantize))?;
+    let metadata = metadata(quantize, selection.scores.as_deref());
+    let metadata: Vec<(&str, &str)> = metadata.iter().map(|(key, value)| (*key, value.as_str())).collect();
+    crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata)?;
     if let Some((least, most)) = mixed_dropout(selection) {
         warn(&format!(
             "adapter_config.json has one lora_dropout for all modules: {most}, and some trained with {least}"
