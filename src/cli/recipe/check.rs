@@ -159,6 +159,8 @@ impl Check<'_> {
             (Some(model), _) => self.keep(job::config(&model.dir, &self.recipe.model.overrides)),
             (None, known) => known.map(|(config, _)| config),
         };
+        let config = found.config.take();
+        found.config = config.and_then(|c| self.keep(job::with_head(self.recipe, c.clone())).or(Some(c)));
     }
 
     /// The tokenizer; the outer `Option` is `None` if it cannot be fetched, the inner if the model has

@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     let (decoder, params) = job.load(false)?;
     let execution =
-        Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab, job.device.is_cuda());
+        Execution::plain(job.recipe.run.micro_rows.count(), job.config.outputs(), job.device.is_cuda());
     let of = train::evaluate_loaded(&job, (&decoder, &params), &data, &execution)?;
     let (loss, targets) = (of.loss, of.targets);
     if !loss.is_finite() {

@@ -15,7 +15,7 @@ use ft_engine::ranks;
 use ft_engine::walk::{Part, Times};
 use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};
-use ft_recipe::{Format, Recipe, Weights};
+use ft_recipe::{Format, Recipe, Scores, Weights};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -109,8 +109,13 @@ fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
     let examples: Vec<Example> = (0..r.run.batch_rows)
         .map(|row| {
             let ids: Vec<u32> = (0..length).map(|i| id(row * length + i)).collect();
-            let labels = ids.iter().map(|i| *i as i32).collect();
-            Example { ids, labels, content, line: row + 1, ..Example::default() }
+            let label = |id: &u32| match &r.data.scores {
+                Scores::Classes(names) => row % names.len().max(1),
+                _ => *id as usize,
+            };
+            let labels = ids.iter().map(|id| label(id) as i32).collect();
+            let scored = r.task.has_scores();
+            Example { ids, labels, content, scored, line: row + 1, ..Example::default() }
         })
         .collect();
     let rows: Vec<Vec<usize>> = (0..examples.len()).map(|i| vec![i]).collect();

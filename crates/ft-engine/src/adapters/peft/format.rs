@@ -1,7 +1,6 @@
 //! Conventions of PEFT's files.
 
 use ft_recipe::{LoraSpec, Quantize};
-use serde_json::json;
 
 /// Prefix of all keys in an adapter file.
 pub const PREFIX: &str = "base_model.model.";
@@ -19,9 +18,9 @@ pub fn scale(s: &LoraSpec) -> f64 {
 }
 
 /// Metadata of an adapter file: the format required by transformers, [`super::Adapter::quantize`], and the names of a
-/// score head's outputs.
-pub fn metadata(quantize: Quantize, labels: Option<&[String]>) -> Vec<(&'static str, String)> {
-    let base = (quantize != Quantize::None).then(|| (BASE_QUANTIZE, quantize.word().to_string()));
-    let labels = labels.map(|labels| (LABELS, json!(labels).to_string()));
-    std::iter::once(("format", "pt".to_string())).chain(base).chain(labels).collect()
+/// score head's outputs, a JSON list.
+pub fn metadata(quantize: Quantize, labels: Option<&str>) -> Vec<(&'static str, &str)> {
+    let base = (quantize != Quantize::None).then(|| (BASE_QUANTIZE, quantize.word()));
+    let labels = labels.map(|labels| (LABELS, labels));
+    std::iter::once(("format", "pt")).chain(base).chain(labels).collect()
 }
