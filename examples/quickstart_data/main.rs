@@ -1,6 +1,7 @@
 //! Generates the data of the quickstart and the files of the shipped model, deterministically.
 //!
 //!     cargo run --release --example quickstart_data -- quickstart data/quickstart  # training, evaluation
+//!     cargo run --release --example quickstart_data -- heads data/quickstart       # pairs and labels, of both
 //!     cargo run --release --example quickstart_data -- pretrain OUT_DIR            # corpus
 //!     cargo run --release --example quickstart_data -- tokenizer data/model        # tokenizer
 //!     cargo run --release --example quickstart_data -- weights RUN/model data/model  # weights in bf16
@@ -29,6 +30,8 @@ const SEED: u64 = 2026;
 const PRETRAIN: (usize, usize) = (30_000, 300);
 /// Facts per topic for training in the new style, and facts reserved for evaluation.
 const QUICKSTART: (usize, usize) = (40, 4);
+/// Facts of a named topic for training a head, and for its evaluation.
+const HEADS: (usize, usize) = (60, 16);
 const VOCABULARY: usize = 1024;
 
 /// A sequence of random choices.
@@ -71,11 +74,12 @@ fn main() -> Result<()> {
     std::fs::create_dir_all(out).with_context(|| format!("{}", out.display()))?;
     match args.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["quickstart", _] => write_both(out, quickstart()),
+        ["heads", _] => heads(out),
         ["pretrain", _] => write_both(out, pretrain()),
         ["tokenizer", _] => tokenizer(out),
         ["weights", from, _] => weights(Path::new(from), out),
         _ => bail!(
-            "usage: quickstart_data quickstart|pretrain|tokenizer OUT_DIR, or weights MODEL_DIR OUT_DIR"
+            "usage: quickstart_data quickstart|heads|pretrain|tokenizer OUT_DIR, or weights MODEL_DIR OUT_DIR"
         ),
     }
 }
@@ -173,6 +177,34 @@ fn quickstart() -> Split {
         }
     }
     (train, eval)
+}
+
+/// Rows of a reward model, which prefers the pirate's answers to those of other styles, and of a classifier of
+/// questions by topic. Evaluation facts do not occur in the training sets.
+fn heads(out: &Path) -> Result<()> {
+    let mut dice = Dice::new(3);
+    let mut rows: [Vec<serde_json::Value>; 4] = Default::default();
+    for (at, (name, facts)) in world::named().into_iter().enumerate() {
+        let order = Stream::new(SEED, Purpose::Shuffle, 1, at as u64).permutation(facts.len() as u32);
+        for (i, fact) in order.iter().map(|j| &facts[*j as usize]).take(HEADS.0 + HEADS.1).enumerate() {
+            let held_out = usize::from(i < HEADS.1);
+            let ask = dice.pick(&fact.asks).clone();
+            let chosen = styles::PIRATE.speak(&fact.reply);
+            let rejected = match dice.below(4) {
+                0 => fact.reply.clone(),
+                _ => dice.pick(styles::KNOWN).speak(&fact.reply),
+            };
+            rows[held_out].push(json!({ "prompt": ask, "chosen": chosen, "rejected": rejected }));
+            rows[2 + held_out].push(json!({ "text": typed(&mut dice, &ask), "label": name }));
+        }
+    }
+    for (name, rows) in ["pairs-train", "pairs-eval", "labels-train", "labels-eval"].iter().zip(&rows) {
+        let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
+        let path = out.join(format!("{name}.jsonl"));
+        std::fs::write(&path, &text).with_context(|| format!("{}", path.display()))?;
+        println!("{}: {} rows, {} bytes", path.display(), rows.len(), text.len());
+    }
+    Ok(())
 }
 
 fn messages(talk: &Talk) -> serde_json::Value {

@@ -19,6 +19,10 @@ const FILES: &[(&str, &[u8])] = files![
     "data/model/tokenizer.json",
     "data/model/tokenizer_config.json",
     "data/quickstart/eval.jsonl",
+    "data/quickstart/labels-eval.jsonl",
+    "data/quickstart/labels-train.jsonl",
+    "data/quickstart/pairs-eval.jsonl",
+    "data/quickstart/pairs-train.jsonl",
     "data/quickstart/train.jsonl",
 ];
 

@@ -21,6 +21,8 @@ macro_rules! shipped {
 /// All shipped recipes. A test compares the list with the folder.
 pub const SHIPPED: &[Shipped] = shipped![
     "quickstart",
+    "quickstart-reward",
+    "quickstart-classify",
     "pretrain-quickstart",
     "qwen3-0.6b-lora",
     "qwen3-0.6b-full",
