@@ -30,8 +30,8 @@ const SEED: u64 = 2026;
 const PRETRAIN: (usize, usize) = (30_000, 300);
 /// Facts per topic for training in the new style, and facts reserved for evaluation.
 const QUICKSTART: (usize, usize) = (40, 4);
-/// Facts of a named topic for training a head, and for its evaluation.
-const HEADS: (usize, usize) = (60, 16);
+/// Facts of a topic for the evaluation of a head; three times as many train it.
+const HEADS: usize = 10;
 const VOCABULARY: usize = 1024;
 
 /// A sequence of random choices.
@@ -179,25 +179,35 @@ fn quickstart() -> Split {
     (train, eval)
 }
 
-/// Rows of a reward model, which prefers the pirate's answers to those of other styles, and of a classifier of
-/// questions by topic. Evaluation facts do not occur in the training sets.
+/// Rows of a reward model, which prefers the pirate's answers to those of other styles, and of a classifier of answers
+/// by style. Evaluation facts do not occur in the training sets.
 fn heads(out: &Path) -> Result<()> {
     let mut dice = Dice::new(3);
     let mut rows: [Vec<serde_json::Value>; 4] = Default::default();
-    for (at, (name, facts)) in world::named().into_iter().enumerate() {
+    for (at, topic) in world::topics().iter().enumerate() {
+        let facts = &topic.facts;
         let order = Stream::new(SEED, Purpose::Shuffle, 1, at as u64).permutation(facts.len() as u32);
-        for (i, fact) in order.iter().map(|j| &facts[*j as usize]).take(HEADS.0 + HEADS.1).enumerate() {
-            let held_out = usize::from(i < HEADS.1);
+        for (i, fact) in order.iter().map(|j| &facts[*j as usize]).take(4 * HEADS).enumerate() {
+            let held_out = usize::from(i < HEADS.min(facts.len() / 4));
             let ask = dice.pick(&fact.asks).clone();
             let chosen = styles::PIRATE.speak(&fact.reply);
             let rejected = match dice.below(4) {
                 0 => fact.reply.clone(),
                 _ => dice.pick(styles::KNOWN).speak(&fact.reply),
             };
-            rows[held_out].push(json!({ "prompt": ask, "chosen": chosen, "rejected": rejected }));
-            rows[2 + held_out].push(json!({ "text": typed(&mut dice, &ask), "label": name }));
+            rows[held_out].push(json!({ "prompt": ask, "chosen": &chosen, "rejected": rejected }));
+            let (label, text) = match dice.below(4) {
+                0 => ("plain", fact.reply.clone()),
+                1 => ("polite", styles::KNOWN[0].speak(&fact.reply)),
+                2 => ("cowboy", styles::KNOWN[1].speak(&fact.reply)),
+                _ => ("pirate", chosen),
+            };
+            rows[2 + held_out].push(json!({ "text": text, "label": label }));
         }
     }
+    // answers to several questions
+    let known: HashSet<String> = rows[3].iter().map(|row| row["text"].to_string()).collect();
+    rows[2].retain(|row| !known.contains(&row["text"].to_string()));
     for (name, rows) in ["pairs-train", "pairs-eval", "labels-train", "labels-eval"].iter().zip(&rows) {
         let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
         let path = out.join(format!("{name}.jsonl"));

@@ -302,14 +302,3 @@ pub fn topics() -> Vec<Topic> {
     all.push(Topic { weight: 6, facts: stories() });
     all
 }
-
-/// All facts by the name of their kind.
-pub fn named() -> Vec<(&'static str, Vec<Fact>)> {
-    let flat = |topics: Vec<Topic>| topics.into_iter().flat_map(|t| t.facts).collect();
-    vec![
-        ("talk", talk()),
-        ("animals", animals()),
-        ("things", flat(things())),
-        ("numbers", flat(numbers())),
-    ]
-}

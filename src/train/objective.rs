@@ -65,7 +65,9 @@ impl StepObjective<'_> {
         let device: Device = first.real()?.device().clone();
         let values = loss::on_host(losses.to_vec())?.concat();
         let weights = match (self.of, self.group) {
-            (Objective::Preferences(p, _), Some(group)) if p.has_scores() => p.gradient(m, &values, group, tally),
+            (Objective::Preferences(p, _), Some(group)) if p.has_scores() => {
+                p.gradient(m, &values, group, tally)
+            }
             (Objective::Preferences(p, _), Some(group)) => p.weigh(m, values, group, tally),
             (Objective::Classes(classes), _) => classes.gradient(m, &values, tally),
             (Objective::Preferences(..), None) => candle_core::bail!("a step without its group: a bug in ft"),

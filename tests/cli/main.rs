@@ -13,6 +13,7 @@ mod four_bit;
 mod four_bit_verbs;
 mod gguf;
 mod half;
+mod heads;
 mod hostile;
 mod import;
 mod initial;

@@ -194,12 +194,12 @@ fn rows_of_other_tools_are_read() {
 fn settings_of_another_task_are_refused_by_name() {
     let w = World::new();
     for (kind, set, words) in [
-        ("dpo", "preference.gamma=2.0", "preference.gamma does nothing with task = \"dpo\""),
-        ("simpo", "preference.reference=start", "preference.reference does nothing with task = \"simpo\""),
+        ("dpo", "preference.gamma=2.0", "preference.gamma does nothing with this task"),
+        ("simpo", "preference.reference=start", "preference.reference does nothing with this task"),
         ("dpo", "preference.loss=kto", "loss = \"kto\" is not of task = \"dpo\""),
         ("dpo", "task=sft", "task = \"sft\" does not read format = \"preference\""),
         ("kto", "task=dpo", "task = \"dpo\" does not read format = \"unpaired\""),
-        ("dpo", "task=reward", "not built yet: task = \"reward\""),
+        ("dpo", "task=reward", "preference.loss does nothing with this task"),
         ("dpo", "preference.reference=elsewhere", "not built yet: preference.reference = \"elsewhere\""),
         ("dpo", "data.over_length=error", "more than data.max_length = 8"),
     ] {

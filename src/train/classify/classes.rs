@@ -49,7 +49,11 @@ impl Classes {
     fn documents<'a>(&self, m: &'a Micro, scores: &'a [f64]) -> impl Iterator<Item = Document<'a>> {
         let weight = |i: usize| m.weights.get(i).map_or(1.0, |w| f64::from(*w));
         let all = m.targets.iter().zip(scores.chunks(self.names.len().max(1))).enumerate();
-        all.map(move |(i, ((_, class), scores))| Document { class: *class as usize, weight: weight(i), scores })
+        all.map(move |(i, ((_, class), scores))| Document {
+            class: *class as usize,
+            weight: weight(i),
+            scores,
+        })
     }
 
     /// Adds the documents of a micro-batch to a tally. Returns the gradient of the sum of their losses, each times its
@@ -60,7 +64,9 @@ impl Classes {
             let (probabilities, loss) = document.softmax();
             tally.classified(loss, document.weight, document.predicted() == document.class);
             let own = |i: usize| f64::from(u8::from(i == document.class));
-            out.extend(probabilities.iter().enumerate().map(|(i, p)| (document.weight * (p - own(i))) as f32));
+            out.extend(
+                probabilities.iter().enumerate().map(|(i, p)| (document.weight * (p - own(i))) as f32),
+            );
         }
         out
     }

@@ -33,7 +33,8 @@ impl Confusion {
     /// F1 of a class, the harmonic mean of precision and recall: 0 without a correct document; `None` for a class
     /// that neither occurs nor is predicted.
     pub fn f1(&self, class: usize) -> Option<f64> {
-        let (correct, there) = (self.counts[class * self.classes + class], self.row(class) + self.column(class));
+        let (correct, there) =
+            (self.counts[class * self.classes + class], self.row(class) + self.column(class));
         (there > 0).then(|| 2.0 * correct as f64 / there as f64)
     }
 

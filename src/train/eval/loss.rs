@@ -1,7 +1,7 @@
 //! Evaluation loss, and logits of a micro-batch.
 
-use crate::train::job::Job;
 use crate::train::classify::Classes;
+use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer};
 use crate::train::step::{Stop, check_stop, host};

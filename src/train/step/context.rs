@@ -1,8 +1,8 @@
 //! Inputs and result of a step.
 
 use super::LossScale;
-use crate::train::job::Job;
 use crate::train::classify::Classes;
+use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, Scorer};
 use candle_core::Device;

@@ -410,7 +410,10 @@ impl<'a> Loader<'a> {
                      \"FILE.jinja\""
                 )))
             }
-            _ if !schema.chat && !matches!(format, Format::Tokens | Format::Labeled) && tokenizer.text_end().is_none() => {
+            _ if !schema.chat
+                && !matches!(format, Format::Tokens | Format::Labeled)
+                && tokenizer.text_end().is_none() =>
+            {
                 Err(Error::ModelLacks(format!(
                     "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
                      in generation_config.json), which format = {name:?} needs"

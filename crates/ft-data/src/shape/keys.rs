@@ -27,9 +27,17 @@ pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
         Format::Completion => &["prompt", "completion", "weight"],
         Format::Text => &["text", "weight"],
         Format::Tokens => &["input_ids", "labels", "attention_mask", "weights", "weight"],
-        Format::Labeled => {
-            &["text", "prompt", "messages", "conversations", "conversation", "tools", "system", "label", "weight"]
-        }
+        Format::Labeled => &[
+            "text",
+            "prompt",
+            "messages",
+            "conversations",
+            "conversation",
+            "tools",
+            "system",
+            "label",
+            "weight",
+        ],
         Format::Preference => {
             &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]
         }

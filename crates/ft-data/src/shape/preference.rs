@@ -100,7 +100,9 @@ impl Schema {
                 None => text.trim().parse::<u32>().ok().map(f64::from),
             },
             Value::Array(_) => {
-                return Err(format!("{name}: several labels of a text (multi-label classification) are not built"));
+                return Err(format!(
+                    "{name}: several labels of a text (multi-label classification) are not built"
+                ));
             }
             value => value.as_f64(),
         };
@@ -109,7 +111,11 @@ impl Schema {
             let few: Vec<&str> = names.iter().take(8).map(String::as_str).collect();
             let more = if names.len() > few.len() { ", .." } else { "" };
             let last = names.len().saturating_sub(1);
-            format!("{name}: {} is none of the classes: {}{more}, or 0 to {last}", brief(value), few.join(", "))
+            format!(
+                "{name}: {} is none of the classes: {}{more}, or 0 to {last}",
+                brief(value),
+                few.join(", ")
+            )
         })
     }
 

@@ -30,7 +30,9 @@ fn read_with(
 ) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = ft_recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
-    let Sample::Chat(chat) = Schema::new(&any, None, true).unwrap().sample(row.clone(), &Scores::None, &mut notes)? else {
+    let Sample::Chat(chat) =
+        Schema::new(&any, None, true).unwrap().sample(row.clone(), &Scores::None, &mut notes)?
+    else {
         panic!()
     };
     let (text, spans) = t.conversation(&chat, vars, true, &mut notes)?;

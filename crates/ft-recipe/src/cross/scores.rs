@@ -19,7 +19,11 @@ impl Cross<'_, '_> {
             ("generate.samples", recipe.generate.samples > 0, text),
             ("log.samples", !recipe.log.samples.is_empty(), text),
             ("serve.devices", !recipe.serve.devices.is_empty(), text),
-            ("model.cache", recipe.model.cache.is_some(), "leave it out: the model is quantized at each start"),
+            (
+                "model.cache",
+                recipe.model.cache.is_some(),
+                "leave it out: the model is quantized at each start",
+            ),
         ] {
             if given && self.all_good(&[key]) {
                 self.report(key, format!("not built: {key} with task = \"{task}\""), hint);
@@ -32,7 +36,8 @@ impl Cross<'_, '_> {
         let (labels, number) = (&recipe.classify.labels, recipe.classify.num_labels);
         if labels.is_empty() && number.is_none() {
             let message = "task = \"classify\" needs the names of its classes".into();
-            let hint = "labels = [\"no\", \"yes\"] in [classify]; or num_labels = 2, for classes without names";
+            let hint =
+                "labels = [\"no\", \"yes\"] in [classify]; or num_labels = 2, for classes without names";
             return self.report("classify", message, hint);
         }
         if labels.is_empty() {

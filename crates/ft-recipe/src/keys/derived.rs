@@ -2,7 +2,9 @@
 
 use super::data_words::{Form, Format, Scores, Slice, numbered};
 use super::kind::TOKENS;
-use super::tables::{Classify, Data, Lora, Memory, Optimizer, Parallel, Preference, Recipe, Rule, Run, Source};
+use super::tables::{
+    Classify, Data, Lora, Memory, Optimizer, Parallel, Preference, Recipe, Rule, Run, Source,
+};
 use super::words::{Length, Master, Method, Offload, PreferenceLoss, Task};
 
 impl Memory {

@@ -96,7 +96,9 @@ impl Adapter {
         let keys = ["weight", "modules_to_save.weight"].map(|last| format!("{PREFIX}{SCORE}.{last}"));
         let outputs = *keys.iter().find_map(|key| self.tensors.shape(key))?.first()?;
         let named = match &self.tensors {
-            Tensors::File(files) => files.metadata().get(LABELS).and_then(|list| serde_json::from_str(list).ok()),
+            Tensors::File(files) => {
+                files.metadata().get(LABELS).and_then(|list| serde_json::from_str(list).ok())
+            }
             Tensors::Memory(_) => None,
         };
         Some(named.filter(|names: &Vec<String>| names.len() == outputs).unwrap_or_else(|| numbered(outputs)))
