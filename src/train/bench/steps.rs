@@ -15,7 +15,7 @@ use ft_engine::ranks;
 use ft_engine::walk::{Part, Times};
 use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};
-use ft_recipe::{Format, Recipe, Scores, Weights};
+use ft_recipe::{Format, Recipe, ScoreTargets, Weights};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -110,7 +110,7 @@ fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
         .map(|row| {
             let ids: Vec<u32> = (0..length).map(|i| id(row * length + i)).collect();
             let label = |id: &u32| match &r.data.scores {
-                Scores::Classes(names) => row % names.len().max(1),
+                ScoreTargets::Classes(names) => row % names.len().max(1),
                 _ => *id as usize,
             };
             let labels = ids.iter().map(|id| label(id) as i32).collect();

@@ -4,7 +4,7 @@ use super::confusion::Confusion;
 use crate::train::preference::{Scorer, Tally, samples_of};
 use crate::train::step::Stop;
 use ft_data::{Dataset, Micro};
-use ft_recipe::{Recipe, Scores};
+use ft_recipe::{Recipe, ScoreTargets};
 use serde_json::{Map, Value};
 
 /// Classes as the task of a run.
@@ -41,7 +41,7 @@ impl Classes {
     /// Classes of a recipe; `None` for other tasks.
     pub fn of(r: &Recipe) -> Option<Self> {
         match &r.data.scores {
-            Scores::Classes(names) => Some(Self { names: names.clone() }),
+            ScoreTargets::Classes(names) => Some(Self { names: names.clone() }),
             _ => None,
         }
     }

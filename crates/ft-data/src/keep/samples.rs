@@ -479,6 +479,7 @@ mod tests {
                     1 => Content::Rated(line % 2 == 0),
                     _ => Content::Document,
                 },
+                scored: line % 7 == 0,
                 source: *source,
                 line: usize::from(*line),
             }).collect();

@@ -17,7 +17,7 @@ use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::Mode
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
-use ft_recipe::{Format, OnBadRow, Part, Recipe, Scores};
+use ft_recipe::{Format, OnBadRow, Part, Recipe, ScoreTargets};
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Dataset {
     /// occur several times.
     pub rows: Rows,
     /// Targets of a score head.
-    pub scores: Scores,
+    pub scores: ScoreTargets,
     /// Counts of rows read and dropped.
     pub stats: Stats,
     /// BLAKE3 hash of the sample tokens and the row contents in order, in hexadecimal.
@@ -77,7 +77,13 @@ impl Dataset {
     pub fn of(examples: &[Example], rows: &[Vec<usize>]) -> Result<Dataset, Error> {
         let samples = Samples::of(examples)?;
         let rows = Rows::of(rows, &samples)?;
-        Ok(Dataset { samples, rows, scores: Scores::None, stats: Stats::default(), hash: String::new() })
+        Ok(Dataset {
+            samples,
+            rows,
+            scores: ScoreTargets::None,
+            stats: Stats::default(),
+            hash: String::new(),
+        })
     }
 
     /// Reads, tokenizes, mixes and packs a part of a recipe's data. Evaluation data stays in file order.

@@ -6,7 +6,7 @@ use crate::keep::stats::Stats;
 use crate::shape::example::IGNORE_INDEX;
 use crate::tokenize::tokenizer::Tokenizer;
 use ft_base::terminal::escape;
-use ft_recipe::{OverLength, Scores};
+use ft_recipe::{OverLength, ScoreTargets};
 use std::io::{self, Write};
 
 impl Dataset {
@@ -81,7 +81,7 @@ pub fn rows(
                 )?;
             }
             document(&example.ids, &example.labels, tokenizer, color, out)?;
-            if let (Scores::Classes(names), Some(label)) = (&dataset.scores, example.labels.last()) {
+            if let (ScoreTargets::Classes(names), Some(label)) = (&dataset.scores, example.labels.last()) {
                 let name = usize::try_from(*label).ok().and_then(|class| names.get(class));
                 writeln!(out, "  = {}", visible(name.map_or("", String::as_str)))?;
             }

@@ -7,7 +7,7 @@ use super::messages::Chat;
 use super::notes::Note;
 use super::schema::Schema;
 use super::values::{brief, kind, missing};
-use ft_recipe::{Format, Mask, Scores};
+use ft_recipe::{Format, Mask, ScoreTargets};
 use serde_json::{Map, Value};
 
 /// A parsed row, before tokenization.
@@ -32,7 +32,7 @@ pub(crate) enum Sample {
 
 impl Schema {
     /// Converts a row to a sample, with a label of `scores` if the format has labels, and adds notes. Errors start with the path inside the row.
-    pub fn sample(&self, row: Value, scores: &Scores, notes: &mut Vec<Note>) -> Result<Sample, String> {
+    pub fn sample(&self, row: Value, scores: &ScoreTargets, notes: &mut Vec<Note>) -> Result<Sample, String> {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
         };
@@ -56,7 +56,7 @@ impl Schema {
             Format::Preference => self.pair(&row),
             Format::Unpaired => self.rated(&row),
             Format::Labeled => match scores {
-                Scores::Classes(names) => self.labeled(&mut row, names),
+                ScoreTargets::Classes(names) => self.labeled(&mut row, names),
                 _ => Err("a label, without the classes of task = \"classify\"".into()),
             },
             Format::Tokens => {

@@ -30,8 +30,11 @@ fn read_with(
 ) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = ft_recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
-    let Sample::Chat(chat) =
-        Schema::new(&any, None, true).unwrap().sample(row.clone(), &Scores::None, &mut notes)?
+    let Sample::Chat(chat) = Schema::new(&any, None, true).unwrap().sample(
+        row.clone(),
+        &ft_recipe::ScoreTargets::None,
+        &mut notes,
+    )?
     else {
         panic!()
     };

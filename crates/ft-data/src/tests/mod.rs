@@ -57,6 +57,7 @@ fn data(max_length: usize) -> ft_recipe::Data {
         chat_template: None,
         template: Default::default(),
         neftune: 0.0,
+        scores: Default::default(),
     }
 }
 

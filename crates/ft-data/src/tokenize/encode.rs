@@ -11,7 +11,7 @@ use crate::shape::{
     sample::Sample,
     schema::Schema,
 };
-use ft_recipe::{Mask, OverLength, Scores};
+use ft_recipe::{Mask, OverLength, ScoreTargets};
 use std::ops::Range;
 
 /// An encoded row.
@@ -53,7 +53,7 @@ impl Encoder<'_> {
         let sample = self.schema.sample(row, &self.data.scores, &mut notes).map_err(Problem::Bad)?;
         let class = match &sample {
             Sample::Labeled(_, class) => Some(Some(*class)),
-            _ => (self.data.scores != Scores::None).then_some(None),
+            _ => (self.data.scores != ScoreTargets::None).then_some(None),
         };
         let mut document = |sample| self.document(sample, (weight, class), &mut notes);
         let (mut first, second, content) = match sample {

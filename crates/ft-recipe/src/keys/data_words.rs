@@ -58,23 +58,23 @@ impl Format {
 
 /// Targets of a score head.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Scores {
+pub enum ScoreTargets {
     /// The head is the vocabulary's.
     #[default]
     None,
-    /// Scores of pairs.
+    /// ScoreTargets of pairs.
     Pairs,
     /// Classes with these names.
     Classes(Vec<String>),
 }
 
-impl Scores {
+impl ScoreTargets {
     /// Names of the head's outputs, as transformers has them; `None` for the vocabulary's head.
     pub fn labels(&self) -> Option<Vec<String>> {
         match self {
-            Scores::None => None,
-            Scores::Pairs => Some(numbered(1)),
-            Scores::Classes(names) => Some(names.clone()),
+            ScoreTargets::None => None,
+            ScoreTargets::Pairs => Some(numbered(1)),
+            ScoreTargets::Classes(names) => Some(names.clone()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Values derived from several keys.
 
-use super::data_words::{Form, Format, Scores, Slice, numbered};
+use super::data_words::{Form, Format, ScoreTargets, Slice, numbered};
 use super::kind::TOKENS;
 use super::tables::{
     Classify, Data, Lora, Memory, Optimizer, Parallel, Preference, Recipe, Rule, Run, Source,
@@ -134,11 +134,11 @@ impl Preference {
 
 impl Recipe {
     /// Targets of the score head, if the task has one.
-    pub(crate) fn scores(&self) -> Scores {
+    pub(crate) fn scores(&self) -> ScoreTargets {
         match self.task {
-            Task::Reward => Scores::Pairs,
-            Task::Classify => Scores::Classes(self.classify.names()),
-            _ => Scores::None,
+            Task::Reward => ScoreTargets::Pairs,
+            Task::Classify => ScoreTargets::Classes(self.classify.names()),
+            _ => ScoreTargets::None,
         }
     }
 }

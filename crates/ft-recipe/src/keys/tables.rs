@@ -235,7 +235,7 @@ table! {
         neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
         ..
         /// Targets of a score head, by the task.
-        pub scores: Scores,
+        pub scores: ScoreTargets,
     }
 }
 
