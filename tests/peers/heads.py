@@ -31,7 +31,7 @@ train = {source}
 eval = {source}
 max_length = 64
 [run]
-steps = 2
+steps = 1
 batch_rows = 4
 device = "cpu"
 output = "out"
