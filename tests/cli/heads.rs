@@ -261,7 +261,7 @@ fn what_a_score_head_cannot_do_is_refused_by_name() {
         ("generate.samples=2", "generate.samples with task = \"classify\""),
         ("log.samples=['w1']", "log.samples with task = \"classify\""),
         ("classify.labels=['a']", "1 of them are no choice"),
-        ("classify.labels=['a', 'a']", "is not the name of one class"),
+        ("classify.labels=['a', 'a']", "classify.labels has \"a\" twice"),
         ("classify.labels=['bad', 'fair']", "label: good is none of the classes: bad, fair, or 0 to 1"),
         ("classify.num_labels=4", "num_labels = 4, and labels has 3"),
         ("task=reward", "task = \"reward\" does not read format = \"labeled\""),

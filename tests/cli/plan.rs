@@ -100,6 +100,9 @@ const NF4: &str = "model.quantize=nf4";
 const NORMS: &str = "memory.recompute=norms";
 const FEED_FORWARD: &str = "memory.recompute=feed_forward";
 
+const REWARD: &str = "task=reward";
+const CLASSIFY: &str = "task=classify";
+
 /// A checkpoint in half precision; in f32 runs, the matrices stay in half precision.
 const LOAD: &str = "model.weights=load";
 
@@ -142,7 +145,12 @@ fn run_rows(
         .enumerate()
         .map(|(k, n)| {
             let ids: Vec<usize> = (0..*n).map(|i| token(i, k)).collect();
-            format!("{}\n", json!({"input_ids": ids}))
+            let row = match set.first() {
+                Some(&REWARD) => json!({"prompt_ids": [], "chosen_ids": ids, "rejected_ids": &ids[..n / 2]}),
+                Some(&CLASSIFY) => json!({"input_ids": ids, "label": k % 5}),
+                _ => json!({"input_ids": ids}),
+            };
+            format!("{row}\n")
         })
         .collect();
     std::fs::write(dir.join("rows.jsonl"), rows)?;
@@ -355,6 +363,39 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         }
     }
     eprintln!("{table}");
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
+/// A score head: its weights, gradients and moments, and no logits of the vocabulary.
+#[test]
+fn a_score_head_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (full_rows, short) = ([512; 8], [8; 512]);
+    let labels = ["classify.num_labels=5", "data.train.0.format=labeled"];
+    let pairs = ["data.train.0.format=preference", "memory.recompute=all"];
+    let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
+    let cases: &[(&Value, &str, &[usize], Vec<&str>)] = &[
+        (&qwen3, LORA, &full_rows, [&[REWARD], &pairs[..]].concat()),
+        (
+            &tied,
+            FULL,
+            &full_rows,
+            [&[REWARD], &pairs[..], &["run.micro_rows=2", "model.dtype=bf16"]].concat(),
+        ),
+        (&tied, FULL, &short, [&[CLASSIFY], &labels[..], &["memory.recompute=none"]].concat()),
+        (&qwen3, LORA, &full_rows, [&[CLASSIFY], &labels[..], &[NF4, "memory.recompute=none"]].concat()),
+        (&qwen3, LORA, &full_rows, [&[CLASSIFY], &labels[..], &[LOAD, "memory.recompute=norms"]].concat()),
+    ];
+    let mut wrong = Vec::new();
+    for (config, rules, lengths, set) in cases {
+        let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;
+        let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+        eprintln!("{apart:>6.2}% of {planned:>10} planned, {measured:>10} measured  {set:?}");
+        if apart.abs() > 1.0 {
+            wrong.push(format!("{set:?}: planned {planned}, measured {measured}"));
+        }
+    }
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
 }

@@ -61,7 +61,7 @@ impl CacheKey<'_> {
         let model = match (self.schema.format, self.model) {
             (Format::Tokens, _) => None,
             // rows of ids, without a tokenizer
-            (Format::Preference | Format::Unpaired, None) => None,
+            (Format::Preference | Format::Unpaired | Format::Labeled, None) => None,
             (_, model) => Some(model?.today()),
         };
         let mut files = Vec::new();

@@ -402,7 +402,7 @@ impl<'a> Loader<'a> {
         let Some(tokenizer) = self.tokenizer else {
             return match format {
                 // rows of ids need none, and other rows are refused by place
-                Format::Tokens | Format::Preference | Format::Unpaired => Ok(()),
+                Format::Tokens | Format::Preference | Format::Unpaired | Format::Labeled => Ok(()),
                 _ => Err(Error::ModelLacks(format!(
                     "the model has no tokenizer.json, which format = {name:?} needs (format = \"tokens\" does not)"
                 ))),

@@ -30,6 +30,7 @@ pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
         Format::Labeled => &[
             "text",
             "prompt",
+            "input_ids",
             "messages",
             "conversations",
             "conversation",

@@ -70,11 +70,20 @@ impl Schema {
     pub(super) fn labeled(&self, row: &mut Row, names: &[String]) -> Result<Sample, String> {
         let class = self.class(row, names)?;
         let there = |name: &&str| row.get(self.name(name)).is_some_and(|v| !v.is_null());
-        let found: Vec<&str> = ["text", "prompt"].into_iter().filter(there).collect();
+        let found: Vec<&str> = ["text", "prompt", "input_ids"].into_iter().filter(there).collect();
         let list = self.list_of(row).to_string();
         let has_list = row.get(&list).is_some_and(|v| !v.is_null());
         let sample = match (found.as_slice(), has_list) {
             ([], true) => Sample::Chat(self.chat(row)?),
+            (["input_ids"], false) => {
+                let ids = self.numbers(row, "input_ids", 0)?;
+                let labels = vec![IGNORE_INDEX; ids.len()];
+                Sample::Tokens {
+                    ids: ids.into_iter().map(|i| i as u32).collect(),
+                    labels,
+                    weights: Vec::new(),
+                }
+            }
             ([name], false) if self.is_chat(row, &[]) => {
                 let messages = self.messages_of(self.value(row, name)?, name)?;
                 row.insert(list, Value::Array(messages));
@@ -83,7 +92,7 @@ impl Schema {
             ([name], false) => Sample::Plain(self.text(row, name, true)?.to_string()),
             ([], false) => return Err(missing(self.name("text"), row)),
             _ => {
-                let all = ["text", "prompt", &list].map(|name| self.name(name)).join(", ");
+                let all = ["text", "prompt", &list, "input_ids"].map(|name| self.name(name)).join(", ");
                 return Err(format!("more than one of {all}; a row has one text"));
             }
         };

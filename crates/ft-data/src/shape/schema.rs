@@ -73,7 +73,7 @@ impl Schema {
             Format::Preference => &["prompt_ids", "chosen_ids", "rejected_ids", "tools"],
             Format::Unpaired => &["prompt_ids", "completion_ids", "tools"],
             Format::Completion => &["tools"],
-            Format::Labeled => &["messages", "conversations", "conversation", "tools"],
+            Format::Labeled => &["messages", "conversations", "conversation", "input_ids", "tools"],
             Format::Text => &[],
         };
         lists.iter().any(|name| self.name(name) == field)

@@ -14,7 +14,7 @@ fn fields_of(format: Format) -> &'static [&'static str] {
         Format::Text => &["text"],
         Format::Tokens => &["input_ids", "labels", "weights"],
         Format::Preference => &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"],
-        Format::Labeled => &["text", "prompt", "messages", "label"],
+        Format::Labeled => &["text", "prompt", "input_ids", "messages", "label"],
         Format::Unpaired => &["prompt", "completion", "label", "prompt_ids", "completion_ids"],
     }
 }

@@ -8,9 +8,7 @@ impl Cross<'_, '_> {
         if !self.all_good(&["task"]) || !recipe.task.has_scores() {
             return;
         }
-        if recipe.task == Task::Classify
-            && self.all_good(&["classify", "classify.labels", "classify.num_labels"])
-        {
+        if recipe.task == Task::Classify && !self.checker.bad.iter().any(|b| b.starts_with("classify")) {
             self.labels(recipe);
         }
         let task = recipe.task.word();
@@ -46,11 +44,6 @@ impl Cross<'_, '_> {
         if labels.len() < 2 || labels.len() > MAX_LABELS {
             let message = format!("{} of them are no choice", labels.len());
             self.report("classify.labels", message, format!("2 to {MAX_LABELS} names"));
-        }
-        let twice = labels.iter().enumerate().find(|(i, l)| labels[..*i].contains(l) || l.trim().is_empty());
-        if let Some((_, label)) = twice {
-            let message = format!("{label:?} is not the name of one class");
-            self.report("classify.labels", message, "each class has a name of its own");
         }
         if let Some(n) = number.filter(|n| *n != labels.len()) {
             let message = format!("num_labels = {n}, and labels has {}", labels.len());

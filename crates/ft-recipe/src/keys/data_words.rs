@@ -22,7 +22,7 @@ words! {
         Preference = "preference",
         /// `prompt`, `completion`, `label` (true or false); or `prompt_ids`, `completion_ids`, `label`.
         Unpaired = "unpaired",
-        /// `text`, `prompt` or `messages`, and `label`: the number or name of a class.
+        /// `text`, `prompt`, `messages` or `input_ids`, and `label`: the number or name of a class.
         Labeled = "labeled",
     }
 }
