@@ -9,7 +9,7 @@ use ft_base::terminal::{shell_word, tell, width, wrap};
 use ft_data::hub;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
-use ft_recipe::Recipe;
+use ft_recipe::{Recipe, Task};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
@@ -29,6 +29,12 @@ pub struct Args {
     /// The model: hub id or folder; asked for if not given
     #[arg(long)]
     model: Option<String>,
+    /// What is trained for; sft if not given
+    #[arg(long, value_parser = words(Task::WORDS))]
+    task: Option<String>,
+    /// With --task classify: names of the classes, separated by commas
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    labels: Vec<String>,
     /// The training data: file, folder, pattern or hub dataset; asked for if not given
     #[arg(long)]
     data: Option<String>,
@@ -65,10 +71,14 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
+    let task = args.task.as_deref().and_then(Task::from_word).unwrap_or(Task::Sft);
+    if args.labels.is_empty() == (task == Task::Classify) {
+        return Err(usage("--labels names the classes of --task classify: --task classify --labels no,yes"));
+    }
     let of = |measured: &Measured, has: Option<&[Group]>| {
         let keys = Some(&measured.keys).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
         let source = format!("{{ source = {}{keys} }}", toml::Value::from(data.as_str()));
-        text(&model, &source, &method, &memory, has, measured.length)
+        task_text(task, &args.labels) + &text(&model, &source, &method, &memory, has, measured.length)
     };
     // invalid answers are reported before anything is written
     let recipe = Recipe::parse(&of(&Measured::default(), None), &path.display().to_string(), &[])?;
@@ -113,6 +123,20 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     let adapted = |g: &Group| matches!(g, Group::Attention | Group::Mlp | Group::Experts);
     let of = has.unwrap_or(&dense).iter();
     of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
+}
+
+/// The keys of a task; empty for supervised fine-tuning.
+fn task_text(task: Task, labels: &[String]) -> String {
+    if task == Task::Sft {
+        return String::new();
+    }
+    let mut out =
+        format!("{:<33} # docs/tasks.md says what it learns\n\n", format!("task = \"{}\"", task.word()));
+    if task == Task::Classify {
+        let names = toml::Value::from(labels.to_vec());
+        out += &format!("[classify]\nlabels = {names}\n\n");
+    }
+    out
 }
 
 /// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
@@ -176,6 +200,17 @@ fn text(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_task_makes_a_recipe() {
+        for (word, _) in Task::WORDS.iter().filter(|(word, _)| *word != "distill") {
+            let task = Task::from_word(word).expect("a task");
+            let labels = ["no".to_string(), "a \"b\"".to_string()];
+            let all = task_text(task, &labels) + &text("m", "{ source = 'd' }", "lora", "free", None, None);
+            let r = Recipe::parse(&all, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{all}"));
+            assert_eq!((r.task, r.classify.labels.len()), (task, if task == Task::Classify { 2 } else { 0 }));
+        }
+    }
 
     #[test]
     fn every_answer_makes_a_recipe() {

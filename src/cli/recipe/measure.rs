@@ -3,7 +3,7 @@
 use crate::train::{job, sources};
 use ft_base::terminal::tell;
 use ft_data::hub::{self, Settings, Want};
-use ft_data::{Dataset, Tokenizer};
+use ft_data::{Dataset, Shape, Tokenizer};
 use ft_plan::source::Found;
 use ft_recipe::{Recipe, Source};
 
@@ -64,7 +64,10 @@ impl Measured {
             f.metadata().map_or(0, |m| m.len().saturating_mul(ft_data::unpacks_to(f)))
         };
         let bytes = files.iter().map(size).fold(0, u64::saturating_add);
-        let shape = ft_data::detect(source, &resolve)?;
+        let shape = match recipe.task.format() {
+            Some(format) => Shape { format, fields: source.fields.clone() },
+            None => ft_data::detect(source, &resolve)?,
+        };
         let mut keys = shape.keys();
         if let Some(first) = recipe.data.train.first_mut() {
             (first.format, first.fields) = (Some(shape.format), shape.fields);
