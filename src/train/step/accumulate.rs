@@ -111,6 +111,12 @@ impl TrainContext<'_> {
         Ok(Some(StepObjective { of, group: Some(group) }))
     }
 
+    /// Coefficients of the router losses, times a factor.
+    fn router_times(&self, factor: f64) -> RouterLosses {
+        let RouterLosses { aux, z } = self.router();
+        RouterLosses { aux: aux * factor, z: z * factor }
+    }
+
     /// Runs the micro-batches of this rank, and reduces the gradients of all ranks.
     fn run_micro_batches(
         &self,
@@ -123,13 +129,10 @@ impl TrainContext<'_> {
         let (decoder, params, comm) = (&self.model.decoder, &self.model.params, self.comm);
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
         let (mut losses, mut tally) = (loss::Running::default(), Tally::default());
-        let mut first = (0, 0);
-        let lowest = params.lowest_unit();
+        let (lowest, mut first) = (params.lowest_unit(), (0, 0));
         let share = 1.0 / batches.all.len().max(1) as f64;
         let factor = self.loss_factor();
-        let coefficients = self.router();
-        let router =
-            RouterLosses { aux: coefficients.aux * share * factor, z: coefficients.z * share * factor };
+        let router = self.router_times(share * factor);
         let mut routings = Vec::new();
         for turn in batches.all.chunks(comm.world()) {
             check_stop(comm, stop)?;
@@ -138,17 +141,15 @@ impl TrainContext<'_> {
                     let m = Micro::collate(input.data, rows)?;
                     let random = Some((seed, input.step));
                     let batch = Batch::new(&decoder.config, host(&m), first, random, self.device())?;
-                    let mut weigh = |losses: &[Tensor]| match &objective {
-                        Some(objective) => objective.weigh(&m, losses, &mut tally),
-                        None => candle_core::bail!("weights of a step without an objective: a bug in ft"),
-                    };
+                    let (of, sums) = (&m, &mut tally);
+                    let mut weigh = objective.map(|o| move |losses: &[Tensor]| o.weigh(of, losses, sums));
                     let mut walk = Walk::chosen(decoder, lowest, &self.execution)
                         .router_losses(router)
                         .neftune(neftune)
                         .hooks(reduce)
                         .timed(times);
-                    if objective.is_some() {
-                        walk = walk.objective(&mut weigh);
+                    if let Some(weigh) = &mut weigh {
+                        walk = walk.objective(weigh);
                     }
                     let all = walk.train(&batch, batches.scale(objective) * factor, sink)?;
                     routings.push(walk.into_routing());

@@ -31,8 +31,8 @@ pub(crate) enum Sample {
 }
 
 impl Schema {
-    /// Converts a row to a sample, with a label of `scores` if the format has labels, and adds notes. Errors start with the
-    /// path inside the row.
+    /// Converts a row to a sample, with a label of `scores` if the format has labels, and adds notes. Errors start
+    /// with the path inside the row.
     pub fn sample(&self, row: Value, scores: &ScoreTargets, notes: &mut Vec<Note>) -> Result<Sample, String> {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
