@@ -9,7 +9,7 @@ use crate::shape::{
     values::brief,
 };
 use ft_base::error::Place;
-use ft_recipe::Format;
+use ft_recipe::{Format, OnBadRow};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -68,19 +68,28 @@ impl Shape {
     }
 }
 
-/// Detects format and field names from the first row of a source. Names given in the recipe are kept.
+/// Detects format and field names from the first row of a source, with [`OnBadRow::Skip`] the first that can be
+/// read. Names given in the recipe are kept.
 ///
 /// # Errors
 /// Missing or empty files, and a row of unknown format, with a hint for the recipe.
-pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Shape, Error> {
-    fits(source, &row_of(source, resolve)?)
+pub fn detect(
+    source: &ft_recipe::Source,
+    bad: OnBadRow,
+    resolve: &dyn Fn(&str) -> PathBuf,
+) -> Result<Shape, Error> {
+    fits(source, &row_of(source, bad, resolve)?)
 }
 
 /// The first row of the first non-empty file.
-fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
+fn row_of(
+    source: &ft_recipe::Source,
+    bad: OnBadRow,
+    resolve: &dyn Fn(&str) -> PathBuf,
+) -> Result<Value, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
-        if let Some(row) = first(&path)? {
+        if let Some(row) = first(&path, bad)? {
             return Ok(row);
         }
         last = Some(path);
@@ -112,13 +121,23 @@ fn shape_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Shap
 }
 
 /// The first row of a file.
-fn first(path: &Path) -> Result<Option<Value>, Error> {
-    let Some(row) = Rows::open(path, &Schema::of_any())?.next() else { return Ok(None) };
-    let bad = |e: super::row::ParseError| Error::File {
-        place: Place { file: path.display().to_string(), line: e.line, column: e.column },
-        message: e.message,
-    };
-    row?.parse().map(Some).map_err(bad)
+fn first(path: &Path, bad: OnBadRow) -> Result<Option<Value>, Error> {
+    let mut told = None;
+    for row in Rows::open(path, &Schema::of_any())? {
+        match row?.parse() {
+            Ok(row) => return Ok(Some(row)),
+            Err(e) => told = told.or(Some(e)),
+        }
+        if bad == OnBadRow::Error {
+            break;
+        }
+    }
+    told.map_or(Ok(None), |e| {
+        Err(Error::File {
+            place: Place { file: path.display().to_string(), line: e.line, column: e.column },
+            message: e.message,
+        })
+    })
 }
 
 fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Shape, Error> {
@@ -186,6 +205,19 @@ mod tests {
         assert!(of(json!({"content": ""})).unwrap_err().contains("fields = { text = \"content\" }"));
         assert!(of(json!({"a": "", "b": ""})).unwrap_err().contains("fits none: it has a, b"));
         assert!(of(json!([1])).unwrap_err().contains("is no object"));
+    }
+
+    #[test]
+    fn bad_rows_before_the_first_are_left_out_where_they_may_be() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("a.jsonl");
+        std::fs::write(&file, "{broken\n{\"text\": \"\"}\n").unwrap();
+        let source = crate::tests::source("a.jsonl", Format::Tokens);
+        let found = |bad| detect(&source, bad, &|_| file.clone()).map(|s| s.format);
+        assert_eq!(found(OnBadRow::Skip).unwrap(), Format::Text);
+        assert!(found(OnBadRow::Error).unwrap_err().to_string().contains("a.jsonl:1:2: not JSON"));
+        std::fs::write(&file, "{broken\n").unwrap();
+        assert!(found(OnBadRow::Skip).is_err());
     }
 
     #[test]

@@ -108,7 +108,15 @@ pub(super) fn of_row(
     if !["chosen", "rejected"].into_iter().any(read)
         && let Some(why) = preference(row)
     {
-        return Err(why);
+        let rated = "chosen and rejected, a pair of preferences: task = \"dpo\" learns them; task = \"kto\" takes a \
+                     completion a row, with its label";
+        return Err(if schema.format == Format::Unpaired { rated.into() } else { why });
+    }
+    if schema.format.is_preference()
+        && schema.name("prompt") == "instruction"
+        && row.get("input").is_some_and(|v| !says_nothing(v))
+    {
+        return Err("input: the prompt of a pair is one text; write instruction and input into it".into());
     }
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
         // weight 1 is the default

@@ -3,6 +3,7 @@
 //! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with.
 
 use super::example::IGNORE_INDEX;
+use super::keys::says_nothing;
 use super::messages::Chat;
 use super::sample::Sample;
 use super::schema::Schema;
@@ -25,11 +26,16 @@ impl Schema {
         let (chosen, rejected) = (self.value(row, "chosen")?, self.value(row, "rejected")?);
         if self.is_chat(row, &[chosen, rejected]) {
             let both = [self.messages_of(chosen, "chosen")?, self.messages_of(rejected, "rejected")?];
-            let prompt = self.prompt_messages(row, &both[0])?;
-            let prompt = prompt.unwrap_or_else(|| {
-                let same = both[0].iter().zip(&both[1]).take_while(|(a, b)| a == b).count();
-                both[0][..same].to_vec()
-            });
+            let prompt = match self.prompt_messages(row, &both[0])? {
+                Some(prompt) => prompt,
+                None => {
+                    let same = both[0].iter().zip(&both[1]).take_while(|(a, b)| a == b).count();
+                    if same == 0 {
+                        return Err(self.no_prompt(row));
+                    }
+                    both[0][..same].to_vec()
+                }
+            };
             let [chosen, rejected] = both.map(|list| self.answered(row, &prompt, list));
             let (chosen, rejected) = (
                 chosen.map_err(|e| format!("chosen: {e}"))?,
@@ -37,11 +43,15 @@ impl Schema {
             );
             return Ok(Sample::Pair(Box::new([chosen, rejected])));
         }
+        self.refuses_system(row)?;
         let (chosen, rejected) = (self.text(row, "chosen", true)?, self.text(row, "rejected", true)?);
         let completed = match self.prompt_text(row)? {
             Some(prompt) => [chosen, rejected].map(|c| (prompt.to_string(), format!("{prompt}{c}"))),
             None => {
                 let prompt = common(chosen, rejected);
+                if prompt.is_empty() {
+                    return Err(self.no_prompt(row));
+                }
                 [chosen, rejected].map(|c| (prompt.to_string(), c.to_string()))
             }
         };
@@ -62,8 +72,33 @@ impl Schema {
             let prompt = prompt.ok_or_else(|| missing(self.name("prompt"), row))?;
             return rated(self.answered(row, &prompt, completion)?);
         }
+        self.refuses_system(row)?;
         let (prompt, completion) = (self.text(row, "prompt", false)?, self.text(row, "completion", true)?);
         rated(Sample::Completion(prompt.into(), format!("{prompt}{completion}")))
+    }
+
+    /// Error of a pair without a prompt, and without a common beginning.
+    fn no_prompt(&self, row: &Row) -> String {
+        let why = missing(self.name("prompt"), row);
+        let names = ["question", "query", "instruction", "input", "conversations", "conversation"];
+        let other = names.into_iter().find(|name| row.contains_key(*name));
+        let hint = match other {
+            Some(name) => format!("\n  hint: fields = {{ prompt = {name:?} }} takes the prompt from there"),
+            None => String::new(),
+        };
+        format!("{why}, and chosen and rejected begin with nothing in common{hint}")
+    }
+
+    /// Refuses keys of a row of texts that only a chat template writes.
+    fn refuses_system(&self, row: &Row) -> Result<(), String> {
+        let says = |name: &&str| row.get(*name).is_some_and(|v| !says_nothing(v));
+        match [self.name("system"), self.name("tools")].into_iter().find(says) {
+            Some(name) => Err(format!(
+                "{name}: texts go without a chat template, which would write it\n  hint: write it into prompt, or \
+                 the prompt as a list of messages: [{{\"role\": \"user\", \"content\": ..}}]"
+            )),
+            None => Ok(()),
+        }
     }
 
     fn value<'a>(&self, row: &'a Row, name: &str) -> Result<&'a Value, String> {

@@ -157,10 +157,14 @@ impl Encoder<'_> {
     fn completion(&self, prompt: &str, text: &str, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let (tokenizer, eos) = self.with_end()?;
         let start = tokenizer.text_start();
-        let read = start.len() + tokenizer.encode(prompt).map_err(problem)?.len();
+        let before = tokenizer.encode(prompt).map_err(problem)?;
+        let read = start.len() + before.len();
         let mut out = Tokens { ids: start.to_vec(), total: start.len(), ..Tokens::default() };
         out.labels.resize(start.len(), IGNORE_INDEX);
         self.encoded(tokenizer, text, &[], notes, &mut out)?;
+        if out.ids[start.len()..].iter().zip(&before).any(|(a, b)| a != b) {
+            notes.push(Note::Edge);
+        }
         if out.total > out.ids.len() {
             out.more_targets = out.total > read;
         } else if out.ids.last() != Some(&eos) || out.ids.len() == start.len() {
