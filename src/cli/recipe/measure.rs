@@ -64,7 +64,7 @@ impl Measured {
             f.metadata().map_or(0, |m| m.len().saturating_mul(ft_data::unpacks_to(f)))
         };
         let bytes = files.iter().map(size).fold(0, u64::saturating_add);
-        let shape = ft_data::detect(source, recipe.data.on_bad_row, &resolve)?;
+        let shape = ft_data::detect(source, &resolve)?;
         let mut keys = shape.keys();
         if let Some(first) = recipe.data.train.first_mut() {
             (first.format, first.fields) = (Some(shape.format), shape.fields);

@@ -86,7 +86,7 @@ fn resolve_source(
         source.format = Some(format);
         return Ok(None);
     }
-    let mut shape = ft_data::detect(source, recipe.data.on_bad_row, &resolve)?;
+    let mut shape = ft_data::detect(source, &resolve)?;
     source.format = Some(shape.format);
     if source.fields.is_empty() {
         source.fields.clone_from(&shape.fields);

@@ -9,7 +9,7 @@ use crate::shape::{
     values::brief,
 };
 use ft_base::error::Place;
-use ft_recipe::{Format, OnBadRow};
+use ft_recipe::Format;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -41,6 +41,8 @@ const NAMES: &[(Format, &[(&str, &str)])] = &[
 ];
 /// Another name of the field `system`.
 const SYSTEM: &str = "system_prompt";
+/// Rows searched for one that can be read.
+const FIRST_ROWS: usize = 1000;
 /// Common names for text.
 const TEXTS: &[&str] = &["content", "body", "document", "sentence", "article"];
 
@@ -68,28 +70,20 @@ impl Shape {
     }
 }
 
-/// Detects format and field names from the first row of a source, with [`OnBadRow::Skip`] the first that can be
-/// read. Names given in the recipe are kept.
+/// Detects format and field names from the first row of a source that can be read. Names given in the recipe are
+/// kept. Rows before it are reported with the other bad rows.
 ///
 /// # Errors
 /// Missing or empty files, and a row of unknown format, with a hint for the recipe.
-pub fn detect(
-    source: &ft_recipe::Source,
-    bad: OnBadRow,
-    resolve: &dyn Fn(&str) -> PathBuf,
-) -> Result<Shape, Error> {
-    fits(source, &row_of(source, bad, resolve)?)
+pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Shape, Error> {
+    fits(source, &row_of(source, resolve)?)
 }
 
 /// The first row of the first non-empty file.
-fn row_of(
-    source: &ft_recipe::Source,
-    bad: OnBadRow,
-    resolve: &dyn Fn(&str) -> PathBuf,
-) -> Result<Value, Error> {
+fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
-        if let Some(row) = first(&path, bad)? {
+        if let Some(row) = first(&path)? {
             return Ok(row);
         }
         last = Some(path);
@@ -120,23 +114,18 @@ fn shape_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Shap
     Some(Shape { format, fields })
 }
 
-/// The first row of a file.
-fn first(path: &Path, bad: OnBadRow) -> Result<Option<Value>, Error> {
+/// The first of the file's first rows that can be read.
+fn first(path: &Path) -> Result<Option<Value>, Error> {
     let mut told = None;
-    for row in Rows::open(path, &Schema::of_any())? {
+    for row in Rows::open(path, &Schema::of_any())?.take(FIRST_ROWS) {
         match row?.parse() {
             Ok(row) => return Ok(Some(row)),
             Err(e) => told = told.or(Some(e)),
         }
-        if bad == OnBadRow::Error {
-            break;
-        }
     }
     told.map_or(Ok(None), |e| {
-        Err(Error::File {
-            place: Place { file: path.display().to_string(), line: e.line, column: e.column },
-            message: e.message,
-        })
+        let place = Place { file: path.display().to_string(), line: e.line, column: e.column };
+        Err(Error::File { place, message: e.message })
     })
 }
 
@@ -208,16 +197,15 @@ mod tests {
     }
 
     #[test]
-    fn bad_rows_before_the_first_are_left_out_where_they_may_be() {
+    fn bad_rows_before_the_first_are_passed() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("a.jsonl");
-        std::fs::write(&file, "{broken\n{\"text\": \"\"}\n").unwrap();
         let source = crate::tests::source("a.jsonl", Format::Tokens);
-        let found = |bad| detect(&source, bad, &|_| file.clone()).map(|s| s.format);
-        assert_eq!(found(OnBadRow::Skip).unwrap(), Format::Text);
-        assert!(found(OnBadRow::Error).unwrap_err().to_string().contains("a.jsonl:1:2: not JSON"));
-        std::fs::write(&file, "{broken\n").unwrap();
-        assert!(found(OnBadRow::Skip).is_err());
+        let found = || detect(&source, &|_| file.clone()).map(|s| s.format);
+        std::fs::write(&file, "{broken\n{\"text\": \"\"}\n").unwrap();
+        assert_eq!(found().unwrap(), Format::Text);
+        std::fs::write(&file, "{broken\n{worse\n").unwrap();
+        assert!(found().unwrap_err().to_string().contains("a.jsonl:1:2: not JSON"));
     }
 
     #[test]

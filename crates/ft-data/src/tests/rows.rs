@@ -165,7 +165,7 @@ fn prompts_of_preferences_are_not_lost() {
             json!({"question": "Hi", "chosen": "a", "rejected": "b"}),
             pair(),
             "no field \"prompt\"; there is question, chosen, rejected, and chosen and rejected begin with nothing in \
-             common\nhint: fields = { prompt = \"question\" }",
+             common\n  hint: fields = { prompt = \"question\" }",
         ),
         (json!({"chosen": "a", "rejected": "b"}), pair(), "no field \"prompt\""),
         (json!({"chosen": answer("a"), "rejected": answer("b")}), pair(), "no field \"prompt\""),
