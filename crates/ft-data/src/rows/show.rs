@@ -21,6 +21,13 @@ impl Dataset {
             let first = self.stats.left_out.first().map(|f| format!(" (the first: {f})")).unwrap_or_default();
             out.push(format!("{told}{first}\n  hint: {}", self.stats.drops.hint()));
         }
+        if self.stats.truncated > 0 {
+            out.push(format!(
+                "{} of {} samples are cut to data.max_length\n  hint: ft data shows what each length loses; \
+                 data.over_length = \"drop\" leaves long samples out",
+                self.stats.truncated, self.stats.examples
+            ));
+        }
         out.extend(self.stats.notes.told());
         let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
         for i in 0..self.samples.len() {

@@ -195,6 +195,18 @@ fn prompts_of_preferences_are_not_lost() {
     assert!(one(common, pair(), &data(500)).is_ok());
 }
 
+#[test]
+fn cut_samples_are_a_warning() {
+    let rows = "{\"input_ids\": [7, 8, 9, 10]}\n{\"input_ids\": [7, 8]}\n";
+    let files = Files::new(&[("a.jsonl", rows)]);
+    let told = |max| {
+        let d = files.load(&[source("a.jsonl", Format::Tokens)], &data(max)).unwrap();
+        d.warnings(100).unwrap().join("\n")
+    };
+    assert!(told(3).contains("1 of 2 samples are cut to data.max_length"), "{}", told(3));
+    assert_eq!(told(4), "");
+}
+
 /// A token of both prompt and completion is not supervised, and said.
 #[test]
 fn completions_that_begin_inside_a_token_are_noted() {
