@@ -169,6 +169,15 @@ fn losses(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         out.push((what.into(), losses));
         out.push((format!("{what}, dlogits"), dlogits.context("dlogits")?));
     }
+    let kept: Vec<u32> = (0..130 * 8).map(|i| (i / 8 + i % 8 * 6) % 50).collect();
+    let kept = Tensor::from_vec(kept, (130, 8), device)?;
+    let probs = Tensor::full(0.125f32, (130, 8), device)?;
+    let teacher = loss::Teacher { ids: &kept, probs: &probs, temperature: 2.0, alpha: 0.7 };
+    let gradient = loss::Gradient { scale: 0.1, weights: Some(&own), dtype };
+    let ([ce, kd], dlogits) = loss::distillation(wide(14, &[130, 50])?, &ids, teacher, Some(gradient))?;
+    out.push(("distillation, cross entropy".into(), ce));
+    out.push(("distillation, divergence".into(), kd));
+    out.push(("distillation, dlogits".into(), dlogits.context("dlogits")?));
     Ok(())
 }
 

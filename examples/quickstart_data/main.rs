@@ -1,6 +1,8 @@
 //! Generates the data of the quickstart and the files of the shipped model, deterministically.
 //!
 //!     cargo run --release --example quickstart_data -- quickstart data/quickstart  # training, evaluation
+//!     cargo run --release --example quickstart_data -- heads data/quickstart       # pairs and labels, of both
+//!     cargo run --release --example quickstart_data -- preferences data/quickstart # pairs, rated answers
 //!     cargo run --release --example quickstart_data -- pretrain OUT_DIR            # corpus
 //!     cargo run --release --example quickstart_data -- tokenizer data/model        # tokenizer
 //!     cargo run --release --example quickstart_data -- weights RUN/model data/model  # weights in bf16
@@ -29,6 +31,10 @@ const SEED: u64 = 2026;
 const PRETRAIN: (usize, usize) = (30_000, 300);
 /// Facts per topic for training in the new style, and facts reserved for evaluation.
 const QUICKSTART: (usize, usize) = (40, 4);
+/// Facts of a topic for the evaluation of a head; three times as many train it.
+const HEADS: usize = 10;
+/// Pairs for training and for evaluation.
+const PREFERENCES: (usize, usize) = (240, 60);
 const VOCABULARY: usize = 1024;
 
 /// A sequence of random choices.
@@ -71,11 +77,13 @@ fn main() -> Result<()> {
     std::fs::create_dir_all(out).with_context(|| format!("{}", out.display()))?;
     match args.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["quickstart", _] => write_both(out, quickstart()),
+        ["heads", _] => heads(out),
+        ["preferences", _] => preferences(out),
         ["pretrain", _] => write_both(out, pretrain()),
         ["tokenizer", _] => tokenizer(out),
         ["weights", from, _] => weights(Path::new(from), out),
         _ => bail!(
-            "usage: quickstart_data quickstart|pretrain|tokenizer OUT_DIR, or weights MODEL_DIR OUT_DIR"
+            "usage: quickstart_data quickstart|heads|preferences|pretrain|tokenizer OUT_DIR, or weights MODEL_DIR OUT_DIR"
         ),
     }
 }
@@ -173,6 +181,104 @@ fn quickstart() -> Split {
         }
     }
     (train, eval)
+}
+
+/// Rows of a reward model, which prefers the pirate's answers to those of other styles, and of a classifier of answers
+/// by style. Evaluation facts do not occur in the training sets.
+fn heads(out: &Path) -> Result<()> {
+    let mut dice = Dice::new(3);
+    let mut rows: [Vec<serde_json::Value>; 4] = Default::default();
+    for (at, topic) in world::topics().iter().enumerate() {
+        let facts = &topic.facts;
+        let order = Stream::new(SEED, Purpose::Shuffle, 1, at as u64).permutation(facts.len() as u32);
+        for (i, fact) in order.iter().map(|j| &facts[*j as usize]).take(4 * HEADS).enumerate() {
+            let held_out = usize::from(i < HEADS.min(facts.len() / 4));
+            let ask = dice.pick(&fact.asks).clone();
+            let chosen = styles::PIRATE.speak(&fact.reply);
+            let rejected = match dice.below(4) {
+                0 => fact.reply.clone(),
+                _ => dice.pick(styles::KNOWN).speak(&fact.reply),
+            };
+            rows[held_out].push(json!({ "prompt": ask, "chosen": &chosen, "rejected": rejected }));
+            let (label, text) = match dice.below(4) {
+                0 => ("plain", fact.reply.clone()),
+                1 => ("polite", styles::KNOWN[0].speak(&fact.reply)),
+                2 => ("cowboy", styles::KNOWN[1].speak(&fact.reply)),
+                _ => ("pirate", chosen),
+            };
+            rows[2 + held_out].push(json!({ "text": text, "label": label }));
+        }
+    }
+    // answers to several questions
+    let known: HashSet<String> = rows[3].iter().map(|row| row["text"].to_string()).collect();
+    rows[2].retain(|row| !known.contains(&row["text"].to_string()));
+    for (name, rows) in ["pairs-train", "pairs-eval", "labels-train", "labels-eval"].iter().zip(&rows) {
+        let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
+        let path = out.join(format!("{name}.jsonl"));
+        std::fs::write(&path, &text).with_context(|| format!("{}", path.display()))?;
+        println!("{}: {} rows, {} bytes", path.display(), rows.len(), text.len());
+    }
+    Ok(())
+}
+
+/// Answers of a farmer and of a robot to the same questions. The robot's are chosen where a question is about numbers,
+/// the farmer's elsewhere, as often: no manner alone is right more often than by chance. Each answer is rated too. No
+/// question of the evaluation occurs in training.
+fn preferences(out: &Path) -> Result<()> {
+    let mut dice = Dice::new(3);
+    let [farmer, robot] = ["Talk like a farmer.", "Talk like a robot."]
+        .map(|system| styles::KNOWN.iter().find(|style| style.system == system).unwrap_or(&styles::PIRATE));
+    let topics = world::topics();
+    let (mut numbers, mut others) = (Vec::new(), Vec::new());
+    for fact in topics.iter().flat_map(|topic| &topic.facts) {
+        let is_number = fact.reply.starts_with(|c: char| c.is_ascii_digit());
+        if is_number { &mut numbers } else { &mut others }.push(fact);
+    }
+    let (train, eval) = PREFERENCES;
+    let order = |n: usize, id| Stream::new(SEED, Purpose::Shuffle, 1, id).permutation(n as u32);
+    let orders = [order(numbers.len(), 0), order(others.len(), 1)];
+    let (mut asked, mut pairs) = (HashSet::new(), Vec::new());
+    let mut next = [0, 0];
+    while pairs.len() < train + eval {
+        let kind = pairs.len() % 2;
+        let facts = [&numbers, &others][kind];
+        let Some(at) = orders[kind].get(next[kind]) else { bail!("too few facts for the pairs") };
+        next[kind] += 1;
+        let fact = facts[*at as usize];
+        let ask = dice.pick(&fact.asks);
+        if asked.insert(ask.clone()) {
+            let answers = [robot.speak(&fact.reply), farmer.speak(&fact.reply)];
+            pairs.push((ask, answers[kind].clone(), answers[1 - kind].clone()));
+        }
+    }
+    let held_out = pairs.split_off(train);
+    for (name, pairs) in [("train", pairs), ("eval", held_out)] {
+        let (mut compared, mut rated) = (String::new(), String::new());
+        for (prompt, chosen, rejected) in &pairs {
+            let pair = json!({"prompt": said("user", prompt), "chosen": said("assistant", chosen),
+                "rejected": said("assistant", rejected)});
+            writeln!(compared, "{pair}")?;
+            for (completion, label) in [(chosen, true), (rejected, false)] {
+                let completion = said("assistant", completion);
+                writeln!(
+                    rated,
+                    "{}",
+                    json!({"prompt": said("user", prompt), "completion": completion, "label": label})
+                )?;
+            }
+        }
+        for (kind, text) in [("choices", compared), ("rated", rated)] {
+            let path = out.join(format!("{kind}-{name}.jsonl"));
+            std::fs::write(&path, &text).with_context(|| format!("{}", path.display()))?;
+            println!("{}: {} rows, {} bytes", path.display(), text.lines().count(), text.len());
+        }
+    }
+    Ok(())
+}
+
+/// A list of one message.
+fn said(role: &str, content: &str) -> serde_json::Value {
+    json!([{"role": role, "content": content}])
 }
 
 fn messages(talk: &Talk) -> serde_json::Value {

@@ -1,6 +1,6 @@
 //! `ft doctor`: what this machine has, and what ft would use.
 
-use super::console::print;
+use super::console::print_wrapped;
 use super::version;
 use candle_core::Device;
 use ft_base::memory::available_bytes;
@@ -23,7 +23,7 @@ pub fn run() -> ft_base::Result<()> {
     report.section("ft would use");
     report.line("run.device", &format!("auto: {device}"));
     report.line("threads", &format!("{} (RAYON_NUM_THREADS changes it)", rayon::current_num_threads()));
-    print(&report.0)
+    print_wrapped(&report.0)
 }
 
 /// Lines of a name and a text.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! recipe/   verbs that read a recipe without weights: check, data, init, plan, recipes, schema
-//! train/    verbs that compute with a recipe, and their results: run, bench, eval, report, routes
+//! train/    verbs that compute with a recipe, and their results: run, bench, eval, logits, report, routes
 //! model/    verbs on a model or an adapter: export, merge, push, quantize
 //! chat/     conversation on the terminal
 //! serve/    HTTP server
@@ -39,7 +39,7 @@ use rustix::process::{Resource, getrlimit};
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::process::ExitCode;
-use train::{bench, eval, report, routes, run};
+use train::{bench, eval, logits, report, routes, run};
 
 /// Fine-tune large language models from a recipe file.
 #[derive(Debug, Parser)]
@@ -81,6 +81,11 @@ enum Verb {
     Export(export::Args),
     /// Upload an adapter or a model to the hub, with a card
     Push(push::Args),
+    /// Write rows with a teacher's log-probabilities, for task = "distill"
+    ///
+    /// The rows are those of the recipe, with the tokens of its model. The teacher has the same tokenizer; it runs
+    /// forward only, and is not in memory when the student trains. Prints the [data] lines that read the files.
+    Logits(logits::Args),
     /// Write a model in 4 bits (NF4), as bitsandbytes stores it
     Quantize(quantize::Args),
     /// Show what this machine has, and what ft would use
@@ -193,6 +198,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Verb::Check(args) => return exit(&check::run(&args)),
         Verb::Data(args) => return exit(&data::run(&args)),
         Verb::Eval(args) => computing(|| eval::run(&args)),
+        Verb::Logits(args) => computing(|| logits::run(&args)),
         Verb::Chat(args) => computing(|| chat::run(&args)),
         Verb::Merge(args) => merge::run(&args),
         Verb::Routes(args) => computing(|| routes::run(&args)),

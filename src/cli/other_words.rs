@@ -9,6 +9,10 @@ const WORDS: &[(&str, &str)] = &[
     ("convert", "ft export writes other layouts, ft import takes other toolkits' configurations"),
     ("cp", "ft recipes NAME prints a recipe"),
     ("diagnose", "ft doctor"),
+    (
+        "distill",
+        "ft logits TEACHER RECIPE writes a teacher's rows; ft run with task = \"distill\" trains on them",
+    ),
     ("dpo", "ft run; task = \"sft\" is the only task so far"),
     ("env", "ft doctor"),
     ("estimate", "ft plan"),

@@ -18,7 +18,15 @@ const FILES: &[(&str, &[u8])] = files![
     "data/model/model.safetensors",
     "data/model/tokenizer.json",
     "data/model/tokenizer_config.json",
+    "data/quickstart/choices-eval.jsonl",
+    "data/quickstart/choices-train.jsonl",
     "data/quickstart/eval.jsonl",
+    "data/quickstart/labels-eval.jsonl",
+    "data/quickstart/labels-train.jsonl",
+    "data/quickstart/pairs-eval.jsonl",
+    "data/quickstart/pairs-train.jsonl",
+    "data/quickstart/rated-eval.jsonl",
+    "data/quickstart/rated-train.jsonl",
     "data/quickstart/train.jsonl",
 ];
 

@@ -1,5 +1,6 @@
 //! The base model of an adapter: where to find it, and whether to quantize it.
 
+use super::usage;
 use ft_base::terminal::{tell, warn};
 use ft_data::hub::{self, ModelDir, Want};
 use ft_engine::adapters::{self, Adapter};
@@ -66,4 +67,18 @@ pub fn quantized(
         tell("the base is loaded in NF4, as it was when the adapter was trained (--quantize none: as it is)");
     }
     Ok(chosen.unwrap_or(trained) == Quantize::Nf4)
+}
+
+/// Refuses reward models and classifiers, where text is to be made.
+///
+/// # Errors
+/// A score head.
+pub fn refuse_scores(config: &Config) -> ft_base::Result<()> {
+    let Some(labels) = &config.scores else { return Ok(()) };
+    let outputs = if labels.len() == 1 { "output" } else { "outputs" };
+    Err(usage(format!(
+        "the model has a score head of {} {outputs} in place of the vocabulary's, and makes no text\n  hint: ft eval; \
+         or, after ft merge of an adapter, transformers' AutoModelForSequenceClassification",
+        labels.len()
+    )))
 }

@@ -1,6 +1,6 @@
 //! A model and an optional adapter on disk, and the way to load them.
 
-use super::base::{base_of, fetch_model, open_adapter, quantized};
+use super::base::{base_of, fetch_model, open_adapter, quantized, refuse_scores};
 use super::{Prompter, Source, usage};
 use crate::train::job;
 use candle_core::Device;
@@ -61,6 +61,14 @@ impl ModelFiles {
         Ok(Self { model, adapter, trained, _sources: [Some(source), adapter_source] })
     }
 
+    /// Loads the tokenizer with the model's own chat template; `None` without a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// An unusable tokenizer.
+    pub fn tokenizer(&self) -> ft_base::Result<Option<Tokenizer>> {
+        Ok(Tokenizer::load_with(&self.model.dir, None, &job::added(self.adapter.as_ref())?)?)
+    }
+
     /// Loads the tokenizer. The chat template is `template`, the adapter's, or the model's; `variables`
     /// override the training's.
     ///
@@ -86,8 +94,11 @@ impl ModelFiles {
     /// # Errors
     /// A mismatched adapter; too little memory; as [`Build::run`].
     pub fn load(&self, options: LoadOptions, devices: &[Device]) -> ft_base::Result<Vec<Decoder>> {
-        let base = Base::open(job::config(&self.model.dir, &Map::new())?, &self.model.dir)?;
         let adapter = self.adapter.as_ref();
+        let config = job::config(&self.model.dir, &Map::new())?;
+        let config = adapter.map_or(Ok(config.clone()), |a| a.config_of(config))?;
+        refuse_scores(&config)?;
+        let base = Base::open(config, &self.model.dir)?;
         let selection = match adapter {
             None => Selection::frozen(&base.config),
             Some(a) => {

@@ -1,5 +1,6 @@
 //! Model to serve: fixed model and adapter, or a run's newest checkpoint.
 
+use super::base::refuse_scores;
 use super::files::{check_memory, no_tokenizer};
 use super::follow::{self, FollowedRun, Follower};
 use super::run_folder::is_run;
@@ -59,6 +60,7 @@ impl Model {
 
     fn of_run(run: &Path, options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
         let (run, job) = FollowedRun::open(run, options.load, options.chat_template)?;
+        refuse_scores(&job.config)?;
         let loaded = InferenceModel {
             config: &job.config,
             selection: &job.selection,

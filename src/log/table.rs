@@ -25,6 +25,18 @@ const COLUMNS: &[&str] = &[
     "exact_match",
     "rouge_l",
     "regex_match",
+    "rewards_chosen",
+    "rewards_rejected",
+    "margins",
+    "accuracy",
+    "logps_chosen",
+    "logps_rejected",
+    "nll",
+    "kl",
+    "pairs",
+    "rows",
+    "desirable",
+    "target_weight",
 ];
 
 /// The open table of a run.
@@ -85,10 +97,12 @@ mod tests {
         ];
         let mut t = Table::open(&path, &before)?;
         t.write(&json!({"event": "sample", "step": 1, "prompt": "a,b"}))?;
-        t.write(&json!({"event": "eval", "step": 1, "loss": 2.0, "target_tokens": 3}))?;
+        t.write(&json!({"event": "eval", "step": 1, "loss": 2.0, "target_tokens": 3, "margins": 0.5}))?;
         let mut read = csv::Reader::from_path(&path)?;
         assert_eq!(read.headers()?.iter().collect::<Vec<_>>(), COLUMNS);
         let rows = read.records().collect::<Result<Vec<_>, _>>()?;
+        let margins = COLUMNS.iter().position(|c| *c == "margins").expect("a column");
+        assert_eq!(&rows[1][margins], "0.5");
         let shown: Vec<Vec<&str>> = rows.iter().map(|r| r.iter().take(9).collect()).collect();
         assert_eq!(
             shown,

@@ -15,6 +15,8 @@ use std::path::{Path, PathBuf};
 /// Contents of a card, gathered from a folder and its run.
 struct CardFacts {
     adapter: bool,
+    /// Outputs of a score head.
+    outputs: Option<usize>,
     /// Base model as named in the files.
     base: Option<String>,
     /// Prompt form of the training data.
@@ -31,6 +33,8 @@ struct CardFacts {
 #[derive(Serialize)]
 struct Card {
     adapter: bool,
+    /// Outputs of a score head.
+    outputs: Option<usize>,
     /// Base model on the hub.
     base: Option<String>,
     base_yaml: Option<String>,
@@ -128,7 +132,8 @@ impl CardFacts {
         let trained = json_of(folder, "ft.json");
         let form = trained["form"].as_str().map(str::to_string);
         let mixed = trained["also"].is_array();
-        Ok(Self { adapter, base, form, mixed, recipe: recipe.map(without_paths), metrics, license })
+        let outputs = recipe.as_ref().and_then(|r| r.data.scores.labels()).map(|labels| labels.len());
+        Ok(Self { adapter, outputs, base, form, mixed, recipe: recipe.map(without_paths), metrics, license })
     }
 
     /// Fills the template.
@@ -160,6 +165,7 @@ impl CardFacts {
         let load = if self.adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
         Card {
             adapter: self.adapter,
+            outputs: self.outputs,
             base_yaml: base.as_deref().map(quoted),
             license: self.license.as_deref().map(quoted),
             datasets: sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect(),
@@ -199,7 +205,13 @@ fn results(m: &Metrics) -> Vec<(String, String)> {
     let evals: Vec<(u64, f64)> = m.eval_losses().finite().collect();
     let last = evals.last().filter(|_| evals.len() > 1);
     for (step, loss) in evals.first().into_iter().chain(last) {
-        let value = format!("{loss:.4} (perplexity {:.2})", loss.exp());
+        let value = match m.scores.get(step).filter(|_| m.is_of_documents()) {
+            Some([.., accuracy, f1]) if f1.is_finite() => {
+                format!("{loss:.4} (accuracy {accuracy:.4}, F1 {f1:.4})")
+            }
+            Some([.., accuracy, _]) => format!("{loss:.4} (accuracy {accuracy:.4})"),
+            None => format!("{loss:.4} (perplexity {:.2})", loss.exp()),
+        };
         rows.push((format!("evaluation loss after step {step}"), value));
     }
     rows

@@ -24,6 +24,10 @@ pub struct Step {
     /// Gradient norm before clipping.
     pub grad_norm: f64,
     pub lr: f64,
+    /// Share of pairs with the higher reward for chosen, or of documents with the right class.
+    pub accuracy: f64,
+    /// Mean difference of the rewards of chosen and rejected.
+    pub margin: f64,
     /// Tokens processed.
     pub tokens: f64,
     /// Supervised tokens.
@@ -46,6 +50,8 @@ impl Step {
             z_loss: n("z_loss"),
             grad_norm: n("grad_norm"),
             lr: n("lr"),
+            accuracy: n("accuracy"),
+            margin: n("margins"),
             tokens: n("tokens"),
             targets: n("target_tokens"),
             seconds: n("seconds"),
@@ -108,8 +114,15 @@ impl Sample {
     }
 }
 
-/// Score names, in the order of [`Metrics::scores`].
-pub const SCORES: [&str; 3] = ["exact match", "ROUGE-L", "regex match"];
+/// Names and keys of the scores of an evaluation, in the order of [`Metrics::scores`]: of generated answers, then of
+/// pairs and classified documents.
+pub const SCORES: [(&str, &str); 5] = [
+    ("exact match", "exact_match"),
+    ("ROUGE-L", "rouge_l"),
+    ("regex match", "regex_match"),
+    ("accuracy", "accuracy"),
+    ("F1", "f1"),
+];
 
 /// All metrics of a run.
 #[derive(Clone, Debug, Default)]
@@ -120,8 +133,8 @@ pub struct Metrics {
     pub steps: BTreeMap<u64, Step>,
     /// Evaluation loss, by completed steps.
     pub evals: BTreeMap<u64, f64>,
-    /// Scores of generated answers, by completed steps, in the order of [`SCORES`]; NaN if not requested.
-    pub scores: BTreeMap<u64, [f64; 3]>,
+    /// Scores of evaluations, by completed steps, in the order of [`SCORES`]; NaN if not requested.
+    pub scores: BTreeMap<u64, [f64; SCORES.len()]>,
     /// Replies to `log.samples`, in the order of the file.
     pub samples: Vec<Sample>,
     /// Answers that are scored, in the order of the file.
@@ -204,7 +217,7 @@ impl Metrics {
                 self.steps.insert(step, Step::new(&e));
             }
             "eval" => {
-                let scores = ["exact_match", "rouge_l", "regex_match"].map(n);
+                let scores = SCORES.map(|(_, key)| n(key));
                 if scores.iter().any(|s| s.is_finite()) {
                     self.scores.insert(step, scores);
                 }
@@ -290,6 +303,11 @@ impl Metrics {
     pub fn smoothed(&self, f: impl Fn(&Step) -> f64) -> Series {
         let series = self.series(f);
         if self.is_smoothed() { series.smooth(self.window()) } else { series }
+    }
+
+    /// Whether the loss is of whole documents, and so has no perplexity.
+    pub fn is_of_documents(&self) -> bool {
+        self.steps.values().any(|s| s.accuracy.is_finite() || s.margin.is_finite())
     }
 
     /// Evaluation losses.

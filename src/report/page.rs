@@ -81,10 +81,10 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
     let evals = m.eval_losses();
     if let (Some((first, last)), Some(best)) = (ends(&evals), evals.lowest()) {
         let [first_loss, best_loss, perplexity] = [first.1, best.1, last.1.exp()].map(short);
-        let more = format!(
-            "first {first_loss} at step {}, best {best_loss} at step {}; perplexity {perplexity}",
-            first.0, best.0
-        );
+        let mut more = format!("first {first_loss} at step {}, best {best_loss} at step {}", first.0, best.0);
+        if !m.is_of_documents() {
+            more += &format!("; perplexity {perplexity}");
+        }
         add("evaluation loss", short(last.1), more);
     }
     if let Some((first, last)) = ends(&m.smoothed(|s| s.loss)) {
@@ -121,7 +121,12 @@ fn charts(m: &Metrics) -> Vec<Chart> {
     };
     let training = |label, style, points| Curve { label, style, points };
     let mut loss = vec![training("training loss", LineStyle::Raw, m.series(|s| s.loss))];
-    let mut about = vec!["Mean cross-entropy of a supervised token, in nats.".to_string()];
+    let unit = if m.is_of_documents() {
+        "Mean over pairs or documents"
+    } else {
+        "Mean cross-entropy of a supervised token"
+    };
+    let mut about = vec![format!("{unit}, in nats.")];
     if m.is_smoothed() {
         loss.push(training("training loss, smoothed", LineStyle::Main, m.smoothed(|s| s.loss)));
         about.push(format!("Smoothed: an exponential mean over some {} steps.", m.window()));
@@ -142,6 +147,8 @@ fn charts(m: &Metrics) -> Vec<Chart> {
         scores(m, &range),
         chart("aux", load_balancing.0, load_balancing.1, m.series(|s| s.aux_loss), &[aux]),
         chart("z", "z-loss of the routers", "z-loss", m.series(|s| s.z_loss), &[aux]),
+        accuracy(m, &range),
+        chart("margin", "Margin of rewards", "margin", m.series(|s| s.margin), &["Chosen less rejected."]),
         chart("norm", "Gradient norm", "gradient norm", m.series(|s| s.grad_norm), &["Before clipping."]),
         chart("lr", "Learning rate", "learning rate", m.series(|s| s.lr), &[]),
         chart("speed", "Tokens a second", "tokens a second", m.series(|s| s.rate), &[]),
@@ -149,11 +156,28 @@ fn charts(m: &Metrics) -> Vec<Chart> {
     charts.into_iter().flatten().collect()
 }
 
+/// Number of scores of generated answers among [`SCORES`].
+const OF_ANSWERS: usize = 3;
+
+/// Curves of the accuracy, in training and in evaluation.
+fn accuracy(m: &Metrics, range: &Range<'_>) -> Option<Chart> {
+    let points = |k: usize| Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
+    let training = Curve { label: "training", style: LineStyle::Main, points: m.series(|s| s.accuracy) };
+    let evaluated = OF_ANSWERS..SCORES.len();
+    let evaluated =
+        evaluated.map(|k| Curve { label: SCORES[k].0, style: LineStyle::RunDots(k), points: points(k) });
+    let evaluated = evaluated.filter(|c| c.points.finite().count() > 0);
+    let curves: Vec<Curve<'_>> = std::iter::once(training).chain(evaluated).collect();
+    let note = "Share of pairs with the higher reward for chosen, or of documents with the right class; F1 is the mean \
+                over the classes. The dots are evaluations.";
+    Chart::new("accuracy", "Accuracy", &curves, range, &[note])
+}
+
 /// Curves of the scores of generated answers; `None` before the second evaluation.
 fn scores(m: &Metrics, range: &Range<'_>) -> Option<Chart> {
     let points = |k: usize| Series(m.scores.iter().map(|(step, s)| (*step, s[k])).collect());
-    let curve = |(k, label)| Curve { label, style: LineStyle::RunDots(k), points: points(k) };
-    let curves = SCORES.into_iter().enumerate().map(curve).filter(|c| c.points.finite().count() > 1);
+    let curve = |k: usize| Curve { label: SCORES[k].0, style: LineStyle::RunDots(k), points: points(k) };
+    let curves = (0..OF_ANSWERS).map(curve).filter(|c| c.points.finite().count() > 1);
     let note = "Means over the answers to generate.samples; 1 is the reference each time.";
     Chart::new("scores", "Scores of the answers", &curves.collect::<Vec<_>>(), range, &[note])
 }
@@ -182,10 +206,13 @@ fn eval_table(m: &Metrics) -> Option<Table> {
     let recorded = |k: &usize| m.scores.values().any(|s| s[*k].is_finite());
     let recorded: Vec<usize> = (0..SCORES.len()).filter(recorded).collect();
     let score = |step: &u64, k: usize| m.scores.get(step).map_or(f64::NAN, |s| s[k]);
-    let head = ["after step", "loss", "perplexity"].into_iter().chain(recorded.iter().map(|k| SCORES[*k]));
+    let by_token = (!m.is_of_documents()).then_some("perplexity");
+    let head =
+        ["after step", "loss"].into_iter().chain(by_token).chain(recorded.iter().map(|k| SCORES[*k].0));
     Some(Table::thinned(head, m.evals.iter().collect(), "evaluations", |(step, loss)| {
         let scores = recorded.iter().map(|k| short(score(step, *k)));
-        [step.to_string(), short(*loss), short(loss.exp())].into_iter().chain(scores).collect()
+        let perplexity = by_token.map(|_| short(loss.exp()));
+        [step.to_string(), short(*loss)].into_iter().chain(perplexity).chain(scores).collect()
     }))
 }
 

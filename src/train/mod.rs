@@ -6,7 +6,10 @@
 //!   output     the result: written, read back, compared
 //!   checkpoint contents of a checkpoint, identity of a run
 //!   eval       evaluation loss, generated answers, divergence
+//!   objective  tasks with a loss of whole documents
 //!   preference losses of pairs and rated completions, the reference
+//!   distill    losses on a teacher's probabilities; the teacher's pass
+//!   classify   cross-entropy over classes, accuracy and F1
 //!   step       gradients over micro-batches, reduction over ranks, update
 //!   memory     limits, measurements, out-of-memory reports
 //!   job        the resolved recipe
@@ -15,12 +18,15 @@
 
 pub mod bench;
 pub mod checkpoint;
+mod classify;
+mod distill;
 mod error;
 mod eval;
 pub mod job;
 pub mod layout;
 pub mod memory;
 pub mod merge;
+mod objective;
 pub mod output;
 mod preference;
 mod ranks;
@@ -31,6 +37,7 @@ pub mod step;
 #[cfg(test)]
 mod tests;
 
+pub use distill::{TeacherFiles, TeacherModel, check as check_taught, write_teacher};
 pub use error::Error;
 pub use eval::{add_to, evaluate_loaded, score, scores_line};
 pub use job::{Job, rows, sources};

@@ -2,7 +2,7 @@
 
 use super::eval::{evaluate, probe};
 use super::job::Job;
-use super::preference::ReferenceInputs;
+use super::preference::{ReferenceInputs, other};
 use super::ranks::RunInputs;
 use super::step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
 use super::{Error, Options, Outcome, output};
@@ -122,21 +122,25 @@ impl Run {
             return Err(Error::Usage(format!("{place}: {why}")).into());
         }
         let (data, eval) = job.data()?;
+        job.check_rows(Some(&data), eval.as_ref())?;
         let (batches, schedule) = RunInputs::steps(&job, &data)?;
         job.check()?;
+        other::check(&job)?;
         let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
+        let reference = ReferenceInputs {
+            job: &job,
+            train: Some(&data),
+            eval: eval.as_ref(),
+            batches: Some(&batches),
+            execution: &plan.execution,
+            comm: &ranks::alone(),
+            identity: None,
+        };
+        let known = reference.of_other()?;
         let mut model = TrainedModel::new(&job, job.load(true)?);
         if let Some(preferences) = &mut model.preferences {
-            let reference = ReferenceInputs {
-                job: &job,
-                train: Some(&data),
-                eval: eval.as_ref(),
-                batches: Some(&batches),
-                execution: &plan.execution,
-                comm: &ranks::alone(),
-                identity: None,
-            };
-            preferences.reference = reference.scores(&model.decoder, &model.params)?;
+            let compute = || reference.scores(&model.decoder, &model.params);
+            preferences.reference = known.map_or_else(compute, Ok)?;
         }
         let loss_scale = LossScale::new(job.dtype, job.recipe.memory.scale);
         Ok(Session { job, data, eval, batches, schedule, plan, model, loss_scale, done: 0 })
@@ -205,7 +209,7 @@ impl Session {
         let data = self.eval.as_ref().unwrap_or(&self.data);
         let alone = ranks::alone();
         let cx = TrainContext::new(&self.job, &self.model, &alone, self.plan.execution, self.loss_scale);
-        let of = evaluate(&cx.scorer(&NoHooks), data, cx.preferences(part), &|| 0)?;
+        let of = evaluate(&cx.scorer(&NoHooks), data, cx.objective(part), &|| 0)?;
         Ok((of.loss, of.targets))
     }
 

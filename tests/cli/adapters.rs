@@ -66,7 +66,7 @@ fn merging_keeps_the_dtype_and_takes_care_of_folders() {
     w.write("m/notes.txt", "mine");
     let r = w.ft(&["merge", "a/adapter", "--out", "m", "--dtype", "f32"]);
     assert!(
-        r.code == 2 && r.err.contains("is not empty") && r.err.contains("hint: another folder"),
+        r.code == 2 && r.err.contains("is no empty folder") && r.err.contains("hint: another folder"),
         "{}",
         r.err
     );

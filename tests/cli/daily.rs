@@ -72,12 +72,12 @@ fn a_recipe_is_asked_for_and_written() {
     let call = json!({"messages": [{"role": "user", "content": "Weather?"},
         {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": {"in": "Oslo"}}]}]});
     w.write("calls.jsonl", format!("{call}\n"));
-    w.write("pairs.jsonl", "{\"prompt\": \"Hi\", \"chosen\": \"a\", \"rejected\": \"b\"}\n");
+    w.write("strange.jsonl", "{\"what\": \"is this\"}\n");
     w.config("strange", json!({"model_type": "strange"}));
     for (model, data, code, said) in [
         (model.as_str(), "gone.jsonl", 3, "gone.jsonl is not there"),
         (model.as_str(), "calls.jsonl", 3, "tool_calls[0].name: not in the training text"),
-        (model.as_str(), "pairs.jsonl", 2, "a pair of preferences"),
+        (model.as_str(), "strange.jsonl", 2, "strange.jsonl"),
         ("strange", "rows.csv", 4, "strange"),
     ] {
         let r = w
@@ -95,6 +95,29 @@ fn a_recipe_is_asked_for_and_written() {
     let steps = w.ok(&["check", "some.toml"]).out;
     assert!(steps.contains("37 of 8 rows"), "{steps}");
     assert!(!w.path("other.toml").exists());
+    // The task is that of the rows.
+    let pair = "{\"prompt\": \"Hi\", \"chosen\": \"a\", \"rejected\": \"b\"}\n";
+    let rated = "{\"prompt\": \"Hi\", \"completion\": \"a\", \"label\": true}\n";
+    let taught = "{\"input_ids\": [5, 6], \"teacher_ids\": [[6], [7]], \"teacher_logits\": [[0.5], [0.5]]}\n";
+    for (task, row) in [("dpo", pair), ("kto", rated), ("distill", taught)] {
+        w.write("rows.jsonl", row.repeat(40));
+        let name = format!("for-{task}");
+        w.ok(&[
+            "init",
+            &name,
+            "--model",
+            &model,
+            "--data",
+            "rows.jsonl",
+            "--method",
+            "lora",
+            "--memory",
+            "free",
+        ]);
+        let text = String::from_utf8(w.read(&format!("{name}.toml"))).expect("text");
+        assert!(text.starts_with(&format!("task = \"{task}\"")), "{text}");
+        w.ok(&["check", &format!("{name}.toml")]);
+    }
 }
 
 #[test]

@@ -38,6 +38,48 @@ fn an_imported_recipe_runs() {
     w.ok(&["import", "mine.yml", "--overwrite", "--out", "mine.toml"]);
 }
 
+/// Preferences of TRL and of LLaMA-Factory, whose data sets are described beside them.
+#[test]
+fn an_imported_preference_recipe_runs() {
+    let w = World::new();
+    let pair = "{\"instruction\": \"What is red?\", \"chosen\": \"A rose.\", \"rejected\": \"No.\"}\n";
+    w.write("rows/pairs.json", format!("[{}]", [pair.trim_end(); 4].join(",")));
+    w.write("pairs.jsonl", pair.repeat(4).replace("instruction", "prompt"));
+    let columns = r#"{"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}"#;
+    let info =
+        format!("{{\"mine\": {{\"file_name\": \"pairs.json\", \"ranking\": true, \"columns\": {columns}}}}}");
+    w.write("rows/dataset_info.json", info);
+    let model = repository().join("data/model").display().to_string();
+    w.write(
+        "trl.sh",
+        format!(
+            "python examples/scripts/dpo.py --model_name_or_path {model} --dataset_name pairs.jsonl --use_peft \\\n  \
+             --loss_type ipo --per_device_train_batch_size 2\n"
+        ),
+    );
+    w.write(
+        "factory.yaml",
+        format!(
+            "model_name_or_path: {model}\nstage: dpo\npref_loss: simpo\nfinetuning_type: lora\ndataset: mine\n\
+             dataset_dir: rows\nmax_samples: 3\nper_device_train_batch_size: 1\nlora_rank: 4\n"
+        ),
+    );
+    for (file, recipe, pairs) in [("trl.sh", "trl.toml", 2), ("factory.yaml", "factory.toml", 1)] {
+        w.ok(&["import", file]);
+        w.ok(&[
+            "run",
+            recipe,
+            "run.steps=1",
+            "run.output=out",
+            "run.device=cpu",
+            "model.dtype=f32",
+            "--overwrite",
+        ]);
+        let step = &w.events("out", "step")[0];
+        assert_eq!(step["pairs"], pairs, "{step}");
+    }
+}
+
 #[test]
 fn missing_files_are_no_problem_and_other_tasks_are() {
     let w = World::new();

@@ -89,6 +89,8 @@ fn rows() -> String {
     format!("{LORA}[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens:?}\n")
 }
 
+/// Rows with 64 values of a teacher at each token.
+const DISTILL: &str = "task=distill";
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
 /// Updates in the backward pass, and the settings they require.
 const ALL_AT_ONCE: &[&str] =
@@ -99,6 +101,9 @@ const ON_HOST: &str = "memory.offload=['optimizer', 'params', 'activations']";
 const NF4: &str = "model.quantize=nf4";
 const NORMS: &str = "memory.recompute=norms";
 const FEED_FORWARD: &str = "memory.recompute=feed_forward";
+
+const REWARD: &str = "task=reward";
+const CLASSIFY: &str = "task=classify";
 
 /// A checkpoint in half precision; in f32 runs, the matrices stay in half precision.
 const LOAD: &str = "model.weights=load";
@@ -142,7 +147,18 @@ fn run_rows(
         .enumerate()
         .map(|(k, n)| {
             let ids: Vec<usize> = (0..*n).map(|i| token(i, k)).collect();
-            format!("{}\n", json!({"input_ids": ids}))
+            let row = if set.contains(&REWARD) {
+                json!({"prompt_ids": [], "chosen_ids": ids, "rejected_ids": &ids[..n / 2]})
+            } else if set.contains(&CLASSIFY) {
+                json!({"input_ids": ids, "label": k % 5})
+            } else if set.contains(&DISTILL) {
+                let kept: Vec<Vec<usize>> =
+                    (0..*n).map(|i| (0..64).map(|j| (i + j * 100) % 8000).collect()).collect();
+                json!({"input_ids": ids, "teacher_ids": kept, "teacher_logits": vec![vec![0.5; 64]; *n]})
+            } else {
+                json!({"input_ids": ids})
+            };
+            format!("{row}\n")
         })
         .collect();
     std::fs::write(dir.join("rows.jsonl"), rows)?;
@@ -359,6 +375,39 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     Ok(())
 }
 
+/// A score head: its weights, gradients and moments, and no logits of the vocabulary.
+#[test]
+fn a_score_head_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (full_rows, short) = ([512; 8], [8; 512]);
+    let labels = ["classify.num_labels=5", "data.train.0.format=labeled"];
+    let pairs = ["data.train.0.format=preference", "memory.recompute=all"];
+    let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
+    let cases: &[(&Value, &str, &[usize], Vec<&str>)] = &[
+        (&qwen3, LORA, &full_rows, [&[REWARD], &pairs[..]].concat()),
+        (
+            &tied,
+            FULL,
+            &full_rows,
+            [&[REWARD], &pairs[..], &["run.micro_rows=2", "model.dtype=bf16"]].concat(),
+        ),
+        (&tied, FULL, &short, [&[CLASSIFY], &labels[..], &["memory.recompute=none"]].concat()),
+        (&qwen3, LORA, &full_rows, [&[CLASSIFY], &labels[..], &[NF4, "memory.recompute=none"]].concat()),
+        (&qwen3, LORA, &full_rows, [&[CLASSIFY], &labels[..], &[LOAD, "memory.recompute=norms"]].concat()),
+    ];
+    let mut wrong = Vec::new();
+    for (config, rules, lengths, set) in cases {
+        let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;
+        let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+        eprintln!("{apart:>6.2}% of {planned:>10} planned, {measured:>10} measured  {set:?}");
+        if apart.abs() > 1.0 {
+            wrong.push(format!("{set:?}: planned {planned}, measured {measured}"));
+        }
+    }
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
 /// Memory and traffic per rank agree with the plan to 1%. Sharded states, gradients and weights shrink in
 /// proportion to the number of ranks.
 #[test]
@@ -467,6 +516,25 @@ fn process(dir: &Path) -> Result<(u64, u64)> {
 
 /// Rows of one repeated token route all tokens to the same experts. The run stays within the routing
 /// reserve of the plan.
+/// A teacher's values and both losses, where the logits of a row are one chunk and where they are several.
+#[test]
+fn a_teacher_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, wide) = (config("qwen3", false), wide());
+    let eval = "data.eval=[{source='rows.jsonl', format='tokens'}]";
+    let cases: &[(&Value, &str, &[&str])] = &[
+        (&qwen3, LORA, &[DISTILL, "memory.recompute=all", "run.micro_rows=2"]),
+        (&wide, LORA, &[DISTILL, "memory.recompute=none"]),
+        (&wide, FULL, &[DISTILL, "memory.recompute=all", "model.dtype=bf16", eval]),
+    ];
+    for (config, rules, set) in cases {
+        let (planned, measured) = run(dir.path(), config, rules, &[512; 8], set)?;
+        let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+        ensure!(apart.abs() <= 1.0, "{set:?}: {apart:.2}% of {planned} planned, {measured} measured");
+    }
+    Ok(())
+}
+
 #[test]
 fn uneven_routing_takes_no_more_than_its_reserve() -> Result<()> {
     let dir = tempfile::tempdir()?;

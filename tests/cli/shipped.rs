@@ -59,7 +59,7 @@ fn shipped_recipes_pass_without_the_weights() {
     w.write("your.jsonl", (0..40).map(row).collect::<String>());
     let mut on_the_hub = 0;
     for shipped in ft::recipe::SHIPPED {
-        if shipped.name.ends_with("quickstart") {
+        if shipped.name.contains("quickstart") {
             continue; // local; covered by other tests
         }
         let recipe = ft::recipe::Recipe::parse(shipped.text, "r.toml", &[]).expect("a good recipe");

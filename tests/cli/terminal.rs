@@ -8,7 +8,7 @@ use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Command};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 const UP: &str = "\x1b[A";
@@ -21,13 +21,16 @@ const CTRL_D: &str = "\x04";
 /// Escape sequence for bracketed paste, sent when input is expected.
 const READY: &str = "\x1b[?2004h";
 
+/// Time after which a process that prints nothing hangs.
+const HANGS: Duration = Duration::from_secs(900);
+
 /// A process attached to a pseudo-terminal.
 struct Terminal {
     child: Child,
     keys: File,
     shows: Receiver<Vec<u8>>,
-    /// Output not yet consumed.
-    shown: String,
+    /// Output not yet consumed; may end inside of a character.
+    shown: Vec<u8>,
 }
 
 impl Terminal {
@@ -43,11 +46,14 @@ impl Terminal {
         let name = ptsname(&pty, Vec::new()).expect("a name");
         let there = Path::new(std::ffi::OsStr::from_bytes(name.as_bytes()));
         let open = || File::options().read(true).write(true).open(there).expect("the other side");
+        // A terminal that is closed on the other side may forget its size.
+        let held = open();
         let size =
             Command::new("stty").args(["cols", &columns.to_string(), "rows", "24"]).stdin(open()).status();
         assert!(size.expect("started").success());
         let mut command = w.command(args);
         let child = command.env("TERM", "xterm").stdin(open()).stdout(open()).stderr(open()).spawn();
+        drop((held, command));
         let (keys, mut screen) = (File::from(pty), Vec::new());
         let mut read = keys.try_clone().expect("a file");
         let (sender, shows) = channel();
@@ -60,7 +66,7 @@ impl Terminal {
                 }
             }
         });
-        Self { child: child.expect("started"), keys, shows, shown: String::new() }
+        Self { child: child.expect("started"), keys, shows, shown: Vec::new() }
     }
 
     fn press(&mut self, keys: &[&str]) {
@@ -70,23 +76,30 @@ impl Terminal {
     /// Waits for a text in the output.
     fn until(&mut self, text: &str) {
         loop {
-            if let Some(at) = self.shown.find(text) {
+            if let Some(at) = self.shown.windows(text.len()).position(|w| w == text.as_bytes()) {
                 self.shown.drain(..at + text.len());
                 return;
             }
-            match self.shows.recv_timeout(Duration::from_secs(60)) {
-                Ok(bytes) => self.shown += &String::from_utf8_lossy(&bytes),
-                Err(e) => panic!("{text:?} did not come ({e}): {:?}", self.shown),
+            match self.shows.recv_timeout(HANGS) {
+                Ok(bytes) => self.shown.extend(bytes),
+                Err(e) => panic!("{text:?} did not come ({e}): {:?}", String::from_utf8_lossy(&self.shown)),
             }
         }
     }
 
     /// All output until the process ends.
     fn whole(&mut self) -> String {
-        while let Ok(bytes) = self.shows.recv_timeout(Duration::from_secs(60)) {
-            self.shown += &String::from_utf8_lossy(&bytes);
+        loop {
+            match self.shows.recv_timeout(HANGS) {
+                Ok(bytes) => self.shown.extend(bytes),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return String::from_utf8_lossy(&std::mem::take(&mut self.shown)).into_owned();
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    panic!("it goes on without output: {:?}", String::from_utf8_lossy(&self.shown))
+                }
+            }
         }
-        std::mem::take(&mut self.shown)
     }
 
     /// Sends Enter.
@@ -189,7 +202,15 @@ fn no_word_is_broken_at_the_edge() {
             &["--help"][..],
             &["run", "--help"],
             &["recipes"],
-            &["plan", "qwen3-8b-qlora", "--gpu", "6GB"],
+            // What is free changes from one command to the next.
+            &[
+                "plan",
+                "qwen3-8b-qlora",
+                "--gpu",
+                "6GB",
+                "memory.host_budget=64GiB",
+                "memory.disk_budget=1TiB",
+            ],
             &["check", "r.toml", "run.gradient_accumulation_steps=4", "memory.budget=48G"],
         ] {
             let plain = w.ft(args);

@@ -148,7 +148,13 @@ fn refused_runs_and_verbs_write_nothing() {
     {
         let into = |out: &str| w.ft(&[verb, &["--out", out]].concat());
         let r = into("full");
-        assert!(r.code == 2 && r.err.contains("full: is not empty") && r.err.contains("hint: "), "{}", r.err);
+        assert!(
+            r.code == 2
+                && r.err.contains("full: is there already, and is no empty folder")
+                && r.err.contains("hint: "),
+            "{}",
+            r.err
+        );
         for odd in [".", "..", "/", "full/notes.txt", "full/notes.txt/x"] {
             assert_ne!(into(odd).code, 0, "{verb:?} {odd}");
         }

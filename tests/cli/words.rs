@@ -11,6 +11,7 @@ const VERBS: &[&str] = &[
     "eval",
     "chat",
     "merge",
+    "logits",
     "routes",
     "export",
     "bench",

@@ -22,6 +22,7 @@ mod split;
 mod server;
 
 mod counts;
+mod faults;
 mod libraries;
 mod ranks;
 mod reference;

@@ -39,7 +39,8 @@ def train(name, *more, stop=None):
     """Trains the quickstart in a folder; with `stop`, sends SIGTERM once the metrics have that many steps."""
     out = work / name
     command = [ft, "run", "recipes/quickstart.toml", f"name={name}", f"run.output={out}", "run.device=cpu",
-               "run.save_every=5", "run.eval_every=5", f"log.mlflow={url}", "log.mlflow_experiment=peers", *more]
+               "run.save_every=5", "run.eval_every=5", "log.samples=['What colour is the sky?', \"Who's there? <b>é</b>\"]",
+               f"log.mlflow={url}", "log.mlflow_experiment=peers", *more]
     run = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while stop and sum('"event":"step"' in line for line in lines(out)) < stop:
         assert run.poll() is None, run.communicate()[1]
@@ -71,14 +72,19 @@ def check(client, experiment, name, status, events):
             own = {e["step"]: e[key] for e in events if e["event"] == kind}
             assert stored == own, (name, key, stored, own)
             compared += len(own)
-    return compared
+    table = client.load_table(experiment.experiment_id, "samples.json", run_ids=[run.info.run_id])
+    stored = {(row.step, row.prompt): row.reply for row in table.itertuples()}
+    own = {(e["step"], e["prompt"]): e["reply"] for e in events if e["event"] == "sample"}
+    assert stored == own and len(own) > 2, (name, stored, own)
+    return compared + len(own)
 
 
 try:
     while not answers():
         assert server.poll() is None, (work / "server.log").read_text()
         time.sleep(0.2)
-    client = mlflow.MlflowClient(tracking_uri=url)
+    mlflow.set_tracking_uri(url)
+    client = mlflow.MlflowClient()
     events = train("whole", "run.steps=10")
     experiment = client.get_experiment_by_name("peers")
     compared = check(client, experiment, "whole", "FINISHED", events)
@@ -87,6 +93,7 @@ try:
     last = max(e["step"] for e in events if e["event"] == "step")
     events = train("stopped", f"run.steps={last + 5}", "--resume", "--accept-change", "run.steps")
     compared += check(client, experiment, "stopped", "FINISHED", events)
-    print(f"mlflow {mlflow.__version__}: 2 runs, one of them resumed; {compared} numbers equal")
+    print(f"mlflow {mlflow.__version__}: 2 runs, one of them resumed; {compared} numbers and texts equal")
 finally:
     os.killpg(server.pid, signal.SIGKILL)
+    server.wait()

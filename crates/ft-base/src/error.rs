@@ -1,5 +1,6 @@
 //! Errors of the library and their exit codes.
 
+use crate::device_error::DeviceError;
 use std::fmt;
 
 /// The exit codes of the `ft` binary.
@@ -54,9 +55,13 @@ pub trait Failure: std::error::Error + Send + Sync + 'static {
 #[derive(Debug)]
 pub struct Error(Box<dyn Failure>);
 
+/// An error with a code of CUDA becomes a [`DeviceError`], which names the device of this thread.
 impl<E: Failure> From<E> for Error {
     fn from(e: E) -> Self {
-        Self(Box::new(e))
+        match DeviceError::parse(&e.to_string()) {
+            Some(fault) => Self(Box::new(fault)),
+            None => Self(Box::new(e)),
+        }
     }
 }
 
@@ -89,11 +94,11 @@ impl Error {
 #[cfg(feature = "candle")]
 impl Failure for candle_core::Error {
     fn exit_code(&self) -> ExitCode {
-        let text = self.to_string().to_lowercase();
-        if text.contains("out of memory") || text.contains("out_of_memory") {
-            ExitCode::DoesNotFit
-        } else {
-            ExitCode::Internal
+        let text = self.to_string();
+        match DeviceError::parse(&text) {
+            Some(fault) => fault.exit_code(),
+            None if text.to_lowercase().contains("out of memory") => ExitCode::DoesNotFit,
+            None => ExitCode::Internal,
         }
     }
 }

@@ -7,6 +7,7 @@
 #[cfg(test)]
 extern crate self as ft_base;
 
+pub mod device_error;
 pub mod error;
 pub mod memory;
 pub mod rng;

@@ -26,13 +26,14 @@ impl Resolved {
     /// Selects the trained modules with `select`, after a check of config and recipe.
     ///
     /// # Errors
-    /// Router losses without routers; errors of `select`.
+    /// Router losses without routers; a score head of another task; errors of `select`.
     pub fn new(
         recipe: &Recipe,
         config: Config,
         select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
         check_routers(recipe, &config)?;
+        let config = with_head(recipe, config)?;
         let selection = select(&config)?;
         Ok(Self { config, selection })
     }
@@ -82,6 +83,29 @@ pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
+/// The config with the head of the recipe's task.
+///
+/// # Errors
+/// A score head of the checkpoint, with another number of outputs, or for a task of the vocabulary.
+pub fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
+    let (place, task) = (recipe.place("model.source"), recipe.task.word());
+    match (recipe.data.scores.labels(), &config.scores) {
+        (None, None) => Ok(config),
+        (None, Some(_)) => Err(Error::Ignored(format!(
+            "{place}: the model has a score head, and task = \"{task}\" trains the vocabulary's\n  \
+             hint: task = \"reward\" or \"classify\", or the language model that it was made from"
+        ))),
+        (Some(ours), Some(theirs)) if ours.len() != theirs.len() => Err(Error::Ignored(format!(
+            "{place}: the model's score head has {} outputs ({}), and task = \"{task}\" has {}\n  \
+             hint: [classify] with as many labels, or the language model that it was made from",
+            theirs.len(),
+            theirs.iter().take(8).cloned().collect::<Vec<_>>().join(", "),
+            ours.len()
+        ))),
+        (Some(ours), _) => Ok(config.with_scores(ours)),
+    }
+}
+
 /// Folder of the adapter in `lora.init`, downloaded if necessary.
 ///
 /// # Errors
@@ -101,7 +125,10 @@ pub fn selection(
     of_adapter: impl FnOnce() -> ft_base::Result<Selection>,
 ) -> ft_base::Result<Selection> {
     let selection = if recipe.train.is_empty() && recipe.lora.init.adapter().is_some() {
-        of_adapter()?
+        let mut selection = of_adapter()?;
+        let place = recipe.place("lora.init");
+        selection.train_scores(false).map_err(|why| Error::Ignored(format!("{place}: {why}")))?;
+        selection
     } else {
         Selection::from_rules(config, &recipe.train)?
     };

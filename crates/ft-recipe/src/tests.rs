@@ -438,10 +438,18 @@ fn every_part_knows_the_same_keys() {
         "data.eval.0.format=alpaca",
     ]));
     writer.extend(written(&["train.0.modules=['new_tokens']", "train.0.tokens=[1]"]));
-    for task in ["dpo", "simpo", "cpo", "kto"] {
-        let format = if task == "kto" { "unpaired" } else { "preference" };
+    for task in ["dpo", "simpo", "cpo", "kto", "distill"] {
+        let format = match task {
+            "kto" => "unpaired",
+            "distill" => "tokens",
+            _ => "preference",
+        };
         let formats = ["train", "eval"].map(|part| format!("data.{part}.0.format={format}"));
         writer.extend(written(&[&format!("task={task}"), &formats[0], &formats[1]]));
+    }
+    for labels in ["classify.labels=['a', 'b']", "classify.num_labels=3"] {
+        let formats = ["train", "eval"].map(|part| format!("data.{part}.0.format=labeled"));
+        writer.extend(written(&["task=classify", labels, &formats[0], &formats[1]]));
     }
     assert_eq!(writer, table);
 

@@ -3,7 +3,7 @@
 use super::gguf::{self, GgufOptions};
 use crate::cli::args::words;
 use crate::cli::console::print;
-use crate::infer::base::{base_of, open_adapter, quantized};
+use crate::infer::base::{base_of, open_adapter, quantized, refuse_scores};
 use crate::infer::{Source, usage};
 use crate::train::{self, compare, logits_apart};
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -94,7 +94,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let source = Source::find(&args.adapter)?;
     let adapter = open_adapter(&source.name)?;
     let model = base_of(&adapter, args.base.as_deref(), Want::Weights)?;
-    let config = Config::load(&model.dir, &Map::new())?;
+    let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
+    refuse_scores(&config)?;
     let selection = adapter.selection(&config)?;
     let quantize = args.quantize.as_deref().and_then(Quantize::from_word);
     let nf4 = quantized(quantize, Some(&adapter), &config)?;

@@ -1,7 +1,7 @@
 //! `ft export --to gguf`: a model or an adapter for llama.cpp.
 
 use crate::cli::console::print;
-use crate::infer::base::{base_of, fetch_model};
+use crate::infer::base::{base_of, fetch_model, refuse_scores};
 use crate::infer::{Source, usage};
 use crate::train::job;
 use candle_core::{DType, Device};
@@ -41,7 +41,8 @@ pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
                 return Err(usage("--pre: an adapter's file has no tokenizer"));
             }
             let model = base_of(&adapter, args.base, Want::Config)?;
-            let config = Config::load(&model.dir, &Map::new())?;
+            let config = adapter.config_of(Config::load(&model.dir, &Map::new())?)?;
+            refuse_scores(&config)?;
             let selection = adapter.selection(&config)?;
             let (name, dtype) = ("adapter.gguf", dtype.unwrap_or(DType::F32));
             gguf::write_adapter(&config, &adapter, &selection, dtype, &new.path().join(name))?;
@@ -70,6 +71,7 @@ fn write_model(
     path: &Path,
 ) -> ft_base::Result<()> {
     let base = Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?;
+    refuse_scores(&base.config)?;
     let own = base.files().and_then(|f| f.info("model.embed_tokens.weight")).map(|i| i.dtype);
     let dtype = dtype.unwrap_or(match own {
         Some(safetensors::Dtype::BF16) => DType::BF16,

@@ -39,8 +39,9 @@ pub struct Args {
     overwrite: bool,
 }
 
-fn open(model: &ModelDir) -> ft_base::Result<Base> {
-    Ok(Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?)
+fn open(model: &ModelDir, adapter: &Adapter) -> ft_base::Result<Base> {
+    let config = adapter.config_of(job::config(&model.dir, &Map::new())?)?;
+    Ok(Base::open(config, &model.dir)?)
 }
 
 /// Weights to merge into.
@@ -85,7 +86,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 
 /// Chooses the weights to merge into, and prints the choice.
 fn target(args: &Args, model: &ModelDir, adapter: &Adapter) -> ft_base::Result<Target> {
-    let base = open(model)?;
+    let base = open(model, adapter)?;
     let four_bit = base.config.four_bit;
     let trained_in_nf4 = adapter.quantize()? == Quantize::Nf4;
     let option = if args.base.is_some() { "--base" } else { "adapter_config.json" };
@@ -111,7 +112,7 @@ fn target(args: &Args, model: &ModelDir, adapter: &Adapter) -> ft_base::Result<T
             "merging into the weights of {}, of which {name} says that it was made, and whose 4-bit codes it has",
             source.source
         ));
-        return Ok(Target { base: open(&source)?, dir: source.dir, trained: Some(base) });
+        return Ok(Target { base: open(&source, adapter)?, dir: source.dir, trained: Some(base) });
     }
     warn(&format!(
         "{name} is 4-bit and does not say what it was made from: merging into its dequantized weights\n  \

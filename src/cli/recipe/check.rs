@@ -3,7 +3,7 @@
 use super::summary::Found;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print_wrapped;
-use crate::train::{job, log, rows, server, sources};
+use crate::train::{self, job, log, rows, server, sources};
 use ft_base::error::Error;
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -159,6 +159,8 @@ impl Check<'_> {
             (Some(model), _) => self.keep(job::config(&model.dir, &self.recipe.model.overrides)),
             (None, known) => known.map(|(config, _)| config),
         };
+        let config = found.config.take();
+        found.config = config.and_then(|c| self.keep(job::with_head(self.recipe, c.clone())).or(Some(c)));
     }
 
     /// The tokenizer; the outer `Option` is `None` if it cannot be fetched, the inner if the model has
@@ -193,6 +195,10 @@ impl Check<'_> {
         self.errors.extend(checked.problems.into_iter().map(Error::from));
         if checked.more > 0 {
             warn(&format!("{} more problems in the data are not shown", checked.more));
+        }
+        let parts = [(Part::Train, &checked.train), (Part::Eval, &checked.eval)];
+        for part in parts.into_iter().filter_map(|(part, data)| Some((part, data.as_ref()?))) {
+            self.keep(train::check_taught(recipe, tokenizer, part));
         }
         if let Some(train) = &checked.train {
             self.keep(rows::tell_data(Part::Train.key(&data), train, config));

@@ -3,7 +3,7 @@
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::infer::usage;
-use crate::train::{job, rows, sources};
+use crate::train::{self, job, rows, sources};
 use ft_base::error::Error;
 use ft_base::terminal::{color_on_stdout, warn};
 use ft_data::hub::{Settings, Want};
@@ -70,6 +70,9 @@ fn show(args: &Args, problems: &mut Vec<Error>) -> ft_base::Result<()> {
         rows::batches(&recipe, &dataset)?;
     }
     rows::tell_data(part.key(&recipe.data), &dataset, &config)?;
+    if let Err(e) = train::check_taught(&recipe, t, (part, &dataset)) {
+        problems.push(e);
+    }
     if args.json {
         let value = json(&dataset, &recipe, shared);
         return print(&format!("{value:#}\n"));

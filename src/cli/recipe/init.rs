@@ -1,6 +1,6 @@
 //! `ft init`: asks some questions and writes a recipe.
 
-use super::measure::{Length, Measured};
+use super::measure::{Length, Measured, task_of};
 use crate::cli::args::words;
 use crate::cli::console::print;
 use crate::infer::usage;
@@ -9,7 +9,7 @@ use ft_base::terminal::{shell_word, tell, width, wrap};
 use ft_data::hub;
 use ft_engine::model::modules::{Group, groups};
 use ft_plan::source;
-use ft_recipe::Recipe;
+use ft_recipe::{Recipe, Task};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
@@ -29,6 +29,12 @@ pub struct Args {
     /// The model: hub id or folder; asked for if not given
     #[arg(long)]
     model: Option<String>,
+    /// What is trained for; by the first row if not given
+    #[arg(long, value_parser = words(Task::WORDS))]
+    task: Option<String>,
+    /// With --task classify: names of the classes, separated by commas
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    labels: Vec<String>,
     /// The training data: file, folder, pattern or hub dataset; asked for if not given
     #[arg(long)]
     data: Option<String>,
@@ -65,13 +71,23 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
-    let of = |measured: &Measured, has: Option<&[Group]>| {
+    let given = args.task.as_deref().and_then(Task::from_word);
+    if args.labels.is_empty() == (given == Some(Task::Classify)) {
+        return Err(usage("--labels names the classes of --task classify: --task classify --labels no,yes"));
+    }
+    let of = |task: Task, measured: &Measured, has: Option<&[Group]>| {
         let keys = Some(&measured.keys).filter(|k| !k.is_empty()).map_or(String::new(), |k| format!(", {k}"));
         let source = format!("{{ source = {}{keys} }}", toml::Value::from(data.as_str()));
-        text(&model, &source, &method, &memory, has, measured.length)
+        let recipe = text((task, &model), &source, &method, &memory, has, measured.length);
+        task_text(task, &args.labels) + &recipe
     };
     // invalid answers are reported before anything is written
-    let recipe = Recipe::parse(&of(&Measured::default(), None), &path.display().to_string(), &[])?;
+    let parse = |task| Recipe::parse(&of(task, &Measured::default(), None), &path.display().to_string(), &[]);
+    let task = match given {
+        Some(task) => task,
+        None => task_of(&parse(Task::Sft)?),
+    };
+    let recipe = parse(task)?;
     // an unavailable model is no error here: `ft check` reports it
     let found = match source::find(&recipe) {
         Ok(found) => Some(found),
@@ -80,7 +96,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     };
     let measured = Measured::of(&recipe, found.as_ref())?;
     let has = found.map(|found| groups(&found.config));
-    let text = of(&measured, has.as_deref());
+    let text = of(task, &measured, has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
     tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     print(&format!("{}\n", path.display()))
@@ -115,10 +131,34 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
 }
 
+/// Learning rate of a method and a task.
+fn rate(method: &str, task: Task) -> &'static str {
+    match (method, task.prefers()) {
+        ("full", false) => "1e-5",
+        ("full", true) => "5e-7",
+        (_, false) => "2e-4",
+        (_, true) => "5e-5",
+    }
+}
+
+/// The keys of a task; empty for supervised fine-tuning.
+fn task_text(task: Task, labels: &[String]) -> String {
+    if task == Task::Sft {
+        return String::new();
+    }
+    let mut out =
+        format!("{:<33} # docs/tasks.md says what it learns\n\n", format!("task = \"{}\"", task.word()));
+    if task == Task::Classify {
+        let names = toml::Value::from(labels.to_vec());
+        out += &format!("[classify]\nlabels = {names}\n\n");
+    }
+    out
+}
+
 /// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
 /// available.
 fn text(
-    model: &str,
+    (task, model): (Task, &str),
     source: &str,
     method: &str,
     memory: &str,
@@ -165,8 +205,7 @@ fn text(
         format!("batch_rows = {batch_rows}"),
         format!("eval_every = {every}"),
     );
-    let lr = if method == "full" { "1e-5" } else { "2e-4" };
-    out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
+    out += &format!("\n[optimizer]\nlr = {}\nwarmup_ratio = 0.03\n", rate(method, task));
     if memory != "free" {
         out += &format!("\n[memory]\nbudget = {}                  # ft plan says what fits\n", quote(memory));
     }
@@ -178,10 +217,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_task_makes_a_recipe() {
+        for (word, _) in Task::WORDS.iter().filter(|(word, _)| *word != "distill") {
+            let task = Task::from_word(word).expect("a task");
+            let labels = ["no".to_string(), "a \"b\"".to_string()];
+            let all =
+                task_text(task, &labels) + &text((task, "m"), "{ source = 'd' }", "lora", "free", None, None);
+            let r = Recipe::parse(&all, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{all}"));
+            assert_eq!((r.task, r.classify.labels.len()), (task, if task == Task::Classify { 2 } else { 0 }));
+        }
+    }
+
+    #[test]
     fn every_answer_makes_a_recipe() {
         for (method, _) in METHODS {
             for memory in ["free", "24GiB"] {
-                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory, None, None);
+                let text =
+                    text((Task::Sft, "a \"b\""), "{ source = 'c\\d.csv' }", method, memory, None, None);
                 let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
                 assert_eq!(
                     (r.model.source.as_str(), r.data.train[0].source.as_str()),

@@ -3,9 +3,9 @@
 use crate::train::{job, sources};
 use ft_base::terminal::tell;
 use ft_data::hub::{self, Settings, Want};
-use ft_data::{Dataset, Tokenizer};
+use ft_data::{Dataset, Shape, Tokenizer};
 use ft_plan::source::Found;
-use ft_recipe::{Recipe, Source};
+use ft_recipe::{Recipe, Source, Task};
 
 /// Largest data measured, in unpacked bytes; larger data makes enough steps.
 const LARGEST: u64 = 256 << 20;
@@ -47,6 +47,13 @@ pub(super) struct Measured {
     pub length: Option<Length>,
 }
 
+/// The task of the recipe's only source, by its first row; supervised fine-tuning if it is not at hand, or unknown.
+pub(super) fn task_of(recipe: &Recipe) -> Task {
+    let resolve = |s: &str| recipe.folder.join(s);
+    let task = |source: &Source| ft_data::task_of(source, &resolve).ok();
+    recipe.data.train.first().and_then(task).unwrap_or(Task::Sft)
+}
+
 impl Measured {
     /// Reads the recipe's only source, as far as data and tokenizer are at hand.
     ///
@@ -64,7 +71,10 @@ impl Measured {
             f.metadata().map_or(0, |m| m.len().saturating_mul(ft_data::unpacks_to(f)))
         };
         let bytes = files.iter().map(size).fold(0, u64::saturating_add);
-        let shape = ft_data::detect(source, &resolve)?;
+        let shape = match recipe.task.format() {
+            Some(format) => Shape { format, fields: source.fields.clone() },
+            None => ft_data::detect(source, &resolve)?,
+        };
         let mut keys = shape.keys();
         if let Some(first) = recipe.data.train.first_mut() {
             (first.format, first.fields) = (Some(shape.format), shape.fields);

@@ -9,7 +9,7 @@ use crate::train::{self, Job};
 use ft_base::terminal::warn;
 use ft_data::hub::Want;
 use ft_engine::walk::{Execution, visit::NoHooks};
-use ft_recipe::{Init, Recipe, Weights};
+use ft_recipe::{Init, Recipe, Reference, Weights};
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -33,11 +33,14 @@ pub struct Args {
 /// Errors in recipe, model, adapter or data; a non-finite loss.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     let (recipe, source) = recipe(args)?;
-    if recipe.task.has_reference() && source.as_ref().is_some_and(Source::is_model) {
-        return Err(usage("not built yet: a model trained in full against its reference".to_string()));
+    let of_run = recipe.task.has_reference() && source.as_ref().is_some_and(Source::is_model);
+    if of_run && !matches!(recipe.preference.reference, Reference::Other(_)) {
+        let hint = "preference.reference = PATH of the model that the run began with";
+        return Err(usage(format!("the reference of a model trained in full is its start\n  hint: {hint}")));
     }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };
+    job.check_rows(None, Some(&data))?;
     job.check()?;
     let (here, there) = (job.recipe.model.quantize, job.adapter.as_ref().map(|a| a.quantize()).transpose()?);
     if let Some(there) = there.filter(|t| *t != here && !job.config.four_bit) {
@@ -46,7 +49,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     }
     let (decoder, params) = job.load(false)?;
     let execution =
-        Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab, job.device.is_cuda());
+        Execution::plain(job.recipe.run.micro_rows.count(), job.config.outputs(), job.device.is_cuda());
     let of = train::evaluate_loaded(&job, (&decoder, &params), &data, &execution)?;
     let (loss, targets) = (of.loss, of.targets);
     if !loss.is_finite() {

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod eval;
+pub mod logits;
 pub mod report;
 pub mod routes;
 pub mod run;

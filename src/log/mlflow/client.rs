@@ -86,7 +86,7 @@ impl Client {
             Ok(answer) => answer["experiment_id"].clone(),
             Err(Failure::Refused(code, _)) if code == "RESOURCE_ALREADY_EXISTS" => {
                 let query = [("experiment_name", run.experiment)];
-                let call = self.call(Method::GET, "experiments/get-by-name").query(&query);
+                let call = self.call(Method::GET, "mlflow/experiments/get-by-name").query(&query);
                 self.send(call)?["experiment"]["experiment_id"].clone()
             }
             Err(e) => return Err(e),
@@ -138,13 +138,65 @@ impl Client {
         self.post("runs/update", &body).map(drop)
     }
 
+    /// Path of a run's artifacts on the server.
+    ///
+    /// # Errors
+    /// A failed call, or artifacts that clients write elsewhere, to a disk or a bucket.
+    pub fn artifacts(&self, id: &str) -> Result<String, Failure> {
+        let answer = self.send(self.call(Method::GET, "mlflow/runs/get").query(&[("run_id", id)]))?;
+        let uri = answer["run"]["info"]["artifact_uri"].as_str().unwrap_or_default();
+        let path = uri.strip_prefix("mlflow-artifacts:").map(|rest| match rest.strip_prefix("//") {
+            Some(with_host) => with_host.split_once('/').map_or("", |(_, path)| path),
+            None => rest.trim_start_matches('/'),
+        });
+        path.map(String::from).ok_or_else(|| {
+            let why = format!("the server keeps artifacts at {uri}: samples are in metrics.jsonl alone");
+            Failure::Refused("artifacts".into(), why)
+        })
+    }
+
+    /// Names of a run's artifacts.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn list(&self, id: &str) -> Result<Vec<String>, Failure> {
+        let answer = self.send(self.call(Method::GET, "mlflow/artifacts/list").query(&[("run_id", id)]))?;
+        let files = answer["files"].as_array().into_iter().flatten();
+        Ok(files.filter_map(|f| f["path"].as_str().map(String::from)).collect())
+    }
+
+    /// An artifact, as JSON.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn artifact(&self, path: &str) -> Result<Value, Failure> {
+        self.send(self.call(Method::GET, &format!("mlflow-artifacts/artifacts/{path}")))
+    }
+
+    /// Writes an artifact.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn write_artifact(&self, path: &str, content: &Value) -> Result<(), Failure> {
+        let call = self.call(Method::PUT, &format!("mlflow-artifacts/artifacts/{path}"));
+        self.send(call.body(content.to_string())).map(drop)
+    }
+
+    /// Sets a tag of a run.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn tag(&self, id: &str, key: &str, value: &str) -> Result<(), Failure> {
+        self.post("runs/set-tag", &json!({"run_id": id, "key": key, "value": value})).map(drop)
+    }
+
     fn post(&self, what: &str, body: &Value) -> Result<Value, Failure> {
-        self.send(self.call(Method::POST, what).json(body))
+        self.send(self.call(Method::POST, &format!("mlflow/{what}")).json(body))
     }
 
     /// A call, with the login of MLflow's environment variables.
     fn call(&self, method: Method, what: &str) -> reqwest::RequestBuilder {
-        let call = self.http.request(method, format!("{}/api/2.0/mlflow/{what}", self.url));
+        let call = self.http.request(method, format!("{}/api/2.0/{what}", self.url));
         let given = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         if let Some(token) = given("MLFLOW_TRACKING_TOKEN") {
             return call.bearer_auth(token);

@@ -1,9 +1,10 @@
-//! Metrics, recipe and end of a run on an MLflow server.
+//! Metrics, recipe, answers to samples and end of a run on an MLflow server.
 //!
 //! A thread of its own talks to the server. Training only puts events into a bounded queue; when the server
 //! is slower or gone they are lost, counted, and said in a warning.
 
 mod client;
+mod samples;
 #[cfg(test)]
 mod tests;
 
@@ -11,6 +12,7 @@ use super::sink::{Sink, scalars};
 use client::{Client, Failure, Metric, NewRun};
 use ft_base::store;
 use ft_base::terminal::warn;
+use samples::Samples;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -52,6 +54,14 @@ struct Shared {
     trouble: Mutex<Option<String>>,
 }
 
+impl Shared {
+    /// Keeps the first failure, to be said.
+    fn note(&self, failure: &Failure) {
+        let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        trouble.get_or_insert_with(|| failure.to_string());
+    }
+}
+
 /// The queue to a server. Dropping it waits for events on their way.
 pub struct MlFlow {
     url: String,
@@ -80,7 +90,8 @@ impl MlFlow {
         let shared = Arc::<Shared>::default();
         let (url, seen) = (run.url.clone(), shared.clone());
         let work = move || {
-            Worker { run, client: None, id: None, ended: false, lost: false, closed, shared: seen }
+            let (client, id, samples) = (None, None, None);
+            Worker { run, client, id, samples, ended: false, lost: false, closed, shared: seen }
                 .work(&events);
             let _ = ended.send(());
         };
@@ -154,6 +165,8 @@ struct Worker {
     client: Option<Client>,
     /// The run's id on the server.
     id: Option<String>,
+    /// The table of samples from the first one on; refused for good where the server has no place for it.
+    samples: Option<Result<Samples, ()>>,
     /// Whether the server has the end of the run.
     ended: bool,
     /// Whether the server is given up.
@@ -186,8 +199,7 @@ impl Worker {
                 Err(e) => e,
             };
             if pause == PAUSE.0 {
-                let mut trouble = self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner);
-                trouble.get_or_insert_with(|| failure.to_string());
+                self.shared.note(&failure);
             }
             if last || matches!(failure, Failure::Refused(..)) {
                 // Without a run, later events have nowhere to go.
@@ -214,6 +226,17 @@ impl Worker {
             scalars(event).into_iter().map(move |(key, value)| Metric { key, value, step, time: *time })
         });
         client.log(id, &metrics.collect::<Vec<_>>())?;
+        let samples: Vec<&Value> = batch.iter().map(|(e, _)| e).filter(|e| e["event"] == "sample").collect();
+        if !samples.is_empty() {
+            show(&mut self.samples, client, id, &samples).or_else(|failure| match failure {
+                Failure::Refused(..) => {
+                    self.samples = Some(Err(()));
+                    self.shared.note(&failure);
+                    Ok(())
+                }
+                gone => Err(gone),
+            })?;
+        }
         if let Some((status, time)) =
             batch.iter().rev().find_map(|(event, time)| Some((status(event)?, *time)))
         {
@@ -221,6 +244,22 @@ impl Worker {
             self.ended = true;
         }
         Ok(())
+    }
+}
+
+/// Adds sample events to the table of a run.
+fn show(
+    table: &mut Option<Result<Samples, ()>>,
+    client: &Client,
+    id: &str,
+    events: &[&Value],
+) -> Result<(), Failure> {
+    if table.is_none() {
+        *table = Some(Ok(Samples::open(client, id)?));
+    }
+    match table {
+        Some(Ok(table)) => table.add(client, events),
+        _ => Ok(()),
     }
 }
 

@@ -29,7 +29,7 @@ fn request(stream: &TcpStream) -> Result<Call> {
     }
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
-    let call = first.replace("/api/2.0/mlflow/", "").replace(" HTTP/1.1", "");
+    let call = first.replace("/api/2.0/", "").replace("mlflow/", "").replace(" HTTP/1.1", "");
     Ok((call.trim().to_string(), serde_json::from_slice(&body).unwrap_or_default()))
 }
 
@@ -162,5 +162,63 @@ fn a_silent_server_stops_nothing() -> Result<()> {
     }
     board.close();
     assert_eq!(board.missing(), many);
+    Ok(())
+}
+
+fn sample(step: u64, prompt: &str, reply: &str) -> Value {
+    json!({"event": "sample", "step": step, "number": 1, "prompt": prompt, "reply": reply})
+}
+
+/// A server with one run; its artifacts are at `uri`, and the run has a table with one row.
+fn with_artifacts(uri: &'static str) -> Result<(String, Receiver<Call>)> {
+    server(move |call| match call {
+        "POST runs/create" => (200, json!({"run": {"info": {"run_id": "r1"}}})),
+        "GET runs/get?run_id=r1" => (200, json!({"run": {"info": {"artifact_uri": uri}}})),
+        "GET artifacts/list?run_id=r1" => (200, json!({"files": [{"path": "samples.json"}]})),
+        "GET mlflow-artifacts/artifacts/7/r1/artifacts/samples.json" => (
+            200,
+            json!({"columns": ["step", "prompt", "reply"], "data": [[0, "a", "old"], [1, "a", "older"]]}),
+        ),
+        _ => (200, json!({"experiment_id": "7"})),
+    })
+}
+
+#[test]
+fn answers_become_a_table_that_goes_on() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    for uri in ["mlflow-artifacts:/7/r1/artifacts", "mlflow-artifacts://host:1/7/r1/artifacts"] {
+        let (url, calls) = with_artifacts(uri)?;
+        let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
+        board.write(&step(1))?;
+        board.write(&sample(1, "a", "x\ny"))?;
+        board.write(&sample(1, "b", "é"))?;
+        board.close();
+        assert_eq!((board.missing(), board.said), (0, false));
+        let all: Vec<Call> = calls.try_iter().collect();
+        let last = |name: &str| all.iter().rfind(|c| c.0 == name).map(|c| c.1.clone()).unwrap_or_default();
+        let table = last("PUT mlflow-artifacts/artifacts/7/r1/artifacts/samples.json");
+        assert_eq!(table["columns"], json!(["step", "prompt", "reply"]));
+        assert_eq!(table["data"], json!([[0, "a", "old"], [1, "a", "x\ny"], [1, "b", "é"]]), "{all:?}");
+        assert_eq!(last("POST runs/set-tag")["key"], "mlflow.loggedArtifacts");
+    }
+    Ok(())
+}
+
+/// A server without a place for artifacts: one warning, and every number arrives.
+#[test]
+fn artifacts_elsewhere_lose_no_metrics() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (url, calls) = with_artifacts("s3://bucket/r1")?;
+    let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
+    board.write(&sample(0, "a", "x"))?;
+    board.write(&step(1))?;
+    board.write(&sample(1, "a", "y"))?;
+    board.write(&json!({"event": "end", "step": 1}))?;
+    board.close();
+    assert_eq!((board.missing(), board.said), (0, true));
+    let all: Vec<Call> = calls.try_iter().collect();
+    assert_eq!(all.iter().filter(|c| c.0.starts_with("GET runs/get")).count(), 1);
+    assert!(!all.iter().any(|c| c.0.starts_with("PUT")), "{all:?}");
+    assert!(all.iter().any(|c| c.1["status"] == "FINISHED"), "{all:?}");
     Ok(())
 }

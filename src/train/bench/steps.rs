@@ -10,12 +10,12 @@ use crate::train::step::{LossScale, StepInput, TrainContext, TrainedModel};
 use ft_base::memory;
 use ft_base::rng::{Purpose, Stream};
 use ft_data::hub::Want;
-use ft_data::{Content, Dataset, Example};
+use ft_data::{Content, Dataset, Example, Teacher};
 use ft_engine::ranks;
 use ft_engine::walk::{Part, Times};
 use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};
-use ft_recipe::{Format, Recipe, Weights};
+use ft_recipe::{Format, Recipe, ScoreTargets, TOP_K, Task, Weights};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -95,6 +95,13 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     Ok(Measured { json, text, kept })
 }
 
+/// As many values of a teacher as `ft logits` writes by default, for each of `targets` targets.
+fn teacher(vocab: usize, targets: usize) -> Teacher {
+    let kept = TOP_K.min(vocab);
+    let ids = (0..targets).flat_map(|t| (0..kept).map(move |k| ((t + k * (vocab / kept)) % vocab) as u32));
+    Teacher { kept, ids: ids.collect(), logits: vec![0.0; targets * kept] }
+}
+
 /// Generates full rows of random tokens for one step.
 fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
     let s = Stream::new(r.run.seed, Purpose::Sample, 0, 0);
@@ -109,8 +116,15 @@ fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
     let examples: Vec<Example> = (0..r.run.batch_rows)
         .map(|row| {
             let ids: Vec<u32> = (0..length).map(|i| id(row * length + i)).collect();
-            let labels = ids.iter().map(|i| *i as i32).collect();
-            Example { ids, labels, content, line: row + 1, ..Example::default() }
+            let label = |id: &u32| match &r.data.scores {
+                ScoreTargets::Classes(names) => row % names.len().max(1),
+                _ => *id as usize,
+            };
+            let labels = ids.iter().map(|id| label(id) as i32).collect();
+            let scored = r.task.has_scores();
+            let teacher =
+                if r.task == Task::Distill { teacher(vocab, length - 1) } else { Teacher::default() };
+            Example { ids, labels, content, teacher, scored, line: row + 1, ..Example::default() }
         })
         .collect();
     let rows: Vec<Vec<usize>> = (0..examples.len()).map(|i| vec![i]).collect();

@@ -1,7 +1,10 @@
 //! Evaluation loss, and logits of a micro-batch.
 
+use crate::train::classify::Classes;
+use crate::train::distill;
 use crate::train::job::Job;
-use crate::train::preference::{Preferences, ReferenceInputs, Scorer};
+use crate::train::objective::Objective;
+use crate::train::preference::{Preferences, ReferenceInputs, Scorer, other};
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro, Size};
@@ -20,7 +23,7 @@ const REDUCE_EVERY: usize = 1 << 12;
 /// Result of an evaluation.
 #[derive(Clone, Debug, Default)]
 pub struct Evaluation {
-    /// Mean loss over the targets, by weight; over the pairs or rated completions.
+    /// Mean loss over the targets, by weight; over the pairs, rated completions or classified documents.
     pub loss: f64,
     pub targets: usize,
     /// Further metrics, by name.
@@ -43,10 +46,18 @@ pub fn evaluate_loaded(
         let (train, batches, identity) = (None, None, None);
         let inputs =
             ReferenceInputs { job, train, eval: Some(data), batches, execution, comm: &alone, identity };
-        p.reference = inputs.scores(decoder, params)?;
+        other::check(job)?;
+        other::check_trained(job)?;
+        p.reference = match inputs.of_other()? {
+            Some(reference) => reference,
+            None => inputs.scores(decoder, params)?,
+        };
     }
-    let scorer = Scorer { decoder, comm: &alone, hooks: &NoHooks, execution, device: &job.device };
-    evaluate(&scorer, data, preferences.as_ref().map(|p| (p, Part::Eval)), &|| 0)
+    let distillation = distill::settings(&job.recipe);
+    let scorer =
+        Scorer { decoder, comm: &alone, hooks: &NoHooks, execution, device: &job.device, distillation };
+    let classes = Classes::of(&job.recipe);
+    evaluate(&scorer, data, Objective::of((preferences.as_ref(), classes.as_ref()), Part::Eval), &|| 0)
 }
 
 /// Mean loss over a dataset, with micro-batches dealt to the ranks in turn. Calls `stop` before every micro-batch.
@@ -57,25 +68,26 @@ pub fn evaluate_loaded(
 pub fn evaluate(
     scorer: &Scorer<'_>,
     data: &Dataset,
-    preferences: Option<(&Preferences, Part)>,
+    objective: Option<Objective<'_>>,
     stop: Stop<'_>,
 ) -> ft_base::Result<Evaluation> {
-    if let Some((preferences, part)) = preferences {
-        let (loss, targets, metrics) = preferences.evaluate(scorer, data, part, stop)?;
+    if let Some(objective) = objective {
+        let (loss, targets, metrics) = objective.evaluate(scorer, data, stop)?;
         return Ok(Evaluation { loss, targets, metrics });
     }
-    let Scorer { decoder, comm, hooks, execution, device } = *scorer;
+    let Scorer { decoder, comm, hooks, execution, device, distillation } = *scorer;
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
-    let (mut sums, mut sum, mut all) = (Vec::new(), 0.0, Size::default());
+    let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());
     loop {
         let turn: Vec<Vec<usize>> = micros.by_ref().take(comm.world()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {
             sum = add_losses(comm, &mut sums, sum)?;
         }
         if turn.is_empty() {
-            let loss = if all.weight > 0.0 { sum / all.weight } else { 0.0 };
-            return Ok(Evaluation { loss, targets: all.targets, ..Evaluation::default() });
+            let [loss, divergence] = sum.map(|sum| if all.weight > 0.0 { sum / all.weight } else { 0.0 });
+            let (loss, metrics) = distill::loss(distillation, loss, divergence);
+            return Ok(Evaluation { loss, targets: all.targets, metrics });
         }
         check_stop(comm, stop)?;
         let sizes = turn.iter().map(|rows| Size::of(data, rows));
@@ -89,26 +101,29 @@ pub fn evaluate(
             Some((rows, size)) if size.targets > 0 => {
                 let m = Micro::collate(data, rows)?;
                 let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-                let mut losses = loss::Running::default();
-                losses.keep(Walk::chosen(decoder, None, execution).hooks(hooks).eval(&batch)?, &m.weights)?;
-                sums.push(losses.total()?.to_bits());
+                let batch = distill::taught(batch, &m, distillation, device)?;
+                let mut walk = Walk::chosen(decoder, None, execution).hooks(hooks);
+                let (mut losses, mut divergences) = (loss::Running::default(), loss::Running::default());
+                losses.keep(walk.eval(&batch)?, &m.weights)?;
+                divergences.keep(walk.take_divergences(), &m.weights)?;
+                sums.push([losses.total()?, divergences.total()?].map(f64::to_bits));
             }
             _ => {
                 visit::pass(Outline::of(decoder).forward(), hooks, &mut |_| Ok(()))?;
-                sums.extend(mine.map(|_| 0f64.to_bits()));
+                sums.extend(mine.map(|_| [0f64.to_bits(); 2]));
             }
         }
     }
 }
 
-/// Adds the losses of all ranks to `sum`, in the order of rows, so the result does not depend on the number
-/// of ranks.
-fn add_losses(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64> {
+/// Adds the sums of losses and divergences of all ranks to `sum`, in the order of rows, so the result does not depend
+/// on the number of ranks.
+fn add_losses(comm: &dyn Comm, sums: &mut Vec<[u64; 2]>, sum: [f64; 2]) -> ft_base::Result<[f64; 2]> {
     let all = comm.all_gather_object(At::all("the evaluation's losses"), sums)?;
     sums.clear();
     let turns = all.first().map_or(0, Vec::len);
     let each = (0..turns).flat_map(|turn| all.iter().filter_map(move |rank| rank.get(turn)));
-    Ok(each.fold(sum, |sum, bits| sum + f64::from_bits(*bits)))
+    Ok(each.fold(sum, |[a, b], [x, y]| [a + f64::from_bits(*x), b + f64::from_bits(*y)]))
 }
 
 /// Computes the logits `[t, v]` of all tokens in a micro-batch.

@@ -2,6 +2,7 @@
 
 use super::job::Job;
 use super::rows;
+use crate::train::distill;
 use ft_data::Dataset;
 use ft_recipe::Part;
 
@@ -22,6 +23,16 @@ impl Job {
         let data = Dataset::load(part, d, &|s| self.recipe.resolve(s), tokenizer, vocab, seed)?;
         rows::tell_data(part.key(d), &data, &self.config)?;
         Ok(data)
+    }
+
+    /// Checks that the rows have a teacher's values where the task needs them.
+    ///
+    /// # Errors
+    /// Rows without values, or of another tokenizer or chat template.
+    pub fn check_rows(&self, train: Option<&Dataset>, eval: Option<&Dataset>) -> ft_base::Result<()> {
+        let parts = [(Part::Train, train), (Part::Eval, eval)];
+        let mut parts = parts.into_iter().filter_map(|(part, data)| Some((part, data?)));
+        parts.try_for_each(|part| distill::check(&self.recipe, self.tokenizer.as_deref(), part))
     }
 
     /// Loads training and evaluation rows.

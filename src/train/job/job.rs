@@ -3,11 +3,13 @@
 use super::device::{device, dtype};
 use super::{cache_4bit, lookup, sources};
 use candle_core::{DType, Device};
+use ft_base::terminal::tell;
 use ft_data::hub::{ModelDir, Settings, Want};
 use ft_data::{PromptConfig, PromptFormat, Tokenizer};
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::{self, Choice, Selection};
 use ft_engine::load::Base;
+use ft_engine::model::modules::Module;
 use ft_engine::model::{Config, Decoder};
 use ft_engine::params::Allocate;
 use ft_engine::params::Params;
@@ -142,7 +144,7 @@ impl Job {
             Weights::Random => Base::random(config, self.recipe.run.seed),
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
-        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
+        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4).seeded(self.recipe.run.seed);
         Ok(base.with_initials(adapters::initial::initials(&self.recipe, &self.selection)?))
     }
 
@@ -194,6 +196,21 @@ impl Job {
         })
     }
 
+    /// Says that a score head begins as random numbers, if neither base nor adapter has one.
+    fn tell_new_head(&self, base: &Base) {
+        let new = |(m, _): &&(Module, Choice)| {
+            base.lacks(m) && !self.adapter.as_ref().is_some_and(|a| a.replaces(&m.name))
+        };
+        let Some((head, _)) = self.selection.modules.iter().find(new) else { return };
+        tell(&format!(
+            "{}: the model has no score head; its {} begin as random numbers, normal(0, {}), by run.seed = {}",
+            head.name,
+            if head.rows() == 1 { "weights".into() } else { format!("{} outputs", head.rows()) },
+            self.config.initializer_range,
+            self.recipe.run.seed
+        ));
+    }
+
     /// As [`Job::load`], for the shard of one rank. All ranks must call it together. Only the first shows a
     /// progress bar.
     ///
@@ -225,6 +242,10 @@ impl Job {
             .seed(self.recipe.run.seed)
             .allocate(allocate)
             .among(comm);
-        if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
+        if shard.rank > 0 {
+            return build.run();
+        }
+        self.tell_new_head(base);
+        build.shown("loading").run()
     }
 }

@@ -5,6 +5,7 @@
 //! message, so the allocator calls a hook of this module. An overcommitting system kills the process from
 //! outside, without any chance to report; plans therefore stay within available memory.
 
+use ft_base::device_error::DeviceError;
 use ft_base::error::{Error, ExitCode};
 use ft_base::memory;
 use ft_base::memory::place;
@@ -42,7 +43,10 @@ fn failed(wanted: u64) -> ! {
     let planned = PLANNED.try_lock().ok().and_then(|p| p.clone());
     let free = memory::available_bytes();
     let text = match planned {
-        Some(p) => p.say(place::now(), Some(wanted), free),
+        Some(p) => {
+            let at = place::now();
+            p.say(at, p.nearest(at, Some(wanted), free), Some(wanted), free)
+        }
         None => wanted_of(wanted, "", free),
     };
     tell(&format!("error: {text}"));
@@ -55,22 +59,34 @@ fn wanted_of(wanted: u64, what: &str, free: Option<u64>) -> String {
 }
 
 impl Planned {
-    /// Adds the figures of the plan to an out-of-memory error.
+    /// Adds the figures of the plan to an out-of-memory error, and the place in the walk to another error of
+    /// a device.
     pub fn explain(&self, e: Error) -> Error {
+        let at = place::now();
+        let fault = e.of::<DeviceError>();
+        if let Some(fault) = fault {
+            fault.set_place(report::place_of(at.0, at.1, self.plan.layers));
+        }
         // Skips errors that were explained already, here or on another rank.
         let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::ranks::Error>().is_some();
         if e.exit_code() != ExitCode::DoesNotFit || explained {
             return e;
         }
         let free = ft_kernels::cuda::cuda_memory().map(|(free, _)| free);
-        let said = self.say(place::now(), None, free);
+        let found = self.nearest(at, None, free).filter(|_| !fault.is_some_and(DeviceError::is_of_library));
+        let said = self.say(at, found, None, free);
         ft_plan::Error::DoesNotFit(format!("{said}\n  the device said: {e}")).into()
     }
 
-    /// Describes a failed allocation at a phase and unit.
-    fn say(&self, at: (Phase, usize), wanted: Option<u64>, free: Option<u64>) -> String {
+    /// Describes a failed allocation at a phase and unit, most likely `found` of the plan.
+    fn say(
+        &self,
+        at: (Phase, usize),
+        found: Option<Allocation>,
+        wanted: Option<u64>,
+        free: Option<u64>,
+    ) -> String {
         let plan = &self.plan;
-        let found = self.nearest(at, wanted, free);
         let place = report::place_of(at.0, at.1, plan.layers);
         let what = match found {
             Some(l) => format!(" for {} in {place}", l.component.label()),
@@ -153,7 +169,8 @@ mod tests {
     fn a_failed_allocation_is_named_by_its_size_and_place() -> anyhow::Result<()> {
         let p = planned()?;
         let at = (Phase::Forward, 3);
-        let text = p.say(at, Some((5 << 20) + 100), Some(2 << 20));
+        let say = |wanted, free| p.say(at, p.nearest(at, Some(wanted), free), Some(wanted), free);
+        let text = say((5 << 20) + 100, Some(2 << 20));
         for said in [
             "5.00 MiB were wanted for workspace in forward of layer 2, and 2.00 MiB are free",
             "the plan had said",
@@ -163,7 +180,7 @@ mod tests {
             assert!(text.contains(said), "{said:?} is not in {text}");
         }
         // No listed allocation has this size.
-        assert!(p.say(at, Some(3 << 20), None).contains("3.00 MiB were wanted in forward of layer 2\n"));
+        assert!(say(3 << 20, None).contains("3.00 MiB were wanted in forward of layer 2\n"));
         Ok(())
     }
 

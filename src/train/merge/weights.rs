@@ -99,10 +99,8 @@ impl<'a> Merge<'a> {
                 let name = format!("{}.{}", m.name, part_name(m, part));
                 let tied_head = config.tied && m.group == Group::Head;
                 let base = if tied_head { TABLE.to_string() } else { name.clone() };
-                let dtype = match dtype {
-                    Some(dtype) => dtype,
-                    None => merge.dtype_of(&base)?,
-                };
+                let like = if merge.base.lacks(m) { TABLE } else { &base };
+                let dtype = dtype.map_or_else(|| merge.dtype_of(like), Ok)?;
                 let source = Source { module: m.clone(), choice: *choice, part, base, dtype };
                 merge.order.push(name.clone());
                 merge.sources.insert(name, source);

@@ -72,13 +72,15 @@ fn log_odds(a: f64) -> (f64, f64) {
 }
 
 impl PreferenceObjective {
-    /// Reads `[preference]`; `None` for tasks without preferences.
+    /// Reads `[preference]`; `None` for tasks without preferences. The loss of a reward model is that of
+    /// Bradley-Terry: of scores in place of log-probabilities, without a reference.
     pub fn of(r: &Recipe) -> Option<Self> {
         let p = &r.preference;
-        r.task.prefers().then(|| Self {
+        let reward = r.task == Task::Reward;
+        (r.task.prefers() || reward).then(|| Self {
             task: r.task,
-            loss: p.loss(r.task),
-            beta: p.beta(r.task),
+            loss: if reward { PreferenceLoss::Sigmoid } else { p.loss(r.task) },
+            beta: if reward { 1.0 } else { p.beta(r.task) },
             label_smoothing: p.label_smoothing,
             gamma: p.gamma,
             nll: p.nll,

@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! reference    log-probabilities under the reference, once, before training; cached
+//! other        another model as reference
 //! sequences    log-probabilities of documents, in forward passes
 //! loss         losses and their derivatives
 //! tally        sums over a step, metrics
@@ -15,12 +16,13 @@
 //! an estimate from a forward pass before.
 
 mod loss;
+pub mod other;
 mod preferences;
-pub mod reference;
+mod reference;
 mod sequences;
 mod tally;
 
 pub use preferences::{Group, Preferences};
-pub use reference::ReferenceInputs;
+pub use reference::{ReferenceInputs, ReferenceScores};
 pub use sequences::{Scorer, samples_of};
 pub use tally::{Tally, WORDS};

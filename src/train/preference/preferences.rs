@@ -6,7 +6,7 @@ use super::sequences::{DocumentScore, Scorer, by_document, crossed, samples_of};
 use super::tally::Tally;
 use crate::train::step::Stop;
 use ft_data::{Content, Dataset, Micro};
-use ft_recipe::{Part, PreferenceLoss, Recipe};
+use ft_recipe::{Part, PreferenceLoss, Recipe, Task};
 use serde_json::{Map, Value};
 
 /// Preferences as the task of a run.
@@ -36,6 +36,11 @@ impl Preferences {
     /// Whether completions are rated, not paired.
     fn is_rated(&self) -> bool {
         self.objective.loss == PreferenceLoss::Kto
+    }
+
+    /// Whether rewards are scores, not log-probabilities.
+    pub fn has_scores(&self) -> bool {
+        self.objective.task == Task::Reward
     }
 
     /// Adds the samples of a micro-batch to a tally. Returns the derivatives of the sum of their losses with respect
@@ -73,6 +78,12 @@ impl Preferences {
         out
     }
 
+    /// Gradient of the sum of the losses with respect to the scores of documents.
+    pub fn gradient(&self, m: &Micro, scores: &[f64], group: Group, tally: &mut Tally) -> Vec<f32> {
+        let scores: Vec<DocumentScore> = scores.iter().map(|s| (*s, 1)).collect();
+        self.add(&m.samples, &scores, group, tally).into_iter().map(|slope| slope as f32).collect()
+    }
+
     /// Weights of the targets in the backward pass, from their losses.
     pub fn weigh(&self, m: &Micro, losses: Vec<f64>, group: Group, tally: &mut Tally) -> Vec<f32> {
         let scores = by_document(m, losses);
@@ -89,7 +100,7 @@ impl Preferences {
 
     /// Metrics of a tally.
     pub fn metrics(&self, tally: &Tally, group: Group) -> Map<String, Value> {
-        tally.metrics(group.kl, self.objective.has_nll())
+        tally.metrics(group.kl, (self.objective.has_nll(), !self.has_scores()))
     }
 
     /// Estimates the divergence from the reference for KTO: the mean over `samples` of the log-ratio of the

@@ -1,21 +1,22 @@
 //! Log-probabilities under the reference: computed in one pass before training, kept in the cache folder.
 //!
 //! The pass takes the model as loaded, before a checkpoint replaces its weights: without adapters, or as the run
-//! starts. No second model is in memory, and a resumed run sees the same reference.
+//! starts. No second model is in memory, and a resumed run sees the same reference. Another model as reference is
+//! loaded before the one that trains, and dropped after the pass.
 
+use super::other;
 use super::sequences::{DocumentScore, Scorer, crossed, samples_of};
-use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::step::Gather;
 use ft_base::store;
 use ft_base::terminal::{rows_bar, tell, warn};
 use ft_data::{Batches, Dataset, Micro};
-use ft_engine::adapters::TrainedPart;
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
-use ft_engine::ranks::{At, Comm};
-use ft_engine::walk::Execution;
-use ft_recipe::{Method, Part, Reference, Task};
+use ft_engine::params::buffers::Shard;
+use ft_engine::ranks::{self, At, Comm};
+use ft_engine::walk::{Execution, Hooks, NoHooks};
+use ft_recipe::{Part, Reference, Task};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -67,16 +68,11 @@ impl ReferenceInputs<'_> {
     /// as loaded.
     ///
     /// # Errors
-    /// As [`Scorer::scores`]; a reference that is not built yet.
+    /// As [`Scorer::scores`].
     pub fn scores(&self, decoder: &Decoder, params: &Params) -> ft_base::Result<ReferenceScores> {
         let recipe = &self.job.recipe;
         if !recipe.task.has_reference() {
             return Ok(ReferenceScores::default());
-        }
-        let path = self.path();
-        let found = path.as_ref().and_then(|path| read(path));
-        if let Some(scores) = self.shared(found)? {
-            return Ok(scores);
         }
         let keeps = recipe.preference.reference == Reference::Start
             || recipe.lora.init.decomposition().is_some_and(|d| d.changes_base());
@@ -88,9 +84,39 @@ impl ReferenceInputs<'_> {
             &base
         };
         let gather = Gather::new(decoder, params, self.comm);
-        let (execution, device) = (self.execution, &self.job.device);
-        let scorer = Scorer { decoder, comm: self.comm, hooks: &gather, execution, device };
-        let scores = self.compute(&scorer)?;
+        self.cached(self.path(None), &mut || self.compute(decoder, &gather))
+    }
+
+    /// The log-probabilities under another model, which is loaded for the pass alone; `None` if the reference is the
+    /// model that trains. All ranks call it together, before they load that model.
+    ///
+    /// # Errors
+    /// As [`ReferenceInputs::scores`]; the other model cannot be loaded.
+    pub fn of_other(&self) -> ft_base::Result<Option<ReferenceScores>> {
+        let Some(other) = other::job(self.job)? else { return Ok(None) };
+        let hash = self.identity.map(|_| other::hash(&other)).transpose()?;
+        let scores = self.cached(self.path(hash.as_deref()), &mut || {
+            let (base, alone) = (other.base()?, ranks::alone());
+            let (decoder, _) = other.load_shard(&base, false, Shard::default(), &alone)?;
+            self.compute(&decoder, &NoHooks)
+        });
+        scores.map(Some)
+    }
+
+    /// The values of a file in the cache, or computed and kept there. The first rank reads the cache for all.
+    fn cached(
+        &self,
+        path: Option<PathBuf>,
+        compute: &mut dyn FnMut() -> ft_base::Result<ReferenceScores>,
+    ) -> ft_base::Result<ReferenceScores> {
+        let found = path.as_ref().and_then(|path| read(path));
+        if let Some(path) = path.as_ref().filter(|_| found.is_some()) {
+            tell(&format!("reference: log-probabilities of an earlier run, from {}", path.display()));
+        }
+        if let Some(scores) = self.shared(found)? {
+            return Ok(scores);
+        }
+        let scores = compute()?;
         if let Some(path) = path {
             keep(&path, &scores);
         }
@@ -107,7 +133,9 @@ impl ReferenceInputs<'_> {
         Ok(self.comm.receive_object::<Option<ReferenceScores>>(AT)?.flatten())
     }
 
-    fn compute(&self, scorer: &Scorer<'_>) -> ft_base::Result<ReferenceScores> {
+    fn compute(&self, decoder: &Decoder, hooks: &dyn Hooks) -> ft_base::Result<ReferenceScores> {
+        let (comm, execution, device) = (self.comm, self.execution, &self.job.device);
+        let scorer = &Scorer { decoder, comm, hooks, execution, device, distillation: None };
         let mut out = ReferenceScores::default();
         let used = self.used()?;
         let held_out = (0..self.eval.map_or(0, |e| e.samples.len() as u32)).collect();
@@ -192,8 +220,9 @@ impl ReferenceInputs<'_> {
         Ok(scores.iter().map(|(sum, _): &DocumentScore| sum.to_bits()).collect())
     }
 
-    /// File in the cache folder, by everything that determines the values and their rounding.
-    fn path(&self) -> Option<PathBuf> {
+    /// File in the cache folder, by everything that determines the values and their rounding. `other` is the hash of
+    /// another model.
+    fn path(&self, other: Option<&str>) -> Option<PathBuf> {
         let (job, identity) = (self.job, self.identity?);
         let folder = store::cache_folder().filter(|_| job.recipe.data.cache)?;
         let kto = job.recipe.task == Task::Kto;
@@ -204,7 +233,7 @@ impl ReferenceInputs<'_> {
         };
         let keys: BTreeMap<&String, &String> = identity.iter().filter(|(k, _)| of(k)).collect();
         let key = json!({
-            "version": 1, "ft": env!("CARGO_PKG_VERSION"), "keys": keys, "kto": kto,
+            "version": 1, "other": other, "ft": env!("CARGO_PKG_VERSION"), "keys": keys, "kto": kto,
             "eval": self.eval.map(|e| &e.hash), "start": job.recipe.preference.reference == Reference::Start,
             "max_length": job.recipe.data.max_length, "micro_rows": self.execution.micro_rows,
             "head_rows": self.execution.head_rows, "ranks": self.comm.world(), "cuda": job.device.is_cuda(),
@@ -258,27 +287,4 @@ fn keep(path: &std::path::Path, scores: &ReferenceScores) {
         Ok(()) => store::sweep_oldest(folder, KEPT),
         Err(e) => warn(&format!("the log-probabilities of the reference are not kept: {e}")),
     }
-}
-
-/// Refuses references that cannot be computed.
-///
-/// # Errors
-/// [`Error::Usage`].
-pub fn check(job: &Job) -> Result<(), Error> {
-    let (recipe, place) = (&job.recipe, || job.recipe.place("preference.reference"));
-    if !recipe.task.has_reference() {
-        return Ok(());
-    }
-    if let Reference::Other(other) = &recipe.preference.reference {
-        let why = format!("not built yet: preference.reference = {other:?}");
-        return Err(Error::Usage(format!("{}: {why}\n  hint: \"base\" or \"start\"", place())));
-    }
-    let full = |t: &TrainedPart<'_>| t.part.method() == Method::Full;
-    let in_full = job.adapter.is_some() && job.selection.parts().iter().any(full);
-    if recipe.preference.reference == Reference::Base && in_full {
-        let why =
-            "not built yet: preference.reference = \"base\" for an adapter with tensors trained in full";
-        return Err(Error::Usage(format!("{}: {why}\n  hint: preference.reference = \"start\"", place())));
-    }
-    Ok(())
 }

@@ -3,6 +3,7 @@
 use crate::train::step::{Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro};
+use ft_engine::model::batch::Distillation;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Execution, Hooks, Outline, Walk, visit};
@@ -19,9 +20,11 @@ pub struct Scorer<'a> {
     pub hooks: &'a dyn Hooks,
     pub execution: &'a Execution,
     pub device: &'a Device,
+    /// Settings of task "distill", for losses of an evaluation.
+    pub distillation: Option<Distillation>,
 }
 
-/// Sum of the log-probabilities of a document's targets, and their number.
+/// Sum of the log-probabilities of a document's targets, and their number. Of a reward model: the score, and 1.
 pub type DocumentScore = (f64, usize);
 
 /// Sums losses by document, with opposite sign.
@@ -54,12 +57,48 @@ impl Scorer<'_> {
         stop: Stop<'_>,
         each: &dyn Fn(usize),
     ) -> ft_base::Result<Vec<DocumentScore>> {
+        let pairs = |m: &Micro, outputs: Vec<f64>| {
+            let scores = match self.decoder.head.scores {
+                true => outputs.into_iter().map(|score| (score, 1)).collect(),
+                false => by_document(m, outputs),
+            };
+            scores.into_iter().flat_map(|(sum, n): DocumentScore| [sum.to_bits(), n as u64]).collect()
+        };
+        let words = self.words(count, micro, &pairs, stop, each)?;
+        let pairs = words.as_chunks().0.iter();
+        Ok(pairs.map(|[sum, n]: &[u64; 2]| (f64::from_bits(*sum), *n as usize)).collect())
+    }
+
+    /// Outputs of a score head for the documents of `count` micro-batches, in order, on all ranks.
+    ///
+    /// # Errors
+    /// As [`Scorer::scores`].
+    pub fn outputs(
+        &self,
+        count: usize,
+        micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<Vec<f64>> {
+        let bits = |_: &Micro, outputs: Vec<f64>| outputs.into_iter().map(f64::to_bits).collect();
+        let words = self.words(count, micro, &bits, stop, &|_| ())?;
+        Ok(words.into_iter().map(f64::from_bits).collect())
+    }
+
+    /// Words made of the losses or outputs of each micro-batch, in order, on all ranks.
+    fn words(
+        &self,
+        count: usize,
+        micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,
+        of: &dyn Fn(&Micro, Vec<f64>) -> Vec<u64>,
+        stop: Stop<'_>,
+        each: &dyn Fn(usize),
+    ) -> ft_base::Result<Vec<u64>> {
         let (world, rank) = (self.comm.world(), self.comm.rank());
         let (mut all, mut mine) = (Vec::new(), Vec::new());
         for first in (0..count).step_by(world) {
             check_stop(self.comm, stop)?;
             let m = if first + rank < count { micro(first + rank)? } else { Micro::default() };
-            mine.push(self.one(&m)?);
+            mine.push(of(&m, self.one(&m)?));
             if mine.len() == EXCHANGE_EVERY {
                 self.exchange(&mut mine, &mut all)?;
             }
@@ -69,27 +108,24 @@ impl Scorer<'_> {
         Ok(all)
     }
 
-    /// Scores of a micro-batch, as words.
-    fn one(&self, m: &Micro) -> ft_base::Result<Vec<u64>> {
-        let scores = if m.targets.is_empty() {
+    /// Losses of a micro-batch's targets, or the outputs of a score head.
+    fn one(&self, m: &Micro) -> ft_base::Result<Vec<f64>> {
+        if m.targets.is_empty() {
             // all ranks make a pass in every turn
             visit::pass(Outline::of(self.decoder).forward(), self.hooks, &mut |_| Ok(()))?;
-            by_document(m, [])
-        } else {
-            let batch = Batch::new(&self.decoder.config, host(m), (0, 0), None, self.device)?;
-            let mut walk = Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks);
-            by_document(m, loss::on_host(walk.eval(&batch)?)?.concat())
-        };
-        Ok(scores.into_iter().flat_map(|(sum, n)| [sum.to_bits(), n as u64]).collect())
+            return Ok(Vec::new());
+        }
+        let batch = Batch::new(&self.decoder.config, host(m), (0, 0), None, self.device)?;
+        let mut walk = Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks);
+        Ok(loss::on_host(walk.eval(&batch)?)?.concat())
     }
 
     /// Appends the scores of all ranks in the order of micro-batches.
-    fn exchange(&self, mine: &mut Vec<Vec<u64>>, all: &mut Vec<DocumentScore>) -> ft_base::Result<()> {
+    fn exchange(&self, mine: &mut Vec<Vec<u64>>, all: &mut Vec<u64>) -> ft_base::Result<()> {
         let ranks = self.comm.all_gather_object(At::all("log-probabilities"), mine)?;
         for turn in 0..mine.len() {
             for words in ranks.iter().filter_map(|rank| rank.get(turn)) {
-                let pairs = words.as_chunks().0.iter();
-                all.extend(pairs.map(|[sum, n]: &[u64; 2]| (f64::from_bits(*sum), *n as usize)));
+                all.extend(words);
             }
         }
         mine.clear();

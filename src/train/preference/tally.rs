@@ -1,4 +1,4 @@
-//! Sums over the pairs or rated completions of a step, and the metrics of a step.
+//! Sums over the pairs, rated completions or classified documents of a step, and the metrics of a step.
 
 use super::loss::{LogProb, PairLoss, RatedLoss};
 use serde_json::{Map, Value, json};
@@ -14,10 +14,12 @@ pub struct Tally {
     correct: f64,
     /// Mean negative log-likelihoods of chosen completions.
     nll: f64,
+    /// Number of classified documents, and the sum of their weights.
+    classified: [f64; 2],
 }
 
 /// Number of values in a [`Tally`].
-pub const WORDS: usize = 9;
+pub const WORDS: usize = 11;
 
 impl Tally {
     /// Adds a pair.
@@ -27,6 +29,26 @@ impl Tally {
         self.nll -= c.sum / c.tokens;
         self.side(true, of.rewards[0], c);
         self.side(false, of.rewards[1], r);
+    }
+
+    /// Adds a classified document.
+    pub fn classified(&mut self, loss: f64, weight: f64, correct: bool) {
+        self.loss += weight * loss;
+        self.correct += f64::from(u8::from(correct));
+        self.classified.iter_mut().zip([1.0, weight]).for_each(|(sum, x)| *sum += x);
+    }
+
+    /// Mean loss of classified documents, by weight.
+    pub fn class_loss(&self) -> f64 {
+        let [_, weight] = self.classified;
+        if weight > 0.0 { self.loss / weight } else { 0.0 }
+    }
+
+    /// The metrics of classified documents.
+    pub fn class_metrics(&self) -> Map<String, Value> {
+        let [n, _] = self.classified;
+        let all = [("accuracy", json!(self.correct / n.max(1.0))), ("rows", json!(n as u64))];
+        all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
     }
 
     /// Adds a rated completion.
@@ -43,15 +65,17 @@ impl Tally {
     /// The sums as words, to exchange between ranks.
     pub fn words(&self) -> [u64; WORDS] {
         let [[a, b, c], [d, e, f]] = self.sides;
-        [self.loss, self.correct, self.nll, a, b, c, d, e, f].map(f64::to_bits)
+        let [n, weight] = self.classified;
+        [self.loss, self.correct, self.nll, n, weight, a, b, c, d, e, f].map(f64::to_bits)
     }
 
     /// Adds the words of another rank.
     pub fn add(&mut self, words: [u64; WORDS]) {
-        let [loss, correct, nll, sides @ ..] = words.map(f64::from_bits);
+        let [loss, correct, nll, n, weight, sides @ ..] = words.map(f64::from_bits);
         self.loss += loss;
         self.correct += correct;
         self.nll += nll;
+        self.classified.iter_mut().zip([n, weight]).for_each(|(sum, x)| *sum += x);
         self.sides.iter_mut().flatten().zip(sides).for_each(|(sum, x)| *sum += x);
     }
 
@@ -65,8 +89,8 @@ impl Tally {
         self.loss / self.samples(rated).max(1.0)
     }
 
-    /// The metrics by name. `kl` belongs to rated completions.
-    pub fn metrics(&self, kl: Option<f64>, has_nll: bool) -> Map<String, Value> {
+    /// The metrics by name. `kl` belongs to rated completions. Scores have no log-probabilities.
+    pub fn metrics(&self, kl: Option<f64>, (has_nll, has_logps): (bool, bool)) -> Map<String, Value> {
         let mut out = Map::new();
         let mut put = |name: &str, value: Value| out.insert(name.into(), value);
         let n = self.samples(kl.is_some()).max(1.0);
@@ -86,7 +110,7 @@ impl Tally {
             put("accuracy", json!(self.correct / n));
         }
         for (name, means) in [("logps_chosen", chosen_means), ("logps_rejected", rejected_means)] {
-            if let Some((_, logps)) = means {
+            if let Some((_, logps)) = means.filter(|_| has_logps) {
                 put(name, json!(logps));
             }
         }

@@ -5,7 +5,7 @@
 //! files are therefore handled in one place, and ranks cannot disagree.
 
 use super::inputs::RunInputs;
-use super::shard::{load, load_checkpoint, ready, save};
+use super::shard::{load, load_checkpoint, other_reference, ready, save};
 use crate::train::Error;
 use crate::train::eval::evaluate;
 use crate::train::job::Job;
@@ -36,7 +36,8 @@ pub fn on_device<R>(
 /// # Errors
 /// Errors of this rank; lost rank.
 pub fn follow(inputs: &RunInputs, base: &Base, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
-    let model = ready(inputs, load(&inputs.job, base, comm)?, None, comm)?;
+    let reference = other_reference(inputs, None, comm)?;
+    let model = ready(inputs, load(&inputs.job, base, comm)?, (reference, None), comm)?;
     let cx = inputs.context(&model, comm);
     let gather = Gather::new(&model.decoder, &model.params, comm);
     loop {
@@ -74,7 +75,7 @@ fn execute(
         Command::Evaluate => {
             let Some(eval) = &inputs.eval else { return Ok(()) };
             place::enter(place::Phase::Evaluate, 0);
-            evaluate(&cx.scorer(gather), eval, cx.preferences(Part::Eval), stop).map(drop)
+            evaluate(&cx.scorer(gather), eval, cx.objective(Part::Eval), stop).map(drop)
         }
         Command::Save(step, dir) => {
             place::enter(place::Phase::Save, 0);

@@ -13,5 +13,5 @@ pub use follow::broken;
 pub use follow::{follow, on_device};
 pub use inputs::RunInputs;
 pub use remote::RemoteRanks;
-pub use shard::{load, load_checkpoint, ready, save};
+pub use shard::{load, load_checkpoint, other_reference, ready, save};
 pub use threads::{RankThreads, group};

@@ -3,7 +3,7 @@
 use super::inputs::RunInputs;
 use crate::train::checkpoint::state;
 use crate::train::job::Job;
-use crate::train::preference::ReferenceInputs;
+use crate::train::preference::{ReferenceInputs, ReferenceScores};
 use crate::train::step::{TrainContext, TrainedModel};
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
@@ -43,32 +43,54 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
     Ok(loaded)
 }
 
-/// Makes a loaded model ready for the first step of this process: computes the reference, and loads this rank's shard
-/// of the checkpoint to resume. Begins after all ranks have called it, and returns after all are ready. `identity` is
-/// that of the run, on the first rank.
+/// Reference of a run on this rank, with the identity of the run on the first rank.
+fn reference<'a>(
+    inputs: &'a RunInputs,
+    identity: Option<&'a BTreeMap<String, String>>,
+    comm: &'a dyn Comm,
+) -> ReferenceInputs<'a> {
+    ReferenceInputs {
+        job: &inputs.job,
+        train: Some(&inputs.data),
+        eval: inputs.eval.as_deref(),
+        batches: Some(&inputs.batches),
+        execution: &inputs.execution,
+        comm,
+        identity,
+    }
+}
+
+/// Computes the reference of another model, before the model that trains is loaded; `None` if that is the reference.
+/// `identity` is that of the run, on the first rank.
+///
+/// # Errors
+/// As [`ReferenceInputs::of_other`].
+pub fn other_reference(
+    inputs: &RunInputs,
+    identity: Option<&BTreeMap<String, String>>,
+    comm: &dyn Comm,
+) -> ft_base::Result<Option<ReferenceScores>> {
+    reference(inputs, identity, comm).of_other()
+}
+
+/// Makes a loaded model ready for the first step of this process: computes the reference unless it is known, and loads
+/// this rank's shard of the checkpoint to resume. Begins after all ranks have called it, and returns after all are
+/// ready. `identity` is that of the run, on the first rank.
 ///
 /// # Errors
 /// The checkpoint does not fit; errors of the reference; lost rank.
 pub fn ready(
     inputs: &RunInputs,
     loaded: (Decoder, Params),
-    identity: Option<&BTreeMap<String, String>>,
+    (known, identity): (Option<ReferenceScores>, Option<&BTreeMap<String, String>>),
     comm: &dyn Comm,
 ) -> ft_base::Result<TrainedModel> {
     // The first rank has measured the memory of the loaded model.
     comm.barrier(LOADED)?;
     let mut model = TrainedModel::new(&inputs.job, loaded);
     if let Some(preferences) = &mut model.preferences {
-        let reference = ReferenceInputs {
-            job: &inputs.job,
-            train: Some(&inputs.data),
-            eval: inputs.eval.as_deref(),
-            batches: Some(&inputs.batches),
-            execution: &inputs.execution,
-            comm,
-            identity,
-        };
-        preferences.reference = reference.scores(&model.decoder, &model.params)?;
+        let compute = || reference(inputs, identity, comm).scores(&model.decoder, &model.params);
+        preferences.reference = known.map_or_else(compute, Ok)?;
     }
     if let Some(dir) = &inputs.checkpoint {
         state::load(dir, &model.params)?;

@@ -11,7 +11,7 @@ use crate::train::ranks::{self, RankThreads, RemoteRanks};
 use ft_base::store::RunLock;
 use ft_engine::load::Base;
 use ft_engine::ranks::Comm;
-use ft_recipe::Recipe;
+use ft_recipe::{Recipe, Reference};
 
 /// As [`super::run`], on the first rank; `remote` are the ranks in other processes.
 ///
@@ -95,15 +95,20 @@ fn lead(
     follow: &mut dyn FnMut(&Base) -> ft_base::Result<()>,
 ) -> ft_base::Result<Outcome> {
     let job = &run.inputs.job;
+    let other = matches!(job.recipe.preference.reference, Reference::Other(_));
+    // the log-probabilities of another model are kept by the identity of the run
+    let identity = if other { Some(run.identity.get()?) } else { None };
     let base = job.base_to_load()?;
     run.identity.loading(&base)?;
     follow(&base)?;
     ranks::on_device(job, comm, |comm| {
+        let reference = ranks::other_reference(&run.inputs, identity, comm)?;
         let loaded = ranks::load(job, &base, comm)?;
         run.identity.loaded(&base)?;
         drop(base);
         monitor.loaded(&loaded.1);
-        let model = ranks::ready(&run.inputs, loaded, Some(run.identity.get()?), comm)?;
+        let known = (reference, Some(run.identity.get()?));
+        let model = ranks::ready(&run.inputs, loaded, known, comm)?;
         Trainer::new(run, run.inputs.context(&model, comm), monitor)?.run()
     })
 }

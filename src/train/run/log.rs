@@ -383,10 +383,13 @@ impl RunLog {
         }
         let word = |path: &Path| shell_word(&path.to_string_lossy()).into_owned();
         let (run, result) = (word(result.parent().unwrap_or(result)), word(result));
-        let mut next = vec![format!("ft chat {result}"), format!("ft report {run}")];
-        if !job.selection.everything_full() {
-            next.insert(1, format!("ft merge {result} --out DIR"));
-        }
+        let first = match job.config.scores {
+            None => Some(format!("ft chat {result}")),
+            Some(_) => job.recipe.data.evaluates().then(|| format!("ft eval {run}")),
+        };
+        let merge = (!job.selection.everything_full()).then(|| format!("ft merge {result} --out DIR"));
+        let mut next: Vec<String> =
+            first.into_iter().chain(merge).chain([format!("ft report {run}")]).collect();
         if serves {
             next.push(format!("ft serve {run}"));
         }
@@ -429,7 +432,14 @@ fn add_metrics(event: &mut Value, metrics: &Map<String, Value>) {
 
 /// Metrics of a task for the screen.
 fn metrics_line(metrics: &Map<String, Value>) -> String {
-    let shown = [("accuracy", "accuracy"), ("margins", "margin"), ("kl", "kl")];
+    let shown = [
+        ("accuracy", "accuracy"),
+        ("f1", "F1"),
+        ("margins", "margin"),
+        ("kl", "kl"),
+        ("kd", "kd"),
+        ("ce", "ce"),
+    ];
     let of = |(key, name): (&str, &str)| Some(format!(", {name} {:.4}", metrics.get(key)?.as_f64()?));
     shown.into_iter().filter_map(of).collect()
 }

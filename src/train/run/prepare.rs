@@ -13,7 +13,7 @@ use crate::train::eval::{EvalHistory, check_tokenizer};
 use crate::train::job::{self, Job};
 use crate::train::layout::{CHECKPOINTS, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
-use crate::train::preference::reference;
+use crate::train::preference::other;
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
 use crate::train::step::LossScale;
 use ft_base::store::AtomicFolder;
@@ -232,7 +232,7 @@ fn check_inputs(
     let compute = (job.device.is_cuda(), job.dtype);
     let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
     job.recipe.idle(facts).iter().for_each(|w| warn(w));
-    reference::check(&job)?;
+    other::check(&job)?;
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
     log::check(&job.recipe)?;
     remote.map_or(Ok(()), RemoteRanks::opened)?;
@@ -243,6 +243,7 @@ fn check_inputs(
         return Err(exists(&dir, &result));
     }
     let (data, eval) = job.data()?;
+    job.check_rows(Some(&data), eval.as_ref())?;
     let (batches, schedule) = RunInputs::steps(&job, &data)?;
     job.check()?;
     job::samples(&job.recipe, job.tokenizer.as_deref())?;

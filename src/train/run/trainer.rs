@@ -254,7 +254,7 @@ impl<'a> Trainer<'a> {
         let TrainedModel { decoder, params, .. } = self.cx.model;
         command::announce(comm, &Command::Evaluate)?;
         let gather = Gather::new(decoder, params, comm);
-        let of = evaluate(&self.cx.scorer(&gather), data, self.cx.preferences(Part::Eval), &stop)?;
+        let of = evaluate(&self.cx.scorer(&gather), data, self.cx.objective(Part::Eval), &stop)?;
         let loss = of.loss;
         let scored = if loss.is_finite() {
             score(job, decoder, &LeaderGather::new(decoder, params, comm), data, &stop)?

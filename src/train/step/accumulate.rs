@@ -6,7 +6,9 @@ use super::loss_scale::LossScale;
 use super::reduce::{InBackward, Reduce};
 use super::turn::{Stop, check_stop, host};
 use crate::train::Error;
-use crate::train::preference::{Group, Preferences, Tally, WORDS, samples_of};
+use crate::train::distill;
+use crate::train::objective::{Objective, StepObjective};
+use crate::train::preference::{Tally, WORDS, samples_of};
 use ft_base::memory::place;
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::Batch;
@@ -72,12 +74,17 @@ impl TrainContext<'_> {
             let why = "optimizer.in_backward: a step of several micro-batches";
             return Err(Error::Usage(why.into()).into());
         }
-        let group = self.group(input, stop)?;
-        let mine = self.run_micro_batches(input, &batches, (&sink, &reduce, group), times, stop)?;
+        let objective = self.step_objective(input, stop)?;
+        let mine = self.run_micro_batches(input, &batches, (&sink, &reduce, objective), times, stop)?;
         let sums = mine.over_ranks(comm)?;
-        let (loss, metrics) = match self.model.preferences.as_ref().zip(group) {
-            Some((p, group)) => (p.loss(&sums.tally), p.metrics(&sums.tally, group)),
-            None => (sums.loss * batches.scale(None), batches.metrics(input.data)),
+        let (loss, metrics) = match objective {
+            Some(objective) => objective.result(&sums.tally),
+            None => {
+                let [loss, divergence] = [sums.loss, sums.divergence].map(|sum| sum * batches.scale(None));
+                let (loss, mut metrics) = distill::loss(self.distillation(), loss, divergence);
+                metrics.extend(batches.metrics(input.data));
+                (loss, metrics)
+            }
         };
         Ok(StepOutput {
             loss,
@@ -91,14 +98,29 @@ impl TrainContext<'_> {
         })
     }
 
-    /// The samples of the step, if they are compared or rated: KTO's estimate from a pass over all of them.
-    fn group(&self, input: &StepInput<'_>, stop: Stop<'_>) -> ft_base::Result<Option<Group>> {
-        let Some(preferences) = &self.model.preferences else { return Ok(None) };
+    /// The task, if its loss is of whole documents. If they are compared or rated, with KTO's estimate from a pass over
+    /// all samples of the step.
+    fn step_objective(
+        &self,
+        input: &StepInput<'_>,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<Option<StepObjective<'_>>> {
+        let Some(of) = self.objective(Part::Train) else { return Ok(None) };
+        let Objective::Preferences(preferences, _) = of else {
+            return Ok(Some(StepObjective { of, group: None }));
+        };
         let gather = Gather::new(&self.model.decoder, &self.model.params, self.comm);
         let samples = samples_of(input.data, input.rows.iter().copied())?;
         let first = input.step as usize * self.job.recipe.run.batch_rows;
         let place = (Part::Train, first);
-        preferences.kl(&self.scorer(&gather), input.data, place, &samples, stop).map(Some)
+        let group = preferences.kl(&self.scorer(&gather), input.data, place, &samples, stop)?;
+        Ok(Some(StepObjective { of, group: Some(group) }))
+    }
+
+    /// Coefficients of the router losses, times a factor.
+    fn router_times(&self, factor: f64) -> RouterLosses {
+        let RouterLosses { aux, z } = self.router();
+        RouterLosses { aux: aux * factor, z: z * factor }
     }
 
     /// Runs the micro-batches of this rank, and reduces the gradients of all ranks.
@@ -106,21 +128,17 @@ impl TrainContext<'_> {
         &self,
         input: &StepInput<'_>,
         batches: &MicroBatches<'_>,
-        (sink, reduce, group): (&Sink<'_>, &Reduce<'_>, Option<Group>),
+        (sink, reduce, objective): (&Sink<'_>, &Reduce<'_>, Option<StepObjective<'_>>),
         times: &mut Times,
         stop: Stop<'_>,
     ) -> ft_base::Result<Sums> {
         let (decoder, params, comm) = (&self.model.decoder, &self.model.params, self.comm);
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
-        let (mut losses, mut tally) = (loss::Running::default(), Tally::default());
-        let preferences = self.model.preferences.as_ref().zip(group);
-        let mut first = (0, 0);
-        let lowest = params.lowest_unit();
+        let (mut losses, mut divergences) = (loss::Running::default(), loss::Running::default());
+        let (mut tally, mut first) = (Tally::default(), (0, 0));
+        let (lowest, factor) = (params.lowest_unit(), self.loss_factor());
         let share = 1.0 / batches.all.len().max(1) as f64;
-        let factor = self.loss_factor();
-        let coefficients = self.router();
-        let router =
-            RouterLosses { aux: coefficients.aux * share * factor, z: coefficients.z * share * factor };
+        let router = self.router_times(share * factor);
         let mut routings = Vec::new();
         for turn in batches.all.chunks(comm.world()) {
             check_stop(comm, stop)?;
@@ -129,18 +147,23 @@ impl TrainContext<'_> {
                     let m = Micro::collate(input.data, rows)?;
                     let random = Some((seed, input.step));
                     let batch = Batch::new(&decoder.config, host(&m), first, random, self.device())?;
-                    let mut weigh = |losses: &[Tensor]| weights(preferences, (&m, losses), &mut tally);
+                    let batch = distill::taught(batch, &m, self.distillation(), self.device())?;
+                    let (of, sums) = (&m, &mut tally);
+                    let mut weigh = objective.map(|o| move |losses: &[Tensor]| o.weigh(of, losses, sums));
                     let mut walk = Walk::chosen(decoder, lowest, &self.execution)
                         .router_losses(router)
                         .neftune(neftune)
                         .hooks(reduce)
                         .timed(times);
-                    if preferences.is_some() {
-                        walk = walk.objective(&mut weigh);
+                    if let Some(weigh) = &mut weigh {
+                        walk = walk.objective(weigh);
                     }
-                    let all = walk.train(&batch, batches.scale(preferences) * factor, sink)?;
+                    let all = walk.train(&batch, batches.scale(objective) * factor, sink)?;
+                    divergences.keep(walk.take_divergences(), &m.weights)?;
                     routings.push(walk.into_routing());
-                    losses.keep(all, &m.weights)?;
+                    if objective.is_none() {
+                        losses.keep(all, &m.weights)?;
+                    }
                 }
                 first = (first.0 + size.tokens, first.1 + size.targets);
             }
@@ -156,7 +179,8 @@ impl TrainContext<'_> {
         }
         sink.settle(None)?;
         place::enter(place::Phase::Step, 0);
-        let mut sums = Sums { loss: losses.total()?, tally, ..Sums::default() };
+        let (loss, divergence) = (losses.total()?, divergences.total()?);
+        let mut sums = Sums { loss, divergence, tally, ..Sums::default() };
         let share = (router != RouterLosses::default()).then_some(share);
         routings.iter().try_for_each(|r| sums.add_routing(r, share))?;
         sums.squares = reduce.squares()?.map_or_else(|| optim::grad_squares(params), Ok)?;
@@ -176,22 +200,6 @@ struct MicroBatches<'a> {
     samples: usize,
 }
 
-/// Weights of a micro-batch's targets, from their losses; adds to the tally of the step.
-fn weights(
-    preferences: Option<(&Preferences, Group)>,
-    (m, losses): (&Micro, &[Tensor]),
-    tally: &mut Tally,
-) -> candle_core::Result<Tensor> {
-    let Some((preferences, group)) = preferences else {
-        candle_core::bail!("weights of a step without preferences: a bug in ft");
-    };
-    let weights = preferences.weigh(m, loss::on_host(losses.to_vec())?.concat(), group, tally);
-    match losses.first() {
-        Some(on) => Tensor::new(&weights[..], on.real()?.device()),
-        None => candle_core::bail!("a micro-batch without targets"),
-    }
-}
-
 impl<'a> MicroBatches<'a> {
     fn new(data: &Dataset, rows: &'a [usize], micro_rows: usize) -> Result<Self, ft_data::Error> {
         let sized = rows.chunks(micro_rows.max(1)).map(|r| Ok((r, Size::of(data, r)?)));
@@ -205,8 +213,9 @@ impl<'a> MicroBatches<'a> {
     }
 
     /// Factor on the sum of losses: of targets by weight, or of samples.
-    fn scale(&self, preferences: Option<(&Preferences, Group)>) -> f64 {
-        let all = if preferences.is_some() { self.samples as f64 } else { self.weight };
+    fn scale(&self, objective: Option<StepObjective<'_>>) -> f64 {
+        let by_samples = objective.is_some_and(|o| o.of.is_by_samples());
+        let all = if by_samples { self.samples as f64 } else { self.weight };
         if all > 0.0 { 1.0 / all } else { 1.0 }
     }
 
@@ -221,6 +230,8 @@ impl<'a> MicroBatches<'a> {
 #[derive(Debug, Default)]
 struct Sums {
     loss: f64,
+    /// Divergence from the teacher, in distillation.
+    divergence: f64,
     router_losses: (f64, f64),
     /// Sum of squares of this rank's shard of the gradients.
     squares: f64,
@@ -244,7 +255,8 @@ impl Sums {
     /// Sums over all ranks, in rank order.
     fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
-        let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
+        let numbers = [self.loss, self.divergence, aux, z, self.squares];
+        let mut words: Vec<u64> = numbers.map(f64::to_bits).into();
         words.extend(self.tally.words());
         words.extend(self.reached.iter().map(|r| u64::from(*r)));
         for (layer, counts) in &self.load.layers {
@@ -256,6 +268,7 @@ impl Sums {
             let mut words = words.into_iter();
             let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
             sum.loss += number();
+            sum.divergence += number();
             sum.router_losses.0 += number();
             sum.router_losses.1 += number();
             sum.squares += number();

@@ -1,11 +1,15 @@
 //! Inputs and result of a step.
 
 use super::LossScale;
+use crate::train::classify::Classes;
+use crate::train::distill;
 use crate::train::job::Job;
+use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, Scorer};
 use candle_core::Device;
 use ft_data::Dataset;
 use ft_engine::model::Decoder;
+use ft_engine::model::batch::Distillation;
 use ft_engine::optim::{Optimizer, Rate};
 use ft_engine::params::Params;
 use ft_engine::ranks::Comm;
@@ -24,13 +28,16 @@ pub struct TrainedModel {
     pub optimizer: Optimizer,
     /// The task, if it compares or rates completions.
     pub preferences: Option<Preferences>,
+    /// The task, if it classifies.
+    pub classes: Option<Classes>,
 }
 
 impl TrainedModel {
     /// Creates the optimizer of a loaded model. Without a reference yet.
     pub fn new(job: &Job, (decoder, params): (Decoder, Params)) -> Self {
         let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
-        Self { decoder, params, optimizer, preferences: Preferences::of(&job.recipe) }
+        let (preferences, classes) = (Preferences::of(&job.recipe), Classes::of(&job.recipe));
+        Self { decoder, params, optimizer, preferences, classes }
     }
 }
 
@@ -68,12 +75,18 @@ impl<'a> TrainContext<'a> {
     /// Forward passes of all ranks, with `hooks`.
     pub fn scorer<'b>(&'b self, hooks: &'b dyn Hooks) -> Scorer<'b> {
         let (decoder, comm) = (&self.model.decoder, self.comm);
-        Scorer { decoder, comm, hooks, execution: &self.execution, device: self.device() }
+        let distillation = self.distillation();
+        Scorer { decoder, comm, hooks, execution: &self.execution, device: self.device(), distillation }
     }
 
-    /// The task, if it compares or rates completions, on a part of the data.
-    pub fn preferences(&self, part: Part) -> Option<(&'a Preferences, Part)> {
-        self.model.preferences.as_ref().map(|p| (p, part))
+    /// The task, if its loss is of whole documents, on a part of the data.
+    pub fn objective(&self, part: Part) -> Option<Objective<'a>> {
+        Objective::of((self.model.preferences.as_ref(), self.model.classes.as_ref()), part)
+    }
+
+    /// Settings of task "distill".
+    pub fn distillation(&self) -> Option<Distillation> {
+        distill::settings(&self.job.recipe)
     }
 
     /// Factor on the loss in the backward pass; 1 without loss scaling.

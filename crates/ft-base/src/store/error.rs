@@ -237,8 +237,8 @@ pub enum Error {
         /// Description, with the file name.
         problem: String,
     },
-    /// The output folder is not empty.
-    #[error("{}: is not empty\nhint: {hint}", dir.display())]
+    /// The output folder is not empty, or is a file.
+    #[error("{}: is there already, and is no empty folder\nhint: {hint}", dir.display())]
     Occupied {
         /// The folder.
         dir: PathBuf,

@@ -143,6 +143,7 @@ impl<'a> SourcePass<'a> {
                     Ok(made) => {
                         self.found.truncated += usize::from(made.cut);
                         self.found.whole.add(made.whole, 1);
+                        made.teacher.into_iter().for_each(|by| self.found.taught(by));
                         if !made.notes.is_empty() {
                             self.found.notes.add(&at(place), made.notes);
                         }
@@ -225,6 +226,8 @@ struct SerializedRow {
     whole: usize,
     cut: bool,
     notes: Vec<Note>,
+    /// Identity of the teacher.
+    teacher: Option<String>,
 }
 
 /// A place (line, column) and the resulting sample or problem.
@@ -240,6 +243,7 @@ fn encode_row(row: &RawRow, encoder: &Encoder<'_>) -> One {
         whole: read.whole,
         cut: read.cut,
         notes: read.notes,
+        teacher: read.teacher,
     });
     ((row.line, 0), made)
 }

@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub(crate) targets: u32,
     /// Tokens of the chosen document of a pair.
     pub(crate) chosen: u32,
-    /// Flags: [`WEIGHTS`] and the content.
+    /// Flags: [`WEIGHTS`], [`SCORED`], the content, and [`KEPT`].
     pub(crate) flags: u32,
     /// Sum of the weights of the targets.
     pub(crate) weight: f64,
@@ -38,6 +38,11 @@ const PAIR: u32 = 2;
 /// Flags of a rated completion.
 const UNDESIRABLE: u32 = 4;
 const DESIRABLE: u32 = 8;
+/// Flag: scored documents.
+const SCORED: u32 = 16;
+
+/// Values of a teacher for each target, in the flags from this bit on; they follow the weights.
+const KEPT: u32 = 16;
 
 /// Size of a [`Record`] in bytes.
 pub(super) const RECORD: usize = 48;
@@ -79,7 +84,7 @@ impl Entry {
     }
 
     pub fn content(self) -> Content {
-        match self.flags & !WEIGHTS {
+        match self.flags & ((1 << KEPT) - 1) & !(WEIGHTS | SCORED) {
             PAIR => Content::Pair(self.chosen as usize),
             UNDESIRABLE => Content::Rated(false),
             DESIRABLE => Content::Rated(true),
@@ -91,13 +96,22 @@ impl Entry {
         self.flags & WEIGHTS != 0
     }
 
+    /// Values of a teacher for each target.
+    pub fn kept(self) -> u32 {
+        self.flags >> KEPT
+    }
+
+    pub fn is_scored(self) -> bool {
+        self.flags & SCORED != 0
+    }
+
     pub fn tokens(self) -> usize {
         (self.len & !MARK) as usize
     }
 
     pub fn bytes(self) -> u64 {
         let lists = 1 + u64::from(self.len & MARK != 0) + u64::from(self.has_weights());
-        4 * lists * u64::from(self.len & !MARK)
+        4 * lists * u64::from(self.len & !MARK) + 8 * u64::from(self.targets) * u64::from(self.kept())
     }
 }
 
@@ -116,6 +130,8 @@ pub struct Item {
     pub weight: f64,
     /// Whether a weight may differ from 1.
     pub weighted: bool,
+    /// Values of a teacher for each target; 0 without.
+    pub kept: u32,
 }
 
 impl Item {
@@ -147,6 +163,8 @@ impl SerializedSample {
             tokens.extend(e.ids.iter().zip(&e.labels).flat_map(|both| word(both).to_le_bytes()));
         }
         tokens.extend(e.weights.iter().flat_map(|w| w.to_le_bytes()));
+        tokens.extend(e.teacher.ids.iter().flat_map(|i| i.to_le_bytes()));
+        tokens.extend(e.teacher.logits.iter().flat_map(|x| x.to_le_bytes()));
         let mut hasher = blake3::Hasher::new();
         e.ids.iter().for_each(|i| {
             hasher.update(&i.to_le_bytes());
@@ -158,7 +176,9 @@ impl SerializedSample {
             Content::Pair(chosen) => (saturating_u32(chosen), PAIR),
             Content::Rated(desirable) => (0, if desirable { DESIRABLE } else { UNDESIRABLE }),
         };
-        let flags = content | if e.weights.is_empty() { 0 } else { WEIGHTS };
+        let flag = |set: bool, flag: u32| if set { flag } else { 0 };
+        let flags = content | flag(!e.weights.is_empty(), WEIGHTS) | flag(e.scored, SCORED);
+        let flags = flags | saturating_u32(e.teacher.kept) << KEPT;
         let targets = saturating_u32(e.targets());
         let entry = Entry { at: 0, len, targets, chosen, flags, weight: e.weight() };
         let record = Record { entry, line: e.line as u64, digest };

@@ -2,13 +2,14 @@
 //!
 //! The token file contains the tokens of all samples, four bytes per token: the id, with the highest bit set
 //! if the token is supervised. For labels other than the ids, the file contains all ids of the sample, then
-//! all labels. Weights other than 1 follow, as f32. The index file contains one [`Record`] per sample. Both files
-//! are read by position: memory use grows neither with tokens nor with samples, in any access order.
+//! all labels. Weights other than 1 follow, as f32, then ids and values of a teacher for each target. The index file
+//! contains one [`Record`] per sample. Both files are read by position: memory use grows neither with tokens nor with
+//! samples, in any access order.
 
 use super::bytes::{Bytes, List, SMALL, Scratch, Window};
 use super::record::{ENTRY, Entry, Item, MARK, RECORD, Record, SerializedSample, saturating_u32};
 use crate::error::Error;
-use crate::shape::example::{Content, Example, IGNORE_INDEX};
+use crate::shape::example::{Content, Example, IGNORE_INDEX, Teacher};
 use ft_base::store::AtomicFile;
 use std::fs::File;
 use std::io;
@@ -89,9 +90,14 @@ impl TokenStore {
         } else {
             (words.clone().take(n).collect(), words.clone().skip(n).take(n).map(|w| w as i32).collect())
         };
-        let rest = if entry.len & MARK == 0 { n } else { 2 * n };
-        let weights = words.skip(rest).map(f32::from_bits).collect();
-        Ok(Example { ids, labels, weights, content: entry.content(), source, line: line as usize })
+        let mut rest = words.skip(if entry.len & MARK == 0 { n } else { 2 * n });
+        let weighted = if entry.has_weights() { n } else { 0 };
+        let weights = rest.by_ref().take(weighted).map(f32::from_bits).collect();
+        let kept = entry.kept() as usize;
+        let taught = rest.by_ref().take(kept * entry.targets as usize).collect();
+        let teacher = Teacher { kept, ids: taught, logits: rest.map(f32::from_bits).collect() };
+        let (content, scored) = (entry.content(), entry.is_scored());
+        Ok(Example { ids, labels, weights, teacher, content, scored, source, line: line as usize })
     }
 }
 
@@ -448,7 +454,8 @@ impl Reader<'_> {
         let entry = Entry::of(&self.windows[source].1.read::<ENTRY>(&part.store.records, at)?);
         let (sample, tokens) = (saturating_u32(i), saturating_u32(entry.tokens()));
         let Entry { targets, chosen, weight, .. } = entry;
-        Ok(Item { sample, tokens, targets, chosen, weight, weighted: entry.has_weights() })
+        let (weighted, kept) = (entry.has_weights(), entry.kept());
+        Ok(Item { sample, tokens, targets, chosen, weight, weighted, kept })
     }
 }
 
@@ -458,7 +465,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Samples round-trip: labels equal to ids, no labels, other labels, 32-bit ids, weights, pairs, ratings.
+        /// Samples round-trip: labels equal to ids, no labels, other labels, 32-bit ids, weights, teachers, pairs,
+        /// ratings.
         #[test]
         fn samples_come_back(
             rows in prop::collection::vec(
@@ -478,9 +486,17 @@ mod tests {
                     1 => Content::Rated(line % 2 == 0),
                     _ => Content::Document,
                 },
+                scored: line % 7 == 0,
                 source: *source,
                 line: usize::from(*line),
+                teacher: Teacher::default(),
             }).collect();
+            for e in examples.iter_mut().filter(|e| e.line % 7 == 0) {
+                let (kept, targets) = (1 + e.line % 3, e.targets());
+                let ids = (0..(kept * targets) as u32).map(|i| u32::MAX - i).collect::<Vec<_>>();
+                let logits = ids.iter().map(|i| *i as f32).collect();
+                e.teacher = Teacher { kept, ids, logits };
+            }
             examples.sort_by_key(|e| e.source);
             let samples = Samples::of(&examples).unwrap();
             prop_assert_eq!(samples.all().unwrap(), examples.clone());

@@ -5,7 +5,7 @@ use crate::shape::notes::Notes;
 use ft_base::error::Place;
 use ft_recipe::OverLength;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Dropped rows to show.
 const SHOWN: usize = 5;
@@ -41,6 +41,8 @@ pub struct Stats {
     pub not_read: Vec<String>,
     /// Text lost or changed in used rows, and unread keys of used rows.
     pub notes: Notes,
+    /// Identities of the teachers whose values used rows have, as JSON.
+    pub teachers: BTreeSet<String>,
 }
 
 /// Dropped rows by reason.
@@ -172,6 +174,8 @@ pub(crate) struct SourceStats {
     /// The first few dropped rows, with reason.
     pub left_out: Vec<(Place, String)>,
     pub notes: Notes,
+    /// Identities of teachers, as JSON, up to a small limit.
+    pub teachers: BTreeSet<String>,
 }
 
 impl SourceStats {
@@ -179,6 +183,13 @@ impl SourceStats {
     pub fn show(&mut self, place: &Place, why: &str) {
         if self.left_out.len() < SHOWN {
             self.left_out.push((place.clone(), why.lines().next().unwrap_or_default().to_string()));
+        }
+    }
+
+    /// Records the identity of a teacher.
+    pub fn taught(&mut self, by: String) {
+        if self.teachers.len() < SHOWN {
+            self.teachers.insert(by);
         }
     }
 
@@ -207,5 +218,6 @@ impl Stats {
         let room = SHOWN.saturating_sub(self.left_out.len());
         self.left_out.extend(found.left_out.iter().take(room).map(|(place, why)| format!("{place}: {why}")));
         self.notes.extend(&found.notes);
+        self.teachers.extend(found.teachers.iter().cloned());
     }
 }

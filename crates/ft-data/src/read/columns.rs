@@ -57,7 +57,7 @@ impl Columns {
 /// following rows.
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
-    pages::check(&file, &about, pages::LARGEST)?;
+    pages::check(&file, &about, pages::LARGEST, pages::MOST_VALUES)?;
     let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
     let options = ReadOptionsBuilder::new().with_parquet_schema(Arc::new(schema)).build();
     SerializedFileReader::new_with_options(file, options)

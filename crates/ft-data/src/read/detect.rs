@@ -9,7 +9,7 @@ use crate::shape::{
     values::brief,
 };
 use ft_base::error::Place;
-use ft_recipe::Format;
+use ft_recipe::{Format, Task};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -41,6 +41,8 @@ const NAMES: &[(Format, &[(&str, &str)])] = &[
 ];
 /// Another name of the field `system`.
 const SYSTEM: &str = "system_prompt";
+/// Rows searched for one that can be read.
+const FIRST_ROWS: usize = 1000;
 /// Common names for text.
 const TEXTS: &[&str] = &["content", "body", "document", "sentence", "article"];
 
@@ -68,7 +70,8 @@ impl Shape {
     }
 }
 
-/// Detects format and field names from the first row of a source. Names given in the recipe are kept.
+/// Detects format and field names from the first row of a source that can be read. Names given in the recipe are
+/// kept. Rows before it are reported with the other bad rows.
 ///
 /// # Errors
 /// Missing or empty files, and a row of unknown format, with a hint for the recipe.
@@ -76,11 +79,28 @@ pub fn detect(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> 
     fits(source, &row_of(source, resolve)?)
 }
 
+/// The task of rows, by the first of them: pairs, rated completions, tokens with a teacher's values, or others.
+///
+/// # Errors
+/// Missing or empty files.
+pub fn task_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Task, Error> {
+    let row = row_of(source, resolve)?;
+    let has = |keys: &[&str]| keys.iter().all(|key| row.get(key).is_some_and(|v| !v.is_null()));
+    let tasks: [(Task, &[&str]); 5] = [
+        (Task::Dpo, &["chosen", "rejected"]),
+        (Task::Dpo, &["chosen_ids", "rejected_ids"]),
+        (Task::Kto, &["completion", "label"]),
+        (Task::Kto, &["completion_ids", "label"]),
+        (Task::Distill, &["input_ids", "teacher_ids"]),
+    ];
+    Ok(tasks.into_iter().find(|(_, keys)| has(keys)).map_or(Task::Sft, |(task, _)| task))
+}
+
 /// The first row of the first non-empty file.
 fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
-        if let Some(row) = first(&path)? {
+        if let Some(row) = first(&path, source)? {
             return Ok(row);
         }
         last = Some(path);
@@ -111,14 +131,19 @@ fn shape_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Shap
     Some(Shape { format, fields })
 }
 
-/// The first row of a file.
-fn first(path: &Path) -> Result<Option<Value>, Error> {
-    let Some(row) = Rows::open(path, &Schema::of_any())?.next() else { return Ok(None) };
-    let bad = |e: super::row::ParseError| Error::File {
-        place: Place { file: path.display().to_string(), line: e.line, column: e.column },
-        message: e.message,
-    };
-    row?.parse().map(Some).map_err(bad)
+/// The first of the file's first rows that can be read.
+fn first(path: &Path, source: &ft_recipe::Source) -> Result<Option<Value>, Error> {
+    let mut told = None;
+    for row in Rows::open(path, &Schema::of_any(source)?)?.take(FIRST_ROWS) {
+        match row?.parse() {
+            Ok(row) => return Ok(Some(row)),
+            Err(e) => told = told.or(Some(e)),
+        }
+    }
+    told.map_or(Ok(None), |e| {
+        let place = Place { file: path.display().to_string(), line: e.line, column: e.column };
+        Err(Error::File { place, message: e.message })
+    })
 }
 
 fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Shape, Error> {
@@ -186,6 +211,18 @@ mod tests {
         assert!(of(json!({"content": ""})).unwrap_err().contains("fields = { text = \"content\" }"));
         assert!(of(json!({"a": "", "b": ""})).unwrap_err().contains("fits none: it has a, b"));
         assert!(of(json!([1])).unwrap_err().contains("is no object"));
+    }
+
+    #[test]
+    fn bad_rows_before_the_first_are_passed() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("a.jsonl");
+        let source = crate::tests::source("a.jsonl", Format::Tokens);
+        let found = || detect(&source, &|_| file.clone()).map(|s| s.format);
+        std::fs::write(&file, "{broken\n{\"text\": \"\"}\n").unwrap();
+        assert_eq!(found().unwrap(), Format::Text);
+        std::fs::write(&file, "{broken\n{worse\n").unwrap();
+        assert!(found().unwrap_err().to_string().contains("a.jsonl:1:2: not JSON"));
     }
 
     #[test]

@@ -7,13 +7,14 @@
 //! | `row`, `lines`, `array` | unparsed rows; JSON Lines; one JSON array |
 //! | `tables`, `quotes`, `columns` | CSV, TSV and plain text; quotes of tables; Parquet |
 //! | `pages` | sizes of Parquet's pages |
-//! | `utf16` | files in UTF-16 |
+//! | `encoding` | files in UTF-16, Windows-1252, and others |
 //! | `detect` | format of a source without one |
 
 mod array;
 #[cfg(feature = "parquet")]
 mod columns;
 pub(crate) mod detect;
+mod encoding;
 pub(crate) mod files;
 mod lines;
 #[cfg(feature = "parquet")]
@@ -22,4 +23,3 @@ mod quotes;
 pub(crate) mod reader;
 pub(crate) mod row;
 mod tables;
-mod utf16;

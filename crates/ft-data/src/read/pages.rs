@@ -13,13 +13,25 @@ const HEADER: [u64; 2] = [1 << 12, 4 << 20];
 /// Deepest nesting of structs in a header.
 const DEPTH: usize = 16;
 
-/// Checks that no page of a file unpacks to more than `most` bytes.
+/// Most values of a list column in a row, on average over a row group. A few bytes may hold any number of equal
+/// values, and each takes memory.
+pub(super) const MOST_VALUES: i64 = 1 << 20;
+
+/// Checks that no page of a file unpacks to more than `most` bytes, and no row of a row group holds more than
+/// `values` values of a column on average.
 ///
 /// # Errors
-/// A larger page, by column; headers that do not follow one another.
-pub(super) fn check(file: &File, about: &ParquetMetaData, most: u64) -> Result<()> {
+/// A larger page or row, by column; headers that do not follow one another.
+pub(super) fn check(file: &File, about: &ParquetMetaData, most: u64, values: i64) -> Result<()> {
     for group in about.row_groups() {
         for column in group.columns() {
+            let mean = column.num_values() / group.num_rows().max(1);
+            if mean > values {
+                return Err(ParquetError::General(format!(
+                    "a row has {mean} values of column {}, more than {values}; split it into several",
+                    column.column_path().string(),
+                )));
+            }
             let (mut at, length) = column.byte_range();
             let end = at.saturating_add(length);
             while at < end {
@@ -160,9 +172,11 @@ mod tests {
             }
             let file = File::open(&path).unwrap();
             let about = ParquetMetaDataReader::new().parse_and_finish(&file).unwrap();
-            check(&file, &about, LARGEST).unwrap();
-            let told = check(&file, &about, 1).unwrap_err().to_string();
+            check(&file, &about, LARGEST, MOST_VALUES).unwrap();
+            let told = check(&file, &about, 1, MOST_VALUES).unwrap_err().to_string();
             assert!(told.contains("a page of column"), "{told}");
+            let told = check(&file, &about, LARGEST, 0).unwrap_err().to_string();
+            assert!(told.contains("values of column"), "{told}");
             files += 1;
         }
         assert!(files > 0);

@@ -3,13 +3,14 @@
 use super::array::Array;
 #[cfg(feature = "parquet")]
 use super::columns::Columns;
+use super::encoding::{self, Decoded};
 use super::files::{self, Compression, Kind};
 use super::lines::Lines;
 use super::row::RawRow;
 use super::tables::{Table, Texts};
-use super::utf16::{self, Utf16};
 use crate::error::Error;
 use crate::shape::schema::Schema;
+use encoding_rs::Encoding;
 use ft_base::store;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
@@ -28,7 +29,11 @@ pub(crate) enum Rows {
 }
 
 /// Opens a file, with decompression and as UTF-8.
-fn decompressed(path: &Path, compression: Option<Compression>) -> io::Result<Box<dyn BufRead>> {
+fn decompressed(
+    path: &Path,
+    compression: Option<Compression>,
+    given: Option<&'static Encoding>,
+) -> io::Result<Box<dyn BufRead>> {
     let file = store::open_plain(path)?;
     let buffered = |r: Box<dyn Read>| Box::new(BufReader::with_capacity(1 << 18, r));
     let mut bytes = buffered(match compression {
@@ -36,17 +41,17 @@ fn decompressed(path: &Path, compression: Option<Compression>) -> io::Result<Box
         Some(Compression::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(file)),
         Some(Compression::Zstd) => Box::new(zstd::Decoder::new(file)?),
     });
-    match utf16::order(bytes.fill_buf()?) {
-        Some(order) => Ok(buffered(Box::new(Utf16::new(bytes, order)?))),
-        None => Ok(bytes),
-    }
+    Ok(match encoding::of(bytes.fill_buf()?, given) {
+        Some(encoding) => buffered(Box::new(Decoded::new(bytes, encoding))),
+        None => bytes,
+    })
 }
 
 impl Rows {
     /// Opens a file in the format given by the file name, for rows of `schema`.
     pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
         let (kind, compression) = files::kind(path).unwrap_or((Kind::Lines, None));
-        let file = || decompressed(path, compression).map_err(|e| Error::read(path, e));
+        let file = || decompressed(path, compression, schema.encoding).map_err(|e| Error::read(path, e));
         let lines = || Ok::<_, Error>(Lines::new(file()?, path.into()));
         Ok(match kind {
             Kind::Lines => Rows::Lines(lines()?),

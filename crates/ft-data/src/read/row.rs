@@ -49,7 +49,11 @@ impl RawRow {
             let lines = before.iter().filter(|b| **b == b'\n').count();
             let in_line = before.len() - before.iter().rposition(|b| *b == b'\n').map_or(0, |p| p + 1);
             let column = if lines == 0 { self.column + in_line } else { in_line + 1 };
-            return Err(fail(self.line + lines, column, "not UTF-8".into()));
+            return Err(fail(
+                self.line + lines,
+                column,
+                "not UTF-8; encoding, beside source, names another one".into(),
+            ));
         }
         json::value(bytes).map_err(|e| {
             let text = json::describe(&e, "not JSON");

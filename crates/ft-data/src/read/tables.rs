@@ -10,6 +10,7 @@ use ft_base::error::Place;
 use ft_base::store::json;
 use serde_json::{Map, Value};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -17,8 +18,8 @@ use std::rc::Rc;
 /// Longest line of column names searched for the separator, in bytes.
 const LONGEST_NAMES: u64 = 1 << 20;
 /// The message about other encodings.
-const NOT_UTF8: &str = "not UTF-8, but perhaps Latin-1 or Windows-1252\n  hint: iconv -f WINDOWS-1252 -t UTF-8 FILE > \
-                        NEW writes a file that can be read";
+const NOT_UTF8: &str = "not UTF-8, but perhaps Latin-1 or Windows-1252\n  hint: encoding = \"windows-1252\", beside \
+                        source";
 
 /// The error of a cell whose closing quote is missing: at the end of the file or of the longest row, or where
 /// text follows the quote that closed it.
@@ -127,11 +128,11 @@ impl Table {
             other => head(format!("not a table: {other:?}")),
         };
         let record = reader.byte_headers().map_err(cannot)?;
-        let mut names = Vec::new();
+        let (mut names, mut seen) = (Vec::new(), HashSet::new());
         for cell in record {
             let name =
                 std::str::from_utf8(cell).map_err(|_| head(format!("a name of a column is {NOT_UTF8}")))?;
-            if names.iter().any(|n| n == name) {
+            if !seen.insert(name) {
                 return Err(head(format!("two columns are named {name:?}")));
             }
             names.push(name.to_string());

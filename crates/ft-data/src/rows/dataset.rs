@@ -11,13 +11,13 @@ use crate::keep::{
     samples::{Samples, StoreWriter, TokenStore},
     stats::{SourceStats, Stats},
 };
-use crate::read::files::{files, files_and_ignored};
+use crate::read::files::{Kind, files, files_and_ignored, kind};
 use crate::shape::{example::Example, schema::Schema};
 use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::ModelKey, tokenizer::Tokenizer};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::KnownHash};
 use ft_base::terminal::rows_bar;
-use ft_recipe::{Format, OnBadRow, Part, Recipe};
+use ft_recipe::{Format, OnBadRow, Part, Recipe, ScoreTargets};
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,6 +30,8 @@ pub struct Dataset {
     /// Rows of an epoch. Without packing, one sample per row. Samples of sources with a weight above 1
     /// occur several times.
     pub rows: Rows,
+    /// Targets of a score head.
+    pub scores: ScoreTargets,
     /// Counts of rows read and dropped.
     pub stats: Stats,
     /// BLAKE3 hash of the sample tokens and the row contents in order, in hexadecimal.
@@ -75,7 +77,13 @@ impl Dataset {
     pub fn of(examples: &[Example], rows: &[Vec<usize>]) -> Result<Dataset, Error> {
         let samples = Samples::of(examples)?;
         let rows = Rows::of(rows, &samples)?;
-        Ok(Dataset { samples, rows, stats: Stats::default(), hash: String::new() })
+        Ok(Dataset {
+            samples,
+            rows,
+            scores: ScoreTargets::None,
+            stats: Stats::default(),
+            hash: String::new(),
+        })
     }
 
     /// Reads, tokenizes, mixes and packs a part of a recipe's data. Evaluation data stays in file order.
@@ -163,7 +171,8 @@ pub(crate) fn cached_rows_in(
         return None;
     }
     let template = data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
-    let model = dir.and_then(|d| ModelKey::of(d, template.as_deref()));
+    let tokenizes = dir.filter(|d| d.join("tokenizer.json").is_file());
+    let model = tokenizes.and_then(|d| ModelKey::of(d, template.as_deref()));
     let own = || dir.is_some_and(|d| template_of(d).is_ok_and(|t| t.is_some()));
     let has_template = template.is_some() || own();
     let mut samples = Samples::default();
@@ -285,6 +294,9 @@ impl<'a> Loader<'a> {
         }
         self.needs(&schema)?;
         let (files, ignored) = files_and_ignored(source, self.resolve)?;
+        if source.encoding.is_some() && files.iter().all(|f| matches!(kind(f), Some((Kind::Parquet, _)))) {
+            return Err(Error::recipe(source, "encoding does nothing: Parquet is always UTF-8".into()));
+        }
         self.stats.not_read.extend(ignored);
         let (data, vocab_size) = (self.data, self.vocab_size);
         let model = self.tokenizer.and_then(Tokenizer::key);
@@ -394,7 +406,7 @@ impl<'a> Loader<'a> {
         let Some(tokenizer) = self.tokenizer else {
             return match format {
                 // rows of ids need none, and other rows are refused by place
-                Format::Tokens | Format::Preference | Format::Unpaired => Ok(()),
+                Format::Tokens | Format::Preference | Format::Unpaired | Format::Labeled => Ok(()),
                 _ => Err(Error::ModelLacks(format!(
                     "the model has no tokenizer.json, which format = {name:?} needs (format = \"tokens\" does not)"
                 ))),
@@ -408,7 +420,10 @@ impl<'a> Loader<'a> {
                      \"FILE.jinja\""
                 )))
             }
-            _ if !schema.chat && format != Format::Tokens && tokenizer.text_end().is_none() => {
+            _ if !schema.chat
+                && !matches!(format, Format::Tokens | Format::Labeled)
+                && tokenizer.text_end().is_none() =>
+            {
                 Err(Error::ModelLacks(format!(
                     "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
                      in generation_config.json), which format = {name:?} needs"
@@ -473,5 +488,5 @@ fn dataset(
     stats.lengths = lengths.lengths();
     let capacity = rows.len() as f64 * data.max_length as f64;
     stats.fill = if data.packs() && capacity > 0.0 { stats.tokens as f64 / capacity } else { 1.0 };
-    Ok(Dataset { samples, rows, stats, hash })
+    Ok(Dataset { samples, rows, scores: data.scores.clone(), stats, hash })
 }

@@ -2,7 +2,7 @@
 
 use super::dataset::Dataset;
 use crate::error::Error;
-use crate::shape::example::{Content, Example};
+use crate::shape::example::{Content, Example, Teacher};
 
 /// A micro-batch without padding: the concatenated documents of all rows.
 ///
@@ -17,10 +17,12 @@ pub struct Micro {
     /// Document lengths in order, with sum `n`.
     pub docs: Vec<usize>,
     /// Targets: the index of a token, and the id of the next token. Labels are shifted only here, never
-    /// across documents.
+    /// across documents. Of scored documents: the index of the last token, and the class.
     pub targets: Vec<(u32, u32)>,
     /// Weights of the targets; empty for weights of 1.
     pub weights: Vec<f32>,
+    /// Values of a teacher for each target, if the samples have any.
+    pub teacher: Teacher,
     /// Sample numbers in order, with their contents.
     pub samples: Vec<(u32, Content)>,
 }
@@ -142,9 +144,12 @@ impl Micro {
         if !example.weights.is_empty() {
             // samples before without weights
             self.weights.resize(self.targets.len(), 1.0);
-            self.weights.extend(example.queries().map(|i| example.weights[i + 1]));
+            self.weights.extend(example.queries().map(|i| example.weights[example.label_of(i)]));
         }
-        let target = |i: usize| (base + i as u32, example.labels[i + 1].unsigned_abs());
+        let (before, added) = (self.targets.len(), example.targets());
+        self.teacher.extend(before, added, &example.teacher);
+        let label = |i: usize| example.labels[example.label_of(i)].unsigned_abs();
+        let target = |i: usize| (base + i as u32, label(i));
         self.targets.extend(example.queries().map(target));
         if !self.weights.is_empty() {
             self.weights.resize(self.targets.len(), 1.0);

@@ -23,6 +23,10 @@ pub struct Rows {
     pub longest: u32,
     /// Whether a sample has weights.
     pub weighted: bool,
+    /// A sample without values of a teacher.
+    pub untaught: Option<u32>,
+    /// Whether a sample has values of a teacher.
+    pub taught: bool,
 }
 
 /// Rows with several samples.
@@ -164,6 +168,8 @@ impl RowsWriter {
         let tokens: u64 = items.iter().map(|i| u64::from(i.tokens)).sum();
         self.rows.tokens += tokens;
         self.rows.weighted |= items.iter().any(|i| i.weighted);
+        self.rows.taught |= items.iter().any(|i| i.kept > 0);
+        self.rows.untaught = self.rows.untaught.or(items.iter().find(|i| i.kept == 0).map(|i| i.sample));
         self.rows.targets += items.iter().map(|i| u64::from(i.targets)).sum::<u64>();
         self.rows.longest =
             items.iter().flat_map(|i| i.documents()).map(saturating_u32).fold(self.rows.longest, u32::max);

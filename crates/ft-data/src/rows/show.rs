@@ -6,7 +6,7 @@ use crate::keep::stats::Stats;
 use crate::shape::example::IGNORE_INDEX;
 use crate::tokenize::tokenizer::Tokenizer;
 use ft_base::terminal::escape;
-use ft_recipe::OverLength;
+use ft_recipe::{OverLength, ScoreTargets};
 use std::io::{self, Write};
 
 impl Dataset {
@@ -20,6 +20,13 @@ impl Dataset {
         if let Some(told) = self.stats.drops.told(self.stats.rows_read).filter(|_| !self.stats.reported) {
             let first = self.stats.left_out.first().map(|f| format!(" (the first: {f})")).unwrap_or_default();
             out.push(format!("{told}{first}\n  hint: {}", self.stats.drops.hint()));
+        }
+        if self.stats.truncated > 0 {
+            out.push(format!(
+                "{} of {} samples are cut to data.max_length\n  hint: ft data shows what each length loses; \
+                 data.over_length = \"drop\" leaves long samples out",
+                self.stats.truncated, self.stats.examples
+            ));
         }
         out.extend(self.stats.notes.told());
         let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
@@ -81,6 +88,10 @@ pub fn rows(
                 )?;
             }
             document(&example.ids, &example.labels, tokenizer, color, out)?;
+            if let (ScoreTargets::Classes(names), Some(label)) = (&dataset.scores, example.labels.last()) {
+                let name = usize::try_from(*label).ok().and_then(|class| names.get(class));
+                writeln!(out, "  = {}", visible(name.map_or("", String::as_str)))?;
+            }
         }
         writeln!(out)?;
     }
@@ -157,6 +168,9 @@ fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write
     }
     writeln!(out, "tokens       {} an epoch", s.tokens)?;
     writeln!(out, "supervised   {} ({:.1} %)", s.targets, share(s.targets, s.tokens))?;
+    for by in &s.teachers {
+        writeln!(out, "teacher      {}", visible(by))?;
+    }
     writeln!(out, "batch rows   {} an epoch, {:.1} % full", s.rows, 100.0 * s.fill)?;
     writeln!(out, "hash         {}", dataset.hash)
 }

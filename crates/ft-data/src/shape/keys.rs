@@ -26,7 +26,28 @@ pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
         Format::Alpaca => &["instruction", "input", "output", "system", "history", "weight"],
         Format::Completion => &["prompt", "completion", "weight"],
         Format::Text => &["text", "weight"],
-        Format::Tokens => &["input_ids", "labels", "attention_mask", "weights", "weight"],
+        Format::Tokens => &[
+            "input_ids",
+            "labels",
+            "attention_mask",
+            "weights",
+            "weight",
+            "teacher_ids",
+            "teacher_logits",
+            "teacher",
+        ],
+        Format::Labeled => &[
+            "text",
+            "prompt",
+            "input_ids",
+            "messages",
+            "conversations",
+            "conversation",
+            "tools",
+            "system",
+            "label",
+            "weight",
+        ],
         Format::Preference => {
             &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]
         }
@@ -59,6 +80,12 @@ fn refused(Schema { format, chat, .. }: &Schema, key: &str) -> Option<String> {
         (Format::Completion, "label") => {
             "a judgement of the completion, which task = \"sft\" does not read; keep the rows to learn from, \
              and leave it out, or take task = \"kto\""
+        }
+        (Format::Labeled, "labels") => {
+            "several labels of a text (multi-label classification) are not built; label is the one class"
+        }
+        (Format::Labeled, "completion" | "answer" | "output") => {
+            "a classifier reads one text: write what it is to read as text, prompt or messages"
         }
         (Format::Preference | Format::Unpaired, "weight" | "weights") => {
             "pairs and rated completions have no weights; a source has one (weight = 2.0)"
@@ -108,7 +135,15 @@ pub(super) fn of_row(
     if !["chosen", "rejected"].into_iter().any(read)
         && let Some(why) = preference(row)
     {
-        return Err(why);
+        let rated = "chosen and rejected, a pair of preferences: task = \"dpo\" learns them; task = \"kto\" takes a \
+                     completion a row, with its label";
+        return Err(if schema.format == Format::Unpaired { rated.into() } else { why });
+    }
+    if schema.format.is_preference()
+        && schema.name("prompt") == "instruction"
+        && row.get("input").is_some_and(|v| !says_nothing(v))
+    {
+        return Err("input: the prompt of a pair is one text; write instruction and input into it".into());
     }
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
         // weight 1 is the default

@@ -1,8 +1,8 @@
 //! Lists of messages as conversations.
 
 use super::keys::{self, REASONING};
-use super::reserved::is_reserved;
 use super::schema::Schema;
+use super::values::is_reserved;
 use super::values::{brief, kind, missing};
 use ft_base::store::json;
 use ft_recipe::Mask;

@@ -10,7 +10,8 @@
 //! | `notes` | notes on usable rows, counted by kind |
 //! | `alpaca` | prompt format of the Alpaca models |
 //! | `example` | a tokenized sample |
-//! | `reserved`, `values` | noncharacters; values in error messages |
+//! | `teacher` | a teacher's values in a row |
+//! | `values` | values in error messages; noncharacters |
 
 pub(crate) mod alpaca;
 pub(crate) mod example;
@@ -18,8 +19,8 @@ pub(crate) mod keys;
 pub(crate) mod messages;
 pub(crate) mod notes;
 mod preference;
-pub(crate) mod reserved;
 pub(crate) mod sample;
 pub(crate) mod schema;
+pub(crate) mod teacher;
 mod turns;
 pub(crate) mod values;

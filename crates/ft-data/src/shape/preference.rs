@@ -1,8 +1,9 @@
-//! Rows of the formats `preference` and `unpaired`.
+//! Rows of the formats `preference`, `unpaired` and `labeled`.
 //!
 //! A row has token ids, texts, or messages. A prompt that is missing is what chosen and rejected begin with.
 
 use super::example::IGNORE_INDEX;
+use super::keys::says_nothing;
 use super::messages::Chat;
 use super::sample::Sample;
 use super::schema::Schema;
@@ -25,11 +26,16 @@ impl Schema {
         let (chosen, rejected) = (self.value(row, "chosen")?, self.value(row, "rejected")?);
         if self.is_chat(row, &[chosen, rejected]) {
             let both = [self.messages_of(chosen, "chosen")?, self.messages_of(rejected, "rejected")?];
-            let prompt = self.prompt_messages(row, &both[0])?;
-            let prompt = prompt.unwrap_or_else(|| {
-                let same = both[0].iter().zip(&both[1]).take_while(|(a, b)| a == b).count();
-                both[0][..same].to_vec()
-            });
+            let prompt = match self.prompt_messages(row, &both[0])? {
+                Some(prompt) => prompt,
+                None => {
+                    let same = both[0].iter().zip(&both[1]).take_while(|(a, b)| a == b).count();
+                    if same == 0 {
+                        return Err(self.no_prompt(row));
+                    }
+                    both[0][..same].to_vec()
+                }
+            };
             let [chosen, rejected] = both.map(|list| self.answered(row, &prompt, list));
             let (chosen, rejected) = (
                 chosen.map_err(|e| format!("chosen: {e}"))?,
@@ -37,11 +43,15 @@ impl Schema {
             );
             return Ok(Sample::Pair(Box::new([chosen, rejected])));
         }
+        self.refuses_system(row)?;
         let (chosen, rejected) = (self.text(row, "chosen", true)?, self.text(row, "rejected", true)?);
         let completed = match self.prompt_text(row)? {
             Some(prompt) => [chosen, rejected].map(|c| (prompt.to_string(), format!("{prompt}{c}"))),
             None => {
                 let prompt = common(chosen, rejected);
+                if prompt.is_empty() {
+                    return Err(self.no_prompt(row));
+                }
                 [chosen, rejected].map(|c| (prompt.to_string(), c.to_string()))
             }
         };
@@ -62,8 +72,92 @@ impl Schema {
             let prompt = prompt.ok_or_else(|| missing(self.name("prompt"), row))?;
             return rated(self.answered(row, &prompt, completion)?);
         }
+        self.refuses_system(row)?;
         let (prompt, completion) = (self.text(row, "prompt", false)?, self.text(row, "completion", true)?);
         rated(Sample::Completion(prompt.into(), format!("{prompt}{completion}")))
+    }
+
+    /// The document of a row, and its class among `names`.
+    pub(super) fn labeled(&self, row: &mut Row, names: &[String]) -> Result<Sample, String> {
+        let class = self.class(row, names)?;
+        let there = |name: &&str| row.get(self.name(name)).is_some_and(|v| !v.is_null());
+        let found: Vec<&str> = ["text", "prompt", "input_ids"].into_iter().filter(there).collect();
+        let list = self.list_of(row).to_string();
+        let has_list = row.get(&list).is_some_and(|v| !v.is_null());
+        let sample = match (found.as_slice(), has_list) {
+            ([], true) => Sample::Chat(self.chat(row)?),
+            (["input_ids"], false) => {
+                let ids = self.numbers(row, "input_ids", 0)?;
+                let labels = vec![IGNORE_INDEX; ids.len()];
+                let ids = ids.into_iter().map(|i| i as u32).collect();
+                Sample::Tokens { ids, labels, weights: Vec::new(), teacher: None }
+            }
+            ([name], false) if self.is_chat(row, &[]) => {
+                let messages = self.messages_of(self.value(row, name)?, name)?;
+                row.insert(list, Value::Array(messages));
+                Sample::Chat(self.chat(row)?)
+            }
+            ([name], false) => Sample::Plain(self.text(row, name, true)?.to_string()),
+            ([], false) => return Err(missing(self.name("text"), row)),
+            _ => {
+                let all = ["text", "prompt", &list, "input_ids"].map(|name| self.name(name)).join(", ");
+                return Err(format!("more than one of {all}; a row has one text"));
+            }
+        };
+        Ok(Sample::Labeled(Box::new(sample), class))
+    }
+
+    /// The class of a row, by number or name.
+    fn class(&self, row: &Row, names: &[String]) -> Result<u32, String> {
+        let (name, value) = (self.name("label"), self.value(row, "label")?);
+        let number = match value {
+            Value::String(text) => match names.iter().position(|n| n == text) {
+                Some(class) => Some(class as f64),
+                // cells of tables are texts
+                None => text.trim().parse::<u32>().ok().map(f64::from),
+            },
+            Value::Array(_) => {
+                return Err(format!(
+                    "{name}: several labels of a text (multi-label classification) are not built"
+                ));
+            }
+            value => value.as_f64(),
+        };
+        let class = number.filter(|n| n.fract() == 0.0 && (0.0..names.len() as f64).contains(n));
+        class.map(|n| n as u32).ok_or_else(|| {
+            let few: Vec<&str> = names.iter().take(8).map(String::as_str).collect();
+            let more = if names.len() > few.len() { ", .." } else { "" };
+            let last = names.len().saturating_sub(1);
+            format!(
+                "{name}: {} is none of the classes: {}{more}, or 0 to {last}",
+                brief(value),
+                few.join(", ")
+            )
+        })
+    }
+
+    /// Error of a pair without a prompt, and without a common beginning.
+    fn no_prompt(&self, row: &Row) -> String {
+        let why = missing(self.name("prompt"), row);
+        let names = ["question", "query", "instruction", "input", "conversations", "conversation"];
+        let other = names.into_iter().find(|name| row.contains_key(*name));
+        let hint = match other {
+            Some(name) => format!("\n  hint: fields = {{ prompt = {name:?} }} takes the prompt from there"),
+            None => String::new(),
+        };
+        format!("{why}, and chosen and rejected begin with nothing in common{hint}")
+    }
+
+    /// Refuses keys of a row of texts that only a chat template writes.
+    fn refuses_system(&self, row: &Row) -> Result<(), String> {
+        let says = |name: &&str| row.get(*name).is_some_and(|v| !says_nothing(v));
+        match [self.name("system"), self.name("tools")].into_iter().find(says) {
+            Some(name) => Err(format!(
+                "{name}: texts go without a chat template, which would write it\n  hint: write it into prompt, or \
+                 the prompt as a list of messages: [{{\"role\": \"user\", \"content\": ..}}]"
+            )),
+            None => Ok(()),
+        }
     }
 
     fn value<'a>(&self, row: &'a Row, name: &str) -> Result<&'a Value, String> {
@@ -100,7 +194,7 @@ impl Schema {
         }
         let labels = prompt.iter().map(|_| IGNORE_INDEX).chain(completion.iter().copied()).collect();
         let ids = prompt.into_iter().chain(completion).map(|i| i as u32).collect();
-        Ok(Sample::Tokens { ids, labels, weights: Vec::new() })
+        Ok(Sample::Tokens { ids, labels, weights: Vec::new(), teacher: None })
     }
 
     /// Whether a row holds messages.

@@ -6,8 +6,9 @@ use super::keys::{of_row, says_nothing};
 use super::messages::Chat;
 use super::notes::Note;
 use super::schema::Schema;
+use super::teacher::Taught;
 use super::values::{brief, kind, missing};
-use ft_recipe::{Format, Mask};
+use ft_recipe::{Format, Mask, ScoreTargets};
 use serde_json::{Map, Value};
 
 /// A parsed row, before tokenization.
@@ -16,19 +17,24 @@ pub(crate) enum Sample {
     Chat(Chat),
     /// Texts followed by an end-of-sequence token, supervised from a byte offset.
     Text(Vec<(String, usize)>),
-    /// Token ids, and weights or none.
-    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32> },
+    /// Token ids; weights or none; values of a teacher.
+    Tokens { ids: Vec<u32>, labels: Vec<i32>, weights: Vec<f32>, teacher: Option<Taught> },
+    /// A text as it is, without an end-of-sequence token.
+    Plain(String),
     /// A prompt, and the prompt with a completion.
     Completion(String, String),
     /// Chosen and rejected.
     Pair(Box<[Sample; 2]>),
     /// A completion, and whether it is desirable.
     Rated(Box<Sample>, bool),
+    /// A document, and its class.
+    Labeled(Box<Sample>, u32),
 }
 
 impl Schema {
-    /// Converts a row to a sample, and adds notes. Errors start with the path inside the row.
-    pub fn sample(&self, row: Value, notes: &mut Vec<Note>) -> Result<Sample, String> {
+    /// Converts a row to a sample, with a label of `scores` if the format has labels, and adds notes. Errors start
+    /// with the path inside the row.
+    pub fn sample(&self, row: Value, scores: &ScoreTargets, notes: &mut Vec<Note>) -> Result<Sample, String> {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
         };
@@ -51,29 +57,37 @@ impl Schema {
             Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
             Format::Preference => self.pair(&row),
             Format::Unpaired => self.rated(&row),
-            Format::Tokens => {
-                let ids = self.numbers(&row, "input_ids", 0)?;
-                let labels = match row.get(self.name("labels")) {
-                    None | Some(Value::Null) => ids.clone(),
-                    Some(_) => self.numbers(&row, "labels", i64::from(IGNORE_INDEX))?,
-                };
-                if ids.len() != labels.len() {
-                    return Err(format!(
-                        "{} has {} numbers and {} has {}; they must be as many",
-                        self.name("input_ids"),
-                        ids.len(),
-                        self.name("labels"),
-                        labels.len()
-                    ));
-                }
-                if ids.is_empty() {
-                    return Err(format!("{} is empty", self.name("input_ids")));
-                }
-                self.attends(&row, ids.len())?;
-                let weights = self.weights(&row, ids.len())?;
-                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights })
-            }
+            Format::Labeled => match scores {
+                ScoreTargets::Classes(names) => self.labeled(&mut row, names),
+                _ => Err("a label, without the classes of task = \"classify\"".into()),
+            },
+            Format::Tokens => self.tokens(&row),
         }
+    }
+
+    /// Token ids, labels and what belongs to them.
+    fn tokens(&self, row: &Map<String, Value>) -> Result<Sample, String> {
+        let ids = self.numbers(row, "input_ids", 0)?;
+        let labels = match row.get(self.name("labels")) {
+            None | Some(Value::Null) => ids.clone(),
+            Some(_) => self.numbers(row, "labels", i64::from(IGNORE_INDEX))?,
+        };
+        if ids.len() != labels.len() {
+            return Err(format!(
+                "{} has {} numbers and {} has {}; they must be as many",
+                self.name("input_ids"),
+                ids.len(),
+                self.name("labels"),
+                labels.len()
+            ));
+        }
+        if ids.is_empty() {
+            return Err(format!("{} is empty", self.name("input_ids")));
+        }
+        self.attends(row, ids.len())?;
+        let weights = self.weights(row, ids.len())?;
+        let teacher = self.taught(row, ids.len())?;
+        Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels, weights, teacher })
     }
 
     /// Converts an instruction row, with earlier turns from `history`. All outputs are completions.

@@ -2,6 +2,7 @@
 
 use super::keys::read_by;
 use crate::error::Error;
+use encoding_rs::Encoding;
 use ft_recipe::{Format, Mask};
 use serde_json::{Map, Value};
 
@@ -11,9 +12,21 @@ pub(crate) struct Schema {
     /// Whether rows go through the chat template.
     pub chat: bool,
     pub mask: Mask,
+    /// Encoding of the files, if the source names one.
+    pub encoding: Option<&'static Encoding>,
     fields: std::collections::BTreeMap<String, String>,
     /// Keys read from a row, as named in the file.
     reads: Vec<String>,
+}
+
+/// The encoding that a source names.
+fn encoding(source: &ft_recipe::Source) -> Result<Option<&'static Encoding>, Error> {
+    let Some(name) = &source.encoding else { return Ok(None) };
+    let known = Encoding::for_label(name.as_bytes()).ok_or_else(|| {
+        let some = "\"windows-1252\" (Latin-1 too), \"utf-16le\", \"shift_jis\", \"gb18030\", ..";
+        Error::recipe(source, format!("encoding = {name:?} is no encoding of the WHATWG's list: {some}"))
+    });
+    known.map(Some)
 }
 
 impl Schema {
@@ -34,7 +47,7 @@ impl Schema {
         }
         let chat = source.is_chat(template);
         let mut names = read_by(format, chat).to_vec();
-        if matches!(format, Format::Messages | Format::Preference | Format::Unpaired) {
+        if matches!(format, Format::Messages) || format.is_of_a_task() {
             names.extend(["role", "content"]);
         }
         let chosen = source.mask.or(mask).unwrap_or(possible[0]);
@@ -52,16 +65,20 @@ impl Schema {
                 names.join(", ")
             ));
         }
-        let mut schema =
-            Self { format, chat, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
+        let (fields, reads) = (source.fields.clone(), Vec::new());
+        let mut schema = Self { format, chat, mask: chosen, encoding: encoding(source)?, fields, reads };
         schema.reads = read_by(format, chat).iter().map(|n| schema.name(n).to_string()).collect();
         Ok(schema)
     }
 
     /// A schema for inspecting a row of unknown format.
-    pub fn of_any() -> Self {
+    ///
+    /// # Errors
+    /// An unknown encoding.
+    pub fn of_any(source: &ft_recipe::Source) -> Result<Self, Error> {
         let (fields, reads) = Default::default();
-        Self { format: Format::Text, chat: false, mask: Mask::None, fields, reads }
+        let (format, mask) = (Format::Text, Mask::None);
+        Ok(Self { format, chat: false, mask, encoding: encoding(source)?, fields, reads })
     }
 
     /// Whether a field, as named in the file, contains a list or object instead of text.
@@ -69,10 +86,19 @@ impl Schema {
         let lists: &[&str] = match self.format {
             Format::Messages => &["messages", "conversations", "conversation", "tools"],
             Format::Alpaca => &["history", "tools"],
-            Format::Tokens => &["input_ids", "labels", "attention_mask", "weights"],
+            Format::Tokens => &[
+                "input_ids",
+                "labels",
+                "attention_mask",
+                "weights",
+                "teacher_ids",
+                "teacher_logits",
+                "teacher",
+            ],
             Format::Preference => &["prompt_ids", "chosen_ids", "rejected_ids", "tools"],
             Format::Unpaired => &["prompt_ids", "completion_ids", "tools"],
             Format::Completion => &["tools"],
+            Format::Labeled => &["messages", "conversations", "conversation", "input_ids", "tools"],
             Format::Text => &[],
         };
         lists.iter().any(|name| self.name(name) == field)

@@ -1,4 +1,4 @@
-//! JSON values in error messages.
+//! JSON values in error messages; Unicode noncharacters.
 
 use serde_json::{Map, Value};
 
@@ -35,4 +35,10 @@ pub(crate) fn brief(value: &Value) -> String {
     };
     let short: String = text.chars().take(40).flat_map(char::escape_debug).collect();
     if text.chars().nth(40).is_some() { short + "..." } else { short }
+}
+
+/// Whether `c` is a noncharacter reserved for marks in a rendering: refused in rows. Noncharacters have no use in text
+/// and no tokens.
+pub(crate) fn is_reserved(c: char) -> bool {
+    ('\u{FDD0}'..='\u{FDEF}').contains(&c)
 }

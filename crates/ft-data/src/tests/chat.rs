@@ -30,7 +30,12 @@ fn read_with(
 ) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = ft_recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
-    let Sample::Chat(chat) = Schema::new(&any, None, true).unwrap().sample(row.clone(), &mut notes)? else {
+    let Sample::Chat(chat) = Schema::new(&any, None, true).unwrap().sample(
+        row.clone(),
+        &ft_recipe::ScoreTargets::None,
+        &mut notes,
+    )?
+    else {
         panic!()
     };
     let (text, spans) = t.conversation(&chat, vars, true, &mut notes)?;

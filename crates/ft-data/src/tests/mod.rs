@@ -34,6 +34,7 @@ pub(super) fn source(path: &str, format: Format) -> ft_recipe::Source {
         max_samples: None,
         config: None,
         revision: None,
+        encoding: None,
         fields: Default::default(),
         mask: None,
         place: Place { file: "recipe.toml".into(), line: 7, column: 3 },
@@ -57,6 +58,7 @@ fn data(max_length: usize) -> ft_recipe::Data {
         chat_template: None,
         template: Default::default(),
         neftune: 0.0,
+        scores: Default::default(),
     }
 }
 

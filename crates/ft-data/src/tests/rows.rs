@@ -151,6 +151,74 @@ fn rows_that_no_conversation_can_be_made_of_are_told() {
     );
 }
 
+/// Rows of preferences whose prompt would be lost, and what a plain text cannot say, are refused by name.
+#[test]
+fn prompts_of_preferences_are_not_lost() {
+    let answer = |text: &str| json!([{"role": "assistant", "content": text}]);
+    let instruction = |mut s: ft_recipe::Source| {
+        s.fields.insert("prompt".into(), "instruction".into());
+        s
+    };
+    let pair = || source("a.jsonl", Format::Preference);
+    for (row, source, why) in [
+        (
+            json!({"question": "Hi", "chosen": "a", "rejected": "b"}),
+            pair(),
+            "no field \"prompt\"; there is question, chosen, rejected, and chosen and rejected begin with nothing in \
+             common\n  hint: fields = { prompt = \"question\" }",
+        ),
+        (json!({"chosen": "a", "rejected": "b"}), pair(), "no field \"prompt\""),
+        (json!({"chosen": answer("a"), "rejected": answer("b")}), pair(), "no field \"prompt\""),
+        (
+            json!({"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4"}),
+            instruction(pair()),
+            "input: the prompt of a pair is one text",
+        ),
+        (json!({"system": "Be.", "prompt": "Hi", "chosen": "a", "rejected": "b"}), pair(), "system: texts"),
+        (json!({"tools": [{}], "prompt": "Hi", "chosen": "a", "rejected": "b"}), pair(), "tools: texts"),
+        (
+            json!({"system": "Be.", "prompt": "Hi", "completion": "a", "label": true}),
+            source("a.jsonl", Format::Unpaired),
+            "system: texts",
+        ),
+        (
+            json!({"prompt": "Hi", "chosen": "a", "rejected": "b"}),
+            source("a.jsonl", Format::Unpaired),
+            "task = \"kto\" takes a completion a row",
+        ),
+    ] {
+        let told = one(row, source, &data(500)).unwrap_err().to_string();
+        assert!(told.contains(why), "{told}");
+    }
+    let common =
+        json!({"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"});
+    assert!(one(common, pair(), &data(500)).is_ok());
+}
+
+#[test]
+fn cut_samples_are_a_warning() {
+    let rows = "{\"input_ids\": [7, 8, 9, 10]}\n{\"input_ids\": [7, 8]}\n";
+    let files = Files::new(&[("a.jsonl", rows)]);
+    let told = |max| {
+        let d = files.load(&[source("a.jsonl", Format::Tokens)], &data(max)).unwrap();
+        d.warnings(100).unwrap().join("\n")
+    };
+    assert!(told(3).contains("1 of 2 samples are cut to data.max_length"), "{}", told(3));
+    assert_eq!(told(4), "");
+}
+
+/// A token of both prompt and completion is not supervised, and said.
+#[test]
+fn completions_that_begin_inside_a_token_are_noted() {
+    for (prompt, chosen, noted) in [("Hell", "o world", true), ("Hello", " world", false)] {
+        let row = json!({"prompt": prompt, "chosen": chosen, "rejected": chosen});
+        let files = Files::new(&[("a.jsonl", &row.to_string())]);
+        let d = files.load(&[source("a.jsonl", Format::Preference)], &data(50)).unwrap();
+        let told = d.stats.notes.told().iter().any(|n| n.contains("begins or ends inside a token"));
+        assert_eq!(told, noted, "{prompt}");
+    }
+}
+
 /// Slices and limits count the rows of all files of a source, and have tokens of their own in the cache.
 #[test]
 fn parts_of_a_source_are_its_rows() {

@@ -1,6 +1,7 @@
 //! Tables written by other programs (`tests/fixtures/make_tables.py`), and broken tables.
 
 use super::*;
+use crate::read::detect::detect;
 use crate::read::reader::Rows;
 use crate::shape::schema::Schema;
 use ft_base::error::Failure;
@@ -138,7 +139,7 @@ fn broken_tables_say_where() {
         ("a.txt", b"Hello\n\xff\n", "a.txt:2:1: not UTF-8"),
         ("m.csv", messages.as_bytes(), "m.csv:2:1: messages: expected JSON"),
         ("m.csv", twice.as_bytes(), "m.csv:2:1: messages: the key \"role\" is there twice"),
-        ("a.csv", b"text\nCaf\xe9\n", "hint: iconv -f WINDOWS-1252 -t UTF-8"),
+        ("a.csv", b"text\nCaf\xe9\n", "hint: encoding = \"windows-1252\""),
         (
             "a.csv",
             b"text,id\na,1\n\"b,2\nc,3\nd,4\n",
@@ -150,7 +151,7 @@ fn broken_tables_say_where() {
             "a.csv:3: the quote that opens a cell in this line is closed inside",
         ),
         ("a.csv", b"\"text,id\na,1\n", "a.csv:1: the quote that opens a cell in this line is not closed"),
-        ("a.csv", b"\xff\xfet", "not UTF-16: an odd number of bytes"),
+        ("a.csv", b"\xff\xfet", "not UTF-16LE: bytes that stand for no character"),
         ("a.txt.gz", b"no gzip", "a.txt.gz"),
         ("a.jsonl.zst", b"no zstd", "a.jsonl.zst"),
     ] {
@@ -168,7 +169,8 @@ fn broken_tables_say_where() {
 fn rows_of_tables_stand_where_they_begin() {
     let lines = |text: &str| {
         let files = Files::new(&[("a.csv", text)]);
-        let table = Rows::open(&files.0.path().join("a.csv"), &Schema::of_any()).unwrap();
+        let any = Schema::of_any(&source("a.csv", Format::Text)).unwrap();
+        let table = Rows::open(&files.0.path().join("a.csv"), &any).unwrap();
         table.map(|r| r.unwrap().line).collect::<Vec<_>>()
     };
     let rows = "text,id|a,1|\"b||b\",2|||c,3|  ,4|\"|d\",5||\"e\",6|f,7";
@@ -213,6 +215,36 @@ fn tables_of_spreadsheets_are_the_same_rows() {
         let texts: Vec<String> = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect();
         assert_eq!(texts, ["a;b|c<|endoftext|>", "d\ne<|endoftext|>"], "{}", String::from_utf8_lossy(&bytes));
     }
+}
+
+/// Files in an encoding that the source names, also without a format; a wrong name is told with its place.
+#[test]
+fn sources_name_their_encoding() {
+    let (latin, sjis) = (b"text,id\n\"Caf\xe9 \x80\",1\n", b"{\"text\":\"\x83e\x83X\x83g\"}\n");
+    for (name, bytes, encoding, text) in [
+        ("a.csv", &latin[..], "Windows-1252", "Café €"),
+        ("a.csv", latin, "latin1", "Café €"),
+        ("a.txt", b"Caf\xe9\n", "iso-8859-1", "Café"),
+        ("a.jsonl", sjis, "shift_jis", "テスト"),
+        ("a.json", b"[{\"text\": \"Caf\xe9\"}]", "cp1252", "Café"),
+    ] {
+        let files = Files::new(&[]);
+        std::fs::write(files.0.path().join(name), bytes).unwrap();
+        let s = ft_recipe::Source { encoding: Some(encoding.into()), ..source(name, Format::Text) };
+        let d = files.load(std::slice::from_ref(&s), &data(99)).unwrap();
+        assert_eq!(
+            tiny().decode(&all(&d)[0].ids).unwrap(),
+            format!("{text}<|endoftext|>"),
+            "{name} {encoding}"
+        );
+        let found = ft_recipe::Source { format: None, ..s };
+        assert_eq!(detect(&found, &|p| files.0.path().join(p)).unwrap().format, Format::Text);
+    }
+    let files = Files::new(&[("a.txt", "a")]);
+    let s = ft_recipe::Source { encoding: Some("latin".into()), ..source("a.txt", Format::Text) };
+    let error = files.load(&[s], &data(9)).unwrap_err();
+    assert_eq!(error.exit_code(), ft_base::ExitCode::Usage, "{error}");
+    assert!(error.to_string().contains("encoding = \"latin\" is no encoding"), "{error}");
 }
 
 /// A folder of Arrow files is named, with the line that converts it.

@@ -1,7 +1,7 @@
 //! Invisible marks in the strings of a conversation. The position of a mark in the rendered text shows the
 //! position of the string, regardless of look-alikes.
 
-use crate::shape::reserved::is_reserved;
+use crate::shape::values::is_reserved;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::Value;

@@ -5,13 +5,14 @@ use super::markers;
 use super::tokenizer::{Encoded, Tokenizer};
 use crate::error::{Error, Problem};
 use crate::shape::{
-    example::{Content, Example, IGNORE_INDEX},
+    example::{Content, Example, IGNORE_INDEX, Teacher},
     messages::Chat,
     notes::Note,
     sample::Sample,
     schema::Schema,
+    teacher::Taught,
 };
-use ft_recipe::{Mask, OverLength};
+use ft_recipe::{Mask, OverLength, ScoreTargets};
 use std::ops::Range;
 
 /// An encoded row.
@@ -21,6 +22,8 @@ pub(crate) struct EncodedRow {
     pub whole: usize,
     pub cut: bool,
     pub notes: Vec<Note>,
+    /// Identity of the teacher, as JSON.
+    pub teacher: Option<String>,
 }
 
 /// Settings for encoding the samples of one source.
@@ -39,6 +42,8 @@ struct Tokens {
     labels: Vec<i32>,
     /// Weights of the labels; empty for weights of 1.
     weights: Vec<f32>,
+    /// Values of a teacher at each token.
+    teacher: Option<Taught>,
     /// Number of tokens, including the rest.
     total: usize,
     /// Whether the rest contains a supervised token.
@@ -50,8 +55,12 @@ impl Encoder<'_> {
     pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<EncodedRow, Problem> {
         let mut notes = Vec::new();
         let weight = self.schema.weight(&row).map_err(Problem::Bad)?;
-        let sample = self.schema.sample(row, &mut notes).map_err(Problem::Bad)?;
-        let mut document = |sample| self.document(sample, weight, &mut notes);
+        let sample = self.schema.sample(row, &self.data.scores, &mut notes).map_err(Problem::Bad)?;
+        let class = match &sample {
+            Sample::Labeled(_, class) => Some(Some(*class)),
+            _ => (self.data.scores != ScoreTargets::None).then_some(None),
+        };
+        let mut document = |sample| self.document(sample, (weight, class), &mut notes);
         let (mut first, second, content) = match sample {
             Sample::Pair(both) => {
                 let [chosen, rejected] = both.map(&mut document);
@@ -60,6 +69,7 @@ impl Encoder<'_> {
                 (chosen, Some(rejected?), content)
             }
             Sample::Rated(sample, desirable) => (document(*sample)?, None, Content::Rated(desirable)),
+            Sample::Labeled(sample, _) => (document(*sample)?, None, Content::Document),
             sample => (document(sample)?, None, Content::Document),
         };
         let mut cut = first.total > first.ids.len();
@@ -70,17 +80,30 @@ impl Encoder<'_> {
             first.ids.extend(ids);
             first.labels.extend(labels);
         }
-        let Tokens { ids, labels, weights, .. } = first;
-        let example = Example { ids, labels, weights, content, source: self.source, line };
-        Ok(EncodedRow { example, whole, cut, notes })
+        let Tokens { ids, labels, weights, teacher, .. } = first;
+        let (source, scored, none) = (self.source, class.is_some(), Teacher::default());
+        let mut example = Example { ids, labels, weights, teacher: none, content, scored, source, line };
+        let mut by = None;
+        if let Some(of) = teacher {
+            example.teacher = Teacher::at(&of.values, example.queries().collect()).map_err(Problem::Bad)?;
+            by = of.by;
+        }
+        Ok(EncodedRow { example, whole, cut, notes, teacher: by })
     }
 
-    /// Encodes a document, cut to `max_length`.
-    fn document(&self, sample: Sample, weight: f32, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+    /// Encodes a document, cut to `max_length`, with the weight of its row. `class` belongs to documents of a score
+    /// head, with `None` for a pair's.
+    fn document(
+        &self,
+        sample: Sample,
+        (weight, class): (f32, Option<Option<u32>>),
+        notes: &mut Vec<Note>,
+    ) -> Result<Tokens, Problem> {
         let mut out = self.tokens(sample, notes)?;
         out.weigh(weight);
         self.check(&out.ids, &out.labels).map_err(Problem::Bad)?;
-        let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
+        self.check_teacher(out.teacher.as_ref()).map_err(Problem::Bad)?;
+        let targets = |labels: &[i32]| class.is_some() || labels.iter().skip(1).any(|l| *l != IGNORE_INDEX);
         if out.ids.is_empty() {
             return Err(Problem::Bad("the row has no tokens".into()));
         }
@@ -110,17 +133,28 @@ impl Encoder<'_> {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
             }
         }
+        if let Some(class) = class {
+            out.score(class);
+        }
         Ok(out)
     }
 
     fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let turns = match sample {
-            Sample::Tokens { ids, labels, weights } => {
-                return Ok(Tokens { total: ids.len(), ids, labels, weights, more_targets: false });
+            Sample::Tokens { ids, labels, weights, teacher } => {
+                return Ok(Tokens { total: ids.len(), ids, labels, weights, teacher, more_targets: false });
             }
             Sample::Completion(prompt, text) => return self.completion(&prompt, &text, notes),
-            Sample::Pair(_) | Sample::Rated(..) => {
-                return Err(Problem::Bad("a pair inside a pair: a bug in ft".into()));
+            Sample::Plain(text) => {
+                let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+                let start = tokenizer.text_start();
+                let labels = vec![IGNORE_INDEX; start.len()];
+                let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), ..Tokens::default() };
+                self.encoded(tokenizer, &text, &[], notes, &mut out)?;
+                return Ok(out);
+            }
+            Sample::Pair(_) | Sample::Rated(..) | Sample::Labeled(..) => {
+                return Err(Problem::Bad("a sample inside a sample: a bug in ft".into()));
             }
             Sample::Text(turns) => turns,
             Sample::Chat(chat) => return self.chat(&chat, notes),
@@ -157,10 +191,14 @@ impl Encoder<'_> {
     fn completion(&self, prompt: &str, text: &str, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let (tokenizer, eos) = self.with_end()?;
         let start = tokenizer.text_start();
-        let read = start.len() + tokenizer.encode(prompt).map_err(problem)?.len();
+        let before = tokenizer.encode(prompt).map_err(problem)?;
+        let read = start.len() + before.len();
         let mut out = Tokens { ids: start.to_vec(), total: start.len(), ..Tokens::default() };
         out.labels.resize(start.len(), IGNORE_INDEX);
         self.encoded(tokenizer, text, &[], notes, &mut out)?;
+        if out.ids[start.len()..].iter().zip(&before).any(|(a, b)| a != b) {
+            notes.push(Note::Edge);
+        }
         if out.total > out.ids.len() {
             out.more_targets = out.total > read;
         } else if out.ids.last() != Some(&eos) || out.ids.len() == start.len() {
@@ -223,7 +261,32 @@ impl Encoder<'_> {
     }
 }
 
+impl Encoder<'_> {
+    /// Refuses values of a teacher with a larger vocabulary.
+    fn check_teacher(&self, teacher: Option<&Taught>) -> Result<(), String> {
+        let size = self.vocab_size;
+        let all = teacher.into_iter().flat_map(|t| t.values.iter().enumerate());
+        match all
+            .flat_map(|(i, at)| at.iter().map(move |(id, _)| (i, *id)))
+            .find(|(_, id)| *id as usize >= size)
+        {
+            Some((i, id)) => {
+                Err(format!("teacher_ids[{i}]: token id {id} is not in the model's vocabulary of {size}"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
 impl Tokens {
+    /// Supervises the last token alone, with a class, or with its own id for a pair's.
+    fn score(&mut self, class: Option<u32>) {
+        self.labels.fill(IGNORE_INDEX);
+        if let (Some(last), Some(id)) = (self.labels.last_mut(), self.ids.last()) {
+            *last = label(class.unwrap_or(*id));
+        }
+    }
+
     /// Multiplies the weights by the weight of the row. Labels of weight 0 stay targets, without effect.
     fn weigh(&mut self, weight: f32) {
         if weight != 1.0 {

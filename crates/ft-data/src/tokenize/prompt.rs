@@ -49,7 +49,8 @@ impl PromptFormat {
     }
 
     /// The form trained by a list of sources: the first of chat, Alpaca and text found among them. Sources of
-    /// tokens do not show a form; they default to chat if a chat template exists.
+    /// tokens, and of preferences, whose rows are texts or messages, do not show a form; they default to chat if a
+    /// chat template exists.
     pub fn of(sources: &[Source], tokenizer: Option<&Tokenizer>) -> Self {
         let template = tokenizer.is_some_and(Tokenizer::has_template);
         let default = if template { Self::Chat } else { Self::Text };
@@ -64,10 +65,10 @@ impl PromptFormat {
         all
     }
 
-    /// The form of a source's rows; `None` for token ids.
+    /// The form of a source's rows; `None` for token ids and preferences.
     fn of_source(source: &Source, template: bool) -> Option<Self> {
         match source.format? {
-            Format::Tokens => None,
+            Format::Tokens | Format::Preference | Format::Unpaired => None,
             _ if source.is_chat(template) => Some(Self::Chat),
             Format::Alpaca => Some(Self::Alpaca),
             _ => Some(Self::Text),

@@ -13,7 +13,7 @@ use crate::text::{
 use ft_base::terminal::panics::caught;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,6 +29,8 @@ pub struct Tokenizer {
     text_end: Option<u32>,
     text_start: Vec<u32>,
     hash: String,
+    /// Hash of the chat template.
+    template_hash: Option<String>,
     key: Option<ModelKey>,
     path: PathBuf,
     /// Whether a text can be tokenized in pieces.
@@ -39,6 +41,21 @@ pub struct Tokenizer {
     added: Vec<u32>,
     /// `tokenizer.json` extended by new tokens, if any.
     more: Option<Extended>,
+}
+
+/// Hash of a chat template, in hexadecimal.
+fn hash_of(template: &TemplateSource) -> String {
+    let texts = json!([template.default, template.tool_use]).to_string();
+    blake3::hash(texts.as_bytes()).to_hex()[..32].to_string()
+}
+
+/// Identity of a tokenizer, as far as rows of token ids depend on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenizerIdentity {
+    /// Hash of all tokens and their ids, in hexadecimal.
+    pub vocabulary: String,
+    /// Hash of the chat template, if there is one.
+    pub template: Option<String>,
 }
 
 /// The first token ids of a text, with byte offsets into the text.
@@ -103,6 +120,7 @@ impl Tokenizer {
         for text in source.iter().flat_map(|s| [Some(&s.default), s.tool_use.as_ref()]).flatten() {
             hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
         }
+        let template_hash = source.as_ref().map(hash_of);
         let template = |s: &TemplateSource| Template::new(&s.origin, &s.default, s.tool_use.as_deref());
         let template = source.as_ref().map(template).transpose()?;
         let given = source.filter(|_| chat_template.is_some()).map(|s| s.default);
@@ -129,6 +147,7 @@ impl Tokenizer {
             text_end,
             text_start,
             hash,
+            template_hash,
             key: ModelKey::of(dir, chat_template).map(|k| k.with(more.as_ref().map(|(_, tokens)| tokens))),
             path,
             can_cut,
@@ -307,6 +326,31 @@ impl Tokenizer {
     /// BLAKE3 hash of `tokenizer.json` and the chat template, in hexadecimal.
     pub fn hash(&self) -> &str {
         &self.hash
+    }
+
+    /// Identity of token ids and of the chat template.
+    pub fn identity(&self) -> TokenizerIdentity {
+        let mut tokens: Vec<(u32, String)> =
+            self.inner.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
+        tokens.sort_unstable();
+        let mut hasher = blake3::Hasher::new();
+        for (id, text) in &tokens {
+            hasher
+                .update(&id.to_le_bytes())
+                .update(&(text.len() as u64).to_le_bytes())
+                .update(text.as_bytes());
+        }
+        let vocabulary = hasher.finalize().to_hex()[..32].to_string();
+        TokenizerIdentity { vocabulary, template: self.template_hash.clone() }
+    }
+
+    /// A token with another id or another text in another tokenizer, in words; `None` for the same vocabulary.
+    pub fn differs(&self, other: &Self) -> Option<String> {
+        let [own, theirs] = [self, other].map(|t| t.inner.get_vocab(true));
+        let id = |id: Option<&u32>| id.map_or("no token".into(), |id| format!("token {id}"));
+        let texts = own.keys().chain(theirs.keys());
+        let text = texts.filter(|text| own.get(*text) != theirs.get(*text)).min()?;
+        Some(format!("{text:?} is {} here and {} there", id(own.get(text)), id(theirs.get(text))))
     }
 
     /// Renders a conversation, like transformers' `apply_chat_template(tokenize=False)`.

@@ -78,7 +78,7 @@ impl<'a> Export<'a> {
         crate::files::write_file(
             &out.join("adapter_model.safetensors"),
             &tensors,
-            &metadata(self.adapter.quantize()?),
+            &metadata(self.adapter.quantize()?, None),
         )?;
         let text = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
         store::write_atomic(&out.join("adapter_config.json"), text.as_bytes())?;

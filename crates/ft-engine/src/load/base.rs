@@ -40,6 +40,8 @@ pub struct Base {
     pub config: Config,
     tensors: Tensors,
     nf4: bool,
+    /// Seed of a score head that the checkpoint lacks.
+    seed: u64,
     initials: Option<Arc<Initials>>,
 }
 
@@ -70,13 +72,23 @@ impl Base {
 
     /// Base on top of opened files.
     pub fn of_files(config: Config, files: TensorFiles) -> Self {
-        Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false, initials: None }
+        Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false, seed: 0, initials: None }
     }
 
     /// Base with random weights: norms are one, biases zero, matrices normal with the config's
     /// `initializer_range`.
     pub fn random(config: Config, seed: u64) -> Self {
-        Self { config, tensors: Tensors::Random(seed), nf4: false, initials: None }
+        Self { config, tensors: Tensors::Random(seed), nf4: false, seed, initials: None }
+    }
+
+    /// Seed of a score head that the checkpoint lacks; 0 by default.
+    pub fn seeded(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Whether a module is a score head that the checkpoint lacks.
+    pub fn lacks(&self, m: &Module) -> bool {
+        m.is_score() && self.read_for(true).is_some_and(|files| files.info(&weight_name(m)).is_none())
     }
 
     /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
@@ -93,7 +105,7 @@ impl Base {
             }
             random => random,
         };
-        Self { config, tensors, nf4: self.nf4, initials: self.initials }
+        Self { config, tensors, ..self }
     }
 
     /// Compares the tensors of the checkpoint, and of the 4-bit copy if any, with the config.
@@ -201,15 +213,17 @@ impl Base {
         dtype: DType,
         device: &Device,
     ) -> ft_base::Result<Real> {
+        let random = |seed| -> ft_base::Result<Real> {
+            let stream = Stream::new(seed, Purpose::Weights, u64::from(bias), number);
+            Ok(random(m, bias, elements.clone(), stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
+        };
         match (self.read_for(full), &self.tensors) {
+            (Some(_), _) if self.lacks(m) => random(self.seed),
             (Some(files), _) => {
                 let part = if bias { "bias" } else { "weight" };
-                Ok(files.part(&format!("{}.{part}", m.name), elements, dtype, device)?)
+                Ok(files.part(&format!("{}.{part}", m.name), elements.clone(), dtype, device)?)
             }
-            (None, Tensors::Random(seed)) => {
-                let stream = Stream::new(*seed, Purpose::Weights, u64::from(bias), number);
-                Ok(random(m, bias, elements, stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
-            }
+            (None, Tensors::Random(seed)) => random(*seed),
             (None, _) => Err(candle_core::Error::Msg(format!("{}: no files", m.name)).into()),
         }
     }

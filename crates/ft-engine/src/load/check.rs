@@ -3,12 +3,13 @@
 use super::error::Error;
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::{Group, modules};
+use crate::model::modules::{Group, VOCABULARY, modules};
 use crate::quant;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
 
-/// Compares the tensors of a checkpoint with the config.
+/// Compares the tensors of a checkpoint with the config. With a score head, it may lack that, and hold the
+/// vocabulary's.
 ///
 /// # Errors
 /// [`Error::Tensors`] listing missing, unexpected and misshapen tensors.
@@ -30,7 +31,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 continue;
             }
             match files.info(&name) {
-                None if config.tied && m.group == Group::Head => {}
+                None if (config.tied && m.group == Group::Head) || m.is_score() => {}
                 None => problems.push(format!("{name}: missing ({shape:?})")),
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
@@ -41,6 +42,9 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 Some(_) => {}
             }
         }
+    }
+    if config.scores.is_some() {
+        expected.insert(format!("{VOCABULARY}.weight"));
     }
     for name in files.names() {
         // Buffers saved by old versions of transformers.

@@ -4,7 +4,7 @@ use super::check::check_tensors;
 use super::layout;
 use crate::files::write_folder;
 use crate::model::Config;
-use crate::model::modules::{Group, Module, modules};
+use crate::model::modules::{Group, Module, SCORE, VOCABULARY, modules};
 use crate::quant::{self, Error};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store::AtomicFolder;
@@ -117,7 +117,8 @@ pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -
 fn quantization_config(config: &Config, double: bool) -> Value {
     // Modules to skip. By default, transformers skips only the head.
     let routers = modules(config).into_iter().filter(|m| m.group == Group::Router).map(|m| m.name);
-    let skip: Vec<String> = std::iter::once("lm_head".to_string()).chain(routers).collect();
+    let head = if config.scores.is_some() { SCORE } else { VOCABULARY };
+    let skip: Vec<String> = std::iter::once(head.to_string()).chain(routers).collect();
     json!({
         "_load_in_4bit": true,
         "_load_in_8bit": false,

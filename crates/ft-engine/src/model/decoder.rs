@@ -135,7 +135,8 @@ impl<'a> Builder<'a> {
             }
             None => self.linear(head)?,
         };
-        Ok(Head { norm, linear, vocab: self.config.vocab })
+        let (vocab, scores) = (self.config.outputs(), self.config.scores.is_some());
+        Ok(Head { norm, linear, vocab, scores })
     }
 
     /// Builds the embedding; also returns the table for a tied head.

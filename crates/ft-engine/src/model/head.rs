@@ -4,7 +4,7 @@
 
 use super::linear::Linear;
 use super::norm::Norm;
-use super::pass::batch::{Batch, Context};
+use super::pass::batch::{Batch, Context, Distillation, Teacher};
 use super::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
@@ -24,15 +24,19 @@ pub struct Head {
     pub norm: Norm,
     /// `[d]` -> `[v]`.
     pub linear: Linear,
-    /// Vocabulary size v.
+    /// Vocabulary size v; outputs of a score head.
     pub vocab: usize,
+    /// Whether the outputs are scores of documents, read at their last tokens, and not logits of the vocabulary.
+    pub scores: bool,
 }
 
 /// Result of the head for a micro-batch.
 #[derive(Debug)]
 pub struct Output {
-    /// Per-target losses, one tensor per chunk, on the device (f32).
+    /// Per-target losses, one tensor per chunk, on the device (f32). Of a score head: the outputs `[n v]`, flattened.
     pub losses: Vec<Tensor>,
+    /// In distillation: per-target divergences from the teacher, in the same form.
+    pub divergences: Vec<Tensor>,
     /// Gradient of the head's input `[t, d]`, if requested.
     pub dx: Option<Tensor>,
 }
@@ -46,7 +50,8 @@ pub struct Backward<'a> {
     pub sink: &'a Sink<'a>,
 }
 
-/// Weights of the targets `[n]`, f32, as a function of their losses. For losses of whole sequences.
+/// Weights of the targets `[n]`, f32, as a function of their losses. For losses of whole sequences. Of a score head:
+/// the gradient of the outputs `[n v]`, flattened, f32, before the scale, as a function of the outputs.
 pub type Objective<'a> = dyn FnMut(&[Tensor]) -> Result<Tensor> + 'a;
 
 /// Splits `n` targets evenly into the fewest chunks of at most `rows`. Even chunks avoid a last chunk of
@@ -59,6 +64,25 @@ pub fn chunks(n: usize, rows: usize) -> impl DoubleEndedIterator<Item = Range<us
 fn chunk_start(n: usize, count: usize, i: usize) -> usize {
     // n * i / count, without overflow in the product.
     n / count * i + n % count * i / count
+}
+
+/// Cross-entropy of each target, and with a teacher the divergence from it.
+type Losses = (Tensor, Option<Tensor>);
+
+/// Losses of a logit chunk, and the gradient, if requested.
+fn losses_of(
+    logits: Tensor,
+    targets: &Tensor,
+    teacher: Option<&Teacher>,
+    gradient: Option<loss::Gradient<'_>>,
+) -> Result<(Losses, Option<Tensor>)> {
+    let Some(Teacher { ids, probs, by: Distillation { temperature, alpha } }) = teacher else {
+        let (loss, dlogits) = loss::cross_entropy(logits, targets, gradient)?;
+        return Ok(((loss, None), dlogits));
+    };
+    let teacher = loss::Teacher { ids, probs, temperature: *temperature, alpha: *alpha };
+    let ([loss, divergence], dlogits) = loss::distillation(logits, targets, teacher, gradient)?;
+    Ok(((loss, Some(divergence)), dlogits))
 }
 
 impl Head {
@@ -88,6 +112,10 @@ impl Head {
         (scale, objective): (f64, Option<&mut Objective<'_>>),
         sink: &Sink<'_>,
     ) -> Result<Output> {
+        if self.scores {
+            let Some(objective) = objective else { candle_core::bail!("a score head without an objective") };
+            return self.score(x, batch, Some((scale, objective, sink)));
+        }
         let weights = match objective {
             Some(weigh) => Some(weigh(&self.loss(x, batch, rows, None)?.losses)?),
             None => batch.weights.clone(),
@@ -95,7 +123,34 @@ impl Head {
         self.loss(x, batch, rows, Some(Backward { scale, weights: weights.as_ref(), sink }))
     }
 
-    /// Losses of the batch's targets, in chunks of at most `rows`, and the gradients, if requested.
+    /// Outputs of a score head for the batch's queries, and the gradients of the loss, if requested.
+    fn score(
+        &self,
+        x: &Tensor,
+        batch: &Batch,
+        backward: Option<(f64, &mut Objective<'_>, &Sink<'_>)>,
+    ) -> Result<Output> {
+        let (ctx, index) = (batch.context.for_targets(batch.first_target), &batch.target_rows);
+        let hx = embed::forward(x, index)?;
+        let normed = self.norm.forward(&hx)?;
+        let (scores, saved) = x.role(Role::Logits, || self.linear.forward_wide(&normed, &ctx))?;
+        drop(normed);
+        let losses = vec![scores.flatten_all()?];
+        let Some((scale, objective, sink)) = backward else {
+            return Ok(Output { losses, divergences: Vec::new(), dx: None });
+        };
+        let shape = (batch.target_count, self.vocab);
+        let ds = x.role(Role::Logits, || {
+            objective(&losses)?.reshape(shape)?.affine(scale, 0.0)?.to_dtype(x.dtype())
+        })?;
+        let dn = self.linear.backward(&saved, &ds, &ctx, sink, None)?;
+        let mut dx = Spread::new(x)?;
+        dx.put(index, self.norm.backward(&hx, &dn, sink)?)?;
+        Ok(Output { losses, divergences: Vec::new(), dx: Some(dx.whole(index)?) })
+    }
+
+    /// Losses of the batch's targets, in chunks of at most `rows`, and the gradients, if requested. With a teacher,
+    /// gradients are of both losses.
     ///
     /// Losses and the input's gradient are bit-identical for any `rows` (see [`chunks`]). Weight gradients
     /// of the head are sums over the chunks.
@@ -106,8 +161,11 @@ impl Head {
         rows: usize,
         backward: Option<Backward<'_>>,
     ) -> Result<Output> {
+        if self.scores {
+            return self.score(x, batch, None);
+        }
         self.linear.write_rows()?;
-        let mut losses = Vec::new();
+        let (mut losses, mut divergences) = (Vec::new(), Vec::new());
         let mut dx = backward.map(|_| Spread::new(x)).transpose()?;
         x.each(chunks(batch.target_count, rows), Range::len, |chunk| {
             let (from, rows) = (chunk.start, chunk.len());
@@ -116,7 +174,7 @@ impl Head {
             let targets = batch.targets.narrow(0, from, rows)?;
             let hx = embed::forward(x, &index)?;
             let normed = self.norm.forward(&hx)?;
-            let (saved, loss, dlogits) = x.role(Role::Logits, || -> Result<_> {
+            let (saved, (loss, divergence), dlogits) = x.role(Role::Logits, || -> Result<_> {
                 let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
                 drop(normed);
                 let weights = backward.and_then(|b| b.weights);
@@ -125,10 +183,12 @@ impl Head {
                     let weights = weights.as_ref();
                     loss::Gradient { scale: b.scale, weights, dtype: x.dtype() }
                 });
-                let (loss, dl) = loss::cross_entropy(logits, &targets, gradient)?;
-                Ok((saved, loss, dl))
+                let teacher = batch.teacher.as_ref().map(|t| t.narrow(from, rows)).transpose()?;
+                let (losses, dl) = losses_of(logits, &targets, teacher.as_ref(), gradient)?;
+                Ok((saved, losses, dl))
             })?;
             losses.push(loss);
+            divergences.extend(divergence);
             if let (Some(dl), Some(Backward { sink, .. }), Some(dx)) = (dlogits, backward, &mut dx) {
                 let dn = self.linear.backward(&saved, &dl, &ctx, sink, None)?;
                 drop(dl);
@@ -137,7 +197,24 @@ impl Head {
             Ok(())
         })?;
         let dx = dx.map(|dx| dx.whole(&batch.target_rows)).transpose()?;
-        Ok(Output { losses, dx })
+        Ok(Output { losses, divergences, dx })
+    }
+
+    /// For each of the batch's targets, the `k` most probable of the first `limit` tokens with the logarithms of their
+    /// probabilities, in chunks of at most `rows` targets. See [`loss::top`].
+    pub fn top(
+        &self,
+        x: &Tensor,
+        batch: &Batch,
+        rows: usize,
+        (k, limit): (usize, usize),
+    ) -> Result<Vec<Vec<(u32, f32)>>> {
+        let mut out = Vec::with_capacity(batch.target_count);
+        for chunk in chunks(batch.target_count, rows) {
+            let index = batch.target_rows.narrow(0, chunk.start, chunk.len())?;
+            out.extend(loss::top(&self.logits(&embed::forward(x, &index)?, &batch.context)?, k, limit)?);
+        }
+        Ok(out)
     }
 }
 

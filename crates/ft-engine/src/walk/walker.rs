@@ -72,6 +72,7 @@ pub struct Walk<'a> {
     neftune: f64,
     objective: Option<&'a mut Objective<'a>>,
     routing: Routing,
+    divergences: Vec<Tensor>,
 }
 
 impl<'a> Walk<'a> {
@@ -92,6 +93,7 @@ impl<'a> Walk<'a> {
             neftune: 0.0,
             objective: None,
             routing: Routing::default(),
+            divergences: Vec::new(),
         }
     }
 
@@ -126,6 +128,11 @@ impl<'a> Walk<'a> {
     /// Routing decisions of the last pass.
     pub fn routing(&self) -> &Routing {
         &self.routing
+    }
+
+    /// Takes the per-target divergences from the teacher in the last pass; empty without a teacher.
+    pub fn take_divergences(&mut self) -> Vec<Tensor> {
+        std::mem::take(&mut self.divergences)
     }
 
     /// Takes the routing decisions of the last pass, to be read later.
@@ -201,8 +208,8 @@ impl<'a> Walk<'a> {
         Ok((y, saved))
     }
 
-    /// Forward and backward pass of one micro-batch. Returns the loss of each target; adds the gradients of
-    /// `scale * sum(weights * losses)` and of the router losses to the sink.
+    /// Forward and backward pass of one micro-batch. Returns the loss of each target, the cross-entropy if it has a
+    /// teacher; adds the gradients of `scale * sum(weights * losses)` and of the router losses to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.hooks)?;
@@ -216,6 +223,7 @@ impl<'a> Walk<'a> {
         let by = (scale, self.objective.as_deref_mut());
         let out = decoder.head.train(&x, batch, self.head_rows, by, sink)?;
         self.lap(Part::Head)?;
+        self.divergences = out.divergences;
         drop(x);
         pass.leave()?;
         let Some(dy) = out.dx else { return Ok(out.losses) };
@@ -307,7 +315,14 @@ impl<'a> Walk<'a> {
     /// Loss of each target, forward only.
     pub fn eval(&mut self, batch: &Batch) -> ft_base::Result<Vec<Tensor>> {
         let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
-        Ok(self.forward(batch, losses)?.losses)
+        let out = self.forward(batch, losses)?;
+        self.divergences = out.divergences;
+        Ok(out.losses)
+    }
+
+    /// The most probable tokens at each target: see [`Head::top`].
+    pub fn top(&mut self, batch: &Batch, most: (usize, usize)) -> ft_base::Result<Vec<Vec<(u32, f32)>>> {
+        self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))
     }
 
     /// Logits of every token, `[t, v]` in f32.

@@ -3,6 +3,8 @@
 #[cfg(feature = "cuda")]
 use super::{libraries, nccl};
 use candle_core::Device;
+#[cfg(feature = "cuda")]
+use ft_base::device_error;
 
 /// Opens a CUDA device.
 ///
@@ -17,9 +19,15 @@ use candle_core::Device;
 #[cfg(feature = "cuda")]
 pub fn open(ordinal: usize) -> Result<Device, String> {
     libraries::load_driver()?;
+    libraries::check_driver()?;
     libraries::load_cublas()?;
+    let label = format!("CUDA device {ordinal}");
+    device_error::opened(&label);
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| format!("no usable CUDA device: {e}"))?;
     let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
+    if let Ok(name) = cuda.cuda_stream().context().name() {
+        device_error::opened(&format!("{label} ({name})"));
+    }
     // SAFETY: tensors of this device are created, used and freed on its only compute stream; copies on
     // other streams synchronize with explicit events.
     unsafe { cuda.disable_event_tracking() };

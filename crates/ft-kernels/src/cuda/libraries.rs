@@ -10,12 +10,13 @@
 //! The CUDA runtime is not loaded at all: only candle kernels unused by ft (GGUF) call it, and their
 //! registration at program start becomes a no-op.
 
+use candle_core::cuda_backend::cudarc::driver::sys;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// Major CUDA version of this build, and thus of cuBLAS.
-const MAJOR: u32 = candle_core::cuda_backend::cudarc::driver::sys::CUDA_VERSION / 1000;
+const MAJOR: u32 = sys::CUDA_VERSION / 1000;
 
 /// CUDA_ERROR_NOT_INITIALIZED; cuBLAS reads it as an allocation failure.
 const NOT_LOADED: c_int = 3;
@@ -69,6 +70,7 @@ jumps! { DRIVER:
     cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuMemsetD32Async cuModuleGetFunction
     cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing
     cuStreamSynchronize cuStreamWaitEvent cuDeviceGetCount cuDeviceGetName cuDeviceTotalMem_v2
+    cuDriverGetVersion
 }
 
 jumps! { CUBLAS:
@@ -146,6 +148,25 @@ pub fn load_driver() -> Result<(), String> {
             )
         })
     })
+}
+
+/// Checks the version of the loaded driver.
+///
+/// # Errors
+/// The driver is older than the CUDA of this build; the message includes a hint.
+pub fn check_driver() -> Result<(), String> {
+    let mut version = 0;
+    // SAFETY: the pointer points to a c_int.
+    let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    if asked.result().is_err() || version / 1000 >= MAJOR.cast_signed() {
+        return Ok(());
+    }
+    Err(format!(
+        "NVIDIA's driver here supports CUDA {}.{}, and this ft was built for CUDA {MAJOR}\n\
+         hint: a driver for CUDA {MAJOR} or later (nvidia-smi shows the version it supports)",
+        version / 1000,
+        version % 1000 / 10
+    ))
 }
 
 /// Loads cuBLAS. Repeated calls do nothing.

@@ -35,6 +35,9 @@ mod libraries {
     pub fn load_driver() -> Result<(), String> {
         Ok(())
     }
+    pub fn check_driver() -> Result<(), String> {
+        Ok(())
+    }
     pub fn load_cublas() -> Result<(), String> {
         Ok(())
     }

@@ -8,10 +8,11 @@ use super::launch::{at, empty_on};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
+use ft_base::terminal::warn;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for all devices.
 const PORTABLE: u32 = 1;
@@ -52,20 +53,29 @@ unsafe impl Send for Locked {}
 unsafe impl Sync for Locked {}
 
 impl Locked {
-    /// Page-locks a tensor for `device`.
+    /// Page-locks a tensor for `device`. If the system refuses, the memory stays pageable: copies take
+    /// longer and give the same values. The first refusal of the process is a warning.
     ///
     /// # Errors
-    /// The system refuses to lock the memory.
-    pub fn new(t: &Tensor, device: &Device) -> Result<Self> {
+    /// Not a CUDA device, or its driver fails.
+    pub fn new(t: &Tensor, device: &Device) -> Result<Option<Self>> {
+        static TOLD: Once = Once::new();
         device.as_cuda_device()?.cuda_stream().context().bind_to_thread().w()?;
         let (at, bytes) = (host_address(t)?, bytes_of(t));
         // SAFETY: the memory belongs to the tensor, dropped only after unlocking.
         let locked = unsafe { sys::cuMemHostRegister_v2(at.cast::<c_void>(), bytes, PORTABLE).result() };
-        locked.map_err(|e| {
-            let hint = "\n  hint: memory.pin = false, or a higher limit of locked memory (`ulimit -l`)";
-            candle_core::Error::Msg(format!("{bytes} bytes of the host cannot be page-locked: {e}{hint}"))
-        })?;
-        Ok(Self { _tensor: t.clone(), at })
+        if let Err(e) = locked {
+            TOLD.call_once(|| {
+                warn(&format!(
+                    "{bytes} bytes of the host cannot be page-locked ({:?}): copies from and to the device \
+                     take pageable memory, slower and with the same numbers\n\
+                     hint: a higher limit of locked memory (`ulimit -l`; docker: --ulimit memlock=-1)",
+                    e.0
+                ));
+            });
+            return Ok(None);
+        }
+        Ok(Some(Self { _tensor: t.clone(), at }))
     }
 }
 
@@ -82,6 +92,8 @@ impl Drop for Locked {
 struct Pinned {
     /// Completion of the last copy from or to the buffer.
     busy: Option<CudaEvent>,
+    /// Whether a page lock was requested; the system may have refused it.
+    pin: bool,
     locked: Option<Locked>,
     tensor: Tensor,
     at: *mut u8,
@@ -93,8 +105,8 @@ unsafe impl Send for Pinned {}
 impl Pinned {
     fn new(device: &Device, n: usize, dtype: DType, pin: bool) -> Result<Self> {
         let tensor = Tensor::zeros(n.max(1), dtype, &Device::Cpu)?;
-        let locked = pin.then(|| Locked::new(&tensor, device)).transpose()?;
-        Ok(Self { at: host_address(&tensor)?, tensor, locked, busy: None })
+        let locked = if pin { Locked::new(&tensor, device)? } else { None };
+        Ok(Self { at: host_address(&tensor)?, tensor, pin, locked, busy: None })
     }
 
     /// The first `len` values, after waiting for pending copies.
@@ -390,11 +402,11 @@ impl Lent {
     /// Borrows a buffer with room for the values of `like`, a device tensor.
     ///
     /// # Errors
-    /// Out of memory, or the memory cannot be page-locked.
+    /// Out of memory, or the driver fails.
     pub fn take(like: &Tensor, pin: bool) -> Result<Self> {
         let rooms = ROOMS.of(like.device().as_cuda_device()?.id(), || Ok(Mutex::default()))?;
         let mut free = rooms.lock().unwrap_or_else(PoisonError::into_inner);
-        let mine = |room: &Pinned| room.tensor.dtype() == like.dtype() && room.locked.is_some() == pin;
+        let mine = |room: &Pinned| room.tensor.dtype() == like.dtype() && room.pin == pin;
         let fits = |room: &Pinned| mine(room) && room.tensor.elem_count() >= like.elem_count();
         let room = match free.iter().position(fits) {
             Some(at) => free.swap_remove(at),

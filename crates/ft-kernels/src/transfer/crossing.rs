@@ -125,10 +125,11 @@ pub struct Locked {
 }
 
 impl Locked {
-    /// Locks memory for copies to and from `device`; does nothing if `device` is the CPU.
+    /// Locks memory for copies to and from `device`, unless the system refuses; does nothing if `device` is
+    /// the CPU.
     ///
     /// # Errors
-    /// Memory that the system cannot lock.
+    /// A tensor that is not on the host.
     pub fn new(t: &Real, device: &Device) -> Result<Self> {
         if !t.device().is_cpu() {
             candle_core::bail!("page-locked memory of a tensor that is not on the host: {:?}", t.shape());
@@ -137,7 +138,7 @@ impl Locked {
         Ok(Self {
             #[cfg(feature = "cuda")]
             _locked: if device.is_cuda() && t.elem_count() > 0 {
-                Some(crate::cuda::staging::Locked::new(t, device)?)
+                crate::cuda::staging::Locked::new(t, device)?
             } else {
                 None
             },

@@ -9,7 +9,7 @@ use super::files::{Disk, FileGroup};
 use super::parts::{NamedBytes, sum};
 use crate::memory::{nf4, optimizer_bytes, rounded};
 use crate::units::bytes;
-use crate::workload::Workload;
+use crate::workload::{Workload, reference_bytes};
 use ft_base::memory;
 use ft_base::store;
 use ft_data::hub::Settings;
@@ -98,6 +98,10 @@ impl HostPlan {
             at("result", result + headers + NAMES * trained.len() as u64 + STATE, output),
             at("metrics", log, output),
         ];
+        let (kept, cache) = (reference_bytes(r, w), store::cache_folder().filter(|_| r.data.cache));
+        if let Some(dir) = cache.filter(|_| kept > 0) {
+            space.files.push(FileGroup { name: "reference", bytes: kept, dir, change: TOKENS });
+        }
         if let Some(data) = w.resident() {
             host.push(("data", data));
         }

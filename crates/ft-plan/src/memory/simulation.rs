@@ -140,8 +140,8 @@ impl<'a> Simulation<'a> {
         };
         let batch = |t: Tokens| -> Usage {
             let mut bytes = Bytes::default();
-            let (targets, cuda) = ((t.targets as usize, t.weighted), run.machine().cuda);
-            bytes.add(Component::Batch, Batch::bytes(t.attended(), targets, s.head_dim, cuda));
+            let cuda = run.machine().cuda;
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), s.head_dim, cuda));
             bytes.into()
         };
         let mut input = Bytes::default();

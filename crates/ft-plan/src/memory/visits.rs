@@ -34,7 +34,7 @@ pub struct StepInputs<'a> {
     pub orders: u64,
     /// NEFTune noise scale.
     pub neftune: f64,
-    /// Whether the weights of targets follow from their losses.
+    /// Whether gradients follow from the losses of targets, or from scores.
     pub prefers: bool,
     /// Whether all tokens choose the same experts; balanced routing if not.
     pub skewed: bool,
@@ -152,8 +152,8 @@ impl StepInputs<'_> {
     /// A micro-batch, for training or evaluation.
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
         let s = self.shape;
-        let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
-        Batch::ghost(&s.ledger, t.attended(), (targets, t.weighted), s.head_dim, train.then_some((0, 0)))
+        let dropout = train.then_some((0, 0));
+        Batch::ghost(&s.ledger, t.attended(), t.of_targets(), s.head_dim, dropout)
     }
 
     /// Hidden states of a micro-batch or their gradient, `[t, d]`.
@@ -248,6 +248,7 @@ impl StepInputs<'_> {
                     sink.flat(0)?;
                 }
                 let n = batch.target_count;
+                let n = if s.head.scores { n * s.head.vocab } else { n };
                 let mut weigh = |_: &[Tensor]| {
                     Ok(s.ledger.role(Role::Workspace, || Ghost::new(&s.ledger, n, DType::F32)).into())
                 };

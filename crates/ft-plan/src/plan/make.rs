@@ -5,6 +5,7 @@ use crate::host::HostPlan;
 use crate::inference::Server;
 use crate::memory::{Allocation, Settings, Theory, rounded};
 use crate::search::{Inputs, Prepared, SearchResult, choose};
+use crate::workload::ReferencePass;
 use ft_engine::walk::Execution;
 
 impl Plan {
@@ -53,6 +54,7 @@ impl Plan {
             execution: d.execution,
             reasons: d.reasons,
             peak: d.peak,
+            reference: ReferencePass::of(r, &d.workload, d.work, d.execution.micro_rows),
             workload: d.workload,
             micro_batches,
             keeps_gradients: !r.optimizer.in_backward,

@@ -6,7 +6,7 @@ use crate::memory::{Component, Peak, Theory, overhead};
 use crate::search::{self, Reasons};
 use crate::time::Work;
 use crate::units::bytes;
-use crate::workload::Workload;
+use crate::workload::{ReferencePass, Workload};
 use ft_engine::params::LearningRate;
 use ft_engine::walk::Execution;
 use ft_kernels::Machine;
@@ -44,6 +44,8 @@ pub struct Plan {
     /// Reason for each choice.
     pub reasons: Reasons,
     pub workload: Workload,
+    /// The pass of the reference before training.
+    pub reference: Option<ReferencePass>,
     /// Micro-batches per step and rank.
     pub micro_batches: u64,
     /// Whether gradient buffers live from loading on. If not, a unit holds gradients during its backward

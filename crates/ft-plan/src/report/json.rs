@@ -43,6 +43,9 @@ impl Plan {
             "time": time,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
         });
+        if let Some(reference) = &self.reference {
+            out["reference"] = reference.json(self.reference_time(range).map(|r| [r.low, r.high]));
+        }
         if let Some(server) = &self.server {
             let devices: Vec<String> = server.devices.iter().map(|d| d.word()).collect();
             out["server"] =

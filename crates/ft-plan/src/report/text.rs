@@ -97,10 +97,29 @@ impl Plan {
             Some(_) => self.write_time(s, range)?,
             None => writeln!(s, "time        not known: ft bench measures it on such a machine")?,
         }
+        self.write_reference(s, range)?;
         match sum(&self.space.host) {
             0 => Ok(()),
             host => writeln!(s, "host        {} beside the device's", bytes(host)),
         }
+    }
+
+    /// Time of the pass of the reference, from that of a step.
+    pub(super) fn reference_time(&self, step: Option<Range>) -> Option<Range> {
+        let part = self.reference.as_ref()?.work? / self.step_work();
+        step.map(|r| Range { low: r.low * part, high: r.high * part })
+    }
+
+    fn write_reference(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
+        let Some(reference) = &self.reference else { return Ok(()) };
+        let samples = reference.samples.map_or("all samples".into(), |n| format!("{n} samples"));
+        let time = self.reference_time(range);
+        let time = time.map_or(String::new(), |r| format!(", {} to {}", seconds(r.low), seconds(r.high)));
+        let kept = self.space.files.iter().find(|f| f.name == "reference");
+        let kept = kept.map_or(String::new(), |f| format!(", {} on disk", bytes(f.bytes)));
+        let alone = reference.other.as_ref();
+        let alone = alone.map_or(String::new(), |other| format!("; {other} is loaded alone for it"));
+        writeln!(s, "reference   one pass over {samples} before training{time}{kept}{alone}")
     }
 
     fn write_time(&self, s: &mut String, range: Option<Range>) -> fmt::Result {

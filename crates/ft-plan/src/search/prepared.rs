@@ -70,7 +70,7 @@ impl<'a> Prepared<'a> {
         self.shape.walked()
     }
 
-    /// Vocabulary size.
+    /// Outputs of the head.
     pub fn vocab(&self) -> u64 {
         self.shape.head.vocab as u64
     }
@@ -133,7 +133,7 @@ impl<'a> Prepared<'a> {
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
             neftune: r.data.neftune,
-            prefers: r.task.prefers(),
+            prefers: r.task.has_objective(),
             skewed: false,
             stages: r.parallel.pipeline as u64,
         };

@@ -4,7 +4,7 @@ use super::tokens::Tokens;
 use crate::error::Error;
 use ft_data::{Batches, Dataset, Rows, RowsReader, Samples};
 use ft_engine::model::Config;
-use ft_recipe::{COUNT, Format, Length, Part, Recipe};
+use ft_recipe::{COUNT, Format, Length, Part, Recipe, TOP_K, Task};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::path::Path;
@@ -30,6 +30,8 @@ pub struct Workload {
 pub struct Epoch {
     /// Samples read.
     pub samples: u64,
+    /// Samples of the evaluation data.
+    pub held_out: u64,
     /// Rows after packing.
     pub rows: u64,
     pub tokens: u64,
@@ -85,7 +87,7 @@ impl<'a> Sizes<'a> {
     fn epoch(&self) -> Epoch {
         let Rows { tokens, targets, longest, .. } = *self.rows;
         let (samples, rows) = (self.samples.len() as u64, self.rows.len() as u64);
-        Epoch { samples, rows, tokens, targets, longest: u64::from(longest), resident: 0 }
+        Epoch { samples, held_out: 0, rows, tokens, targets, longest: u64::from(longest), resident: 0 }
     }
 
     /// Bytes of samples and rows in memory.
@@ -99,15 +101,16 @@ fn tokens(
     reader: &mut RowsReader<'_>,
     rows: impl IntoIterator<Item = usize>,
 ) -> Result<Tokens, ft_data::Error> {
-    let (mut docs, mut targets, mut weighted) = (Vec::new(), 0, false);
+    let (mut docs, mut targets, mut weighted, mut kept) = (Vec::new(), 0, false, 0);
     for row in rows {
         for item in reader.items(row)? {
             docs.extend(item.documents());
             targets += item.targets as usize;
             weighted |= item.weighted;
+            kept = kept.max(u64::from(item.kept));
         }
     }
-    Ok(Tokens { weighted, ..Tokens::of(&docs, targets) })
+    Ok(Tokens { weighted, kept, ..Tokens::of(&docs, targets) })
 }
 
 /// Samples and rows of a recipe's data, cached by an earlier command.
@@ -149,14 +152,16 @@ pub fn check_steps(r: &Recipe, steps: u64) -> Result<(), Error> {
 }
 
 impl Workload {
-    /// From the recipe alone: full rows, every token supervised.
+    /// From the recipe alone: full rows, every token supervised, teachers as `ft logits` writes them by default.
     pub fn of_recipe(r: &Recipe) -> Self {
         // capped: a plan for more rows than a step can have does not change
         let rows = r.run.micro_rows.count().min(1 << 16);
         let length = r.data.max_length;
         let documents = if r.task.format() == Some(Format::Preference) { 2 * rows } else { rows };
         let docs = vec![length; documents];
-        let train = Tokens::of(&docs, documents.saturating_mul(length - 1));
+        let targets = if r.task.has_scores() { 1 } else { length - 1 };
+        let kept = if r.task == Task::Distill { TOP_K as u64 } else { 0 };
+        let train = Tokens { kept, ..Tokens::of(&docs, documents.saturating_mul(targets)) };
         let steps = match r.run.length() {
             Length::Steps(n) => Some(n as u64),
             Length::Epochs(_) => None,
@@ -175,13 +180,21 @@ impl Workload {
         Self::of_sizes(r, &Sizes::of(train), eval.as_ref())
     }
 
-    /// Unreadable data is assumed full; the error is reported when the tokens are read.
+    /// Unreadable data is assumed full; the error is reported when the tokens are read. Other tasks than distillation
+    /// leave teachers out.
     fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Self {
-        Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r))
+        let untaught = |w: Self| Self {
+            train: Tokens { kept: 0, ..w.train },
+            eval: w.eval.map(|eval| Tokens { kept: 0, ..eval }),
+            ..w
+        };
+        let counted = Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r));
+        if r.task == Task::Distill { counted } else { untaught(counted) }
     }
 
     fn counted(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Result<Self, ft_data::Error> {
         let resident = sizes.resident() + eval.map_or(0, Sizes::resident);
+        let held_out = eval.map_or(0, |e| e.samples.len() as u64);
         let micro = r.run.micro_rows.count();
         let mut eval = eval.map(|e| e.in_order(micro)).transpose()?;
         if r.task.has_reference() {
@@ -200,7 +213,7 @@ impl Workload {
         } else {
             train = sizes.of_longest(micro)?;
         }
-        let epoch = Some(Epoch { resident, ..sizes.epoch() });
+        let epoch = Some(Epoch { resident, held_out, ..sizes.epoch() });
         Ok(Self { train, eval, steps: Some(batches.steps() as u64), epoch })
     }
 
@@ -226,6 +239,7 @@ impl Workload {
         let bound = Self::of_recipe(r);
         let min = |a: Tokens, b: Tokens| Tokens {
             weighted: a.weighted,
+            kept: a.kept,
             tokens: a.tokens.min(b.tokens),
             targets: a.targets.min(b.targets),
             longest: a.longest.min(b.longest),

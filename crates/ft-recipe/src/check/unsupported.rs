@@ -6,37 +6,25 @@ use crate::keys::{Unset, find_key};
 use crate::syntax::{Diagnostic, MAX_PROBLEMS, SourceText, Table, Value, parse_value};
 use std::collections::BTreeSet;
 
-/// The unsupported values of a key.
-enum What {
-    /// This word.
-    Word(&'static str),
-    /// Any value but the default.
-    Changed,
-}
-
-use What::{Changed, Word};
-
-/// Keys rejected by `ft run`.
-const NOT_BUILT: &[(&str, What)] = &[
-    ("task", Word("reward")),
-    ("task", Word("distill")),
-    ("parallel.tensor", Changed),
-    ("parallel.pipeline", Changed),
-    ("parallel.expert", Changed),
-    ("parallel.context", Changed),
+/// Keys rejected by `ft run`, with a word that is not supported, or `None` for any value but the default.
+const NOT_BUILT: &[(&str, Option<&str>)] = &[
+    ("parallel.tensor", None),
+    ("parallel.pipeline", None),
+    ("parallel.expert", None),
+    ("parallel.context", None),
     #[cfg(not(feature = "mpi"))]
-    ("parallel.comm", Word("mpi")),
+    ("parallel.comm", Some("mpi")),
 ];
 
 /// Finds unsupported keys in `root`. Skips keys in `bad`, which already have a problem.
 pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
-    for (path, what) in NOT_BUILT {
+    for (path, word) in NOT_BUILT {
         let Some(node) = root.find(path) else { continue };
         let is = |w: &str| matches!(&node.value, Value::Text(t) if t == w);
-        let refused = match what {
-            Word(w) => is(w),
-            Changed => default_of(path).is_some_and(|d| d != node.value),
+        let refused = match word {
+            Some(w) => is(w),
+            None => default_of(path).is_some_and(|d| d != node.value),
         };
         let inside = |b: &String| b.strip_prefix(path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
         if refused && !bad.iter().any(inside) && found.len() < MAX_PROBLEMS {
@@ -71,16 +59,16 @@ mod tests {
     /// Renamed keys must be renamed in `NOT_BUILT` too.
     #[test]
     fn every_line_names_a_key_and_what_it_can_hold() {
-        for (path, what) in NOT_BUILT {
+        for (path, word) in NOT_BUILT {
             let key = find_key(path).unwrap_or_else(|| panic!("no key {path}"));
-            match what {
-                Word(w) => match key.kind {
+            match word {
+                Some(w) => match key.kind {
                     Kind::Word(words) => {
                         assert!(words.iter().any(|(x, _)| x == w), "{path} {w}");
                     }
                     other => panic!("{path} has no words: {other:?}"),
                 },
-                Changed => assert!(default_of(path).is_some(), "{path} has no default to differ from"),
+                None => assert!(default_of(path).is_some(), "{path} has no default to differ from"),
             }
         }
     }

@@ -12,8 +12,9 @@ fn fields_of(format: Format) -> &'static [&'static str] {
         Format::Alpaca => &["instruction", "input", "output", "system", "history", "tools"],
         Format::Completion => &["prompt", "completion", "system", "tools"],
         Format::Text => &["text"],
-        Format::Tokens => &["input_ids", "labels", "weights"],
+        Format::Tokens => &["input_ids", "labels", "weights", "teacher_ids", "teacher_logits", "teacher"],
         Format::Preference => &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"],
+        Format::Labeled => &["text", "prompt", "input_ids", "messages", "label"],
         Format::Unpaired => &["prompt", "completion", "label", "prompt_ids", "completion_ids"],
     }
 }

@@ -109,7 +109,9 @@ const ROWS: &[Row] = rows! {
         of ["data"]: " does nothing: every source has a mask of its own", OUT;
     refuse ["data.chat_template", "data.template"]
         if |c| c.r.data.train.iter().chain(&c.r.data.eval).all(|s| s.format.is_some_and(|f| match f {
-            Format::Text | Format::Tokens => true,
+            // the template of the teacher's rows
+            Format::Tokens => c.r.task != Task::Distill,
+            Format::Text => true,
             _ => f.has_forms() && s.form == Some(Form::Plain),
         })),
         of ["data"]: " does nothing: no source holds conversations", "leave it out, or set format = \"messages\"";
@@ -134,6 +136,10 @@ const ROWS: &[Row] = rows! {
     refuse ["preference.desirable_weight", "preference.undesirable_weight"] if |c| c.r.task != Task::Kto,
         of ["task"]: TASK, OUT;
     refuse ["preference.reference"] if |c| !c.r.task.has_reference(), of ["task"]: TASK, OUT;
+    refuse ["distill.temperature", "distill.alpha"] if |c| c.r.task != Task::Distill, of ["task"]: TASK, OUT;
+    tell ["distill.temperature"] if |c| c.r.distill.alpha == 0.0, of ["distill.alpha"]:
+        " does nothing with alpha = 0.0: the teacher has no weight", OUT;
+    refuse ["classify.labels", "classify.num_labels"] if |c| c.r.task != Task::Classify, of ["task"]: TASK, OUT;
     refuse ["run.eval_every", "generate.samples"] if |c| !c.evaluates(),
         of ["data.eval", "data.eval_share"]: " does nothing: there is nothing to evaluate on", EVALUATE;
     tell ["run.eval_at_start"] if |c| !c.evaluates(),

@@ -7,6 +7,7 @@ mod optimizer;
 mod preference;
 mod rules;
 mod run;
+mod scores;
 
 use crate::check::Checker;
 use crate::keys::Recipe;
@@ -22,6 +23,7 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.init(recipe);
     x.sources(recipe);
     x.preference(recipe);
+    x.scores(recipe);
     x.lengths(recipe);
     x.optimizer(recipe);
     x.in_backward(recipe);

@@ -1,7 +1,7 @@
 //! Checks of the task against `[preference]`, formats and evaluation.
 
 use super::context::Cross;
-use crate::keys::{PreferenceLoss, Recipe, Task};
+use crate::keys::{Format, PreferenceLoss, Recipe, Task};
 
 impl Cross<'_, '_> {
     pub(super) fn preference(&mut self, recipe: &Recipe) {
@@ -41,9 +41,13 @@ impl Cross<'_, '_> {
                 let message =
                     format!("task = \"{}\" does not read format = \"{}\"", task.word(), format.word());
                 let hint = match task.format() {
+                    Some(Format::Tokens) => {
+                        "ft logits MODEL RECIPE writes a teacher's values beside such rows".into()
+                    }
                     Some(only) => format!("\"{}\" is the format of its rows", only.word()),
                     None => {
-                        "task = \"dpo\" compares chosen and rejected; task = \"kto\" has rated completions"
+                        "task = \"dpo\" compares chosen and rejected; task = \"kto\" has rated completions; \
+                         task = \"classify\" has labels"
                             .into()
                     }
                 };

@@ -4,7 +4,7 @@ use super::draft::{Draft, fitting};
 use super::read::{Entries, Entry, is_off, number, text, truth};
 use super::table::Tables;
 use crate::check::Foreign;
-use crate::keys::{Kind, find_key};
+use crate::keys::{Kind, Task, find_key};
 use crate::syntax::quote;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -73,7 +73,9 @@ pub(super) struct Context<'a> {
     pub layers: Option<(String, String)>,
     /// Outcomes of the keys of data sets, by path.
     pub of_data: BTreeMap<String, Outcome>,
-    /// A task that is not supported.
+    /// What is trained for.
+    pub task: Task,
+    /// A task that is not supported, in words.
     pub other_task: Option<String>,
 }
 

@@ -3,7 +3,7 @@
 use super::context::{Context, Convert, Fate, Outcome, needless, refused};
 use super::draft::toml_text;
 use super::read::Entry;
-use super::{data, optimize, run, train, tune};
+use super::{data, optimize, prefer, run, train, tune};
 
 /// The conversion that a row of the table names.
 pub(super) fn by_name(name: &str) -> Option<Convert> {
@@ -11,6 +11,7 @@ pub(super) fn by_name(name: &str) -> Option<Convert> {
         .or_else(|| optimize::by_name(name))
         .or_else(|| train::by_name(name))
         .or_else(|| tune::by_name(name))
+        .or_else(|| prefer::by_name(name))
         .or(match name {
             "data" => Some(data::outcome),
             "template_variable" => Some(|ctx, e| free(ctx, "data.template", e)),

@@ -78,6 +78,8 @@ impl Draft {
             let list = table.rsplit_once('.').and_then(|(list, i)| Some((list, i.parse::<usize>().ok()?)));
             let key = match list {
                 Some((list, i)) => (at(list).unwrap_or(usize::MAX), i, format!("[[{list}]]")),
+                // keys of no table stand before all tables
+                None if table.is_empty() => (0, 0, String::new()),
                 None => (at(table).unwrap_or(usize::MAX), 0, header(table)),
             };
             tables.entry(key).or_default().push(set);
@@ -85,7 +87,7 @@ impl Draft {
         let mut out = head.to_string();
         for ((.., header), mut sets) in tables {
             sets.sort_by_key(|s| at(&s.path).unwrap_or(usize::MAX));
-            out += &format!("\n{header}\n");
+            out += &if header.is_empty() { "\n".into() } else { format!("\n{header}\n") };
             for set in sets {
                 let name = quote_key(set.path.rsplit('.').next().unwrap_or_default());
                 let line = format!("{name} = {}", set.value);

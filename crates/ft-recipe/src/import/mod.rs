@@ -4,7 +4,7 @@
 //! read      YAML, JSON or a command line -> keys with values and lines
 //! table     tools.toml: how each key of each toolkit is imported
 //! context   state of an import, what became of a key
-//! run, optimize, train, tune, data   conversions; convert finds them by name
+//! run, optimize, train, tune, prefer, data   conversions; convert finds them by name
 //! draft     the recipe
 //! ```
 
@@ -13,6 +13,7 @@ mod convert;
 mod data;
 mod draft;
 mod optimize;
+mod prefer;
 mod read;
 mod run;
 mod table;
@@ -22,7 +23,7 @@ mod tune;
 #[cfg(test)]
 mod tests;
 
-use crate::keys::Recipe;
+use crate::keys::{Recipe, Task};
 use crate::load::Error;
 pub use context::{Around, Fate};
 use context::{Context, Outcome, converted, needless, refused};
@@ -69,7 +70,10 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
     let Some((name, tool)) = detect(tables, &entries) else {
         return Err("no key of axolotl, LLaMA-Factory, torchtune or TRL is in it".into());
     };
-    for (key, value) in &tool.defaults {
+    let task = prefer::task_of(name, &entries);
+    let of_task = tool.preference.iter().filter(|_| task.as_ref().is_ok_and(|t| t.prefers()));
+    let of_any = tool.defaults.iter().filter(|(key, _)| !of_task.clone().any(|(k, _)| k == *key));
+    for (key, value) in of_task.clone().chain(of_any) {
         // torchtune's null is a value of its own
         let given = |e: &Entry| e.path == *key && (name == "torchtune" || !e.value.is_null());
         if !entries.list.iter().any(given) {
@@ -89,7 +93,8 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
         in_full: Vec::new(),
         layers: None,
         of_data: BTreeMap::new(),
-        other_task: None,
+        task: *task.as_ref().unwrap_or(&Task::Sft),
+        other_task: task.err(),
     };
     data::all(&mut ctx);
     let mut lines: Vec<Line> = entries.list.iter().map(|e| line(&mut ctx, tool, tables, e)).collect();
@@ -101,9 +106,7 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
     }));
     let (draft, task) = (ctx.draft, ctx.other_task);
     let recipe = match task {
-        Some(task) => {
-            Err(format!("{file} trains with another task, {task}, which is to come: no recipe is written"))
-        }
+        Some(why) => Err(format!("{file}: {why}: no recipe is written")),
         None => settle(draft, &mut lines, name, file),
     };
     lines.retain(|l| l.line > 0 || l.fate == Fate::Default);

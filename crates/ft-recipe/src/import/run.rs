@@ -3,7 +3,6 @@
 use super::context::{Context, Convert, Fate, Outcome, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, is_off, number, text, truth, words};
-use crate::keys::find_key;
 use crate::syntax::quote;
 
 /// Rows of a forward pass, by the toolkits' names.
@@ -31,8 +30,6 @@ pub(super) fn by_name(name: &str) -> Option<Convert> {
         "offload" => offload,
         "launch" => launch,
         "report_to" => report_to,
-        "mlflow" => mlflow,
-        "task" => task,
         _ => return None,
     })
 }
@@ -225,6 +222,10 @@ fn report_to(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         match tracker.as_str() {
             "none" | "" => {}
             "tensorboard" => set.push(ctx.set("log.tensorboard", "true", e)),
+            "mlflow" => match ctx.get("MLFLOW_TRACKING_URI").and_then(text) {
+                Some(server) => set.push(ctx.set("log.mlflow", quote(&server), e)),
+                None => refuse.push("mlflow (write log.mlflow = the address of its server)".into()),
+            },
             "all" => refuse.push("all trackers".into()),
             _ => refuse.push(tracker),
         }
@@ -235,27 +236,9 @@ fn report_to(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         (false, _) => {
             let also = if set.is_empty() { String::new() } else { format!("{}; ", set.join(", ")) };
             refused(format!(
-                "{also}{}: metrics.jsonl, log.csv and log.tensorboard have every step",
+                "{also}{}: metrics.jsonl, log.csv, log.tensorboard and log.mlflow have every step",
                 refuse.join(", ")
             ))
-        }
-    }
-}
-
-fn mlflow(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match find_key("log.mlflow") {
-        Some(_) => ctx.take("log.mlflow", e),
-        None => refused("metrics.jsonl, log.csv and log.tensorboard have every step"),
-    }
-}
-
-/// The task: supervised fine-tuning is the only one so far.
-fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match text(&e.value).unwrap_or_default().to_lowercase().as_str() {
-        "" | "sft" | "pt" | "train" | "none" | "false" => needless("task = \"sft\" is next-token training"),
-        other => {
-            ctx.other_task = Some(other.to_string());
-            refused(format!("the task {other:?} is to come; task = \"sft\" is the only one so far"))
         }
     }
 }

@@ -14,6 +14,8 @@ pub(super) struct Tool {
     letters: String,
     /// Values of absent keys.
     pub defaults: BTreeMap<String, toml::Value>,
+    /// Defaults of preference tasks, in place of those.
+    pub preference: BTreeMap<String, toml::Value>,
     /// Keys taken as they are.
     pub to: BTreeMap<String, String>,
     /// Keys converted by a function.

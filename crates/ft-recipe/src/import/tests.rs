@@ -2,7 +2,7 @@ use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
 use crate::check::Foreign;
-use crate::keys::{each_key, find_key};
+use crate::keys::{Format, PreferenceLoss, each_key, find_key};
 use std::path::PathBuf;
 
 /// No files beside the configuration, and no models.
@@ -67,8 +67,10 @@ fn tables_name_keys_and_conversions() {
     each_key(&mut |path, _| ours.push(path.to_string()));
     for (name, builder) in &tables.torchtune_data {
         let source = format!("source = \"x\"\nformat = \"{}\"", builder.format);
-        let recipe =
-            format!("[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[data.train]]\n{source}\n");
+        let task = if builder.format == "preference" { "dpo" } else { "sft" };
+        let recipe = format!(
+            "task = \"{task}\"\n[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[data.train]]\n{source}\n"
+        );
         assert!(Recipe::parse(&recipe, "r.toml", &[]).is_ok(), "{name}");
     }
 }
@@ -81,7 +83,7 @@ fn published_configurations_are_imported() {
         std::fs::read_dir(&folder).expect("fixtures").flatten().map(|e| e.path()).collect();
     files.retain(|f| f.extension().is_some_and(|e| e != "md"));
     files.sort();
-    assert_eq!(files.len(), 12);
+    assert_eq!(files.len(), 16);
     for file in files {
         let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let text = std::fs::read_to_string(&file).expect("text");
@@ -118,14 +120,100 @@ fn batches_have_their_arithmetic() {
 
 #[test]
 fn another_task_is_refused_by_name() {
-    for text in [
-        "base_model: m\nrl: dpo\ndatasets: [{path: a, type: chatml.intel}]",
-        "stage: kto\nmodel_name_or_path: m\nfinetuning_type: lora\ndataset: a",
-        "trl dpo --model_name_or_path m --dataset_name d",
+    for (text, named) in [
+        ("base_model: m\nrl: grpo\ndatasets: [{path: a}]", "grpo"),
+        ("stage: ppo\nmodel_name_or_path: m\nfinetuning_type: lora\ndataset: a", "ppo"),
+        (
+            "stage: dpo\npref_loss: hinge\nmodel_name_or_path: m\nfinetuning_type: lora\ndataset: a",
+            "hinge of dpo",
+        ),
+        ("trl reward --model_name_or_path m --dataset_name d", "reward"),
+        ("python examples/grpo.py --model_name_or_path m --dataset_name d", "grpo"),
+        ("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nbeta: 0.2", "`command: dpo`"),
     ] {
         let refused = of(text).recipe.expect_err(text);
-        assert!(refused.contains("dpo") || refused.contains("kto"), "{refused}");
+        assert!(refused.contains(named), "{text}: {refused}");
     }
+}
+
+/// Tasks, losses and their parameters, of each toolkit.
+#[test]
+fn preferences_are_imported() {
+    let task = |text: &str| {
+        let r = recipe(text);
+        (r.task, r.preference.loss(r.task), r.preference.beta(r.task))
+    };
+    let axolotl =
+        "base_model: m\nadapter: lora\nlora_dropout: 0.1\ndatasets: [{path: a.jsonl, type: chatml.intel}]\n";
+    let r = recipe(&format!("{axolotl}rl: ipo\nrl_beta: 0.3\ndpo_label_smoothing: 0.1"));
+    assert_eq!(
+        (r.task, r.preference.loss(r.task), r.preference.beta(r.task)),
+        (Task::Dpo, PreferenceLoss::Ipo, 0.3)
+    );
+    assert_eq!(r.data.train[0].format, Some(Format::Preference));
+    assert_eq!(r.data.train[0].fields["prompt"], "question");
+    assert_eq!((r.lora.dropout, r.preference.label_smoothing), (0.0, 0.0), "IPO has no smoothing");
+    assert_eq!(task(&format!("{axolotl}rl: orpo\norpo_alpha: 0.2")), (Task::Orpo, PreferenceLoss::Orpo, 0.2));
+    let imported = of(&format!("{axolotl}rl: simpo\nrl_beta: 2.5\nsimpo_gamma: 0.7"));
+    assert_eq!(fate(&imported, "cpo_alpha"), Fate::Default, "{}", listing(&imported));
+    let r = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    assert_eq!((r.task, r.preference.gamma, r.preference.beta(r.task)), (Task::Simpo, 0.7, 2.5));
+
+    let factory = "model_name_or_path: m\nfinetuning_type: lora\ndataset: mine\nmax_samples: 7\n";
+    let r = recipe(&format!("{factory}stage: dpo\npref_loss: simpo"));
+    assert_eq!(
+        (r.task, r.preference.gamma, r.preference.beta(r.task)),
+        (Task::Simpo, 0.5, 0.1),
+        "its defaults"
+    );
+    assert_eq!(r.data.train[0].max_samples, Some(7));
+    let r = recipe(&format!("{factory}stage: kto\npref_beta: 0.2\nkto_chosen_weight: 2.0"));
+    assert_eq!((r.task, r.preference.desirable_weight, r.preference.beta(r.task)), (Task::Kto, 2.0, 0.2));
+    assert_eq!(r.data.train[0].format, Some(Format::Unpaired));
+
+    let trl = "--model_name_or_path m --dataset_name d.jsonl --use_peft";
+    let r = recipe(&format!("trl dpo {trl} --loss_type ipo --beta 0.4"));
+    assert_eq!(
+        (r.task, r.preference.loss(r.task), r.preference.beta(r.task)),
+        (Task::Dpo, PreferenceLoss::Ipo, 0.4)
+    );
+    assert_eq!((r.optimizer.lr, r.lora.dropout), (Some(1e-6), 0.0), "defaults of its preference trainers");
+    assert_eq!(
+        recipe(&format!("trl dpo {trl} --lora_dropout 0.1 --disable_dropout false")).lora.dropout,
+        0.1
+    );
+    let r = recipe(&format!("python examples/scripts/cpo.py {trl} --cpo_alpha 0.5"));
+    assert_eq!((r.task, r.preference.nll), (Task::Cpo, 0.5));
+    assert_eq!(
+        task(&format!("command: orpo\n{}", "model_name_or_path: m\ndataset_name: d\nbeta: 0.2")).0,
+        Task::Orpo
+    );
+}
+
+/// MLflow's server, experiment and run, of each toolkit.
+#[test]
+fn trackers_are_imported() {
+    let log = |text: &str| {
+        let r = recipe(text);
+        (r.log.mlflow.unwrap_or_default(), r.log.mlflow_experiment.unwrap_or_default(), r.name)
+    };
+    let all = ("http://h:5000".to_string(), "mine".to_string(), "first".to_string());
+    let axolotl = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl}]\nuse_mlflow: true\n\
+                   mlflow_tracking_uri: http://h:5000\nmlflow_experiment_name: mine\nmlflow_run_name: first";
+    assert_eq!(log(axolotl), all);
+    let script = "export MLFLOW_TRACKING_URI=http://h:5000 MLFLOW_EXPERIMENT_NAME=mine\n\
+                  trl sft --model_name_or_path m --dataset_name d --use_peft --run_name first --report_to mlflow";
+    assert_eq!(log(script), all);
+    let tune = "model: {_component_: torchtune.models.qwen2_5.lora_qwen2_5_0_5b, lora_attn_modules: [q_proj]}\n\
+                checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: m}\n\
+                dataset: {_component_: torchtune.datasets.alpaca_dataset}\n\
+                metric_logger: {_component_: torchtune.training.metric_logging.MLFlowLogger, tracking_uri: 'http://h:5000', \
+                experiment_name: mine, run_name: first}\n";
+    assert_eq!(log(tune), all);
+    let imported = of(&axolotl.replace("http://h:5000", "sqlite:///a.db"));
+    assert_eq!(fate(&imported, "mlflow_tracking_uri"), Fate::NotSupported, "{}", listing(&imported));
+    let factory = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: a\nreport_to: mlflow";
+    assert_eq!(fate(&of(factory), "report_to"), Fate::NotSupported, "no address in the file");
 }
 
 #[test]

@@ -275,8 +275,9 @@ fn last_turn(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn assistant_only(_: &mut Context<'_>, e: &Entry) -> Outcome {
+fn assistant_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
+        _ if ctx.task.prefers() => needless("completions are compared"),
         Some(true) => needless("the assistant's turns are the targets of conversations"),
         _ => refused(
             "every token of a conversation is a target there: data.mask = \"none\" does so for conversations",

@@ -14,6 +14,7 @@ pub(super) fn by_name(name: &str) -> Option<Convert> {
         "tune_checkpointer" => checkpointer,
         "tune_loss" => loss,
         "tune_logger" => logger,
+        "tune_mlflow" => mlflow,
         _ => return None,
     })
 }
@@ -91,11 +92,12 @@ fn checkpointer(_: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn loss(_: &mut Context<'_>, e: &Entry) -> Outcome {
+fn loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).as_deref().map(last) {
         Some("CEWithChunkedOutputLoss" | "LinearCrossEntropyLoss" | "CrossEntropyLoss") => {
             needless("cross-entropy, in chunks of targets, is the loss")
         }
+        Some("DPOLoss") => converted(ctx.set("task", quote("dpo"), e)),
         _ => refused("the loss is the cross-entropy of the targets"),
     }
 }
@@ -104,6 +106,22 @@ fn logger(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).as_deref().map(last) {
         Some("DiskLogger" | "StdoutLogger") => needless("each step is on the screen and in metrics.jsonl"),
         Some("TensorBoardLogger") => converted(ctx.set("log.tensorboard", "true", e)),
-        _ => refused("metrics.jsonl, log.csv and log.tensorboard have every step"),
+        Some("MLFlowLogger") => match ctx.get("metric_logger.tracking_uri").and_then(text) {
+            Some(_) => needless("metric_logger.tracking_uri has the server"),
+            None => refused("write log.mlflow = the address of its server"),
+        },
+        _ => refused("metrics.jsonl, log.csv, log.tensorboard and log.mlflow have every step"),
+    }
+}
+
+/// Keys of torchtune's logger for MLflow.
+fn mlflow(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if !ctx.word("metric_logger._component_").ends_with("mlflowlogger") {
+        return needless("each step is on the screen and in metrics.jsonl");
+    }
+    match e.path.rsplit('.').next() {
+        Some("tracking_uri") => ctx.take("log.mlflow", e),
+        Some("experiment_name") => ctx.take("log.mlflow_experiment", e),
+        _ => ctx.take("name", e),
     }
 }

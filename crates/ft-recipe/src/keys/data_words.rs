@@ -22,6 +22,8 @@ words! {
         Preference = "preference",
         /// `prompt`, `completion`, `label` (true or false); or `prompt_ids`, `completion_ids`, `label`.
         Unpaired = "unpaired",
+        /// `text`, `prompt`, `messages` or `input_ids`, and `label`: the number or name of a class.
+        Labeled = "labeled",
     }
 }
 
@@ -31,7 +33,7 @@ impl Format {
         match self {
             Format::Messages => &[Mask::Assistant, Mask::Last, Mask::None],
             Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
-            Format::Text | Format::Tokens => &[Mask::None],
+            Format::Text | Format::Tokens | Format::Labeled => &[Mask::None],
             Format::Preference | Format::Unpaired => &[Mask::Completion],
         }
     }
@@ -40,6 +42,11 @@ impl Format {
     pub fn is_preference(self) -> bool {
         matches!(self, Format::Preference | Format::Unpaired)
     }
+
+    /// Whether only certain tasks read the rows.
+    pub fn is_of_a_task(self) -> bool {
+        self.is_preference() || self == Format::Labeled
+    }
 }
 
 impl Format {
@@ -47,6 +54,34 @@ impl Format {
     pub fn has_forms(self) -> bool {
         matches!(self, Format::Alpaca | Format::Completion)
     }
+}
+
+/// Targets of a score head.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ScoreTargets {
+    /// The head is the vocabulary's.
+    #[default]
+    None,
+    /// ScoreTargets of pairs.
+    Pairs,
+    /// Classes with these names.
+    Classes(Vec<String>),
+}
+
+impl ScoreTargets {
+    /// Names of the head's outputs, as transformers has them; `None` for the vocabulary's head.
+    pub fn labels(&self) -> Option<Vec<String>> {
+        match self {
+            ScoreTargets::None => None,
+            ScoreTargets::Pairs => Some(numbered(1)),
+            ScoreTargets::Classes(names) => Some(names.clone()),
+        }
+    }
+}
+
+/// Names of `n` outputs without names of their own, as transformers has them.
+pub fn numbered(n: usize) -> Vec<String> {
+    (0..n).map(|i| format!("LABEL_{i}")).collect()
 }
 
 words! {

@@ -1,8 +1,10 @@
 //! Values derived from several keys.
 
-use super::data_words::{Form, Format, Slice};
+use super::data_words::{Form, Format, ScoreTargets, Slice, numbered};
 use super::kind::TOKENS;
-use super::tables::{Data, Lora, Memory, Optimizer, Parallel, Preference, Recipe, Rule, Run, Source};
+use super::tables::{
+    Classify, Data, Lora, Memory, Optimizer, Parallel, Preference, Recipe, Rule, Run, Source,
+};
 use super::words::{Length, Master, Method, Offload, PreferenceLoss, Task};
 
 impl Memory {
@@ -127,6 +129,24 @@ impl Preference {
     /// Scale of the rewards in a task.
     pub fn beta(&self, task: Task) -> f64 {
         self.beta.unwrap_or(if task == Task::Simpo { 2.0 } else { 0.1 })
+    }
+}
+
+impl Recipe {
+    /// Targets of the score head, if the task has one.
+    pub(crate) fn scores(&self) -> ScoreTargets {
+        match self.task {
+            Task::Reward => ScoreTargets::Pairs,
+            Task::Classify => ScoreTargets::Classes(self.classify.names()),
+            _ => ScoreTargets::None,
+        }
+    }
+}
+
+impl Classify {
+    /// Names of the classes.
+    pub fn names(&self) -> Vec<String> {
+        if self.labels.is_empty() { numbered(self.num_labels.unwrap_or(0)) } else { self.labels.clone() }
     }
 }
 

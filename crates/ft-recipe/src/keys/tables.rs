@@ -22,6 +22,10 @@ use std::path::PathBuf;
 const BIG: u64 = i64::MAX as u64;
 /// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
 pub const COUNT: u64 = 1_000_000_000;
+/// Log-probabilities of a teacher for each token that `ft logits` writes by default.
+pub const TOP_K: usize = 64;
+/// Largest number of classes.
+pub const MAX_LABELS: usize = 1 << 16;
 const RANK: Kind = Int(1, INDEX);
 const RANKS: Kind = Int(1, INDEX);
 
@@ -43,6 +47,10 @@ table! {
         train: Vec<Rule> = Tables(Rule::KEYS), Toml("[]");
         /// Loss of pairs and rated completions (tasks dpo, orpo, simpo, cpo, kto).
         preference: Preference = Table(Preference::KEYS), Toml("{}");
+        /// Loss on a teacher's probabilities (task distill).
+        distill: Distill = Table(Distill::KEYS), Toml("{}");
+        /// Classes of task classify.
+        classify: Classify = Table(Classify::KEYS), Toml("{}");
         /// Losses on the routers of mixture models.
         router: Router = Table(Router::KEYS), Toml("{}");
         /// Training and evaluation data.
@@ -169,9 +177,31 @@ table! {
         desirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
         /// Weight of undesirable completions (kto).
         undesirable_weight: f64 = Number(Bound::NotNegative), Toml("1.0");
-        /// The model that rewards are relative to (dpo, kto): "base" (without adapters), "start" (as the run begins), or the
-        /// path or hub id of a model or of an adapter. It is read once, before training, and not kept in memory.
+        /// The model that rewards are relative to (dpo, kto): "base" (adapters off; what trains in full as the run begins),
+        /// "start" (as the run begins, adapters on), the path of an adapter over the model or of a run, or the path or hub
+        /// id of another model with the same tokenizer. It makes one pass before training, and is not kept in memory.
         reference: Reference = Text, Toml("\"base\"");
+    }
+}
+
+table! {
+    /// `[distill]`
+    pub struct Distill {
+        /// Divides the logits of teacher and student before the softmax.
+        temperature: f64 = Number(Bound::Positive), Toml("1.0");
+        /// Weight of the divergence from the teacher, temperature^2 KL(teacher, student); 1 - alpha is the weight of the
+        /// cross-entropy of the labels.
+        alpha: f64 = Number(Bound::Share), Toml("0.5");
+    }
+}
+
+table! {
+    /// `[classify]`
+    pub struct Classify {
+        /// Names of the classes, in the order of the outputs.
+        labels: Vec<String> = Texts, Toml("[]");
+        /// Number of classes without names of their own, which are then LABEL_0, LABEL_1 and so on.
+        num_labels: Option<usize> = Int(2, MAX_LABELS as u64), Absent("that of labels");
     }
 }
 
@@ -219,6 +249,9 @@ table! {
         /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square root
         /// of L times the model's width; 5 is usual, 0 is off.
         neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
+        ..
+        /// Targets of a score head, by the task.
+        pub scores: ScoreTargets,
     }
 }
 
@@ -242,6 +275,9 @@ table! {
         config: Option<String> = Text, Absent("the dataset's default, or only one");
         /// Branch, tag or commit of a hub dataset.
         revision: Option<String> = Text, Absent("main");
+        /// Encoding of the files, by its name in the WHATWG's Encoding Standard: "windows-1252" (for Latin-1 too), "utf-16le",
+        /// "shift_jis". A byte order mark goes before it; Parquet has none.
+        encoding: Option<String> = Text, Absent("UTF-8, or UTF-16 by its byte order mark");
         /// Names of fields where the file differs from the format: the format's name = "the file's name".
         fields: BTreeMap<String, String> = Strings, Toml("{}");
         /// What is supervised in this source.
@@ -357,7 +393,8 @@ table! {
         /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
         /// steps in which none does.
         scale: Option<u64> = Int(1, 1 << 24), Absent("65536");
-        /// Whether host memory that values cross from and to is page-locked, for faster copies.
+        /// Whether host memory that values cross from and to is page-locked, for faster copies. Where the system refuses, a
+        /// warning says so, and copies take pageable memory.
         pin: bool = Bool, Toml("true");
     }
 }
@@ -422,8 +459,8 @@ table! {
         /// Prompts that the model answers before training and at each evaluation, greedily and in the form of the
         /// training data; on the terminal, in metrics.jsonl and in the report.
         samples: Vec<String> = Texts, Toml("[]");
-        /// Address of an MLflow server that gets metrics, keys and the end of the run: "http://localhost:5000". A
-        /// server that does not answer never stops a run. Secrets are read from MLFLOW_TRACKING_TOKEN, or
+        /// Address of an MLflow server that gets metrics, keys, answers to log.samples and the end of the run:
+        /// "http://localhost:5000". A server that does not answer never stops a run. Secrets are read from MLFLOW_TRACKING_TOKEN, or
         /// MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
         mlflow: Option<String> = Text, Absent("nothing is sent");
         /// The experiment on that server, made when missing. The run has the recipe's name.

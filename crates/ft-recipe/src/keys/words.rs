@@ -21,9 +21,11 @@ words! {
         Cpo = "cpo",
         /// Kahneman-Tversky optimization of rated completions (arXiv 2402.01306).
         Kto = "kto",
-        /// A reward model of pairs.
+        /// A reward model: a score head of one output, trained on pairs (arXiv 2203.02155, equation 1).
         Reward = "reward",
-        /// Distillation of a teacher's logits.
+        /// Classification: a score head with an output for each label.
+        Classify = "classify",
+        /// Distillation: a teacher's probabilities, as ft logits writes them, beside the labels (arXiv 1503.02531).
         Distill = "distill",
     }
 }
@@ -39,18 +41,30 @@ impl Task {
         matches!(self, Task::Dpo | Task::Kto)
     }
 
+    /// Whether the model has a score head, on the last token of a document, in place of the vocabulary's.
+    pub fn has_scores(self) -> bool {
+        matches!(self, Task::Reward | Task::Classify)
+    }
+
+    /// Whether the gradients of the head's outputs follow from the losses or scores of whole documents.
+    pub fn has_objective(self) -> bool {
+        self.prefers() || self.has_scores()
+    }
+
     /// The only format of the task's rows; `None` for every format of single documents.
     pub fn format(self) -> Option<Format> {
         match self {
             Task::Dpo | Task::Orpo | Task::Simpo | Task::Cpo | Task::Reward => Some(Format::Preference),
             Task::Kto => Some(Format::Unpaired),
-            Task::Sft | Task::Distill => None,
+            Task::Distill => Some(Format::Tokens),
+            Task::Classify => Some(Format::Labeled),
+            Task::Sft => None,
         }
     }
 
     /// Whether the task reads rows of a format.
     pub fn takes(self, format: Format) -> bool {
-        self.format().map_or(!format.is_preference(), |only| only == format)
+        self.format().map_or(!format.is_of_a_task(), |only| only == format)
     }
 }
 

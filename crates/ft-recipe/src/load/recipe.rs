@@ -139,6 +139,7 @@ impl Recipe {
         }
         r.run.output = expand_home(&r.run.output.to_string_lossy().replace("{name}", &r.name));
         r.model.cache = r.model.cache.map(|c| expand_home(&c.to_string_lossy()));
+        r.data.scores = r.scores();
         let lora = &r.lora;
         for (rule, at) in r.train.iter_mut().zip(section.tables("train")) {
             rule.inherit(lora);

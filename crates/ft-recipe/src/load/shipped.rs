@@ -21,6 +21,11 @@ macro_rules! shipped {
 /// All shipped recipes. A test compares the list with the folder.
 pub const SHIPPED: &[Shipped] = shipped![
     "quickstart",
+    "quickstart-dpo",
+    "quickstart-kto",
+    "quickstart-distill",
+    "quickstart-reward",
+    "quickstart-classify",
     "pretrain-quickstart",
     "qwen3-0.6b-lora",
     "qwen3-0.6b-full",

@@ -5,6 +5,7 @@ use super::filters;
 use super::python::access::length;
 use super::python::compare::{check_key, contains, equal, order};
 use super::python::kind::{Kind, invalid};
+use super::python::methods::given;
 use super::python::number::remainder;
 use super::python::text::text;
 use minijinja::value::{DynObject, ObjectRepr, Rest, ValueOrKwargs};
@@ -72,14 +73,14 @@ fn cased(v: &Value, wanted: fn(char) -> bool, other: fn(char) -> bool) -> Result
 /// Registers all tests.
 pub(super) fn add(env: &mut Environment<'static>) {
     for (name, test) in ALONE {
-        env.add_test(*name, move |args: Rest<ValueOrKwargs>| match args.into_values().as_slice() {
+        env.add_test(*name, move |args: Rest<ValueOrKwargs>| match given(&args.into_values()) {
             [v] => test(v),
             _ => Err(invalid(format!("the test {name:?} takes no argument"))),
         });
     }
     for (names, test) in PAIRS {
         for name in *names {
-            env.add_test(*name, move |args: Rest<ValueOrKwargs>| match args.into_values().as_slice() {
+            env.add_test(*name, move |args: Rest<ValueOrKwargs>| match given(&args.into_values()) {
                 [a, b] => weigh(a).and_then(|()| weigh(b)).and_then(|()| test(a, b)),
                 _ => Err(invalid(format!("the test {name:?} takes one argument"))),
             });

@@ -4,7 +4,7 @@ use super::bounds::{weigh, weigh_data};
 use super::python::access::iterate;
 use super::python::compare::check_key;
 use super::python::kind::{Range, integer, invalid};
-use super::python::methods::{bind, pairs};
+use super::python::methods::{bind, given, pairs};
 use crate::text::date;
 use minijinja::value::{Enumerator, Object, ObjectRepr, Rest, Value, ValueOrKwargs};
 use minijinja::{Environment, Error, State, functions};
@@ -42,14 +42,14 @@ pub(super) fn add(env: &mut Environment<'static>) {
         env.add_function(*name, move |args: Rest<ValueOrKwargs>| {
             let args = args.into_values();
             args.iter().try_for_each(weigh_data)?;
-            function(&args)
+            function(given(&args))
         });
     }
     let namespace = Value::from_function(functions::namespace);
     env.add_function("namespace", move |state: &mut State, args: Rest<ValueOrKwargs>| {
         let args = args.into_values();
         args.iter().try_for_each(weigh_data)?;
-        namespace.call(state, &[dict(&args)?])
+        namespace.call(state, &[dict(given(&args))?])
     });
 }
 
@@ -119,7 +119,7 @@ impl Object for Cycler {
         name: &str,
         args: &[Value],
     ) -> Result<Value, Error> {
-        match (name, args) {
+        match (name, given(args)) {
             ("next", []) => Ok(self.items[self.at.fetch_add(1, Relaxed) % self.items.len()].clone()),
             ("reset", []) => {
                 self.at.store(0, Relaxed);
@@ -147,7 +147,7 @@ impl Object for Joiner {
     }
 
     fn call(self: &Arc<Self>, _: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
-        match (args, self.calls.fetch_add(1, Relaxed)) {
+        match (given(args), self.calls.fetch_add(1, Relaxed)) {
             ([], 0) => Ok(Value::from("")),
             ([], _) => Ok(self.between.clone()),
             _ => Err(invalid("a joiner takes no arguments")),

@@ -65,7 +65,7 @@ pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
 pub(crate) enum Refused {
     /// A syntax error.
     Text(Error),
-    /// Line and description of an unsupported construct that cannot be bounded.
+    /// Line and description of an unsupported construct.
     Unbounded(usize, String),
 }
 
@@ -77,7 +77,8 @@ pub(super) fn compile(env: &mut Environment<'static>, source: &str) -> Result<Gu
     let source = &python_escapes(source, env.syntax());
     let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
     // templates are compiled once and live as long as the process
-    let source: &'static str = Box::leak(unfolded(source, &tree).into_boxed_str());
+    let source = unfolded(source, &tree).map_err(|(line, why)| Refused::Unbounded(line, why))?;
+    let source: &'static str = Box::leak(source.into_boxed_str());
     let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
     let mut generator = CodeGenerator::new("template", source);
     generator.compile_stmt(&tree);
@@ -183,13 +184,18 @@ impl Filters {
     }
 
     fn call(&mut self, name: &'static str, arguments: usize) -> I<'static> {
+        self.filter(name, u16::try_from(arguments).ok())
+    }
+
+    /// A filter; without a number of arguments it takes the number from the stack.
+    fn filter(&mut self, name: &'static str, arguments: Option<u16>) -> I<'static> {
         let next = &mut self.next;
         let id = *self.known.entry(name).or_insert_with(|| {
             let id = *next;
             *next = next.saturating_add(1);
             if id < Self::MOST { id } else { u8::MAX }
         });
-        I::ApplyFilter(name, u16::try_from(arguments).ok(), id)
+        I::ApplyFilter(name, arguments, id)
     }
 }
 
@@ -224,19 +230,23 @@ fn replaced(
         I::FastRecurse => vec![f.call("ft_iter", 1), I::FastRecurse],
         I::CallFunction("loop", Some(1)) => vec![f.call("ft_iter", 1), I::CallFunction("loop", Some(1))],
         I::UnpackList(n) => vec![f.call("ft_unpack", 1), I::UnpackList(*n)],
+        // positional and keyword arguments with *list and **map: the engine pushes their number, and the
+        // call takes it from there
+        I::UnpackLists(n) => vec![f.call("ft_arguments", *n), I::UnpackLists(1)],
+        I::MergeKwargs(n) => vec![f.call("ft_keywords", *n)],
         I::Iterate(to) => {
             vec![I::LoadConst(Value::from(())), f.call("ft_tick", 1), I::DiscardTop, I::Iterate(*to)]
         }
-        I::CallFunction(name, Some(n)) => vec![
+        I::CallFunction(name, n) => vec![
             I::LoadConst(Value::from(())),
             f.call("ft_tick", 1),
             I::DiscardTop,
-            I::CallFunction(name, Some(*n)),
+            I::CallFunction(name, *n),
         ],
         I::Enclose(name) => {
             vec![I::LoadConst(Value::from(())), f.call("ft_closure", 1), I::DiscardTop, I::Enclose(name)]
         }
-        I::CallMethod(name, Some(n)) => vec![f.call(operators::add_method(env, name), usize::from(*n))],
+        I::CallMethod(name, n) => vec![f.filter(operators::add_method(env, name), *n)],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         other => vec![copy(other)?],
     })
@@ -248,14 +258,8 @@ fn refused(i: &I<'_>) -> Option<&'static str> {
         I::Include(_) | I::LoadBlocks | I::ExportLocals => {
             Some("include, import and extends name other templates, and a chat template has none")
         }
-        I::UnpackLists(_)
-        | I::MergeKwargs(_)
-        | I::BuildTuple(None)
-        | I::ApplyFilter(_, None, _)
-        | I::PerformTest(_, None, _)
-        | I::CallFunction(_, None)
-        | I::CallMethod(_, None)
-        | I::CallObject(None) => Some("arguments as *list or **map are not built yet"),
+        // the recursion of a loop is bounded by its one argument
+        I::CallFunction("loop", None) => Some("loop(*list) is not supported: loop(items) takes one argument"),
         _ => None,
     }
 }

@@ -6,7 +6,7 @@ use super::python::access::iterate;
 use super::python::compare::order;
 use super::python::kind::{Kind, float};
 use super::python::text::float_text;
-use crate::shape::reserved::is_reserved;
+use crate::shape::values::is_reserved;
 use minijinja::{Error, ErrorKind, Value};
 use std::cmp::Ordering;
 use std::fmt::Write;

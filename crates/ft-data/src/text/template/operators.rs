@@ -6,7 +6,7 @@ use super::python::compare::{check_key, contains, equal, order};
 use super::python::kind::{Kind, invalid, tuple};
 use super::python::text::{escaped, text};
 use super::python::{methods, number};
-use minijinja::value::{Rest, ValueOrKwargs};
+use minijinja::value::{Kwargs, Rest, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, State, Value};
 use std::cmp::Ordering;
 
@@ -40,7 +40,16 @@ pub(super) fn add(env: &mut Environment<'static>) {
         attribute(object, name.as_str().unwrap_or_default())
     });
     env.add_filter("ft_same", |v: &Value| v.clone());
-    env.add_filter("ft_list", |items: Rest<Value>| all(&items).map(|()| Value::from(items.0)));
+    // the last item may hold the keywords of a call
+    env.add_filter("ft_list", |items: Rest<ValueOrKwargs>| {
+        let items = items.into_values();
+        all(&items).map(|()| Value::from(items))
+    });
+    env.add_filter("ft_arguments", |lists: Rest<Value>| {
+        let lists = lists.iter().map(iterate).collect::<Result<Vec<_>, _>>()?;
+        Ok::<_, Error>(Value::from(lists.concat()))
+    });
+    env.add_filter("ft_keywords", |maps: Rest<ValueOrKwargs>| keywords(&maps.into_values()));
     env.add_filter("ft_tuple", |items: Rest<Value>| all(&items).map(|()| tuple(items.0)));
     env.add_filter("ft_map", |items: Rest<Value>| {
         all(&items)?;
@@ -68,6 +77,25 @@ pub(super) fn add(env: &mut Environment<'static>) {
 
 fn all(values: &[Value]) -> Result<(), Error> {
     values.iter().try_for_each(weigh)
+}
+
+/// The keyword arguments of a call, from names with values and a `**map`.
+fn keywords(maps: &[Value]) -> Result<Value, Error> {
+    let mut all: Vec<(String, Value)> = Vec::new();
+    for map in maps {
+        if !map.is_kwargs() && Kind::of(map) != Kind::Dict {
+            let kind = Kind::of(map).name();
+            return Err(invalid(format!("argument after ** must be a mapping, not {kind}")));
+        }
+        for (key, value) in methods::pairs(map)? {
+            let name = key.as_str().ok_or_else(|| invalid("keywords must be strings"))?;
+            if all.iter().any(|(known, _)| known == name) {
+                return Err(invalid(format!("got multiple values for keyword argument '{name}'")));
+            }
+            all.push((name.into(), value));
+        }
+    }
+    Ok(Value::from(all.into_iter().collect::<Kwargs>()))
 }
 
 /// A comparison in a chain, and its second operand. `op` is the engine's name.

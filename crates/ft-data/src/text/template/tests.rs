@@ -109,6 +109,11 @@ fn hostile_templates_end_with_an_error() {
         format!("{big}{{% for i in range(99999) %}}{{% set x = 1 if a < a ~ 'b' < a %}}{{% endfor %}}"),
         format!("{big}{{% for i in range(99999) %}}{{% for c in a %}}{{% break %}}{{% endfor %}}{{% endfor %}}"),
         format!("{big}{{% for i in range(99999) %}}{{% set x = range(1000)|map(attribute=a) %}}{{% endfor %}}"),
+        // arguments from lists and maps
+        format!("{big}{{% for i in range(99999) %}}{{{{ dict(*[a]) }}}}{{{{ dict(*a) is defined }}}}{{% endfor %}}"),
+        "{% set l = [1] * 100000 %}{% for i in range(99999) %}{% set x = cycler(*l).next() %}{% endfor %}".into(),
+        ns("{% set ns.x = dict(a=ns.x, **{'b': ns.x}) %}"),
+        "{% macro m() %}{{ m(*[], **{}) }}{% endmacro %}{{ m() }}".into(),
         // many instructions
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}".into(),
         "{% macro m(n) %}{% for i in range(99) %}{{ m(n) }}{% endfor %}{% endmacro %}{{ m(1) }}".into(),

@@ -6,10 +6,16 @@ use minijinja::machinery::{Span, Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
 
 /// The source, with a filter behind a literal of each constant expression.
-pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> String {
-    let mut found = Literals(Vec::new());
+///
+/// # Errors
+/// Line and description of a call whose arguments stand in an order that Jinja2 refuses.
+pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> Result<String, (usize, String)> {
+    let mut found = Literals { spans: Vec::new(), refused: None };
     found.statement(tree);
-    let mut spans = found.0;
+    if let Some(refused) = found.refused {
+        return Err(refused);
+    }
+    let mut spans = found.spans;
     spans.sort_unstable();
     spans.dedup();
     let mut out = String::with_capacity(source.len());
@@ -22,11 +28,14 @@ pub(super) fn unfolded(source: &str, tree: &Stmt<'_>) -> String {
         out.push_str(&format!("({literal}|ft_same)"));
         from = end;
     }
-    out + source.get(from..).unwrap_or_default()
+    Ok(out + source.get(from..).unwrap_or_default())
 }
 
-/// Byte ranges of the literals to hide.
-struct Literals(Vec<(usize, usize)>);
+/// Byte ranges of the literals to hide, and the first refused call.
+struct Literals {
+    spans: Vec<(usize, usize)>,
+    refused: Option<(usize, String)>,
+}
 
 impl Literals {
     fn statements(&mut self, all: &[Stmt<'_>]) {
@@ -85,7 +94,19 @@ impl Literals {
     }
 
     fn arguments(&mut self, args: &[CallArg<'_>]) {
+        let (mut list, mut map) = (false, false);
         for arg in args {
+            let (ordered, e) = match arg {
+                CallArg::Pos(e) => (!list && !map, e),
+                CallArg::Kwarg(_, e) => (!map, e),
+                CallArg::PosSplat(e) => (!std::mem::replace(&mut list, true) && !map, e),
+                CallArg::KwargSplat(e) => (!std::mem::replace(&mut map, true), e),
+            };
+            if !ordered {
+                let why =
+                    "arguments of a call are in this order: values, one *list, names = values, one **map";
+                self.refused.get_or_insert((e.span().start_line as usize, why.into()));
+            }
             match arg {
                 CallArg::Pos(e) | CallArg::Kwarg(_, e) | CallArg::PosSplat(e) | CallArg::KwargSplat(e) => {
                     self.expr(e)
@@ -95,7 +116,7 @@ impl Literals {
     }
 
     fn expr(&mut self, expr: &Expr<'_>) {
-        let before = self.0.len();
+        let before = self.spans.len();
         match expr {
             Expr::Var(_) | Expr::Const(_) => {}
             Expr::Slice(s) => {
@@ -152,11 +173,11 @@ impl Literals {
 
     /// Hides a literal of a constant expression, unless one inside it is hidden already.
     fn hide(&mut self, expr: &Expr<'_>, before: usize) {
-        if self.0.len() == before
+        if self.spans.len() == before
             && expr.as_const().is_some()
             && let Some(literal) = literal(expr)
         {
-            self.0.push(literal);
+            self.spans.push(literal);
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Reads adapter folders in PEFT's format.
 
 use super::config::PeftConfig;
-use super::format::{BASE_QUANTIZE, PREFIX};
+use super::format::{BASE_QUANTIZE, LABELS, PREFIX};
 use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::Module;
+use crate::model::modules::{Module, SCORE};
 use candle_core::{DType, Device, Tensor};
-use ft_recipe::Quantize;
+use ft_recipe::{Quantize, numbered};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -88,6 +88,36 @@ impl Adapter {
                 "metadata {BASE_QUANTIZE}: {word:?} is not known\n  hint: a newer version of ft"
             ))
         })
+    }
+
+    /// Names of the outputs of the score head that the adapter holds, if any; transformers' default names for adapters
+    /// of other programs.
+    pub fn scores(&self) -> Option<Vec<String>> {
+        let keys = ["weight", "modules_to_save.weight"].map(|last| format!("{PREFIX}{SCORE}.{last}"));
+        let outputs = *keys.iter().find_map(|key| self.tensors.shape(key))?.first()?;
+        let named = match &self.tensors {
+            Tensors::File(files) => {
+                files.metadata().get(LABELS).and_then(|list| serde_json::from_str(list).ok())
+            }
+            Tensors::Memory(_) => None,
+        };
+        Some(named.filter(|names: &Vec<String>| names.len() == outputs).unwrap_or_else(|| numbered(outputs)))
+    }
+
+    /// The config of a base with this adapter: with the adapter's score head, if it holds one.
+    ///
+    /// # Errors
+    /// Another number of outputs than the base's score head.
+    pub fn config_of(&self, base: Config) -> Result<Config, Error> {
+        match (self.scores(), &base.scores) {
+            (Some(own), Some(there)) if own.len() != there.len() => Err(self.fail(format!(
+                "{SCORE}: {} outputs in the adapter, {} in the base",
+                own.len(),
+                there.len()
+            ))),
+            (Some(own), None) => Ok(base.with_scores(own)),
+            _ => Ok(base),
+        }
     }
 
     fn fail(&self, why: String) -> Error {

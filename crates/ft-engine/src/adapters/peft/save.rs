@@ -10,6 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_base::terminal::warn;
 use ft_recipe::Quantize;
+use serde_json::json;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -39,7 +40,9 @@ pub fn save(
     }
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
-    crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata(quantize))?;
+    let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());
+    let metadata = metadata(quantize, labels.as_deref());
+    crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata)?;
     if let Some((least, most)) = mixed_dropout(selection) {
         warn(&format!(
             "adapter_config.json has one lora_dropout for all modules: {most}, and some trained with {least}"

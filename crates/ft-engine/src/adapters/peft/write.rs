@@ -52,7 +52,7 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "rank_pattern": exceptions(&rank, common_rank),
         "revision": revision,
         "target_modules": target_modules(selection, &loras),
-        "task_type": "CAUSAL_LM",
+        "task_type": if selection.scores.is_some() { "SEQ_CLS" } else { "CAUSAL_LM" },
         "use_dora": loras.iter().any(|(_, s)| s.dora),
         "use_rslora": rslora,
     });

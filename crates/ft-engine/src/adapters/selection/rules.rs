@@ -17,7 +17,7 @@ impl Selection {
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         // rule of each module's choice
-        let mut chosen_by = vec![0; s.modules.len()];
+        let mut chosen_by = vec![None; s.modules.len()];
         for (i, rule) in rules.iter().enumerate() {
             if rule.is_of_tokens() {
                 s.choose_tokens(i, rule)?;
@@ -26,9 +26,11 @@ impl Selection {
             }
         }
         s.tokens_alone()?;
+        let head = s.modules.iter().position(|(m, _)| m.is_score()).and_then(|at| chosen_by[at]);
+        s.train_scores(head.is_some()).map_err(|why| rule_error(rules, head.unwrap_or(0), why))?;
         s.one_switch().and_then(|()| s.tie()).map_err(|conflict| {
             // the later of both rules completes the conflict
-            let rule = conflict.modules.map(|m| chosen_by[m]).into_iter().max().unwrap_or(0);
+            let rule = conflict.modules.map(|m| chosen_by[m]).into_iter().max().flatten().unwrap_or(0);
             rule_error(rules, rule, conflict.why)
         })?;
         Ok(s)
@@ -40,7 +42,7 @@ impl Selection {
         config: &Config,
         index: usize,
         rule: &Rule,
-        chosen_by: &mut [usize],
+        chosen_by: &mut [Option<usize>],
     ) -> Result<(), String> {
         let patterns: Vec<Pattern> =
             rule.modules.iter().map(|p| Pattern::parse(p)).collect::<Result<_, _>>()?;
@@ -73,7 +75,7 @@ impl Selection {
                 if rule.method == Method::Lora {
                     check_lora(m, rule.spec())?;
                 }
-                (*c, *by) = (choice, index);
+                (*c, *by) = (choice, Some(index));
             }
         }
         match used.iter().position(|u| !u) {

@@ -4,7 +4,7 @@ use super::choice::Choice;
 use super::tokens::Tokens;
 use super::trained::{Part, Trained, TrainedPart, part_name};
 use crate::model::Config;
-use crate::model::modules::{Group, Kind, Module, modules};
+use crate::model::modules::{Group, Kind, Module, VOCABULARY, modules};
 
 /// All modules of a model with their training method.
 #[derive(Clone, Debug)]
@@ -13,6 +13,8 @@ pub struct Selection {
     pub modules: Vec<(Module, Choice)>,
     /// Number of decoder layers.
     pub layers: usize,
+    /// Names of the outputs of a score head, if the model has one.
+    pub scores: Option<Vec<String>>,
     /// Whether the head shares the embedding's weight.
     pub tied: bool,
     /// Tokens with trained rows, if any.
@@ -27,10 +29,30 @@ impl Selection {
         Self {
             modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
             layers: config.layers,
+            scores: config.scores.clone(),
             tied: config.tied,
             tokens: Tokens::default(),
             notes: Vec::new(),
         }
+    }
+
+    /// Trains a score head in full, unless it does already.
+    ///
+    /// # Errors
+    /// The head, if a rule freezes it or trains it otherwise.
+    pub fn train_scores(&mut self, ruled: bool) -> Result<(), String> {
+        for (m, choice) in self.modules.iter_mut().filter(|(m, _)| m.is_score()) {
+            match choice {
+                Choice::Full { .. } => {}
+                Choice::Freeze if !ruled => *choice = Choice::Full { lr_scale: 1.0 },
+                _ => {
+                    let why = "a score head trains in full\n  hint: leave head out of the rules, or give it a rule of \
+                               its own with method = \"full\"";
+                    return Err(format!("{}: {why}", m.name));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Trained tensors in the order of the forward pass.
@@ -104,6 +126,6 @@ impl Selection {
 
     /// Whether a tied head and embedding train in full.
     pub fn tied_in_full(&self) -> bool {
-        self.tied && matches!(self.choice("lm_head"), Choice::Full { .. })
+        self.tied && matches!(self.choice(VOCABULARY), Choice::Full { .. })
     }
 }

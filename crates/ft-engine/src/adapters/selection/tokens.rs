@@ -51,7 +51,7 @@ impl Tokens {
 
 /// Whether a module has one row per token.
 pub(crate) fn has_rows(m: &Module) -> bool {
-    matches!(m.group, Group::Embedding | Group::Head)
+    matches!(m.group, Group::Embedding | Group::Head) && !m.is_score()
 }
 
 /// Error for token rows of a module that another rule trains too.

@@ -64,7 +64,16 @@ pub struct Module {
     pub expert: Option<usize>,
 }
 
+/// Names of the vocabulary's head, and of a score head.
+pub const VOCABULARY: &str = "lm_head";
+pub const SCORE: &str = "score";
+
 impl Module {
+    /// Whether this is a score head.
+    pub fn is_score(&self) -> bool {
+        self.group == Group::Head && self.name == SCORE
+    }
+
     /// Last component of the name.
     pub fn last(&self) -> &str {
         self.name.rsplit('.').next().unwrap_or(&self.name)
@@ -167,7 +176,7 @@ pub struct Tree {
     pub layers: Vec<LayerTree>,
     /// Final norm.
     pub norm: Module,
-    /// Output head; shares the embedding's weight in a tied model.
+    /// Output head, of the vocabulary or of scores; shares the embedding's weight in a tied model.
     pub head: Module,
 }
 
@@ -271,10 +280,11 @@ impl Tree {
         let module =
             |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
+        let name = if c.scores.is_some() { SCORE } else { VOCABULARY };
         (
             module("model.embed_tokens", table, Group::Embedding),
             module("model.norm", Kind::Norm { dim: c.hidden }, Group::Norms),
-            module("lm_head", linear(c.vocab, c.hidden, false), Group::Head),
+            module(name, linear(c.outputs(), c.hidden, false), Group::Head),
         )
     }
 

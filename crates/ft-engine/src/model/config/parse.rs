@@ -5,9 +5,10 @@ use super::family::{Bias, FAMILIES, Family, find};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope::Rope;
-use super::types::{Biases, Config};
+use super::types::{Biases, Config, classifier};
 use ft_base::store;
 use ft_base::store::json::{object, short};
+use ft_recipe::{MAX_LABELS, numbered};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -59,6 +60,7 @@ impl Config {
     pub fn parse(file: &str, raw: Map<String, Value>) -> Result<Self> {
         let keys = Keys::new(file, &raw);
         let family = family_of(file, &keys)?;
+        let scores = scores_of(&keys, family)?;
         keys.refuse_unsupported(family)?;
         let layers = keys.size("num_hidden_layers", LAYERS)?;
         let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys, family)?;
@@ -90,7 +92,8 @@ impl Config {
             head_dim,
             vocab: keys.size("vocab_size", VOCAB)?,
             eps: keys.number("rms_norm_eps", 1e-30..=1.0)?.unwrap_or(family.default_eps),
-            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false) && scores.is_none(),
+            scores,
             rope: Rope::parse(&keys, family.default_theta, max_positions)?,
             max_positions,
             windows: keys.windows(family, layers)?,
@@ -167,11 +170,29 @@ fn family_of(file: &str, keys: &Keys<'_>) -> Result<&'static Family> {
         });
     };
     match keys.raw.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str) {
-        Some(a) if a != family.architecture => {
+        Some(a) if a != family.architecture && a != classifier(family) => {
             let why = format!("{a}; {model_type} is built as {}", family.architecture);
             Err(keys.bad("architectures", why))
         }
         _ => Ok(family),
+    }
+}
+
+/// Names of the outputs of a sequence classifier: `id2label`, or as many as `num_labels` says, 2 by default.
+fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
+    let class = keys.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
+    if class != Some(&classifier(family)) {
+        return Ok(None);
+    }
+    let number = keys.some("num_labels", MAX_LABELS)?;
+    let Some(labels) = keys.get("id2label").and_then(Value::as_object) else {
+        return Ok(Some(numbered(number.unwrap_or(2))));
+    };
+    let names: Option<Vec<String>> =
+        (0..labels.len()).map(|i| Some(labels.get(&i.to_string())?.as_str()?.to_string())).collect();
+    match names.filter(|n| (1..=MAX_LABELS).contains(&n.len())) {
+        Some(names) => Ok(Some(names)),
+        None => Err(keys.bad("id2label", "names by number, from \"0\" without gaps, are wanted")),
     }
 }
 

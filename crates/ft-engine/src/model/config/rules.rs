@@ -26,6 +26,7 @@ const HARMLESS: &[&str] = &[
     "is_encoder_decoder",
     "label2id",
     "max_window_layers",
+    "num_labels",
     "model_type",
     "output_attentions",
     "output_hidden_states",

@@ -46,7 +46,7 @@ fn what_is_not_supported_is_refused_by_name() {
     for (key, value) in [
         ("model_type", json!("gpt2")),
         ("model_type", json!(null)),
-        ("architectures", json!(["Qwen2ForSequenceClassification"])),
+        ("architectures", json!(["Qwen2ForTokenClassification"])),
         ("hidden_act", json!("gelu")),
         ("hidden_size", json!("64")),
         ("hidden_size", json!(-1)),

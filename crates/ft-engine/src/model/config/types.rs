@@ -2,7 +2,7 @@
 
 use super::family::Family;
 use super::rope::Rope;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// Architecture of a model, as read from `config.json`.
 #[derive(Clone, Debug)]
@@ -23,6 +23,9 @@ pub struct Config {
     pub vocab: usize,
     /// Epsilon of RMSNorm.
     pub eps: f64,
+    /// Names of the outputs of a score head, as of transformers' sequence classifiers; `None` for the vocabulary's
+    /// head.
+    pub scores: Option<Vec<String>>,
     /// Whether the head shares the embedding's weight.
     pub tied: bool,
     pub rope: Rope,
@@ -71,10 +74,38 @@ pub struct Moe {
     pub shared: usize,
 }
 
+/// Last part of the class names of transformers' language models, and of its sequence classifiers.
+const CAUSAL: &str = "ForCausalLM";
+const CLASSIFIER: &str = "ForSequenceClassification";
+
 impl Config {
+    /// The same model with a score head in place of the vocabulary's, with these names of the outputs.
+    pub fn with_scores(mut self, labels: Vec<String>) -> Self {
+        let id2label: Map<String, Value> =
+            labels.iter().enumerate().map(|(i, l)| (i.to_string(), json!(l))).collect();
+        let label2id: Map<String, Value> =
+            labels.iter().enumerate().map(|(i, l)| (l.clone(), json!(i))).collect();
+        let of_file = [
+            ("architectures", json!([classifier(self.family)])),
+            ("id2label", Value::Object(id2label)),
+            ("label2id", Value::Object(label2id)),
+        ];
+        self.raw.extend(of_file.map(|(key, value)| (key.to_string(), value)));
+        Self { scores: Some(labels), tied: false, ..self }
+    }
+
+    /// Number of outputs of the head.
+    pub fn outputs(&self) -> usize {
+        self.scores.as_ref().map_or(self.vocab, Vec::len)
+    }
     /// Bytes per matrix value in the published checkpoint.
     pub fn stored_width(&self) -> u64 {
         let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
         if named == Some("float32") { 4 } else { 2 }
     }
+}
+
+/// Class name of a family's sequence classifier in transformers.
+pub(super) fn classifier(family: &Family) -> String {
+    format!("{}{CLASSIFIER}", family.architecture.trim_end_matches(CAUSAL))
 }

@@ -69,10 +69,48 @@ pub struct Batch {
     pub targets: Tensor,
     /// Weights of the targets' losses `[n]`, f32; all 1 without.
     pub weights: Option<Tensor>,
+    /// Teacher of the targets, in distillation.
+    pub teacher: Option<Teacher>,
     /// Number of targets n.
     pub target_count: usize,
     /// Number of targets in earlier micro-batches of the step.
     pub first_target: usize,
+}
+
+/// Kept probabilities of a teacher at the targets.
+#[derive(Clone, Debug)]
+pub struct Teacher {
+    /// Token ids `[n, k]`, u32.
+    pub ids: Tensor,
+    /// Probabilities at the temperature `[n, k]`, f32.
+    pub probs: Tensor,
+    pub by: Distillation,
+}
+
+impl Teacher {
+    /// The teacher of `n` targets from target `from` on.
+    pub fn narrow(&self, from: usize, n: usize) -> candle_core::Result<Self> {
+        let (ids, probs) = (self.ids.narrow(0, from, n)?, self.probs.narrow(0, from, n)?);
+        Ok(Self { ids, probs, by: self.by })
+    }
+}
+
+/// Settings of distillation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Distillation {
+    pub temperature: f64,
+    /// Weight of the divergence from the teacher; 1 - alpha is the weight of the cross-entropy.
+    pub alpha: f64,
+}
+
+/// Sizes of the targets of a micro-batch, for plans.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Targets {
+    pub count: usize,
+    /// Whether targets have weights.
+    pub weighted: bool,
+    /// Kept probabilities of a teacher for each target; 0 without a teacher.
+    pub kept: usize,
 }
 
 /// A micro-batch on the host, as produced by the data loader.
@@ -134,9 +172,37 @@ impl Batch {
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
+            teacher: None,
             target_count: host.targets.len(),
             first_target: first.1,
         })
+    }
+
+    /// Adds a teacher: for each target, `kept` token ids and unnormalized log-probabilities, with negative infinity
+    /// for empty places.
+    ///
+    /// # Errors
+    /// Lists of other lengths; device errors.
+    pub fn taught(
+        self,
+        (kept, ids, logits): (usize, &[u32], &[f32]),
+        by: Distillation,
+        device: &Device,
+    ) -> candle_core::Result<Self> {
+        let shape = (self.target_count, kept);
+        if kept == 0 || [ids.len(), logits.len()] != [shape.0 * kept; 2] {
+            candle_core::bail!("distillation: a micro-batch without values of the teacher for every target");
+        }
+        let mut probs = Vec::with_capacity(logits.len());
+        for row in logits.chunks(kept) {
+            let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let exp = |x: &f32| (f64::from(x - max) / by.temperature).exp();
+            let sum: f64 = row.iter().map(exp).sum();
+            probs.extend(row.iter().map(|x| (exp(x) / sum) as f32));
+        }
+        let (ids, probs) =
+            (Tensor::new(ids, device)?.reshape(shape)?, Tensor::from_vec(probs, shape, device)?);
+        Ok(Self { teacher: Some(Teacher { ids, probs, by }), ..self })
     }
 
     /// Adds NEFTune noise with this `alpha` to token embeddings `x` `[t, d]`; identity outside of training
@@ -159,12 +225,15 @@ impl Batch {
     pub fn ghost(
         ledger: &Ledger,
         sizes: Sizes,
-        (targets, weighted): (usize, bool),
+        Targets { count, weighted, kept }: Targets,
         head_dim: usize,
         dropout: Option<(u64, u64)>,
     ) -> candle_core::Result<Self> {
         let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
         let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
+        let of_teacher = |dtype| Tensor::from(Ghost::weight(ledger, (count, kept), dtype));
+        let by = Distillation { temperature: 1.0, alpha: 1.0 };
+        let teacher = || Teacher { ids: of_teacher(DType::U32), probs: of_teacher(DType::F32), by };
         let seqs = Sequences::ghost(sizes);
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
         Ok(Self {
@@ -172,18 +241,21 @@ impl Batch {
             by_id: None,
             tokens: sizes.keys,
             context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
-            target_rows: list(targets),
-            targets: list(targets),
-            weights: weighted.then(|| Ghost::weight(ledger, targets, DType::F32).into()),
-            target_count: targets,
+            target_rows: list(count),
+            targets: list(count),
+            weights: weighted.then(|| Ghost::weight(ledger, count, DType::F32).into()),
+            teacher: (kept > 0).then(teacher),
+            target_count: count,
             first_target: 0,
         })
     }
 
-    /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets.
-    pub fn bytes(sizes: Sizes, (targets, weighted): (usize, bool), head_dim: usize, cuda: bool) -> u64 {
-        let target = if weighted { 12 } else { 8 };
-        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + target * targets) as u64
+    /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets and their teacher. On
+    /// the CPU, the teacher's values are there as read and as probabilities.
+    pub fn bytes(sizes: Sizes, targets: Targets, head_dim: usize, cuda: bool) -> u64 {
+        let Targets { count, weighted, kept } = targets;
+        let target = if weighted { 12 } else { 8 } + kept * if cuda { 8 } else { 16 };
+        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
     }
 }
 

@@ -1,6 +1,6 @@
-//! Cross-entropy on CUDA, with losses and gradient in one launch.
+//! Cross-entropy and distillation on CUDA, with losses and gradient in one launch.
 
-use super::Gradient;
+use super::{Gradient, Teacher};
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::tensor::ghosts;
@@ -51,4 +51,62 @@ pub fn cross_entropy(
     // have n values, as checked above. In place, each thread writes a logit only after reading it.
     unsafe { launch.run(Grid::new(n, THREADS)) }?;
     Ok((losses, out))
+}
+
+/// Cross-entropies and divergences `[n]` of f32 logits `[n, v]` and, if requested, the gradient, in place if it is f32.
+/// Shapes of the teacher are checked.
+pub fn distillation(
+    logits: Tensor,
+    targets: &Tensor,
+    teacher: Teacher<'_>,
+    gradient: Option<Gradient<'_>>,
+) -> Result<([Tensor; 2], Option<Tensor>)> {
+    let ((n, v), (_, k)) = (logits.dims2()?, teacher.ids.dims2()?);
+    if targets.dims() != [n] || logits.dtype() != DType::F32 {
+        let (targets, logits) = (targets.shape(), &logits);
+        candle_core::bail!("distillation: {targets:?} targets for {:?} {:?}", logits.shape(), logits.dtype());
+    }
+    let losses = || (n.into(), DType::F32);
+    let (scale, dtype) = gradient.map_or((0.0, DType::F32), |g| (g.scale, g.dtype));
+    if gradient.is_some() && dtype != DType::F32 {
+        let out = [losses(), losses(), ((n, v).into(), dtype)];
+        if let Some([ce, kd, d]) = ghosts(&[&logits], out, |_| ()) {
+            return Ok(([ce, kd], Some(d)));
+        }
+    } else if let Some(both) = ghosts(&[&logits], [losses(), losses()], |_| ()) {
+        return Ok((both, gradient.map(|_| logits)));
+    }
+    let (logits, targets) = (logits.contiguous()?, targets.contiguous()?);
+    let (ids, probs) = (teacher.ids.contiguous()?, teacher.probs.contiguous()?);
+    let weights = gradient.and_then(|g| g.weights).map(Tensor::contiguous).transpose()?;
+    if weights.as_ref().is_some_and(|w| w.dims() != [n] || w.dtype() != DType::F32) {
+        candle_core::bail!("distillation: weights of another shape or dtype than [{n}] in f32");
+    }
+    let (ce, kd) = (empty(&logits, n, DType::F32)?, empty(&logits, n, DType::F32)?);
+    let out = match gradient {
+        None => None,
+        Some(Gradient { dtype: DType::F32, .. }) => Some(logits.clone()),
+        Some(_) => Some(empty(&logits, (n, v), dtype)?),
+    };
+    let (temperature, alpha) = (teacher.temperature, teacher.alpha);
+    let factors = [temperature, scale * (1.0 - alpha), scale * alpha * temperature].map(|x| x as f32);
+    let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss_distill")?;
+    let launch = launch.with(args![
+        &logits,
+        &targets,
+        &ids,
+        &probs,
+        weights.as_ref(),
+        &ce,
+        &kd,
+        out.as_ref(),
+        v,
+        k
+    ])?;
+    let launch = launch.with(args![factors[0], factors[1], factors[2]])?;
+    // SAFETY: logits and gradient have n rows of v values, one block per row; ids and probabilities n rows of k values,
+    // at most one for each thread; targets, weights and losses n values, as checked above and by the caller. In place,
+    // each thread writes a logit only after all reads of it.
+    unsafe { launch.run(Grid::new(n, THREADS)) }?;
+    Ok(([ce, kd], out))
 }

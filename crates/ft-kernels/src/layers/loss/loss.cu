@@ -1,6 +1,7 @@
 // Cross-entropy of rows of logits in f32, one block per row: online softmax, then the gradient of scale *
 // weight * loss, in place or in another dtype. Reads logits at most twice and writes once: 12 bytes per logit in
-// place, 10 with a half-precision gradient, 4 without a gradient.
+// place, 10 with a half-precision gradient, 4 without a gradient. Distillation has the same traffic, and the
+// divergence from a teacher's kept probabilities as a second loss.
 #include "../../cuda/rows.cuh"
 
 constexpr int THREADS = 512; // same as in crates/ft-kernels/src/layers/loss/cuda.rs
@@ -93,3 +94,109 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, const fl
 LOSS(f32, float)
 LOSS(bf16, bf16)
 LOSS(f16, f16)
+
+// State of the online softmax of x and of x * inverse: their maxima are at the same place.
+struct SeenBoth {
+  float most, sum, soft;
+  DEVICE void add(const SeenBoth &other, float inverse) {
+    const float m = other.most > most ? other.most : most;
+    sum = sum * expf(most - m) + other.sum * expf(other.most - m);
+    soft = soft * expf((most - m) * inverse) + other.soft * expf((other.most - m) * inverse);
+    most = m;
+  }
+};
+
+template <int V> DEVICE SeenBoth look_both(const float *row, uint32_t columns, float inverse) {
+  SeenBoth seen = {LOWEST, 0.0f, 0.0f};
+#pragma unroll 2
+  for (uint32_t i = threadIdx.x * V; i < columns; i += THREADS * V) {
+    float x[V];
+    get(row + i, x);
+    SeenBoth part = {x[0], 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 1; j < V; j++) part.most = x[j] > part.most ? x[j] : part.most;
+    part.most = part.most > LOWEST ? part.most : LOWEST;
+#pragma unroll
+    for (int j = 0; j < V; j++) part.sum += expf(x[j] - part.most), part.soft += expf((x[j] - part.most) * inverse);
+    seen.add(part, inverse);
+  }
+  return seen;
+}
+
+// Factors of exp(x - most) and exp((x - most) * inverse) in the gradient.
+struct Factors {
+  float most, inverse, hard, soft;
+  DEVICE float of(float x) const { return expf(x - most) * hard + expf((x - most) * inverse) * soft; }
+};
+
+template <typename T, int V>
+DEVICE void gradient_both(const float *row, T *out, uint32_t columns, uint32_t target, const Factors &by, float hard) {
+#pragma unroll 2
+  for (uint32_t i = threadIdx.x * V; i < columns; i += THREADS * V) {
+    float x[V];
+    get(row + i, x);
+#pragma unroll
+    for (int j = 0; j < V; j++) x[j] = by.of(x[j]) - (i + j == target ? hard : 0.0f);
+    put(out + i, x);
+  }
+}
+
+// Gradient of hard * cross-entropy + tempered / temperature^2 * divergence, times the weight. Of the row's teacher, each
+// thread has one token; tokens of probability 0 are not read.
+template <typename T>
+DEVICE void distill(const float *logits, const uint32_t *targets, const uint32_t *ids, const float *probs,
+                    const float *weights, float *losses, float *divergences, T *out, uint32_t columns, uint32_t kept,
+                    float temperature, float hard, float tempered) {
+  constexpr int WARPS = THREADS / WARP;
+  SHARED_ARRAY(float, scratch, 5 * WARPS);
+  const size_t at = static_cast<size_t>(blockIdx.x) * columns, own = static_cast<size_t>(blockIdx.x) * kept + threadIdx.x;
+  const float *const row = logits + at, inverse = 1.0f / temperature;
+  const bool vectors = columns % 4 == 0 && is_aligned(logits);
+  const uint32_t target = targets[blockIdx.x];
+  const float picked = target < columns ? row[target] : NAN;
+  const float p = threadIdx.x < kept ? probs[own] : 0.0f;
+  const uint32_t id = p > 0.0f ? ids[own] : columns;
+  // a token outside the vocabulary gives a NaN divergence
+  const float x = id < columns ? row[id] : p > 0.0f ? NAN : 0.0f;
+  SeenBoth seen = vectors ? look_both<4>(row, columns, inverse) : look_both<1>(row, columns, inverse);
+#pragma unroll
+  for (int step = WARP / 2; step > 0; step /= 2)
+    seen.add({__shfl_xor_sync(ALL, seen.most, step), __shfl_xor_sync(ALL, seen.sum, step),
+              __shfl_xor_sync(ALL, seen.soft, step)},
+             inverse);
+  if (threadIdx.x % WARP == 0) {
+    float *const to = scratch + threadIdx.x / WARP;
+    to[0] = seen.most, to[WARPS] = seen.sum, to[2 * WARPS] = seen.soft;
+  }
+  // also orders the reads of the target's and the teacher's logits before any write
+  __syncthreads();
+  seen = {LOWEST, 0.0f, 0.0f};
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) seen.add({scratch[w], scratch[WARPS + w], scratch[2 * WARPS + w]}, inverse);
+  float divergence = p > 0.0f ? p * (logf(p) - (x - seen.most) * inverse + logf(seen.soft)) : 0.0f, unused = 0.0f;
+  block_sums(divergence, unused, scratch + 3 * WARPS);
+  if (threadIdx.x == 0) {
+    losses[blockIdx.x] = seen.most + logf(seen.sum) - picked;
+    divergences[blockIdx.x] = temperature * temperature * divergence;
+  }
+  if (out == nullptr) return;
+  if (weights != nullptr) hard *= weights[blockIdx.x], tempered *= weights[blockIdx.x];
+  const Factors by = {seen.most, inverse, hard / seen.sum, tempered / seen.soft};
+  if (vectors && is_aligned(out)) gradient_both<T, 4>(row, out + at, columns, target, by, hard);
+  else gradient_both<T, 1>(row, out + at, columns, target, by, hard);
+  __syncthreads();
+  // again, with the teacher's part before rounding
+  if (id < columns) store(out + at + id, by.of(x) - (id == target ? hard : 0.0f) - tempered * p);
+}
+
+#define DISTILL(NAME, T)                                                                                               \
+  KERNEL(loss_distill_##NAME, THREADS, const float *logits, const uint32_t *targets, const uint32_t *ids,              \
+         const float *probs, const float *weights, float *losses, float *divergences, T *out, uint32_t columns,        \
+         uint32_t kept, float temperature, float hard, float tempered) {                                               \
+    distill(logits, targets, ids, probs, weights, losses, divergences, out, columns, kept, temperature, hard,          \
+            tempered);                                                                                                 \
+  }
+
+DISTILL(f32, float)
+DISTILL(bf16, bf16)
+DISTILL(f16, f16)

@@ -4,6 +4,11 @@
 //! gradient of the chunk at once.
 
 mod cuda;
+mod distill;
+mod top;
+
+pub use distill::{MOST_KEPT, Teacher, distillation};
+pub use top::top;
 
 use crate::cpu::{self, Float, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::{Ledger, Tensor};

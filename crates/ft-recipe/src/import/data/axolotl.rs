@@ -3,6 +3,7 @@
 use super::source::{Keys, Source, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
 use crate::import::read::{is_off, text, words};
+use crate::keys::{Format, Task};
 use serde_json::Value;
 
 /// Kinds of files, which axolotl also takes as a path.
@@ -24,7 +25,10 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
                 converted(format!("a source each: {}", files.join(", ")))
             }
             "data_files" => converted(format!("files below {path}: {}", files.join(", "))),
-            key => of_key(&mut source, keys, key, value),
+            key => match preferred(ctx.task, &mut source, key, value) {
+                Some(outcome) => outcome,
+                None => of_key(&mut source, keys, key, value),
+            },
         };
         ctx.of_data.insert(at.clone(), outcome);
     }
@@ -37,6 +41,35 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
         true => vec![source],
         false => files.iter().map(|f| Source { source: at(f), ..source.clone() }).collect(),
     }
+}
+
+/// Keys of data for preference tasks.
+fn preferred(task: Task, source: &mut Source, key: &str, value: &Value) -> Option<Outcome> {
+    let key = key.strip_prefix("type.").unwrap_or(key);
+    let name = key.strip_prefix("field_").filter(|_| task.prefers());
+    Some(match name {
+        Some(name @ ("prompt" | "chosen" | "rejected" | "completion" | "label")) => source.field(name, value),
+        Some("messages") => source.field("prompt", value),
+        _ if key == "type" && task.prefers() && !is_off(value) => {
+            let kind = text(value).unwrap_or_default();
+            let names: &[(&str, &str)] = match kind.rsplit('.').next().unwrap_or_default() {
+                "intel" => &[("prompt", "question")],
+                "icr" => &[("prompt", "input")],
+                "argilla" if task == Task::Dpo || task == Task::Simpo => &[
+                    ("prompt", "instruction"),
+                    ("chosen", "chosen_response"),
+                    ("rejected", "rejected_response"),
+                ],
+                _ => &[],
+            };
+            source.fields.extend(names.iter().map(|(ours, theirs)| (ours.to_string(), theirs.to_string())));
+            let format = task.format().map_or("", Format::word);
+            converted(format!(
+                "format = {format:?}, through the model's chat template where rows are messages"
+            ))
+        }
+        _ => return None,
+    })
 }
 
 fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome {

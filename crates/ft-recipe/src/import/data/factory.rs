@@ -2,7 +2,9 @@
 
 use super::source::Source;
 use crate::import::context::{Context, converted, needless, refused};
-use crate::import::read::{number, text, words};
+use crate::import::draft::number_text;
+use crate::import::read::{text, words};
+use crate::keys::Task;
 use serde_json::Value;
 
 /// The sources that `key` names.
@@ -16,12 +18,14 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     let mut advice = Vec::new();
     for name in &names {
         let described = info.as_ref().and_then(|i| i.get(name));
-        let source = match described {
-            Some(entry) => of_entry(entry, name, &folder, key, &mut advice),
+        let mut source = match described {
+            Some(entry) => of_entry(entry, name, (&folder, key, ctx.task), &mut advice),
             None if remote => Source::named(name, key),
             None => Source::named(format!("{folder}/{name}.json"), key),
         };
-        limit(ctx);
+        if let Some(n) = ctx.number(&["max_samples"]).filter(|n| *n >= 1.0) {
+            source.keys.insert("max_samples", number_text(n));
+        }
         sources.push(source);
     }
     let shown: Vec<String> = sources.iter().map(|s| format!("{:?}", s.source)).collect();
@@ -35,18 +39,20 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     };
     ctx.of_data.insert(key.into(), outcome);
     ctx.of_data.insert("dataset_dir".into(), needless("part of the sources' paths"));
+    if let Some(n) = ctx.number(&["max_samples"]) {
+        let told = format!("max_samples = {} of each source", number_text(n));
+        ctx.of_data.insert("max_samples".into(), converted(told));
+    }
     sources
 }
 
-/// `max_samples`: of each data set.
-fn limit(ctx: &mut Context<'_>) {
-    let Some(n) = ctx.get("max_samples").and_then(number) else { return };
-    let advice = format!("weight takes a share of a source's samples: {n} over their number");
-    ctx.of_data.insert("max_samples".into(), refused(advice));
-}
-
 /// A source from its entry in `dataset_info.json`.
-fn of_entry(entry: &Value, name: &str, folder: &str, key: &str, advice: &mut Vec<String>) -> Source {
+fn of_entry(
+    entry: &Value,
+    name: &str,
+    (folder, key, task): (&str, &str, Task),
+    advice: &mut Vec<String>,
+) -> Source {
     let get = |k: &str| entry.get(k).and_then(text);
     let place = match (get("hf_hub_url"), get("file_name")) {
         (Some(hub), _) => hub,
@@ -59,13 +65,29 @@ fn of_entry(entry: &Value, name: &str, folder: &str, key: &str, advice: &mut Vec
             source.put(ours, value);
         }
     }
-    if entry.get("ranking").and_then(Value::as_bool) == Some(true) {
-        advice.push(format!("{name} has preferences, a task to come"));
+    if entry.get("ranking").and_then(Value::as_bool) == Some(true) && !task.prefers() {
+        advice.push(format!("{name} has preferences: stage: dpo reads them"));
     }
     let sharegpt = get("formatting").is_some_and(|f| f == "sharegpt" || f == "openai");
     source.format(if sharegpt { "messages" } else { "alpaca" });
+    if task.prefers() {
+        let prompt = if sharegpt { "conversations" } else { "instruction" };
+        source.fields.insert("prompt".into(), prompt.into());
+    }
     for (theirs, value) in entry.get("columns").and_then(Value::as_object).into_iter().flatten() {
         let ours = match theirs.as_str() {
+            "messages" if task == Task::Kto => {
+                advice.push(format!("{name}: messages end with the answer: write prompt and completion"));
+                continue;
+            }
+            "prompt" | "messages" if task.prefers() => "prompt",
+            "response" if task.prefers() => "completion",
+            "kto_tag" if task.prefers() => "label",
+            "chosen" | "rejected" | "system" | "tools" if task.prefers() => theirs.as_str(),
+            _ if task.prefers() => {
+                advice.push(format!("{name}: {theirs} is a part of the prompt: write it there, in the rows"));
+                continue;
+            }
             "prompt" => "instruction",
             "query" => "input",
             "response" => "output",

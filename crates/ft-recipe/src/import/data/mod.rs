@@ -8,6 +8,7 @@ mod trl;
 
 use super::context::{Context, Outcome, refused};
 use super::read::Entry;
+use crate::syntax::quote;
 use source::Source;
 
 /// The outcome of a key of a data set, found by [`all`].
@@ -31,7 +32,10 @@ pub(super) fn all(ctx: &mut Context<'_>) {
         _ => trl::sources(ctx),
     };
     for (list, sources) in [("train", train), ("eval", eval)] {
-        for (i, source) in sources.into_iter().enumerate() {
+        for (i, mut source) in sources.into_iter().enumerate() {
+            if let Some(format) = ctx.task.format() {
+                source.keys.insert("format", quote(format.word()));
+            }
             source.write(ctx, &format!("data.{list}.{i}"));
         }
     }

@@ -84,6 +84,9 @@ fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Ou
             source.field("completion", value)
         }
         "column_map.output" => source.field("output", value),
+        "column_map.prompt" => source.field("prompt", value),
+        "column_map.chosen" => source.field("chosen", value),
+        "column_map.rejected" => source.field("rejected", value),
         "column_map.instruction" => source.field("instruction", value),
         "column_map.system" => source.field("system", value),
         "add_eos" | "split_across_pack" => {

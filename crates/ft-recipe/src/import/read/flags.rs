@@ -2,11 +2,19 @@
 
 use super::entries::{Entries, Entry};
 use super::scalar::scalar;
+use crate::check::Foreign;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Words that begin the trainer's own flags: those before are the launcher's.
 const PROGRAMS: [&str; 3] = ["trl", "llamafactory-cli", "tune"];
+/// Scripts of TRL with the task as their name.
+const SCRIPTS: [&str; 8] = ["dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward", "gkd"];
+/// Variables of the environment that a trainer reads.
+const VARIABLES: [&str; 2] = ["MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"];
+
+/// Variables that a script sets, with their lines.
+type Variables = BTreeMap<String, (String, usize)>;
 
 /// Reads the command with the most flags.
 ///
@@ -14,8 +22,13 @@ const PROGRAMS: [&str; 3] = ["trl", "llamafactory-cli", "tune"];
 /// No command with flags.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
     let flags = |c: &Vec<(String, usize)>| c.iter().filter(|(w, _)| w.starts_with("--")).count();
-    let best = commands(text).into_iter().max_by_key(flags).filter(|c| flags(c) > 0);
-    best.map(|c| entries(&c)).ok_or_else(|| "there is no command with --flags in it".into())
+    let (commands, variables) = commands(text);
+    let best = commands.into_iter().max_by_key(flags).filter(|c| flags(c) > 0);
+    let command = best.ok_or("there is no command with --flags in it")?;
+    let mut entries = entries(&command);
+    let read = variables.into_iter().filter(|(name, _)| VARIABLES.contains(&name.as_str()));
+    entries.list.extend(read.map(|(path, (value, line))| Entry { path, value: value.into(), line }));
+    Ok(entries)
 }
 
 /// Whether a text looks like a command line or a script.
@@ -28,9 +41,9 @@ pub(in crate::import) fn is_command(text: &str) -> bool {
 }
 
 /// The commands of a script: words with their lines. Variables that the script sets are filled in.
-fn commands(text: &str) -> Vec<Vec<(String, usize)>> {
+fn commands(text: &str) -> (Vec<Vec<(String, usize)>>, Variables) {
     let mut commands = vec![Vec::new()];
-    let mut variables: BTreeMap<String, String> = BTreeMap::new();
+    let mut variables = Variables::new();
     let mut continued = false;
     for (i, line) in text.lines().enumerate() {
         let (line, more) = match line.trim_end().strip_suffix('\\') {
@@ -51,7 +64,7 @@ fn commands(text: &str) -> Vec<Vec<(String, usize)>> {
             });
             match (command, assigned) {
                 (Some(c), Some((name, value))) if c.is_empty() => {
-                    variables.insert(name.into(), value.into());
+                    variables.insert(name.into(), (value.into(), i + 1));
                 }
                 (Some(c), _) if !(c.is_empty() && word == "export") => c.push((word, i + 1)),
                 _ => {}
@@ -59,11 +72,11 @@ fn commands(text: &str) -> Vec<Vec<(String, usize)>> {
         }
         continued = more;
     }
-    commands
+    (commands, variables)
 }
 
 /// Splits a line as a shell does: quotes, backslashes, comments, `$NAME`.
-fn split(line: &str, variables: &BTreeMap<String, String>) -> Vec<String> {
+fn split(line: &str, variables: &Variables) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let (mut word, mut inside, mut quote) = (String::new(), false, None);
     let mut chars = line.chars().peekable();
@@ -83,7 +96,7 @@ fn split(line: &str, variables: &BTreeMap<String, String>) -> Vec<String> {
                 }
                 inside = true;
                 match variables.get(&name) {
-                    Some(value) => word += value,
+                    Some((value, _)) => word += value,
                     None => word += &format!("${name}"),
                 }
             }
@@ -116,12 +129,20 @@ fn entries(command: &[(String, usize)]) -> Entries {
                 None => (flag, None),
             };
             let name = name.replace('-', "_");
+            let (name, value) = match name.strip_prefix("no_").filter(|rest| Foreign::key(rest).is_some()) {
+                Some(off) if Foreign::key(&name).is_none() => (off.to_string(), Some(Value::Bool(false))),
+                _ => (name, value),
+            };
             let path = if before { format!("launch.{name}") } else { name };
             list.push(Entry { path, value: value.unwrap_or(Value::Bool(true)), line: *line });
         } else if program.is_some_and(|p| i == p + 1) && !word.starts_with('-') {
             list.push(Entry { path: "command".into(), value: word.as_str().into(), line: *line });
         } else if program == Some(i) || program.is_none() && list.is_empty() || before && list.is_empty() {
-            // the launcher's and the program's own names
+            // the launcher's and the program's own names; a script may be the task's
+            let stem = word.rsplit('/').next().and_then(|w| w.strip_suffix(".py"));
+            if let Some(task) = stem.filter(|s| program == Some(i) && SCRIPTS.contains(s)) {
+                list.push(Entry { path: "command".into(), value: task.into(), line: *line });
+            }
         } else if let Some(last) = list.last_mut() {
             let value = scalar(word);
             last.value = match std::mem::take(&mut last.value) {

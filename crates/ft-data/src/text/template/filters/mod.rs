@@ -6,7 +6,7 @@ mod text;
 
 use super::bounds::weigh;
 use super::python::kind::{Kind, integer, invalid};
-use super::python::methods::bind;
+use super::python::methods::{bind, given};
 use minijinja::value::{Rest, ValueOrKwargs};
 use minijinja::{Environment, Error, State, Value};
 
@@ -55,7 +55,7 @@ pub(super) fn add(env: &mut Environment<'static>) {
     for (name, filter) in choose::FILTERS {
         env.add_filter(*name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
             let args = args.into_values();
-            let (value, rest) = args.split_first().ok_or_else(|| invalid("a filter of nothing"))?;
+            let (value, rest) = given(&args).split_first().ok_or_else(|| invalid("a filter of nothing"))?;
             rest.iter().try_for_each(weigh)?;
             filter(state, value, rest)
         });
@@ -71,7 +71,7 @@ pub(super) fn names() -> impl Iterator<Item = &'static str> {
 fn add_named(env: &mut Environment<'static>, name: &'static str, parameters: &'static [&str], filter: Named) {
     env.add_filter(name, move |args: Rest<ValueOrKwargs>| {
         let args = args.into_values();
-        let (value, rest) = args.split_first().ok_or_else(|| invalid("a filter of nothing"))?;
+        let (value, rest) = given(&args).split_first().ok_or_else(|| invalid("a filter of nothing"))?;
         rest.iter().try_for_each(weigh)?;
         filter(value, &Arguments(bind(name, parameters, rest)?))
     });

@@ -41,6 +41,7 @@ pub(crate) fn call(
     name: &str,
     args: &[Value],
 ) -> Result<Value, Error> {
+    let args = given(args);
     args.iter().try_for_each(weigh)?;
     let kind = Kind::of(object);
     match (kind, known(kind, name)) {
@@ -142,6 +143,14 @@ fn of_list(object: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
             }
             Err(invalid(format!("index(): the value is not in the {}", Kind::of(object).name())))
         }
+    }
+}
+
+/// The arguments of a call, without keywords if `**map` gave none.
+pub(crate) fn given(args: &[Value]) -> &[Value] {
+    match args {
+        [first @ .., last] if last.is_kwargs() && last.len() == Some(0) => first,
+        _ => args,
     }
 }
 

@@ -1,7 +1,7 @@
 //! `str()` and `repr()` of values, and HTML's entities.
 
 use super::kind::{Kind, Range, View, float};
-use crate::shape::reserved::is_reserved;
+use crate::shape::values::is_reserved;
 use crate::text::template::bounds::{spend, weigh};
 use minijinja::{Error, Value};
 use std::borrow::Cow;

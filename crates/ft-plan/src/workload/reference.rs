@@ -1,0 +1,59 @@
+//! The pass of the reference before training, in preference tasks that compare the model with one.
+
+use super::workload::Workload;
+use crate::time::Work;
+use ft_recipe::{Recipe, Reference, Task};
+use serde_json::{Value, json};
+
+/// Bytes of a sample in the file of log-probabilities: two numbers of up to 20 digits; and of a completion of KTO's
+/// estimate.
+const BYTES: [u64; 2] = [44, 21];
+
+/// The pass of the reference.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReferencePass {
+    /// Another model or adapter, by name.
+    pub other: Option<String>,
+    /// Samples of training and evaluation, if known; each is scored once.
+    pub samples: Option<u64>,
+    /// Work of a rank in the pass, as that of steps.
+    pub work: Option<f64>,
+}
+
+impl ReferencePass {
+    /// The pass of a recipe; `None` for tasks without a reference. `work` is that of a training micro-batch.
+    pub fn of(r: &Recipe, w: &Workload, work: Work, micro_rows: usize) -> Option<Self> {
+        if !r.task.has_reference() {
+            return None;
+        }
+        let other = match &r.preference.reference {
+            Reference::Other(other) => Some(other.clone()),
+            Reference::Base | Reference::Start => None,
+        };
+        let counted = counts(r, w);
+        let forward = work.total() * work.forward / work.flops().max(1.0);
+        let unit = (micro_rows * r.parallel.data).max(1) as u64;
+        let passes = |[samples, _, crossed]: [u64; 3]| samples.div_ceil(unit) + crossed.div_ceil(unit);
+        let work = counted.map(|n| forward * passes(n) as f64);
+        Some(Self { other, samples: counted.map(|[samples, ..]| samples), work })
+    }
+
+    /// For `ft plan --json`; `rate` is the seconds of a unit of work.
+    pub fn json(&self, seconds: Option<[f64; 2]>) -> Value {
+        json!({"other": self.other, "samples": self.samples, "work": self.work, "seconds": seconds})
+    }
+}
+
+/// Samples that are scored; samples with an entry in the file; completions that KTO's estimate scores beside them.
+fn counts(r: &Recipe, w: &Workload) -> Option<[u64; 3]> {
+    let (epoch, steps) = (w.epoch?, w.steps?);
+    let rows = steps.saturating_mul(r.run.batch_rows as u64);
+    let crossed = if r.task == Task::Kto { rows + epoch.held_out } else { 0 };
+    Some([epoch.samples.min(rows) + epoch.held_out, epoch.samples + epoch.held_out, crossed])
+}
+
+/// Bytes of the file of log-probabilities; 0 for tasks without a reference, or if the samples are not known.
+pub fn reference_bytes(r: &Recipe, w: &Workload) -> u64 {
+    let counted = counts(r, w).filter(|_| r.task.has_reference());
+    counted.map_or(0, |[_, entries, crossed]| BYTES[0] * entries + BYTES[1] * crossed)
+}

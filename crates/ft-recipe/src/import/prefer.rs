@@ -1,0 +1,120 @@
+//! Preference optimization: the task, its loss, and their parameters.
+
+use super::context::{Context, Convert, Outcome, converted, needless, refused};
+use super::read::{Entries, Entry, number, text, truth, words};
+use crate::keys::Task;
+use crate::syntax::quote;
+
+/// Keys that name the loss.
+const LOSSES: &[&str] = &["pref_loss", "loss_type", "dpo_loss_type"];
+
+pub(super) fn by_name(name: &str) -> Option<Convert> {
+    Some(match name {
+        "task" => task,
+        "pref_loss" => loss,
+        "pref_beta" => beta,
+        "pref_nll" => nll,
+        "dropout" => dropout,
+        "no_dropout" => |_, e| match truth(&e.value) {
+            Some(false) => needless("lora.dropout says it"),
+            _ => needless("lora.dropout is 0, its default"),
+        },
+        _ => return None,
+    })
+}
+
+/// The task of a configuration.
+///
+/// # Errors
+/// A task or a loss that ft does not have, in words.
+pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
+    let word = |key: &str| {
+        let all = entries.get(key).map(words).unwrap_or_default();
+        all.join(", ").rsplit('.').next().unwrap_or_default().to_lowercase()
+    };
+    let named = match tool {
+        "axolotl" => word("rl"),
+        "LLaMA-Factory" => word("stage"),
+        "TRL" => word("command"),
+        _ if word("loss._component_") == "dpoloss" => "dpo".into(),
+        _ => String::new(),
+    };
+    let loss = LOSSES.iter().map(|key| word(key)).find(|w| !w.is_empty()).unwrap_or_default();
+    Ok(match (named.as_str(), loss.as_str()) {
+        ("", _) if tool == "TRL" && entries.get("beta").is_some() => {
+            let which = "`command: dpo`, kto, orpo or cpo";
+            return Err(format!("beta is of a preference trainer, and which one is not said: add {which}"));
+        }
+        ("" | "sft" | "pt" | "train" | "none" | "false", _) => Task::Sft,
+        ("dpo", "" | "sigmoid" | "ipo") | ("ipo", _) => Task::Dpo,
+        ("orpo", _) | ("dpo", "orpo") => Task::Orpo,
+        ("simpo", _) | ("dpo" | "cpo", "simpo") => Task::Simpo,
+        ("cpo", "" | "sigmoid") => Task::Cpo,
+        ("kto", "" | "sigmoid" | "kto") => Task::Kto,
+        (named, "") => return Err(format!("it trains with a task that ft does not have, {named}")),
+        (named, loss) => {
+            return Err(format!("it trains with a loss that ft does not have, {loss} of {named}"));
+        }
+    })
+}
+
+/// `rl`, `stage`, the verb of a command, a loss of torchtune.
+fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if let Some(other) = &ctx.other_task {
+        return refused(other.clone());
+    }
+    if ctx.task == Task::Sft {
+        return needless("task = \"sft\" is next-token training");
+    }
+    let mut set = ctx.set("task", quote(ctx.task.word()), e);
+    if text(&e.value).is_some_and(|t| t.eq_ignore_ascii_case("ipo")) {
+        set += &format!(", {}", ctx.set("preference.loss", quote("ipo"), e));
+    }
+    converted(set)
+}
+
+fn loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let word = words(&e.value).join(", ").to_lowercase();
+    match (ctx.task, word.as_str()) {
+        (Task::Sft, _) if ctx.other_task.is_some() => refused("ft does not have that loss"),
+        (Task::Sft, "" | "nll") => needless("so it is here too"),
+        (Task::Sft, _) if e.path == "loss_type" => {
+            refused("the loss is the cross-entropy of the targets of a step")
+        }
+        (Task::Sft, _) => needless("of preference tasks"),
+        (Task::Dpo, "ipo") => converted(ctx.set("preference.loss", quote("ipo"), e)),
+        (task, _) => needless(format!("task = {:?} has that loss", task.word())),
+    }
+}
+
+/// Scale of the rewards; `orpo_alpha` is ORPO's.
+fn beta(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let of_task = ctx.task.prefers() && (e.path != "orpo_alpha" || ctx.task == Task::Orpo);
+    match of_task {
+        false => needless("of another task"),
+        // 0.1 is the default here too, but for SimPO
+        true if e.line == 0 && ctx.task != Task::Simpo => needless("so it is here too"),
+        true => ctx.take("preference.beta", e),
+    }
+}
+
+/// `cpo_alpha`: weight of the likelihood of the chosen completion.
+fn nll(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match ctx.task {
+        Task::Cpo => ctx.take("preference.nll", e),
+        Task::Simpo if number(&e.value) != Some(0.0) => {
+            refused("task = \"simpo\" has no term of the likelihood: it is as cpo_alpha = 0")
+        }
+        Task::Simpo => needless("so it is here too"),
+        _ => needless("of another task"),
+    }
+}
+
+/// `lora_dropout`: preference trainers turn every dropout off.
+fn dropout(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let kept = ctx.get("disable_dropout").and_then(truth) == Some(false);
+    match ctx.task.prefers() && !kept {
+        true => needless("training with preferences has no dropout there"),
+        false => ctx.take("lora.dropout", e),
+    }
+}

@@ -1,0 +1,52 @@
+//! `ft logits`: rows with a teacher's log-probabilities, for distillation.
+
+use crate::cli::args::{LoadArgs, RecipeArgs};
+use crate::cli::console::print;
+use crate::infer::ModelFiles;
+use crate::train::{Job, TeacherModel, write_teacher};
+use ft_base::terminal::tell;
+use ft_data::hub::Want;
+use ft_plan::report;
+use ft_recipe::TOP_K;
+use std::path::PathBuf;
+use std::slice;
+
+/// Arguments of `ft logits`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The teacher: a folder (of a model, of an adapter, of a run or of a checkpoint), or a hub id
+    model: String,
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// The folder to write, which must be empty or not there
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Most probable tokens of the teacher to keep at each supervised token
+    #[arg(long, value_name = "K", default_value_t = TOP_K)]
+    top_k: usize,
+    #[command(flatten)]
+    load: LoadArgs,
+}
+
+/// Writes the files, and prints the lines of a recipe that reads them.
+///
+/// # Errors
+/// Errors in recipe, rows or teacher; a teacher with another tokenizer than the recipe's model; an existing folder.
+pub fn run(args: &Args) -> ft_base::Result<()> {
+    let job = Job::open(args.recipe.load()?, Want::Tokenizer, true)?;
+    let files = ModelFiles::open(&args.model, None)?;
+    let tokenizer = files.tokenizer()?;
+    let decoders = files.load(args.load.options(), slice::from_ref(&job.device))?;
+    let Some(decoder) = decoders.first() else { return Ok(()) };
+    let teacher =
+        TeacherModel { name: &args.model, decoder, tokenizer: tokenizer.as_ref(), device: &job.device };
+    let of = write_teacher(&job, &teacher, args.top_k, &args.out)?;
+    tell(&format!(
+        "{} rows with {} values at each of {} targets, {}; [data] of a recipe with task = \"distill\":",
+        of.rows,
+        args.top_k,
+        of.targets,
+        report::bytes(of.bytes)
+    ));
+    print(&of.sources)
+}

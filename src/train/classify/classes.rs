@@ -1,0 +1,102 @@
+//! Cross-entropy over the classes, from the scores of documents.
+
+use super::confusion::Confusion;
+use crate::train::preference::{Scorer, Tally, samples_of};
+use crate::train::step::Stop;
+use ft_data::{Dataset, Micro};
+use ft_recipe::{Recipe, ScoreTargets};
+use serde_json::{Map, Value};
+
+/// Classes as the task of a run.
+#[derive(Clone, Debug)]
+pub struct Classes {
+    names: Vec<String>,
+}
+
+/// A document: class, weight, and scores.
+struct Document<'a> {
+    class: usize,
+    weight: f64,
+    scores: &'a [f64],
+}
+
+impl Document<'_> {
+    /// Class of the highest score, the first of several.
+    fn predicted(&self) -> usize {
+        let best = |best: usize, i: usize| if self.scores[i] > self.scores[best] { i } else { best };
+        (1..self.scores.len()).fold(0, best)
+    }
+
+    /// Probabilities of the classes, and the negative logarithm of that of the own class.
+    fn softmax(&self) -> (Vec<f64>, f64) {
+        let most = self.scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = self.scores.iter().map(|s| (s - most).exp()).sum();
+        let probabilities = self.scores.iter().map(|s| (s - most).exp() / sum).collect();
+        let own = self.scores.get(self.class).copied().unwrap_or(f64::NAN);
+        (probabilities, sum.ln() + most - own)
+    }
+}
+
+impl Classes {
+    /// Classes of a recipe; `None` for other tasks.
+    pub fn of(r: &Recipe) -> Option<Self> {
+        match &r.data.scores {
+            ScoreTargets::Classes(names) => Some(Self { names: names.clone() }),
+            _ => None,
+        }
+    }
+
+    fn documents<'a>(&self, m: &'a Micro, scores: &'a [f64]) -> impl Iterator<Item = Document<'a>> {
+        let weight = |i: usize| m.weights.get(i).map_or(1.0, |w| f64::from(*w));
+        let all = m.targets.iter().zip(scores.chunks(self.names.len().max(1))).enumerate();
+        all.map(move |(i, ((_, class), scores))| Document {
+            class: *class as usize,
+            weight: weight(i),
+            scores,
+        })
+    }
+
+    /// Adds the documents of a micro-batch to a tally. Returns the gradient of the sum of their losses, each times its
+    /// weight, with respect to the scores.
+    pub fn gradient(&self, m: &Micro, scores: &[f64], tally: &mut Tally) -> Vec<f32> {
+        let mut out = Vec::with_capacity(scores.len());
+        for document in self.documents(m, scores) {
+            let (probabilities, loss) = document.softmax();
+            tally.classified(loss, document.weight, document.predicted() == document.class);
+            let own = |i: usize| f64::from(u8::from(i == document.class));
+            out.extend(
+                probabilities.iter().enumerate().map(|(i, p)| (document.weight * (p - own(i))) as f32),
+            );
+        }
+        out
+    }
+
+    /// Loss, targets and metrics of a dataset.
+    ///
+    /// # Errors
+    /// As [`Scorer::outputs`].
+    pub fn evaluate(
+        &self,
+        scorer: &Scorer<'_>,
+        data: &Dataset,
+        stop: Stop<'_>,
+    ) -> ft_base::Result<(f64, usize, Map<String, Value>)> {
+        let samples = samples_of(data, 0..data.rows.len())?;
+        let chunks: Vec<&[u32]> = samples.chunks(scorer.execution.micro_rows.max(1)).collect();
+        let micro = |i: usize| Micro::of_samples(data, chunks[i]);
+        let scores = scorer.outputs(chunks.len(), &micro, stop)?;
+        let (mut confusion, mut tally) = (Confusion::new(self.names.len()), Tally::default());
+        let mut rest = scores.as_slice();
+        for i in 0..chunks.len() {
+            let m = micro(i)?;
+            let (own, after) = rest.split_at((m.targets.len() * self.names.len()).min(rest.len()));
+            rest = after;
+            for document in self.documents(&m, own) {
+                let predicted = document.predicted();
+                tally.classified(document.softmax().1, document.weight, predicted == document.class);
+                confusion.add(document.class, predicted);
+            }
+        }
+        Ok((tally.class_loss(), samples.len(), confusion.metrics(&self.names)))
+    }
+}

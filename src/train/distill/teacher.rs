@@ -1,0 +1,170 @@
+//! Rows with the values of a teacher: forward passes over the rows of a recipe.
+
+use crate::train::Error;
+use crate::train::job::Job;
+use crate::train::step::host;
+use candle_core::Device;
+use ft_base::store::AtomicFolder;
+use ft_base::terminal::rows_bar;
+use ft_data::{Dataset, Micro, TaughtRows, Teacher, Tokenizer};
+use ft_engine::model::{Batch, Decoder};
+use ft_engine::walk::Walk;
+use ft_recipe::{Part, Recipe};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// A loaded teacher.
+pub struct TeacherModel<'a> {
+    /// Its name in messages and rows.
+    pub name: &'a str,
+    pub decoder: &'a Decoder,
+    pub tokenizer: Option<&'a Tokenizer>,
+    pub device: &'a Device,
+}
+
+/// Files written for a recipe.
+#[derive(Debug, Default)]
+pub struct TeacherFiles {
+    /// Rows of all files.
+    pub rows: usize,
+    /// Targets with values.
+    pub targets: usize,
+    /// Size of all files.
+    pub bytes: u64,
+    /// Lines of a recipe that read the files: `train = [..]` and `eval = [..]`.
+    pub sources: String,
+}
+
+/// Refuses a teacher whose values cannot be those of the student's tokens: another tokenizer.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub fn check_teacher(job: &Job, name: &str, teacher: Option<&Tokenizer>) -> Result<(), Error> {
+    let student = &job.recipe.model.source;
+    let why = match (job.tokenizer.as_deref(), teacher) {
+        (None, None) => None,
+        (Some(a), Some(b)) => a.differs(b),
+        (None, Some(_)) => Some(format!("{student} has no tokenizer.json to compare")),
+        (Some(_), None) => Some(format!("{name} has no tokenizer.json to compare")),
+    };
+    let hint = "a teacher of the student's family, with the same tokenizer";
+    why.map_or(Ok(()), |why| {
+        Err(Error::Usage(format!("{name}: another tokenizer than {student}'s: {why}\n  hint: {hint}")))
+    })
+}
+
+/// Writes the rows of a job's recipe with the `k` most probable tokens of a teacher at each target, a file for each
+/// source, to a new folder.
+///
+/// # Errors
+/// A teacher with another tokenizer; rows of preferences; unreadable rows; device errors; an existing folder.
+pub fn write_teacher(
+    job: &Job,
+    teacher: &TeacherModel<'_>,
+    k: usize,
+    out: &Path,
+) -> ft_base::Result<TeacherFiles> {
+    let recipe = &job.recipe;
+    if recipe.task.prefers() || !(1..=Teacher::MOST_KEPT).contains(&k) {
+        let why = match recipe.task.prefers() {
+            true => {
+                format!("{}: ft logits has no values of pairs and rated completions", recipe.place("task"))
+            }
+            false => format!("--top-k {k}: 1 to {}", Teacher::MOST_KEPT),
+        };
+        return Err(Error::Usage(why).into());
+    }
+    check_teacher(job, teacher.name, teacher.tokenizer)?;
+    let folder = AtomicFolder::begin_named(out)?;
+    folder.refuse_occupied("another folder, or remove this one")?;
+    let (train, eval) = job.data()?;
+    let mut files = TeacherFiles::default();
+    let mut pass = Pass { job, teacher, k, by: identity(job, teacher.name), folder: folder.path(), out };
+    pass.part(Part::Train, &train, &mut files)?;
+    if let Some(eval) = &eval {
+        pass.part(Part::Eval, eval, &mut files)?;
+    }
+    folder.commit()?;
+    Ok(files)
+}
+
+/// Identity of teacher and tokenizer in the rows. The chat template counts if it wrote some of them.
+fn identity(job: &Job, name: &str) -> Value {
+    let identity = job.tokenizer.as_ref().map(|t| t.identity());
+    let data = &job.recipe.data;
+    let has_template = identity.as_ref().is_some_and(|i| i.template.is_some());
+    let chat = data.train.iter().chain(&data.eval).any(|s| s.is_chat(has_template));
+    let template = identity.as_ref().and_then(|i| i.template.clone()).filter(|_| chat);
+    json!({"model": name, "tokenizer": identity.map(|i| i.vocabulary), "template": template})
+}
+
+/// A pass over the rows of a recipe.
+struct Pass<'a> {
+    job: &'a Job,
+    teacher: &'a TeacherModel<'a>,
+    k: usize,
+    by: Value,
+    folder: PathBuf,
+    /// The final name of the folder.
+    out: &'a Path,
+}
+
+impl Pass<'_> {
+    /// Writes the samples of a part, each once.
+    fn part(&mut self, part: Part, data: &Dataset, files: &mut TeacherFiles) -> ft_base::Result<()> {
+        let recipe = &self.job.recipe;
+        let word = if part == Part::Train { "train" } else { "eval" };
+        let bar = rows_bar();
+        bar.set_length(data.samples.len() as u64);
+        files.sources += &format!("{word} = [\n");
+        for (i, samples) in data.samples.ranges().into_iter().enumerate() {
+            let name = format!("{word}-{i}.jsonl.zst");
+            let mut rows = TaughtRows::create(&self.folder.join(&name), self.by.clone())?;
+            for first in samples.clone().step_by(micro_rows(recipe)) {
+                let chunk: Vec<u32> =
+                    (first..samples.end.min(first + micro_rows(recipe))).map(|i| i as u32).collect();
+                files.targets += self.rows(data, &chunk, &mut rows)?;
+                bar.inc(chunk.len() as u64);
+            }
+            let (count, bytes) = rows.finish()?;
+            files.rows += count;
+            files.bytes += bytes;
+            files.sources += &self.source(part, i, &name);
+        }
+        bar.finish_and_clear();
+        files.sources += "]\n";
+        Ok(())
+    }
+
+    /// The line of a recipe that reads a file. A source's weight counts in its samples of an epoch.
+    fn source(&self, part: Part, i: usize, name: &str) -> String {
+        let source = toml::Value::from(self.out.join(name).display().to_string());
+        let weight = self.job.recipe.data.sources(part).get(i).map_or(1.0, |s| s.weight);
+        let weight = if part == Part::Eval || weight == 1.0 {
+            String::new()
+        } else {
+            format!(", weight = {weight:?}")
+        };
+        format!("  {{ source = {source}, format = \"tokens\"{weight} }},\n")
+    }
+
+    /// Writes samples with the teacher's values; returns the number of targets.
+    fn rows(&self, data: &Dataset, samples: &[u32], to: &mut TaughtRows) -> ft_base::Result<usize> {
+        let TeacherModel { decoder, device, .. } = self.teacher;
+        let m = Micro::of_samples(data, samples)?;
+        let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
+        let top = Walk::new(decoder, None, 0).top(&batch, (self.k, self.job.config.vocab))?;
+        let mut left = &top[..];
+        for sample in samples {
+            let Some(e) = data.samples.get(*sample as usize)? else { continue };
+            let (own, rest) = left.split_at(e.targets().min(left.len()));
+            to.push(&e, own)?;
+            left = rest;
+        }
+        Ok(top.len())
+    }
+}
+
+fn micro_rows(recipe: &Recipe) -> usize {
+    recipe.run.micro_rows.count().max(1)
+}

@@ -1,0 +1,112 @@
+//! Another model as reference, and references that cannot be computed.
+
+use crate::train::Error;
+use crate::train::job::Job;
+use crate::train::job::hash::model_hash;
+use crate::train::output::RESULTS;
+use ft_base::store;
+use ft_data::hub::Want;
+use ft_engine::adapters::{Adapter, TrainedPart};
+use ft_engine::load::Base;
+use ft_plan::{InferenceMemory, InferenceModel};
+use ft_recipe::{Init, Method, Recipe, Reference, Weights};
+
+/// The recipe with another model, or an adapter over its own, in place of the model that trains; `None` if that is
+/// the reference. A run stands for its result.
+pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
+    let Reference::Other(other) = &recipe.preference.reference else { return None };
+    if !recipe.task.has_reference() {
+        return None;
+    }
+    let named = recipe.resolve(other);
+    let is_run = named.join("recipe.toml").is_file();
+    let result = RESULTS.iter().map(|r| named.join(r)).find(|r| is_run && r.is_dir());
+    let folder = result.unwrap_or(named);
+    let source = if folder.is_dir() { folder.display().to_string() } else { other.clone() };
+    let mut recipe = recipe.clone();
+    recipe.train.clear();
+    recipe.data.train.clear();
+    recipe.data.eval.clear();
+    recipe.lora.init = Init::Default;
+    if folder.join("adapter_config.json").is_file() && !folder.join("config.json").is_file() {
+        recipe.lora.init = Init::Adapter(source);
+    } else {
+        let model = &mut recipe.model;
+        (model.source, model.revision, model.weights) = (source, "main".into(), Weights::Load);
+        (model.cache, model.overrides) = (None, Default::default());
+    }
+    Some(recipe)
+}
+
+/// The job of [`recipe_of`], on the device of `job`.
+///
+/// # Errors
+/// As [`Job::open_frozen`].
+pub fn job(job: &Job) -> ft_base::Result<Option<Job>> {
+    let Some(recipe) = recipe_of(&job.recipe) else { return Ok(None) };
+    let opened = Job::open_frozen(recipe, Want::Weights, true)?;
+    Ok(Some(Job { device: job.device.clone(), dtype: job.dtype, ..opened }))
+}
+
+/// Hash of the weights of another model and its adapter.
+///
+/// # Errors
+/// Unreadable files.
+pub fn hash(other: &Job) -> ft_base::Result<String> {
+    let mut h = blake3::Hasher::new();
+    h.update(model_hash(&other.recipe, &other.config, &other.model.dir)?.as_bytes());
+    if let Some(a) = &other.adapter {
+        for f in ["adapter_config.json", "adapter_model.safetensors"] {
+            h.update(store::hash::of_inside(&a.dir, f)?.0.as_bytes());
+        }
+    }
+    Ok(h.finalize().to_hex().to_string())
+}
+
+/// Checks another model as reference: its files, its vocabulary, and whether it fits this machine by itself.
+///
+/// # Errors
+/// Errors of the model; [`Error::Usage`]; too little memory.
+pub fn check(trained: &Job) -> ft_base::Result<()> {
+    let Some(other) = job(trained)? else { return Ok(()) };
+    let (place, source) = (trained.recipe.place("preference.reference"), &other.model.source);
+    let fail = |why: String| Err(Error::Usage(format!("{place}: {source}: {why}")).into());
+    let (theirs, own) = (other.config.vocab, trained.config.vocab);
+    if theirs != own {
+        return fail(format!("a vocabulary of {theirs} tokens, and the model's has {own}"));
+    }
+    let both = trained.tokenizer.as_ref().zip(other.tokenizer.as_ref());
+    if let Some(why) = both.and_then(|(own, theirs)| own.differs(theirs)) {
+        return fail(format!("another tokenizer than the model's: {why}"));
+    }
+    other.check()?;
+    let model = InferenceModel {
+        config: &other.config,
+        selection: &other.selection,
+        quantize: other.recipe.model.quantize,
+        dtype: other.recipe.model.dtype,
+        stored: Base::stored_width(&other.config, Some(&other.model.dir)),
+    };
+    let needs = InferenceMemory::new(model, trained.device.is_cuda())?;
+    if needs.fits() { Ok(()) } else { Err(needs.refusal(&[]).into()) }
+}
+
+/// Checks that a model trained before, loaded to be evaluated, can be compared with its reference.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub fn check_trained(job: &Job) -> Result<(), Error> {
+    let full = |t: &TrainedPart<'_>| t.part.method() == Method::Full;
+    let has_full = |a: &Adapter| a.selection(&job.config).is_ok_and(|s| s.parts().iter().any(full));
+    let why = match job.recipe.preference.reference {
+        _ if !job.recipe.task.has_reference() => return Ok(()),
+        Reference::Start if job.adapter.is_some() => "the model at the start of the run",
+        Reference::Base if job.adapter.as_deref().is_some_and(has_full) => {
+            "the start of what trained in full"
+        }
+        _ => return Ok(()),
+    };
+    let hint = "run.eval_every evaluates in the run; preference.reference = PATH names a model";
+    let place = job.recipe.place("preference.reference");
+    Err(Error::Usage(format!("{place}: the reference is {why}, which only the run knows\n  hint: {hint}")))
+}

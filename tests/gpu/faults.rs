@@ -1,0 +1,118 @@
+//! Faults of devices and drivers, as an emulator can inject them: words, exit codes, and runs that go on.
+
+use super::device;
+use super::world::{FULL, LORA, Ran, World, ran, recipe};
+
+/// A world on a device that injects faults, else none with a note.
+fn world(rules: &str) -> Option<World> {
+    if !device() {
+        return None;
+    }
+    let w = World::new();
+    w.config("tiny", serde_json::json!({}));
+    w.write("r.toml", recipe(rules));
+    let report = w.path("report");
+    w.command(&["doctor"]).env("EMU_REPORT", &report).output().expect("started");
+    if !report.exists() {
+        eprintln!("not run: the device injects no faults");
+        return None;
+    }
+    Some(w)
+}
+
+/// Runs two steps on the device with a fault.
+fn run(w: &World, fault: (&str, &str), set: &[&str]) -> Ran {
+    let args = ["run", "r.toml", "run.device=cuda", "run.steps=2", "run.output=run", "--overwrite"];
+    // A captured backtrace is no part of a message.
+    let mut command = w.command(&[&args, set].concat());
+    ran(command.env(fault.0, fault.1).env("RUST_BACKTRACE", "1").output().expect("started"))
+}
+
+#[track_caller]
+fn fails(r: &Ran, code: i32, words: &[&str]) {
+    assert_eq!(r.code, code, "{}", r.err);
+    for word in words {
+        assert!(r.err.contains(word), "no {word:?}: {}", r.err);
+    }
+    for none in ["DriverError(", "CublasError(", "candle_core", "panicked", "stack backtrace"] {
+        assert!(!r.err.contains(none), "{none:?}: {}", r.err);
+    }
+}
+
+/// Without page-locked memory, one warning, and the same numbers.
+#[test]
+fn pinning_falls_back_to_pageable_memory() {
+    let host = "memory.offload=['params', 'activations', 'optimizer']";
+    let cases = [(FULL, &["memory.recompute=all", host][..]), (LORA, &["memory.offload=['activations']"])];
+    for (rules, set) in cases {
+        let Some(w) = world(rules) else { return };
+        let locked = run(&w, ("EMU_PIN", ""), set);
+        assert!(locked.code == 0 && !locked.err.contains("page-locked"), "{}", locked.err);
+        let steps = w.steps("run");
+        assert_eq!(steps.len(), 2);
+        for fault in ["refuse", "none"] {
+            for pin in ["memory.pin=true", "memory.pin=false"] {
+                let pageable = run(&w, ("EMU_PIN", fault), &[set, &[pin]].concat());
+                assert_eq!(pageable.code, 0, "{}", pageable.err);
+                assert_eq!(pageable.err.matches("cannot be page-locked").count(), 1, "{}", pageable.err);
+                assert_eq!(w.steps("run"), steps, "{fault}, {pin}");
+            }
+        }
+    }
+}
+
+/// A product without memory: recomputed if that takes less, else an error with the plan's figures.
+#[test]
+fn a_library_out_of_memory_is_told() {
+    let Some(w) = world(LORA) else { return };
+    let all = run(&w, ("EMU_CUBLAS_FAIL", "60"), &["memory.recompute=all"]);
+    fails(
+        &all,
+        8,
+        &["out of memory", "CUDA device 0 (", "CUBLAS_STATUS_ALLOC_FAILED", "the plan had said", "hint: "],
+    );
+    let less = run(&w, ("EMU_CUBLAS_FAIL", "60"), &[]);
+    assert_eq!(less.code, 0, "{}", less.err);
+    assert!(less.err.contains("out of memory in step 1: it begins anew recomputing"), "{}", less.err);
+    let eval = w.command(&["eval", "r.toml", "run.device=cuda"]).env("EMU_CUBLAS_FAIL", "1").output();
+    fails(
+        &ran(eval.expect("started")),
+        8,
+        &["CUDA device 0 (", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"],
+    );
+}
+
+/// A device with less memory than the recipe says.
+#[test]
+fn a_device_out_of_memory_is_told() {
+    let Some(w) = world(FULL) else { return };
+    w.config("tiny", serde_json::json!({"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 8000}));
+    let r = run(&w, ("EMU_MEMORY", "96M"), &["memory.budget=40GiB"]);
+    fails(
+        &r,
+        8,
+        &["out of memory", "CUDA device 0 (", "CUDA_ERROR_OUT_OF_MEMORY", "the plan had said", "hint: "],
+    );
+}
+
+#[test]
+fn an_old_driver_is_named_with_what_replaces_it() {
+    let Some(w) = world(LORA) else { return };
+    for device in ["run.device=cuda", "run.device=auto"] {
+        let run = w.command(&["run", "r.toml", "run.steps=1", device]).env("EMU_DRIVER", "12040").output();
+        let words = ["driver here supports CUDA 12.4", "built for CUDA 13", "hint: a driver for CUDA 13"];
+        fails(&ran(run.expect("started")), 2, &words);
+    }
+}
+
+/// Each of several ranks is told by its own device.
+#[test]
+fn a_rank_out_of_memory_is_told_with_its_device() {
+    let Some(w) = world(FULL) else { return };
+    if !super::ranks::devices(2) {
+        return;
+    }
+    let set = ["memory.recompute=all", "run.micro_rows=1", "parallel.data=2"];
+    let r = run(&w, ("EMU_CUBLAS_FAIL", "60"), &set);
+    fails(&r, 8, &["CUDA device ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]);
+}
