@@ -210,3 +210,24 @@ fn settings_of_another_task_are_refused_by_name() {
     let shown = w.ok(&["data", "r.toml", "data.max_length=12"]).out;
     assert!(shown.contains("cut to data.max_length"), "{shown}");
 }
+
+/// `run.best = "accuracy"`: the result is of the first step with the highest accuracy, also where the loss is lowest
+/// elsewhere.
+#[test]
+fn the_best_evaluation_is_that_of_the_highest_accuracy() {
+    let w = World::new();
+    let held_out = format!("data.eval=[{{source='{}', format='preference'}}]", rows("dpo"));
+    let set = [&held_out, "run.eval_every=1", "run.save_every=1", "run.keep_best=true", "run.best=accuracy"];
+    w.write("r.toml", recipe("dpo", &rows("dpo")));
+    let r = w.ok(&[&["run", "r.toml"][..], &set].concat());
+    let evals = w.events("out", "eval");
+    let accuracy = |e: &Value| e["accuracy"].as_f64().expect("an accuracy");
+    let best = evals.iter().rev().max_by(|a, b| accuracy(a).total_cmp(&accuracy(b))).expect("evaluations");
+    let told = format!("best evaluation accuracy {:.4} (step {})", accuracy(best), best["step"]);
+    assert!(r.err.contains(&told), "{told}: {}", r.err);
+    assert_eq!(w.events("out", "end")[0]["step"], best["step"]);
+    let r = w.ft(&["check", "r.toml", "task=kto", "run.best=accuracy", "run.keep_best=true"]);
+    assert!(r.err.contains("evaluations of task = \"kto\" have no accuracy"), "{}", r.err);
+    let r = w.ft(&["check", "r.toml", "run.best=accuracy"]);
+    assert!(r.err.contains("run.best does nothing without keep_best or patience"), "{}", r.err);
+}

@@ -1,75 +1,108 @@
 //! Best evaluation of a run, and patience for early stopping.
 
+use super::Evaluation;
 use ft_base::store::Checkpoints;
 use ft_base::terminal::warn;
+use ft_recipe::Best;
 use serde_json::Value;
 
-/// History of evaluation losses.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// History of evaluation losses, or accuracies.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EvalHistory {
-    /// Loss before the first step.
+    by: Best,
+    /// Value before the first step.
     start: Option<f64>,
-    /// Step and loss of the best evaluation after at least one step.
+    /// Step and value of the best evaluation after at least one step.
     best: Option<(u64, f64)>,
-    /// Number of evaluations since the last new minimum.
+    /// Number of evaluations since the last new best.
     since: usize,
 }
 
 impl EvalHistory {
+    /// Without evaluations.
+    pub fn new(by: Best) -> Self {
+        Self { by, start: None, best: None, since: 0 }
+    }
+
     /// Reads evaluations from the events of a run.
-    pub fn of(events: &[Value]) -> Self {
-        let mut out = Self::default();
+    pub fn of(by: Best, events: &[Value]) -> Self {
+        let mut out = Self::new(by);
         for e in events.iter().filter(|e| e["event"] == "eval") {
-            if let (Some(step), Some(loss)) = (e["step"].as_u64(), e["loss"].as_f64()) {
-                out.record(step, loss);
+            if let (Some(step), Some(value)) = (e["step"].as_u64(), e[by.word()].as_f64()) {
+                out.record(step, value);
             }
         }
         out
     }
 
+    /// The value of an evaluation that the history compares.
+    pub fn value_of(&self, evaluation: &Evaluation) -> f64 {
+        match self.by {
+            Best::Loss => evaluation.loss,
+            Best::Accuracy => evaluation.metrics.get("accuracy").and_then(Value::as_f64).unwrap_or(f64::NAN),
+        }
+    }
+
+    /// A value in words: "loss 0.1234".
+    pub fn told(&self, value: f64) -> String {
+        format!("{} {value:.4}", self.by.word())
+    }
+
+    fn is_better(&self, value: f64, than: f64) -> bool {
+        match self.by {
+            Best::Loss => value < than,
+            Best::Accuracy => value > than,
+        }
+    }
+
     /// As [`EvalHistory::of`], for runs with `run.keep_best`: ignores evaluations without a whole checkpoint, with
     /// a warning. Step `newest` is exempt, because the caller has its checkpoint or is about to write it.
-    pub fn with_checkpoints(mut events: Vec<Value>, checkpoints: &Checkpoints, newest: u64) -> Self {
+    pub fn with_checkpoints(
+        by: Best,
+        mut events: Vec<Value>,
+        checkpoints: &Checkpoints,
+        newest: u64,
+    ) -> Self {
         loop {
-            let all = Self::of(&events);
-            let Some((step, loss)) = all.best.filter(|(step, _)| *step != newest) else { return all };
+            let all = Self::of(by, &events);
+            let Some((step, value)) = all.best.filter(|(step, _)| *step != newest) else { return all };
             let Err(e) = checkpoints.whole(step) else { return all };
-            warn(&format!("the best evaluation, after step {step} (loss {loss:.4}), is left out: {e}"));
+            warn(&format!("the best evaluation, after step {step} ({}), is left out: {e}", all.told(value)));
             events.retain(|e| e["event"] != "eval" || e["step"] != step);
         }
     }
 
     /// Records an evaluation. Returns true if it is the best after at least one step; step 0 never counts,
     /// because no result belongs to it.
-    pub fn record(&mut self, step: u64, loss: f64) -> bool {
+    pub fn record(&mut self, step: u64, value: f64) -> bool {
         if step == 0 {
-            self.start = Some(loss);
+            self.start = Some(value);
             return false;
         }
-        let lowest = self.lowest().is_none_or(|(_, lowest)| loss < lowest);
-        self.since = if lowest { 0 } else { self.since + 1 };
-        let better = self.best.is_none_or(|(_, best)| loss < best);
+        let first = self.best_of_all().is_none_or(|(_, best)| self.is_better(value, best));
+        self.since = if first { 0 } else { self.since + 1 };
+        let better = self.best.is_none_or(|(_, best)| self.is_better(value, best));
         if better {
-            self.best = Some((step, loss));
+            self.best = Some((step, value));
         }
         better
     }
 
-    /// Step and loss of the best evaluation after at least one step.
+    /// Step and value of the best evaluation after at least one step.
     pub fn best(&self) -> Option<(u64, f64)> {
         self.best
     }
 
-    /// Step and loss of the lowest evaluation, including step 0.
-    pub fn lowest(&self) -> Option<(u64, f64)> {
-        let start = self.start.map(|loss| (0, loss));
+    /// Step and value of the best evaluation, including step 0.
+    pub fn best_of_all(&self) -> Option<(u64, f64)> {
+        let start = self.start.map(|value| (0, value));
         match (start, self.best) {
-            (Some(start), Some(best)) => Some(if best.1 < start.1 { best } else { start }),
+            (Some(start), Some(best)) => Some(if self.is_better(best.1, start.1) { best } else { start }),
             (start, best) => start.or(best),
         }
     }
 
-    /// Returns true after `patience` evaluations in a row without a new minimum. Patience 0 means never.
+    /// Returns true after `patience` evaluations in a row without a new best. Patience 0 means never.
     pub fn is_exhausted(&self, patience: usize) -> bool {
         patience > 0 && self.since >= patience
     }
@@ -85,7 +118,7 @@ mod tests {
         let eval = |step: u64, loss: f64| json!({"event": "eval", "step": step, "loss": loss});
         let events =
             [eval(10, 3.0), json!({"event": "step", "step": 11, "loss": 0.0}), eval(20, 2.0), eval(30, 2.0)];
-        let mut b = EvalHistory::of(&events);
+        let mut b = EvalHistory::of(Best::Loss, &events);
         assert_eq!(b.best(), Some((20, 2.0)));
         assert!(b.is_exhausted(1) && !b.is_exhausted(2) && !b.is_exhausted(0));
         assert!(!b.record(40, 2.5) && b.is_exhausted(2));
@@ -93,13 +126,22 @@ mod tests {
     }
 
     #[test]
+    fn the_highest_accuracy_is_the_best() {
+        let eval = |step: u64, accuracy: f64| json!({"event": "eval", "step": step, "loss": 1.0, "accuracy": accuracy});
+        let mut b = EvalHistory::of(Best::Accuracy, &[eval(0, 0.5), eval(10, 0.7), eval(20, 0.6)]);
+        assert_eq!((b.best(), b.is_exhausted(1)), (Some((10, 0.7)), true));
+        assert!(!b.record(30, 0.7) && b.record(40, 0.8));
+        assert_eq!(b.told(0.8), "accuracy 0.8000");
+    }
+
+    #[test]
     fn what_was_before_the_first_step_is_of_no_result_and_to_be_beaten() {
-        let mut b = EvalHistory::default();
+        let mut b = EvalHistory::new(Best::Loss);
         assert!(!b.record(0, 1.0));
-        assert_eq!((b.best(), b.lowest()), (None, Some((0, 1.0))));
+        assert_eq!((b.best(), b.best_of_all()), (None, Some((0, 1.0))));
         assert!(b.record(10, 3.0) && b.record(20, 2.0) && b.is_exhausted(2));
-        assert_eq!((b.best(), b.lowest()), (Some((20, 2.0)), Some((0, 1.0))));
+        assert_eq!((b.best(), b.best_of_all()), (Some((20, 2.0)), Some((0, 1.0))));
         assert!(b.record(30, 0.5) && !b.is_exhausted(1));
-        assert_eq!(b.lowest(), Some((30, 0.5)));
+        assert_eq!(b.best_of_all(), Some((30, 0.5)));
     }
 }

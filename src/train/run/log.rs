@@ -370,16 +370,17 @@ impl RunLog {
         peak: u64,
     ) {
         let mut line = format!("step {step}");
-        if let Some((step, loss)) = history.best() {
-            line += &format!(", best evaluation loss {loss:.4} (step {step})");
+        if let Some((step, value)) = history.best() {
+            line += &format!(", best evaluation {} (step {step})", history.told(value));
         }
         if self.seconds > 0.0 {
             let rate = self.tokens as f64 / self.seconds;
             line += &format!(", {} tokens in {:.0} s ({rate:.0} a second)", self.tokens, self.seconds);
         }
         tell(&format!("done: {line}, at most {} of memory", report::bytes(peak)));
-        if let Some((0, loss)) = history.lowest().filter(|_| history.best().is_some()) {
-            warn(&format!("no evaluation was better than that before the first step: loss {loss:.4}"));
+        if let Some((0, value)) = history.best_of_all().filter(|_| history.best().is_some()) {
+            let told = history.told(value);
+            warn(&format!("no evaluation was better than that before the first step: {told}"));
         }
         let word = |path: &Path| shell_word(&path.to_string_lossy()).into_owned();
         let (run, result) = (word(result.parent().unwrap_or(result)), word(result));

@@ -23,7 +23,7 @@ use ft_data::hub::Want;
 use ft_data::{Batches, Dataset};
 use ft_engine::optim::Schedule;
 use ft_plan::Workload;
-use ft_recipe::Recipe;
+use ft_recipe::{Recipe, Run};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -97,10 +97,10 @@ impl Resume {
     }
 
     /// Returns true if no step is left, by number or by early stopping.
-    fn is_finished(&self, dir: &Path, total: usize, patience: usize) -> bool {
+    fn is_finished(&self, dir: &Path, total: usize, run: &Run) -> bool {
         let stopped_early = || {
             let events = read_metrics(&dir.join("metrics.jsonl")).unwrap_or_default();
-            EvalHistory::of(&events).is_exhausted(patience)
+            EvalHistory::of(run.best, &events).is_exhausted(run.patience)
         };
         ended(dir) && (self.state.step >= total as u64 || stopped_early())
     }
@@ -193,7 +193,7 @@ fn check_resume(
     };
     r.check(identity, options, dir)?;
     let has_result = options.step.is_none() && result.is_dir();
-    if has_result && r.is_finished(dir, total, job.recipe.run.patience) {
+    if has_result && r.is_finished(dir, total, &job.recipe.run) {
         return Ok(true);
     }
     tell(&format!("going on from {} (step {} of {total})", r.checkpoint.path.display(), r.state.step));

@@ -71,9 +71,9 @@ impl<'a> Trainer<'a> {
         run.observer.iter().for_each(|observer| log.observe(observer));
         let events = read_metrics(&dir.join("metrics.jsonl"))?;
         let history = if job.recipe.run.keep_best {
-            EvalHistory::with_checkpoints(events, &run.checkpoints, run.done())
+            EvalHistory::with_checkpoints(job.recipe.run.best, events, &run.checkpoints, run.done())
         } else {
-            EvalHistory::of(&events)
+            EvalHistory::of(job.recipe.run.best, &events)
         };
         let server = Server::start(run.program.as_deref(), job, dir);
         run.signals.hold();
@@ -114,7 +114,7 @@ impl<'a> Trainer<'a> {
             }
             let patience = self.cx.job.recipe.run.patience;
             if self.history.is_exhausted(patience) {
-                let best = self.history.lowest().map_or(0, |(step, _)| step);
+                let best = self.history.best_of_all().map_or(0, |(step, _)| step);
                 self.log.line(&format!(
                     "stopped after step {}: {patience} evaluations in a row were no better than step \
                         {best}'s (run.patience)",
@@ -263,7 +263,7 @@ impl<'a> Trainer<'a> {
         };
         self.log.evaluation(step, &of, scored.as_ref())?;
         if loss.is_finite() {
-            return Ok(self.history.record(step, loss));
+            return Ok(self.history.record(step, self.history.value_of(&of)));
         }
         let kept = if step == 0 {
             "nothing was trained yet"
@@ -379,11 +379,12 @@ impl<'a> Trainer<'a> {
     fn load_best(&mut self) -> ft_base::Result<u64> {
         let keep_best = self.cx.job.recipe.run.keep_best;
         let best = self.history.best().filter(|(step, _)| keep_best && *step != self.done);
-        let Some((step, loss)) = best else { return Ok(self.done) };
+        let Some((step, value)) = best else { return Ok(self.done) };
         let folder = self.run.checkpoints.whole(step)?.path;
         command::announce(self.cx.comm, &Command::Load(folder.clone()))?;
         ranks::load_checkpoint(&self.cx.model.params, &folder, self.cx.comm)?;
-        self.log.line(&format!("the result is that of step {step}: evaluation loss {loss:.4}"));
+        let told = self.history.told(value);
+        self.log.line(&format!("the result is that of step {step}: evaluation {told}"));
         Ok(step)
     }
 

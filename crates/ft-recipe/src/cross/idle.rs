@@ -147,6 +147,8 @@ const ROWS: &[Row] = rows! {
     refuse ["run.keep_best", "run.patience"] if |c| !(c.evaluates() && c.r.run.eval_every > 0),
         of ["data.eval", "data.eval_share", "run.eval_every"]: " does nothing: the run does not evaluate on its way",
         "set run.eval_every, with [[data.eval]] or data.eval_share";
+    refuse ["run.best"] if |c| !c.r.run.keep_best && c.r.run.patience == 0, of ["run.keep_best", "run.patience"]:
+        " does nothing without keep_best or patience", "keep_best = true keeps the best checkpoint";
     tell ["run.epochs"] if |c| c.r.run.steps.is_some(), of ["run.steps"]:
         " does nothing: run.steps is given", "leave one of them out";
     refuse ["generate.temperature", "generate.regex"] if |c| c.r.generate.samples == 0,

@@ -1,7 +1,7 @@
 //! Checks of the task against `[preference]`, formats and evaluation.
 
 use super::context::Cross;
-use crate::keys::{Format, PreferenceLoss, Recipe, Task};
+use crate::keys::{Best, Format, PreferenceLoss, Recipe, Task};
 
 impl Cross<'_, '_> {
     pub(super) fn preference(&mut self, recipe: &Recipe) {
@@ -11,6 +11,11 @@ impl Cross<'_, '_> {
         }
         self.formats(recipe);
         let word = task.word();
+        let told = task.has_objective() && task != Task::Kto;
+        if recipe.run.best == Best::Accuracy && !told && self.all_good(&["run.best"]) {
+            let message = format!("evaluations of task = \"{word}\" have no accuracy");
+            self.report("run.best", message, "\"loss\", or leave it out");
+        }
         if let Some(loss) = of.loss.filter(|_| task.prefers() && self.all_good(&["preference.loss"])) {
             let fits = match task {
                 Task::Dpo => matches!(loss, PreferenceLoss::Sigmoid | PreferenceLoss::Ipo),

@@ -315,9 +315,11 @@ table! {
         eval_at_start: bool = Bool, Toml("false");
         /// Checkpoints that are kept.
         keep: usize = Int(1, COUNT), Toml("2");
-        /// Whether the checkpoint with the lowest evaluation loss is kept too, and the result is its.
+        /// Whether the checkpoint of the best evaluation is kept too, and the result is its.
         keep_best: bool = Bool, Toml("false");
-        /// Evaluations in a row without a lower loss after which the run ends; 0 = it does not end early.
+        /// What makes an evaluation the best one.
+        best: Best = Word(Best::WORDS), Toml("\"loss\"");
+        /// Evaluations in a row without a better one after which the run ends; 0 = it does not end early.
         patience: usize = Int(0, COUNT), Toml("0");
         /// The run folder; {name} is filled in.
         output: PathBuf = Text, Toml("\"runs/{name}\"");

@@ -69,6 +69,16 @@ impl Task {
 }
 
 words! {
+    /// `run.best`
+    pub enum Best {
+        /// The lowest loss.
+        Loss = "loss",
+        /// The highest accuracy: of pairs, or of classes.
+        Accuracy = "accuracy",
+    }
+}
+
+words! {
     /// `preference.loss`
     pub enum PreferenceLoss {
         /// The negative logarithm of the sigmoid of the difference of rewards (DPO).

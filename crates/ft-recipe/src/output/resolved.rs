@@ -36,6 +36,7 @@ const NOT_MATHEMATICS: &[&str] = &[
     "run.eval_at_start",
     "run.keep",
     "run.keep_best",
+    "run.best",
     "run.patience",
     "run.output",
     "run.device",
