@@ -28,6 +28,12 @@ pub struct Step {
     pub accuracy: f64,
     /// Mean difference of the rewards of chosen and rejected.
     pub margin: f64,
+    /// Mean rewards of chosen and rejected.
+    pub rewards: [f64; 2],
+    /// Mean log-probabilities of chosen and rejected.
+    pub logps: [f64; 2],
+    /// Divergence from the teacher, and cross-entropy of the labels.
+    pub distilled: [f64; 2],
     /// Tokens processed.
     pub tokens: f64,
     /// Supervised tokens.
@@ -52,6 +58,9 @@ impl Step {
             lr: n("lr"),
             accuracy: n("accuracy"),
             margin: n("margins"),
+            rewards: ["rewards_chosen", "rewards_rejected"].map(n),
+            logps: ["logps_chosen", "logps_rejected"].map(n),
+            distilled: ["kd", "ce"].map(n),
             tokens: n("tokens"),
             targets: n("target_tokens"),
             seconds: n("seconds"),

@@ -2,7 +2,7 @@
 
 use super::files::Files;
 use super::memory::Memory;
-use super::metrics::{ExpertLoad, Metrics, SCORES, Sample, text};
+use super::metrics::{ExpertLoad, Metrics, SCORES, Sample, Step, text};
 use super::plot::{
     Chart, Curve, HeatMap, LineStyle, Range, Series, Table, cut, duration, grouped, moment, plural, short,
     thin_evenly,
@@ -114,10 +114,16 @@ fn range(m: &Metrics) -> Range<'_> {
     Range { steps: m.span().unwrap_or((0, 1)), resumed: &m.resumed }
 }
 
+const DISTILLED: [&str; 2] = ["divergence from the teacher", "cross-entropy of the labels"];
+
 fn charts(m: &Metrics) -> Vec<Chart> {
     let range = range(m);
     let chart = |id, title, label, points: Series, notes: &[&str]| {
         Chart::new(id, title, &[Curve { label, style: LineStyle::Main, points }], &range, notes)
+    };
+    let two = |id, title, labels: [&'static str; 2], of: [fn(&Step) -> f64; 2]| {
+        let curve = |k: usize| Curve { label: labels[k], style: LineStyle::Run(k), points: m.series(of[k]) };
+        Chart::new(id, title, &[curve(0), curve(1)], &range, &["Means over the step."])
     };
     let training = |label, style, points| Curve { label, style, points };
     let mut loss = vec![training("training loss", LineStyle::Raw, m.series(|s| s.loss))];
@@ -149,6 +155,9 @@ fn charts(m: &Metrics) -> Vec<Chart> {
         chart("z", "z-loss of the routers", "z-loss", m.series(|s| s.z_loss), &[aux]),
         accuracy(m, &range),
         chart("margin", "Margin of rewards", "margin", m.series(|s| s.margin), &["Chosen less rejected."]),
+        two("rewards", "Rewards", ["chosen", "rejected"], [|s| s.rewards[0], |s| s.rewards[1]]),
+        two("logps", "Log-probabilities", ["chosen", "rejected"], [|s| s.logps[0], |s| s.logps[1]]),
+        two("distilled", "Distillation", DISTILLED, [|s| s.distilled[0], |s| s.distilled[1]]),
         chart("norm", "Gradient norm", "gradient norm", m.series(|s| s.grad_norm), &["Before clipping."]),
         chart("lr", "Learning rate", "learning rate", m.series(|s| s.lr), &[]),
         chart("speed", "Tokens a second", "tokens a second", m.series(|s| s.rate), &[]),

@@ -143,7 +143,7 @@ impl Environment<'_> {
     }
 
     fn port(&self) -> Option<u16> {
-        self.number("MASTER_PORT").and_then(|p| u16::try_from(p).ok())
+        self.number("MASTER_PORT").and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0)
     }
 
     /// The ranks in these variables; `None` for a process that is alone.
@@ -274,7 +274,13 @@ mod tests {
         );
         assert_eq!(of(&torch.replace("29500", "65535"), false), at(3, 4, Some(1), "h", 65_535));
         assert_eq!(of("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", true), None);
-        for half in ["", "MASTER_ADDR=h", "MASTER_PORT=7", "MASTER_ADDR=h MASTER_PORT=70000"] {
+        for half in [
+            "",
+            "MASTER_ADDR=h",
+            "MASTER_PORT=7",
+            "MASTER_ADDR=h MASTER_PORT=70000",
+            "MASTER_ADDR=h MASTER_PORT=0",
+        ] {
             let alone = of(&format!("RANK=0 WORLD_SIZE=2 {half}"), true);
             assert!(matches!(alone, Some(Launch { meeting: Meeting::Nowhere(_), .. })), "{half}");
         }

@@ -161,6 +161,31 @@ fn scores_of_answers_are_shown() -> Result<()> {
 
 /// Answers that are scored stand beside the wanted ones, with a curve of their scores.
 #[test]
+fn metrics_of_tasks_are_drawn() -> Result<()> {
+    let with = |n: u64, of: &[(&str, f64)]| {
+        let mut event = step(n, 0.5);
+        of.iter().for_each(|(key, x)| event[*key] = json!(x));
+        event
+    };
+    let pairs = [
+        ("accuracy", 0.5),
+        ("margins", 0.25),
+        ("rewards_chosen", 0.125),
+        ("rewards_rejected", -0.125),
+        ("logps_chosen", -30.0),
+        ("logps_rejected", -31.0),
+    ];
+    let html = whole(&folder(&[start(2), with(1, &pairs), with(2, &pairs)])?)?;
+    says(&html, &["Margin of rewards", "Rewards", "Log-probabilities", "Accuracy", "rejected", "pairs"]);
+    assert!(!html.contains("Distillation"), "no teacher");
+    let taught = [("kd", 2.0), ("ce", 3.0)];
+    let html = whole(&folder(&[start(2), with(1, &taught), with(2, &taught)])?)?;
+    says(&html, &["Distillation", "divergence from the teacher"]);
+    assert!(!html.contains("Log-probabilities"), "no pairs");
+    Ok(())
+}
+
+#[test]
 fn answers_and_their_curve_are_shown() -> Result<()> {
     let scored = |step: u64, rouge: f64| {
         let mut event = eval(step, 1.5);

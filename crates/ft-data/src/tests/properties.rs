@@ -17,6 +17,7 @@ fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
         save_every: 0,
         keep: 2,
         keep_best: false,
+        best: ft_recipe::Best::Loss,
         patience: 0,
         output: PathBuf::new(),
         device: Device::Cpu,
