@@ -225,7 +225,7 @@ fn the_best_evaluation_is_that_of_the_highest_accuracy() {
     let best = evals.iter().rev().max_by(|a, b| accuracy(a).total_cmp(&accuracy(b))).expect("evaluations");
     let told = format!("best evaluation accuracy {:.4} (step {})", accuracy(best), best["step"]);
     assert!(r.err.contains(&told), "{told}: {}", r.err);
-    assert_eq!(w.events("out", "end")[0]["step"], best["step"]);
+    assert_eq!(w.events("out", "end")[0]["of_step"], best["step"]);
     let r = w.ft(&["check", "r.toml", "task=kto", "run.best=accuracy", "run.keep_best=true"]);
     assert!(r.err.contains("evaluations of task = \"kto\" have no accuracy"), "{}", r.err);
     let r = w.ft(&["check", "r.toml", "run.best=accuracy"]);

@@ -431,6 +431,7 @@ fn every_part_knows_the_same_keys() {
         "model.dtype=f16",
         "model.quantize=nf4",
     ]));
+    writer.extend(written(&["run.eval_every=1", "run.keep_best=true"]));
     writer.extend(written(&["log.mlflow='http://h'"]));
     writer.extend(written(&[
         "serve.devices=['cpu']",

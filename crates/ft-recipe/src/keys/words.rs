@@ -73,7 +73,7 @@ words! {
     pub enum Best {
         /// The lowest loss.
         Loss = "loss",
-        /// The highest accuracy: of pairs, or of classes.
+        /// The highest accuracy, of pairs or of classes; the first of equal ones.
         Accuracy = "accuracy",
     }
 }
