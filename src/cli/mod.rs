@@ -49,7 +49,7 @@ struct Cli {
     verb: Verb,
 }
 
-/// In the order of the way: a recipe, its data, a plan, a run, what comes of it; then tools.
+/// In order of use: recipe, data, plan, run, results; then tools.
 #[derive(Debug, Subcommand)]
 enum Verb {
     /// Ask what a recipe needs, and write one

@@ -30,8 +30,8 @@ const FILES: &[(&str, &[u8])] = files![
     "data/quickstart/train.jsonl",
 ];
 
-/// Writes what a shipped recipe names and the current folder lacks: its model, its rows. Files that are there
-/// stay as they are. A plan needs no `rows`.
+/// Writes the model and the rows of a shipped recipe to the current folder. Existing files are kept. A plan needs
+/// no `rows`.
 ///
 /// # Errors
 /// The folder cannot be written.

@@ -19,7 +19,7 @@ pub enum Objective<'a> {
 }
 
 impl<'a> Objective<'a> {
-    /// The task that is there, on a part of the data.
+    /// The task of a run on a part of the data; `None` for tasks on tokens.
     pub fn of(tasks: (Option<&'a Preferences>, Option<&'a Classes>), part: Part) -> Option<Self> {
         let preferences = tasks.0.map(|p| Self::Preferences(p, part));
         preferences.or(tasks.1.map(Self::Classes))

@@ -16,7 +16,7 @@ thread_local! {
 /// The first device that this process opened.
 static FIRST: Mutex<Option<String>> = Mutex::new(None);
 
-/// Names the device that this thread opens, for its later errors. Threads without a device take the first one.
+/// Sets the device name for later errors of this thread. Threads without a device use the first one opened.
 pub fn opened(device: &str) {
     let mut first = FIRST.lock().unwrap_or_else(PoisonError::into_inner);
     match first.get_or_insert_with(|| device.into()) {

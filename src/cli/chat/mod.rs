@@ -41,8 +41,7 @@ pub struct Args {
     #[command(flatten)]
     load: LoadArgs,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template.
-    /// With alpaca and
-    /// text, each prompt stands alone
+    /// With alpaca and text, each prompt stands alone
     #[arg(long, value_parser = words(PromptFormat::WORDS))]
     form: Option<String>,
     /// Continue each prompt as it is, the same as --form text

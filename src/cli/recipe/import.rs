@@ -30,8 +30,8 @@ pub struct Args {
     overwrite: bool,
 }
 
-/// Writes the recipe, lists what became of each key, and checks the recipe. Files and models that are not
-/// there are no problems yet. Returns the problems in order.
+/// Writes the recipe, lists what became of each key, and checks the recipe. Missing files and models
+/// are no problems yet. Returns the problems in order.
 pub fn run(args: &Args) -> Vec<Error> {
     match write(args) {
         Ok(out) => {
@@ -124,7 +124,7 @@ fn listing(imported: &Imported, name: &str) -> String {
     out
 }
 
-/// Problems of the recipe as `ft check` finds them, without the hub; but for files that are not there.
+/// Problems of the recipe found by `ft check` without the hub. Missing files are left out.
 fn problems(out: &Path) -> Vec<Error> {
     let settings = Settings { offline: true, ..Settings::from_env() };
     match Recipe::load(out, &[]) {

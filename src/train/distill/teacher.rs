@@ -35,7 +35,7 @@ pub struct TeacherFiles {
     pub sources: String,
 }
 
-/// Refuses a teacher whose values cannot be those of the student's tokens: another tokenizer.
+/// Refuses a teacher with another tokenizer than the student's.
 ///
 /// # Errors
 /// [`Error::Usage`].

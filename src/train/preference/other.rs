@@ -63,7 +63,7 @@ pub fn hash(other: &Job) -> ft_base::Result<String> {
     Ok(h.finalize().to_hex().to_string())
 }
 
-/// Checks another model as reference: its files, its vocabulary, and whether it fits this machine by itself.
+/// Checks another model as reference: files, vocabulary, memory of the model alone.
 ///
 /// # Errors
 /// Errors of the model; [`Error::Usage`]; too little memory.

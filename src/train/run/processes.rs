@@ -77,7 +77,7 @@ struct Settings(Vec<(String, String)>);
 /// As [`super::run()`]; lost rank; number of processes different from the number of ranks in the recipe.
 pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
-    // A process that does not meet the others must print its own error.
+    // A process that fails to join must print its own error.
     let joined = processes::join(launch, timeout).inspect_err(|_| terminal::to_terminal());
     let (comm, neighbours) = joined?;
     if comm.rank() > 0 {

@@ -5,7 +5,7 @@ use console::truncate_str;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::{Duration, Instant};
 
-/// Columns from which a bar and its rate have room beside the numbers.
+/// Smallest width, in columns, for a bar with rate and numbers.
 const ROOMY: usize = 60;
 
 /// A progress bar over bytes (loading, writing, fetching); hidden if stderr is not a terminal.
@@ -53,7 +53,7 @@ pub struct StepFigures {
     pub rate: f64,
 }
 
-/// The line of a progress bar, within `width` columns: of the figures those that fit, the first first.
+/// The line of a progress bar, within `width` columns. Figures are added in order, as long as they fit.
 fn bar_line(width: usize, (step, total): (u64, u64), t: &StepFigures, left: Duration) -> String {
     const BAR: std::ops::RangeInclusive<usize> = 5..=30;
     let count = format!("{step}/{total}");

@@ -48,7 +48,7 @@ impl TaughtRows {
         Ok(Self { file, path: path.into(), by, text: Vec::new(), rows: 0, bytes: 0 })
     }
 
-    /// Appends a sample. `top` has one entry for each of its targets, in order.
+    /// Appends a sample. `top` has one entry per target, in order.
     ///
     /// # Errors
     /// The file cannot be written.

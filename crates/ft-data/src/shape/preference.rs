@@ -213,7 +213,7 @@ impl Schema {
         }
     }
 
-    /// Messages of the prompt, without those that `completion` repeats; `None` without a prompt.
+    /// Messages of the prompt, without the ones repeated in `completion`; `None` without a prompt.
     fn prompt_messages(&self, row: &Row, completion: &[Value]) -> Result<Option<Vec<Value>>, String> {
         let prompt = match row.get(self.name("prompt")) {
             None | Some(Value::Null) => return Ok(None),

@@ -15,8 +15,8 @@ pub(crate) struct Taught {
 }
 
 impl Schema {
-    /// The values of a teacher, if the row has any: `teacher_ids` and `teacher_logits`, for each of its `tokens` a
-    /// list, which may be empty where nothing is predicted; and `teacher`, by whom.
+    /// The values of a teacher, if the row has any: `teacher_ids` and `teacher_logits`, a list per token of the row
+    /// (empty for tokens without a prediction), and `teacher`, the identity of the teacher.
     pub(super) fn taught(&self, row: &Map<String, Value>, tokens: usize) -> Result<Option<Taught>, String> {
         let [ids, logits] = ["teacher_ids", "teacher_logits"].map(|name| self.name(name));
         let given = |name: &str| row.get(name).filter(|v| !says_nothing(v));

@@ -316,7 +316,7 @@ impl Marked {
     /// End of the turn of message `i`, with content ending at `own`; `None` if the text ends with the content.
     fn end(&self, i: usize, own: usize, rendering: &Rendering<'_>) -> Result<Option<usize>, String> {
         let (text, count) = (&self.whole.text, rendering.chat.messages.len());
-        // an end-of-sequence token that belongs to what follows
+        // an end-of-sequence token at the start of the following text
         let behind = text[own..].trim_start();
         let stop = rendering.stops.iter().filter(|s| behind.starts_with(s.as_str())).map(String::len).max();
         let stop = stop.map(|bytes| text.len() - behind.len() + bytes);

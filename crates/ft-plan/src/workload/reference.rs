@@ -44,7 +44,7 @@ impl ReferencePass {
     }
 }
 
-/// Samples that are scored; samples with an entry in the file; completions that KTO's estimate scores beside them.
+/// Numbers of scored samples, of samples with an entry in the file, and of completions for KTO's estimate.
 fn counts(r: &Recipe, w: &Workload) -> Option<[u64; 3]> {
     let (epoch, steps) = (w.epoch?, w.steps?);
     let rows = steps.saturating_mul(r.run.batch_rows as u64);

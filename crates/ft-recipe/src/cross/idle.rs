@@ -1,4 +1,4 @@
-//! Keys without effect beside the values of others: one table for checks, plans, runs and the resolved recipe.
+//! Keys made ineffective by other keys: one table for checks, plans, runs and the resolved recipe.
 
 use super::context::Cross;
 use crate::keys::{

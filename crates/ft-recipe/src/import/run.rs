@@ -171,7 +171,7 @@ fn zero(ctx: &mut Context<'_>, stage: u8, e: &Entry) -> Outcome {
     needless(format!("one rank splits nothing; with parallel.data = N cards: parallel.zero = {stage}"))
 }
 
-/// A configuration of DeepSpeed: its stage, from the file or its name.
+/// ZeRO stage of a DeepSpeed configuration, from the file or the file name.
 fn deepspeed(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(path) = text(&e.value).filter(|_| !is_off(&e.value)) else { return needless("off") };
     let inside = ctx.around.read(&path).and_then(|t| serde_json::from_str::<serde_json::Value>(&t).ok());

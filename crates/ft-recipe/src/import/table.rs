@@ -70,7 +70,7 @@ pub(super) struct Tables {
 pub(super) enum How<'t> {
     To(&'t str),
     By(&'t str),
-    /// Settings that it means where it is on.
+    /// Settings implied by a switch, if it is on.
     Set(&'t [String]),
     /// No effect here, with the reason.
     Needless(&'t str),

@@ -1,6 +1,6 @@
-//! Files of a folder that others may have filled: a model, an adapter, a run. The rule is [`open_inside`]: plain
-//! files inside the folder; no link out of it, except into the blobs of the hub's cache. All such files are read
-//! by it, so that nothing outside can get into what is written, exported or published.
+//! Files of an untrusted folder: a model, an adapter, a run. [`open_inside`] opens plain files inside the folder, and
+//! no link out of it, except into the blobs of the hub's cache. Outside files therefore never reach an output, an
+//! export or an upload.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read};

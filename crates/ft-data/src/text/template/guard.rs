@@ -53,8 +53,8 @@ pub(crate) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     Ok(())
 }
 
-/// The names in the tags of a template: variables, attributes, filters. Those before an error, which the tokenizer
-/// repeats without end.
+/// The names in the tags of a template: variables, attributes, filters. Stops at the first error, because the
+/// tokenizer repeats it without end.
 pub(super) fn names(source: &str, syntax: &SyntaxConfig) -> BTreeSet<String> {
     let tokens = tokenize(source, false, syntax.clone()).map_while(Result::ok);
     let name = |(token, _)| if let Token::Ident(name) = token { Some(name.to_string()) } else { None };

@@ -200,7 +200,7 @@ fn range(span: Span) -> (usize, usize) {
     (span.start_offset as usize, span.end_offset as usize)
 }
 
-/// The source with Python's escapes in strings: those that the engine reads in another way are spelt otherwise.
+/// Rewrites escapes in strings with different meanings in Python and in the engine.
 pub(super) fn python_escapes(source: &str, syntax: &SyntaxConfig) -> String {
     let (mut out, mut from) = (String::with_capacity(source.len()), 0);
     for (token, span) in tokenize(source, false, syntax.clone()).map_while(Result::ok) {

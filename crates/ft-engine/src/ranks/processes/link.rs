@@ -1,5 +1,4 @@
-//! A connection whose two ends have proved that they have the key. Messages are JSON, each with its length and
-//! its keyed hash.
+//! A connection authenticated on both ends by a common key. Messages are JSON, with a length and a keyed hash.
 //!
 //! ```text
 //! listener: MAGIC, 32 random bytes

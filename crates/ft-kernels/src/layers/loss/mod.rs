@@ -131,7 +131,7 @@ pub fn on_host(losses: Vec<Tensor>) -> Result<Vec<Vec<f64>>> {
     all.iter().map(read).collect()
 }
 
-/// Running sum of losses, each times its weight.
+/// Running weighted sum of losses.
 ///
 /// Reading losses from a device synchronizes, so a bounded number of them stays on the device.
 #[derive(Debug, Default)]

@@ -17,7 +17,7 @@ pub(super) const FILTERS: &[(&str, Calling)] = &[
     ("format", |_, v, args| super::text::format(v, args)),
 ];
 
-/// A generator of what `f` makes of the items; an error is raised where it is reached.
+/// A lazy map and filter of the items by `f`. Errors surface during iteration.
 fn each(v: &Value, mut f: impl FnMut(Value) -> Result<Option<Value>, Error>) -> Result<Value, Error> {
     if !v.is_true() {
         return Ok(Generator::value(std::iter::empty()));

@@ -12,7 +12,7 @@ use minijinja::{Environment, Error, State, Value};
 
 /// A filter with named parameters.
 type Named = fn(&Value, &Arguments) -> Result<Value, Error>;
-/// A filter that calls others by name.
+/// A filter with other filters or tests as arguments.
 type Calling = fn(&mut State<'_, '_>, &Value, &[Value]) -> Result<Value, Error>;
 
 /// Arguments of a filter in the order of its parameters.

@@ -54,7 +54,7 @@ pub(super) const FILTERS: &[(&[&str], &[&str], Named)] = &[
     (&["length", "count"], &[], |v, _| length(v).map(Value::from)),
 ];
 
-/// The value as a text that keeps its safety.
+/// The value as text, still marked safe if it was.
 fn soft(v: &Value) -> Result<Value, Error> {
     match v.as_str() {
         Some(_) => Ok(v.clone()),

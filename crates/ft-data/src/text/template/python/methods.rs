@@ -34,7 +34,7 @@ pub(crate) fn known(kind: Kind, name: &str) -> Option<bool> {
 /// Calls `object.name(*args)`.
 ///
 /// # Errors
-/// A method that is not there, or wrong arguments.
+/// A missing method, or wrong arguments.
 pub(crate) fn call(
     state: &mut State<'_, '_>,
     object: &Value,
