@@ -61,14 +61,7 @@ impl Model {
     fn of_run(run: &Path, options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
         let (run, job) = FollowedRun::open(run, options.load, options.chat_template)?;
         refuse_scores(&job.config)?;
-        let loaded = InferenceModel {
-            config: &job.config,
-            selection: &job.selection,
-            quantize: job.recipe.model.quantize,
-            dtype: job.recipe.model.dtype,
-            stored: Base::stored_width(&job.config, Some(&job.model.dir)),
-        };
-        check_memory(loaded, devices)?;
+        check_memory(job.inference_model(), devices)?;
         let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(&job.model))?;
         let (mut replicas, mut has_checkpoint) = (Vec::new(), false);
         for device in devices {

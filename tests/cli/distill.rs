@@ -62,14 +62,9 @@ fn a_resumed_run_has_the_same_bits() {
         &["model.quantize=nf4", "data.pack=true", "run.batch_rows=1", "run.micro_rows=1"],
     ] {
         w.write("r.toml", recipe());
-        let set =
-            [&[eval.as_str(), "run.eval_every=4", "run.save_every=4", "run.keep_best=true"], more].concat();
-        w.ok(&[&["run", "r.toml", "--overwrite"], &set[..]].concat());
-        let half = [&set[..], &["run.output=half"]].concat();
-        w.ok(&[&["run", "r.toml", "--overwrite"], &half[..]].concat());
-        std::fs::remove_dir_all(w.path("half/checkpoints/step-00000008")).expect("removed");
-        std::fs::remove_dir_all(w.path("half/adapter")).expect("removed");
-        w.ok(&[&["run", "r.toml", "--resume"], &half[..]].concat());
+        let set = [&[eval.as_str(), "run.eval_every=4", "run.keep_best=true"], more].concat();
+        w.ok(&[&["run", "r.toml", "--overwrite", "run.save_every=4"], &set[..]].concat());
+        w.resumed_in_half(&set);
         assert_eq!(w.steps("half"), w.steps("out"), "{more:?}");
         let evals = w.events("half", "eval");
         let last = &evals[evals.len() - 1];

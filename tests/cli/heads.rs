@@ -121,11 +121,7 @@ fn a_resumed_run_has_the_same_bits() {
     for kind in ["reward", "classify_weighted"] {
         w.write("r.toml", recipe(kind).replace("shuffle = false", "shuffle = true"));
         w.ok(&["run", "r.toml", "--overwrite"]);
-        let half = ["run.output=half", "run.save_every=4"];
-        w.ok(&[&["run", "r.toml", "--overwrite"], &half[..]].concat());
-        std::fs::remove_dir_all(w.path("half/checkpoints/step-00000008")).expect("removed");
-        std::fs::remove_dir_all(w.path("half/adapter")).expect("removed");
-        w.ok(&[&["run", "r.toml", "--resume"], &half[..]].concat());
+        w.resumed_in_half(&[]);
         assert_eq!(w.steps("half"), w.steps("out"), "{kind}");
     }
 }

@@ -123,11 +123,7 @@ fn a_resumed_run_has_the_same_bits() {
         let reference = format!("preference.reference={reference}");
         w.ok(&["run", "r.toml", "--overwrite", &reference]);
         for cache in ["data.cache=true", "data.cache=false"] {
-            let half = [&reference, cache, "run.output=half", "run.save_every=4"];
-            w.ok(&[&["run", "r.toml", "--overwrite"], &half[..]].concat());
-            std::fs::remove_dir_all(w.path("half/checkpoints/step-00000008")).expect("removed");
-            std::fs::remove_dir_all(w.path("half/adapter")).expect("removed");
-            w.ok(&[&["run", "r.toml", "--resume"], &half[..]].concat());
+            w.resumed_in_half(&[&reference, cache]);
             assert_eq!(w.steps("half"), w.steps("out"), "{kind} {cache}");
         }
     }

@@ -106,6 +106,17 @@ impl World {
         c.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started")
     }
 
+    /// Runs r.toml in the folder `half` to step 8, with a checkpoint every 4 steps; removes the last checkpoint and the
+    /// adapter, and resumes.
+    pub fn resumed_in_half(&self, set: &[&str]) {
+        let half = [set, &["run.output=half", "run.save_every=4"]].concat();
+        self.ok(&[&["run", "r.toml", "--overwrite"], &half[..]].concat());
+        for folder in ["checkpoints/step-00000008", "adapter"] {
+            std::fs::remove_dir_all(self.path("half").join(folder)).expect("removed");
+        }
+        self.ok(&[&["run", "r.toml", "--resume"], &half[..]].concat());
+    }
+
     /// Steps of a run: step, loss, gradient norm and learning rate, as bits.
     pub fn steps(&self, run: &str) -> Vec<(u64, u64, u64, u64)> {
         let bits = |v: &Value| v.as_f64().map_or(0, f64::to_bits);

@@ -74,7 +74,7 @@ impl Classes {
     /// Loss, targets and metrics of a dataset.
     ///
     /// # Errors
-    /// As [`Scorer::outputs`].
+    /// As [`Scorer::scores`].
     pub fn evaluate(
         &self,
         scorer: &Scorer<'_>,
@@ -84,18 +84,17 @@ impl Classes {
         let samples = samples_of(data, 0..data.rows.len())?;
         let chunks: Vec<&[u32]> = samples.chunks(scorer.execution.micro_rows.max(1)).collect();
         let micro = |i: usize| Micro::of_samples(data, chunks[i]);
-        let scores = scorer.outputs(chunks.len(), &micro, stop)?;
+        let words = |m: &Micro, scores: Vec<f64>| -> Vec<u64> {
+            let of = |d: Document<'_>| {
+                [d.softmax().1.to_bits(), d.weight.to_bits(), d.class as u64, d.predicted() as u64]
+            };
+            self.documents(m, &scores).flat_map(of).collect()
+        };
+        let words = scorer.words(chunks.len(), &micro, &words, stop, &|_| ())?;
         let (mut confusion, mut tally) = (Confusion::new(self.names.len()), Tally::default());
-        let mut rest = scores.as_slice();
-        for i in 0..chunks.len() {
-            let m = micro(i)?;
-            let (own, after) = rest.split_at((m.targets.len() * self.names.len()).min(rest.len()));
-            rest = after;
-            for document in self.documents(&m, own) {
-                let predicted = document.predicted();
-                tally.classified(document.softmax().1, document.weight, predicted == document.class);
-                confusion.add(document.class, predicted);
-            }
+        for [loss, weight, class, predicted] in words.as_chunks().0 {
+            tally.classified(f64::from_bits(*loss), f64::from_bits(*weight), predicted == class);
+            confusion.add(*class as usize, *predicted as usize);
         }
         Ok((tally.class_loss(), samples.len(), confusion.metrics(&self.names)))
     }

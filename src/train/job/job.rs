@@ -18,7 +18,7 @@ use ft_engine::params::build::{Build, check_full};
 use ft_engine::quant;
 use ft_engine::ranks::{self, Comm};
 use ft_kernels::gemm::pairs;
-use ft_plan::Resolved;
+use ft_plan::{InferenceModel, Resolved};
 use ft_recipe::{Method, Offload, Quantize, Recipe, Rule, Weights};
 use std::sync::Arc;
 
@@ -127,6 +127,17 @@ impl Job {
         let device = if self.device.is_cpu() { "CPU" } else { "CUDA" };
         let how = self.products()?.map_or(String::new(), |p| format!(" ({})", p.text()));
         Ok(format!("{device} {}{how}", format!("{:?}", self.dtype).to_lowercase()))
+    }
+
+    /// The model for a plan of inference.
+    pub fn inference_model(&self) -> InferenceModel<'_> {
+        InferenceModel {
+            config: &self.config,
+            selection: &self.selection,
+            quantize: self.recipe.model.quantize,
+            dtype: self.recipe.model.dtype,
+            stored: Base::stored_width(&self.config, Some(&self.model.dir)),
+        }
     }
 
     /// Copies the job to another device, with the compute dtype for that device.

@@ -7,8 +7,7 @@ use crate::train::output::RESULTS;
 use ft_base::store;
 use ft_data::hub::Want;
 use ft_engine::adapters::{Adapter, TrainedPart};
-use ft_engine::load::Base;
-use ft_plan::{InferenceMemory, InferenceModel};
+use ft_plan::InferenceMemory;
 use ft_recipe::{Init, Method, Recipe, Reference, Weights};
 
 /// The recipe with another model, or an adapter over its own, in place of the model that trains; `None` if that is
@@ -80,14 +79,7 @@ pub fn check(trained: &Job) -> ft_base::Result<()> {
         return fail(format!("another tokenizer than the model's: {why}"));
     }
     other.check()?;
-    let model = InferenceModel {
-        config: &other.config,
-        selection: &other.selection,
-        quantize: other.recipe.model.quantize,
-        dtype: other.recipe.model.dtype,
-        stored: Base::stored_width(&other.config, Some(&other.model.dir)),
-    };
-    let needs = InferenceMemory::new(model, trained.device.is_cuda())?;
+    let needs = InferenceMemory::new(other.inference_model(), trained.device.is_cuda())?;
     if needs.fits() { Ok(()) } else { Err(needs.refusal(&[]).into()) }
 }
 

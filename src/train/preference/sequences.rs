@@ -69,23 +69,11 @@ impl Scorer<'_> {
         Ok(pairs.map(|[sum, n]: &[u64; 2]| (f64::from_bits(*sum), *n as usize)).collect())
     }
 
-    /// Outputs of a score head for the documents of `count` micro-batches, in order, on all ranks.
+    /// Words that `of` makes of each micro-batch and its losses, or outputs of a score head, in order, on all ranks.
     ///
     /// # Errors
     /// As [`Scorer::scores`].
-    pub fn outputs(
-        &self,
-        count: usize,
-        micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,
-        stop: Stop<'_>,
-    ) -> ft_base::Result<Vec<f64>> {
-        let bits = |_: &Micro, outputs: Vec<f64>| outputs.into_iter().map(f64::to_bits).collect();
-        let words = self.words(count, micro, &bits, stop, &|_| ())?;
-        Ok(words.into_iter().map(f64::from_bits).collect())
-    }
-
-    /// Words made of the losses or outputs of each micro-batch, in order, on all ranks.
-    fn words(
+    pub fn words(
         &self,
         count: usize,
         micro: &dyn Fn(usize) -> Result<Micro, ft_data::Error>,

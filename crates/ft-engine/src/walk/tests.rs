@@ -177,6 +177,11 @@ impl Rows {
     }
 
     fn batch(&self, config: &Config) -> Result<Batch> {
+        self.batch_at(config, None)
+    }
+
+    /// With the dropout of a seed and a step.
+    fn batch_at(&self, config: &Config, random: Option<(u64, u64)>) -> Result<Batch> {
         let host = HostBatch {
             ids: &self.ids,
             positions: &self.positions,
@@ -184,7 +189,7 @@ impl Rows {
             targets: &self.targets,
             weights: &[],
         };
-        Ok(Batch::new(config, host, (0, 0), None, CPU)?)
+        Ok(Batch::new(config, host, (0, 0), random, CPU)?)
     }
 
     /// Selects the logits of real tokens from expected logits `[1.., rows, width, v]`.

@@ -46,15 +46,8 @@ fn beside(what: &str, base: &Base, selection: &Selection, rows: &Rows) -> Result
     let mut worst = 0f64;
     let (d, p) = build(base, selection, None)?;
     let (e, q) = composed(|| build(base, selection, None))?;
-    let host = HostBatch {
-        ids: &rows.ids,
-        positions: &rows.positions,
-        docs: &rows.docs,
-        targets: &rows.targets,
-        weights: &[],
-    };
     // seed 3 and step 5 give both runs the same dropout
-    let batch = Batch::new(&base.config, host, (0, 0), Some((3, 5)), CPU)?;
+    let batch = rows.batch_at(&base.config, Some((3, 5)))?;
     let losses = match base.config.moe {
         Some(_) => RouterLosses { aux: 0.01, z: 0.001 },
         None => RouterLosses::default(),

@@ -27,15 +27,7 @@ fn no_level_changes_a_bit() -> Result<()> {
     let mut compared = 0;
     for c in &cases()? {
         let rows = Rows::packed(c)?;
-        let host = HostBatch {
-            ids: &rows.ids,
-            positions: &rows.positions,
-            docs: &rows.docs,
-            targets: &rows.targets,
-            weights: &[],
-        };
-        // seed and step of the dropout
-        let batch = Batch::new(&c.config, host, (0, 0), Some((3, 5)), CPU)?;
+        let batch = rows.batch_at(&c.config, Some((3, 5)))?;
         let (attention, feed_forward) = (&[Group::Attention][..], &[Group::Mlp, Group::Experts][..]);
         let both = [attention, feed_forward].concat();
         let lora = |dora| adapters(&c.config, dora, &both);

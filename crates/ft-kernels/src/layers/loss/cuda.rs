@@ -9,6 +9,24 @@ use candle_core::{DType, Result};
 /// Threads per block, same as in loss.cu; one block per row.
 const THREADS: u32 = 512;
 
+/// Contiguous weights `[n]` of the targets, f32, if any. `what` names the operation in errors.
+fn weights_of(gradient: Option<Gradient<'_>>, n: usize, what: &str) -> Result<Option<Tensor>> {
+    let weights = gradient.and_then(|g| g.weights).map(Tensor::contiguous).transpose()?;
+    if weights.as_ref().is_some_and(|w| w.dims() != [n] || w.dtype() != DType::F32) {
+        candle_core::bail!("{what}: weights of another shape or dtype than [{n}] in f32");
+    }
+    Ok(weights)
+}
+
+/// Buffer of the gradient: the logits, or in a half precision a new one.
+fn output(logits: &Tensor, gradient: Option<Gradient<'_>>) -> Result<Option<Tensor>> {
+    match gradient {
+        None => Ok(None),
+        Some(Gradient { dtype: DType::F32, .. }) => Ok(Some(logits.clone())),
+        Some(Gradient { dtype, .. }) => empty(logits, logits.dims2()?, dtype).map(Some),
+    }
+}
+
 /// Losses `[n]` of f32 logits `[n, v]` and, if requested, the gradient, in place if it is f32.
 pub fn cross_entropy(
     logits: Tensor,
@@ -34,16 +52,9 @@ pub fn cross_entropy(
         return Ok((losses, gradient.map(|_| logits)));
     }
     let (logits, targets) = (logits.contiguous()?, targets.contiguous()?);
-    let weights = gradient.and_then(|g| g.weights).map(Tensor::contiguous).transpose()?;
-    if weights.as_ref().is_some_and(|w| w.dims() != [n] || w.dtype() != DType::F32) {
-        candle_core::bail!("cross-entropy: weights of another shape or dtype than [{n}] in f32");
-    }
+    let weights = weights_of(gradient, n, "cross-entropy")?;
     let losses = empty(&logits, n, DType::F32)?;
-    let out = match gradient {
-        None => None,
-        Some(Gradient { dtype: DType::F32, .. }) => Some(logits.clone()),
-        Some(_) => Some(empty(&logits, (n, v), dtype)?),
-    };
+    let out = output(&logits, gradient)?;
     let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss")?;
     let launch =
         launch.with(args![&logits, &targets, weights.as_ref(), &losses, out.as_ref(), v, scale as f32])?;
@@ -78,16 +89,9 @@ pub fn distillation(
     }
     let (logits, targets) = (logits.contiguous()?, targets.contiguous()?);
     let (ids, probs) = (teacher.ids.contiguous()?, teacher.probs.contiguous()?);
-    let weights = gradient.and_then(|g| g.weights).map(Tensor::contiguous).transpose()?;
-    if weights.as_ref().is_some_and(|w| w.dims() != [n] || w.dtype() != DType::F32) {
-        candle_core::bail!("distillation: weights of another shape or dtype than [{n}] in f32");
-    }
+    let weights = weights_of(gradient, n, "distillation")?;
     let (ce, kd) = (empty(&logits, n, DType::F32)?, empty(&logits, n, DType::F32)?);
-    let out = match gradient {
-        None => None,
-        Some(Gradient { dtype: DType::F32, .. }) => Some(logits.clone()),
-        Some(_) => Some(empty(&logits, (n, v), dtype)?),
-    };
+    let out = output(&logits, gradient)?;
     let (temperature, alpha) = (teacher.temperature, teacher.alpha);
     let factors = [temperature, scale * (1.0 - alpha), scale * alpha * temperature].map(|x| x as f32);
     let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss_distill")?;
