@@ -41,7 +41,7 @@ pub fn check(job: &Job) -> Result<(), Error> {
         Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", job.recipe.place(key))))
     };
     check_comm(&job.recipe, cuda)?;
-    let (ranks, here) = (p.ranks(), p.local());
+    let (ranks, here) = (p.ranks(), p.in_process());
     if !cuda || ranks == 1 {
         return Ok(());
     }

@@ -194,7 +194,7 @@ impl ModelStates {
     fn process(&mut self, c: &Setup<'_>) {
         let parallel = &c.recipe.parallel;
         self.host.push(("process", PROCESS));
-        if parallel.local() == 1 && parallel.ranks() > 1 && !c.machine.cuda {
+        if parallel.in_process() == 1 && parallel.ranks() > 1 && !c.machine.cuda {
             // between processes: send and receive buffers of one round
             self.host.push(("communication_buffers", 2 * 4 * ROUND as u64));
         }

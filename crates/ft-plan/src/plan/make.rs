@@ -35,13 +35,13 @@ impl Plan {
         }
         if let Some(server) = &server {
             // ranks of a machine share one server
-            host.push(("server", server.on_host.div_ceil(p.local())));
+            host.push(("server", server.on_host.div_ceil(p.in_process())));
         }
         let unit = (d.execution.micro_rows * p.data).max(1);
         let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
         Self {
             ranks: p.ranks(),
-            local: p.local(),
+            local: p.in_process(),
             wire: prepared.wire(micro_batches),
             machine: i.machine,
             parameters: prepared.states.parameters,

@@ -416,6 +416,9 @@ table! {
         expert: usize = RANKS, Toml("1");
         /// Context parallel ranks.
         context: usize = RANKS, Toml("1");
+        /// Processes that `ft run` starts on this machine, one a device, in place of threads: all ranks, or with NNODES and
+        /// NODE_RANK (PET_NNODES and PET_NODE_RANK; JOB_COMPLETION_INDEX) this machine's part of them. Not beside a launcher.
+        local: Option<usize> = RANKS, Absent("none on one machine: ranks are threads; on several ranks / NNODES");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
         /// Seconds that a collective may take; processes wait for one another at the start for a minute at least.
