@@ -19,6 +19,7 @@ mod hostile;
 mod import;
 mod initial;
 mod launched;
+mod layouts;
 mod learned;
 mod local;
 mod offload;

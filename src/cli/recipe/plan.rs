@@ -5,10 +5,11 @@ use crate::cli::console::{print, print_wrapped};
 use crate::cli::quickstart;
 use crate::infer::usage;
 use crate::train::{self, job, sources};
+use clap::builder::PossibleValuesParser;
 use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_plan::{Plan, card, card_names, rates, resolve};
+use ft_plan::{Devices, Link, Plan, card, card_names, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -25,6 +26,16 @@ pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Plan every layout over this many devices, and print the fastest that fit: memory, bytes received, time, recipe lines
+    #[arg(long, value_name = "N", conflicts_with = "verbose", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    devices: Option<u32>,
+    /// With --devices: the class of the links between them (nvlink 200 GB/s, pcie 20, tcp 1; pcie by default)
+    #[arg(long, value_name = "CLASS", requires = "devices", value_parser = link_names())]
+    link: Option<String>,
+}
+
+fn link_names() -> PossibleValuesParser {
+    PossibleValuesParser::new(Link::NAMES.map(|(name, _)| name))
 }
 
 /// Prints the plan of a recipe; returns an error if it does not fit.
@@ -45,6 +56,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         Device::Cuda => true,
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
+    if let Some(count) = args.devices {
+        return layouts(args, &recipe, cuda, count as usize);
+    }
     notes.extend(train::carries_nothing(&recipe, cuda).map(|(what, _)| format!("ft run: {what}")));
     let (plan, found) = ft_plan::of_recipe(&recipe, cuda)?;
     found.notes.iter().for_each(|n| warn(n));
@@ -62,6 +76,19 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         print_wrapped(&(text + &details))?;
     }
     if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }
+}
+
+/// Prints the fastest layouts over `count` devices.
+fn layouts(args: &Args, recipe: &Recipe, cuda: bool, count: usize) -> ft_base::Result<()> {
+    let named = args.link.as_deref().and_then(|word| Link::NAMES.into_iter().find(|(name, _)| *name == word));
+    let devices = Devices { count, link: named.map_or(Link::Pcie, |(_, link)| link), card: args.gpu.clone() };
+    let found = ft_plan::layouts_of_recipe(recipe, cuda, devices)?;
+    if args.json {
+        print(&format!("{:#}\n", found.json()))?;
+    } else {
+        print_wrapped(&found.text())?;
+    }
+    found.refusal().map_or(Ok(()), |e| Err(e.into()))
 }
 
 /// Usable bytes of a card by name, or of its memory in gigabytes, in the form of `memory.budget`.

@@ -43,6 +43,7 @@ impl Plan {
             ranks: p.ranks(),
             local: p.in_process(),
             wire: prepared.wire(micro_batches),
+            exposed: prepared.exposed(),
             machine: i.machine,
             parameters: prepared.states.parameters,
             budget: i.budget,

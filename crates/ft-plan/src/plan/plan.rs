@@ -22,6 +22,8 @@ pub struct Plan {
     pub local: u64,
     /// Tensor bytes received by a rank per step.
     pub wire: u64,
+    /// Bytes of `wire` that no arithmetic hides: weights after an update.
+    pub exposed: u64,
     pub machine: Machine,
     /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),

@@ -148,6 +148,11 @@ impl<'a> Prepared<'a> {
         (s.wire[0] + gathered) * micro_batches + s.wire[1]
     }
 
+    /// Bytes of [`Self::wire`] that no arithmetic hides.
+    pub fn exposed(&self) -> u64 {
+        self.states.wire[1]
+    }
+
     /// Host bytes of offloaded layer inputs; 0 on the CPU.
     pub fn host_activations(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> u64 {
         if !self.inputs.machine.cuda || !inputs.on_host {
