@@ -9,6 +9,7 @@ mod broken;
 mod daily;
 mod distill;
 mod docs;
+mod experts;
 mod first;
 mod four_bit;
 mod four_bit_verbs;

@@ -14,11 +14,11 @@ const S: usize = 2;
 const E: usize = 5;
 const R: usize = 2;
 
-fn context(first_row: usize) -> Result<Context> {
+fn context(first_row: usize) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let table = Tensor::zeros((T, 1), DType::F32, d)?;
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
-    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None })
+    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.

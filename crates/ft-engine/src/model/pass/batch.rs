@@ -1,6 +1,7 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
 use crate::model::config::Config;
+use crate::ranks::Comm;
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
@@ -9,6 +10,7 @@ use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
+use std::fmt;
 use std::sync::Arc;
 
 /// Key of the dropout random numbers; see [`ft_base::rng`].
@@ -21,9 +23,19 @@ pub struct DropoutKey {
     pub first_row: usize,
 }
 
+/// Ranks that split the experts of mixtures.
+#[derive(Clone, Copy)]
+pub struct Peers<'a>(pub &'a dyn Comm);
+
+impl fmt::Debug for Peers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.0.rank(), self.0.world())
+    }
+}
+
 /// Per-micro-batch data shared by all layers.
 #[derive(Clone, Debug)]
-pub struct Context {
+pub struct Context<'a> {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
     /// Cosines of the rotary embedding `[t, c / 2]`, f32.
@@ -35,9 +47,16 @@ pub struct Context {
     /// Within an expert, the token index of each row, so that dropout depends on the token alone. `None`
     /// means row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
+    /// Ranks that split the experts, if they do.
+    pub experts: Option<Peers<'a>>,
 }
 
-impl Context {
+impl<'a> Context<'a> {
+    /// The same context among ranks that split the experts.
+    pub fn among(&self, experts: Option<&'a dyn Comm>) -> Self {
+        Self { experts: experts.map(Peers), ..self.clone() }
+    }
+
     /// The same context for a subset of the tokens.
     pub fn for_tokens(&self, tokens: &[u32]) -> Self {
         Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
@@ -62,7 +81,7 @@ pub struct Batch {
     pub by_id: Option<ById>,
     /// Number of tokens t.
     pub tokens: usize,
-    pub context: Context,
+    pub context: Context<'static>,
     /// Query rows of the targets `[n]`, u32.
     pub target_rows: Tensor,
     /// Target ids `[n]`, u32.
@@ -168,7 +187,7 @@ impl Batch {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context { seqs, cos, sin, dropout, rows: None },
+            context: Context { seqs, cos, sin, dropout, rows: None, experts: None },
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
@@ -240,7 +259,7 @@ impl Batch {
             ids: list(sizes.keys),
             by_id: None,
             tokens: sizes.keys,
-            context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
+            context: Context { seqs, cos: table(), sin: table(), dropout, rows: None, experts: None },
             target_rows: list(count),
             targets: list(count),
             weights: weighted.then(|| Ghost::weight(ledger, count, DType::F32).into()),
