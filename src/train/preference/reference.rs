@@ -125,7 +125,7 @@ impl ReferenceInputs<'_> {
 
     /// Sends what the first rank found in the cache to all ranks.
     fn shared(&self, found: Option<ReferenceScores>) -> ft_base::Result<Option<ReferenceScores>> {
-        const AT: At = At { what: "the log-probabilities of the reference", unit: None };
+        const AT: At = At::all("the log-probabilities of the reference");
         if self.comm.rank() == 0 {
             self.comm.broadcast_object(AT, &found)?;
             return Ok(found);

@@ -9,14 +9,14 @@ use ft_engine::load::Base;
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
 use ft_engine::params::buffers::Shard;
-use ft_engine::ranks::{At, Comm, Mesh};
+use ft_engine::ranks::{At, Axis, Comm, Mesh};
 use ft_kernels::gemm;
 use ft_recipe::Parallel;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const LOADED: At = At { what: "the loading of the model", unit: None };
-const SAVED: At = At { what: "the end of a checkpoint", unit: None };
+const LOADED: At = At::all("the loading of the model");
+const SAVED: At = At::all("the end of a checkpoint");
 
 /// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
 ///
@@ -110,6 +110,7 @@ pub fn load_checkpoint(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base:
 
 /// Shard of a rank, by ZeRO stage.
 pub fn shard(p: &Parallel, rank: usize) -> Shard {
-    let mesh = Mesh::of(p);
-    Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
+    let all = Mesh::of(p).members(Axis::Stage, rank);
+    let at = all.iter().position(|r| *r == rank).unwrap_or(0);
+    Shard { rank: at, ranks: all.len(), stage: if all.len() > 1 { p.zero } else { 0 } }
 }

@@ -195,7 +195,7 @@ impl RunLog {
         }
         add_metrics(&mut event, &output.metrics);
         if cx.comm.world() > 1 {
-            event["wire_bytes"] = json!(cx.comm.received() - time.received);
+            event["wire_bytes"] = json!(cx.comm.received().total() - time.received);
         }
         if let Some(scale) = cx.loss_scale.get() {
             event["loss_scale"] = json!(scale.factor());

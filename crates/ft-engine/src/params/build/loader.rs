@@ -432,7 +432,7 @@ fn all_scales(
     let mine = Real::from_vec(mine, blocks(&parts[shard.rank]).len(), &Device::Cpu)?;
     let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
     let unit = m.layer.map(|l| l + 1);
-    let at = At { what: "the gathering of scales", unit };
+    let at = At { unit, ..At::all("the gathering of scales") };
     comm.all_gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
     Ok(all.real()?.to_vec1()?)
 }
