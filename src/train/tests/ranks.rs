@@ -230,9 +230,9 @@ struct Checked<'a> {
 impl Checked<'_> {
     /// Checks that exactly these units are on the device.
     fn check(&self, needed: &BTreeSet<usize>) -> ft_base::Result<()> {
-        for (unit, trained) in self.params.units.iter().enumerate() {
-            let own = trained.iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
-            for b in self.params.frozen[unit].iter().chain(own) {
+        for (unit, frozen) in self.params.frozen.iter().enumerate() {
+            let own = self.params.of_unit(unit).flat_map(|(_, f)| std::iter::once(&f.compute).chain(&f.wide));
+            for b in frozen.iter().chain(own) {
                 assert!(b.is_apart());
                 assert_eq!(held(&b.whole)? > 0, needed.contains(&unit), "unit {unit} of {needed:?}");
             }

@@ -497,6 +497,7 @@ mod tests {
                 let bytes: usize = into.iter().map(|(_, t)| 4 * t.elem_count()).sum();
                 whole &= c.received().along(Axis::World) as usize % bytes == 0;
             }
+            c.all_gather_bytes(SUM, &[], true)?;
             Ok(whole)
         });
         assert!(got.into_iter().collect::<Result<Vec<_>>>()?.into_iter().all(|whole| whole));
