@@ -131,7 +131,7 @@ impl MemoryMonitor {
         // On the CPU, offloaded states live in the same memory.
         let here = self.device.is_cpu() || !params.offloaded;
         let weights_here = self.device.is_cpu() || !params.weights_offloaded;
-        for u in params.units.iter().flatten() {
+        for u in params.flats.iter().flatten() {
             let held = |h: &Held| 4 * h.at.len() as u64;
             k.trained += if weights_here { u.compute.bytes() } else { 0 };
             k.master += if !u.is_master() && here { held(&u.master) } else { 0 };

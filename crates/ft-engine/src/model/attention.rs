@@ -3,6 +3,7 @@
 
 use super::linear::{self, Linear};
 use super::norm::Norm;
+use super::pass::across::Outputs;
 use super::pass::batch::Context;
 use super::pass::sink::Sink;
 use candle_core::Result;
@@ -42,13 +43,14 @@ pub struct Saved {
     /// Queries and keys as attention uses them: normalized and rotated.
     rotated: Option<[Tensor; 2]>,
     v: Tensor,
-    out: attention::Saved,
+    out: Outputs,
 }
 
 impl Saved {
     /// Drops the activations restored by [`Attention::restore`]: the input, and rotated queries and keys if
-    /// they can be recomputed from `before_norm`.
+    /// they can be recomputed from `before_norm`. The backward pass fetches keys of other ranks again.
     pub fn drop_inputs(&mut self) {
+        self.out.drop_keys();
         self.linears[..3].iter_mut().for_each(|l| l.x = None);
         if self.before_norm.is_some() {
             self.rotated = None;
@@ -82,6 +84,19 @@ impl Attention {
     fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
         let scale = 1.0 / (self.head_dim as f64).sqrt();
         Causal { seqs: &ctx.seqs, window: self.window, scale }
+    }
+
+    /// Attention of the queries of this rank.
+    fn attend(&self, [q, k, v]: [&Tensor; 3], ctx: &Context, cache: Option<&mut Cache>) -> Result<Outputs> {
+        let (how, rank) = (self.causal(ctx), self.o.fused_rank(q));
+        match (cache, ctx.across) {
+            (Some(cache), _) => {
+                cache.add(k, v)?;
+                attention::forward_cached(q, cache, &how, rank).map(Outputs::one)
+            }
+            (None, Some(across)) => across.forward([q, k, v], (how.window, how.scale), rank),
+            (None, None) => attention::forward(q, k, v, &how, rank).map(Outputs::one),
+        }
     }
 
     fn norms(&self) -> Option<rope::Norms<'_>> {
@@ -127,14 +142,7 @@ impl Attention {
         let (v, vs) = by_head(&self.v, self.kv_heads)?;
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
         let [q, k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
-        let (how, rank) = (self.causal(ctx), self.o.fused_rank(&q));
-        let out = match cache {
-            None => attention::forward(&q, &k, &v, &how, rank)?,
-            Some(cache) => {
-                cache.add(&k, &v)?;
-                attention::forward_cached(&q, cache, &how, rank)?
-            }
-        };
+        let out = self.attend([&q, &k, &v], ctx, cache)?;
         let (y, os) = self.o.forward_padded(&out.o, ctx)?;
         Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out }))
     }
@@ -147,8 +155,16 @@ impl Attention {
         let Some([q, k]) = s.rotated else { candle_core::bail!("backward without queries and keys") };
         let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
-        let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
-        drop((d_o, q, k, s.v, s.out, os));
+        let (how, out) = (self.causal(ctx), s.out);
+        let (dq, dk, dv) = match ctx.across {
+            Some(across) => across.backward([&q, &k, &s.v, &d_o], out, (how.window, how.scale), rv)?,
+            None => {
+                let gradients = attention::backward(&q, &k, &s.v, out.whole()?, &d_o, &how, rv)?;
+                drop(out);
+                gradients
+            }
+        };
+        drop((d_o, q, k, s.v, os));
         let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));
         let before = s.before_norm.as_ref().zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
         let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want, [rq, rk])?;

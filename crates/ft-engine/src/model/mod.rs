@@ -22,4 +22,4 @@ mod pass;
 pub use config::{Biases, Config, Error, Keys, Moe, Result, family, modules, rope};
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{batch, sink};
+pub use pass::{across, batch, sink};

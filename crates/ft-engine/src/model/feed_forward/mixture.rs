@@ -276,7 +276,12 @@ impl Mixture {
     }
 
     /// Context for the rows of one expert: dropout depends on the token.
-    fn context<'a>(&self, ctx: &'a Context<'a>, groups: &Groups, run: &ExpertRows) -> Cow<'a, Context<'a>> {
+    fn context<'a, 'b>(
+        &self,
+        ctx: &'a Context<'b>,
+        groups: &Groups,
+        run: &ExpertRows,
+    ) -> Cow<'a, Context<'b>> {
         match ctx.dropout {
             Some(_) if self.drops(run.expert) && run.alike == 1.0 => {
                 Cow::Owned(ctx.for_tokens(groups.tokens_of(run)))

@@ -18,7 +18,8 @@ fn context(first_row: usize) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let table = Tensor::zeros((T, 1), DType::F32, d)?;
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
-    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
+    let seqs = Sequences::new(&[T], 0, d)?;
+    Ok(Context { seqs, across: None, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.
@@ -37,7 +38,7 @@ fn shapes() -> Vec<(usize, usize)> {
 fn slots() -> (Vec<Slot>, usize) {
     let mut offset = 0;
     let slots = shapes().into_iter().enumerate().map(|(index, (rows, cols))| {
-        let s = Slot { index, unit: 0, offset, rows, cols };
+        let s = Slot { index, flat: 0, offset, rows, cols };
         offset += rows * cols;
         s
     });

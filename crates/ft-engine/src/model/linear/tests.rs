@@ -17,14 +17,15 @@ fn context(dropout: bool) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let table = Tensor::zeros((T, 1), DType::F32, d)?;
     let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
-    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
+    let seqs = Sequences::new(&[T], 0, d)?;
+    Ok(Context { seqs, across: None, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
 }
 
 /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.
 fn slots() -> (Vec<Slot>, usize) {
     let mut offset = 0;
     let slots = [(O, I), (1, O), (R, I), (O, R), (1, O)].iter().enumerate().map(|(index, (rows, cols))| {
-        let s = Slot { index, unit: 0, offset, rows: *rows, cols: *cols };
+        let s = Slot { index, flat: 0, offset, rows: *rows, cols: *cols };
         offset += rows * cols;
         s
     });
@@ -197,7 +198,7 @@ fn factors_are_not_rounded_to_half_precision() -> Result<()> {
             .iter()
             .enumerate()
             .map(|(index, (rows, cols))| {
-                let s = Slot { index, unit: 0, offset, rows: *rows, cols: *cols };
+                let s = Slot { index, flat: 0, offset, rows: *rows, cols: *cols };
                 offset += rows * cols;
                 s
             })
