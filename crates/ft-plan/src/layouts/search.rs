@@ -2,18 +2,21 @@
 
 use super::layout::Layout;
 use super::predict::{Candidate, Link, sort, time};
-use crate::host::{Capacity, card_products};
-use crate::model::machine;
+use crate::host::Capacity;
+use crate::model::{Target, machine};
 use crate::plan::{Model, Plan};
-use crate::time::{CostModel, rates};
+use crate::time::rates;
 use ft_kernels::Machine;
 use ft_recipe::{MicroRows, Recipe};
 use serde::Serialize;
 
 /// Layouts that are kept, fastest first.
 const BEST: usize = 5;
-/// Work a second of a CPU thread whose rate was not measured.
+/// Card in place of an unknown one, and work a second of a CPU thread whose rate was not measured.
+const CARD: &str = "A100-80";
 const CPU: f64 = 30e9;
+/// Work for which a rate is asked.
+const WORK: f64 = 1e15;
 
 /// Devices of a search.
 #[derive(Clone, Debug)]
@@ -22,8 +25,6 @@ pub struct Devices {
     pub count: usize,
     /// Class of the links between them.
     pub link: Link,
-    /// Name of the card, or its memory, as `--gpu` has it; `None` for this machine's.
-    pub card: Option<String>,
 }
 
 /// Rate of the arithmetic of a device, and where it is from.
@@ -36,19 +37,22 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The rate measured on this machine, unless another card is named; otherwise an assumption.
-    fn of(m: Machine, devices: &Devices, budget: Option<u64>) -> Self {
-        let measured = rates::find(m).filter(|r| devices.card.is_none() && r.step > 0.0);
-        if let Some(rate) = measured {
-            return Self { rate: rate.step, source: "measured by ft bench".into() };
+    /// The rate that was measured, or that of the card's data sheet; otherwise an assumption.
+    fn of(m: Machine) -> Self {
+        let rate = |m| rates::predict(m, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.sheet));
+        match rate(m) {
+            Some((rate, None)) => Self { rate, source: "measured by ft bench".into() },
+            Some((rate, Some(card))) => Self { rate, source: format!("by the data sheet of {card}") },
+            None if m.cuda => {
+                let like = Machine { card: Some(CARD), width: 2, stored: 2, ..m };
+                let rate = rate(like).map_or(0.0, |r| r.0);
+                Self { rate, source: format!("assumed: a card like {CARD}; --gpu with a name has its own") }
+            }
+            None => {
+                let source = "assumed for the threads of a rank; ft bench measures it".into();
+                Self { rate: CPU * m.threads as f64, source }
+            }
         }
-        if !m.cuda {
-            let source = "assumed for a thread of a CPU; ft bench measures it".into();
-            return Self { rate: CPU * m.threads as f64, source };
-        }
-        let (name, rate) = card_products(devices.card.as_deref(), budget.unwrap_or(0));
-        let source = format!("assumed: {:.0}% of the data sheet of {name}", 100.0 * CostModel::OF_THE_SHEET);
-        Self { rate: CostModel::OF_THE_SHEET * rate, source }
     }
 }
 
@@ -73,18 +77,18 @@ pub struct Layouts {
     pub refused: Vec<(usize, String)>,
 }
 
-/// Plans every layout of the recipe over the devices, for CUDA if `cuda` is set.
+/// Plans every layout of the recipe over the devices, for such devices.
 ///
 /// # Errors
 /// As [`crate::of_recipe`].
-pub fn layouts_of_recipe(recipe: &Recipe, cuda: bool, devices: Devices) -> ft_base::Result<Layouts> {
+pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> ft_base::Result<Layouts> {
     let model = Model::find(recipe)?;
-    let room = Capacity::of(machine(recipe, cuda));
+    let room = Capacity::of(machine(recipe, target));
     let experts = model.resolved.config.moe.as_ref().map_or(0, |m| m.experts);
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
-        machine: machine(recipe, cuda),
-        arithmetic: Arithmetic::of(machine(recipe, cuda), &devices, recipe.memory.budget),
+        machine: machine(recipe, target),
+        arithmetic: Arithmetic::of(machine(recipe, target)),
         devices,
         budget: None,
         best: Vec::new(),
@@ -96,7 +100,7 @@ pub fn layouts_of_recipe(recipe: &Recipe, cuda: bool, devices: Devices) -> ft_ba
     for layout in Layout::all(found.devices.count, experts) {
         match applied(recipe, layout) {
             Ok((with, beside)) => {
-                let plan = model.plan(&with, cuda, &room)?;
+                let plan = model.plan(&with, target, &room)?;
                 found.add(layout, beside, &plan);
             }
             Err(why) => found.refuse(why),

@@ -2,18 +2,19 @@
 
 use super::plan::Plan;
 use crate::host::Capacity;
-use crate::model::{machine, source};
+use crate::model::{Target, machine, source};
 use crate::resolve::{self, Resolved};
 use crate::search::Inputs;
 use crate::workload::{Known, Workload, Workloads, check_steps};
 use ft_recipe::Recipe;
 
-/// Plans a recipe from its model's config alone, as `ft plan` does, for CUDA if `cuda` is set.
+/// Plans a recipe from its model's config alone, as `ft plan` does.
 ///
 /// # Errors
 /// An unknown or unsupported model, a rule without matches, an unreadable adapter.
-pub fn of_recipe(recipe: &Recipe, cuda: bool) -> ft_base::Result<(Plan, source::Found)> {
-    of_recipe_in(recipe, cuda, &Capacity::of(machine(recipe, cuda)))
+pub fn of_recipe(recipe: &Recipe, target: impl Into<Target>) -> ft_base::Result<(Plan, source::Found)> {
+    let target = target.into();
+    of_recipe_in(recipe, target, &Capacity::of(machine(recipe, target)))
 }
 
 /// Like [`of_recipe`], with explicit free memory and disk space.
@@ -22,11 +23,11 @@ pub fn of_recipe(recipe: &Recipe, cuda: bool) -> ft_base::Result<(Plan, source::
 /// As [`of_recipe`].
 pub fn of_recipe_in(
     recipe: &Recipe,
-    cuda: bool,
+    target: impl Into<Target>,
     room: &Capacity<'_>,
 ) -> ft_base::Result<(Plan, source::Found)> {
     let model = Model::find(recipe)?;
-    let plan = model.advised(recipe, cuda, room)?;
+    let plan = model.advised(recipe, target.into(), room)?;
     Ok((plan, model.found))
 }
 
@@ -59,20 +60,20 @@ impl Model {
     fn inputs<'a>(
         &'a self,
         recipe: &'a Recipe,
-        cuda: bool,
+        target: Target,
         workloads: &'a Workloads<'a>,
         room: &Capacity<'_>,
     ) -> ft_base::Result<Inputs<'a>> {
         let (config, selection) = (&self.resolved.config, &self.resolved.selection);
-        Resolved::inputs(recipe, (config, selection), (cuda, self.found.dir.as_deref()), workloads, room.host)
+        Resolved::inputs(recipe, (config, selection), (target, self.found.dir.as_deref()), workloads, room.host)
     }
 
     /// The whole plan of the recipe that the model was found for.
-    fn advised(&self, recipe: &Recipe, cuda: bool, room: &Capacity<'_>) -> ft_base::Result<Plan> {
+    fn advised(&self, recipe: &Recipe, target: Target, room: &Capacity<'_>) -> ft_base::Result<Plan> {
         let workloads = self.workloads();
         let steps = workloads.of(recipe, recipe.run.micro_rows.count()).steps;
         steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
-        let inputs = self.inputs(recipe, cuda, &workloads, room)?;
+        let inputs = self.inputs(recipe, target, &workloads, room)?;
         let mut plan = Plan::new(&inputs)?;
         plan.advise(&inputs, room);
         plan.space.model(recipe, inputs.config, inputs.selection, self.found.weights);
@@ -84,9 +85,9 @@ impl Model {
     }
 
     /// The plan of a recipe that selects the same modules of the same model, against the memory of device and host.
-    pub fn plan(&self, recipe: &Recipe, cuda: bool, room: &Capacity<'_>) -> ft_base::Result<Plan> {
+    pub fn plan(&self, recipe: &Recipe, target: Target, room: &Capacity<'_>) -> ft_base::Result<Plan> {
         let workloads = self.workloads();
-        let inputs = self.inputs(recipe, cuda, &workloads, room)?;
+        let inputs = self.inputs(recipe, target, &workloads, room)?;
         let mut plan = Plan::new(&inputs)?;
         plan.space.look(recipe, inputs.machine, plan.total(), room);
         Ok(plan)
