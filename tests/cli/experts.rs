@@ -96,7 +96,8 @@ fn gradients(w: &World, run: &str) -> Vec<(String, candle_core::Tensor)> {
     let newest = w.checkpoints(run).pop().expect("a checkpoint");
     let path = w.path(&format!("{run}/checkpoints/{newest}/optimizer.safetensors"));
     let files = TensorFiles::open_file(&path).expect("moments");
-    let mut names: Vec<String> = files.names().map(|n| n.to_string()).filter(|n| n.ends_with(".exp_avg")).collect();
+    let mut names: Vec<String> =
+        files.names().map(|n| n.to_string()).filter(|n| n.ends_with(".exp_avg")).collect();
     names.sort();
     let get = |n: String| (n.clone(), files.tensor(&n, DType::F32, &Device::Cpu).expect("values"));
     names.into_iter().map(get).collect()
@@ -145,7 +146,8 @@ fn experts_over_ranks_train_as_one() {
         let w = world(rules, Value::Null);
         let one = bits(&w, "one", set);
         for (data, expert) in [(2, 2), (4, 2), (4, 4)] {
-            let want = bits(&w, "first", &[&with(&layout(data, expert, 0), set)[..], &["--overwrite"]].concat());
+            let want =
+                bits(&w, "first", &[&with(&layout(data, expert, 0), set)[..], &["--overwrite"]].concat());
             let far = apart(&want[0], &one[0]);
             eprintln!("{data} ranks, experts over {expert}: {far:.1e} from one rank");
             assert!(far <= 1e-5, "{rules}{data} {expert}: {far:.1e}");
@@ -155,8 +157,9 @@ fn experts_over_ranks_train_as_one() {
                 assert!(got == want, "{rules}{own:?}");
                 assert_eq!(w.steps("run"), w.steps("first"), "{own:?}");
             }
-            let loss =
-                |run: &str| w.events(run, "step").iter().filter_map(|e| e["loss"].as_f64()).collect::<Vec<_>>();
+            let loss = |run: &str| {
+                w.events(run, "step").iter().filter_map(|e| e["loss"].as_f64()).collect::<Vec<_>>()
+            };
             let pairs = loss("first").into_iter().zip(loss("one"));
             assert!(pairs.clone().count() == 12 && pairs.clone().all(|(a, b)| (a - b).abs() <= 1e-6 * b));
             assert_eq!(split::evals(&w, "first").len(), split::evals(&w, "one").len());
@@ -211,8 +214,11 @@ fn experts_take_their_part_of_memory() {
 /// Each token goes to all experts, so that the spread is even: planned bytes are those that come.
 #[test]
 fn planned_bytes_are_those_that_come() {
-    let w = world(ALL, json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 16, "norm_topk_prob": true}));
+    let w = world(
+        ALL,
+        json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 16, "norm_topk_prob": true}),
+    );
     let mut dice = Dice(3);
     let row = |d: &mut Dice| {
         let ids: Vec<u64> = (0..16).map(|_| d.below(64)).collect();
@@ -246,7 +252,11 @@ fn a_lost_owner_of_experts_is_named() {
     kill_process(Pid::from_raw(processes[1].id() as i32).expect("a number"), Signal::KILL).expect("killed");
     let ended = split::all(processes);
     assert_eq!(ended[0].code, 7, "{}", ended[0].err);
-    assert!(ended[0].err.contains("rank 1 of 2") && ended[0].err.contains("its process is gone"), "{}", ended[0].err);
+    assert!(
+        ended[0].err.contains("rank 1 of 2") && ended[0].err.contains("its process is gone"),
+        "{}",
+        ended[0].err
+    );
 }
 
 /// What ranks cannot split is refused by name.

@@ -28,7 +28,9 @@ fn layouts_are_plans_in_the_order_of_time() {
         assert!(lines.starts_with("[parallel]\n") && layout["limited_by"].is_string(), "{layout}");
     }
     let text = w.ok(&[&["plan"][..], &args, &["--devices", "8"]].concat()).out;
-    for words in ["layouts fit 8 CUDA cards of 22.35 GiB", "PCIe links: 20 GB a second", "[parallel]\ndata = "] {
+    for words in
+        ["layouts fit 8 CUDA cards of 22.35 GiB", "PCIe links: 20 GB a second", "[parallel]\ndata = "]
+    {
         assert!(text.contains(words), "{words:?}: {text}");
     }
 }
@@ -37,7 +39,9 @@ fn layouts_are_plans_in_the_order_of_time() {
 #[test]
 fn a_slower_link_takes_longer_and_never_prefers_more_bytes() {
     let w = World::new();
-    let of = |link| json(&w, &["qwen3-8b-full", "--gpu", "80GB", "--devices", "8", "--link", link])["layouts"][0].clone();
+    let of = |link| {
+        json(&w, &["qwen3-8b-full", "--gpu", "80GB", "--devices", "8", "--link", link])["layouts"][0].clone()
+    };
     let [fast, slow] = ["nvlink", "tcp"].map(of);
     assert!(slow["step_seconds"].as_f64() > fast["step_seconds"].as_f64(), "{slow} {fast}");
     assert!(slow["wire_bytes_a_step"].as_u64() <= fast["wire_bytes_a_step"].as_u64(), "{slow} {fast}");
@@ -47,7 +51,11 @@ fn a_slower_link_takes_longer_and_never_prefers_more_bytes() {
 fn what_fits_nowhere_ends_with_the_least() {
     let w = World::new();
     let r = w.ft(&["plan", "llama-3.1-8b-full", "--gpu", "8GB", "--devices", "2"]);
-    assert!(r.code == 8 && r.err.contains("no layout of 2 devices fits") && r.err.contains("hint: "), "{}", r.err);
+    assert!(
+        r.code == 8 && r.err.contains("no layout of 2 devices fits") && r.err.contains("hint: "),
+        "{}",
+        r.err
+    );
     assert!(r.out.starts_with("0 of "), "{}", r.out);
 }
 
@@ -60,5 +68,8 @@ fn layouts_of_the_cpu_share_the_host() {
     let found = json(&w, &["r.toml", "--devices", "3"]);
     assert_eq!(found["device_kind"], "cpu");
     let reasons = found["refused"].as_array().expect("a list");
-    assert!(reasons.iter().any(|r| r["reason"].as_str().is_some_and(|r| r.contains("batch_rows = 4"))), "{found:#}");
+    assert!(
+        reasons.iter().any(|r| r["reason"].as_str().is_some_and(|r| r.contains("batch_rows = 4"))),
+        "{found:#}"
+    );
 }

@@ -115,7 +115,11 @@ fn a_lost_process_is_named() {
         assert_eq!(r.code, 7, "{}", r.err);
         let by = format!("error: rank {lost} of 2: its process was ended by signal 9\nhint: ");
         assert!(r.err.contains(&by), "{}", r.err);
-        assert!(r.err.contains("its process is gone") && r.err.contains("its last collective: "), "{}", r.err);
+        assert!(
+            r.err.contains("its process is gone") && r.err.contains("its last collective: "),
+            "{}",
+            r.err
+        );
     }
 }
 
@@ -152,7 +156,11 @@ fn processes_that_cannot_be_started_are_refused() {
         (&["parallel.comm=threads"], None, "parallel.comm = \"threads\" is for the ranks of one process"),
         (&[], Some(("NNODES", "2:4")), "NNODES=2:4: a number of machines from 1 on"),
     ] {
-        let r = end(start(&w, &[&OWN[..], set, &["run.output=none"]].concat(), &env.into_iter().collect::<Vec<_>>()));
+        let r = end(start(
+            &w,
+            &[&OWN[..], set, &["run.output=none"]].concat(),
+            &env.into_iter().collect::<Vec<_>>(),
+        ));
         assert!(r.code == 2 && r.err.contains("hint: "), "{}", r.err);
         assert!(r.err.contains(says.trim_start_matches("r.toml: ")), "{says}: {}", r.err);
         assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);

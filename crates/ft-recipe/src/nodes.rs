@@ -155,13 +155,15 @@ impl Environment<'_> {
         }
         let text = self.0(variable).unwrap_or_default();
         let count = self.number(variable).filter(|n| *n > 0).ok_or_else(|| {
-            format!("{variable}={text}: a number of machines from 1 on\n  hint: ranges (elastic jobs) are not supported")
+            let hint = "ranges (elastic jobs) are not supported";
+            format!("{variable}={text}: a number of machines from 1 on\n  hint: {hint}")
         })?;
         let rank = match ranks.iter().find(|r| self.0(r).is_some()) {
             Some(name) => self.number(name).filter(|r| *r < count).ok_or_else(|| {
                 let text = self.0(name).unwrap_or_default();
                 let most = count - 1;
-                format!("{name}={text}, {variable}={count}: {name} is a number from 0 to {most}\n  hint: a number for each machine")
+                let is = format!("{name} is a number from 0 to {most}");
+                format!("{name}={text}, {variable}={count}: {is}\n  hint: a number for each machine")
             })?,
             None if count == 1 => 0,
             None => {
@@ -221,12 +223,7 @@ mod tests {
 
     #[test]
     fn a_launcher_of_all_processes_goes_first() {
-        let launch = |local| Launch {
-            rank: 1,
-            world: 4,
-            local,
-            meeting: Meeting::At("h".into(), 7),
-        };
+        let launch = |local| Launch { rank: 1, world: 4, local, meeting: Meeting::At("h".into(), 7) };
         let pod = "PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=h";
         let under = |set: &[&str], text: &str, local| start(set, text, Some(&launch(local)));
         assert_eq!(under(FOUR, &format!("{pod} LOCAL_RANK=1"), Some(1)), Ok(None));
@@ -241,12 +238,37 @@ mod tests {
     fn processes_that_cannot_be_are_refused() {
         let one = "NODE_RANK=0 MASTER_ADDR=h";
         for (set, text, key, says) in [
-            (&["parallel.local=2"][..], "", Some("parallel.local"), "4 ranks, and one machine has 2 processes\n  hint: parallel.local=4"),
-            (&[], "NNODES=3 NODE_RANK=0 MASTER_ADDR=h", None, "4 ranks, and NNODES=3 has 3 processes\n  hint: parallel.data=3, or unset NNODES"),
-            (&["parallel.data=1"], "NNODES=2 NODE_RANK=0 MASTER_ADDR=h", None, "1 rank, and NNODES=2 has 0 processes\n  hint: parallel.data=2"),
-            (&["parallel.local=4", "parallel.comm=threads"], "", Some("parallel.comm"), "the ranks of one process"),
+            (
+                &["parallel.local=2"][..],
+                "",
+                Some("parallel.local"),
+                "4 ranks, and one machine has 2 processes\n  hint: parallel.local=4",
+            ),
+            (
+                &[],
+                "NNODES=3 NODE_RANK=0 MASTER_ADDR=h",
+                None,
+                "4 ranks, and NNODES=3 has 3 processes\n  hint: parallel.data=3, or unset NNODES",
+            ),
+            (
+                &["parallel.data=1"],
+                "NNODES=2 NODE_RANK=0 MASTER_ADDR=h",
+                None,
+                "1 rank, and NNODES=2 has 0 processes\n  hint: parallel.data=2",
+            ),
+            (
+                &["parallel.local=4", "parallel.comm=threads"],
+                "",
+                Some("parallel.comm"),
+                "the ranks of one process",
+            ),
             (&[], "NNODES=1:4 NODE_RANK=0", None, "NNODES=1:4: a number of machines"),
-            (&[], "NNODES=2 MASTER_ADDR=h", None, "no number\n  hint: set one of NODE_RANK, GROUP_RANK, JOB_COMPLETION_INDEX"),
+            (
+                &[],
+                "NNODES=2 MASTER_ADDR=h",
+                None,
+                "no number\n  hint: set one of NODE_RANK, GROUP_RANK, JOB_COMPLETION_INDEX",
+            ),
             (&[], "NNODES=2 NODE_RANK=2 MASTER_ADDR=h", None, "NODE_RANK is a number from 0 to 1"),
             (&[], "PET_NNODES=2 PET_NODE_RANK=0", None, "PET_MASTER_ADDR or MASTER_ADDR is not set"),
         ] {

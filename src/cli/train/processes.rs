@@ -1,7 +1,7 @@
-//! `ft run` as a launcher: starts the processes of `parallel.local`, passes signals on to them, and ends as they end.
+//! `ft run` as a launcher: starts the processes of `parallel.local`, passes signals on, and ends as they end.
 //!
-//! Processes have the command line, the environment and the terminal of this one; rank 0 speaks. Each is in a process
-//! group of its own, so that Ctrl-C comes to them once, from here.
+//! Processes inherit command line, environment and terminal; rank 0 speaks. Every process has a process group of its
+//! own, so that Ctrl-C comes to it once, from here.
 
 use crate::infer::usage;
 use crate::train::signals::Signals;
@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 
 /// Environment variable of a started process: the id of the one that started it.
 const PARENT: &str = "FT_STARTED_BY";
-/// Time for processes to end after one has failed. They hear of it at once, unless they hang.
+/// Time for processes to end after one has failed. They hear of the failure at once, unless they hang.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// The processes that a recipe needs on this machine; `None` if this process runs by itself, or was launched.
+/// The processes of a recipe on this machine; `None` if this process runs by itself, or was launched.
 ///
 /// # Errors
 /// Variables or keys that do not go together; fewer CUDA devices than processes.
@@ -30,8 +30,10 @@ pub(super) fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
         Some(key) => usage(format!("{}: {}", recipe.place(key), r.why)),
         None => usage(r.why),
     };
-    let start = Start::of(recipe).map_err(refused)?;
-    let Some(start) = start.filter(|_| recipe.run.device != Device::Cpu) else { return Ok(start) };
+    let Some(start) = Start::of(recipe).map_err(refused)? else { return Ok(None) };
+    if recipe.run.device == Device::Cpu {
+        return Ok(Some(start));
+    }
     let count = cuda::count();
     let on_cuda = count > 0 || recipe.run.device == Device::Cuda;
     if on_cuda && start.local > count {
@@ -46,9 +48,10 @@ pub(super) fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
     Ok(Some(start))
 }
 
-/// Ends this process with the one that started it, however that ends.
+/// Ends this process with the launching one, after any end.
 pub(super) fn follow_parent() {
-    let Some(parent) = std::env::var(PARENT).ok().and_then(|id| id.parse().ok()).and_then(Pid::from_raw) else {
+    let Some(parent) = std::env::var(PARENT).ok().and_then(|id| id.parse().ok()).and_then(Pid::from_raw)
+    else {
         return;
     };
     let _ = set_parent_process_death_signal(Some(Signal::TERM));
@@ -146,9 +149,12 @@ impl Processes {
     fn wait(&mut self, events: &Receiver<Event>, start: &Start) -> u8 {
         let mut end = None;
         while !self.running.is_empty() {
-            let left = end.map_or(Duration::MAX, |end: Instant| end.saturating_duration_since(Instant::now()));
+            let left =
+                end.map_or(Duration::MAX, |end: Instant| end.saturating_duration_since(Instant::now()));
             match events.recv_timeout(left) {
-                Ok(Event::Signal(signal)) => Signal::from_named_raw(signal).into_iter().for_each(|s| self.signal(s)),
+                Ok(Event::Signal(signal)) => {
+                    Signal::from_named_raw(signal).into_iter().for_each(|s| self.signal(s))
+                }
                 Ok(Event::Ended(number, status)) => {
                     self.running.retain(|(n, _)| *n != number);
                     self.ended.push((number, status));
@@ -158,8 +164,12 @@ impl Processes {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {
-                    let ranks: Vec<_> = self.running.iter().map(|(n, _)| (self.first + n).to_string()).collect();
-                    warn(&format!("ranks {} go on after another has failed, and are ended", ranks.join(", ")));
+                    let ranks: Vec<_> =
+                        self.running.iter().map(|(n, _)| (self.first + n).to_string()).collect();
+                    warn(&format!(
+                        "ranks {} go on after another has failed, and are ended",
+                        ranks.join(", ")
+                    ));
                     self.signal(Signal::KILL);
                     end = None;
                 }

@@ -1,7 +1,7 @@
-//! Passes of a rank without rows: it takes part in the collectives of every visit, and computes its experts on the rows of
-//! other ranks.
+//! Passes of a rank without rows: it takes part in the collectives of every visit, and computes its experts on the
+//! rows of other ranks.
 
-use super::visit::{Outline, Pass};
+use super::visit::{self, Outline, Pass};
 use super::walker::Walk;
 use crate::model::batch::{Context, HostBatch};
 use crate::model::feed_forward::{Like, Mixture, Served};
@@ -51,14 +51,17 @@ impl Walk<'_> {
 
     fn serve_all(&mut self, dropout: Option<(u64, u64)>, sink: Option<&Sink<'_>>) -> ft_base::Result<()> {
         let decoder = self.decoder;
+        let outline = Outline::of(decoder);
+        let visits = if sink.is_some() { outline.training(self.lowest) } else { outline.forward() };
+        if self.hooks.experts().is_none() {
+            return visit::pass(visits, self.hooks, &mut |_| Ok(()));
+        }
         let table = &decoder.embedding.table;
         // One token that no layer computes: its context has the key of dropout.
         let host = HostBatch { ids: &[0], positions: &[0], docs: &[1], targets: &[], weights: &[] };
         let batch = Batch::new(&decoder.config, host, (0, 0), dropout, table.real()?.device())?;
         let context = batch.context.among(self.hooks.experts());
         let like = Like(decoder.config.hidden, decoder.embedding.dtype, table.device());
-        let outline = Outline::of(decoder);
-        let visits = if sink.is_some() { outline.training(self.lowest) } else { outline.forward() };
         let mut pass = Pass::begin(visits, self.hooks)?;
         let mut states: Vec<Option<State>> = decoder.layers.iter().map(|_| None).collect();
         while let Some(visit) = pass.arrive()? {
@@ -67,11 +70,13 @@ impl Walk<'_> {
                 (Some(mixture), None) => {
                     let l = visit.unit - 1;
                     let served = mixture.serve(&context, None, like)?;
-                    states[l] = self.kept_level(l).filter(|_| sink.is_some()).map(|level| keep(served, level));
+                    states[l] =
+                        self.kept_level(l).filter(|_| sink.is_some()).map(|level| keep(served, level));
                 }
                 (Some(mixture), Some(sink)) => {
                     let l = visit.unit - 1;
-                    let state = states[l].take().map(|s| again(mixture, s, (&context, like), self.kept_level(l)));
+                    let state =
+                        states[l].take().map(|s| again(mixture, s, (&context, like), self.kept_level(l)));
                     if let Some(served) = state.transpose()? {
                         mixture.serve_backward(served, &context, sink, like)?;
                     }

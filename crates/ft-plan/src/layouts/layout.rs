@@ -23,8 +23,11 @@ impl Layout {
         let mut all = Vec::new();
         for context in divisors(devices) {
             for expert in &experts {
-                all.extend(stages.clone().map(|zero| {
-                    Self { data: devices / context, context, expert: *expert, zero }
+                all.extend(stages.clone().map(|zero| Self {
+                    data: devices / context,
+                    context,
+                    expert: *expert,
+                    zero,
                 }));
             }
         }

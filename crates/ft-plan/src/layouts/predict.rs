@@ -88,8 +88,8 @@ pub fn time(compute: f64, wire: [u64; 2], link: Link) -> (f64, Limit) {
     (compute.max(hidden) + exposed, limit)
 }
 
-/// Sorts by predicted time, fastest first. Times within 1% are equal: less memory, then fewer bytes, then the plainer layout
-/// go first.
+/// Sorts by predicted time, fastest first. Of times within 1%, less memory goes first, then fewer bytes, then the
+/// plainer layout.
 pub fn sort(all: &mut [Candidate]) {
     // steps of a hundredth: logarithms compare as quotients
     let step = |c: &Candidate| (c.step_seconds.max(f64::MIN_POSITIVE).ln() * 100.0).round() as i64;
@@ -121,7 +121,13 @@ mod tests {
             limit: Limit::Compute,
             how: String::new(),
         };
-        let mut all = vec![of(1, 0, 2.0, 5), of(2, 0, 1.001, 9), of(4, 3, 1.0, 9), of(8, 3, 0.999, 8), of(3, 0, 0.5, 99)];
+        let mut all = vec![
+            of(1, 0, 2.0, 5),
+            of(2, 0, 1.001, 9),
+            of(4, 3, 1.0, 9),
+            of(8, 3, 0.999, 8),
+            of(3, 0, 0.5, 99),
+        ];
         sort(&mut all);
         assert_eq!(all.iter().map(|c| c.layout.data).collect::<Vec<_>>(), [3, 8, 2, 4, 1]);
     }

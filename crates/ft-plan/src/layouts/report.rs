@@ -22,7 +22,9 @@ impl Candidate {
             let _ = writeln!(s, "{key} = {n}");
         }
         for set in &self.beside {
-            if let Some((table, (key, value))) = set.split_once('.').and_then(|(t, r)| Some((t, r.split_once('=')?))) {
+            if let Some((table, (key, value))) =
+                set.split_once('.').and_then(|(t, r)| Some((t, r.split_once('=')?)))
+            {
                 let _ = writeln!(s, "[{table}]\n{key} = {value:?}");
             }
         }
@@ -42,10 +44,14 @@ impl Layouts {
         let _ = writeln!(s, "{}\n", self.of);
         if !self.best.is_empty() {
             let width = self.best.iter().map(|c| c.words().len()).max().unwrap_or(0).max("layout".len());
-            let head = format!("  {:<width$} {:>11} {:>11} {:>9}  limited by", "layout", "memory", "wire a step", "a step");
+            let head = format!(
+                "  {:<width$} {:>11} {:>11} {:>9}  limited by",
+                "layout", "memory", "wire a step", "a step"
+            );
             let _ = writeln!(s, "{head}");
             for c in &self.best {
-                let (memory, wire, time) = (bytes(c.memory), bytes(c.wire_bytes_a_step), seconds(c.step_seconds));
+                let (memory, wire, time) =
+                    (bytes(c.memory), bytes(c.wire_bytes_a_step), seconds(c.step_seconds));
                 let limit = c.limit.words();
                 let _ = writeln!(s, "  {:<width$} {memory:>11} {wire:>11} {time:>9}  {limit}", c.words());
             }
@@ -103,15 +109,17 @@ impl Layouts {
         let n = self.devices.count;
         let why = match (self.least, self.budget) {
             (Some((layout, memory)), Some(budget)) => format!(
-                "no layout of {n} devices fits: {} takes the least, {} on each, and {} is available\n  hint: ft plan with \
-                    that layout lists keys that make it fit; or more devices",
+                "no layout of {n} devices fits: {} takes the least, {} on each, and {} is available\n  hint: more \
+                    devices, or the keys that ft plan lists for this layout",
                 layout.settings().join(" "),
                 bytes(memory),
                 bytes(budget)
             ),
             _ => {
                 let why = self.refused.first().map_or("", |(_, why)| why);
-                format!("no layout of {n} devices suits the recipe: {why}\n  hint: run.batch_rows or --devices")
+                format!(
+                    "no layout of {n} devices suits the recipe: {why}\n  hint: run.batch_rows or --devices"
+                )
             }
         };
         Some(Error::DoesNotFit(why))

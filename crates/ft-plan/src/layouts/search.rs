@@ -10,12 +10,12 @@ use ft_kernels::Machine;
 use ft_recipe::{MicroRows, Recipe};
 use serde::Serialize;
 
-/// Layouts that are kept, fastest first.
+/// Number of layouts to print.
 const BEST: usize = 5;
-/// Card in place of an unknown one, and work a second of a CPU thread whose rate was not measured.
+/// Card in place of an unknown one, and work a second of an unmeasured CPU thread.
 const CARD: &str = "A100-80";
 const CPU: f64 = 30e9;
-/// Work for which a rate is asked.
+/// Work to ask a rate for.
 const WORK: f64 = 1e15;
 
 /// Devices of a search.
@@ -27,7 +27,7 @@ pub struct Devices {
     pub link: Link,
 }
 
-/// Rate of the arithmetic of a device, and where it is from.
+/// Rate of the arithmetic of a device, and the source of the number.
 #[derive(Clone, Debug, Serialize)]
 pub struct Arithmetic {
     /// Work (FLOPs of a large product) a second.
@@ -37,7 +37,7 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The rate that was measured, or that of the card's data sheet; otherwise an assumption.
+    /// The measured rate, else the rate of the card's data sheet, else an assumption.
     fn of(m: Machine) -> Self {
         let rate = |m| rates::predict(m, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.sheet));
         match rate(m) {
@@ -68,12 +68,12 @@ pub struct Layouts {
     pub budget: Option<u64>,
     /// The best ones that fit, fastest first.
     pub best: Vec<Candidate>,
-    /// Number of layouts that fit, of those planned.
+    /// Number of fitting layouts, and of planned ones.
     pub fitting: usize,
     pub planned: usize,
-    /// Layout and memory of the one that takes the least, if none fits.
+    /// The layout with the smallest memory.
     pub least: Option<(Layout, u64)>,
-    /// Layouts that the recipe does not allow, with the reason of each kind.
+    /// Numbers of layouts that the recipe does not allow, by reason.
     pub refused: Vec<(usize, String)>,
 }
 
@@ -111,8 +111,8 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     Ok(found)
 }
 
-/// The recipe in a layout, with other keys that it needs; an error is the reason against it. Micro-batches do not change a
-/// result, so that the plan chooses them where the recipe's do not divide.
+/// The recipe in a layout, and further keys for it, or the reason against it. The plan chooses micro-batches if those
+/// of the recipe do not divide: they do not change results.
 fn applied(recipe: &Recipe, layout: Layout) -> Result<(Recipe, Vec<String>), String> {
     let set = layout.settings();
     let with = |more: &[String]| match recipe.with(&[&set[..], more].concat()) {
@@ -123,7 +123,9 @@ fn applied(recipe: &Recipe, layout: Layout) -> Result<(Recipe, Vec<String>), Str
         Err(e) => Err(e.problems().first().map_or_else(|| e.to_string(), |p| p.message.clone())),
     };
     let auto = ["run.micro_rows=auto".to_string()];
-    with(&[]).or_else(|why| if recipe.run.micro_rows == MicroRows::Auto { Err(why) } else { with(&auto).map_err(|_| why) })
+    with(&[]).or_else(|why| {
+        if recipe.run.micro_rows == MicroRows::Auto { Err(why) } else { with(&auto).map_err(|_| why) }
+    })
 }
 
 impl Layouts {

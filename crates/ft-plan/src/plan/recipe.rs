@@ -65,7 +65,13 @@ impl Model {
         room: &Capacity<'_>,
     ) -> ft_base::Result<Inputs<'a>> {
         let (config, selection) = (&self.resolved.config, &self.resolved.selection);
-        Resolved::inputs(recipe, (config, selection), (target, self.found.dir.as_deref()), workloads, room.host)
+        Resolved::inputs(
+            recipe,
+            (config, selection),
+            (target, self.found.dir.as_deref()),
+            workloads,
+            room.host,
+        )
     }
 
     /// The whole plan of the recipe that the model was found for.

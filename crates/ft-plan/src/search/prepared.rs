@@ -48,7 +48,7 @@ impl<'a> Prepared<'a> {
         let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
         let states = ModelStates::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
         let quantize = inputs.recipe.model.quantize;
-        let split = (p.tensor, p.pipeline);
+        let split = (p.tensor, p.pipeline, p.expert);
         let weights = (quantize, inputs.recipe.has_rooms());
         let shape = GhostModel::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
         if inputs.recipe.memory.dequantize == ft_recipe::Dequantize::PerLayer
@@ -149,9 +149,10 @@ impl<'a> Prepared<'a> {
         Simulation::new(run, heads)
     }
 
-    /// Bytes of keys, values and their gradients received by a rank of a context group per micro-batch.
+    /// Bytes that a rank receives within layers, per micro-batch: keys and values over segments, rows of experts.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
-        if self.inputs.recipe.parallel.context == 1 {
+        let p = &self.inputs.recipe.parallel;
+        if (p.context, p.expert) == (1, 1) {
             return Ok(0);
         }
         let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);

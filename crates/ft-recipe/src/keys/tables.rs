@@ -412,7 +412,8 @@ table! {
         tensor: usize = RANKS, Toml("1");
         /// Pipeline stages.
         pipeline: usize = RANKS, Toml("1");
-        /// Expert parallel ranks.
+        /// Ranks that split the experts of a mixture, in blocks of neighbours. They are among those of the other axes, and rows
+        /// travel to them.
         expert: usize = RANKS, Toml("1");
         /// Context parallel ranks.
         context: usize = RANKS, Toml("1");

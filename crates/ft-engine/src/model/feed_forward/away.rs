@@ -5,8 +5,8 @@
 //! owner                                     rows in, sorted again -> own experts -> outputs out
 //! ```
 //!
-//! The backward pass makes the same ways: gradients times gates out, gradients of the inputs back. Gates, router and shared
-//! expert stay at the source. No row is dropped or padded. A rank without rows takes part: [`Mixture::serve`].
+//! The backward pass makes the same ways: gradients times gates out, gradients of the inputs back. Gates, router and
+//! shared expert stay at the source. No row is dropped or padded. A rank without rows takes part: [`Mixture::serve`].
 
 use super::grouped;
 use super::mlp;
@@ -320,7 +320,12 @@ impl Mixture {
     }
 
     /// Context for the rows of one expert: dropout depends on the token of the step.
-    fn context_of<'a>(&self, ctx: &'a Context<'a>, travel: &Travel, run: &ExpertRows) -> Cow<'a, Context<'a>> {
+    fn context_of<'a>(
+        &self,
+        ctx: &'a Context<'a>,
+        travel: &Travel,
+        run: &ExpertRows,
+    ) -> Cow<'a, Context<'a>> {
         match ctx.dropout {
             Some(_) if self.drops(run.expert) && run.alike == 1.0 => {
                 let rows = Some(Arc::new(travel.tokens_of(travel.here.tokens_of(run))));
@@ -331,7 +336,7 @@ impl Mixture {
         }
     }
 
-    /// Sends runs of rows to the ranks, and returns the rows that come, in the order of ranks; `None` if none come. With
+    /// Sends runs of rows to the ranks, and returns the incoming rows in the order of ranks; `None` without any. With
     /// `needs`, only to ranks that need them.
     fn exchange(
         &self,
@@ -354,7 +359,7 @@ impl Mixture {
                 let stays = out.get(me).copied().unwrap_or(0);
                 let came = Tensor::from(Ghost::new(ledger, (total, d), dtype));
                 ledger.work(ft_kernels::ledger::Cost {
-                    wire: ((total - stays) * d * dtype.size_in_bytes()) as f64,
+                    wire: (total.saturating_sub(stays) * d * dtype.size_in_bytes()) as f64,
                     ..Default::default()
                 });
                 return Ok(Some(came));
@@ -378,7 +383,7 @@ impl Mixture {
         if let (Some(to), Some(own)) = (&to, piece(&rows, out, me)?.filter(|_| wanted(me))) {
             to.slice_set(&own, 0, ranges(into)[me].start)?;
         }
-        arrival.wait().map_err(told)?;
+        arrival.wait()?;
         Ok(to)
     }
 }
@@ -415,12 +420,15 @@ fn peers<'a>(ctx: &Context<'a>) -> Result<&'a dyn Comm> {
 
 /// An error of a collective, in a layer. [`crate::walk::Walk`] returns that of the group in its place.
 fn told(e: ft_base::Error) -> candle_core::Error {
-    candle_core::Error::Msg(e.to_string())
+    candle_core::Error::wrap(e)
 }
 
 /// A departure as bytes: whether the owner needs inputs, counts, tokens.
 fn words(d: &Departure) -> Vec<u8> {
-    let all = [u32::from(d.needs_input)].into_iter().chain(d.counts.iter().copied()).chain(d.tokens.iter().copied());
+    let all = [u32::from(d.needs_input)]
+        .into_iter()
+        .chain(d.counts.iter().copied())
+        .chain(d.tokens.iter().copied());
     all.flat_map(u32::to_ne_bytes).collect()
 }
 

@@ -215,14 +215,25 @@ impl Groups {
     /// Rows of each expert, and if asked for the token of each row, on the host. Device lists are copied.
     pub fn on_host(&self, tokens: bool) -> Result<(Vec<u32>, Vec<u32>)> {
         let Some(sorted) = &self.sorted else {
-            return Ok((self.counts().map(|n| n as u32).collect(), if tokens { self.token.clone() } else { Vec::new() }));
+            return Ok((
+                self.counts().map(|n| n as u32).collect(),
+                if tokens { self.token.clone() } else { Vec::new() },
+            ));
         };
         sorted.on_host(tokens)
     }
 
-    /// In a plan: the rows that come to `own` experts of this rank, as many as leave it; `alike` as in [`Groups::choose`].
-    pub fn arriving(&self, own: usize, alike: &[usize], ledger: &crate::Ledger, dtype: Option<DType>) -> Result<Self> {
+    /// In a plan: rows for the `own` experts of this rank, as many as leave it; `alike` as in [`Groups::choose`].
+    pub fn arriving(
+        &self,
+        own: usize,
+        alike: &[usize],
+        ledger: &crate::Ledger,
+        dtype: Option<DType>,
+    ) -> Result<Self> {
         let n = self.sorted.as_ref().map_or(self.tokens * self.top_k, Sorted::rows);
+        // Uneven routing brings more rows to some ranks: half as many again.
+        let n = if ledger.skewed() { n + n / 2 } else { n };
         if let Some(dtype) = dtype {
             let chosen = Tensor::from(Ghost::new(ledger, (n, 1), DType::U32));
             return Ok(Self::on_device(Sorted::new(&chosen, own, dtype)?));

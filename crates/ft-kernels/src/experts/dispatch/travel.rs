@@ -1,21 +1,21 @@
-//! Rows of a mixture that travel between ranks, each of which owns as many neighbouring experts.
+//! Travel of a mixture's rows between ranks that own equal numbers of neighbouring experts.
 //!
-//! Rows sorted by expert are sorted by owner too. A rank sends each owner its run of rows, and sorts the rows that come
-//! to it by (expert, source, token).
+//! Rows sorted by expert are sorted by owner too. A rank sends a run of rows to every owner, and sorts incoming rows by
+//! (expert, source, token).
 
 use super::{Groups, Sorted};
 use crate::Tensor;
 use candle_core::{DType, Device, Result};
 use std::ops::Range;
 
-/// What a rank tells the others before its rows travel.
+/// Message of a rank before rows travel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Departure {
     /// Rows for each expert.
     pub counts: Vec<u32>,
     /// Token of each row within the step, if experts drop out by token; otherwise empty.
     pub tokens: Vec<u32>,
-    /// Whether the backward pass of this rank's own experts needs the rows that come to it.
+    /// Whether the backward pass of the rank's experts needs incoming rows.
     pub needs_input: bool,
 }
 
@@ -27,7 +27,7 @@ pub struct Travel {
     /// Rows to each rank, and from each rank.
     pub sent: Vec<usize>,
     pub received: Vec<usize>,
-    /// Ranks that need rows in their backward pass.
+    /// By rank, whether the backward pass needs rows.
     pub needs: Vec<bool>,
     /// Received rows by own expert: each row is a token with one expert.
     pub here: Groups,
@@ -36,7 +36,7 @@ pub struct Travel {
 }
 
 impl Travel {
-    /// The travel that all departures of the group, by rank, make together.
+    /// The travel by the departures of the group, in rank order.
     ///
     /// # Errors
     /// Departures of different models; device errors.
@@ -44,7 +44,10 @@ impl Travel {
         let experts = all.first().map_or(0, |d| d.counts.len());
         let own = experts / all.len().max(1);
         if own * all.len() != experts || me >= all.len() || all.iter().any(|d| d.counts.len() != experts) {
-            candle_core::bail!("routing: {experts} experts over {} ranks, or other numbers of them", all.len());
+            candle_core::bail!(
+                "routing: {experts} experts over {} ranks, or other numbers of them",
+                all.len()
+            );
         }
         let of = |rank: usize| rank * own..(rank + 1) * own;
         let sum = |counts: &[u32]| counts.iter().map(|n| *n as usize).sum::<usize>();
@@ -75,12 +78,15 @@ impl Travel {
         Ok(Self { me, sent, received, needs, here, tokens })
     }
 
-    /// In a plan: as many rows come as leave, evenly from and to `ranks`.
+    /// In a plan: rows leave evenly to `ranks`, and come for `here`.
     pub fn planned(here: Groups, rows: usize, ranks: usize) -> Self {
-        let each = vec![rows / ranks.max(1); ranks.saturating_sub(1)];
-        let of = |rest| std::iter::once(rest).chain(each.iter().copied()).collect::<Vec<usize>>();
-        let lens = of(rows - each.iter().sum::<usize>());
-        Self { me: 0, sent: lens.clone(), received: lens, needs: vec![true; ranks], here, tokens: Vec::new() }
+        let lens = |rows: usize| {
+            let each = rows / ranks.max(1);
+            let rest = rows - each * ranks.saturating_sub(1);
+            std::iter::once(rest).chain(std::iter::repeat_n(each, ranks.saturating_sub(1))).collect()
+        };
+        let (sent, received) = (lens(rows), lens(here.tokens));
+        Self { me: 0, sent, received, needs: vec![true; ranks], here, tokens: Vec::new() }
     }
 
     /// Number of received rows.
@@ -143,7 +149,8 @@ mod tests {
 
     #[test]
     fn departures_of_other_models_are_refused() {
-        for all in [vec![of(&[1, 2, 3], &[], false); 2], vec![of(&[1, 2], &[], false), of(&[1], &[], false)]] {
+        for all in [vec![of(&[1, 2, 3], &[], false); 2], vec![of(&[1, 2], &[], false), of(&[1], &[], false)]]
+        {
             assert!(Travel::new(&all, 0, (&Device::Cpu, None)).is_err());
         }
         let short = [of(&[1, 1], &[], false), of(&[2, 1], &[5], false)];
