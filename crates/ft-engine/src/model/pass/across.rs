@@ -29,6 +29,27 @@ pub struct Across<'a> {
     /// Ranks with tokens. The others take no part in the exchanges of this micro-batch.
     active: Vec<usize>,
     spans: Mutex<BTreeMap<Option<usize>, Arc<Spans>>>,
+    /// A fault that tests must notice.
+    #[cfg(test)]
+    pub fault: Option<Fault>,
+}
+
+/// Faults of context parallelism, for tests of the tests.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Keys of other ranks do not arrive.
+    Keys,
+    /// Gradients of keys stay where they were computed.
+    Gradients,
+    /// Gradients of keys are averaged over the ranks.
+    Mean,
+    /// Dropout and noise are drawn by the row on the rank.
+    Rows,
+    /// Dropout of the head is drawn by the target on the rank.
+    Targets,
+    /// The load-balancing loss knows the rank's tokens alone.
+    Counts,
 }
 
 /// Keys that the queries of this rank see under a window, and their exchange.
@@ -208,7 +229,16 @@ impl<'a> Across<'a> {
 
     fn with(comm: Option<&'a dyn Comm>, me: usize, docs: &[usize], segments: Vec<Vec<Range<usize>>>) -> Self {
         let active = (0..segments.len()).filter(|r| !segments[*r].is_empty()).collect();
-        Self { comm, me, docs: docs.to_vec(), segments, active, spans: Mutex::default() }
+        Self {
+            comm,
+            me,
+            docs: docs.to_vec(),
+            segments,
+            active,
+            spans: Mutex::default(),
+            #[cfg(test)]
+            fault: None,
+        }
     }
 
     /// Lengths of the documents of the micro-batch.
@@ -278,6 +308,10 @@ impl<'a> Across<'a> {
             }
             return Ok(());
         };
+        #[cfg(test)]
+        if self.fault == Some(Fault::Keys) {
+            return Ok(());
+        }
         let at = At::unit(what, place::now().1);
         let sent = comm.exchange_among(&self.active, at, out, into).and_then(|arrival| Ok(arrival.wait()?));
         sent.map_err(candle_core::Error::wrap)
@@ -410,12 +444,20 @@ impl<'a> Across<'a> {
             let to = Tensor::zeros((rows, g, c), x.dtype(), x.device())?;
             let came = into.iter().skip(which * plan.out.len()).zip(&plan.out);
             for rank in 0..self.segments.len() {
+                #[cfg(test)]
+                if self.fault == Some(Fault::Gradients) && rank != self.me {
+                    continue;
+                }
                 for ((_, part), (_, rows)) in came.clone().filter(|((peer, _), _)| *peer == rank) {
                     gemm::acc(&to.narrow(0, rows.start, rows.len())?, part)?;
                 }
                 for (rows, at) in plan.own.iter().filter(|_| rank == self.me) {
                     gemm::acc(&to.narrow(0, rows.start, rows.len())?, &x.narrow(0, *at, rows.len())?)?;
                 }
+            }
+            #[cfg(test)]
+            if self.fault == Some(Fault::Mean) {
+                return to.affine(1.0 / self.segments.len() as f64, 0.0);
             }
             Ok(to)
         };
@@ -429,3 +471,7 @@ impl std::fmt::Debug for Across<'_> {
         write!(f, "segments {:?}, of rank {}", self.segments, self.me)
     }
 }
+
+#[cfg(test)]
+#[path = "across_tests.rs"]
+mod tests;
