@@ -108,6 +108,15 @@ impl Outputs {
         self.keys = None;
     }
 
+    /// Rows and results of each segment.
+    pub fn parts(&self) -> impl Iterator<Item = (Range<usize>, &attention::Saved)> {
+        let ends = self.parts.iter().scan(0, |end, part| {
+            *end += part.o.dims().0;
+            Some(*end)
+        });
+        ends.zip(&self.parts).map(|(end, part)| (end - part.o.dims().0..end, part))
+    }
+
     /// Result of attention on one rank.
     ///
     /// # Errors
@@ -346,22 +355,18 @@ impl<'a> Across<'a> {
         Ok(all)
     }
 
-    /// Attention of this rank's queries `[t, h, c]`, with its keys and values `[t, g, c]`. Collective.
+    /// Attention of this rank's queries `[t, h, c]`, with its keys and values `[t, g, c]`, masked and scaled as in
+    /// `how`. Collective.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn forward(
-        &self,
-        [q, k, v]: [&Tensor; 3],
-        (window, scale): (Option<usize>, f64),
-        rank: usize,
-    ) -> Result<Outputs> {
-        let spans = self.spans(window, q.device())?;
+    pub fn forward(&self, [q, k, v]: [&Tensor; 3], how: &Causal<'_>, rank: usize) -> Result<Outputs> {
+        let spans = self.spans(how.window, q.device())?;
         let keys = self.gather(&spans.plan, [k, v])?;
         let part = |(part, seqs): (&PartPlan, &Sequences)| {
             let [k, v] = [&keys[0], &keys[1]].map(|x| x.narrow(0, part.keys.start, part.keys.len()));
             let q = q.narrow(0, part.queries.start, part.queries.len())?;
-            attention::forward(&q, &k?, &v?, &Causal { seqs, window, scale }, rank)
+            attention::forward(&q, &k?, &v?, &Causal { seqs, ..*how }, rank)
         };
         let parts = spans.plan.parts.iter().zip(&spans.seqs).map(part).collect::<Result<Vec<_>>>()?;
         let outputs: Vec<Padded> = parts.iter().map(|p| p.o.clone()).collect();
@@ -385,10 +390,10 @@ impl<'a> Across<'a> {
         &self,
         [q, k, v, d_o]: [&Tensor; 4],
         saved: Outputs,
-        (window, scale): (Option<usize>, f64),
+        how: &Causal<'_>,
         rank: usize,
     ) -> Result<(Tensor, Tensor, Padded)> {
-        let spans = self.spans(window, q.device())?;
+        let spans = self.spans(how.window, q.device())?;
         let plan = &spans.plan;
         let keys = match saved.keys {
             Some(keys) => keys,
@@ -399,7 +404,7 @@ impl<'a> Across<'a> {
         for ((part, seqs), saved) in plan.parts.iter().zip(&spans.seqs).zip(&saved.parts) {
             let of = |x: &Tensor| x.narrow(0, part.queries.start, part.queries.len());
             let [k, v] = [&keys[0], &keys[1]].map(|x| x.narrow(0, part.keys.start, part.keys.len()));
-            let (k, v, how) = (k?, v?, Causal { seqs, window, scale });
+            let (k, v, how) = (k?, v?, Causal { seqs, ..*how });
             if !plan.crosses && plan.parts.len() == 1 {
                 return attention::backward(&of(q)?, &k, &v, saved, &of(d_o)?, &how, rank);
             }

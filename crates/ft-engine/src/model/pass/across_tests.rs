@@ -38,9 +38,12 @@ fn on_many(
 ) -> Result<(Rows, u64)> {
     let whole = inputs(docs)?;
     let rank = |comm: ranks::Threads| -> Result<(Vec<[Vec<f64>; 4]>, u64)> {
+        ft_base::memory::place::follow();
         let across = Across::new(&comm, docs, all.to_vec());
+        // All have ended before one leaves.
+        let end = || comm.all_gather_bytes(At::all("the end"), &[], true).map_err(candle_core::Error::wrap);
         if across.own().is_empty() {
-            return Ok((Vec::new(), 0));
+            return end().map(|_| (Vec::new(), 0));
         }
         let own = |x: &Tensor| -> Result<Tensor> {
             let parts =
@@ -48,35 +51,30 @@ fn on_many(
             Tensor::cat(&parts, 0)?.contiguous()
         };
         let [q, k, v, d_o] = [own(&whole[0])?, own(&whole[1])?, own(&whole[2])?, own(&whole[3])?];
-        let mut out = across.forward([&q, &k, &v], (window, HOW), 0)?;
+        let none = Sequences::planned(&[], 0);
+        let how = Causal { seqs: &none, window, scale: HOW };
+        let mut out = across.forward([&q, &k, &v], &how, 0)?;
         let o = values(&out.o.values()?);
+        assert!(
+            out.parts()
+                .map(|(rows, part)| (rows, values(&part.o.values().expect("rows"))))
+                .all(|(rows, part)| part[..] == o[rows.start * H * C..rows.end * H * C])
+        );
         if fetch {
             out.drop_keys();
         }
-        let (dq, dk, dv) = across.backward([&q, &k, &v, &d_o], out, (window, HOW), 0)?;
+        let (dq, dk, dv) = across.backward([&q, &k, &v, &d_o], out, &how, 0)?;
         let [dq, dk, dv] = [values(&dq), values(&dk), values(&dv.values()?)];
         let row = |x: &[f64], i: usize, heads: usize| x[i * heads * C..(i + 1) * heads * C].to_vec();
         let t = q.dim(0)?;
         let rows = (0..t).map(|i| [row(&o, i, H), row(&dq, i, H), row(&dk, i, G), row(&dv, i, G)]).collect();
-        // All have ended before one leaves.
-        comm.all_gather_bytes(At::all("the end"), &[], true).map_err(candle_core::Error::wrap)?;
+        end()?;
         Ok((rows, comm.received().along(Axis::World)))
     };
     let came: Vec<_> = std::thread::scope(|s| {
-        let active: Vec<usize> = (0..all.len()).filter(|r| !all[*r].is_empty()).collect();
-        let group = ranks::group(all.len(), Duration::from_secs(100));
-        // Ranks without tokens take part in nothing but the end.
-        let idle = |c: &ranks::Threads| c.all_gather_bytes(At::all("the end"), &[], true).map(drop);
-        let started: Vec<_> = group
-            .into_iter()
-            .map(|c| {
-                let (rank, active) = (&rank, &active);
-                s.spawn(move || match active.contains(&c.rank()) {
-                    true => rank(c),
-                    false => idle(&c).map(|()| (Vec::new(), 0)).map_err(candle_core::Error::wrap),
-                })
-            })
-            .collect();
+        let rank = &rank;
+        let group = ranks::group(all.len(), Duration::from_secs(100)).into_iter();
+        let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
         started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
     })?;
     let t = docs.iter().sum::<usize>();

@@ -3,6 +3,7 @@
 use super::*;
 use crate::model::across::{Across, Fault};
 use crate::ranks::{self, At, Comm};
+use ft_base::memory::place;
 use ft_data::{Micro, segments};
 use std::ops::Range;
 use std::time::Duration;
@@ -68,6 +69,7 @@ impl<'a> Setting<'a> {
     fn on_many(&self, all: &[Vec<Range<usize>>], fault: Option<Fault>) -> Result<Step> {
         let m = self.micro()?;
         let rank = |comm: ranks::Threads, (d, p): (Decoder, Params)| -> Result<Option<Step>> {
+            place::follow();
             let mut across = Across::new(&comm, &m.docs, all.to_vec());
             across.fault = fault;
             let part = m.part(across.own());
@@ -208,6 +210,7 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
     for count in [2, 3, 4] {
         let all = segments(&m.docs, count);
         let rank = |comm: ranks::Threads| -> Result<Vec<(u32, f64)>> {
+            place::follow();
             let across = Across::new(&comm, &m.docs, all.clone());
             let part = m.part(across.own());
             let own = [part.micro.ids.len()];
