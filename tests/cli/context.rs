@@ -36,7 +36,8 @@ fn mixture() -> Value {
 #[track_caller]
 fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     let output = format!("run.output={run}");
-    w.ok(&[&["run", "r.toml", &output, "data.max_length=512", "run.steps=3"][..], set].concat());
+    let steps: &[&str] = if set.iter().any(|s| s.starts_with("run.steps")) { &[] } else { &["run.steps=3"] };
+    w.ok(&[&["run", "r.toml", &output, "data.max_length=512"][..], steps, set].concat());
     ends(w, run)
 }
 
@@ -129,7 +130,8 @@ fn a_run_goes_on_in_another_layout() {
     ] {
         let (from, to) = (set(from.0, from.1, from.2), set(to.0, to.1, to.2));
         run(name, &from, &["run.steps=1", "optimizer.schedule=constant"]);
-        let others = ["--resume", "--accept-change", "run.steps", "optimizer.schedule=constant"];
+        let others =
+            ["--resume", "--accept-change", "run.steps", "run.steps=3", "optimizer.schedule=constant"];
         let went_on = run(name, &to, &others);
         // The same steps after the same checkpoint, once more.
         for step in &w.checkpoints(name)[1..] {
