@@ -94,7 +94,7 @@ impl Attention {
                 cache.add(k, v)?;
                 attention::forward_cached(q, cache, &how, rank).map(Outputs::one)
             }
-            (None, Some(across)) => across.forward([q, k, v], (how.window, how.scale), rank),
+            (None, Some(across)) => across.forward([q, k, v], &how, rank),
             (None, None) => attention::forward(q, k, v, &how, rank).map(Outputs::one),
         }
     }
@@ -157,7 +157,7 @@ impl Attention {
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
         let (how, out) = (self.causal(ctx), s.out);
         let (dq, dk, dv) = match ctx.across {
-            Some(across) => across.backward([&q, &k, &s.v, &d_o], out, (how.window, how.scale), rv)?,
+            Some(across) => across.backward([&q, &k, &s.v, &d_o], out, &how, rv)?,
             None => {
                 let gradients = attention::backward(&q, &k, &s.v, out.whole()?, &d_o, &how, rv)?;
                 drop(out);

@@ -1,6 +1,8 @@
 //! Routing decisions of a micro-batch, router losses and expert load.
 
 use crate::model::across::Across;
+#[cfg(test)]
+use crate::model::across::Fault;
 use crate::model::feed_forward;
 use crate::ranks::At;
 use candle_core::{DType, Result};
@@ -139,6 +141,10 @@ impl Routing {
     /// A lost rank; errors of the device.
     pub fn share(&mut self, across: &Across<'_>, losses: RouterLosses) -> ft_base::Result<()> {
         if !losses.any() || self.layers.is_empty() {
+            return Ok(());
+        }
+        #[cfg(test)]
+        if across.fault == Some(Fault::Counts) {
             return Ok(());
         }
         let own = self.read()?;

@@ -26,6 +26,7 @@ use serde_json::Map;
 use std::path::PathBuf;
 
 mod composed;
+mod context;
 mod four_bit;
 mod four_bit_full;
 mod levels;

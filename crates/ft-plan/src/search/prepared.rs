@@ -115,7 +115,7 @@ impl<'a> Prepared<'a> {
         if ranks == 1 {
             return (t, None);
         }
-        let windows = self.shape.kinds.iter().map(|layer| layer.attn.window);
+        let windows = self.inputs.config.windows.iter().copied();
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
         (own, Some(segments))
     }

@@ -29,6 +29,27 @@ pub struct Across<'a> {
     /// Ranks with tokens. The others take no part in the exchanges of this micro-batch.
     active: Vec<usize>,
     spans: Mutex<BTreeMap<Option<usize>, Arc<Spans>>>,
+    /// A fault that tests must notice.
+    #[cfg(test)]
+    pub fault: Option<Fault>,
+}
+
+/// Faults of context parallelism, for tests of the tests.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Keys of other ranks do not arrive.
+    Keys,
+    /// Gradients of keys stay where they were computed.
+    Gradients,
+    /// Gradients of keys are averaged over the ranks.
+    Mean,
+    /// Dropout and noise are drawn by the row on the rank.
+    Rows,
+    /// Dropout of the head is drawn by the target on the rank.
+    Targets,
+    /// The load-balancing loss knows the rank's tokens alone.
+    Counts,
 }
 
 /// Keys that the queries of this rank see under a window, and their exchange.
@@ -85,6 +106,15 @@ impl Outputs {
     /// Drops what [`Across::backward`] fetches again.
     pub fn drop_keys(&mut self) {
         self.keys = None;
+    }
+
+    /// Rows and results of each segment.
+    pub fn parts(&self) -> impl Iterator<Item = (Range<usize>, &attention::Saved)> {
+        let ends = self.parts.iter().scan(0, |end, part| {
+            *end += part.o.dims().0;
+            Some(*end)
+        });
+        ends.zip(&self.parts).map(|(end, part)| (end - part.o.dims().0..end, part))
     }
 
     /// Result of attention on one rank.
@@ -208,7 +238,16 @@ impl<'a> Across<'a> {
 
     fn with(comm: Option<&'a dyn Comm>, me: usize, docs: &[usize], segments: Vec<Vec<Range<usize>>>) -> Self {
         let active = (0..segments.len()).filter(|r| !segments[*r].is_empty()).collect();
-        Self { comm, me, docs: docs.to_vec(), segments, active, spans: Mutex::default() }
+        Self {
+            comm,
+            me,
+            docs: docs.to_vec(),
+            segments,
+            active,
+            spans: Mutex::default(),
+            #[cfg(test)]
+            fault: None,
+        }
     }
 
     /// Lengths of the documents of the micro-batch.
@@ -278,6 +317,10 @@ impl<'a> Across<'a> {
             }
             return Ok(());
         };
+        #[cfg(test)]
+        if self.fault == Some(Fault::Keys) {
+            return Ok(());
+        }
         let at = At::unit(what, place::now().1);
         let sent = comm.exchange_among(&self.active, at, out, into).and_then(|arrival| Ok(arrival.wait()?));
         sent.map_err(candle_core::Error::wrap)
@@ -312,22 +355,18 @@ impl<'a> Across<'a> {
         Ok(all)
     }
 
-    /// Attention of this rank's queries `[t, h, c]`, with its keys and values `[t, g, c]`. Collective.
+    /// Attention of this rank's queries `[t, h, c]`, with its keys and values `[t, g, c]`, masked and scaled as in
+    /// `how`. Collective.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn forward(
-        &self,
-        [q, k, v]: [&Tensor; 3],
-        (window, scale): (Option<usize>, f64),
-        rank: usize,
-    ) -> Result<Outputs> {
-        let spans = self.spans(window, q.device())?;
+    pub fn forward(&self, [q, k, v]: [&Tensor; 3], how: &Causal<'_>, rank: usize) -> Result<Outputs> {
+        let spans = self.spans(how.window, q.device())?;
         let keys = self.gather(&spans.plan, [k, v])?;
         let part = |(part, seqs): (&PartPlan, &Sequences)| {
             let [k, v] = [&keys[0], &keys[1]].map(|x| x.narrow(0, part.keys.start, part.keys.len()));
             let q = q.narrow(0, part.queries.start, part.queries.len())?;
-            attention::forward(&q, &k?, &v?, &Causal { seqs, window, scale }, rank)
+            attention::forward(&q, &k?, &v?, &Causal { seqs, ..*how }, rank)
         };
         let parts = spans.plan.parts.iter().zip(&spans.seqs).map(part).collect::<Result<Vec<_>>>()?;
         let outputs: Vec<Padded> = parts.iter().map(|p| p.o.clone()).collect();
@@ -351,10 +390,10 @@ impl<'a> Across<'a> {
         &self,
         [q, k, v, d_o]: [&Tensor; 4],
         saved: Outputs,
-        (window, scale): (Option<usize>, f64),
+        how: &Causal<'_>,
         rank: usize,
     ) -> Result<(Tensor, Tensor, Padded)> {
-        let spans = self.spans(window, q.device())?;
+        let spans = self.spans(how.window, q.device())?;
         let plan = &spans.plan;
         let keys = match saved.keys {
             Some(keys) => keys,
@@ -365,7 +404,7 @@ impl<'a> Across<'a> {
         for ((part, seqs), saved) in plan.parts.iter().zip(&spans.seqs).zip(&saved.parts) {
             let of = |x: &Tensor| x.narrow(0, part.queries.start, part.queries.len());
             let [k, v] = [&keys[0], &keys[1]].map(|x| x.narrow(0, part.keys.start, part.keys.len()));
-            let (k, v, how) = (k?, v?, Causal { seqs, window, scale });
+            let (k, v, how) = (k?, v?, Causal { seqs, ..*how });
             if !plan.crosses && plan.parts.len() == 1 {
                 return attention::backward(&of(q)?, &k, &v, saved, &of(d_o)?, &how, rank);
             }
@@ -410,12 +449,20 @@ impl<'a> Across<'a> {
             let to = Tensor::zeros((rows, g, c), x.dtype(), x.device())?;
             let came = into.iter().skip(which * plan.out.len()).zip(&plan.out);
             for rank in 0..self.segments.len() {
+                #[cfg(test)]
+                if self.fault == Some(Fault::Gradients) && rank != self.me {
+                    continue;
+                }
                 for ((_, part), (_, rows)) in came.clone().filter(|((peer, _), _)| *peer == rank) {
                     gemm::acc(&to.narrow(0, rows.start, rows.len())?, part)?;
                 }
                 for (rows, at) in plan.own.iter().filter(|_| rank == self.me) {
                     gemm::acc(&to.narrow(0, rows.start, rows.len())?, &x.narrow(0, *at, rows.len())?)?;
                 }
+            }
+            #[cfg(test)]
+            if self.fault == Some(Fault::Mean) {
+                return to.affine(1.0 / self.segments.len() as f64, 0.0);
             }
             Ok(to)
         };
@@ -429,3 +476,7 @@ impl std::fmt::Debug for Across<'_> {
         write!(f, "segments {:?}, of rank {}", self.segments, self.me)
     }
 }
+
+#[cfg(test)]
+#[path = "across_tests.rs"]
+mod tests;

@@ -1,6 +1,8 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
 use super::across::Across;
+#[cfg(test)]
+use super::across::Fault;
 use crate::model::config::Config;
 use crate::ranks::Comm;
 use candle_core::{DType, Device};
@@ -203,8 +205,15 @@ impl<'a> Batch<'a> {
     /// its tokens and targets in the micro-batch.
     pub fn among(self, across: &'a Across<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
+        let (rows, targets) = (rows, Some(targets));
+        #[cfg(test)]
+        let (rows, targets) = match across.fault {
+            Some(Fault::Rows) => (None, targets),
+            Some(Fault::Targets) => (rows, None),
+            _ => (rows, targets),
+        };
         let context = Context { across: Some(across), rows, ..self.context };
-        Self { context, target_numbers: Some(targets), ..self }
+        Self { context, target_numbers: targets, ..self }
     }
 
     /// The context of the targets `of`, whose rows are numbered within the step.
