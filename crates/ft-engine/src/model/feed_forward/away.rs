@@ -26,6 +26,28 @@ const COUNTS: &str = "the counts of rows for experts";
 const OUT: &str = "the rows to their experts";
 const BACK: &str = "the rows back from their experts";
 
+/// Faults that tests must notice.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Gradients of outputs travel without their gates.
+    Gates,
+    /// Gradients of inputs do not come back.
+    Inputs,
+    /// Gradients are divided by the number of ranks.
+    Mean,
+    /// Outputs return to the sources in reverse order.
+    Sources,
+    /// Dropout is drawn by the row at the owner.
+    Rows,
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Fault of this thread's rank.
+    pub static FAULT: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) };
+}
+
 /// Part of a rank in the experts of a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Owned {
@@ -260,6 +282,15 @@ impl Mixture {
                 (Here::Each(saved), Some(travel.here.combine(&out, None, like.1)?))
             }
         };
+        #[cfg(test)]
+        let out = match (FAULT.get(), out) {
+            (Some(Fault::Sources), Some(out)) => {
+                let n = out.dim(0)?;
+                let rows: Vec<Tensor> = (0..n).map(|i| out.narrow(0, n - 1 - i, 1)).collect::<Result<_>>()?;
+                Some(Tensor::cat(&rows, 0)?)
+            }
+            (_, out) => out,
+        };
         Ok((here, self.exchange(out, travel, (Way::Back, &[]), ctx, like)?))
     }
 
@@ -274,6 +305,11 @@ impl Mixture {
     ) -> Result<Option<Tensor>> {
         let Saved { travel, here, out } = saved;
         drop(out);
+        #[cfg(test)]
+        let rows = match FAULT.get() {
+            Some(Fault::Mean) => rows.map(|r| r / travel.sent.len() as f64).transpose()?,
+            _ => rows,
+        };
         let came = self.exchange(rows, &travel, (Way::Out, &[]), ctx, like)?;
         let dx = match (here, came, travel.here.sorted()) {
             (Here::Nothing, None, _) => {
@@ -296,6 +332,11 @@ impl Mixture {
                 Some(travel.here.combine(&dx, None, like.1)?)
             }
             _ => candle_core::bail!("{OTHER}"),
+        };
+        #[cfg(test)]
+        let dx = match FAULT.get() {
+            Some(Fault::Inputs) => dx.map(|dx| dx * 0.0).transpose()?,
+            _ => dx,
         };
         self.exchange(dx, &travel, (Way::Back, &[]), ctx, like)
     }
@@ -326,6 +367,10 @@ impl Mixture {
         travel: &Travel,
         run: &ExpertRows,
     ) -> Cow<'a, Context<'a>> {
+        #[cfg(test)]
+        if FAULT.get() == Some(Fault::Rows) {
+            return Cow::Owned(ctx.for_tokens(travel.here.tokens_of(run)));
+        }
         match ctx.dropout {
             Some(_) if self.drops(run.expert) && run.alike == 1.0 => {
                 let rows = Some(Arc::new(travel.tokens_of(travel.here.tokens_of(run))));

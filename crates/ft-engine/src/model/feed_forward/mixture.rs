@@ -254,6 +254,11 @@ impl Mixture {
                 let dgates = groups.dots(&parts, dy)?;
                 drop(parts);
                 let rows = groups.gather_scaled(dy, &s.gates, &groups.whole())?;
+                #[cfg(test)]
+                let rows = match away::FAULT.get() {
+                    Some(away::Fault::Gates) => groups.gather(dy)?,
+                    _ => rows,
+                };
                 let dx = self.backward_away(*away, Some(rows), ctx, sink)?;
                 (dgates, away::parts(dx.as_ref(), &groups)?)
             }

@@ -25,6 +25,8 @@ pub mod mlp;
 mod shared;
 mod types;
 
+#[cfg(test)]
+pub use away::{FAULT, Fault};
 pub use away::{Like, Owned, Served};
 pub use mlp::Mlp;
 pub use shared::Shared;

@@ -104,7 +104,7 @@ impl<'a> Loader<'a> {
         let unit = split.unit;
         self.params.frozen[unit] = split.end(self.b.allocate)?;
         let norms = std::mem::take(&mut self.norms);
-        if norms.is_empty() {
+        if norms.is_empty() && !self.others_norm(unit) {
             return Ok(());
         }
         // A tied head uses the embedding's table.
@@ -118,6 +118,20 @@ impl<'a> Loader<'a> {
         }
         units.clone().try_for_each(|u| self.params.release(u))?;
         Ok(())
+    }
+
+    /// Whether ranks with other experts gather the unit for row norms.
+    fn others_norm(&self, unit: usize) -> bool {
+        let adapted =
+            |c: &Choice| matches!(c, Choice::Lora { spec, .. } if spec.dora || self.b.adapter.is_some());
+        let layers = self.b.base.config.layers;
+        self.params.split.own().is_some()
+            && self
+                .b
+                .selection
+                .modules
+                .iter()
+                .any(|(m, c)| m.expert.is_some() && m.unit(layers) == unit && adapted(c))
     }
 
     /// Computes the row norms of a gathered weight: sets DoRA's magnitude, or validates the adapter.
