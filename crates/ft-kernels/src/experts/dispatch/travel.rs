@@ -72,6 +72,8 @@ impl Travel {
                 let chosen = Tensor::from_slice(&expert, (expert.len(), 1), device)?;
                 Groups::on_device(Sorted::new(&chosen, own, dtype)?)
             }
+            // A device has no address for empty lists.
+            _ if expert.is_empty() => Groups::new(expert, 1, own, &Device::Cpu)?,
             (device, _) => Groups::new(expert, 1, own, device)?,
         };
         let needs = all.iter().map(|d| d.needs_input).collect();
