@@ -14,7 +14,7 @@
 use candle_core::{DType, Device, Tensor};
 use ft_engine::adapters::Tokens;
 use ft_engine::adapters::{Adapter, Error, peft};
-use ft_engine::adapters::{Choice, Part, Selection, Trained, part_name};
+use ft_engine::adapters::{Choice, Part, Selection, Trained, tensor_name};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::Base;
 use ft_engine::model::modules::{Group, Kind, Module};
@@ -96,7 +96,7 @@ impl<'a> Merge<'a> {
                 continue;
             }
             for part in [Some(Part::Weight), m.bias().map(|_| Part::Bias)].into_iter().flatten() {
-                let name = format!("{}.{}", m.name, part_name(m, part));
+                let name = tensor_name(m, part);
                 let tied_head = config.tied && m.group == Group::Head;
                 let base = if tied_head { TABLE.to_string() } else { name.clone() };
                 let like = if merge.base.lacks(m) { TABLE } else { &base };
@@ -111,7 +111,7 @@ impl<'a> Merge<'a> {
 
     fn dtype_of(&self, base: &str) -> Result<DType, Error> {
         if let Some(dtype) =
-            self.base.config.four_bit.then(|| quant::source_dtype(self.files, base)).flatten()
+            self.base.config.holds_4bit().then(|| quant::source_dtype(self.files, base)).flatten()
         {
             return Ok(dtype);
         }
@@ -237,7 +237,7 @@ impl<'a> Merge<'a> {
             Some(value) => Ok(value),
             None => Err(Error::Peft {
                 file: self.adapter.dir.display().to_string(),
-                why: format!("{}: {} is missing", m.name, part_name(m, part)),
+                why: format!("{} is missing", tensor_name(m, part)),
             }
             .into()),
         }

@@ -4,9 +4,12 @@
 //! `mlp.experts.down_proj` `[e, d, f]` and the router as `mlp.gate.weight`, regardless of the family's own
 //! names. [`open`] presents both layouts alike: one tensor per module, under the module's name.
 
-use crate::files::TensorFiles;
+use super::fused;
+use crate::files::{TensorFiles, write_folder};
 use crate::model::Config;
+use candle_core::{DType, Tensor};
 use ft_base::store::{self};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Opens a model's weights with one tensor per module.
@@ -15,6 +18,7 @@ use std::path::Path;
 /// As [`TensorFiles::open_model`].
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
+    fused::open(config, &mut files)?;
     let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
     let (e, f, d) = (moe.experts, moe.width, config.hidden);
     let [gate, up, down] = names.names;
@@ -47,4 +51,26 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
         }
     }
     Ok(files)
+}
+
+/// Name, dtype and shape of a tensor to be written.
+pub type Entry = fused::Entry;
+
+/// Writes a model folder as [`write_folder`] does, with experts fused as the family has them.
+///
+/// # Errors
+/// As [`write_folder`].
+pub fn write(
+    model: &Config,
+    (source, out): (&Path, &Path),
+    config: Map<String, Value>,
+    dtype: DType,
+    mut entries: Vec<Entry>,
+    get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
+) -> ft_base::Result<()> {
+    let joined = fused::join(model, &mut entries);
+    write_folder(source, out, config, dtype, &entries, &mut |name| match joined.get(name) {
+        Some(fused) => fused.stack(get),
+        None => get(name),
+    })
 }

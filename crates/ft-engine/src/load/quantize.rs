@@ -46,8 +46,7 @@ pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_
 
 /// Names of the tensors of a module in a checkpoint.
 fn names(m: &Module) -> impl Iterator<Item = String> {
-    let bias = m.bias().map(|_| format!("{}.bias", m.name));
-    std::iter::once(format!("{}.weight", m.name)).chain(bias)
+    std::iter::once(m.weight_name()).chain(m.bias().map(|_| m.bias_name()))
 }
 
 /// Quantizes a checkpoint into a folder that exists.
@@ -55,7 +54,7 @@ fn names(m: &Module) -> impl Iterator<Item = String> {
 /// # Errors
 /// As [`quantize`].
 pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
-    if config.four_bit {
+    if config.holds_4bit() {
         return Err(Error::Already { dir: source.display().to_string() }.into());
     }
     let files = layout::open(config, source)?;

@@ -1,7 +1,8 @@
 //! The whole decoder: embedding, layers, head.
 
-use super::attention::Attention;
+use super::attention::{Attention, QkNorm};
 use super::config::Config;
+use super::config::family::QkNorms;
 use super::config::modules::{FeedForwardTree, Kind, LayerTree, MlpTree, Module, Tree, modules};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
@@ -11,6 +12,7 @@ use super::layer::{FeedForward, Layer};
 use super::linear::Rows;
 use super::linear::{Linear, Lora, Weight};
 use super::norm::Norm;
+use super::parameter::Parameter;
 use super::pass::batch::{Batch, HostBatch};
 use super::pass::sink::Slot;
 use candle_core::{DType, Device};
@@ -136,15 +138,16 @@ impl<'a> Builder<'a> {
             None => self.linear(head)?,
         };
         let (vocab, scores) = (self.config.outputs(), self.config.scores.is_some());
-        Ok(Head { norm, linear, vocab, scores })
+        Ok(Head { norm, linear, vocab, scores, cap: self.config.logit_cap })
     }
 
     /// Builds the embedding; also returns the table for a tied head.
     pub fn embedding(&mut self, m: &Module) -> ft_base::Result<(Embedding, Table)> {
         let (table, slot, rows) = self.table(m)?;
         let lora = self.weights.embedding_lora(m)?;
-        let dtype = self.weights.dtype();
-        Ok((Embedding { table: table.clone(), dtype, slot, lora, rows: rows.clone() }, (table, slot, rows)))
+        let (dtype, scale) = (self.weights.dtype(), self.config.embedding_scale);
+        let embedding = Embedding { table: table.clone(), dtype, scale, slot, lora, rows: rows.clone() };
+        Ok((embedding, (table, slot, rows)))
     }
 
     fn table(&mut self, m: &Module) -> ft_base::Result<Table> {
@@ -155,6 +158,10 @@ impl<'a> Builder<'a> {
     fn norm(&mut self, m: &Module) -> ft_base::Result<Norm> {
         let (weight, slot) = self.weights.weight(m)?;
         Ok(Norm { weight, slot, eps: self.config.eps })
+    }
+
+    fn optional(&mut self, m: &Option<Module>) -> ft_base::Result<Option<Norm>> {
+        m.as_ref().map(|m| self.norm(m)).transpose()
     }
 
     fn linear(&mut self, m: &Module) -> ft_base::Result<Linear> {
@@ -174,22 +181,36 @@ impl<'a> Builder<'a> {
     /// Builds layer `l`.
     pub fn layer(&mut self, l: usize, t: &LayerTree) -> ft_base::Result<Layer> {
         let c = self.config;
-        let attn_norm = self.norm(&t.attn_norm)?;
+        let of_layer = c.attention[l];
+        let attn_norm = self.optional(&t.attn_norm)?;
         let attn = Attention {
             q: self.linear(&t.q)?,
             k: self.linear(&t.k)?,
             v: self.linear(&t.v)?,
             o: self.linear(&t.o)?,
             qk_norm: match &t.qk_norm {
-                Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
+                Some((q, k)) => {
+                    let whole = c.family.qk_norm == QkNorms::Whole;
+                    Some(QkNorm { q: self.norm(q)?, k: self.norm(k)?, whole })
+                }
+                None => None,
+            },
+            sinks: match &t.sinks {
+                Some(m) => {
+                    let (value, slot) = self.weights.weight(m)?;
+                    Some(Parameter { value, slot })
+                }
                 None => None,
             },
             heads: c.heads,
             kv_heads: c.kv_heads,
             head_dim: c.head_dim,
-            window: c.windows[l],
+            scale: of_layer.scale,
+            rope: of_layer.rope,
+            window: of_layer.window,
         };
-        let mlp_norm = self.norm(&t.mlp_norm)?;
+        let attn_post = self.optional(&t.attn_post)?;
+        let mlp_norm = self.optional(&t.mlp_norm)?;
         let mlp = match (&t.mlp, &c.moe) {
             (FeedForwardTree::Mixture { router, experts, shared }, Some(moe)) => {
                 let router = self.linear(router)?;
@@ -213,10 +234,13 @@ impl<'a> Builder<'a> {
             }
             (FeedForwardTree::Dense(mlp), _) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
         };
-        Ok(Layer { attn_norm, attn, mlp_norm, mlp })
+        let mlp_post = self.optional(&t.mlp_post)?;
+        Ok(Layer { attn_norm, attn, attn_post, mlp_norm, mlp, mlp_post })
     }
 
     fn mlp(&mut self, t: &MlpTree) -> ft_base::Result<Mlp> {
-        Ok(Mlp { gate: self.linear(&t.gate)?, up: self.linear(&t.up)?, down: self.linear(&t.down)? })
+        let gate = self.linear(&t.gate)?;
+        let up = t.up.as_ref().map(|up| self.linear(up)).transpose()?;
+        Ok(Mlp { gate, up, down: self.linear(&t.down)?, glu: self.config.glu })
     }
 }

@@ -17,9 +17,10 @@ pub mod head;
 pub mod layer;
 pub mod linear;
 pub mod norm;
+pub mod parameter;
 mod pass;
 
-pub use config::{Biases, Config, Error, Keys, Moe, Result, family, modules, rope};
+pub use config::{Biases, Config, Error, Keys, LayerAttention, Moe, Result, family, modules, rope};
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
 pub use pass::{batch, sink};

@@ -127,6 +127,7 @@ mod tests {
             unit: i / 3,
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
             matrix: true,
+            fused: None,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
         let p = Params::new(

@@ -65,7 +65,7 @@ impl InferenceMemory {
         let s = ModelStates::new(&recipe, of.selection, machine, 0);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
-        let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, dtype) * c.layers;
+        let token = Cache::bytes_of_a_token(c.cached_values(), dtype);
         let weights = s.weights();
         let context = s.device.get(Component::Context) + overhead::overhead(machine, weights);
         let host = Capacity::of(machine).host;

@@ -117,7 +117,7 @@ impl<'a> Prepared<'a> {
     /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
     fn answers(&self, eval: Tokens) -> Answers {
         let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
-        let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, self.shape.dtype) * c.layers;
+        let token = Cache::bytes_of_a_token(c.cached_values(), self.shape.dtype);
         Answers::new(eval.longest, most as u64, token as u64)
     }
 

@@ -2,6 +2,8 @@
 
 use super::config::PeftConfig;
 use super::format::{BASE_QUANTIZE, LABELS, PREFIX};
+use super::fused;
+use crate::adapters::selection::FusedPart;
 use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
@@ -10,6 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_recipe::{Quantize, numbered};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// Relative tolerance of a neutral DoRA magnitude against the row norm.
 const NEUTRAL: f32 = 1e-4;
@@ -24,7 +27,12 @@ pub struct Adapter {
     pub dir: PathBuf,
     pub config: PeftConfig,
     tensors: Tensors,
+    /// The last tensors of all experts that were read, by key: experts are asked for one by one.
+    last: Mutex<Vec<(String, Vec<f32>)>>,
 }
+
+/// Tensors of all experts to remember: those of a layer.
+const LAST: usize = 2;
 
 /// Storage of an adapter's tensors.
 #[derive(Debug)]
@@ -66,13 +74,14 @@ impl Adapter {
     pub fn open(dir: &Path) -> ft_base::Result<Self> {
         let config = PeftConfig::load(dir)?;
         let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
-        Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files) })
+        Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files), last: Mutex::default() })
     }
 
     /// The same adapter with other values, given by names of trained tensors.
     pub fn with_values(&self, values: HashMap<String, Tensor>) -> Self {
         let values = values.into_iter().map(|(name, t)| (format!("{PREFIX}{name}"), t)).collect();
-        Self { dir: self.dir.clone(), config: self.config.clone(), tensors: Tensors::Memory(values) }
+        let (dir, config, tensors) = (self.dir.clone(), self.config.clone(), Tensors::Memory(values));
+        Self { dir, config, tensors, last: Mutex::default() }
     }
 
     /// `model.quantize` of the run that trained this adapter. [`Quantize::None`] for adapters of other
@@ -129,7 +138,10 @@ impl Adapter {
         if t.part == Part::Magnitude {
             return Self::magnitude_keys(&t.module).into();
         }
-        let mut keys = vec![format!("{PREFIX}{}", t.name)];
+        let mut keys = vec![t.key()];
+        if t.fused.is_some() {
+            keys.push(format!("{PREFIX}{}", t.name));
+        }
         if matches!(t.part, Part::Weight | Part::Bias) {
             let last = if t.part == Part::Weight { "weight" } else { "bias" };
             keys.push(format!("{PREFIX}{}.modules_to_save.{last}", t.module));
@@ -173,8 +185,12 @@ impl Adapter {
         else {
             return Ok(None);
         };
-        if shape != t.shape {
-            let why = format!("{key}: {shape:?} in the adapter, {:?} by the recipe and the model", t.shape);
+        let wanted = match &t.fused {
+            Some(place) if key == t.key() => fused::shape(t.part, &t.shape, place.experts),
+            _ => t.shape.clone(),
+        };
+        if shape != wanted {
+            let why = format!("{key}: {shape:?} in the adapter, {wanted:?} by the recipe and the model");
             return Err(self.fail(why));
         }
         Ok(Some(key))
@@ -199,8 +215,34 @@ impl Adapter {
     pub fn get(&self, t: &Trained) -> ft_base::Result<Option<Tensor>> {
         match self.find(t)? {
             None => Ok(None),
-            Some(key) => Ok(Some(self.tensors.tensor(&key)?)),
+            Some(key) => match &t.fused {
+                Some(place) if key == t.key() => self.of_expert(&key, t, place).map(Some),
+                _ => Ok(Some(self.tensors.tensor(&key)?)),
+            },
         }
+    }
+
+    /// An expert's own A or B, from the tensor of all experts.
+    fn of_expert(&self, key: &str, t: &Trained, place: &FusedPart) -> ft_base::Result<Tensor> {
+        let n = t.elements();
+        if t.part == Part::A {
+            let own = place.expert * n..(place.expert + 1) * n;
+            let flat = match &self.tensors {
+                Tensors::File(f) => f.part(key, own, DType::F32, &Device::Cpu)?,
+                Tensors::Memory(_) => self.tensors.tensor(key)?.flatten_all()?.narrow(0, own.start, n)?,
+            };
+            return Ok(flat.reshape(t.shape.as_slice())?);
+        }
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = match last.iter().position(|(k, _)| k == key) {
+            Some(at) => at,
+            None => {
+                last.truncate(LAST - 1);
+                last.insert(0, (key.to_string(), self.tensors.tensor(key)?.flatten_all()?.to_vec1()?));
+                0
+            }
+        };
+        Ok(fused::b_of(&last[at].1, &t.shape, (place.expert, place.experts))?)
     }
 
     /// Selection described by the adapter's config; all tensors must be present.
@@ -321,7 +363,8 @@ impl Adapter {
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
     pub fn check_base(&self, base: &TensorFiles, tied: bool) -> ft_base::Result<()> {
-        for name in self.tensors.names().filter(|n| n.contains(".base_layer.")) {
+        // Below it, PEFT also keeps adapters of fused parameters.
+        for name in self.tensors.names().filter(|n| n.contains(".base_layer.") && !n.contains(".lora_")) {
             let own =
                 name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
             let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {

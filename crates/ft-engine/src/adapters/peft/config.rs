@@ -76,7 +76,7 @@ const KEYS: &[(&str, Says)] = &[
     ("revision", Says::Text),
     ("runtime_config", Says::Object),
     ("target_modules", Says::Read),
-    ("target_parameters", Says::Empty),
+    ("target_parameters", Says::Read),
     (
         "task_type",
         Says::Word(&[
@@ -126,6 +126,8 @@ pub struct PeftConfig {
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
     tokens: Lists,
+    /// Suffixes of names of adapted parameters.
+    parameters: Vec<String>,
     /// Whether a saved embedding of a tied model is the head as well (`ensure_weight_tying`).
     pub ties: bool,
 }
@@ -171,7 +173,8 @@ impl PeftConfig {
         let ranks = keys.patterns("rank_pattern", |key, v| keys.rank(key, v))?;
         let alphas = keys.patterns("alpha_pattern", |key, v| keys.alpha(key, v))?;
         let (ties, tokens) = (keys.flag("ensure_weight_tying")?, keys.tokens()?);
-        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, ties, file })
+        let parameters = keys.list("target_parameters")?.unwrap_or_default();
+        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, parameters, ties, file })
     }
 
     /// Base model of the adapter, and the revision on the hub.
@@ -197,6 +200,17 @@ impl PeftConfig {
         false
     }
 
+    /// Whether the parameter `name` has LoRA, as PEFT matches it.
+    pub fn adapts(&self, name: &str) -> bool {
+        self.parameters.iter().any(|p| is_suffix(p, name))
+    }
+
+    /// An adapted parameter that is none of `names`.
+    pub fn unknown_parameter(&self, names: &[String]) -> Option<&str> {
+        let known = |p: &&String| names.iter().any(|name| is_suffix(p, name));
+        self.parameters.iter().find(|p| !known(p)).map(String::as_str)
+    }
+
     /// Token ids of trained rows, by module-name suffix.
     pub fn tokens(&self) -> &[(String, Arc<Vec<u32>>)] {
         &self.tokens
@@ -210,6 +224,11 @@ impl PeftConfig {
             ..self.spec
         }
     }
+}
+
+/// Whether a name is the suffix itself, or ends with it after a dot.
+fn is_suffix(suffix: &str, name: &str) -> bool {
+    name.strip_suffix(suffix).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// Typed access to the keys; errors name the file and the key.

@@ -2,8 +2,7 @@
 
 use ft_recipe::{LoraSpec, Quantize};
 
-/// Prefix of all keys in an adapter file.
-pub const PREFIX: &str = "base_model.model.";
+pub use crate::adapters::selection::PREFIX;
 
 /// Metadata key in `adapter_model.safetensors` for `model.quantize` of the run. Readers of adapters ignore
 /// metadata but warn about unknown keys in `adapter_config.json`.

@@ -3,6 +3,7 @@
 mod adapter;
 mod config;
 mod format;
+mod fused;
 mod save;
 mod selection;
 mod write;

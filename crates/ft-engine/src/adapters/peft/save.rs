@@ -1,6 +1,7 @@
 //! Writes adapter folders in PEFT's format.
 
 use super::format::{PREFIX, metadata};
+use super::fused::Stacks;
 use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
@@ -29,15 +30,19 @@ pub fn save(
     quantize: Quantize,
 ) -> ft_base::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    let mut tensors = Vec::new();
+    let (mut tensors, mut stacks) = (Vec::new(), Stacks::default());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
+        if stacks.take(&t.key(), t, &value)? {
+            continue;
+        }
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
             // PEFT stores a copy for both.
             tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
         }
-        tensors.push((format!("{PREFIX}{}", t.name), value));
+        tensors.push((t.key(), value));
     }
+    tensors.extend(stacks.tensors()?);
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());

@@ -7,6 +7,7 @@ use crate::adapters::selection::tokens::{has_rows, trains_twice};
 use crate::adapters::{Choice, Selection};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
+use ft_recipe::LoraSpec;
 use std::sync::Arc;
 
 impl Selection {
@@ -17,6 +18,12 @@ impl Selection {
         for (m, c) in &mut s.modules {
             if peft.saves(&m.name) {
                 *c = Choice::Full { lr_scale: 1.0 };
+            } else if let Some(name) = m.parameter() {
+                if peft.adapts(&name) {
+                    let spec = LoraSpec { dropout: 0.0, ..peft.spec(&name) };
+                    check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+                    *c = Choice::Lora { spec, lr_scale: 1.0 };
+                }
             } else if targets.matches(m) {
                 let mut spec = peft.spec(&m.name);
                 if matches!(m.kind, Kind::Embedding { .. }) {
@@ -27,7 +34,15 @@ impl Selection {
                 *c = Choice::Lora { spec, lr_scale: 1.0 };
             }
         }
-        s.tie().map_err(|c| Error::Peft { file: peft.file.clone(), why: c.why })?;
+        let fail = |why: String| Error::Peft { file: peft.file.clone(), why };
+        let names: Vec<String> = s.modules.iter().filter_map(|(m, _)| m.parameter()).collect();
+        if let Some(unknown) = peft.unknown_parameter(&names) {
+            let why = format!(
+                "target_parameters: {unknown:?} is no parameter of this model that PEFT adapts as a whole"
+            );
+            return Err(fail(why));
+        }
+        s.tie().and_then(|()| s.check_parameters()).map_err(|c| fail(c.why))?;
         s.tokens_of(config, peft)?;
         Ok(s)
     }

@@ -29,8 +29,13 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
     let (common_rank, common_alpha) = (common(&rank), common(&alpha));
     let exceptions = |value: &dyn Fn(&LoraSpec) -> f64, common: f64| -> Map<String, Value> {
         let others = loras.iter().filter(|(_, s)| value(s) != common);
-        others.map(|(m, s)| (format!("^{}", regex::escape(&m.name)), number(value(s)))).collect()
+        let name = |m: &Module| m.parameter().unwrap_or_else(|| m.name.clone());
+        others.map(|(m, s)| (format!("^{}", regex::escape(&name(m))), number(value(s)))).collect()
     };
+    let parameters = target_parameters(selection);
+    // PEFT has no dropout on parameters, and refuses any.
+    let dropout =
+        if parameters.is_empty() { loras.iter().map(|(_, s)| s.dropout).fold(0.0, f64::max) } else { 0.0 };
     let save: Vec<String> = saved_modules(selection);
     let mut config = json!({
         "alpha_pattern": exceptions(&alpha, common_alpha),
@@ -45,7 +50,7 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "layers_to_transform": null,
         "lora_alpha": number(common_alpha),
         "lora_bias": false,
-        "lora_dropout": loras.iter().map(|(_, s)| s.dropout).fold(0.0, f64::max),
+        "lora_dropout": dropout,
         "modules_to_save": if save.is_empty() { Value::Null } else { json!(save) },
         "peft_type": "LORA",
         "r": common_rank as u64,
@@ -56,6 +61,9 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "use_dora": loras.iter().any(|(_, s)| s.dora),
         "use_rslora": rslora,
     });
+    if !parameters.is_empty() {
+        config["target_parameters"] = json!(parameters);
+    }
     let tokens: Map<String, Value> =
         selection.tokens.modules().map(|(m, ids)| (last_component(m).into(), json!(ids))).collect();
     if !tokens.is_empty() {
@@ -87,24 +95,47 @@ fn number(x: f64) -> Value {
 /// Shortest unambiguous names: the last component if all modules of that name have LoRA, full names
 /// otherwise.
 fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value {
-    if loras.is_empty() {
-        return json!("dummy-target-modules");
+    let modules = || loras.iter().filter(|(m, _)| m.parameter().is_none());
+    if modules().next().is_none() {
+        return if loras.is_empty() { json!("dummy-target-modules") } else { json!([]) };
     }
     // Last components of modules without LoRA.
     let partial: HashSet<&str> = selection
         .modules
         .iter()
-        .filter(|(_, c)| !matches!(c, Choice::Lora { .. }))
+        .filter(|(m, c)| !matches!(c, Choice::Lora { .. }) && m.parameter().is_none())
         .map(|(m, _)| m.last())
         .collect();
     let (mut out, mut seen) = (Vec::new(), HashSet::new());
-    for (m, _) in loras {
+    for (m, _) in modules() {
         let name = if partial.contains(m.last()) { m.name.as_str() } else { m.last() };
         if seen.insert(name) {
             out.push(name);
         }
     }
     json!(out)
+}
+
+/// Adapted parameters: the part of the name within a layer if all layers have LoRA there, full names otherwise.
+fn target_parameters(selection: &Selection) -> Vec<String> {
+    let within = |name: &str| {
+        let rest = name.split_once(".layers.").and_then(|(_, rest)| rest.split_once('.'));
+        rest.map_or(name.to_string(), |(_, rest)| rest.to_string())
+    };
+    let named = selection.modules.iter().filter_map(|(m, c)| Some((m.parameter()?, c)));
+    let named: Vec<(String, bool)> =
+        named.map(|(name, c)| (name, matches!(c, Choice::Lora { .. }))).collect();
+    let partial: HashSet<String> =
+        named.iter().filter(|(_, lora)| !lora).map(|(name, _)| within(name)).collect();
+    let (mut out, mut seen) = (Vec::new(), HashSet::new());
+    for (name, _) in named.iter().filter(|(_, lora)| *lora) {
+        let short = within(name);
+        let name = if partial.contains(&short) { name.clone() } else { short };
+        if seen.insert(name.clone()) {
+            out.push(name);
+        }
+    }
+    out
 }
 
 /// Names for `modules_to_save`: the shortest unique suffixes.

@@ -28,7 +28,7 @@ impl Selection {
         s.tokens_alone()?;
         let head = s.modules.iter().position(|(m, _)| m.is_score()).and_then(|at| chosen_by[at]);
         s.train_scores(head.is_some()).map_err(|why| rule_error(rules, head.unwrap_or(0), why))?;
-        s.one_switch().and_then(|()| s.tie()).map_err(|conflict| {
+        s.one_switch().and_then(|()| s.tie()).and_then(|()| s.check_parameters()).map_err(|conflict| {
             // the later of both rules completes the conflict
             let rule = conflict.modules.map(|m| chosen_by[m]).into_iter().max().flatten().unwrap_or(0);
             rule_error(rules, rule, conflict.why)
@@ -168,7 +168,7 @@ impl Selection {
 /// Two modules with incompatible choices.
 pub(crate) struct Conflict {
     /// Indices of the modules.
-    modules: [usize; 2],
+    pub(super) modules: [usize; 2],
     pub(crate) why: String,
 }
 
@@ -220,6 +220,12 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
         Kind::Norm { .. } => {
             return Err(format!(
                 "LoRA on {}: a norm has no matrix\n  hint: train norms with method = \"full\"",
+                m.name
+            ));
+        }
+        Kind::Vector { .. } => {
+            return Err(format!(
+                "LoRA on {}: a vector has no matrix\n  hint: leave it out of the rule",
                 m.name
             ));
         }

@@ -1,8 +1,9 @@
 //! Modules of a model with their training methods, and the tensors that train.
 
 use super::choice::Choice;
+use super::fused::Places;
 use super::tokens::Tokens;
-use super::trained::{Part, Trained, TrainedPart, part_name};
+use super::trained::{Part, Trained, TrainedPart, tensor_name};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, VOCABULARY, modules};
 
@@ -59,14 +60,16 @@ impl Selection {
     ///
     /// A tied head and embedding trained in full are one tensor, under the embedding's name.
     pub fn trained(&self) -> Vec<Trained> {
+        let places = Places::of_selection(self);
         let named = |t: TrainedPart<'_>| Trained {
-            name: format!("{}.{}", t.module.name, part_name(t.module, t.part)),
+            name: tensor_name(t.module, t.part),
             module: t.module.name.clone(),
             part: t.part,
             shape: t.shape().to_vec(),
             unit: t.module.unit(self.layers),
             lr_scale: t.lr_scale,
             matrix: t.matrix,
+            fused: places.of(t.module),
         };
         self.parts().into_iter().map(named).collect()
     }
@@ -98,7 +101,7 @@ impl Selection {
                     let (o, i) = match m.kind {
                         Kind::Linear { out, inp, .. } => (out, inp),
                         Kind::Embedding { vocab, dim } => (dim, vocab),
-                        Kind::Norm { .. } => continue,
+                        Kind::Norm { .. } | Kind::Vector { .. } => continue,
                     };
                     add(Part::A, &[spec.rank, i], lr_scale, true);
                     add(Part::B, &[o, spec.rank], lr_scale, true);

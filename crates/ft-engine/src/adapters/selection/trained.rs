@@ -42,6 +42,18 @@ pub struct Trained {
     pub lr_scale: f64,
     /// Whether weight decay applies under `decay = "matrices"`.
     pub matrix: bool,
+    /// Place in PEFT's tensor for all experts, for adapters of fused experts.
+    pub fused: Option<FusedPart>,
+}
+
+/// Place of an expert's A or B in PEFT's tensor for all experts of a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FusedPart {
+    /// Module in PEFT's files.
+    pub module: String,
+    /// Index of the expert, and number of experts.
+    pub expert: usize,
+    pub experts: usize,
 }
 
 impl Trained {
@@ -49,7 +61,21 @@ impl Trained {
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// Key in PEFT's files.
+    pub fn key(&self) -> String {
+        match &self.fused {
+            Some(place) => {
+                let part = if self.part == Part::A { "lora_A" } else { "lora_B" };
+                format!("{PREFIX}{}.{part}.weight", place.module)
+            }
+            None => format!("{PREFIX}{}", self.name),
+        }
+    }
 }
+
+/// Prefix of all keys in a PEFT adapter's file.
+pub const PREFIX: &str = "base_model.model.";
 
 /// A trained tensor by module, without owned names.
 #[derive(Clone, Copy, Debug)]
@@ -76,12 +102,20 @@ impl TrainedPart<'_> {
 
     /// Length of the tensor's name in checkpoints, in bytes.
     pub fn name_bytes(&self) -> usize {
-        self.module.name.len() + 1 + part_name(self.module, self.part).len()
+        tensor_name(self.module, self.part).len()
     }
 
     /// Factor on the learning rate.
     pub fn lr_scale(&self) -> f64 {
         self.lr_scale
+    }
+}
+
+/// Name of a part's tensor, without PEFT's prefix.
+pub fn tensor_name(m: &Module, part: Part) -> String {
+    match (part, m.kind) {
+        (Part::Weight, _) => m.weight_name(),
+        _ => format!("{}.{}", m.name, part_name(m, part)),
     }
 }
 

@@ -15,4 +15,4 @@ mod types;
 
 pub use error::{Error, Result};
 pub use keys::Keys;
-pub use types::{Biases, Config, Moe};
+pub use types::{Biases, Config, LayerAttention, Moe};

@@ -1,5 +1,6 @@
 //! Enumerates all modules with weights from the config alone, under their names in checkpoints and PEFT.
 
+use super::family::QkNorms;
 use super::types::Config;
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
@@ -16,6 +17,8 @@ pub enum Group {
     /// Routers and shared-expert gates.
     Router,
     Norms,
+    /// Vectors of their own, such as attention's sinks.
+    Vectors,
     Embedding,
     Head,
 }
@@ -29,6 +32,7 @@ impl Group {
             Group::Experts => "experts",
             Group::Router => "router",
             Group::Norms => "norms",
+            Group::Vectors => "vectors",
             Group::Embedding => "embedding",
             Group::Head => "head",
         }
@@ -47,6 +51,8 @@ pub enum Kind {
     },
     /// RMSNorm with a weight `[dim]`.
     Norm { dim: usize },
+    /// A vector `[dim]`, whose tensor has the module's name.
+    Vector { dim: usize },
     /// A table `[vocab, dim]`.
     Embedding { vocab: usize, dim: usize },
 }
@@ -62,6 +68,20 @@ pub struct Module {
     pub layer: Option<usize>,
     /// Expert index, for linears of experts.
     pub expert: Option<usize>,
+    /// What transformers holds in place of a linear module, if anything.
+    pub held_as: HeldAs,
+}
+
+/// How transformers holds the weight of a linear.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HeldAs {
+    /// As a module of its own.
+    #[default]
+    Linear,
+    /// As a parameter `weight` of another kind of module: routers.
+    Parameter,
+    /// As one parameter for all experts; `mxfp4` in a checkpoint in that format.
+    Fused { mxfp4: bool },
 }
 
 /// Names of the vocabulary's head, and of a score head.
@@ -79,10 +99,45 @@ impl Module {
         self.name.rsplit('.').next().unwrap_or(&self.name)
     }
 
+    /// Name of the weight's tensor.
+    pub fn weight_name(&self) -> String {
+        match self.kind {
+            Kind::Vector { .. } => self.name.clone(),
+            _ => format!("{}.weight", self.name),
+        }
+    }
+
+    /// Name of the parameter that PEFT's `target_parameters` adapt, if the weight is no linear module's.
+    pub fn parameter(&self) -> Option<String> {
+        match self.held_as {
+            HeldAs::Linear => None,
+            HeldAs::Parameter => Some(self.weight_name()),
+            HeldAs::Fused { .. } => {
+                let (experts, last) = self.name.rsplit_once('.')?;
+                Some(format!("{}.{last}", experts.rsplit_once('.')?.0))
+            }
+        }
+    }
+
+    /// Whether the weight is one of a parameter for all experts.
+    pub fn is_fused(&self) -> bool {
+        matches!(self.held_as, HeldAs::Fused { .. })
+    }
+
+    /// Whether the checkpoint holds the weight in MXFP4.
+    pub fn is_mxfp4(&self) -> bool {
+        self.held_as == HeldAs::Fused { mxfp4: true }
+    }
+
+    /// Name of the bias's tensor.
+    pub fn bias_name(&self) -> String {
+        format!("{}.bias", self.name)
+    }
+
     /// Shape of the weight.
     pub fn weight_shape(&self) -> Vec<usize> {
         match self.kind {
-            Kind::Norm { dim } => vec![dim],
+            Kind::Norm { dim } | Kind::Vector { dim } => vec![dim],
             _ => vec![self.rows(), self.cols()],
         }
     }
@@ -91,7 +146,7 @@ impl Module {
     fn dims(&self) -> (usize, usize) {
         match self.kind {
             Kind::Linear { out, inp, .. } => (out, inp),
-            Kind::Norm { dim } => (dim, 1),
+            Kind::Norm { dim } | Kind::Vector { dim } => (dim, 1),
             Kind::Embedding { vocab, dim } => (vocab, dim),
         }
     }
@@ -129,13 +184,13 @@ impl Module {
     }
 }
 
-/// Linears of a SwiGLU: a dense feed-forward or one expert.
+/// Linears of a gated feed-forward: a dense one or one expert.
 #[derive(Clone, Debug)]
 pub struct MlpTree {
-    /// `[d]` -> `[f]`.
+    /// `[d]` -> `[f]`; where gate and up are joint, of both, `[d]` -> `[2 f]`.
     pub gate: Module,
-    /// `[d]` -> `[f]`.
-    pub up: Module,
+    /// `[d]` -> `[f]`, if apart.
+    pub up: Option<Module>,
     /// `[f]` -> `[d]`.
     pub down: Module,
 }
@@ -157,14 +212,19 @@ pub enum FeedForwardTree {
 /// Modules of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct LayerTree {
-    pub attn_norm: Module,
+    /// Norms of the inputs and outputs of attention and feed-forward part, of those that the family has.
+    pub attn_norm: Option<Module>,
+    pub attn_post: Option<Module>,
+    pub mlp_norm: Option<Module>,
+    pub mlp_post: Option<Module>,
     pub q: Module,
     pub k: Module,
     pub v: Module,
     pub o: Module,
     /// Query and key norms, if the family has them.
     pub qk_norm: Option<(Module, Module)>,
-    pub mlp_norm: Module,
+    /// Attention's sinks, if the family has them.
+    pub sinks: Option<Module>,
     pub mlp: FeedForwardTree,
 }
 
@@ -185,8 +245,8 @@ fn linear(out: usize, inp: usize, bias: bool) -> Kind {
 }
 
 impl MlpTree {
-    fn modules(self) -> [Module; 3] {
-        [self.gate, self.up, self.down]
+    fn modules(self) -> impl Iterator<Item = Module> {
+        [Some(self.gate), self.up, Some(self.down)].into_iter().flatten()
     }
 }
 
@@ -197,47 +257,69 @@ impl LayerTree {
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let module = |name: Arguments<'_>, kind, group| {
             let name = format!("model.layers.{l}.{name}");
-            Module { name, kind, group, layer: Some(l), expert: None }
+            Module { name, kind, group, layer: Some(l), expert: None, held_as: HeldAs::Linear }
         };
         let norm = |name: &str, dim| module(format_args!("{name}"), Kind::Norm { dim }, Group::Norms);
         let attn = |name: &str, out, inp, bias| {
             module(format_args!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
         };
         let mlp = |block: Arguments<'_>, [gate, up, down]: [&str; 3], f, bias, group, expert| {
-            let of = |name, kind| Module { expert, ..module(format_args!("{block}.{name}"), kind, group) };
+            let joint = up.is_empty();
+            let held_as = if joint { HeldAs::Fused { mxfp4: c.mxfp4 } } else { HeldAs::Linear };
+            let of = |name, kind| Module {
+                expert,
+                held_as,
+                ..module(format_args!("{block}.{name}"), kind, group)
+            };
             MlpTree {
-                gate: of(gate, linear(f, d, bias)),
-                up: of(up, linear(f, d, bias)),
+                gate: of(gate, linear(if joint { 2 * f } else { f }, d, bias)),
+                up: (!joint).then(|| of(up, linear(f, d, bias))),
                 down: of(down, linear(d, f, bias)),
             }
         };
         let names = ["gate_proj", "up_proj", "down_proj"];
-        let qk = || (norm("self_attn.q_norm", c.head_dim), norm("self_attn.k_norm", c.head_dim));
+        let of_family = c.family.norms;
+        let named = |name: Option<&str>| name.map(|name| norm(name, d));
+        let qk = || {
+            let whole = c.family.qk_norm == QkNorms::Whole;
+            let (q, k) = if whole { (q, kv) } else { (c.head_dim, c.head_dim) };
+            (norm("self_attn.q_norm", q), norm("self_attn.k_norm", k))
+        };
+        let vector =
+            |name: &str, dim| module(format_args!("self_attn.{name}"), Kind::Vector { dim }, Group::Vectors);
         Self {
-            attn_norm: norm("input_layernorm", d),
+            attn_norm: named(of_family.attn),
+            attn_post: named(of_family.attn_post),
+            mlp_norm: named(of_family.mlp),
+            mlp_post: named(of_family.mlp_post),
             q: attn("q_proj", q, d, c.biases.qkv),
             k: attn("k_proj", kv, d, c.biases.qkv),
             v: attn("v_proj", kv, d, c.biases.qkv),
             o: attn("o_proj", d, q, c.biases.o),
-            qk_norm: c.family.qk_norm.then(qk),
-            mlp_norm: norm("post_attention_layernorm", d),
+            qk_norm: (c.family.qk_norm != QkNorms::Never).then(qk),
+            sinks: c.family.sinks.then(|| vector("sinks", c.heads)),
             mlp: match (&c.moe, &c.family.experts) {
                 (Some(moe), Some(family)) if moe.sparse[l] => {
                     let block = family.block;
-                    let router = |name: &str, out| {
-                        module(format_args!("{block}.{name}"), linear(out, d, false), Group::Router)
+                    let router = |name: &str, out, bias| {
+                        let held_as = match family.joint {
+                            Some(_) if name == family.router => HeldAs::Parameter,
+                            _ => HeldAs::Linear,
+                        };
+                        let own = module(format_args!("{block}.{name}"), linear(out, d, bias), Group::Router);
+                        Module { held_as, ..own }
                     };
                     let expert = |e| {
                         let (block, group) = (format_args!("{block}.experts.{e}"), Group::Experts);
-                        mlp(block, family.names, moe.width, false, group, Some(e))
+                        mlp(block, family.names, moe.width, family.bias, group, Some(e))
                     };
                     let shared = || {
                         let block = format_args!("{block}.shared_expert");
                         let own = mlp(block, names, moe.shared, false, Group::Mlp, None);
-                        (own, router("shared_expert_gate", 1))
+                        (own, router("shared_expert_gate", 1, false))
                     };
                     FeedForwardTree::Mixture {
-                        router: router("gate", moe.experts),
+                        router: router(family.router, moe.experts, family.bias),
                         experts: (0..moe.experts).map(expert).collect(),
                         shared: (moe.shared > 0).then(shared),
                     }
@@ -251,9 +333,12 @@ impl LayerTree {
 
     /// Appends the modules in the order of the forward pass.
     fn list(self, out: &mut Vec<Module>) {
-        out.extend([self.attn_norm, self.q, self.k, self.v, self.o]);
+        out.extend(self.attn_norm);
+        out.extend([self.q, self.k, self.v, self.o]);
         out.extend(self.qk_norm.into_iter().flat_map(|(q, k)| [q, k]));
-        out.push(self.mlp_norm);
+        out.extend(self.sinks);
+        out.extend(self.attn_post);
+        out.extend(self.mlp_norm);
         match self.mlp {
             FeedForwardTree::Dense(mlp) => out.extend(mlp.modules()),
             FeedForwardTree::Mixture { router, experts, shared } => {
@@ -265,6 +350,7 @@ impl LayerTree {
                 }
             }
         }
+        out.extend(self.mlp_post);
     }
 }
 
@@ -277,8 +363,10 @@ impl Tree {
 
     /// Modules outside of the layers: embedding, final norm and head.
     pub fn ends(c: &Config) -> (Module, Module, Module) {
-        let module =
-            |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
+        let module = |name: &str, kind, group| {
+            let held_as = HeldAs::Linear;
+            Module { name: name.into(), kind, group, layer: None, expert: None, held_as }
+        };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
         let name = if c.scores.is_some() { SCORE } else { VOCABULARY };
         (

@@ -82,6 +82,13 @@ impl Config {
             }
             _ => keys.size("intermediate_size", INNER)?,
         };
+        let ropes = match family.sliding_theta {
+            None => vec![Rope::parse(&keys, family.default_theta, max_positions, head_dim)?],
+            Some(sliding) => {
+                let thetas = [family.default_theta, sliding];
+                Rope::parse_by_type(&keys, thetas, max_positions, [head_dim; 2])?
+            }
+        };
         let config = Self {
             family,
             hidden,
@@ -92,15 +99,19 @@ impl Config {
             head_dim,
             vocab: keys.size("vocab_size", VOCAB)?,
             eps: keys.number("rms_norm_eps", 1e-30..=1.0)?.unwrap_or(family.default_eps),
-            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false) && scores.is_none(),
+            tied: keys.flag("tie_word_embeddings")?.unwrap_or(family.default_tied) && scores.is_none(),
             scores,
-            rope: Rope::parse(&keys, family.default_theta, max_positions)?,
+            ropes,
             max_positions,
-            windows: keys.windows(family, layers)?,
+            attention: keys.attention(family, layers, head_dim)?,
+            glu: keys.glu(family)?,
+            embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
+            logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
             biases,
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: keys.four_bit()?,
+            mxfp4: keys.mxfp4(family)?,
             unknown: keys.unknown(),
             raw: Map::new(),
         };

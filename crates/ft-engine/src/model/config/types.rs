@@ -2,6 +2,7 @@
 
 use super::family::Family;
 use super::rope::Rope;
+use ft_kernels::swiglu::Glu;
 use serde_json::{Map, Value, json};
 
 /// Architecture of a model, as read from `config.json`.
@@ -28,11 +29,18 @@ pub struct Config {
     pub scores: Option<Vec<String>>,
     /// Whether the head shares the embedding's weight.
     pub tied: bool,
-    pub rope: Rope,
+    /// Rotary embeddings, referred to by the layers.
+    pub ropes: Vec<Rope>,
     /// `max_position_embeddings`; 2048 if missing.
     pub max_positions: usize,
-    /// Sliding window of each layer, in tokens; `None` is full attention.
-    pub windows: Vec<Option<usize>>,
+    /// Attention of each layer.
+    pub attention: Vec<LayerAttention>,
+    /// Elementwise part of feed-forward layers and experts.
+    pub glu: Glu,
+    /// Factor on the embeddings.
+    pub embedding_scale: f64,
+    /// Limit of the logits: `cap tanh(logits / cap)`.
+    pub logit_cap: Option<f64>,
     pub biases: Biases,
     /// Mixture-of-experts settings; `None` for dense models.
     pub moe: Option<Moe>,
@@ -40,10 +48,23 @@ pub struct Config {
     pub initializer_range: f64,
     /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
     pub four_bit: bool,
+    /// Whether the checkpoint holds its experts in MXFP4.
+    pub mxfp4: bool,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
     /// The JSON object of the file, with overrides applied.
     pub raw: Map<String, Value>,
+}
+
+/// What distinguishes the attention of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerAttention {
+    /// Sliding window, in tokens; `None` is full attention.
+    pub window: Option<usize>,
+    /// Rotary embedding, an index of [`Config::ropes`]; `None` without positions.
+    pub rope: Option<usize>,
+    /// Factor on the scores.
+    pub scale: f64,
 }
 
 /// Which linears have a bias.
@@ -98,6 +119,27 @@ impl Config {
     pub fn outputs(&self) -> usize {
         self.scores.as_ref().map_or(self.vocab, Vec::len)
     }
+
+    /// Whether the checkpoint holds 4-bit weights, of any format.
+    pub fn holds_4bit(&self) -> bool {
+        self.four_bit || self.mxfp4
+    }
+
+    /// Channels of each rotary embedding.
+    pub fn rope_dims(&self) -> Vec<usize> {
+        self.ropes.iter().map(|r| r.dim).collect()
+    }
+
+    /// Longest context covered by the rotary embeddings.
+    pub fn reach(&self) -> usize {
+        self.ropes.iter().map(|r| r.reach(self.max_positions)).fold(self.max_positions, usize::max)
+    }
+
+    /// Key (or value) values of a token over all layers.
+    pub fn cached_values(&self) -> usize {
+        self.layers * self.kv_heads * self.head_dim
+    }
+
     /// Bytes per matrix value in the published checkpoint.
     pub fn stored_width(&self) -> u64 {
         let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
