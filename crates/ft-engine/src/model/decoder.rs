@@ -154,7 +154,8 @@ impl<'a> Builder<'a> {
 
     fn norm(&mut self, m: &Module) -> ft_base::Result<Norm> {
         let (weight, slot) = self.weights.weight(m)?;
-        Ok(Norm { weight, slot, eps: self.config.eps })
+        let plus = if self.config.family.plus_one { 1.0 } else { 0.0 };
+        Ok(Norm { weight, slot, eps: self.config.eps, plus })
     }
 
     fn linear(&mut self, m: &Module) -> ft_base::Result<Linear> {
@@ -188,6 +189,7 @@ impl<'a> Builder<'a> {
             kv_heads: c.kv_heads,
             head_dim: c.head_dim,
             window: c.windows[l],
+            gated: c.family.gated,
         };
         let mlp_norm = self.norm(&t.mlp_norm)?;
         let mlp = match (&t.mlp, &c.moe) {

@@ -19,7 +19,7 @@ pub mod linear;
 pub mod norm;
 mod pass;
 
-pub use config::{Biases, Config, Error, Keys, Moe, Result, family, modules, rope};
+pub use config::{Biases, Config, Error, Keys, Moe, Result, family, is_apart, modules, rope};
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
 pub use pass::{batch, sink};

@@ -22,8 +22,8 @@ pub struct GhostModel {
     pub dtype: DType,
     /// Hidden size.
     pub d: usize,
-    /// Channels per attention head.
-    pub head_dim: usize,
+    /// Rotated channels per attention head.
+    pub rotary: usize,
     pub embedding: Embedding,
     /// One layer of each distinct kind.
     pub kinds: Vec<Layer>,
@@ -100,7 +100,7 @@ impl GhostModel {
             ledger,
             dtype,
             d: c.hidden,
-            head_dim: c.head_dim,
+            rotary: c.rotary,
             embedding,
             kinds,
             of,

@@ -64,8 +64,7 @@ pub struct Module {
     pub expert: Option<usize>,
 }
 
-/// Names of the vocabulary's head, and of a score head.
-pub const VOCABULARY: &str = "lm_head";
+/// Name of a score head.
 pub const SCORE: &str = "score";
 
 impl Module {
@@ -195,8 +194,9 @@ impl LayerTree {
     pub fn of(c: &Config, l: usize) -> Self {
         let (d, f) = (c.hidden, c.intermediate);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let of_q = if c.family.gated { 2 * q } else { q };
         let module = |name: Arguments<'_>, kind, group| {
-            let name = format!("model.layers.{l}.{name}");
+            let name = format!("{}.layers.{l}.{name}", c.body);
             Module { name, kind, group, layer: Some(l), expert: None }
         };
         let norm = |name: &str, dim| module(format_args!("{name}"), Kind::Norm { dim }, Group::Norms);
@@ -215,7 +215,7 @@ impl LayerTree {
         let qk = || (norm("self_attn.q_norm", c.head_dim), norm("self_attn.k_norm", c.head_dim));
         Self {
             attn_norm: norm("input_layernorm", d),
-            q: attn("q_proj", q, d, c.biases.qkv),
+            q: attn("q_proj", of_q, d, c.biases.qkv),
             k: attn("k_proj", kv, d, c.biases.qkv),
             v: attn("v_proj", kv, d, c.biases.qkv),
             o: attn("o_proj", d, q, c.biases.o),
@@ -280,10 +280,10 @@ impl Tree {
         let module =
             |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
-        let name = if c.scores.is_some() { SCORE } else { VOCABULARY };
+        let name = if c.scores.is_some() { SCORE } else { c.vocabulary_name() };
         (
-            module("model.embed_tokens", table, Group::Embedding),
-            module("model.norm", Kind::Norm { dim: c.hidden }, Group::Norms),
+            module(&c.embedding_name(), table, Group::Embedding),
+            module(&format!("{}.norm", c.body), Kind::Norm { dim: c.hidden }, Group::Norms),
             module(name, linear(c.outputs(), c.hidden, false), Group::Head),
         )
     }

@@ -26,9 +26,9 @@ pub struct DropoutKey {
 pub struct Context {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
-    /// Cosines of the rotary embedding `[t, c / 2]`, f32.
+    /// Cosines of the rotary embedding `[t, r / 2]`, f32, for the first r channels of a head.
     pub cos: Tensor,
-    /// Sines of the rotary embedding `[t, c / 2]`, f32.
+    /// Sines of the rotary embedding `[t, r / 2]`, f32.
     pub sin: Tensor,
     /// Dropout key in training; `None` disables dropout.
     pub dropout: Option<DropoutKey>,
@@ -146,7 +146,7 @@ impl Batch {
         let past = host.docs.iter().sum::<usize>().saturating_sub(host.ids.len());
         let (ids, target_rows, targets, seqs, cos, sin);
         if device.is_cpu() {
-            (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
+            (cos, sin) = config.rope.tables(config.rotary, host.positions, device)?;
             seqs = Sequences::new(host.docs, past, device)?;
             ids = Tensor::new(host.ids, device)?;
             (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
@@ -155,9 +155,9 @@ impl Batch {
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
             let tiles = Sequences::list(host.docs, past, &mut lists);
-            let tables = config.rope.values(config.head_dim, host.positions).map(|t| lists.floats(&t));
+            let tables = config.rope.values(config.rotary, host.positions).map(|t| lists.floats(&t));
             let sent = lists.send(device)?;
-            let shape = (host.positions.len(), config.head_dim / 2);
+            let shape = (host.positions.len(), config.rotary / 2);
             let [a, b] = tables.map(|p| sent.floats(p)?.reshape(shape));
             (cos, sin) = (a?, b?);
             let [a, b, c] = places.map(|p| sent.ints(p));
@@ -226,11 +226,11 @@ impl Batch {
         ledger: &Ledger,
         sizes: Sizes,
         Targets { count, weighted, kept }: Targets,
-        head_dim: usize,
+        rotary: usize,
         dropout: Option<(u64, u64)>,
     ) -> candle_core::Result<Self> {
         let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
-        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
+        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, rotary / 2), DType::F32));
         let of_teacher = |dtype| Tensor::from(Ghost::weight(ledger, (count, kept), dtype));
         let by = Distillation { temperature: 1.0, alpha: 1.0 };
         let teacher = || Teacher { ids: of_teacher(DType::U32), probs: of_teacher(DType::F32), by };
@@ -252,10 +252,10 @@ impl Batch {
 
     /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets and their teacher. On
     /// the CPU, the teacher's values are there as read and as probabilities.
-    pub fn bytes(sizes: Sizes, targets: Targets, head_dim: usize, cuda: bool) -> u64 {
+    pub fn bytes(sizes: Sizes, targets: Targets, rotary: usize, cuda: bool) -> u64 {
         let Targets { count, weighted, kept } = targets;
         let target = if weighted { 12 } else { 8 } + kept * if cuda { 8 } else { 16 };
-        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
+        (sizes.keys * (4 + 4 * rotary + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
     }
 }
 

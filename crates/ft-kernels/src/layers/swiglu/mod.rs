@@ -65,7 +65,7 @@ pub fn backward_again(
     Ok((dgate, dup, forward(gate, up)?))
 }
 
-/// Elementwise `1 / (1 + e^-x)` by candle, for the gate of a shared expert.
+/// Elementwise `1 / (1 + e^-x)` by candle, for gates.
 pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     match x {
         Tensor::Real(x) => candle_nn::ops::sigmoid(x).map(Tensor::Real),
@@ -73,8 +73,9 @@ pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// `1 / (1 + e^-x)`.
 #[inline(always)]
-fn logistic<T: Float>(x: T) -> T {
+pub(crate) fn logistic<T: Float>(x: T) -> T {
     T::one() / (T::one() + (-x).exp())
 }
 
