@@ -59,15 +59,16 @@ fn norms(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         let seed = 100 + 10 * i as u64;
         let (x, w, a, dy) =
             (r(seed, &[rows, d])?, r(seed + 1, &[d])?, r(seed + 2, &[rows, d])?, r(seed + 3, &[rows, d])?);
+        let of = norm::Scale { plus: (i % 2) as f64, ..norm::Scale::new(&w, 1e-6) };
         let mut give = |what: &str, t: Tensor| out.push((format!("rms norm {rows} x {d}, {what}"), t));
-        give("y", norm::forward(&x, &w, 1e-6)?);
-        let (sum, y) = norm::forward_add(&x, a.clone(), &w, 1e-6, 8)?;
+        give("y", norm::forward(&x, of)?);
+        let (sum, y) = norm::forward_add(&x, a.clone(), of, 8)?;
         give("sum", sum);
         give("y of the sum", y.values()?);
-        let (dx, dw) = norm::backward(&x, &w, 1e-6, &dy, true)?;
+        let (dx, dw) = norm::backward(&x, of, &dy, true)?;
         give("dx", dx);
         give("dw", dw.context("dw")?.sum_keepdim(0)?);
-        let (dx, _) = norm::backward_add(&x, &w, 1e-6, &dy, &Padded::of(&a)?, false, 8)?;
+        let (dx, _) = norm::backward_add(&x, of, &dy, &Padded::of(&a)?, false, 8)?;
         give("dx and more", dx.values()?);
     }
     Ok(())
@@ -82,12 +83,13 @@ fn ropes(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
             .enumerate()
     {
         let seed = 200 + 20 * i as u64;
-        let angle = wide(seed, &[tokens, c / 2])?;
+        // every second case rotates a part of the channels
+        let angle = wide(seed, &[tokens, if i % 2 == 0 { c / 2 } else { (c / 4).max(1) }])?;
         let (cos, sin) = (angle.cos()?, angle.sin()?);
         let (q, k) = (r(seed + 1, &[tokens, heads, c])?, r(seed + 2, &[tokens, kv_heads, c])?);
         let (dq, dk) = (r(seed + 3, &[tokens, heads, c])?, r(seed + 4, &[tokens, kv_heads, c])?);
         let (wq, wk) = (r(seed + 5, &[c])?, r(seed + 6, &[c])?);
-        let norms = rope::Norms { q: (&wq, 1e-6), k: (&wk, 1e-5) };
+        let norms = rope::Norms { q: norm::Scale::new(&wq, 1e-6), k: norm::Scale::new(&wk, 1e-5) };
         let mut give = |what: &str, t: Tensor| {
             out.push((format!("rope {tokens} x {heads}, {kv_heads} x {c}, {what}"), t))
         };

@@ -35,7 +35,7 @@ pub mod check;
 pub use adapters::{dora, dropout};
 pub use arithmetic::{is_half, scaled, to_host, upcast};
 pub use experts::{dispatch, grouped, route, spread};
-pub use layers::{bias, embed, loss, noise, norm, rope, swiglu};
+pub use layers::{bias, embed, gate, loss, noise, norm, rope, swiglu};
 pub use matmul::{decompose, gemm, padded};
 pub use quantized::dequantized;
 pub use tensor::ledger::{Ledger, Machine, Role};

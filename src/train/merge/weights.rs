@@ -17,6 +17,7 @@ use ft_engine::adapters::{Adapter, Error, peft};
 use ft_engine::adapters::{Choice, Part, Selection, Trained, tensor_name};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::Base;
+use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, Kind, Module};
 use ft_engine::quant::MergeCost;
 use ft_engine::quant::{self, CodeTables};
@@ -25,8 +26,6 @@ use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::HashMap;
-
-const TABLE: &str = "model.embed_tokens.weight";
 
 /// Source of one tensor in the merged model.
 struct Source {
@@ -74,7 +73,8 @@ impl<'a> Merge<'a> {
         };
         let trained = selection.trained();
         adapter.check_against(selection, &trained)?;
-        adapter.check_base(files, config.tied)?;
+        adapter.check_base(files, config)?;
+        let table = format!("{}.weight", config.embedding_name());
         let is_lora = |c: &Choice| matches!(c, Choice::Lora { .. });
         let is_end = |m: &Module| matches!(m.group, Group::Head | Group::Embedding);
         let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
@@ -98,8 +98,8 @@ impl<'a> Merge<'a> {
             for part in [Some(Part::Weight), m.bias().map(|_| Part::Bias)].into_iter().flatten() {
                 let name = tensor_name(m, part);
                 let tied_head = config.tied && m.group == Group::Head;
-                let base = if tied_head { TABLE.to_string() } else { name.clone() };
-                let like = if merge.base.lacks(m) { TABLE } else { &base };
+                let base = if tied_head { table.clone() } else { name.clone() };
+                let like = if merge.base.lacks(m) { &table } else { &base };
                 let dtype = dtype.map_or_else(|| merge.dtype_of(like), Ok)?;
                 let source = Source { module: m.clone(), choice: *choice, part, base, dtype };
                 merge.order.push(name.clone());
@@ -128,7 +128,8 @@ impl<'a> Merge<'a> {
 
     /// Dtype of the merged embedding, as named in the config.
     pub fn dtype(&self) -> DType {
-        self.sources.get(TABLE).map_or(DType::F32, |s| s.dtype)
+        let table = format!("{}.weight", self.base.config.embedding_name());
+        self.sources.get(&table).map_or(DType::F32, |s| s.dtype)
     }
 
     /// Returns true if tied head and embedding become separate tensors.
@@ -154,6 +155,9 @@ impl<'a> Merge<'a> {
         let mut raw = self.base.config.raw.clone();
         if self.unties {
             raw.insert("tie_word_embeddings".into(), json!(false));
+            if let Some(Value::Object(text)) = raw.get_mut(Config::TEXT) {
+                text.insert("tie_word_embeddings".into(), json!(false));
+            }
         }
         raw
     }

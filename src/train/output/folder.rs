@@ -13,7 +13,7 @@ use ft_engine::files::TOKENIZER;
 use ft_engine::load::layout;
 use ft_engine::model::modules::{Group, modules};
 use ft_kernels::to_host;
-use ft_recipe::{Decomposition, Quantize};
+use ft_recipe::{Decomposition, Quantize, Weights};
 use std::path::Path;
 
 /// Writes an adapter: PEFT config, tensors, and files of the tokenizer.
@@ -67,8 +67,10 @@ pub fn write_model(
             }
         }
     }
+    let load = job.recipe.model.weights == Weights::Load;
+    let files = load.then(|| layout::open(&job.config, &job.model.dir)).transpose()?;
     let (folders, raw) = ((job.model.dir.as_path(), out), job.config.raw.clone());
-    layout::write(&job.config, folders, raw, job.dtype, entries, &mut |name| match find(name) {
+    layout::write((&job.config, files.as_ref()), folders, raw, job.dtype, entries, &mut |name| match find(name) {
         Some(i) => Ok(to_host(&values(i)?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })

@@ -175,7 +175,7 @@ impl<'a> Export<'a> {
             }
         }
         for (l, layer) in &layers {
-            for (name, nested, fused) in layer.fused(*l, moe.width, self.config.hidden)? {
+            for (name, nested, fused) in layer.fused(self.config, *l, moe.width)? {
                 let Fused { a, b, rank } = fused;
                 ranks.insert(pattern(&name), json!(rank));
                 tensors.push((format!("{PREFIX}{nested}.lora_A.weight"), a));
@@ -296,8 +296,8 @@ impl Layer {
     }
 
     /// Adapted parameters: name, module with PEFT's nesting, values.
-    fn fused(&self, layer: usize, f: usize, d: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
-        let block = format!("model.layers.{layer}.mlp.experts");
+    fn fused(&self, config: &Config, l: usize, f: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
+        let (block, d) = (format!("{}.layers.{l}.mlp.experts", config.body), config.hidden);
         let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);
         // PEFT nests two adapted parameters of one module: the first one becomes the inner.
         let inner = if down.is_some() { ".base_layer" } else { "" };
@@ -374,8 +374,9 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
     for (m, c) in &mut selection.modules {
         let name = v5(config, &m.name);
         if let (Group::Experts, Some(l), Some(e), Some(moe)) = (m.group, m.layer, m.expert, &config.moe) {
-            let block = format!("{PREFIX}model.layers.{l}.mlp.experts");
-            let has = |parameter| parameters.contains(&format!("model.layers.{l}.mlp.experts.{parameter}"));
+            let own = format!("{}.layers.{l}.mlp.experts", config.body);
+            let has = |parameter| parameters.contains(&format!("{own}.{parameter}"));
+            let block = format!("{PREFIX}{own}");
             let which = match &config.family.experts {
                 Some(n) => n.names.iter().position(|n| *n == m.last()).unwrap_or(0),
                 None => 0,

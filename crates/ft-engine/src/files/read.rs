@@ -58,6 +58,17 @@ impl TensorInfo {
     }
 }
 
+/// A tensor of the file that is read as parts.
+#[derive(Clone, Debug)]
+pub struct Cut {
+    /// Name in the file.
+    pub name: String,
+    /// Shape in the file.
+    pub shape: Vec<usize>,
+    /// Names of the parts, in the order of the values.
+    pub parts: Vec<String>,
+}
+
 /// Open safetensors files with validated headers. Tensors are read on demand.
 ///
 /// Files are not mapped into memory: truncation by another program results in an error, where a mapping
@@ -69,6 +80,8 @@ pub struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
+    /// Tensors replaced by [`TensorFiles::cut`].
+    cuts: Vec<Cut>,
     /// Hash state per file, if hashed while reading; `None` for files with a cached hash.
     passing: OnceLock<Vec<Option<StreamHasher>>>,
 }
@@ -160,6 +173,7 @@ impl TensorFiles {
             files: Vec::new(),
             tensors: BTreeMap::new(),
             metadata: BTreeMap::new(),
+            cuts: Vec::new(),
             passing: OnceLock::new(),
         }
     }
@@ -217,6 +231,8 @@ impl TensorFiles {
             cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
         }
         self.tensors.remove(name);
+        let parts = cut.iter().map(|(part, _)| part.clone()).collect();
+        self.cuts.push(Cut { name: name.to_string(), shape: whole.shape, parts });
         self.tensors.extend(cut);
         Ok(())
     }
@@ -235,6 +251,37 @@ impl TensorFiles {
             info.transposed = !info.transposed;
         }
         Ok(())
+    }
+
+    /// Tensors of the files that are read as parts.
+    pub fn cuts(&self) -> &[Cut] {
+        &self.cuts
+    }
+
+    /// A tensor in its own dtype and shape, bit for bit, on the CPU; 8-bit floats as bytes.
+    ///
+    /// # Errors
+    /// A dtype that tensors in memory lack; otherwise as [`TensorFiles::read`].
+    pub fn untouched(&self, name: &str) -> Result<Tensor, Error> {
+        let info = self.get(name)?;
+        let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+        let dtype = match self.dtype_of(name)? {
+            DType::F8E4M3 => DType::U8,
+            dtype => dtype,
+        };
+        Tensor::from_raw_buffer(&self.read(name)?, dtype, &info.shape, &Device::Cpu).map_err(wrong)
+    }
+
+    /// Dtype in memory of a tensor that is read as it is.
+    ///
+    /// # Errors
+    /// A dtype that tensors in memory lack.
+    pub fn dtype_of(&self, name: &str) -> Result<DType, Error> {
+        let info = self.get(name)?;
+        DType::try_from(info.dtype).map_err(|_| {
+            let (path, from) = (self.files[info.file].0.clone(), info.dtype.to_string());
+            Error::Unread { path, name: name.to_string(), from, to: "a tensor in memory".into() }
+        })
     }
 
     /// All tensor names, sorted.

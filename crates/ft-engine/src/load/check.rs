@@ -2,8 +2,8 @@
 
 use super::error::Error;
 use crate::files::TensorFiles;
-use crate::model::Config;
-use crate::model::modules::{Group, VOCABULARY, modules};
+use crate::model::modules::{Group, modules};
+use crate::model::{Config, is_apart};
 use crate::quant;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
@@ -44,11 +44,11 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
         }
     }
     if config.scores.is_some() {
-        expected.insert(format!("{VOCABULARY}.weight"));
+        expected.insert(format!("{}.weight", config.vocabulary_name()));
     }
     for name in files.names() {
         // Buffers saved by old versions of transformers.
-        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") {
+        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") && !is_apart(name) {
             problems.push(format!("{name}: unexpected"));
         }
     }

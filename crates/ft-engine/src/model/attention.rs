@@ -1,4 +1,5 @@
-//! Self-attention: projections, query and key norms, rotary embedding, grouped queries, sliding windows, sinks.
+//! Self-attention: projections, query and key norms, rotary embedding, grouped queries, sliding windows, sinks,
+//! output gate.
 
 use super::linear::{self, Linear};
 use super::norm::Norm;
@@ -10,12 +11,12 @@ use ft_kernels::Tensor;
 pub use ft_kernels::attention::Cache;
 use ft_kernels::attention::{self, Causal, sinks};
 use ft_kernels::padded::Padded;
-use ft_kernels::rope;
+use ft_kernels::{gate, rope};
 
 /// The attention module of a layer.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    /// Queries: `[d]` -> `[h c]`.
+    /// Queries: `[d]` -> `[h c]`; with a gate `[h 2c]`, per head the query, then the gate.
     pub q: Linear,
     /// Keys: `[d]` -> `[g c]`.
     pub k: Linear,
@@ -37,6 +38,8 @@ pub struct Attention {
     pub rope: Option<usize>,
     /// Sliding window: the number of keys visible to a query, itself included.
     pub window: Option<usize>,
+    /// Whether the sigmoid of a gate multiplies the output before `o`.
+    pub gated: bool,
 }
 
 /// RMSNorm of queries and keys.
@@ -58,6 +61,8 @@ pub struct Saved {
     rotated: Option<[Tensor; 2]>,
     v: Tensor,
     out: attention::Saved,
+    /// Gate `[t, h c]`.
+    gate: Option<Tensor>,
 }
 
 impl Saved {
@@ -118,7 +123,7 @@ impl Attention {
     /// Norms computed together with the rotation: those of single heads.
     fn norms(&self) -> Option<rope::Norms<'_>> {
         let QkNorm { q, k, .. } = self.qk_norm.as_ref().filter(|n| !n.whole && self.rope.is_some())?;
-        Some(rope::Norms { q: (&q.weight, q.eps), k: (&k.weight, k.eps) })
+        Some(rope::Norms { q: q.scale(), k: k.scale() })
     }
 
     /// Norms computed on their own, with the shapes that they see.
@@ -210,12 +215,20 @@ impl Attention {
             let (y, saved) = linear.forward_padded(x, ctx)?;
             Ok((y.reshape((t, heads, c))?, saved))
         };
-        let (q, qs) = by_head(&self.q, self.heads)?;
+        let (q, gate, qs) = if self.gated {
+            let (y, saved) = self.q.forward_padded(x, ctx)?;
+            let (q, gate) = gate::split(&y, self.heads)?;
+            (q, Some(gate), saved)
+        } else {
+            let (q, saved) = by_head(&self.q, self.heads)?;
+            (q, None, saved)
+        };
         let (k, ks) = by_head(&self.k, self.kv_heads)?;
         let (v, vs) = by_head(&self.v, self.kv_heads)?;
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
         let [q, k] = self.rotated([q, k], ctx)?;
-        let (how, rank) = (self.causal(ctx), self.o.fused_rank(&q));
+        // A gate makes a new tensor, without spare columns.
+        let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(&q) });
         let out = match cache {
             None => attention::forward(&q, &k, &v, &how, rank)?,
             Some(cache) => {
@@ -226,25 +239,49 @@ impl Attention {
         if let Some(s) = &self.sinks {
             sinks::forward(&out, &s.value)?;
         }
-        let (y, os) = self.o.forward_padded(&out.o, ctx)?;
-        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out }))
+        let (y, os) = match &gate {
+            None => self.o.forward_padded(&out.o, ctx)?,
+            Some(gate) => {
+                let (y, mut os) = self.o.forward(&gate::forward(&out.o, gate)?, ctx)?;
+                // Recomputed by `backward`.
+                os.x = None;
+                (y, os)
+            }
+        };
+        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out, gate }))
     }
 
     /// Backward pass: returns the gradient of the input.
     pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
         let (t, _) = dy.dims();
         let c = self.head_dim;
-        let [qs, ks, vs, os] = s.linears;
+        let [qs, ks, vs, mut os] = s.linears;
         let Some([q, k]) = s.rotated else { candle_core::bail!("backward without queries and keys") };
-        let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
+        if let Some(gate) = s.gate.as_ref().filter(|_| self.o.needs_input()) {
+            os.x = Some(gate::forward(&s.out.o, gate)?);
+        }
+        let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?;
+        let (d_o, d_gate) = match s.gate {
+            None => (d_o, None),
+            Some(gate) => {
+                let (d_o, d_gate) = gate::backward(&s.out.o, &gate, &d_o)?;
+                (d_o, Some(d_gate))
+            }
+        };
+        let d_o = d_o.reshape((t, self.heads, c))?;
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
         if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
             sink.column_sums(slot, &sinks::backward(&s.out, sinks, &d_o)?)?;
         }
         let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
         drop((d_o, q, k, s.v, s.out, os));
+        let rq = if d_gate.is_some() { 0 } else { rq };
         let [dq, dk] = self.rotated_back(s.before_norm.as_ref(), [dq, dk], ctx, [rq, rk], sink)?;
         drop(s.before_norm);
+        let dq = match d_gate {
+            None => dq,
+            Some(d_gate) => gate::join(&dq, &d_gate, self.heads)?,
+        };
         let dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
         let dx = self.k.backward_padded(&ks, &dk, ctx, sink, Some(dx))?;
         self.v.backward_padded(&vs, &dv, ctx, sink, Some(dx))

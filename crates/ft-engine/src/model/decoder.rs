@@ -157,7 +157,8 @@ impl<'a> Builder<'a> {
 
     fn norm(&mut self, m: &Module) -> ft_base::Result<Norm> {
         let (weight, slot) = self.weights.weight(m)?;
-        Ok(Norm { weight, slot, eps: self.config.eps })
+        let plus = if self.config.family.plus_one { 1.0 } else { 0.0 };
+        Ok(Norm { weight, slot, eps: self.config.eps, plus })
     }
 
     fn optional(&mut self, m: &Option<Module>) -> ft_base::Result<Option<Norm>> {
@@ -208,6 +209,7 @@ impl<'a> Builder<'a> {
             scale: of_layer.scale,
             rope: of_layer.rope,
             window: of_layer.window,
+            gated: c.family.gated,
         };
         let attn_post = self.optional(&t.attn_post)?;
         let mlp_norm = self.optional(&t.mlp_norm)?;

@@ -20,7 +20,7 @@ pub mod norm;
 pub mod parameter;
 mod pass;
 
-pub use config::{Biases, Config, Error, Keys, LayerAttention, Moe, Result, family, modules, rope};
+pub use config::{Biases, Config, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope};
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
 pub use pass::{batch, sink};

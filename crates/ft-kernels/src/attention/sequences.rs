@@ -60,6 +60,11 @@ impl Sequences {
         if cuda { tiles::bytes(sizes) } else { 4 * sizes.keys }
     }
 
+    /// Tokens of the longest document.
+    pub fn longest(&self) -> usize {
+        self.sizes.longest
+    }
+
     /// Number of keys.
     pub fn keys(&self) -> usize {
         self.sizes.keys

@@ -7,7 +7,7 @@ use crate::adapters::selection::FusedPart;
 use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::{Module, SCORE};
+use crate::model::modules::{Group, Module, SCORE};
 use candle_core::{DType, Device, Tensor};
 use ft_recipe::{Quantize, numbered};
 use std::collections::{HashMap, HashSet};
@@ -124,6 +124,9 @@ impl Adapter {
                 own.len(),
                 there.len()
             ))),
+            (Some(_), None) if base.is_nested() => {
+                Err(self.fail(format!("{SCORE}: not built yet: a score head on a vision checkpoint's text model")))
+            }
             (Some(own), None) => Ok(base.with_scores(own)),
             _ => Ok(base),
         }
@@ -279,8 +282,8 @@ impl Adapter {
         }
         self.check_tokens(selection, trained)?;
         if selection.tied_in_full() {
-            self.check_tied(trained)?;
-            known.insert(format!("{PREFIX}lm_head.weight"));
+            self.check_tied(selection, trained)?;
+            known.insert(format!("{PREFIX}{}.weight", selection.name_of(Group::Head)));
         }
         let mut extra: Vec<&str> =
             self.tensors.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
@@ -327,9 +330,10 @@ impl Adapter {
     }
 
     /// A tied head's copy must equal the embedding.
-    fn check_tied(&self, trained: &[Trained]) -> ft_base::Result<()> {
-        let head = format!("{PREFIX}lm_head.weight");
-        let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
+    fn check_tied(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
+        let head = format!("{PREFIX}{}.weight", selection.name_of(Group::Head));
+        let embedding = selection.name_of(Group::Embedding);
+        let Some(t) = trained.iter().find(|t| t.module == embedding) else { return Ok(()) };
         if self.tensors.shape(&head).is_none() {
             return match self.find(t)? {
                 Some(key) if !self.config.ties => {
@@ -362,13 +366,14 @@ impl Adapter {
     }
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
-    pub fn check_base(&self, base: &TensorFiles, tied: bool) -> ft_base::Result<()> {
+    pub fn check_base(&self, base: &TensorFiles, config: &Config) -> ft_base::Result<()> {
+        let head = format!("{}.weight", config.vocabulary_name());
         // Below it, PEFT also keeps adapters of fused parameters.
         for name in self.tensors.names().filter(|n| n.contains(".base_layer.") && !n.contains(".lora_")) {
             let own =
                 name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
-            let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {
-                "model.embed_tokens.weight".to_string()
+            let own = if config.tied && own == head && base.info(&own).is_none() {
+                format!("{}.weight", config.embedding_name())
             } else {
                 own
             };

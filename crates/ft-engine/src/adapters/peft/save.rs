@@ -6,7 +6,7 @@ use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
 use crate::model::linear::Linear;
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Group, Kind, Module};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -36,9 +36,10 @@ pub fn save(
         if stacks.take(&t.key(), t, &value)? {
             continue;
         }
-        if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
+        if selection.tied_in_full() && t.module == selection.name_of(Group::Embedding) {
             // PEFT stores a copy for both.
-            tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
+            let head = selection.name_of(Group::Head);
+            tensors.push((format!("{PREFIX}{head}.weight"), value.clone()));
         }
         tensors.push((t.key(), value));
     }

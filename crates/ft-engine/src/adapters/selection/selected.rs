@@ -5,7 +5,7 @@ use super::fused::Places;
 use super::tokens::Tokens;
 use super::trained::{Part, Trained, TrainedPart, tensor_name};
 use crate::model::Config;
-use crate::model::modules::{Group, Kind, Module, VOCABULARY, modules};
+use crate::model::modules::{Group, Kind, Module, modules};
 
 /// All modules of a model with their training method.
 #[derive(Clone, Debug)]
@@ -129,6 +129,12 @@ impl Selection {
 
     /// Whether a tied head and embedding train in full.
     pub fn tied_in_full(&self) -> bool {
-        self.tied && matches!(self.choice(VOCABULARY), Choice::Full { .. })
+        let head = |(m, c): &(Module, Choice)| m.group == Group::Head && matches!(c, Choice::Full { .. });
+        self.tied && self.modules.iter().any(head)
+    }
+
+    /// Name of the only module of a group, such as the embedding or the head.
+    pub fn name_of(&self, group: Group) -> &str {
+        self.modules.iter().find(|(m, _)| m.group == group).map_or("", |(m, _)| m.name.as_str())
     }
 }

@@ -123,6 +123,8 @@ pub struct Family {
     pub model_type: &'static str,
     /// Class name in `architectures`.
     pub architecture: &'static str,
+    /// `model_type` and class name of checkpoints with a vision tower, whose `text_config` is this model.
+    pub nested: Option<(&'static str, &'static str)>,
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub mlp_bias: Bias,
@@ -141,6 +143,12 @@ pub struct Family {
     pub default_tied: bool,
     /// Keys that other families must not have, and this one reads.
     pub reads: &'static [&'static str],
+    /// Whether norms multiply by `1 + w`, with w the stored weight.
+    pub plus_one: bool,
+    /// Whether the query projection also makes a gate per channel, whose sigmoid multiplies the output of attention.
+    pub gated: bool,
+    /// Share of a head's channels that rotate, if config.json has no `partial_rotary_factor`.
+    pub default_rotary: f64,
     pub window: Window,
     /// Channels per head if config.json has no `head_dim`; `None` means hidden size / heads.
     pub default_head_dim: Option<usize>,
@@ -153,6 +161,7 @@ pub struct Family {
 const DENSE: Family = Family {
     model_type: "",
     architecture: "",
+    nested: None,
     qkv_bias: Bias::Never,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,
@@ -165,6 +174,9 @@ const DENSE: Family = Family {
     sliding_theta: None,
     default_tied: false,
     reads: &[],
+    plus_one: false,
+    gated: false,
+    default_rotary: 1.0,
     window: Window::Never,
     default_head_dim: None,
     default_theta: 10_000.0,
@@ -299,8 +311,10 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Gemma3ForCausalLM",
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
+        nested: Some(("gemma3", "Gemma3ForConditionalGeneration")),
         norms: SANDWICH,
         qk_norm: QkNorms::Heads,
+        plus_one: true,
         gate: GateFunction::GeluTanh,
         scales_embedding: true,
         score_key: Some("query_pre_attn_scalar"),
@@ -317,4 +331,17 @@ pub const FAMILIES: &[Family] = &[
 /// Looks up a family by `model_type`.
 pub fn find(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|f| f.model_type == model_type)
+}
+
+/// Looks up a family by the `model_type` of a vision checkpoint; also returns the class name.
+pub fn find_nested(model_type: &str) -> Option<(&'static Family, &'static str)> {
+    let named = |f: &'static Family| f.nested.filter(|(t, _)| *t == model_type).map(|(_, class)| (f, class));
+    FAMILIES.iter().find_map(named)
+}
+
+impl Family {
+    /// Every `model_type` of the family.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        [self.model_type].into_iter().chain(self.nested.map(|(name, _)| name))
+    }
 }

@@ -11,8 +11,10 @@ pub mod modules;
 mod parse;
 pub mod rope;
 mod rules;
+mod spelling;
 mod types;
 
 pub use error::{Error, Result};
 pub use keys::Keys;
+pub use spelling::is_apart;
 pub use types::{Biases, Config, LayerAttention, Moe};

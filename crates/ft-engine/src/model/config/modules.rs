@@ -84,8 +84,7 @@ pub enum HeldAs {
     Fused { mxfp4: bool },
 }
 
-/// Names of the vocabulary's head, and of a score head.
-pub const VOCABULARY: &str = "lm_head";
+/// Name of a score head.
 pub const SCORE: &str = "score";
 
 impl Module {
@@ -255,8 +254,9 @@ impl LayerTree {
     pub fn of(c: &Config, l: usize) -> Self {
         let (d, f) = (c.hidden, c.intermediate);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let of_q = if c.family.gated { 2 * q } else { q };
         let module = |name: Arguments<'_>, kind, group| {
-            let name = format!("model.layers.{l}.{name}");
+            let name = format!("{}.layers.{l}.{name}", c.body);
             Module { name, kind, group, layer: Some(l), expert: None, held_as: HeldAs::Linear }
         };
         let norm = |name: &str, dim| module(format_args!("{name}"), Kind::Norm { dim }, Group::Norms);
@@ -292,7 +292,7 @@ impl LayerTree {
             attn_post: named(of_family.attn_post),
             mlp_norm: named(of_family.mlp),
             mlp_post: named(of_family.mlp_post),
-            q: attn("q_proj", q, d, c.biases.qkv),
+            q: attn("q_proj", of_q, d, c.biases.qkv),
             k: attn("k_proj", kv, d, c.biases.qkv),
             v: attn("v_proj", kv, d, c.biases.qkv),
             o: attn("o_proj", d, q, c.biases.o),
@@ -368,10 +368,10 @@ impl Tree {
             Module { name: name.into(), kind, group, layer: None, expert: None, held_as }
         };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
-        let name = if c.scores.is_some() { SCORE } else { VOCABULARY };
+        let name = if c.scores.is_some() { SCORE } else { c.vocabulary_name() };
         (
-            module("model.embed_tokens", table, Group::Embedding),
-            module("model.norm", Kind::Norm { dim: c.hidden }, Group::Norms),
+            module(&c.embedding_name(), table, Group::Embedding),
+            module(&format!("{}.norm", c.body), Kind::Norm { dim: c.hidden }, Group::Norms),
             module(name, linear(c.outputs(), c.hidden, false), Group::Head),
         )
     }

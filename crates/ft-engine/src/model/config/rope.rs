@@ -122,11 +122,6 @@ impl Rope {
     }
 
     fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
-        if let Some(f) = t.number("partial_rotary_factor", 0.0..=1.0)?
-            && f != 1.0
-        {
-            return Err(t.bad("partial_rotary_factor", format!("{f}; only 1 is built")));
-        }
         let kind = match t.string("rope_type")? {
             Some(k) => k,
             None => t.string("type")?.unwrap_or("default"),

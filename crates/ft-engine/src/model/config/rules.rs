@@ -6,7 +6,7 @@ use super::family::{Family, GateFunction, Window};
 use super::keys::Keys;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
 use super::rope::LAYER_TYPES;
-use super::types::{LayerAttention, Moe};
+use super::types::{Config, LayerAttention, Moe};
 use ft_base::store::json::short;
 use ft_kernels::swiglu::{Activation, Glu};
 use serde_json::{Map, Value};
@@ -65,6 +65,9 @@ const HARMLESS: &[&str] = &[
     "use_bfloat16",
 ];
 
+/// Ends of the keys of a vision checkpoint that describe other parts than the text model, and itself.
+const VISION: [&str; 5] = ["_config", "_token_id", "_token_index", "tokens_per_image", "language_model_only"];
+
 /// Keys read by the parser.
 const READ: &[&str] = &[
     "_sliding_window_pattern",
@@ -87,6 +90,7 @@ const READ: &[&str] = &[
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "partial_rotary_factor",
     "qkv_bias",
     "quantization_config",
     "rms_norm_eps",
@@ -117,7 +121,6 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
     ("no_rope_layers", f64::NAN),
-    ("partial_rotary_factor", 1.0),
     ("q_lora_rank", f64::NAN),
     ("kv_lora_rank", f64::NAN),
     ("query_pre_attn_scalar", f64::NAN),
@@ -158,6 +161,8 @@ const ROPE: &[&str] = &[
     "factor",
     "high_freq_factor",
     "low_freq_factor",
+    "mrope_interleaved",
+    "mrope_section",
     "mscale",
     "mscale_all_dim",
     "original_max_position_embeddings",
@@ -174,8 +179,13 @@ fn knows(key: &str) -> bool {
 }
 
 impl Keys<'_> {
-    /// Keys in none of the lists.
+    /// Keys in none of the lists; of the whole file, with those of the text model.
     pub(super) fn unknown(&self) -> Vec<String> {
+        if let Ok(Some(text)) = self.table(Config::TEXT) {
+            let of_whole = |k: &&String| !knows(k) && !VISION.iter().any(|end| k.ends_with(end));
+            let own = text.unknown().into_iter().map(|k| format!("{}.{k}", Config::TEXT));
+            return self.raw.keys().filter(of_whole).cloned().chain(own).collect();
+        }
         let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
         for table in ["rope_scaling", "rope_parameters"] {
             let Some(Value::Object(t)) = self.get(table) else { continue };
@@ -228,9 +238,15 @@ impl Keys<'_> {
                 _ => {}
             }
         }
+        const GATE: &str = "attn_output_gate";
+        if family.gated && self.flag(GATE)? == Some(false) {
+            return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
+        }
         let shared = family.experts.and_then(|x| x.shared_key);
-        let own = |key: &str| Some(key) == shared || family.reads.contains(&key);
-        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !own(k)) {
+        let computed = |key: &str| {
+            Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key)
+        };
+        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !computed(k)) {
             match self.get(key) {
                 None => {}
                 Some(v) if v.as_f64() == Some(*neutral) => {}

@@ -10,6 +10,8 @@ use serde_json::{Map, Value, json};
 pub struct Config {
     /// Row of the family table.
     pub family: &'static Family,
+    /// Prefix of the modules below the head: `model`, or a longer one within a vision checkpoint.
+    pub body: &'static str,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Inner width of dense feed-forward layers.
@@ -52,7 +54,8 @@ pub struct Config {
     pub mxfp4: bool,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
-    /// The JSON object of the file, with overrides applied.
+    /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
+    /// `text_config`.
     pub raw: Map<String, Value>,
 }
 
@@ -140,9 +143,23 @@ impl Config {
         self.layers * self.kv_heads * self.head_dim
     }
 
+    /// Key of the text model in the JSON object of a vision checkpoint.
+    pub const TEXT: &'static str = "text_config";
+
+    /// Whether the model is the text part of a vision checkpoint.
+    pub fn is_nested(&self) -> bool {
+        self.raw.contains_key(Self::TEXT)
+    }
+
+    /// A key of the file: of the text model, or else of the whole.
+    pub fn key(&self, key: &str) -> Option<&Value> {
+        let text = self.raw.get(Self::TEXT).and_then(|t| t.get(key));
+        text.filter(|v| !v.is_null()).or_else(|| self.raw.get(key))
+    }
+
     /// Bytes per matrix value in the published checkpoint.
     pub fn stored_width(&self) -> u64 {
-        let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
+        let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.key(k)?.as_str());
         if named == Some("float32") { 4 } else { 2 }
     }
 }

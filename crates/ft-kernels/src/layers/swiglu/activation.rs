@@ -50,8 +50,9 @@ pub(super) trait Function<T> {
     fn slopes(&self, gate: T, up: T) -> (T, T);
 }
 
+/// `1 / (1 + e^-x)`.
 #[inline(always)]
-fn logistic<T: Float>(x: T) -> T {
+pub(crate) fn logistic<T: Float>(x: T) -> T {
     T::one() / (T::one() + (-x).exp())
 }
 

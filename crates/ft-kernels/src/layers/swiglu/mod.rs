@@ -4,6 +4,7 @@
 mod activation;
 mod cuda;
 
+pub(crate) use activation::logistic;
 pub use activation::{Activation, Glu, Joint};
 
 use crate::Tensor;
@@ -87,7 +88,7 @@ pub fn backward_again(
     Ok((dgate, dup, forward(glu, gate, up)?))
 }
 
-/// Elementwise `1 / (1 + e^-x)` by candle, for the gate of a shared expert.
+/// Elementwise `1 / (1 + e^-x)` by candle, for gates.
 pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     match x {
         Tensor::Real(x) => candle_nn::ops::sigmoid(x).map(Tensor::Real),
