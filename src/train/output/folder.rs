@@ -61,7 +61,7 @@ pub fn write_model(
             continue;
         }
         for part in [Part::Weight, Part::Bias] {
-            let name = format!("{}.{}", m.name, adapters::part_name(&m, part));
+            let name = adapters::tensor_name(&m, part);
             if let Some(i) = find(&name) {
                 entries.push((name, job.dtype, trained[i].shape.clone()));
             }

@@ -17,7 +17,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     let mut problems = Vec::new();
     let mut expected = BTreeSet::new();
     for m in modules(config) {
-        let mut want = vec![(format!("{}.weight", m.name), m.weight_shape())];
+        let mut want = vec![(m.weight_name(), m.weight_shape())];
         if let Some(n) = m.bias() {
             want.push((format!("{}.bias", m.name), vec![n]));
         }
@@ -35,6 +35,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 None => problems.push(format!("{name}: missing ({shape:?})")),
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
+                }
+                Some(_) if files.is_scaled(&name) => {}
+                Some(i) if i.dtype == Dtype::F8_E4M3 => {
+                    problems.push(format!("{name}: F8_E4M3 in the file, without scales that fit it"));
                 }
                 Some(i) if !matches!(i.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64) => {
                     problems.push(format!("{name}: {} in the file, F32, F16, BF16 or F64 are read", i.dtype));

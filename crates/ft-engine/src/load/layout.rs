@@ -19,6 +19,15 @@ use std::path::Path;
 /// As [`TensorFiles::open_model`].
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
+    if let Some(block) = config.fp8 {
+        const SCALE: &str = "_scale_inv";
+        let scales: Vec<String> =
+            files.names().filter(|n| n.ends_with(SCALE) && !is_apart(n)).map(String::from).collect();
+        for scale in scales {
+            // One that does not fit stays a tensor, which the check finds unexpected.
+            files.scale(scale.trim_end_matches(SCALE), &scale, block);
+        }
+    }
     let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
     let (e, f, d) = (moe.experts, moe.width, config.hidden);
     let [gate, up, down] = names.names;

@@ -46,7 +46,7 @@ pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_
 /// Names of the tensors of a module in a checkpoint.
 fn names(m: &Module) -> impl Iterator<Item = String> {
     let bias = m.bias().map(|_| format!("{}.bias", m.name));
-    std::iter::once(format!("{}.weight", m.name)).chain(bias)
+    std::iter::once(m.weight_name()).chain(bias)
 }
 
 /// Quantizes a checkpoint into a folder that exists.

@@ -1,9 +1,9 @@
 //! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 
-use super::attention::{self, Attention};
 use super::feed_forward::mlp::{self, Mlp};
 use super::feed_forward::{self, Mixture};
 use super::linear::Linear;
+use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
 use super::pass::sink::Sink;
@@ -18,7 +18,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Layer {
     pub attn_norm: Norm,
-    pub attn: Attention,
+    /// Attention, or the delta rule.
+    pub attn: Mixer,
     pub mlp_norm: Norm,
     pub mlp: FeedForward,
 }
@@ -99,7 +100,7 @@ impl Level {
 pub struct Saved {
     /// Residual stream after attention `[t, d]`, and attention's saved activations. `None` if attention is
     /// recomputed.
-    attn: Option<(Tensor, attention::Saved)>,
+    attn: Option<(Tensor, mixer::Saved)>,
     mlp: FeedForwardSaved,
 }
 
@@ -154,7 +155,7 @@ impl Saved {
 impl Layer {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
-        let mut all = self.attn.linears().to_vec();
+        let mut all = self.attn.linears();
         match &self.mlp {
             FeedForward::Dense(b) => all.extend(b.linears()),
             FeedForward::Mixture(b) => all.extend(b.linears()),
@@ -237,8 +238,8 @@ impl Layer {
         &self,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut attention::Cache>,
-    ) -> Result<(Tensor, Padded, attention::Saved)> {
+        cache: Option<&mut mixer::Cache>,
+    ) -> Result<(Tensor, Padded, mixer::Saved)> {
         let normed = self.attn_norm.forward_padded(x, self.attn.fused_rank(x))?;
         let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
         drop(normed);
@@ -260,7 +261,7 @@ impl Layer {
         &self,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut attention::Cache>,
+        cache: Option<&mut mixer::Cache>,
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
         let (mid, normed, attn) = self.attend(x, ctx, cache)?;
@@ -295,7 +296,7 @@ impl Layer {
                 }
                 _ => candle_core::bail!("{OTHER}"),
             };
-            let rank = self.attn.o.fused_rank_back(&dn, ctx);
+            let rank = self.attn.fused_rank_back(&dn, ctx);
             self.mlp_norm.backward_add(&mid, &dn, dy, rank, sink)?
         };
         drop(mid);

@@ -167,7 +167,10 @@ mod tests {
                 (swiglu::forward(&g, &u)?, swiglu::forward(&wide(&g)?, &wide(&u)?)?),
                 (swiglu::backward(&g, &u, &dy)?.0, swiglu::backward(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.0),
                 (swiglu::backward(&g, &u, &dy)?.1, swiglu::backward(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.1),
-                (norm::forward(&g, Scale::new(&w, 1e-5))?, norm::forward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5))?),
+                (
+                    norm::forward(&g, Scale::new(&w, 1e-5))?,
+                    norm::forward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5))?,
+                ),
             ];
             for (i, (halves, whole)) in pairs.into_iter().enumerate() {
                 assert_eq!(bits(&halves)?, bits(&narrow(whole)?)?, "{i}: {rows} x {d}");

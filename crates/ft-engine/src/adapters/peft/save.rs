@@ -1,6 +1,7 @@
 //! Writes adapter folders in PEFT's format.
 
 use super::format::{PREFIX, metadata};
+use super::joined::Joined;
 use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
@@ -29,9 +30,13 @@ pub fn save(
     quantize: Quantize,
 ) -> ft_base::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    let mut tensors = Vec::new();
+    let (mut tensors, mut fused) = (Vec::new(), Joined::default());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
+        if let Some(place) = &t.fused {
+            fused.add(t, place, value);
+            continue;
+        }
         if selection.tied_in_full() && t.module == selection.name_of(Group::Embedding) {
             // PEFT stores a copy for both.
             let head = selection.name_of(Group::Head);
@@ -39,6 +44,7 @@ pub fn save(
         }
         tensors.push((format!("{PREFIX}{}", t.name), value));
     }
+    tensors.extend(fused.tensors()?);
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());

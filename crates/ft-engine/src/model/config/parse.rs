@@ -54,7 +54,8 @@ impl Config {
         let text = format!("{}.", Self::TEXT);
         Self::parse(file, raw).map_err(|e| match e {
             Error::Key { file, key, why }
-                if overrides.contains_key(key.trim_start_matches(&text).split('.').next().unwrap_or(&key)) =>
+                if overrides
+                    .contains_key(key.trim_start_matches(&text).split('.').next().unwrap_or(&key)) =>
             {
                 let why = format!("{why}\n  hint: the value is model.override's");
                 Error::Key { file, key, why }
@@ -109,9 +110,11 @@ impl Config {
             max_positions,
             windows: keys.windows(family, layers)?,
             biases,
+            delta: keys.delta(family, layers)?,
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: whole.four_bit()?,
+            fp8: whole.fp8()?,
             unknown: whole.unknown(),
             raw: Map::new(),
         };
@@ -142,6 +145,10 @@ impl Config {
             }
         };
         let dense = (layers - sparse) * of(self.intermediate);
+        let linear = self.delta.as_ref().map_or(0, |l| {
+            let each = of(l.heads.channels()) + 2 * of(l.heads.value_width()) + 2 * of(l.heads.values);
+            of(l.is_linear.iter().filter(|is| **is).count()) * each
+        });
         let parts = [
             ("vocab_size", 2 * of(self.vocab) * d, 0),
             ("num_attention_heads", 2 * layers * inner * d, layers * 2 * inner),
@@ -152,6 +159,7 @@ impl Config {
                 3 * sparse * (used * width + shared),
             ),
             ("num_hidden_layers", 4 * layers * d, 8 * layers * d),
+            ("linear_num_value_heads", linear * (d + 64), 2 * linear),
         ];
         let parameters: u128 = parts.iter().map(|p| p.1).sum();
         let values: u128 = parts.iter().map(|p| p.2).sum();

@@ -1,7 +1,10 @@
 //! Architecture of a model.
 
-use super::family::Family;
+use super::family::{DeltaProjections, Family};
 use super::rope::Rope;
+use candle_core::DType;
+use ft_kernels::attention::Cache;
+use ft_kernels::delta::{Heads, State};
 use serde_json::{Map, Value, json};
 
 /// Architecture of a model, as read from `config.json`.
@@ -38,12 +41,16 @@ pub struct Config {
     /// Sliding window of each layer, in tokens; `None` is full attention.
     pub windows: Vec<Option<usize>>,
     pub biases: Biases,
+    /// Linear attention in some layers, if the family has it.
+    pub delta: Option<Delta>,
     /// Mixture-of-experts settings; `None` for dense models.
     pub moe: Option<Moe>,
     /// Standard deviation of randomly initialized weights.
     pub initializer_range: f64,
     /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
     pub four_bit: bool,
+    /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
+    pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
     /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
@@ -60,6 +67,17 @@ pub struct Biases {
     pub o: bool,
     /// Feed-forward linears.
     pub mlp: bool,
+}
+
+/// Linear attention by the gated delta rule.
+#[derive(Clone, Debug)]
+pub struct Delta {
+    pub heads: Heads,
+    /// Taps of the convolution.
+    pub taps: usize,
+    pub projections: DeltaProjections,
+    /// For every layer, whether it has linear attention; otherwise it has attention.
+    pub is_linear: Vec<bool>,
 }
 
 /// Mixture-of-experts settings.
@@ -106,6 +124,23 @@ impl Config {
 
     /// Key of the text model in the JSON object of a vision checkpoint.
     pub const TEXT: &'static str = "text_config";
+
+    /// Linear attention of layer `l`, if it has it.
+    pub fn delta_of(&self, l: usize) -> Option<&Delta> {
+        self.delta.as_ref().filter(|d| d.is_linear[l])
+    }
+
+    /// Bytes of a key-value cache per token, over all layers, for values of `dtype`.
+    pub fn cache_of_a_token(&self, dtype: DType) -> usize {
+        let attention = (0..self.layers).filter(|l| self.delta_of(*l).is_none()).count();
+        Cache::bytes_of_a_token(self.kv_heads * self.head_dim, dtype) * attention
+    }
+
+    /// Bytes of the states of all layers with linear attention, in generation with values of `dtype`.
+    pub fn states(&self, dtype: DType) -> usize {
+        let of = |d: &Delta| State::bytes(d.heads, d.taps, dtype.size_in_bytes());
+        (0..self.layers).filter_map(|l| self.delta_of(l)).map(of).sum()
+    }
 
     /// Whether the model is the text part of a vision checkpoint.
     pub fn is_nested(&self) -> bool {
