@@ -21,6 +21,7 @@ mod arithmetic;
 pub mod attention;
 pub mod cpu;
 pub mod cuda;
+pub mod delta;
 mod experts;
 mod layers;
 mod matmul;

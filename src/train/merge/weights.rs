@@ -119,6 +119,13 @@ impl<'a> Merge<'a> {
             Some(Dtype::F32) => Ok(DType::F32),
             Some(Dtype::BF16) => Ok(DType::BF16),
             Some(Dtype::F16) => Ok(DType::F16),
+            Some(Dtype::F8_E4M3) if self.files.is_scaled(base) => {
+                Ok(match ["dtype", "torch_dtype"].iter().find_map(|k| self.base.config.key(k)?.as_str()) {
+                    Some("float32") => DType::F32,
+                    Some("float16") => DType::F16,
+                    _ => DType::BF16,
+                })
+            }
             other => Err(Error::Merge {
                 dir: self.files.paths().next().map_or(String::new(), |p| p.display().to_string()),
                 why: format!("{base}: {other:?} is no dtype that a merge can keep\n  hint: --dtype bf16"),
@@ -236,7 +243,8 @@ impl<'a> Merge<'a> {
     /// Reads a tensor of the adapter.
     fn held(&self, m: &Module, part: Part) -> ft_base::Result<Tensor> {
         // A tied head trained in full shares the tensor of the embedding, and is not listed as a source.
-        let t = self.trained.get(&(m.name.clone(), part));
+        let name = if part == Part::A { m.a_of() } else { &m.name };
+        let t = self.trained.get(&(name.to_string(), part));
         match t.map(|t| self.adapter.get(t)).transpose()?.flatten() {
             Some(value) => Ok(value),
             None => Err(Error::Peft {

@@ -91,7 +91,8 @@ impl<'a> Export<'a> {
 
     /// A and B of a module.
     fn pair(&self, m: &Module, spec: &LoraSpec) -> ft_base::Result<Pair> {
-        let get = |part| match self.values.get(&(m.name.clone(), part)) {
+        let of = |part| if part == Part::A { m.a_of() } else { &m.name };
+        let get = |part| match self.values.get(&(of(part).to_string(), part)) {
             Some(t) => Ok(t.clone()),
             None => Err(self.refuse(m, "half an adapter")),
         };
@@ -124,6 +125,10 @@ impl<'a> Export<'a> {
             let why = format!("{} has no experts: the adapter loads as it is", self.config.family.model_type);
             return Err(fail(&self.adapter.dir, why).into());
         };
+        if self.config.family.experts.is_some_and(|x| x.fused) {
+            let why = "its adapters are fused as they are: nothing to export";
+            return Err(fail(&self.adapter.dir, why.into()).into());
+        }
         self.no_dora("PEFT on fused experts")?;
         let mut rest = self.selection.clone();
         let mut layers: BTreeMap<usize, Layer> = BTreeMap::new();
@@ -296,7 +301,12 @@ impl Layer {
     }
 
     /// Adapted parameters: name, module with PEFT's nesting, values.
-    fn fused(&self, config: &Config, l: usize, f: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
+    fn fused(
+        &self,
+        config: &Config,
+        l: usize,
+        f: usize,
+    ) -> candle_core::Result<Vec<(String, String, Fused)>> {
         let (block, d) = (format!("{}.layers.{l}.mlp.experts", config.body), config.hidden);
         let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);
         // PEFT nests two adapted parameters of one module: the first one becomes the inner.

@@ -58,6 +58,15 @@ impl TensorInfo {
     }
 }
 
+/// Scales of an 8-bit matrix, one a block.
+#[derive(Clone, Debug)]
+struct Scale {
+    name: String,
+    info: TensorInfo,
+    /// Rows and columns of a block.
+    block: [usize; 2],
+}
+
 /// A tensor of the file that is read as parts.
 #[derive(Clone, Debug)]
 pub struct Cut {
@@ -82,6 +91,8 @@ pub struct TensorFiles {
     metadata: BTreeMap<String, String>,
     /// Tensors replaced by [`TensorFiles::cut`].
     cuts: Vec<Cut>,
+    /// Scales of 8-bit tensors: see [`TensorFiles::scale`].
+    scales: BTreeMap<String, Scale>,
     /// Hash state per file, if hashed while reading; `None` for files with a cached hash.
     passing: OnceLock<Vec<Option<StreamHasher>>>,
 }
@@ -174,6 +185,7 @@ impl TensorFiles {
             tensors: BTreeMap::new(),
             metadata: BTreeMap::new(),
             cuts: Vec::new(),
+            scales: BTreeMap::new(),
             passing: OnceLock::new(),
         }
     }
@@ -251,6 +263,29 @@ impl TensorFiles {
             info.transposed = !info.transposed;
         }
         Ok(())
+    }
+
+    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value for each of its blocks, which is no tensor of its own
+    /// any more. Returns whether both are there, with matching shapes.
+    pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) -> bool {
+        let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return false };
+        let number = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
+        let fits = match (of.shape.as_slice(), info.shape.as_slice()) {
+            (&[o, i], &[so, si]) => [so, si] == [o.div_ceil(block[0]), i.div_ceil(block[1])],
+            _ => false,
+        };
+        if of.dtype != Dtype::F8_E4M3 || !number || !fits {
+            return false;
+        }
+        if let Some(info) = self.tensors.remove(scale) {
+            self.scales.insert(name.to_string(), Scale { name: scale.to_string(), info, block });
+        }
+        true
+    }
+
+    /// Whether a tensor is in 8 bits, with scales.
+    pub fn is_scaled(&self, name: &str) -> bool {
+        self.scales.contains_key(name)
     }
 
     /// Tensors of the files that are read as parts.
@@ -409,6 +444,28 @@ impl TensorFiles {
         let info = self.get(name)?;
         info.check_range(name, &elements, info.elements())?;
         let path = &self.files[info.file].0;
+        if let Some(scale) = self.scales.get(name) {
+            let (of, all) = (&scale.info, 0..scale.info.elements());
+            let scales = convert::tensor(
+                path,
+                &scale.name,
+                of.dtype,
+                (&of.shape, all),
+                DType::F32,
+                &Device::Cpu,
+                &|offset, buffer| self.fill(&scale.name, of, offset, buffer),
+            )?;
+            let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+            let scales = convert::Scales {
+                values: scales.to_vec1().map_err(wrong)?,
+                width: of.shape[1],
+                block: scale.block,
+            };
+            let place = (info.shape.as_slice(), elements);
+            return convert::scaled(path, name, place, &scales, dtype, device, &|offset, buffer| {
+                self.fill(name, info, offset, buffer)
+            });
+        }
         convert::tensor(path, name, info.dtype, (&info.shape, elements), dtype, device, &|offset, buffer| {
             self.fill(name, info, offset, buffer)
         })

@@ -139,6 +139,10 @@ impl Base {
 
     /// Bytes per stored matrix value: from the first file in `dir` if given, otherwise from the config.
     pub fn stored_width(config: &Config, dir: Option<&Path>) -> u64 {
+        if config.fp8.is_some() {
+            // Scaled while loading, to the compute dtype.
+            return 4;
+        }
         dir.and_then(TensorFiles::matrix_width).unwrap_or_else(|| config.stored_width())
     }
 
@@ -326,6 +330,9 @@ impl Base {
 
     /// Dtype of a module's frozen weight in a model that computes in `compute` on `device`.
     pub fn frozen_dtype(&self, m: &Module, compute: DType, device: &Device) -> DType {
+        if m.is_bare() {
+            return DType::F32;
+        }
         let matrix = m.weight_shape().len() == 2 && !self.is_residual(m);
         let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&m.weight_name()));
         let stored = match info.map(|i| i.dtype) {
@@ -371,8 +378,8 @@ fn random(
     let n = elements.len();
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],
-        (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
         (_, Kind::Vector { .. }) => vec![0.0; n],
+        (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
         _ => {
             let std = config.initializer_range as f32;
             // Normal samples stay within eight standard deviations.

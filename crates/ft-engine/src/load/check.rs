@@ -36,6 +36,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
                 }
+                Some(_) if files.is_scaled(&name) => {}
+                Some(i) if i.dtype == Dtype::F8_E4M3 => {
+                    problems.push(format!("{name}: F8_E4M3 in the file, without scales that fit it"));
+                }
                 Some(i) if !matches!(i.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64) => {
                     problems.push(format!("{name}: {} in the file, F32, F16, BF16 or F64 are read", i.dtype));
                 }

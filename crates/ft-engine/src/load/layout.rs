@@ -21,6 +21,15 @@ use std::path::Path;
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
     fused::open(config, &mut files)?;
+    if let Some(block) = config.fp8 {
+        const SCALE: &str = "_scale_inv";
+        let scales: Vec<String> =
+            files.names().filter(|n| n.ends_with(SCALE) && !is_apart(n)).map(String::from).collect();
+        for scale in scales {
+            // One that does not fit stays a tensor, which the check finds unexpected.
+            files.scale(scale.trim_end_matches(SCALE), &scale, block);
+        }
+    }
     let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
     let (e, f, d) = (moe.experts, moe.width, config.hidden);
     let [gate, up, down] = names.names;
@@ -88,18 +97,27 @@ pub fn write(
         joined.insert(cut.name.clone(), cut);
     }
     let mut apart: HashMap<&str, &TensorFiles> = HashMap::new();
-    for (files, name) in files.into_iter().flat_map(|f| f.names().map(move |n| (f, n))).filter(|(_, n)| is_apart(n)) {
+    for (files, name) in
+        files.into_iter().flat_map(|f| f.names().map(move |n| (f, n))).filter(|(_, n)| is_apart(n))
+    {
         entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
         apart.insert(name, files);
     }
-    write_folder(source, out, config, dtype, &entries, &mut |name| match (joined.get(name), apart.get(name)) {
-        (Some(cut), _) => {
-            let flat = |part: &String| Ok(get(part)?.flatten_all()?);
-            let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
-            Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?)
-        }
-        (None, Some(files)) => Ok(files.untouched(name)?),
-        (None, None) if fused.contains_key(name) => fused[name].stack(get),
-        (None, None) => get(name),
-    })
+    write_folder(
+        source,
+        out,
+        config,
+        dtype,
+        &entries,
+        &mut |name| match (joined.get(name), apart.get(name)) {
+            (Some(cut), _) => {
+                let flat = |part: &String| Ok(get(part)?.flatten_all()?);
+                let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
+                Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?)
+            }
+            (None, Some(files)) => Ok(files.untouched(name)?),
+            (None, None) if fused.contains_key(name) => fused[name].stack(get),
+            (None, None) => get(name),
+        },
+    )
 }

@@ -1,9 +1,9 @@
 //! Self-attention: projections, query and key norms, rotary embedding, grouped queries, sliding windows, sinks,
 //! output gate.
 
+use super::delta::Parameter;
 use super::linear::{self, Linear};
 use super::norm::Norm;
-use super::parameter::Parameter;
 use super::pass::batch::{Context, Tables};
 use super::pass::sink::Sink;
 use candle_core::Result;
@@ -237,7 +237,7 @@ impl Attention {
             }
         };
         if let Some(s) = &self.sinks {
-            sinks::forward(&out, &s.value)?;
+            sinks::forward(&out, &s.value.to_dtype(q.dtype())?)?;
         }
         let (y, os) = match &gate {
             None => self.o.forward_padded(&out.o, ctx)?,
@@ -271,7 +271,7 @@ impl Attention {
         let d_o = d_o.reshape((t, self.heads, c))?;
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
         if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
-            sink.column_sums(slot, &sinks::backward(&s.out, sinks, &d_o)?)?;
+            sink.column_sums(slot, &sinks::backward(&s.out, &sinks.to_dtype(q.dtype())?, &d_o)?)?;
         }
         let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
         drop((d_o, q, k, s.v, s.out, os));

@@ -1,10 +1,10 @@
 //! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`. Some families normalize the
 //! outputs too, or instead.
 
-use super::attention::{self, Attention};
 use super::feed_forward::mlp::{self, Mlp};
 use super::feed_forward::{self, Mixture};
 use super::linear::Linear;
+use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
 use super::pass::sink::Sink;
@@ -19,8 +19,9 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Layer {
     pub attn_norm: Option<Norm>,
-    pub attn: Attention,
-    /// Norm of attention's output.
+    /// Attention, or the delta rule.
+    pub attn: Mixer,
+    /// Norm of the mixer's output.
     pub attn_post: Option<Norm>,
     pub mlp_norm: Option<Norm>,
     pub mlp: FeedForward,
@@ -161,7 +162,7 @@ struct Attended {
     mid: Option<Tensor>,
     /// Output of attention `[t, d]`, if it is normalized.
     out: Option<Tensor>,
-    saved: attention::Saved,
+    saved: mixer::Saved,
 }
 
 #[derive(Debug)]
@@ -219,7 +220,7 @@ impl Saved {
 impl Layer {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
-        let mut all = self.attn.linears().to_vec();
+        let mut all = self.attn.linears();
         match &self.mlp {
             FeedForward::Dense(b) => all.extend(b.linears()),
             FeedForward::Mixture(b) => all.extend(b.linears()),
@@ -323,8 +324,8 @@ impl Layer {
         &self,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut attention::Cache>,
-    ) -> Result<(Tensor, Padded, (Option<Tensor>, attention::Saved))> {
+        cache: Option<&mut mixer::Cache>,
+    ) -> Result<(Tensor, Padded, (Option<Tensor>, mixer::Saved))> {
         let normed = self.input(&self.attn_norm, x, self.attn.fused_rank(x))?;
         let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
         drop(normed);
@@ -356,7 +357,7 @@ impl Layer {
         &self,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut attention::Cache>,
+        cache: Option<&mut mixer::Cache>,
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
         let (mid, normed, (out, saved)) = self.attend(x, ctx, cache)?;
@@ -385,7 +386,7 @@ impl Layer {
             let before = post_back(&self.mlp_post, s.mlp_out, dy, sink)?;
             let dn = self.mlp.backward(s.mlp, before.as_ref().unwrap_or(dy), ctx, sink, balance)?;
             drop(before);
-            let rank = if self.attn_post.is_none() { self.attn.o.fused_rank_back(&dn, ctx) } else { 0 };
+            let rank = if self.attn_post.is_none() { self.attn.fused_rank_back(&dn, ctx) } else { 0 };
             add_back(&self.mlp_norm, &mid, dn, dy, rank, sink)?
         };
         drop(mid);

@@ -126,6 +126,7 @@ mod tests {
             shape: shape.to_vec(),
             unit: i / 3,
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
+            fused: None,
             matrix: true,
             fused: None,
         };

@@ -172,7 +172,10 @@ mod tests {
                 (swiglu::forward(glu, &g, Some(&u))?, swiglu::forward(glu, &wide(&g)?, Some(&wide(&u)?))?),
                 (back(&g, &u, &dy)?.0, back(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.0),
                 (back(&g, &u, &dy)?.1, back(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.1),
-                (norm::forward(&g, Scale::new(&w, 1e-5))?, norm::forward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5))?),
+                (
+                    norm::forward(&g, Scale::new(&w, 1e-5))?,
+                    norm::forward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5))?,
+                ),
             ];
             for (i, (halves, whole)) in pairs.into_iter().enumerate() {
                 assert_eq!(bits(&halves)?, bits(&narrow(whole)?)?, "{i}: {rows} x {d}");

@@ -121,13 +121,12 @@ pub struct PeftConfig {
     base: Option<String>,
     revision: Option<String>,
     targets: Targets,
+    parameters: Vec<String>,
     saves: Vec<String>,
     spec: LoraSpec,
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
     tokens: Lists,
-    /// Suffixes of names of adapted parameters.
-    parameters: Vec<String>,
     /// Whether a saved embedding of a tied model is the head as well (`ensure_weight_tying`).
     pub ties: bool,
 }
@@ -163,6 +162,7 @@ impl PeftConfig {
         let text = |key| keys.get(key).and_then(Value::as_str).filter(|s| !s.is_empty()).map(str::to_string);
         let (base, revision, targets) = (text("base_model_name_or_path"), text("revision"), keys.targets()?);
         let saves = keys.list("modules_to_save")?.unwrap_or_default();
+        let parameters = keys.list("target_parameters")?.unwrap_or_default();
         let spec = LoraSpec {
             rank: keys.required("r", 8, |v| keys.rank("r", v))?,
             alpha: keys.required("lora_alpha", 8.0, |v| keys.alpha("lora_alpha", v))?,
@@ -173,8 +173,7 @@ impl PeftConfig {
         let ranks = keys.patterns("rank_pattern", |key, v| keys.rank(key, v))?;
         let alphas = keys.patterns("alpha_pattern", |key, v| keys.alpha(key, v))?;
         let (ties, tokens) = (keys.flag("ensure_weight_tying")?, keys.tokens()?);
-        let parameters = keys.list("target_parameters")?.unwrap_or_default();
-        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, parameters, ties, file })
+        Ok(Self { base, revision, targets, parameters, saves, spec, ranks, alphas, tokens, ties, file })
     }
 
     /// Base model of the adapter, and the revision on the hub.
@@ -185,6 +184,16 @@ impl PeftConfig {
     /// Modules with LoRA.
     pub fn targets(&self) -> &Targets {
         &self.targets
+    }
+
+    /// Parameters with LoRA, by suffixes of their names.
+    pub fn parameters(&self) -> &[String] {
+        &self.parameters
+    }
+
+    /// Whether `target_parameters` includes a parameter.
+    pub fn adapts(&self, parameter: &str) -> bool {
+        self.parameters.iter().any(|t| is_suffix(parameter, t))
     }
 
     /// Whether `modules_to_save` includes a module: PEFT matches suffixes of the module's name or of an
@@ -200,17 +209,6 @@ impl PeftConfig {
         false
     }
 
-    /// Whether the parameter `name` has LoRA, as PEFT matches it.
-    pub fn adapts(&self, name: &str) -> bool {
-        self.parameters.iter().any(|p| is_suffix(p, name))
-    }
-
-    /// An adapted parameter that is none of `names`.
-    pub fn unknown_parameter(&self, names: &[String]) -> Option<&str> {
-        let known = |p: &&String| names.iter().any(|name| is_suffix(p, name));
-        self.parameters.iter().find(|p| !known(p)).map(String::as_str)
-    }
-
     /// Token ids of trained rows, by module-name suffix.
     pub fn tokens(&self) -> &[(String, Arc<Vec<u32>>)] {
         &self.tokens
@@ -224,11 +222,6 @@ impl PeftConfig {
             ..self.spec
         }
     }
-}
-
-/// Whether a name is the suffix itself, or ends with it after a dot.
-fn is_suffix(suffix: &str, name: &str) -> bool {
-    name.strip_suffix(suffix).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// Typed access to the keys; errors name the file and the key.
@@ -422,7 +415,10 @@ impl<'a> Keys<'a> {
 
     /// Modules with LoRA.
     fn targets(&self) -> Result<Targets, Error> {
-        let Some(target) = self.target("target_modules", true)? else {
+        let alone = || self.list("target_parameters").is_ok_and(|l| l.is_some_and(|l| !l.is_empty()));
+        let Some(target) =
+            self.target("target_modules", true)?.or_else(|| alone().then(|| Target::List(HashSet::new())))
+        else {
             return Err(self.bad("target_modules", "missing; a list of names is wanted"));
         };
         let exclude = self.target("exclude_modules", false)?;
@@ -504,6 +500,11 @@ fn exact(pattern: &str) -> Option<String> {
     let name = pattern.strip_prefix('^')?.replace(r"\.", "\0");
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '\0';
     name.chars().all(plain).then(|| name.replace('\0', "."))
+}
+
+/// Whether `end` is a name, or its last components.
+pub fn is_suffix(name: &str, end: &str) -> bool {
+    name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// Values by pattern; the first match wins (`peft.utils.other.get_pattern_key`).

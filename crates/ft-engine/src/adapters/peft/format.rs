@@ -2,7 +2,8 @@
 
 use ft_recipe::{LoraSpec, Quantize};
 
-pub use crate::adapters::selection::PREFIX;
+/// Prefix of all keys in an adapter file.
+pub const PREFIX: &str = "base_model.model.";
 
 /// Metadata key in `adapter_model.safetensors` for `model.quantize` of the run. Readers of adapters ignore
 /// metadata but warn about unknown keys in `adapter_config.json`.

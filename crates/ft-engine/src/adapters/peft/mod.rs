@@ -3,7 +3,7 @@
 mod adapter;
 mod config;
 mod format;
-mod fused;
+mod joined;
 mod save;
 mod selection;
 mod write;

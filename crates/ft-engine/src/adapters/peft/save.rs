@@ -1,7 +1,7 @@
 //! Writes adapter folders in PEFT's format.
 
 use super::format::{PREFIX, metadata};
-use super::fused::Stacks;
+use super::joined::Joined;
 use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
@@ -30,10 +30,11 @@ pub fn save(
     quantize: Quantize,
 ) -> ft_base::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    let (mut tensors, mut stacks) = (Vec::new(), Stacks::default());
+    let (mut tensors, mut fused) = (Vec::new(), Joined::default());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
-        if stacks.take(&t.key(), t, &value)? {
+        if let Some(place) = &t.fused {
+            fused.add(t, place, value);
             continue;
         }
         if selection.tied_in_full() && t.module == selection.name_of(Group::Embedding) {
@@ -41,9 +42,9 @@ pub fn save(
             let head = selection.name_of(Group::Head);
             tensors.push((format!("{PREFIX}{head}.weight"), value.clone()));
         }
-        tensors.push((t.key(), value));
+        tensors.push((format!("{PREFIX}{}", t.name), value));
     }
-    tensors.extend(stacks.tensors()?);
+    tensors.extend(fused.tensors()?);
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());

@@ -1,7 +1,6 @@
 //! Selection of trained modules and methods.
 
 mod choice;
-mod fused;
 pub(super) mod rules;
 mod selected;
 mod token_rules;
@@ -11,4 +10,4 @@ mod trained;
 pub use choice::Choice;
 pub use selected::Selection;
 pub use tokens::Tokens;
-pub use trained::{FusedPart, PREFIX, Part, Trained, TrainedPart, part_name, tensor_name};
+pub use trained::{Fused, Part, Trained, TrainedPart, part_name, tensor_name};

@@ -1,11 +1,12 @@
 //! Modules of a model with their training methods, and the tensors that train.
 
 use super::choice::Choice;
-use super::fused::Places;
 use super::tokens::Tokens;
-use super::trained::{Part, Trained, TrainedPart, tensor_name};
+use super::trained::{Fused, Part, Trained, TrainedPart, tensor_name};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, modules};
+use std::collections::HashSet;
+use std::sync::Arc;
 
 /// All modules of a model with their training method.
 #[derive(Clone, Debug)]
@@ -22,6 +23,14 @@ pub struct Selection {
     pub tokens: Tokens,
     /// Warnings about ranges of layers or experts beyond the model.
     pub notes: Vec<String>,
+}
+
+/// Place of a trained tensor in an adapter of all experts.
+fn fused(t: &TrainedPart<'_>, wrapped: &HashSet<&str>) -> Option<Fused> {
+    let (slice, parameter) = (t.module.slice()?, t.module.parameter.as_ref()?);
+    let nested = !slice.outer && wrapped.contains(slice.block.as_str());
+    let place = Fused { parameter: Arc::clone(parameter), expert: t.module.expert?, nested };
+    matches!(t.part, Part::A | Part::B).then_some(place)
 }
 
 impl Selection {
@@ -60,8 +69,9 @@ impl Selection {
     ///
     /// A tied head and embedding trained in full are one tensor, under the embedding's name.
     pub fn trained(&self) -> Vec<Trained> {
-        let places = Places::of_selection(self);
+        let wrapped = self.wrapped();
         let named = |t: TrainedPart<'_>| Trained {
+            fused: fused(&t, &wrapped),
             name: tensor_name(t.module, t.part),
             module: t.module.name.clone(),
             part: t.part,
@@ -69,9 +79,17 @@ impl Selection {
             unit: t.module.unit(self.layers),
             lr_scale: t.lr_scale,
             matrix: t.matrix,
-            fused: places.of(t.module),
         };
         self.parts().into_iter().map(named).collect()
+    }
+
+    /// Modules of which a parameter is adapted around others.
+    fn wrapped(&self) -> HashSet<&str> {
+        let outer = |(m, c): &'_ (Module, Choice)| {
+            m.slice().is_some_and(|s| s.outer) && matches!(c, Choice::Lora { .. })
+        };
+        let blocks = self.modules.iter().filter(|m| outer(m)).filter_map(|(m, _)| m.slice());
+        blocks.map(|s| s.block.as_str()).collect()
     }
 
     /// As [`Selection::trained`], but without allocating names: plans call this many times.
@@ -84,7 +102,7 @@ impl Selection {
                 choice = Choice::Freeze;
             }
             let mut add = |part, shape: &[usize], lr_scale, matrix| {
-                let (mut dims, rank) = ([1; 2], shape.len().min(2));
+                let (mut dims, rank) = ([1; 3], shape.len().min(3));
                 dims[..rank].copy_from_slice(&shape[..rank]);
                 out.push(TrainedPart { module: m, part, dims, rank, lr_scale, matrix });
             };
@@ -101,9 +119,11 @@ impl Selection {
                     let (o, i) = match m.kind {
                         Kind::Linear { out, inp, .. } => (out, inp),
                         Kind::Embedding { vocab, dim } => (dim, vocab),
-                        Kind::Norm { .. } | Kind::Vector { .. } => continue,
+                        Kind::Norm { .. } | Kind::Conv { .. } | Kind::Vector { .. } => continue,
                     };
-                    add(Part::A, &[spec.rank, i], lr_scale, true);
+                    if m.a_of() == m.name {
+                        add(Part::A, &[spec.rank, i], lr_scale, true);
+                    }
                     add(Part::B, &[o, spec.rank], lr_scale, true);
                     if spec.dora {
                         add(Part::Magnitude, &[o], lr_scale, false);

@@ -1,7 +1,8 @@
 //! Trained tensors of a selection.
 
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Kind, Module, Parameter};
 use ft_recipe::Method;
+use std::sync::Arc;
 
 /// Part of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -42,18 +43,28 @@ pub struct Trained {
     pub lr_scale: f64,
     /// Whether weight decay applies under `decay = "matrices"`.
     pub matrix: bool,
-    /// Place in PEFT's tensor for all experts, for adapters of fused experts.
-    pub fused: Option<FusedPart>,
+    /// For A and B of an expert's linear: place in an adapter of all experts, if the family has such adapters.
+    pub fused: Option<Fused>,
 }
 
-/// Place of an expert's A or B in PEFT's tensor for all experts of a layer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FusedPart {
-    /// Module in PEFT's files.
-    pub module: String,
-    /// Index of the expert, and number of experts.
+/// Place of A or B in PEFT's tensors of all experts of a layer: A `[e r, i]`, rows of an expert together; B `[o, r e]`,
+/// columns of an expert apart.
+#[derive(Clone, Debug)]
+pub struct Fused {
+    pub parameter: Arc<Parameter>,
     pub expert: usize,
-    pub experts: usize,
+    /// Whether another parameter of the module is adapted around this one.
+    pub nested: bool,
+}
+
+impl Fused {
+    /// Name of A or B of all experts.
+    pub fn name(&self, part: Part) -> String {
+        let block = self.parameter.slice.as_ref().map_or("", |s| s.block.as_str());
+        let nested = if self.nested { ".base_layer" } else { "" };
+        let which = if part == Part::A { "lora_A" } else { "lora_B" };
+        format!("{block}{nested}.{which}.weight")
+    }
 }
 
 impl Trained {
@@ -61,29 +72,15 @@ impl Trained {
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
-
-    /// Key in PEFT's files.
-    pub fn key(&self) -> String {
-        match &self.fused {
-            Some(place) => {
-                let part = if self.part == Part::A { "lora_A" } else { "lora_B" };
-                format!("{PREFIX}{}.{part}.weight", place.module)
-            }
-            None => format!("{PREFIX}{}", self.name),
-        }
-    }
 }
-
-/// Prefix of all keys in a PEFT adapter's file.
-pub const PREFIX: &str = "base_model.model.";
 
 /// A trained tensor by module, without owned names.
 #[derive(Clone, Copy, Debug)]
 pub struct TrainedPart<'a> {
     pub module: &'a Module,
     pub part: Part,
-    /// Shape of a matrix; a vector uses the first entry.
-    pub(super) dims: [usize; 2],
+    /// Shape, of which the first `rank` entries are used.
+    pub(super) dims: [usize; 3],
     pub(super) rank: usize,
     pub(super) lr_scale: f64,
     pub(super) matrix: bool,
@@ -111,10 +108,10 @@ impl TrainedPart<'_> {
     }
 }
 
-/// Name of a part's tensor, without PEFT's prefix.
+/// Name of a part in checkpoints: module name and PEFT's name of the part.
 pub fn tensor_name(m: &Module, part: Part) -> String {
-    match (part, m.kind) {
-        (Part::Weight, _) => m.weight_name(),
+    match part {
+        Part::Weight => m.weight_name(),
         _ => format!("{}.{}", m.name, part_name(m, part)),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::error::{Error, refuse};
 use crate::model::Config;
-use crate::model::modules::{FeedForwardTree, MlpTree, Module, Tree};
+use crate::model::modules::{FeedForwardTree, MixerTree, MlpTree, Module, Tree};
 
 /// A tensor of llama.cpp: one module, or the same linear of all experts in a layer, stacked.
 pub(super) struct Placed {
@@ -52,11 +52,14 @@ pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
     for (l, layer) in tree.layers.into_iter().enumerate() {
         let name = |last: &str| format!("blk.{l}.{last}");
         put(name("attn_norm"), layer.attn_norm.into_iter().collect(), None, true);
-        put(name("attn_q"), vec![layer.q], Some(config.heads), false);
-        put(name("attn_k"), vec![layer.k], Some(config.kv_heads), false);
-        put(name("attn_v"), vec![layer.v], None, false);
-        put(name("attn_output"), vec![layer.o], None, false);
-        if let Some((q, k)) = layer.qk_norm {
+        let MixerTree::Attention { q, k, v, o, qk_norm, .. } = layer.mixer else {
+            return refuse(format!("layer {l}"), "not built yet: the export of linear attention to GGUF");
+        };
+        put(name("attn_q"), vec![q], Some(config.heads), false);
+        put(name("attn_k"), vec![k], Some(config.kv_heads), false);
+        put(name("attn_v"), vec![v], None, false);
+        put(name("attn_output"), vec![o], None, false);
+        if let Some((q, k)) = qk_norm {
             put(name("attn_q_norm"), vec![q], None, true);
             put(name("attn_k_norm"), vec![k], None, true);
         }

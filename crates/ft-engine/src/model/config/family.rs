@@ -88,6 +88,15 @@ pub struct JointExperts {
     pub transposed: bool,
 }
 
+/// Linears of the inputs of linear attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeltaProjections {
+    /// `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`.
+    Split,
+    /// `in_proj_qkvz` and `in_proj_ba`, interleaved by key head.
+    Interleaved,
+}
+
 /// Expert names and routing of a mixture family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
@@ -110,6 +119,11 @@ pub struct Experts {
     pub dense_layers: bool,
     /// Whether the top-k gates always sum to one; otherwise `norm_topk_prob` decides.
     pub always_normalise: bool,
+    /// Default of `norm_topk_prob`.
+    pub default_normalise: bool,
+    /// Whether adapters are of all experts of a layer at once, as PEFT's `target_parameters` makes them, with one A
+    /// for gate and up; otherwise of each linear.
+    pub fused: bool,
     /// Default of `num_experts_per_tok`.
     pub default_top_k: usize,
     /// Config key of the inner width of the shared expert, in families with one.
@@ -149,6 +163,8 @@ pub struct Family {
     pub gated: bool,
     /// Share of a head's channels that rotate, if config.json has no `partial_rotary_factor`.
     pub default_rotary: f64,
+    /// Linear attention in some layers, with these projections.
+    pub delta: Option<DeltaProjections>,
     pub window: Window,
     /// Channels per head if config.json has no `head_dim`; `None` means hidden size / heads.
     pub default_head_dim: Option<usize>,
@@ -177,6 +193,7 @@ const DENSE: Family = Family {
     plus_one: false,
     gated: false,
     default_rotary: 1.0,
+    delta: None,
     window: Window::Never,
     default_head_dim: None,
     default_theta: 10_000.0,
@@ -233,6 +250,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "intermediate_size",
             dense_layers: false,
             always_normalise: true,
+            default_normalise: false,
+            fused: false,
             default_top_k: 2,
             shared_key: None,
         }),
@@ -255,6 +274,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "moe_intermediate_size",
             dense_layers: true,
             always_normalise: false,
+            default_normalise: false,
+            fused: false,
             default_top_k: 8,
             shared_key: None,
         }),
@@ -275,6 +296,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "moe_intermediate_size",
             dense_layers: true,
             always_normalise: false,
+            default_normalise: false,
+            fused: false,
             default_top_k: 4,
             shared_key: Some("shared_expert_intermediate_size"),
         }),
@@ -301,6 +324,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "intermediate_size",
             dense_layers: false,
             always_normalise: true,
+            default_normalise: false,
+            fused: true,
             default_top_k: 4,
             shared_key: None,
         }),
@@ -326,7 +351,63 @@ pub const FAMILIES: &[Family] = &[
         reads: &["query_pre_attn_scalar", "final_logit_softcapping"],
         ..DENSE
     },
+    Family {
+        model_type: "qwen3_5_text",
+        architecture: "Qwen3_5ForCausalLM",
+        nested: Some(("qwen3_5", "Qwen3_5ForConditionalGeneration")),
+        ..GATED_DELTA
+    },
+    Family {
+        model_type: "qwen3_5_moe_text",
+        architecture: "Qwen3_5MoeForCausalLM",
+        nested: Some(("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")),
+        experts: Some(Experts {
+            dense_layers: false,
+            always_normalise: true,
+            fused: true,
+            default_top_k: 8,
+            ..SHARED_EXPERT
+        }),
+        ..GATED_DELTA
+    },
+    Family {
+        model_type: "qwen3_next",
+        architecture: "Qwen3NextForCausalLM",
+        delta: Some(DeltaProjections::Interleaved),
+        experts: Some(Experts { default_top_k: 10, default_normalise: true, ..SHARED_EXPERT }),
+        ..GATED_DELTA
+    },
 ];
+
+/// Linear attention in most layers, gated attention in the others.
+const GATED_DELTA: Family = Family {
+    qkv_bias: Bias::Key("attention_bias"),
+    o_bias: Bias::Key("attention_bias"),
+    qk_norm: QkNorms::Heads,
+    plus_one: true,
+    gated: true,
+    default_rotary: 0.25,
+    default_head_dim: Some(256),
+    delta: Some(DeltaProjections::Split),
+    ..DENSE
+};
+
+/// Qwen's experts beside a shared one.
+const SHARED_EXPERT: Experts = Experts {
+    block: "mlp",
+    names: ["gate_proj", "up_proj", "down_proj"],
+    joint: None,
+    bias: false,
+    router: "gate",
+    count_key: "num_experts",
+    width_key: "moe_intermediate_size",
+    dense_layers: true,
+    always_normalise: false,
+    default_normalise: false,
+    fused: false,
+    default_top_k: 8,
+    shared_key: Some("shared_expert_intermediate_size"),
+};
 
 /// Looks up a family by `model_type`.
 pub fn find(model_type: &str) -> Option<&'static Family> {

@@ -54,7 +54,8 @@ impl Config {
         let text = format!("{}.", Self::TEXT);
         Self::parse(file, raw).map_err(|e| match e {
             Error::Key { file, key, why }
-                if overrides.contains_key(key.trim_start_matches(&text).split('.').next().unwrap_or(&key)) =>
+                if overrides
+                    .contains_key(key.trim_start_matches(&text).split('.').next().unwrap_or(&key)) =>
             {
                 let why = format!("{why}\n  hint: the value is model.override's");
                 Error::Key { file, key, why }
@@ -121,10 +122,12 @@ impl Config {
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
             logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
             biases,
+            delta: keys.delta(family, layers)?,
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: whole.four_bit()?,
             mxfp4: whole.mxfp4(family)?,
+            fp8: whole.fp8()?,
             unknown: whole.unknown(),
             raw: Map::new(),
         };
@@ -155,6 +158,10 @@ impl Config {
             }
         };
         let dense = (layers - sparse) * of(self.intermediate);
+        let linear = self.delta.as_ref().map_or(0, |l| {
+            let each = of(l.heads.channels()) + 2 * of(l.heads.value_width()) + 2 * of(l.heads.values);
+            of(l.is_linear.iter().filter(|is| **is).count()) * each
+        });
         let parts = [
             ("vocab_size", 2 * of(self.vocab) * d, 0),
             ("num_attention_heads", 2 * layers * inner * d, layers * 2 * inner),
@@ -165,6 +172,7 @@ impl Config {
                 3 * sparse * (used * width + shared),
             ),
             ("num_hidden_layers", 4 * layers * d, 8 * layers * d),
+            ("linear_num_value_heads", linear * (d + 64), 2 * linear),
         ];
         let parameters: u128 = parts.iter().map(|p| p.1).sum();
         let values: u128 = parts.iter().map(|p| p.2).sum();

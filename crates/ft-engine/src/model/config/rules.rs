@@ -30,7 +30,10 @@ const HARMLESS: &[&str] = &[
     "is_decoder",
     "is_encoder_decoder",
     "label2id",
+    "mamba_ssm_dtype",
     "max_window_layers",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
     "num_labels",
     "model_type",
     "output_attentions",
@@ -73,12 +76,18 @@ const READ: &[&str] = &[
     "_sliding_window_pattern",
     "attention_bias",
     "decoder_sparse_step",
+    "full_attention_interval",
     "head_dim",
     "hidden_act",
     "hidden_activation",
     "hidden_size",
     "intermediate_size",
     "layer_types",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "max_position_embeddings",
     "mlp_bias",
     "mlp_only_layers",
@@ -151,6 +160,19 @@ const QUANTIZATION: &[&str] = &[
     "load_in_4bit",
     "load_in_8bit",
     "quant_method",
+];
+
+/// Keys of `quantization_config` of 8-bit checkpoints. How activations are quantized, and modules that are not
+/// quantized, show in the tensors or concern inference.
+const FP8: &[&str] = &[
+    "activation_scheme",
+    "dequantize",
+    "fmt",
+    "ignored_layers",
+    "modules_to_not_convert",
+    "quant_method",
+    "scale_fmt",
+    "weight_block_size",
 ];
 
 /// Keys of `rope_scaling` and `rope_parameters`.
@@ -243,9 +265,8 @@ impl Keys<'_> {
             return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
         }
         let shared = family.experts.and_then(|x| x.shared_key);
-        let computed = |key: &str| {
-            Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key)
-        };
+        let computed =
+            |key: &str| Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key);
         for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !computed(k)) {
             match self.get(key) {
                 None => {}
@@ -288,10 +309,13 @@ impl Keys<'_> {
         let at = |key: &str, why: String| q.bad(key, why);
         match q.string("quant_method")? {
             Some("bitsandbytes") => {}
-            Some(MXFP4) => return Ok(false),
+            Some(MXFP4 | "fp8") => return Ok(false),
             other => {
                 let other = other.unwrap_or("none");
-                return Err(at("quant_method", format!("not built yet: {other}; bitsandbytes' 4-bit is")));
+                return Err(at(
+                    "quant_method",
+                    format!("not built yet: {other}; bitsandbytes' 4-bit and fp8 are"),
+                ));
             }
         }
         for key in q.raw.keys().filter(|k| !k.starts_with("llm_int8_")) {
@@ -346,6 +370,29 @@ impl Keys<'_> {
         Ok(self.windows(family, layers)?.into_iter().map(of).collect())
     }
 
+    /// Reads `quantization_config` of an 8-bit checkpoint: rows and columns of the blocks that share a scale.
+    pub(super) fn fp8(&self) -> Result<Option<[usize; 2]>> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(None) };
+        if q.string("quant_method")? != Some("fp8") {
+            return Ok(None);
+        }
+        for key in q.raw.keys().filter(|k| !FP8.contains(&k.as_str())) {
+            return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
+        }
+        if let Some(other) = q.string("fmt")?.filter(|f| *f != "e4m3") {
+            return Err(q.bad("fmt", format!("{other}; e4m3 is built")));
+        }
+        let block =
+            q.get("weight_block_size").and_then(|b| serde_json::from_value::<[usize; 2]>(b.clone()).ok());
+        match block.filter(|b| b.iter().all(|n| (1..=POSITIONS).contains(n))) {
+            Some(block) => Ok(Some(block)),
+            None => Err(q.bad(
+                "weight_block_size",
+                "rows and columns of a block are wanted: other scales are not built",
+            )),
+        }
+    }
+
     pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
         let switch = self.flag("use_sliding_window")? == Some(true);
         let size = self.some("sliding_window", POSITIONS)?;
@@ -375,6 +422,7 @@ impl Keys<'_> {
         list.iter()
             .map(|t| match t.as_str() {
                 Some("full_attention") => Ok(None),
+                Some("linear_attention") if family.delta.is_some() => Ok(None),
                 Some("sliding_attention") if family.window == Window::Never => {
                     Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
                 }
@@ -416,7 +464,7 @@ impl Keys<'_> {
             experts,
             top_k,
             width: self.size(x.width_key, INNER)?,
-            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
+            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(x.default_normalise),
             sparse,
             shared: x.shared_key.map_or(Ok(0), |key| self.size(key, INNER))?,
         }))

@@ -1,7 +1,10 @@
 //! Architecture of a model.
 
-use super::family::Family;
+use super::family::{DeltaProjections, Family};
 use super::rope::Rope;
+use candle_core::DType;
+use ft_kernels::attention::Cache;
+use ft_kernels::delta::{Heads, State};
 use ft_kernels::swiglu::Glu;
 use serde_json::{Map, Value, json};
 
@@ -44,6 +47,8 @@ pub struct Config {
     /// Limit of the logits: `cap tanh(logits / cap)`.
     pub logit_cap: Option<f64>,
     pub biases: Biases,
+    /// Linear attention in some layers, if the family has it.
+    pub delta: Option<Delta>,
     /// Mixture-of-experts settings; `None` for dense models.
     pub moe: Option<Moe>,
     /// Standard deviation of randomly initialized weights.
@@ -52,6 +57,8 @@ pub struct Config {
     pub four_bit: bool,
     /// Whether the checkpoint holds its experts in MXFP4.
     pub mxfp4: bool,
+    /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
+    pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
     /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
@@ -79,6 +86,17 @@ pub struct Biases {
     pub o: bool,
     /// Feed-forward linears.
     pub mlp: bool,
+}
+
+/// Linear attention by the gated delta rule.
+#[derive(Clone, Debug)]
+pub struct Delta {
+    pub heads: Heads,
+    /// Taps of the convolution.
+    pub taps: usize,
+    pub projections: DeltaProjections,
+    /// For every layer, whether it has linear attention; otherwise it has attention.
+    pub is_linear: Vec<bool>,
 }
 
 /// Mixture-of-experts settings.
@@ -138,13 +156,25 @@ impl Config {
         self.ropes.iter().map(|r| r.reach(self.max_positions)).fold(self.max_positions, usize::max)
     }
 
-    /// Key (or value) values of a token over all layers.
-    pub fn cached_values(&self) -> usize {
-        self.layers * self.kv_heads * self.head_dim
-    }
-
     /// Key of the text model in the JSON object of a vision checkpoint.
     pub const TEXT: &'static str = "text_config";
+
+    /// Linear attention of layer `l`, if it has it.
+    pub fn delta_of(&self, l: usize) -> Option<&Delta> {
+        self.delta.as_ref().filter(|d| d.is_linear[l])
+    }
+
+    /// Bytes of a key-value cache per token, over all layers, for values of `dtype`.
+    pub fn cache_of_a_token(&self, dtype: DType) -> usize {
+        let attention = (0..self.layers).filter(|l| self.delta_of(*l).is_none()).count();
+        Cache::bytes_of_a_token(self.kv_heads * self.head_dim, dtype) * attention
+    }
+
+    /// Bytes of the states of all layers with linear attention, in generation with values of `dtype`.
+    pub fn states(&self, dtype: DType) -> usize {
+        let of = |d: &Delta| State::bytes(d.heads, d.taps, dtype.size_in_bytes());
+        (0..self.layers).filter_map(|l| self.delta_of(l)).map(of).sum()
+    }
 
     /// Whether the model is the text part of a vision checkpoint.
     pub fn is_nested(&self) -> bool {

@@ -93,7 +93,14 @@ impl<'a> Ghosts<'a> {
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().product::<usize>() / cols.max(1);
         let kept = shape.len() == 2 && stays_stored(m, &choice, self.ledger.machine());
-        let dtype = if kept { DType::BF16 } else { self.dtype };
+        let frozen = m.is_bare() && choice.leaves_weight();
+        let dtype = if kept {
+            DType::BF16
+        } else if frozen {
+            DType::F32
+        } else {
+            self.dtype
+        };
         (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }
 

@@ -65,8 +65,7 @@ pub fn forward(
     let y = empty(&x, padded.0, x.dtype())?;
     let per = per(rows);
     let launch = Launch::of(&x, compiled!(NORM), "norm_forward")?;
-    let launch =
-        launch.with(args![&x, add.as_ref(), &w, sum.as_ref(), &y, rows, d, apart, per])?;
+    let launch = launch.with(args![&x, add.as_ref(), &w, sum.as_ref(), &y, rows, d, apart, per])?;
     let launch = launch.with(args![eps as f32, plus as f32])?;
     // SAFETY: x, `add` and `sum` have `rows` rows of d values, y has the same with stride `apart`, and w has
     // d values, as checked in `sizes` and above; the blocks cover all rows.

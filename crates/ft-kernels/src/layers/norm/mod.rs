@@ -78,12 +78,7 @@ pub fn forward_add(x: &Tensor, a: Tensor, of: Scale<'_>, rank: usize) -> Result<
 /// gradient of `w` is returned as partial sums `[p, d]`: one row on the CPU, one per block on CUDA.
 ///
 /// Recomputes the norm from `x`: one extra pass instead of saved activations.
-pub fn backward(
-    x: &Tensor,
-    of: Scale<'_>,
-    dy: &Tensor,
-    want_dw: bool,
-) -> Result<(Tensor, Option<Tensor>)> {
+pub fn backward(x: &Tensor, of: Scale<'_>, dy: &Tensor, want_dw: bool) -> Result<(Tensor, Option<Tensor>)> {
     if is_cpu(x) {
         on_real!(x.dtype(), backward_cpu(x, of, dy, want_dw))
     } else {
@@ -214,7 +209,8 @@ mod tests {
     fn what_overflows_is_no_number() -> Result<()> {
         let x = Tensor::new(&[[1f32, 2.0], [1e30, 1.0]], &candle_core::Device::Cpu)?;
         let w = Tensor::ones(2, DType::F32, x.device())?;
-        let (dx, dw) = backward(&x, Scale::new(&w, 1e-5), &Tensor::ones((2, 2), DType::F32, x.device())?, true)?;
+        let (dx, dw) =
+            backward(&x, Scale::new(&w, 1e-5), &Tensor::ones((2, 2), DType::F32, x.device())?, true)?;
         for y in [forward(&x, Scale::new(&w, 1e-5))?, dx] {
             let y = y.to_vec2::<f32>()?;
             assert!(y[0].iter().all(|y| y.is_finite()) && y[1].iter().all(|y| y.is_nan()), "{y:?}");
@@ -226,7 +222,8 @@ mod tests {
     /// A weight stored as `w - 1`.
     #[test]
     fn one_more_than_the_weight() -> Result<()> {
-        let (x, w, dy) = (randn(1, (33, 8), DType::F64)?, randn(2, 8, DType::F64)?, randn(3, (33, 8), DType::F64)?);
+        let (x, w, dy) =
+            (randn(1, (33, 8), DType::F64)?, randn(2, 8, DType::F64)?, randn(3, (33, 8), DType::F64)?);
         let less = (&w - 1.0)?;
         let (whole, stored) = (Scale::new(&w, 1e-5), Scale { plus: 1.0, ..Scale::new(&less, 1e-5) });
         close(&forward(&x, stored)?, &forward(&x, whole)?, 1e-14);

@@ -31,8 +31,9 @@ impl Sizes {
     fn of(q: &Tensor, k: &Tensor, cos: &Tensor, sin: &Tensor, norms: Option<&Norms<'_>>) -> Result<Self> {
         let ((tokens, heads, c), (other, kv_heads, kc)) = (q.dims3()?, k.dims3()?);
         let half = c / 2;
-        let weights =
-            norms.is_none_or(|n| [n.q, n.k].iter().all(|s| s.weight.dims() == [c] && s.weight.dtype() == q.dtype()));
+        let weights = norms.is_none_or(|n| {
+            [n.q, n.k].iter().all(|s| s.weight.dims() == [c] && s.weight.dtype() == q.dtype())
+        });
         let rotated = cos.dim(1)?;
         let tables = [cos, sin].iter().all(|t| t.dims() == [tokens, rotated] && t.dtype() == DType::F32);
         let fits = c == kc && c == 2 * half && half > 0 && half <= N * WARP && rotated <= half;
@@ -99,8 +100,15 @@ pub fn forward(
     let (q, k, cos, sin) = (q.contiguous()?, k.contiguous()?, cos.contiguous()?, sin.contiguous()?);
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let launch = Launch::of(&q, compiled!(ROPE), "rope_forward")?;
-    let launch =
-        launch.with(args![&q, &k, norms.map(|n| n.q.weight), norms.map(|n| n.k.weight), &cos, &sin, &out[0]])?;
+    let launch = launch.with(args![
+        &q,
+        &k,
+        norms.map(|n| n.q.weight),
+        norms.map(|n| n.k.weight),
+        &cos,
+        &sin,
+        &out[0]
+    ])?;
     let launch = launch.with(args![&out[1]])?;
     let launch = sizes.counts(launch)?;
     let launch = launch.with(args![sign, norms.map_or(0.0, |n| n.q.eps as f32)])?;
@@ -154,8 +162,18 @@ pub fn backward(
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let dw = if want_dw { Some(empty(&q, of_w.0, of_w.1)?) } else { None };
     let launch = Launch::of(&q, compiled!(ROPE), "rope_backward")?;
-    let launch =
-        launch.with(args![&q, &k, norms.q.weight, norms.k.weight, &cos, &sin, &dyq, &dyk, &out[0], &out[1]])?;
+    let launch = launch.with(args![
+        &q,
+        &k,
+        norms.q.weight,
+        norms.k.weight,
+        &cos,
+        &sin,
+        &dyq,
+        &dyk,
+        &out[0],
+        &out[1]
+    ])?;
     let launch = launch.with(args![dw.as_ref()])?;
     let launch = sizes.counts(launch)?.with(args![per, norms.q.eps as f32, norms.k.eps as f32])?;
     let launch = launch.with(args![of[0].apart, of[1].apart, norms.q.plus as f32])?;
