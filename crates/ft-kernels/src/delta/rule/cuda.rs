@@ -19,13 +19,13 @@ fn of_chunk(k: usize) -> usize {
 }
 
 /// Bytes of shared memory of the walks over the chunks.
-fn of_walk(Heads { key_dim: k, value_dim: v, .. }: Heads) -> usize {
+pub(super) fn of_walk(Heads { key_dim: k, value_dim: v, .. }: Heads) -> usize {
     let width = v.min(WIDE);
     4 * (of_chunk(k) + k * width + 2 * CHUNK * width)
 }
 
 /// Bytes of shared memory of the gradients of a chunk.
-fn of_gradients(k: usize) -> usize {
+pub(super) fn of_gradients(k: usize) -> usize {
     let pairs = 2 * CHUNK * (CHUNK + 1) + 2 * CHUNK + 7 * CHUNK * NARROW + 32;
     4 * (of_chunk(k) + pairs + (2 * (k * NARROW).max(CHUNK * CHUNK)).max(CHUNK * k))
 }

@@ -118,4 +118,8 @@ pub fn backward(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Result<Gradie
 }
 
 #[cfg(test)]
+mod host_tests;
+#[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub use cuda::shared_memory;

@@ -4,25 +4,25 @@ use super::*;
 use crate::check::{close, gradient, randn, values};
 use candle_core::{DType, Device};
 
-struct Case {
-    docs: &'static [usize],
-    heads: Heads,
+pub(super) struct Case {
+    pub(super) docs: &'static [usize],
+    pub(super) heads: Heads,
 }
 
 const fn heads(keys: usize, values: usize, key_dim: usize, value_dim: usize) -> Heads {
     Heads { keys, values, key_dim, value_dim }
 }
 
-const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     Case { docs: &[5], heads: heads(1, 1, 2, 3) },
     Case { docs: &[1], heads: heads(1, 2, 1, 1) },
     Case { docs: &[3, 36, 1], heads: heads(2, 4, 4, 3) },
     Case { docs: &[70], heads: heads(1, 3, 2, 2) },
 ];
 
-struct Values([Tensor; 5], Sequences, Tensor);
+pub(super) struct Values(pub [Tensor; 5], pub Sequences, pub Tensor);
 
-fn inputs(case: &Case, dtype: DType) -> Result<Values> {
+pub(super) fn inputs(case: &Case, dtype: DType) -> Result<Values> {
     let (t, h) = (case.docs.iter().sum::<usize>(), case.heads);
     let x = [
         randn(1, (t, h.channels()), dtype)?,
@@ -34,7 +34,7 @@ fn inputs(case: &Case, dtype: DType) -> Result<Values> {
     Ok(Values(x, Sequences::new(case.docs, 0, &Device::Cpu)?, randn(6, (t, h.value_width()), dtype)?))
 }
 
-fn of<'a>(heads: Heads, [qkv, a, b, a_log, bias]: [&'a Tensor; 5]) -> Inputs<'a> {
+pub(super) fn of<'a>(heads: Heads, [qkv, a, b, a_log, bias]: [&'a Tensor; 5]) -> Inputs<'a> {
     Inputs { heads, qkv, a, b, a_log, bias }
 }
 

@@ -195,10 +195,12 @@ mod tests {
             let (x, w) = (randn(seed, shape, DType::F64)?, randn(seed + 10, shape.1, DType::F64)?);
             let dy = randn(seed + 20, shape, DType::F64)?;
             for plus in [0.0, 1.0] {
-                let of = |weight| Scale { weight, eps: 0.1, plus };
-                let (dx, dw) = backward(&x, of(&w), &dy, true)?;
-                gradient("x", &x, &dx, &dy, |x| forward(x, of(&w)));
-                gradient("w", &w, &dw.expect("wanted").flatten_all()?, &dy, |w| forward(&x, of(w)));
+                fn of(weight: &Tensor, plus: f64) -> Scale<'_> {
+                    Scale { weight, eps: 0.1, plus }
+                }
+                let (dx, dw) = backward(&x, of(&w, plus), &dy, true)?;
+                gradient("x", &x, &dx, &dy, |x| forward(x, of(&w, plus)));
+                gradient("w", &w, &dw.expect("wanted").flatten_all()?, &dy, |w| forward(&x, of(w, plus)));
             }
         }
         Ok(())
