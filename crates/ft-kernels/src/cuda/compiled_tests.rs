@@ -119,7 +119,9 @@ fn table() -> String {
          # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests.rs)\n",
     );
     for (name, k) in kernels {
-        let dynamic = attention::shared_memory(&name) + grouped::shared_memory(&name);
+        let dynamic = attention::shared_memory(&name)
+            + grouped::shared_memory(&name)
+            + crate::delta::rule::shared_memory(&name);
         write!(out, "{name} {} {}", k.threads, k.shared + dynamic).expect("a string");
         for (card, (on, registers)) in CARDS.iter().zip(k.registers).enumerate() {
             let blocks = k.blocks(card, dynamic);

@@ -330,8 +330,13 @@ impl Weights for Loader<'_> {
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
         self.come_to(m)?;
         let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
-        let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
-        self.init_lora(m, a, b)?;
+        let own = self.tensors.get(&(m.a_of().to_string(), Part::A)).copied();
+        let (Some(a), Some(b)) = (own, self.part(m, Part::B)) else { return Ok(None) };
+        if m.a_of() == m.name {
+            self.init_lora(m, a, b)?;
+        } else if let Some(value) = self.adapter_value(b)? {
+            self.params.set(b, &value)?;
+        }
         let scale = peft::scale(&spec);
         let mut lora = Lora {
             a: self.params.view(a)?,
