@@ -485,6 +485,61 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     Ok(())
 }
 
+/// With the tokens of a row over ranks, memory and traffic agree with the plan to 1%: keys and values go to the ranks
+/// whose queries see them, and their gradients back.
+#[test]
+fn a_rank_with_some_tokens_holds_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, moe) = (config("qwen3", false), mixture());
+    let mut windows = config("qwen3", false);
+    for (key, value) in
+        [("use_sliding_window", json!(true)), ("sliding_window", json!(200)), ("max_window_layers", json!(2))]
+    {
+        windows[key] = value;
+    }
+    let (long, short) = ([1024; 4], [128; 8]);
+    let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+    let cases: [(&Value, &str, &[usize], &[&str]); 6] = [
+        (&qwen3, FULL, &long, &["parallel.context=2", "memory.recompute=none"]),
+        (&qwen3, LORA, &long, &["parallel.context=4", "parallel.zero=3", "memory.recompute=all", NF4]),
+        (&windows, LORA, &long, &["parallel.context=2", "memory.recompute=norms"]),
+        (&moe, experts, &long, &["parallel.context=2", "parallel.zero=2", FEED_FORWARD]),
+        (
+            &qwen3,
+            LORA,
+            &long,
+            &["parallel.data=2", "parallel.context=2", "model.dtype=bf16", "memory.recompute=all"],
+        ),
+        (&qwen3, FULL, &short, &["parallel.context=2", "run.micro_rows=4", "memory.recompute=1"]),
+    ];
+    let (mut table, mut wrong) = (String::new(), Vec::new());
+    for (config, rules, lengths, set) in cases {
+        let micro: &[&str] = if lengths.len() == 4 { &["run.micro_rows=1"] } else { &[] };
+        let more = ["memory.budget=2GiB", "data.max_length=1024", "data.pack=false"];
+        let set = [set, micro, &more].concat();
+        let (planned, measured) = run(dir.path(), config, rules, lengths, &set)?;
+        let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+        writeln!(table, "{apart:>6.2}% of {planned:>10} planned, {measured:>10} a rank  {set:?}")?;
+        if apart.abs() > 1.0 {
+            wrong.push(format!("{set:?}: {apart:.2}%"));
+        }
+        let (start, step) = (event(dir.path(), "start")?, event(dir.path(), "step")?);
+        for (planned, came) in
+            [("wire_bytes_a_step", "wire_bytes"), ("wire_bytes_of_keys", "wire_bytes_of_keys")]
+        {
+            let planned = start["plan"][planned].as_f64().with_context(|| format!("no {planned}"))?;
+            let came = step[came].as_f64().with_context(|| format!("no {came}"))?;
+            writeln!(table, "        {planned} bytes planned on the wire, {came} came")?;
+            if (planned - came).abs() > 0.01 * planned {
+                wrong.push(format!("{set:?}: {planned} planned on the wire, {came} came"));
+            }
+        }
+    }
+    eprintln!("{table}");
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
 /// Linear layers of a 4-bit base take at most 4.13 bits per value, in plan and run.
 #[test]
 fn a_4_bit_base_takes_what_its_plan_says() -> Result<()> {

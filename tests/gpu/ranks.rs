@@ -282,7 +282,7 @@ fn each(world: usize, timeout: Duration, f: Does) -> Vec<ft::Result<Vec<f32>>> {
 }
 
 const N: usize = 1003;
-const SUM: At = At { what: "a test", unit: Some(3) };
+const SUM: At = At::unit("a test", 3);
 
 /// Values of a rank with very different magnitudes, so that the order of a sum matters.
 fn part(rank: usize) -> Vec<f32> {

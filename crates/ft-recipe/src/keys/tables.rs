@@ -414,7 +414,8 @@ table! {
         pipeline: usize = RANKS, Toml("1");
         /// Expert parallel ranks.
         expert: usize = RANKS, Toml("1");
-        /// Context parallel ranks.
+        /// Ranks that split the tokens of a row, for rows that do not fit on one: each has its segments, and gets the keys and
+        /// values that these see. Cuts are at multiples of 128 tokens.
         context: usize = RANKS, Toml("1");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
