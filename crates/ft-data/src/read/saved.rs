@@ -46,7 +46,7 @@ pub(super) fn files(
     let own = object(&file)?.get("_split").and_then(Value::as_str).unwrap_or("train").to_string();
     match split {
         Some(split) if split != own && split != "train" => {
-            Err(told(&file, format!("it has no split {split:?}, only {own:?}")))
+            Err(told(&file, format!("it holds the split {own:?}, not {split:?}")))
         }
         _ => of_split(source, folder),
     }

@@ -37,7 +37,8 @@ fn splits_of_saved_folders_are_read_in_their_order() {
         (split("splits", "train[1:]"), "23"),
         (source("splits/train", Format::Text), "423"),
         (split("splits/test", "train"), "60"),
-        (split("splits/test", "test"), "60"),
+        (split("named", "test"), "16"),
+        (split("named", "train"), "16"),
         (source("one-split", Format::Text), "60"),
         (source("one-split/train/data-00000-of-00001.arrow", Format::Text), "60"),
         (source("replaced.arrow", Format::Text), "ababc"),
@@ -52,7 +53,7 @@ fn splits_of_saved_folders_are_read_in_their_order() {
     for (of, said) in [
         (source("splits", Format::Text), "it has several splits\n  hint: split = one of train, test"),
         (split("splits", "dev"), "it has no split \"dev\"\n  hint: split = one of train, test"),
-        (split("splits/test", "dev"), "it has no split \"dev\", only \"test\""),
+        (split("named", "dev"), "named/state.json: it holds the split \"test\", not \"dev\""),
         (source("delta.arrow", Format::Text), "delta.arrow: not Arrow as it should be: a dictionary goes on"),
         (
             source("packed.arrow", Format::Text),
