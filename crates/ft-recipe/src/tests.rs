@@ -370,7 +370,9 @@ fn sizes() {
     ] {
         assert_eq!(values::bytes(&Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
     }
-    for text in ["", "GiB", "1..5GiB", "-1GiB", "0B", "1024", "1e30TiB", "48gib", "48g", "3B4", "9999999999TiB"] {
+    for text in
+        ["", "GiB", "1..5GiB", "-1GiB", "0B", "1024", "1e30TiB", "48gib", "48g", "3B4", "9999999999TiB"]
+    {
         assert!(values::bytes(&Value::Text(text.into()), "b").is_err(), "{text}");
     }
 }

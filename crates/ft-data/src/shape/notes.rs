@@ -69,7 +69,9 @@ impl Note {
                  hint: conversations of several turns do, where the next header is an end-of-sequence token of the \
                  model"
             ),
-            Note::Equal => format!("{s} whose chosen and rejected are the same tokens: such a pair teaches nothing"),
+            Note::Equal => {
+                format!("{s} whose chosen and rejected are the same tokens: such a pair teaches nothing")
+            }
             Note::Rated(label) => format!(
                 "{s}, all of them, with label = {label}: without the other label there is nothing to tell apart\n  \
                  hint: add rows with label = {}, or train on these with task = \"sft\"",

@@ -260,7 +260,8 @@ fn preferences_without_a_difference_are_told() {
         let files = Files::new(&[("a.jsonl", rows)]);
         files.load(&[source("a.jsonl", format)], &data(99)).unwrap().warnings(99).unwrap().join("\n")
     };
-    let pair = |rejected: &str| format!("{{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": {rejected:?}}}\n");
+    let pair =
+        |rejected: &str| format!("{{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": {rejected:?}}}\n");
     let rated = |label: bool| format!("{{\"prompt\": \"a\", \"completion\": \"b\", \"label\": {label}}}\n");
     assert_eq!(told(Format::Preference, &pair("c")), "");
     let equal = told(Format::Preference, &(pair("c") + &pair("b")));

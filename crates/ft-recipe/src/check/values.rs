@@ -208,7 +208,8 @@ pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
                 "" => bare(amount as u64)?,
                 "K" | "KB" => (amount * 1e3) as u64,
                 unit => {
-                    let is = |name: &str| name == unit || unit.len() == 1 && name.strip_suffix('B') == Some(unit);
+                    let is =
+                        |name: &str| name == unit || unit.len() == 1 && name.strip_suffix('B') == Some(unit);
                     let (_, factor) = UNITS.iter().find(|(name, _)| is(name)).ok_or_else(wrong)?;
                     (amount * *factor as f64) as u64
                 }

@@ -198,7 +198,10 @@ fn reward_models_are_imported() {
                    adapter: lora\nlora_dropout: 0.1\nlora_modules_to_save: [score, lm_head]\n\
                    datasets: [{path: a.jsonl, type: bradley_terry.chat_template}]\ncenter_rewards_coefficient: 0.01\n";
     let r = recipe(axolotl);
-    assert_eq!((r.task, r.data.train[0].format, r.lora.dropout), (Task::Reward, Some(Format::Preference), 0.0));
+    assert_eq!(
+        (r.task, r.data.train[0].format, r.lora.dropout),
+        (Task::Reward, Some(Format::Preference), 0.0)
+    );
     assert_eq!(r.data.train[0].fields["prompt"], "input");
     assert_eq!(r.train.len(), 1, "the score head trains by itself");
     let imported = of(axolotl);
@@ -208,8 +211,12 @@ fn reward_models_are_imported() {
     let off = "base_model: m\nreward_model: false\nadapter: lora\ndatasets: [{path: a.jsonl}]";
     assert_eq!((recipe(off).task, fate(&of(off), "reward_model")), (Task::Sft, Fate::NoEffect));
 
-    let r = recipe("model_name_or_path: m\nstage: rm\nfinetuning_type: lora\nlora_dropout: 0.1\ndataset: mine");
-    assert_eq!((r.task, r.data.train[0].format, r.lora.dropout), (Task::Reward, Some(Format::Preference), 0.1));
+    let r =
+        recipe("model_name_or_path: m\nstage: rm\nfinetuning_type: lora\nlora_dropout: 0.1\ndataset: mine");
+    assert_eq!(
+        (r.task, r.data.train[0].format, r.lora.dropout),
+        (Task::Reward, Some(Format::Preference), 0.1)
+    );
     assert_eq!(r.data.train[0].fields["prompt"], "instruction");
 
     let trl = "--model_name_or_path m --dataset_name d.jsonl --use_peft --lora_task_type SEQ_CLS --lora_dropout 0.1";

@@ -162,7 +162,8 @@ fn in_full(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
     let mut shown = Vec::new();
     let scores = ctx.task == Task::Reward;
-    for name in words(&e.value).into_iter().filter(|n| !scores || !["score", "lm_head"].contains(&n.as_str())) {
+    for name in words(&e.value).into_iter().filter(|n| !scores || !["score", "lm_head"].contains(&n.as_str()))
+    {
         match module(&name, false) {
             Ok(m) => {
                 shown.push(m.clone());
