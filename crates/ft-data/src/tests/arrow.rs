@@ -170,9 +170,9 @@ fn files_with_wrong_bytes_end_in_rows_or_errors() {
     for name in ["tables/messages.stream.arrow", "saved/kinds.arrow", "tables/text.codes.arrow"] {
         let seed = std::fs::read(fixture(name)).unwrap();
         let mut errors = 0;
-        for (i, wrong) in (0..seed.len()).flat_map(|i| [0x00, 0x7F, 0xFF].map(|wrong| (i, wrong))) {
+        for i in 0..seed.len() {
             let mut bytes = seed.clone();
-            bytes[i] = wrong;
+            bytes[i] ^= 0xFF;
             std::fs::write(&file, bytes).unwrap();
             errors += usize::from(rows(&file).is_err());
         }
