@@ -261,8 +261,8 @@ fn encode_row(row: &RawRow, encoder: &Encoder<'_>) -> One {
 fn other_format(row: &RawRow, format: Format) -> Option<String> {
     let shape = shape_of(&BTreeMap::new(), row.parse().ok()?.as_object()?).filter(|s| s.format != format)?;
     Some(format!(
-        "\n  hint: a row with these fields is of {}, not {:?}; data.train=FILE on the command line takes a file without \
-         the recipe's format",
+        "\n  hint: a row with these fields is of {}, not {:?}; data.train=FILE on the command line takes a file \
+         without the recipe's format",
         shape.keys(),
         format.word()
     ))

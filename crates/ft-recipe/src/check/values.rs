@@ -182,7 +182,7 @@ pub(crate) fn is_name(text: &str) -> bool {
         && !text.chars().any(char::is_control)
 }
 
-/// Parses a size: `"48GiB"`, `"500 MB"`, `"48G"` (decimal, as cards are sold), or a plain number of bytes from 1 MiB on.
+/// Parses a size: `"48GiB"`, `"500 MB"`, `"48G"` (decimal, as cards are sold), or bytes from 1 MiB on.
 pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
     let wrong = || {
         rejection(

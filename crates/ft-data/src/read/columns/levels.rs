@@ -63,8 +63,8 @@ struct Row {
 }
 
 impl Row {
-    /// Reads `left` levels, in runs of equal ones and bit-packed groups of eight. Whether no row is too large; `None` if
-    /// levels are missing.
+    /// Reads `left` levels, in runs of equal ones and bit-packed groups of eight. Whether no row is too large;
+    /// `None` if levels are missing.
     fn read(&mut self, mut bytes: &[u8], left: u32) -> Option<bool> {
         let (width, mut left) = (self.width.into(), u64::from(left));
         while left > 0 {

@@ -13,7 +13,8 @@ const HEADER: [u64; 2] = [1 << 12, 4 << 20];
 /// Deepest nesting of structs in a header.
 const DEPTH: usize = 16;
 
-/// Checks that no page of a file unpacks to more than `most` bytes, and that pages hold no more values than their column.
+/// Checks that no page of a file unpacks to more than `most` bytes, and that pages hold no more values than their
+/// column.
 ///
 /// # Errors
 /// A larger page, by column; more values; headers that do not follow one another.
@@ -70,8 +71,8 @@ fn header(file: &File, at: u64, end: u64) -> Result<Header> {
     Err(ParquetError::General(format!("no page begins at byte {at}")))
 }
 
-/// Parses a `PageHeader`: field 2 is the unpacked size, field 3 the packed one; fields 5 and 8 are headers of data pages,
-/// of which field 1 is the number of values.
+/// Parses a `PageHeader`: field 2 is the unpacked size, field 3 the packed one; fields 5 and 8 are headers of data
+/// pages, of which field 1 is the number of values.
 fn parsed(bytes: &[u8]) -> Option<Header> {
     let mut reader = Compact(bytes);
     let (mut sizes, mut values) = ([None; 2], 0);
