@@ -81,7 +81,7 @@ fn further_connections_wait_for_a_slot() {
             client.write_all(request).expect("sent");
             client
         });
-        [begins.recv(), begins.recv()].map(|b| b.expect("two of them"));
+        (0..2).for_each(|_| begins.recv().expect("two of them"));
         assert!(begins.try_recv().is_err(), "the third one waits");
         go.send(()).expect("two of them");
         begins.recv().expect("the third one");
