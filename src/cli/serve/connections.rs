@@ -87,7 +87,10 @@ impl Open {
     /// Asks the connection that has been idle for longest to leave, once there is one. Never returns.
     async fn make_room(&self) {
         loop {
-            let idle = |c: &Arc<Client>| Some((c.state().since, c.clone())).filter(|_| !c.state().busy);
+            let idle = |c: &Arc<Client>| {
+                let State { since, busy, .. } = *c.state();
+                (!busy).then(|| (since, c.clone()))
+            };
             let longest = self.clients().iter().filter_map(idle).min_by_key(|(since, _)| *since);
             if let Some((_, client)) = longest {
                 client.leave.notify_one();

@@ -31,7 +31,8 @@ pub(super) fn files(
     let list = folder.join(SPLITS);
     if list.is_file() {
         let splits = names(&object(&list)?, "splits", None).map_err(|why| told(&list, why))?;
-        let several = || format!("split = one of {}", splits.join(", "));
+        let beside = source.source.trim_end_matches('/');
+        let several = || format!("split = one of {}, or source = \"{beside}/SPLIT\"", splits.join(", "));
         let name = match (split, splits.as_slice()) {
             (Some(split), _) if splits.iter().any(|s| s == split) => split,
             (Some(split), _) => {

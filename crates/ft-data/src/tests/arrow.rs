@@ -51,8 +51,14 @@ fn splits_of_saved_folders_are_read_in_their_order() {
     let told = warnings.concat();
     assert!(told.contains("shards/state.json: _format_columns shows the columns [\"n\"] only"), "{told}");
     for (of, said) in [
-        (source("splits", Format::Text), "it has several splits\n  hint: split = one of train, test"),
-        (split("splits", "dev"), "it has no split \"dev\"\n  hint: split = one of train, test"),
+        (
+            source("splits", Format::Text),
+            "it has several splits\n  hint: split = one of train, test, or source = \"splits/SPLIT\"",
+        ),
+        (
+            split("splits", "dev"),
+            "it has no split \"dev\"\n  hint: split = one of train, test, or source = \"splits/SPLIT\"",
+        ),
         (split("named", "dev"), "named/state.json: it holds the split \"test\", not \"dev\""),
         (source("delta.arrow", Format::Text), "delta.arrow: not Arrow as it should be: a dictionary goes on"),
         (
