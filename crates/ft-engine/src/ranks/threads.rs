@@ -198,10 +198,12 @@ impl Threads {
         f: impl FnOnce(&[Given]) -> Result<()>,
     ) -> Result<()> {
         let timeout = Some(self.group.timeout);
-        let all = self.meet(members, at, Given::Tensor(mine), timeout)?;
+        let all = self.meet(members, at, Given::Tensor(mine.clone()), timeout)?;
         f(&all)?;
         drop(all);
         self.meet(members, at, Given::Bytes(Vec::new()), timeout)?;
+        // Freed by the thread that has allocated it: memory is counted by rank.
+        drop(mine);
         Ok(())
     }
 }
