@@ -1,8 +1,8 @@
 //! Gated RMSNorm of heads: `y = norm(o) w silu(z)`.
 
+use crate::Tensor;
 use crate::norm::{self, Scale};
 use crate::swiglu::{self, Glu};
-use crate::Tensor;
 use candle_core::{Result, bail};
 
 /// `[t, h v]` as rows of heads `[t h, v]`.
@@ -30,8 +30,7 @@ pub fn backward(
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
     let o_heads = heads(o, of)?;
     let normed = norm::forward(&o_heads, of)?;
-    let (dz, d_normed) =
-        swiglu::backward(Glu::default(), &heads(z, of)?, Some(&normed), &heads(dy, of)?)?;
+    let (dz, d_normed) = swiglu::backward(Glu::default(), &heads(z, of)?, Some(&normed), &heads(dy, of)?)?;
     drop(normed);
     let Some(d_normed) = d_normed else { bail!("gated norm: a gradient of two is missing") };
     let (d_o, dw) = norm::backward(&o_heads, of, &d_normed, want_dw)?;
