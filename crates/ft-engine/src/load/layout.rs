@@ -80,25 +80,16 @@ pub fn write(
     get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
 ) -> ft_base::Result<()> {
     let Some(files) = files else { return write_folder(source, out, config, dtype, &entries, get) };
-    let mut joined: HashMap<String, &Cut> = HashMap::new();
-    for cut in files.cuts() {
-        let own = |(name, ..): &&Entry| cut.parts.contains(name);
-        let Some(dtype) = entries.iter().find(own).map(|(_, dtype, _)| *dtype) else { continue };
-        let parts: HashSet<&String> = cut.parts.iter().collect();
-        let whole = |(name, d, _): &&Entry| parts.contains(name) && *d == dtype && dtype != DType::U8;
-        if entries.iter().filter(whole).count() != parts.len() {
-            continue;
-        }
-        entries.retain(|(name, ..)| !parts.contains(name));
-        entries.push((cut.name.clone(), dtype, cut.shape.clone()));
-        joined.insert(cut.name.clone(), cut);
-    }
+    let joined = joined(files, &entries);
+    let parts: HashSet<&String> = joined.values().flat_map(|(cut, _)| &cut.parts).collect();
+    entries.retain(|(name, ..)| !parts.contains(name));
+    entries.extend(joined.values().map(|(cut, dtype)| (cut.name.clone(), *dtype, cut.shape.clone())));
     let apart: HashSet<&str> = files.names().filter(|n| is_apart(n)).collect();
     for name in &apart {
         entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
     }
     write_folder(source, out, config, dtype, &entries, &mut |name| match joined.get(name) {
-        Some(cut) => {
+        Some((cut, _)) => {
             let flat = |part: &String| Ok(get(part)?.flatten_all()?);
             let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
             Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?)
@@ -106,4 +97,15 @@ pub fn write(
         None if apart.contains(name) => Ok(files.untouched(name)?),
         None => get(name),
     })
+}
+
+/// Cut tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4 bits.
+fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a Cut, DType)> {
+    let dtypes: HashMap<&str, DType> = entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();
+    let whole = |cut: &'a Cut| {
+        let first = dtypes.get(cut.parts.first()?.as_str()).filter(|d| **d != DType::U8)?;
+        let alike = cut.parts.iter().all(|part| dtypes.get(part.as_str()) == Some(first));
+        alike.then(|| (cut.name.clone(), (cut, *first)))
+    };
+    files.cuts().iter().map(whole).collect::<Option<_>>().unwrap_or_default()
 }
