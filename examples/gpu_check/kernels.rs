@@ -6,6 +6,7 @@ use candle_core::{DType, Device};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::padded::Padded;
+use ft::kernel::swiglu::{Activation, Glu, Joint};
 use ft::kernel::{Tensor, attention, dispatch, dropout, embed, gemm, loss, norm, rope, route, swiglu};
 use ft::rng::{Purpose, Stream};
 
@@ -116,15 +117,32 @@ fn swiglus(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
     let x = r(1, &[130, 96])?;
     let (up, dh) = (r(8, &[130, 96])?, r(9, &[130, 96])?);
-    out.push(("swiglu".into(), swiglu::forward(&x, &up)?));
-    let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
-    out.push(("swiglu, dgate".into(), dgate));
-    out.push(("swiglu, dup".into(), dup));
-    let (dgate, dup, again) = swiglu::backward_again(&x, &up, dh.copy()?, [0, 8])?;
-    out.push(("swiglu, dgate again".into(), dgate.values()?));
-    out.push(("swiglu, dup with room".into(), dup.values()?));
-    out.push(("swiglu, again".into(), again));
-    out.push(("swiglu with room".into(), swiglu::forward_padded(&x, &up, 8)?.values()?));
+    let half = r(13, &[130, 48])?;
+    let clamped = Activation::Clamped { alpha: 1.702, limit: 0.8 };
+    for (name, activation) in
+        [("swiglu", Activation::Silu), ("geglu", Activation::GeluTanh), ("clamped", clamped)]
+    {
+        let glu = Glu { activation, joint: Joint::Halves };
+        let mut put = |what: &str, t: Tensor| out.push((format!("{name}{what}"), t));
+        put("", swiglu::forward(glu, &x, Some(&up))?);
+        let (dgate, dup) = swiglu::backward(glu, &x, Some(&up), &dh)?;
+        put(", dgate", dgate);
+        dup.into_iter().for_each(|d| put(", dup", d));
+        let (dgate, dup, again) = swiglu::backward_again(glu, &x, Some(&up), dh.copy()?, [0, 8])?;
+        put(", dgate again", dgate.values()?);
+        if let Some(dup) = dup {
+            put(", dup with room", dup.values()?);
+        }
+        put(", again", again);
+        put(" with room", swiglu::forward_padded(glu, &x, Some(&up), 8)?.values()?);
+        for joint in [Joint::Halves, Joint::Interleaved] {
+            let glu = Glu { activation, joint };
+            put(&format!(", {joint:?}"), swiglu::forward(glu, &x, None)?);
+            let (d, _, again) = swiglu::backward_again(glu, &x, None, half.copy()?, [8, 0])?;
+            put(&format!(", {joint:?}, gradient"), d.values()?);
+            put(&format!(", {joint:?}, again"), again);
+        }
+    }
     Ok(())
 }
 
@@ -137,6 +155,11 @@ fn attentions(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         let name = if window.is_some() { "attention, window" } else { "attention" };
         let how = Causal { seqs: &seqs, window, scale: 0.25 };
         let saved = attention::forward(&q, &k, &v, &how, 8)?;
+        let with_sinks = attention::forward(&q, &k, &v, &how, 8)?;
+        let sinks = r(14, &[4])?;
+        attention::sinks::forward(&with_sinks, &sinks)?;
+        out.push((format!("{name}, o with sinks"), with_sinks.o.values()?));
+        out.push((format!("{name}, sinks"), attention::sinks::backward(&with_sinks, &sinks, &d_o)?));
         let (dq, dk, dv) = attention::backward(&q, &k, &v, &saved, &d_o, &how, 8)?;
         // `[h, t]` on CUDA
         let lse = if device.is_cuda() { saved.lse.t()?.force_contiguous()? } else { saved.lse.clone() };

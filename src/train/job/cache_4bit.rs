@@ -116,7 +116,7 @@ pub(super) fn open_or_write(
 ) -> ft_base::Result<Option<Cached>> {
     let m = &recipe.model;
     let Some(dir) = &m.cache else { return Ok(None) };
-    if m.quantize == Quantize::None || m.weights == Weights::Random || config.four_bit {
+    if m.quantize == Quantize::None || m.weights == Weights::Random || config.holds_4bit() {
         return Ok(None);
     }
     let dir = recipe.resolve(&dir.to_string_lossy());

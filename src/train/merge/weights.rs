@@ -14,7 +14,7 @@
 use candle_core::{DType, Device, Tensor};
 use ft_engine::adapters::Tokens;
 use ft_engine::adapters::{Adapter, Error, peft};
-use ft_engine::adapters::{Choice, Part, Selection, Trained, part_name, tensor_name};
+use ft_engine::adapters::{Choice, Part, Selection, Trained, tensor_name};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::Base;
 use ft_engine::model::Config;
@@ -111,7 +111,7 @@ impl<'a> Merge<'a> {
 
     fn dtype_of(&self, base: &str) -> Result<DType, Error> {
         if let Some(dtype) =
-            self.base.config.four_bit.then(|| quant::source_dtype(self.files, base)).flatten()
+            self.base.config.holds_4bit().then(|| quant::source_dtype(self.files, base)).flatten()
         {
             return Ok(dtype);
         }
@@ -249,7 +249,7 @@ impl<'a> Merge<'a> {
             Some(value) => Ok(value),
             None => Err(Error::Peft {
                 file: self.adapter.dir.display().to_string(),
-                why: format!("{}: {} is missing", m.name, part_name(m, part)),
+                why: format!("{} is missing", tensor_name(m, part)),
             }
             .into()),
         }

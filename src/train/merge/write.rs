@@ -96,7 +96,8 @@ impl Merging<'_> {
             Ok(tensor)
         };
         let folders = (self.dir, out.as_path());
-        layout::write(base.files(), folders, merge.config(), merge.dtype(), merge.entries(), &mut get)?;
+        let of_base = (&base.config, base.files());
+        layout::write(of_base, folders, merge.config(), merge.dtype(), merge.entries(), &mut get)?;
         if !adapter.config.tokens().is_empty() {
             let tokenizer = Tokenizer::load_with(self.dir, None, &job::added(Some(adapter))?)?;
             if let Some((file, _)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {

@@ -70,7 +70,9 @@ pub fn write_model(
     let load = job.recipe.model.weights == Weights::Load;
     let files = load.then(|| layout::open(&job.config, &job.model.dir)).transpose()?;
     let (folders, raw) = ((job.model.dir.as_path(), out), job.config.raw.clone());
-    layout::write(files.as_ref(), folders, raw, job.dtype, entries, &mut |name| match find(name) {
+    layout::write((&job.config, files.as_ref()), folders, raw, job.dtype, entries, &mut |name| match find(
+        name,
+    ) {
         Some(i) => Ok(to_host(&values(i)?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })

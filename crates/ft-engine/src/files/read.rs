@@ -33,6 +33,8 @@ pub struct TensorInfo {
     file: usize,
     /// Byte range in the file.
     place: Range<u64>,
+    /// Whether the file holds the transpose of this matrix.
+    transposed: bool,
 }
 
 impl TensorInfo {
@@ -199,7 +201,8 @@ impl TensorFiles {
             let (start, end) = info.data_offsets;
             let place = header.data_start + start as u64..header.data_start + end as u64;
             names.push(name.clone());
-            let info = TensorInfo { dtype: info.dtype, shape: info.shape, file: index, place };
+            let (dtype, shape) = (info.dtype, info.shape);
+            let info = TensorInfo { dtype, shape, file: index, place, transposed: false };
             if self.tensors.insert(name.clone(), info).is_some() {
                 return Err(Error::Index {
                     path: self.root.join(index::INDEX),
@@ -243,6 +246,22 @@ impl TensorFiles {
         let parts = cut.iter().map(|(part, _)| part.clone()).collect();
         self.cuts.push(Cut { name: name.to_string(), shape: whole.shape, parts });
         self.tensors.extend(cut);
+        Ok(())
+    }
+
+    /// Reads a matrix as the transpose of the one in the file; its shape turns too. Reads no data.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`]; [`Error::Rows`] for a tensor that is no matrix of whole bytes.
+    pub fn transpose(&mut self, name: &str) -> Result<(), Error> {
+        let info = self.get(name)?;
+        if info.shape.len() != 2 || info.dtype.bitsize() % 8 != 0 {
+            return Err(info.outside(name, 0, info.elements()));
+        }
+        if let Some(info) = self.tensors.get_mut(name) {
+            info.shape.reverse();
+            info.transposed = !info.transposed;
+        }
         Ok(())
     }
 
@@ -495,13 +514,51 @@ impl TensorFiles {
 
     /// Fills `buffer` from byte `offset` of the tensor.
     fn fill(&self, name: &str, info: &TensorInfo, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        match (info.transposed, info.shape.as_slice()) {
+            (true, &[rows, cols]) => self.fill_transposed(name, info, (rows, cols), offset, buffer),
+            _ => self.fill_from(name, info, info.place.start + offset, buffer),
+        }
+    }
+
+    /// Fills `buffer` from byte `at` of a tensor's file.
+    fn fill_from(&self, name: &str, info: &TensorInfo, at: u64, buffer: &mut [u8]) -> Result<(), Error> {
         let (path, file) = &self.files[info.file];
-        let at = info.place.start + offset;
         file.read_exact_at(buffer, at).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => Error::CutShort { path: path.clone(), name: name.to_string() },
             _ => Error::read(path, e),
         })?;
         self.passing(info.file).into_iter().for_each(|p| p.update(at, buffer));
+        Ok(())
+    }
+
+    /// As [`TensorFiles::fill`], for `[rows, cols]` whose transpose is in the file: gathers a run of rows from each
+    /// line of the file. `offset` and the length are whole elements.
+    fn fill_transposed(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        (rows, cols): (usize, usize),
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), Error> {
+        let width = info.dtype.bitsize() / 8;
+        let (start, end) = (offset as usize / width, (offset as usize + buffer.len()) / width);
+        let mut line = Vec::new();
+        for col in 0..cols {
+            // rows whose element of this column lies in the range
+            let first = start.saturating_sub(col).div_ceil(cols);
+            let last = end.saturating_sub(col).div_ceil(cols);
+            if first >= last {
+                continue;
+            }
+            line.resize((last - first) * width, 0);
+            let at = info.place.start + ((col * rows + first) * width) as u64;
+            self.fill_from(name, info, at, &mut line)?;
+            for (row, value) in (first..last).zip(line.chunks_exact(width)) {
+                let to = (row * cols + col - start) * width;
+                buffer[to..to + width].copy_from_slice(value);
+            }
+        }
         Ok(())
     }
 }

@@ -88,7 +88,7 @@ impl Base {
 
     /// Whether a module is a score head that the checkpoint lacks.
     pub fn lacks(&self, m: &Module) -> bool {
-        m.is_score() && self.read_for(true).is_some_and(|files| files.info(&weight_name(m)).is_none())
+        m.is_score() && self.read_for(true).is_some_and(|files| files.info(&m.weight_name()).is_none())
     }
 
     /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
@@ -158,7 +158,7 @@ impl Base {
 
     /// Whether decoder linears are 4-bit, by checkpoint or by quantization.
     pub fn is_4bit(&self) -> bool {
-        self.nf4 || self.config.four_bit
+        self.nf4 || self.config.holds_4bit()
     }
 
     /// Origin of a module's 4-bit weight, assuming the module does not train in full; `None` if not 4-bit.
@@ -175,8 +175,8 @@ impl Base {
     }
 
     fn has_4bit(&self, m: &Module, full: bool) -> bool {
-        let stored = |files| quant::find(files, &weight_name(m)).is_some();
-        self.config.four_bit && self.read_for(full).is_some_and(stored)
+        let stored = |files| quant::find(files, &m.weight_name()).is_some();
+        self.config.holds_4bit() && self.read_for(full).is_some_and(stored)
     }
 
     /// Reads a range of a module's weight or bias, as a vector in `dtype` on `device`. For weights
@@ -224,7 +224,7 @@ impl Base {
         match (self.read_for(full), &self.tensors) {
             (Some(_), _) if self.lacks(m) => random(self.seed),
             (Some(files), _) => {
-                let name = if bias { format!("{}.bias", m.name) } else { weight_name(m) };
+                let name = if bias { m.bias_name() } else { m.weight_name() };
                 Ok(files.part(&name, elements.clone(), dtype, device)?)
             }
             (None, Tensors::Random(seed)) => random(*seed),
@@ -254,7 +254,7 @@ impl Base {
             let whole = self.original((m, number), false, true, all, DType::F32, &Device::Cpu)?;
             let mut values: Vec<f32> = whole.to_vec1()?;
             if initials.how() == Decomposition::Loftq {
-                let why = || Error::Tensors { dir: weight_name(m), why: "is not 4-bit".into() };
+                let why = || Error::Tensors { dir: m.weight_name(), why: "is not 4-bit".into() };
                 let (how, cpu) = (self.four_bit(m).ok_or_else(why)?, Device::Cpu);
                 let codes = self.codes((m, number), how, DType::F32, &mut CodeTables::new(&cpu)?)?;
                 let quantized = codes.dequantize()?.to_dtype(DType::F32)?.real()?.flatten_all()?;
@@ -282,7 +282,7 @@ impl Base {
         dtype: DType,
         scales: &dyn Fn(usize, Scales<'_>) -> ft_base::Result<Vec<f32>>,
     ) -> ft_base::Result<LazyMatrix<'_>> {
-        let (name, dims) = (weight_name(m), matrix(m)?);
+        let (name, dims) = (m.weight_name(), matrix(m)?);
         let files = self.read_for(false);
         if let (FourBit::Stored, Some(files)) = (how, files) {
             return quant::open(files, &name, dims);
@@ -312,7 +312,7 @@ impl Base {
         dtype: DType,
         books: &mut CodeTables,
     ) -> ft_base::Result<QuantizedMatrix> {
-        let (name, dims) = (weight_name(m), matrix(m)?);
+        let (name, dims) = (m.weight_name(), matrix(m)?);
         match (how, self.read_for(false)) {
             (FourBit::Stored, Some(files)) => Ok(quant::read(files, &name, dims, dtype, books)?),
             (_, Some(files)) if !self.is_residual(m) => {
@@ -334,7 +334,7 @@ impl Base {
             return DType::F32;
         }
         let matrix = m.weight_shape().len() == 2 && !self.is_residual(m);
-        let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&weight_name(m)));
+        let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&m.weight_name()));
         let stored = match info.map(|i| i.dtype) {
             Some(Dtype::BF16) => DType::BF16,
             Some(Dtype::F16) => DType::F16,
@@ -346,8 +346,8 @@ impl Base {
     /// Checkpoint bytes read by [`Base::part`] or [`Base::codes`] for a module.
     pub fn bytes_of(&self, m: &Module, bias: bool, full: bool) -> u64 {
         let Some(files) = self.read_for(full) else { return 0 };
-        let name = if bias { format!("{}.bias", m.name) } else { weight_name(m) };
-        let parts = if self.config.four_bit && !bias { quant::find(files, &name) } else { None };
+        let name = if bias { m.bias_name() } else { m.weight_name() };
+        let parts = if self.config.holds_4bit() && !bias { quant::find(files, &name) } else { None };
         let names = parts.unwrap_or_default();
         std::iter::once(&name).chain(&names).filter_map(|n| files.info(n)).map(|i| i.bytes()).sum()
     }
@@ -362,13 +362,9 @@ fn matrix(m: &Module) -> Result<(usize, usize), Error> {
         &[o, i] => Ok((o, i)),
         other => {
             let why = format!("not built yet: a 4-bit weight of shape {other:?}");
-            Err(Error::Tensors { dir: weight_name(m), why })
+            Err(Error::Tensors { dir: m.weight_name(), why })
         }
     }
-}
-
-fn weight_name(m: &Module) -> String {
-    m.weight_name()
 }
 
 /// A range of a randomly initialized tensor, f32 on the CPU.

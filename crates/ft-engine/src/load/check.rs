@@ -19,12 +19,12 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     for m in modules(config) {
         let mut want = vec![(m.weight_name(), m.weight_shape())];
         if let Some(n) = m.bias() {
-            want.push((format!("{}.bias", m.name), vec![n]));
+            want.push((m.bias_name(), vec![n]));
         }
         for (name, shape) in want {
             expected.insert(name.clone());
             if let (true, &[o, i], Some(parts)) =
-                (config.four_bit, shape.as_slice(), quant::find(files, &name))
+                (config.holds_4bit(), shape.as_slice(), quant::find(files, &name))
             {
                 problems.extend(quant::problems(files, &name, (o, i)).map(|why| format!("{name}: {why}")));
                 expected.extend(parts);

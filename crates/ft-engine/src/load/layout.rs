@@ -5,6 +5,7 @@
 //! names. [`open`] presents both layouts alike: one tensor per module, under the module's name. [`write`] writes a
 //! model in the layout that it was read in.
 
+use super::fused;
 use crate::files::{Cut, TensorFiles, write_folder};
 use crate::model::{Config, is_apart};
 use candle_core::{DType, Tensor};
@@ -19,6 +20,7 @@ use std::path::Path;
 /// As [`TensorFiles::open_model`].
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
+    fused::open(config, &mut files)?;
     if let Some(block) = config.fp8 {
         const SCALE: &str = "_scale_inv";
         let scales: Vec<String> =
@@ -64,22 +66,29 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
 }
 
 /// Name, dtype and shape of a tensor to be written.
-pub type Entry = (String, DType, Vec<usize>);
+pub type Entry = fused::Entry;
 
 /// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: tensors
-/// that were cut are joined, and those of parts that `ft` does not compute follow unchanged.
+/// that were cut are joined, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the
+/// family has them.
 ///
 /// # Errors
 /// As [`write_folder`].
 pub fn write(
-    files: Option<&TensorFiles>,
+    (model, files): (&Config, Option<&TensorFiles>),
     (source, out): (&Path, &Path),
     config: Map<String, Value>,
     dtype: DType,
     mut entries: Vec<Entry>,
     get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
 ) -> ft_base::Result<()> {
-    let Some(files) = files else { return write_folder(source, out, config, dtype, &entries, get) };
+    let fused = fused::join(model, &mut entries);
+    let Some(files) = files else {
+        return write_folder(source, out, config, dtype, &entries, &mut |name| match fused.get(name) {
+            Some(fused) => fused.stack(get),
+            None => get(name),
+        });
+    };
     let joined = joined(files, &entries);
     let parts: HashSet<&String> = joined.values().flat_map(|(cut, _)| &cut.parts).collect();
     entries.retain(|(name, ..)| !parts.contains(name));
@@ -88,20 +97,24 @@ pub fn write(
     for name in &apart {
         entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
     }
-    write_folder(source, out, config, dtype, &entries, &mut |name| match joined.get(name) {
-        Some((cut, _)) => {
+    write_folder(source, out, config, dtype, &entries, &mut |name| {
+        if let Some((cut, _)) = joined.get(name) {
             let flat = |part: &String| Ok(get(part)?.flatten_all()?);
             let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
-            Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?)
+            return Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?);
         }
-        None if apart.contains(name) => Ok(files.untouched(name)?),
-        None => get(name),
+        match fused.get(name) {
+            Some(fused) => fused.stack(get),
+            None if apart.contains(name) => Ok(files.untouched(name)?),
+            None => get(name),
+        }
     })
 }
 
 /// Cut tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4 bits.
 fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a Cut, DType)> {
-    let dtypes: HashMap<&str, DType> = entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();
+    let dtypes: HashMap<&str, DType> =
+        entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();
     let whole = |cut: &'a Cut| {
         let first = dtypes.get(cut.parts.first()?.as_str()).filter(|d| **d != DType::U8)?;
         let alike = cut.parts.iter().all(|part| dtypes.get(part.as_str()) == Some(first));

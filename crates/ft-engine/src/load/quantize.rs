@@ -45,8 +45,7 @@ pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_
 
 /// Names of the tensors of a module in a checkpoint.
 fn names(m: &Module) -> impl Iterator<Item = String> {
-    let bias = m.bias().map(|_| format!("{}.bias", m.name));
-    std::iter::once(m.weight_name()).chain(bias)
+    std::iter::once(m.weight_name()).chain(m.bias().map(|_| m.bias_name()))
 }
 
 /// Quantizes a checkpoint into a folder that exists.
@@ -54,7 +53,7 @@ fn names(m: &Module) -> impl Iterator<Item = String> {
 /// # Errors
 /// As [`quantize`].
 pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
-    if config.four_bit {
+    if config.holds_4bit() {
         return Err(Error::Already { dir: source.display().to_string() }.into());
     }
     let files = layout::open(config, source)?;
@@ -95,7 +94,7 @@ pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -
     let codes: HashMap<String, Vec<usize>> =
         entries.iter().filter(|(_, d, _)| *d == DType::U8).map(|(n, _, s)| (n.clone(), s.clone())).collect();
     let bar = bytes_bar("quantizing", files.total_bytes());
-    layout::write(Some(&files), (source, out), raw, dtype, entries, &mut |name| {
+    layout::write((config, Some(&files)), (source, out), raw, dtype, entries, &mut |name| {
         if let Some(value) = ready.remove(name) {
             return Ok(value);
         }

@@ -1,14 +1,15 @@
-//! Self-attention: projections, per-head query and key norms, rotary embedding, grouped queries, sliding
-//! windows, output gate.
+//! Self-attention: projections, query and key norms, rotary embedding, grouped queries, sliding windows, sinks,
+//! output gate.
 
+use super::delta::Parameter;
 use super::linear::{self, Linear};
 use super::norm::Norm;
-use super::pass::batch::Context;
+use super::pass::batch::{Context, Tables};
 use super::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
 pub use ft_kernels::attention::Cache;
-use ft_kernels::attention::{self, Causal};
+use ft_kernels::attention::{self, Causal, sinks};
 use ft_kernels::padded::Padded;
 use ft_kernels::{gate, rope};
 
@@ -23,16 +24,31 @@ pub struct Attention {
     pub v: Linear,
     /// Output: `[h c]` -> `[d]`.
     pub o: Linear,
-    /// RMSNorm of queries and keys per head, if the family has them.
-    pub qk_norm: Option<(Norm, Norm)>,
+    /// RMSNorm of queries and keys, if the family has them.
+    pub qk_norm: Option<QkNorm>,
+    /// A logit a query head `[h]` that takes part in the softmax without a key, if the family has them.
+    pub sinks: Option<Parameter>,
     pub heads: usize,
     pub kv_heads: usize,
     /// Channels per head.
     pub head_dim: usize,
+    /// Factor on the scores.
+    pub scale: f64,
+    /// Index of the rotary embedding in [`Context::ropes`]; `None` without positions.
+    pub rope: Option<usize>,
     /// Sliding window: the number of keys visible to a query, itself included.
     pub window: Option<usize>,
     /// Whether the sigmoid of a gate multiplies the output before `o`.
     pub gated: bool,
+}
+
+/// RMSNorm of queries and keys.
+#[derive(Clone, Debug)]
+pub struct QkNorm {
+    pub q: Norm,
+    pub k: Norm,
+    /// Whether a norm covers the whole width `[h c]`; otherwise each head `[c]`.
+    pub whole: bool,
 }
 
 /// Saved activations.
@@ -60,6 +76,14 @@ impl Saved {
     }
 }
 
+/// Heads `[t, h, c]` as rows `[t, h c]`.
+fn flat(x: &Tensor) -> Result<Tensor> {
+    match x.dims() {
+        &[t, h, c] => x.reshape((t, h * c)),
+        _ => Ok(x.clone()),
+    }
+}
+
 impl Attention {
     /// Query, key, value and output projections.
     pub fn linears(&self) -> [&Linear; 4] {
@@ -84,13 +108,78 @@ impl Attention {
     }
 
     fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
-        let scale = 1.0 / (self.head_dim as f64).sqrt();
-        Causal { seqs: &ctx.seqs, window: self.window, scale }
+        Causal { seqs: &ctx.seqs, window: self.window, scale: self.scale }
     }
 
+    /// Rotary tables, if positions enter this layer.
+    fn tables<'a>(&self, ctx: &'a Context) -> Result<Option<&'a Tables>> {
+        let Some(i) = self.rope else { return Ok(None) };
+        match ctx.ropes.get(i) {
+            Some(tables) => Ok(Some(tables)),
+            None => candle_core::bail!("attention: no rotary tables number {i}"),
+        }
+    }
+
+    /// Norms computed together with the rotation: those of single heads.
     fn norms(&self) -> Option<rope::Norms<'_>> {
-        let (q, k) = self.qk_norm.as_ref()?;
+        let QkNorm { q, k, .. } = self.qk_norm.as_ref().filter(|n| !n.whole && self.rope.is_some())?;
         Some(rope::Norms { q: q.scale(), k: k.scale() })
+    }
+
+    /// Norms computed on their own, with the shapes that they see.
+    fn apart(&self) -> Option<&QkNorm> {
+        self.qk_norm.as_ref().filter(|n| n.whole || self.rope.is_none())
+    }
+
+    /// Queries and keys as attention uses them, from those before their norms.
+    fn rotated(&self, [q, k]: [Tensor; 2], ctx: &Context) -> Result<[Tensor; 2]> {
+        let [q, k] = match self.apart() {
+            None => [q, k],
+            Some(n) => {
+                let normed = |norm: &Norm, x: Tensor| {
+                    let shape = x.shape().clone();
+                    let x = if n.whole { flat(&x)? } else { x };
+                    norm.forward(&x)?.reshape(shape)
+                };
+                [normed(&n.q, q)?, normed(&n.k, k)?]
+            }
+        };
+        match self.tables(ctx)? {
+            Some(t) => rope::forward(q, k, self.norms(), &t.cos, &t.sin),
+            None => Ok([q, k]),
+        }
+    }
+
+    /// Backward pass of [`Attention::rotated`]: gradients of queries and keys as rows, with room for `ranks`.
+    fn rotated_back(
+        &self,
+        before: Option<&(Tensor, Tensor)>,
+        [dq, dk]: [Tensor; 2],
+        ctx: &Context,
+        ranks: [usize; 2],
+        sink: &Sink<'_>,
+    ) -> Result<[Padded; 2]> {
+        let rows = |t: &Tensor| Padded::of(&flat(t)?);
+        let want = self.norms().and(self.qk_norm.as_ref());
+        let want = want.map_or([false; 2], |n| [&n.q, &n.k].map(|n| n.slot.is_some()));
+        let [dq, dk] = match self.tables(ctx)? {
+            None => [rows(&dq)?, rows(&dk)?],
+            Some(t) => {
+                let before = before.zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
+                let (rotated, [wq, wk]) = rope::backward(before, &t.cos, &t.sin, dq, dk, want, ranks)?;
+                if let Some(n) = self.norms().and(self.qk_norm.as_ref()) {
+                    n.q.give(wq, sink)?;
+                    n.k.give(wk, sink)?;
+                }
+                rotated
+            }
+        };
+        let (Some(n), Some((q, k))) = (self.apart(), before) else { return Ok([dq, dk]) };
+        let back = |norm: &Norm, x: &Tensor, dy: Padded| {
+            let x = if n.whole { flat(x)? } else { x.clone() };
+            rows(&norm.backward(&x, &dy.values()?.reshape(x.shape())?, sink)?)
+        };
+        Ok([back(&n.q, q, dq)?, back(&n.k, k, dk)?])
     }
 
     /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
@@ -110,7 +199,7 @@ impl Attention {
             s.x = x.and_then(|x| l.input(x));
         }
         if let (None, Some((q, k))) = (&s.rotated, &s.before_norm) {
-            s.rotated = Some(rope::forward(q.clone(), k.clone(), self.norms(), &ctx.cos, &ctx.sin)?);
+            s.rotated = Some(self.rotated([q.clone(), k.clone()], ctx)?);
         }
         Ok(())
     }
@@ -137,7 +226,7 @@ impl Attention {
         let (k, ks) = by_head(&self.k, self.kv_heads)?;
         let (v, vs) = by_head(&self.v, self.kv_heads)?;
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
-        let [q, k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
+        let [q, k] = self.rotated([q, k], ctx)?;
         // A gate makes a new tensor, without spare columns.
         let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(&q) });
         let out = match cache {
@@ -147,6 +236,9 @@ impl Attention {
                 attention::forward_cached(&q, cache, &how, rank)?
             }
         };
+        if let Some(s) = &self.sinks {
+            sinks::forward(&out, &s.value.to_dtype(q.dtype())?)?;
+        }
         let (y, os) = match &gate {
             None => self.o.forward_padded(&out.o, ctx)?,
             Some(gate) => {
@@ -178,16 +270,13 @@ impl Attention {
         };
         let d_o = d_o.reshape((t, self.heads, c))?;
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
+        if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
+            sink.column_sums(slot, &sinks::backward(&s.out, &sinks.to_dtype(q.dtype())?, &d_o)?)?;
+        }
         let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
         drop((d_o, q, k, s.v, s.out, os));
-        let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));
-        let before = s.before_norm.as_ref().zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
         let rq = if d_gate.is_some() { 0 } else { rq };
-        let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want, [rq, rk])?;
-        if let Some((qn, kn)) = &self.qk_norm {
-            qn.give(wq, sink)?;
-            kn.give(wk, sink)?;
-        }
+        let [dq, dk] = self.rotated_back(s.before_norm.as_ref(), [dq, dk], ctx, [rq, rk], sink)?;
         drop(s.before_norm);
         let dq = match d_gate {
             None => dq,

@@ -21,7 +21,9 @@ pub mod mixer;
 pub mod norm;
 mod pass;
 
-pub use config::{Biases, Config, Delta, Error, Keys, Moe, Result, family, is_apart, modules, rope};
+pub use config::{
+    Biases, Config, Delta, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope,
+};
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
 pub use pass::{batch, sink};

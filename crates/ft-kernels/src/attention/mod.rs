@@ -14,6 +14,7 @@ mod cuda;
 mod dots;
 mod gradients;
 mod sequences;
+pub mod sinks;
 mod split;
 mod tiles;
 

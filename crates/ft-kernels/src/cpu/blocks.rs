@@ -163,10 +163,15 @@ mod tests {
             let w = randn(4, d, DType::F32)?.to_dtype(DType::BF16)?;
             let wide = |t: &Tensor| t.to_dtype(DType::F32);
             let narrow = |t: Tensor| t.to_dtype(DType::BF16);
+            let glu = swiglu::Glu::default();
+            let back = |g: &Tensor, u: &Tensor, dy: &Tensor| -> Result<_> {
+                let (dg, du) = swiglu::backward(glu, g, Some(u), dy)?;
+                Ok((dg, du.expect("of two")))
+            };
             let pairs = [
-                (swiglu::forward(&g, &u)?, swiglu::forward(&wide(&g)?, &wide(&u)?)?),
-                (swiglu::backward(&g, &u, &dy)?.0, swiglu::backward(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.0),
-                (swiglu::backward(&g, &u, &dy)?.1, swiglu::backward(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.1),
+                (swiglu::forward(glu, &g, Some(&u))?, swiglu::forward(glu, &wide(&g)?, Some(&wide(&u)?))?),
+                (back(&g, &u, &dy)?.0, back(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.0),
+                (back(&g, &u, &dy)?.1, back(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.1),
                 (
                     norm::forward(&g, Scale::new(&w, 1e-5))?,
                     norm::forward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5))?,

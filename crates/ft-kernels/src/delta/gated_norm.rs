@@ -1,7 +1,8 @@
 //! Gated RMSNorm of heads: `y = norm(o) w silu(z)`.
 
+use crate::Tensor;
 use crate::norm::{self, Scale};
-use crate::{Tensor, swiglu};
+use crate::swiglu::{self, Glu};
 use candle_core::{Result, bail};
 
 /// `[t, h v]` as rows of heads `[t h, v]`.
@@ -16,7 +17,7 @@ fn heads(x: &Tensor, of: Scale<'_>) -> Result<Tensor> {
 /// Normalizes every head of `o` `[t, h v]` and multiplies by the weight `[v]` and `silu(z)`, `z` `[t, h v]`.
 pub fn forward(o: &Tensor, z: &Tensor, of: Scale<'_>) -> Result<Tensor> {
     let normed = norm::forward(&heads(o, of)?, of)?;
-    swiglu::forward(&heads(z, of)?, &normed)?.reshape(o.shape())
+    swiglu::forward(Glu::default(), &heads(z, of)?, Some(&normed))?.reshape(o.shape())
 }
 
 /// Gradients of `o` and `z` and, if requested, partial sums `[p, v]` of the weight's: see [`norm::backward`].
@@ -29,8 +30,9 @@ pub fn backward(
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
     let o_heads = heads(o, of)?;
     let normed = norm::forward(&o_heads, of)?;
-    let (dz, d_normed) = swiglu::backward(&heads(z, of)?, &normed, &heads(dy, of)?)?;
+    let (dz, d_normed) = swiglu::backward(Glu::default(), &heads(z, of)?, Some(&normed), &heads(dy, of)?)?;
     drop(normed);
+    let Some(d_normed) = d_normed else { bail!("gated norm: a gradient of two is missing") };
     let (d_o, dw) = norm::backward(&o_heads, of, &d_normed, want_dw)?;
     Ok((d_o.reshape(o.shape())?, dz.reshape(o.shape())?, dw))
 }

@@ -2,12 +2,12 @@
 
 use candle_core::DType;
 use ft_engine::adapters::{Choice, Selection};
-use ft_engine::model::Config;
 use ft_engine::model::decoder::Builder;
 use ft_engine::model::embedding::Embedding;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
+use ft_engine::model::{Config, LayerAttention};
 use ft_engine::params::build::ghost::Ghosts;
 use ft_engine::walk::Outline;
 use ft_kernels::{Ledger, Machine, Tensor};
@@ -22,8 +22,8 @@ pub struct GhostModel {
     pub dtype: DType,
     /// Hidden size.
     pub d: usize,
-    /// Rotated channels per attention head.
-    pub rotary: usize,
+    /// Channels of the rotary embeddings.
+    pub ropes: Vec<usize>,
     pub embedding: Embedding,
     /// One layer of each distinct kind.
     pub kinds: Vec<Layer>,
@@ -39,8 +39,8 @@ pub struct GhostModel {
     pub lowest: Option<usize>,
 }
 
-/// Key of a layer kind: choices of its modules, mixture or dense, sliding window, linear attention.
-type Kind<'a> = (Vec<&'a Choice>, bool, Option<usize>, bool);
+/// Key of a layer kind: choices of its modules, mixture or dense, attention, linear attention.
+type Kind<'a> = (Vec<&'a Choice>, bool, LayerAttention, bool);
 
 impl GhostModel {
     /// Builds the model from a config and a module selection. `weights` is the quantization of linear
@@ -74,12 +74,8 @@ impl GhostModel {
             (Vec::new(), Vec::new(), Vec::new());
         for (l, list) in layers.iter().enumerate() {
             let execution = list.iter().map(|i| &selection.modules[*i].1).collect();
-            let kind = (
-                execution,
-                c.moe.as_ref().is_some_and(|m| m.sparse[l]),
-                c.windows[l],
-                c.delta_of(l).is_some(),
-            );
+            let sparse = c.moe.as_ref().is_some_and(|m| m.sparse[l]);
+            let kind = (execution, sparse, c.attention[l], c.delta_of(l).is_some());
             let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
             if at == known.len() {
                 kinds.push(Builder::new(c, &mut ghosts(list)).layer(l, &LayerTree::of(c, l))?);
@@ -105,7 +101,7 @@ impl GhostModel {
             ledger,
             dtype,
             d: c.hidden,
-            rotary: c.rotary,
+            ropes: c.rope_dims(),
             embedding,
             kinds,
             of,

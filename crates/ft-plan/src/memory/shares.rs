@@ -30,7 +30,7 @@ impl Ranks {
     /// a pipeline this is the largest stage: its share of the layers, plus both ends of the model.
     pub(super) fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
         let mut by = if self.zero >= stage { self.data } else { 1 };
-        if !matches!(m.group, Group::Norms | Group::Recurrence) {
+        if !matches!(m.group, Group::Norms | Group::Recurrence | Group::Sinks) {
             by *= self.tensor;
         }
         if m.expert.is_some() {

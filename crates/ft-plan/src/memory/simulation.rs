@@ -141,7 +141,7 @@ impl<'a> Simulation<'a> {
         let batch = |t: Tokens| -> Usage {
             let mut bytes = Bytes::default();
             let cuda = run.machine().cuda;
-            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), s.rotary, cuda));
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), &s.ropes, cuda));
             bytes.into()
         };
         let mut input = Bytes::default();

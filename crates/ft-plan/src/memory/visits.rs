@@ -153,7 +153,7 @@ impl StepInputs<'_> {
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
         let s = self.shape;
         let dropout = train.then_some((0, 0));
-        Batch::ghost(&s.ledger, t.attended(), t.of_targets(), s.rotary, dropout)
+        Batch::ghost(&s.ledger, t.attended(), t.of_targets(), &s.ropes, dropout)
     }
 
     /// Hidden states of a micro-batch or their gradient, `[t, d]`.

@@ -314,13 +314,14 @@ enum Pattern {
 
 impl Pattern {
     fn parse(text: &str) -> Result<Self, String> {
-        const GROUPS: [Group; 8] = [
+        const GROUPS: [Group; 9] = [
             Group::Attention,
             Group::Mlp,
             Group::Experts,
             Group::Router,
             Group::Norms,
             Group::Recurrence,
+            Group::Sinks,
             Group::Embedding,
             Group::Head,
         ];

@@ -1,5 +1,7 @@
 //! Table of model families. Adding a family with the common decoder layer touches this file alone.
 
+use ft_kernels::swiglu::Joint;
+
 /// How a family decides on a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
@@ -23,6 +25,67 @@ pub enum Window {
     AlwaysIf,
     /// With `use_sliding_window`: layers from `max_window_layers` on, or as listed in `layer_types`.
     FromLayer,
+    /// As listed in `layer_types`, else all layers but each `sliding_window_pattern`-th, by default this one.
+    Pattern(usize),
+}
+
+/// Names of the norms of a layer; `None` for norms that a family lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NormNames {
+    /// Of attention's input.
+    pub attn: Option<&'static str>,
+    /// Of attention's output, before it is added to the residual stream.
+    pub attn_post: Option<&'static str>,
+    /// Of the feed-forward part's input.
+    pub mlp: Option<&'static str>,
+    /// Of the feed-forward part's output.
+    pub mlp_post: Option<&'static str>,
+}
+
+/// Norms of inputs alone.
+const PRE: NormNames = NormNames {
+    attn: Some("input_layernorm"),
+    attn_post: None,
+    mlp: Some("post_attention_layernorm"),
+    mlp_post: None,
+};
+
+/// Norms of inputs and outputs, as Gemma names them.
+const SANDWICH: NormNames = NormNames {
+    attn: Some("input_layernorm"),
+    attn_post: Some("post_attention_layernorm"),
+    mlp: Some("pre_feedforward_layernorm"),
+    mlp_post: Some("post_feedforward_layernorm"),
+};
+
+/// RMSNorm of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorms {
+    Never,
+    /// Of each head.
+    Heads,
+    /// Of all heads together.
+    Whole,
+}
+
+/// The function of the gate in a feed-forward part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateFunction {
+    /// SiLU (`hidden_act`).
+    Silu,
+    /// GELU by tanh (`hidden_activation`).
+    GeluTanh,
+    /// Clamped SwiGLU of gpt-oss (`swiglu_limit`, `swiglu_alpha`).
+    Clamped,
+}
+
+/// Gate and up projection of an expert as one matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JointExperts {
+    /// Order of its rows.
+    pub order: Joint,
+    /// Whether checkpoints hold the transposes, `[e, in, out]`.
+    pub transposed: bool,
 }
 
 /// Linears of the inputs of linear attention.
@@ -39,8 +102,14 @@ pub enum DeltaProjections {
 pub struct Experts {
     /// Name of the mixture within a layer (`mlp`, `block_sparse_moe`).
     pub block: &'static str,
-    /// Names of gate, up and down projection within an expert.
+    /// Names of gate, up and down projection within an expert. Where gate and up are joint, the first is of both.
     pub names: [&'static str; 3],
+    /// Gate and up as one matrix, fused over all experts in checkpoints and adapters.
+    pub joint: Option<JointExperts>,
+    /// Whether the experts' linears and the router have biases.
+    pub bias: bool,
+    /// Name of the router.
+    pub router: &'static str,
     /// Config key of the number of experts.
     pub count_key: &'static str,
     /// Config key of the inner width of an expert.
@@ -73,8 +142,21 @@ pub struct Family {
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub mlp_bias: Bias,
-    /// Whether queries and keys are normalized per head (RMSNorm).
-    pub qk_norm: bool,
+    pub norms: NormNames,
+    pub qk_norm: QkNorms,
+    /// Whether attention has sinks.
+    pub sinks: bool,
+    pub gate: GateFunction,
+    /// Whether embeddings are multiplied by the square root of the width.
+    pub scales_embedding: bool,
+    /// Config key of the square of the divisor of attention's scores; channels per head without it.
+    pub score_key: Option<&'static str>,
+    /// Base of the rotary embedding of sliding layers, if they have one of their own.
+    pub sliding_theta: Option<f64>,
+    /// Default of `tie_word_embeddings`.
+    pub default_tied: bool,
+    /// Keys that other families must not have, and this one reads.
+    pub reads: &'static [&'static str],
     /// Whether norms multiply by `1 + w`, with w the stored weight.
     pub plus_one: bool,
     /// Whether the query projection also makes a gate per channel, whose sigmoid multiplies the output of attention.
@@ -99,7 +181,15 @@ const DENSE: Family = Family {
     qkv_bias: Bias::Never,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,
-    qk_norm: false,
+    norms: PRE,
+    qk_norm: QkNorms::Never,
+    sinks: false,
+    gate: GateFunction::Silu,
+    scales_embedding: false,
+    score_key: None,
+    sliding_theta: None,
+    default_tied: false,
+    reads: &[],
     plus_one: false,
     gated: false,
     default_rotary: 1.0,
@@ -133,7 +223,7 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Qwen3ForCausalLM",
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
-        qk_norm: true,
+        qk_norm: QkNorms::Heads,
         window: Window::FromLayer,
         default_head_dim: Some(128),
         ..DENSE
@@ -153,6 +243,9 @@ pub const FAMILIES: &[Family] = &[
         experts: Some(Experts {
             block: "block_sparse_moe",
             names: ["w1", "w3", "w2"],
+            joint: None,
+            bias: false,
+            router: "gate",
             count_key: "num_local_experts",
             width_key: "intermediate_size",
             dense_layers: false,
@@ -169,11 +262,14 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Qwen3MoeForCausalLM",
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
-        qk_norm: true,
+        qk_norm: QkNorms::Heads,
         window: Window::AlwaysIf,
         experts: Some(Experts {
             block: "mlp",
             names: ["gate_proj", "up_proj", "down_proj"],
+            joint: None,
+            bias: false,
+            router: "gate",
             count_key: "num_experts",
             width_key: "moe_intermediate_size",
             dense_layers: true,
@@ -193,6 +289,9 @@ pub const FAMILIES: &[Family] = &[
         experts: Some(Experts {
             block: "mlp",
             names: ["gate_proj", "up_proj", "down_proj"],
+            joint: None,
+            bias: false,
+            router: "gate",
             count_key: "num_experts",
             width_key: "moe_intermediate_size",
             dense_layers: true,
@@ -202,6 +301,54 @@ pub const FAMILIES: &[Family] = &[
             default_top_k: 4,
             shared_key: Some("shared_expert_intermediate_size"),
         }),
+        ..DENSE
+    },
+    Family {
+        model_type: "gpt_oss",
+        architecture: "GptOssForCausalLM",
+        qkv_bias: Bias::Unless("attention_bias"),
+        o_bias: Bias::Unless("attention_bias"),
+        sinks: true,
+        gate: GateFunction::Clamped,
+        window: Window::Pattern(2),
+        default_head_dim: Some(64),
+        default_theta: 150_000.0,
+        default_eps: 1e-5,
+        experts: Some(Experts {
+            block: "mlp",
+            names: ["gate_up_proj", "", "down_proj"],
+            joint: Some(JointExperts { order: Joint::Interleaved, transposed: true }),
+            bias: true,
+            router: "router",
+            count_key: "num_local_experts",
+            width_key: "intermediate_size",
+            dense_layers: false,
+            always_normalise: true,
+            default_normalise: false,
+            fused: true,
+            default_top_k: 4,
+            shared_key: None,
+        }),
+        ..DENSE
+    },
+    Family {
+        model_type: "gemma3_text",
+        architecture: "Gemma3ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        nested: Some(("gemma3", "Gemma3ForConditionalGeneration")),
+        norms: SANDWICH,
+        qk_norm: QkNorms::Heads,
+        plus_one: true,
+        gate: GateFunction::GeluTanh,
+        scales_embedding: true,
+        score_key: Some("query_pre_attn_scalar"),
+        window: Window::Pattern(6),
+        default_head_dim: Some(256),
+        default_theta: 1_000_000.0,
+        sliding_theta: Some(10_000.0),
+        default_tied: true,
+        reads: &["query_pre_attn_scalar", "final_logit_softcapping"],
         ..DENSE
     },
     Family {
@@ -236,7 +383,7 @@ pub const FAMILIES: &[Family] = &[
 const GATED_DELTA: Family = Family {
     qkv_bias: Bias::Key("attention_bias"),
     o_bias: Bias::Key("attention_bias"),
-    qk_norm: true,
+    qk_norm: QkNorms::Heads,
     plus_one: true,
     gated: true,
     default_rotary: 0.25,
@@ -249,6 +396,9 @@ const GATED_DELTA: Family = Family {
 const SHARED_EXPERT: Experts = Experts {
     block: "mlp",
     names: ["gate_proj", "up_proj", "down_proj"],
+    joint: None,
+    bias: false,
+    router: "gate",
     count_key: "num_experts",
     width_key: "moe_intermediate_size",
     dense_layers: true,

@@ -18,4 +18,4 @@ mod types;
 pub use error::{Error, Result};
 pub use keys::Keys;
 pub use spelling::is_apart;
-pub use types::{Biases, Config, Delta, Moe};
+pub use types::{Biases, Config, Delta, LayerAttention, Moe};

@@ -1,6 +1,6 @@
 //! Enumerates all modules with weights from the config alone, under their names in checkpoints and PEFT.
 
-use super::family::DeltaProjections;
+use super::family::{DeltaProjections, QkNorms};
 use super::types::{Config, Delta};
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
@@ -20,6 +20,8 @@ pub enum Group {
     Norms,
     /// Convolution, decay and its bias of linear attention.
     Recurrence,
+    /// Attention's sinks.
+    Sinks,
     Embedding,
     Head,
 }
@@ -34,6 +36,7 @@ impl Group {
             Group::Router => "router",
             Group::Norms => "norms",
             Group::Recurrence => "recurrence",
+            Group::Sinks => "sinks",
             Group::Embedding => "embedding",
             Group::Head => "head",
         }
@@ -99,6 +102,8 @@ pub struct Slice {
     pub a_of: Option<String>,
     /// Whether PEFT wraps this parameter around another one of the module, if both are adapted.
     pub outer: bool,
+    /// Whether the checkpoint holds the parameter in MXFP4.
+    pub mxfp4: bool,
 }
 
 /// Name of a score head.
@@ -113,6 +118,16 @@ impl Module {
     /// Last component of the name.
     pub fn last(&self) -> &str {
         self.name.rsplit('.').next().unwrap_or(&self.name)
+    }
+
+    /// Whether the checkpoint holds the weight in MXFP4.
+    pub fn is_mxfp4(&self) -> bool {
+        self.slice().is_some_and(|s| s.mxfp4)
+    }
+
+    /// Name of the bias's tensor.
+    pub fn bias_name(&self) -> String {
+        format!("{}.bias", self.name)
     }
 
     /// Shape of the weight.
@@ -187,13 +202,13 @@ impl Module {
     }
 }
 
-/// Linears of a SwiGLU: a dense feed-forward or one expert.
+/// Linears of a gated feed-forward: a dense one or one expert.
 #[derive(Clone, Debug)]
 pub struct MlpTree {
-    /// `[d]` -> `[f]`.
+    /// `[d]` -> `[f]`; where gate and up are joint, of both, `[d]` -> `[2 f]`.
     pub gate: Module,
-    /// `[d]` -> `[f]`.
-    pub up: Module,
+    /// `[d]` -> `[f]`, if apart.
+    pub up: Option<Module>,
     /// `[f]` -> `[d]`.
     pub down: Module,
 }
@@ -222,6 +237,8 @@ pub enum MixerTree {
         o: Module,
         /// Query and key norms, if the family has them.
         qk_norm: Option<(Module, Module)>,
+        /// Sinks, if the family has them.
+        sinks: Option<Module>,
     },
     /// Linear attention.
     Delta {
@@ -239,8 +256,9 @@ impl MixerTree {
     /// Modules in the order of the forward pass.
     fn modules(self) -> Vec<Module> {
         match self {
-            MixerTree::Attention { q, k, v, o, qk_norm } => {
-                [q, k, v, o].into_iter().chain(qk_norm.into_iter().flat_map(|(q, k)| [q, k])).collect()
+            MixerTree::Attention { q, k, v, o, qk_norm, sinks } => {
+                let norms = qk_norm.into_iter().flat_map(|(q, k)| [q, k]);
+                [q, k, v, o].into_iter().chain(norms).chain(sinks).collect()
             }
             MixerTree::Delta { mut projections, conv, a_log, bias, norm, out } => {
                 projections.extend([conv, a_log, bias, norm, out]);
@@ -253,9 +271,12 @@ impl MixerTree {
 /// Modules of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct LayerTree {
-    pub attn_norm: Module,
+    /// Norms of the inputs and outputs of mixer and feed-forward part, of those that the family has.
+    pub attn_norm: Option<Module>,
     pub mixer: MixerTree,
-    pub mlp_norm: Module,
+    pub attn_post: Option<Module>,
+    pub mlp_norm: Option<Module>,
+    pub mlp_post: Option<Module>,
     pub mlp: FeedForwardTree,
 }
 
@@ -276,25 +297,26 @@ fn linear(out: usize, inp: usize, bias: bool) -> Kind {
 }
 
 impl MlpTree {
-    fn modules(self) -> [Module; 3] {
-        [self.gate, self.up, self.down]
+    fn modules(self) -> impl Iterator<Item = Module> {
+        [Some(self.gate), self.up, Some(self.down)].into_iter().flatten()
     }
 
     /// An expert whose adapters are slices of those of `block`: gate rows, then up rows, with one A for both.
-    fn fused(self, block: &str, experts: usize) -> Self {
+    fn fused(self, block: &str, experts: usize, mxfp4: bool) -> Self {
         let (f, d) = (self.gate.rows(), self.down.rows());
+        let both = if self.up.is_some() { 2 * f } else { f };
         let of = |m: Module, name: &str, slice: Slice| {
             let parameter = Parameter { name: format!("{block}.{name}"), slice: Some(slice) };
             Module { parameter: Some(Arc::new(parameter)), ..m }
         };
         let slice = |rows, first, a_of, outer| {
             let block = block.to_string();
-            Slice { block, experts, rows, first, step: 1, a_of, outer }
+            Slice { block, experts, rows, first, step: 1, a_of, outer, mxfp4 }
         };
         let gate = self.gate.name.clone();
         Self {
-            gate: of(self.gate, "gate_up_proj", slice(2 * f, 0, None, false)),
-            up: of(self.up, "gate_up_proj", slice(2 * f, f, Some(gate), false)),
+            gate: of(self.gate, "gate_up_proj", slice(both, 0, None, false)),
+            up: self.up.map(|up| of(up, "gate_up_proj", slice(both, f, Some(gate), false))),
             down: of(self.down, "down_proj", slice(d, 0, None, true)),
         }
     }
@@ -343,17 +365,28 @@ impl LayerTree {
             module(format_args!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
         };
         let mlp = |block: Arguments<'_>, [gate, up, down]: [&str; 3], f, bias, group, expert| {
+            let joint = up.is_empty();
             let of = |name, kind| Module { expert, ..module(format_args!("{block}.{name}"), kind, group) };
             MlpTree {
-                gate: of(gate, linear(f, d, bias)),
-                up: of(up, linear(f, d, bias)),
+                gate: of(gate, linear(if joint { 2 * f } else { f }, d, bias)),
+                up: (!joint).then(|| of(up, linear(f, d, bias))),
                 down: of(down, linear(d, f, bias)),
             }
         };
         let names = ["gate_proj", "up_proj", "down_proj"];
-        let qk = || (norm("self_attn.q_norm", c.head_dim), norm("self_attn.k_norm", c.head_dim));
+        let of_family = c.family.norms;
+        let named = |name: Option<&str>| name.map(|name| norm(name, d));
+        let qk = || {
+            let whole = c.family.qk_norm == QkNorms::Whole;
+            let (q, k) = if whole { (q, kv) } else { (c.head_dim, c.head_dim) };
+            (norm("self_attn.q_norm", q), norm("self_attn.k_norm", k))
+        };
+        let sinks = || module(format_args!("self_attn.sinks"), Kind::Vector { dim: c.heads }, Group::Sinks);
         Self {
-            attn_norm: norm("input_layernorm", d),
+            attn_norm: named(of_family.attn),
+            attn_post: named(of_family.attn_post),
+            mlp_norm: named(of_family.mlp),
+            mlp_post: named(of_family.mlp_post),
             mixer: match c.delta_of(l) {
                 Some(delta) => delta_tree(delta, d, module),
                 None => MixerTree::Attention {
@@ -361,21 +394,21 @@ impl LayerTree {
                     k: attn("k_proj", kv, d, c.biases.qkv),
                     v: attn("v_proj", kv, d, c.biases.qkv),
                     o: attn("o_proj", d, q, c.biases.o),
-                    qk_norm: c.family.qk_norm.then(qk),
+                    qk_norm: (c.family.qk_norm != QkNorms::Never).then(qk),
+                    sinks: c.family.sinks.then(sinks),
                 },
             },
-            mlp_norm: norm("post_attention_layernorm", d),
             mlp: match (&c.moe, &c.family.experts) {
                 (Some(moe), Some(family)) if moe.sparse[l] => {
                     let block = family.block;
-                    let router = |name: &str, out| {
-                        module(format_args!("{block}.{name}"), linear(out, d, false), Group::Router)
+                    let router = |name: &str, out, bias| {
+                        module(format_args!("{block}.{name}"), linear(out, d, bias), Group::Router)
                     };
                     let expert = |e| {
                         let (own, group) = (format_args!("{block}.experts.{e}"), Group::Experts);
-                        let tree = mlp(own, family.names, moe.width, false, group, Some(e));
+                        let tree = mlp(own, family.names, moe.width, family.bias, group, Some(e));
                         let whole = format!("{}.layers.{l}.{block}.experts", c.body);
-                        if family.fused { tree.fused(&whole, moe.experts) } else { tree }
+                        if family.fused { tree.fused(&whole, moe.experts, c.mxfp4) } else { tree }
                     };
                     let of_router = |m: Module| match family.fused {
                         true => {
@@ -387,10 +420,10 @@ impl LayerTree {
                     let shared = || {
                         let block = format_args!("{block}.shared_expert");
                         let own = mlp(block, names, moe.shared, false, Group::Mlp, None);
-                        (own, router("shared_expert_gate", 1))
+                        (own, router("shared_expert_gate", 1, false))
                     };
                     FeedForwardTree::Mixture {
-                        router: of_router(router("gate", moe.experts)),
+                        router: of_router(router(family.router, moe.experts, family.bias)),
                         experts: (0..moe.experts).map(expert).collect(),
                         shared: (moe.shared > 0).then(shared),
                     }
@@ -404,9 +437,10 @@ impl LayerTree {
 
     /// Appends the modules in the order of the forward pass.
     fn list(self, out: &mut Vec<Module>) {
-        out.push(self.attn_norm);
+        out.extend(self.attn_norm);
         out.extend(self.mixer.modules());
-        out.push(self.mlp_norm);
+        out.extend(self.attn_post);
+        out.extend(self.mlp_norm);
         match self.mlp {
             FeedForwardTree::Dense(mlp) => out.extend(mlp.modules()),
             FeedForwardTree::Mixture { router, experts, shared } => {
@@ -418,6 +452,7 @@ impl LayerTree {
                 }
             }
         }
+        out.extend(self.mlp_post);
     }
 }
 

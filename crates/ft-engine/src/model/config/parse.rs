@@ -92,6 +92,16 @@ impl Config {
             }
             _ => keys.size("intermediate_size", INNER)?,
         };
+        let ropes = match family.sliding_theta {
+            None => {
+                let rotary = rotary_of(&keys, family, head_dim)?;
+                vec![Rope::parse(&keys, family.default_theta, max_positions, rotary)?]
+            }
+            Some(sliding) => {
+                let thetas = [family.default_theta, sliding];
+                Rope::parse_by_type(&keys, thetas, max_positions, [head_dim; 2])?
+            }
+        };
         let config = Self {
             family,
             body: default_body(raw.contains_key(Self::TEXT)),
@@ -101,19 +111,22 @@ impl Config {
             heads,
             kv_heads,
             head_dim,
-            rotary: rotary_of(&keys, family, head_dim)?,
             vocab: keys.size("vocab_size", VOCAB)?,
             eps: keys.number("rms_norm_eps", 1e-30..=1.0)?.unwrap_or(family.default_eps),
-            tied: keys.flag(TIED)?.or(whole.flag(TIED)?).unwrap_or(false) && scores.is_none(),
+            tied: keys.flag(TIED)?.or(whole.flag(TIED)?).unwrap_or(family.default_tied) && scores.is_none(),
             scores,
-            rope: Rope::parse(&keys, family.default_theta, max_positions)?,
+            ropes,
             max_positions,
-            windows: keys.windows(family, layers)?,
+            attention: keys.attention(family, layers, head_dim)?,
+            glu: keys.glu(family)?,
+            embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
+            logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
             biases,
             delta: keys.delta(family, layers)?,
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: whole.four_bit()?,
+            mxfp4: whole.mxfp4(family)?,
             fp8: whole.fp8()?,
             unknown: whole.unknown(),
             raw: Map::new(),

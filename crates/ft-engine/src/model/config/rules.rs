@@ -2,16 +2,21 @@
 //! sliding windows, experts.
 
 use super::error::Result;
-use super::family::{Family, Window};
+use super::family::{Family, GateFunction, Window};
 use super::keys::Keys;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
-use super::types::{Config, Moe};
+use super::rope::LAYER_TYPES;
+use super::types::{Config, LayerAttention, Moe};
 use ft_base::store::json::short;
-use serde_json::Value;
+use ft_kernels::swiglu::{Activation, Glu};
+use serde_json::{Map, Value};
 use std::collections::HashSet;
 
 /// Keys that describe files, tokens, generation or training and do not change the forward pass.
 const HARMLESS: &[&str] = &[
+    "cache_implementation",
+    "experts_per_token",
+    "initial_context_length",
     "_model_name_or_path",
     "_name_or_path",
     "architectures",
@@ -68,11 +73,13 @@ const VISION: [&str; 5] = ["_config", "_token_id", "_token_index", "tokens_per_i
 
 /// Keys read by the parser.
 const READ: &[&str] = &[
+    "_sliding_window_pattern",
     "attention_bias",
     "decoder_sparse_step",
     "full_attention_interval",
     "head_dim",
     "hidden_act",
+    "hidden_activation",
     "hidden_size",
     "intermediate_size",
     "layer_types",
@@ -96,10 +103,14 @@ const READ: &[&str] = &[
     "qkv_bias",
     "quantization_config",
     "rms_norm_eps",
+    "rope_local_base_freq",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
     "sliding_window",
+    "sliding_window_pattern",
+    "swiglu_alpha",
+    "swiglu_limit",
     "tie_word_embeddings",
     "use_sliding_window",
     "vocab_size",
@@ -128,10 +139,14 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("n_shared_experts", 0.0),
     ("shared_expert_intermediate_size", 0.0),
     ("attn_output_gate", 0.0),
+    ("use_bidirectional_attention", 0.0),
     ("use_mrope", 0.0),
     ("use_qk_norm", f64::NAN),
     ("mrope_section", f64::NAN),
 ];
+
+/// Quantization method of gpt-oss's releases.
+const MXFP4: &str = "mxfp4";
 
 /// Keys of `quantization_config`. `llm_int8_*` keys are accepted too: they concern 8-bit weights or model
 /// loading.
@@ -196,7 +211,15 @@ impl Keys<'_> {
         let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
         for table in ["rope_scaling", "rope_parameters"] {
             let Some(Value::Object(t)) = self.get(table) else { continue };
-            out.extend(t.keys().filter(|k| !ROPE.contains(&k.as_str())).map(|k| format!("{table}.{k}")));
+            let unknown = |t: &Map<String, Value>, path: &str| -> Vec<String> {
+                let keys =
+                    t.keys().filter(|k| !ROPE.contains(&k.as_str()) && !LAYER_TYPES.contains(&k.as_str()));
+                keys.map(|k| format!("{path}.{k}")).collect()
+            };
+            out.extend(unknown(t, table));
+            for (name, own) in LAYER_TYPES.iter().filter_map(|n| Some((n, t.get(*n)?.as_object()?))) {
+                out.extend(unknown(own, &format!("{table}.{name}")));
+            }
         }
         out
     }
@@ -225,16 +248,25 @@ impl Keys<'_> {
     }
 
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
-        let act = self.string("hidden_act")?.unwrap_or("silu");
-        if !matches!(act, "silu" | "swish") {
-            return Err(self.bad("hidden_act", format!("{act}; only silu is built")));
+        let (keys, known): (&[&str], &[&str]) = match family.gate {
+            GateFunction::GeluTanh => (&["hidden_activation"], &["gelu_pytorch_tanh"]),
+            GateFunction::Silu | GateFunction::Clamped => (&["hidden_act"], &["silu", "swish"]),
+        };
+        for key in keys {
+            match self.string(key)? {
+                Some(act) if !known.contains(&act) => {
+                    return Err(self.bad(key, format!("{act}; only {} is built", known[0])));
+                }
+                _ => {}
+            }
         }
         const GATE: &str = "attn_output_gate";
         if family.gated && self.flag(GATE)? == Some(false) {
             return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
         }
         let shared = family.experts.and_then(|x| x.shared_key);
-        let computed = |key: &str| Some(key) == shared || (family.gated && key == GATE);
+        let computed =
+            |key: &str| Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key);
         for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !computed(k)) {
             match self.get(key) {
                 None => {}
@@ -249,6 +281,25 @@ impl Keys<'_> {
         Ok(())
     }
 
+    /// Reads `quantization_config`: whether the experts are in MXFP4.
+    pub(super) fn mxfp4(&self, family: &Family) -> Result<bool> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+        if q.string("quant_method")? != Some(MXFP4) {
+            return Ok(false);
+        }
+        for key in q.raw.keys() {
+            // Modules to leave as they are: the tensors say which are in MXFP4.
+            if !["quant_method", "modules_to_not_convert", "dequantize"].contains(&key.as_str()) {
+                return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
+            }
+        }
+        if family.experts.is_none_or(|x| x.joint.is_none()) {
+            let why = format!("{MXFP4}; not built yet for {}", family.model_type);
+            return Err(q.bad("quant_method", why));
+        }
+        Ok(true)
+    }
+
     /// Reads `quantization_config`: whether weights are 4-bit in the format of bitsandbytes.
     ///
     /// The 4-bit type, block sizes and double quantization are read from each tensor's own state; the
@@ -258,7 +309,7 @@ impl Keys<'_> {
         let at = |key: &str, why: String| q.bad(key, why);
         match q.string("quant_method")? {
             Some("bitsandbytes") => {}
-            Some("fp8") => return Ok(false),
+            Some(MXFP4 | "fp8") => return Ok(false),
             other => {
                 let other = other.unwrap_or("none");
                 return Err(at(
@@ -284,6 +335,39 @@ impl Keys<'_> {
             "nf4" | "fp4" => Ok(true),
             other => Err(at("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
         }
+    }
+
+    /// Elementwise part of feed-forward layers and experts.
+    pub(super) fn glu(&self, family: &Family) -> Result<Glu> {
+        let activation = match family.gate {
+            GateFunction::Silu => Activation::Silu,
+            GateFunction::GeluTanh => Activation::GeluTanh,
+            GateFunction::Clamped => Activation::Clamped {
+                alpha: self.number("swiglu_alpha", 1e-6..=1e6)?.unwrap_or(1.702),
+                limit: self.number("swiglu_limit", 1e-6..=1e9)?.unwrap_or(7.0),
+            },
+        };
+        let joint = family.experts.and_then(|x| x.joint).map(|j| j.order).unwrap_or_default();
+        Ok(Glu { activation, joint })
+    }
+
+    /// Attention of each layer.
+    pub(super) fn attention(
+        &self,
+        family: &Family,
+        layers: usize,
+        head_dim: usize,
+    ) -> Result<Vec<LayerAttention>> {
+        let divisor = match family.score_key {
+            Some(key) => self.number(key, 1e-6..=1e9)?.unwrap_or(head_dim as f64),
+            None => head_dim as f64,
+        };
+        let of = |window: Option<usize>| LayerAttention {
+            window,
+            rope: Some(usize::from(family.sliding_theta.is_some() && window.is_some())),
+            scale: 1.0 / divisor.sqrt(),
+        };
+        Ok(self.windows(family, layers)?.into_iter().map(of).collect())
     }
 
     /// Reads `quantization_config` of an 8-bit checkpoint: rows and columns of the blocks that share a scale.
@@ -314,7 +398,7 @@ impl Keys<'_> {
         let size = self.some("sliding_window", POSITIONS)?;
         let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
         let used = match family.window {
-            Window::Always => size,
+            Window::Always | Window::Pattern(_) => size,
             Window::Unless(n) if !self.raw.contains_key("sliding_window") => Some(n),
             Window::Unless(_) => size,
             _ => size.filter(|_| switch),
@@ -324,6 +408,12 @@ impl Keys<'_> {
                 Window::Never => vec![None; layers],
                 Window::Always | Window::AlwaysIf | Window::Unless(_) => vec![used; layers],
                 Window::FromLayer => (0..layers).map(|l| used.filter(|_| l >= from)).collect(),
+                Window::Pattern(every) => {
+                    let keys = ["sliding_window_pattern", "_sliding_window_pattern"];
+                    let [a, b] = keys.map(|key| self.some(key, LAYERS));
+                    let every = a?.or(b?).unwrap_or(every);
+                    (0..layers).map(|l| used.filter(|_| (l + 1) % every != 0)).collect()
+                }
             });
         };
         let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {

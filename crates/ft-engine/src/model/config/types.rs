@@ -5,6 +5,7 @@ use super::rope::Rope;
 use candle_core::DType;
 use ft_kernels::attention::Cache;
 use ft_kernels::delta::{Heads, State};
+use ft_kernels::swiglu::Glu;
 use serde_json::{Map, Value, json};
 
 /// Architecture of a model, as read from `config.json`.
@@ -24,8 +25,6 @@ pub struct Config {
     pub kv_heads: usize,
     /// Channels per head.
     pub head_dim: usize,
-    /// Rotated channels per head.
-    pub rotary: usize,
     /// Vocabulary size: rows of the embedding.
     pub vocab: usize,
     /// Epsilon of RMSNorm.
@@ -35,11 +34,18 @@ pub struct Config {
     pub scores: Option<Vec<String>>,
     /// Whether the head shares the embedding's weight.
     pub tied: bool,
-    pub rope: Rope,
+    /// Rotary embeddings, referred to by the layers.
+    pub ropes: Vec<Rope>,
     /// `max_position_embeddings`; 2048 if missing.
     pub max_positions: usize,
-    /// Sliding window of each layer, in tokens; `None` is full attention.
-    pub windows: Vec<Option<usize>>,
+    /// Attention of each layer.
+    pub attention: Vec<LayerAttention>,
+    /// Elementwise part of feed-forward layers and experts.
+    pub glu: Glu,
+    /// Factor on the embeddings.
+    pub embedding_scale: f64,
+    /// Limit of the logits: `cap tanh(logits / cap)`.
+    pub logit_cap: Option<f64>,
     pub biases: Biases,
     /// Linear attention in some layers, if the family has it.
     pub delta: Option<Delta>,
@@ -49,6 +55,8 @@ pub struct Config {
     pub initializer_range: f64,
     /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
     pub four_bit: bool,
+    /// Whether the checkpoint holds its experts in MXFP4.
+    pub mxfp4: bool,
     /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
     pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
@@ -56,6 +64,17 @@ pub struct Config {
     /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
     /// `text_config`.
     pub raw: Map<String, Value>,
+}
+
+/// What distinguishes the attention of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerAttention {
+    /// Sliding window, in tokens; `None` is full attention.
+    pub window: Option<usize>,
+    /// Rotary embedding, an index of [`Config::ropes`]; `None` without positions.
+    pub rope: Option<usize>,
+    /// Factor on the scores.
+    pub scale: f64,
 }
 
 /// Which linears have a bias.
@@ -120,6 +139,21 @@ impl Config {
     /// Number of outputs of the head.
     pub fn outputs(&self) -> usize {
         self.scores.as_ref().map_or(self.vocab, Vec::len)
+    }
+
+    /// Whether the checkpoint holds 4-bit weights, of any format.
+    pub fn holds_4bit(&self) -> bool {
+        self.four_bit || self.mxfp4
+    }
+
+    /// Channels of each rotary embedding.
+    pub fn rope_dims(&self) -> Vec<usize> {
+        self.ropes.iter().map(|r| r.dim).collect()
+    }
+
+    /// Longest context covered by the rotary embeddings.
+    pub fn reach(&self) -> usize {
+        self.ropes.iter().map(|r| r.reach(self.max_positions)).fold(self.max_positions, usize::max)
     }
 
     /// Key of the text model in the JSON object of a vision checkpoint.

@@ -55,15 +55,14 @@ impl Mixture {
 
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let shared = self.shared.iter().flat_map(|s| s.mlp.linears().into_iter().chain([&s.gate]));
+        let shared = self.shared.iter().flat_map(|s| s.mlp.linears().chain([&s.gate]));
         [&self.router].into_iter().chain(self.experts.iter().flat_map(Mlp::linears)).chain(shared)
     }
 
     /// As [`Mixture::linears`], to change them. Detaches this copy from the others' pointer tables.
     pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
         self.grouped = GroupedCache::default();
-        let shared =
-            self.shared.iter_mut().flat_map(|s| s.mlp.linears_mut().into_iter().chain([&mut s.gate]));
+        let shared = self.shared.iter_mut().flat_map(|s| s.mlp.linears_mut().chain([&mut s.gate]));
         let experts = self.experts.iter_mut().flat_map(Mlp::linears_mut);
         [&mut self.router].into_iter().chain(experts).chain(shared).collect()
     }
@@ -100,7 +99,7 @@ impl Mixture {
                     let rank = l.lora.as_ref().and_then(|l| l.a.dim(0).ok()).unwrap_or(0);
                     rank + l.weight.dims().map_or(0, |(o, i)| if l.needs_input() { o + i } else { 0 })
                 };
-                let kept = |e: usize| self.experts[e].linears().into_iter().map(of).sum();
+                let kept = |e: usize| self.experts[e].linears().map(of).sum();
                 Arc::new(Groups::choose(&probs, self.top_k, &self.copies, kept)?)
             }
         };
@@ -178,7 +177,7 @@ impl Mixture {
         drop(out);
         let runs = groups.runs();
         for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
-            self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+            self.experts[e].linears().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
         }
         let work: Vec<(ExpertRows, mlp::Saved)> = runs.into_iter().zip(saved).collect();
         let on = dy.device();
@@ -219,8 +218,8 @@ impl Mixture {
 
     /// Context for the rows of one expert: dropout depends on the token.
     fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &ExpertRows) -> Cow<'a, Context> {
-        let linears = self.experts[run.expert].linears();
-        let drops = linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
+        let mut linears = self.experts[run.expert].linears();
+        let drops = linears.any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
         match ctx.dropout {
             Some(_) if drops && run.alike == 1.0 => Cow::Owned(ctx.for_tokens(groups.tokens_of(run))),
             _ => Cow::Borrowed(ctx),

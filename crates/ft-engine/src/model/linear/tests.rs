@@ -15,9 +15,8 @@ const R: usize = 3;
 
 fn context(dropout: bool) -> Result<Context> {
     let d = &Device::Cpu;
-    let table = Tensor::zeros((T, 1), DType::F32, d)?;
     let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
-    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None })
+    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, ropes: Vec::new(), dropout, rows: None })
 }
 
 /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.

@@ -1,10 +1,11 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
 use crate::model::config::Config;
+use crate::model::config::rope::Rope;
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
-use ft_kernels::cuda::upload::Lists;
+use ft_kernels::cuda::upload::{Lists, Place};
 use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
@@ -21,15 +22,22 @@ pub struct DropoutKey {
     pub first_row: usize,
 }
 
+/// Tables of a rotary embedding for the tokens of a micro-batch.
+#[derive(Clone, Debug)]
+pub struct Tables {
+    /// Cosines `[t, c / 2]`, f32.
+    pub cos: Tensor,
+    /// Sines `[t, c / 2]`, f32.
+    pub sin: Tensor,
+}
+
 /// Per-micro-batch data shared by all layers.
 #[derive(Clone, Debug)]
 pub struct Context {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
-    /// Cosines of the rotary embedding `[t, r / 2]`, f32, for the first r channels of a head.
-    pub cos: Tensor,
-    /// Sines of the rotary embedding `[t, r / 2]`, f32.
-    pub sin: Tensor,
+    /// Rotary embeddings of the model, in the order of its config.
+    pub ropes: Vec<Tables>,
     /// Dropout key in training; `None` disables dropout.
     pub dropout: Option<DropoutKey>,
     /// Within an expert, the token index of each row, so that dropout depends on the token alone. `None`
@@ -144,9 +152,13 @@ impl Batch {
         let of_targets: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 });
         let past = host.docs.iter().sum::<usize>().saturating_sub(host.ids.len());
-        let (ids, target_rows, targets, seqs, cos, sin);
+        let (ids, target_rows, targets, seqs, ropes);
         if device.is_cpu() {
-            (cos, sin) = config.rope.tables(config.rotary, host.positions, device)?;
+            let tables = |r: &Rope| -> crate::model::config::Result<Tables> {
+                let (cos, sin) = r.tables(host.positions, device)?;
+                Ok(Tables { cos, sin })
+            };
+            ropes = config.ropes.iter().map(tables).collect::<Result<_, _>>()?;
             seqs = Sequences::new(host.docs, past, device)?;
             ids = Tensor::new(host.ids, device)?;
             (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
@@ -155,11 +167,14 @@ impl Batch {
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
             let tiles = Sequences::list(host.docs, past, &mut lists);
-            let tables = config.rope.values(config.rotary, host.positions).map(|t| lists.floats(&t));
+            let values = |r: &Rope| (r.dim / 2, r.values(host.positions).map(|t| lists.floats(&t)));
+            let tables: Vec<_> = config.ropes.iter().map(values).collect();
             let sent = lists.send(device)?;
-            let shape = (host.positions.len(), config.rotary / 2);
-            let [a, b] = tables.map(|p| sent.floats(p)?.reshape(shape));
-            (cos, sin) = (a?, b?);
+            let table = |(half, places): (usize, [Place; 2])| {
+                let [cos, sin] = places.map(|p| sent.floats(p)?.reshape((host.positions.len(), half)));
+                Ok(Tables { cos: cos?, sin: sin? })
+            };
+            ropes = tables.into_iter().map(table).collect::<candle_core::Result<_>>()?;
             let [a, b, c] = places.map(|p| sent.ints(p));
             (ids, target_rows, targets) = (a?, b?, c?);
             seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
@@ -168,7 +183,7 @@ impl Batch {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context { seqs, cos, sin, dropout, rows: None },
+            context: Context { seqs, ropes, dropout, rows: None },
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
@@ -220,17 +235,20 @@ impl Batch {
         }
     }
 
-    /// A shape-only micro-batch for a plan. Charged to the ledger once, for the whole run:
-    /// [`Batch::bytes`].
+    /// A shape-only micro-batch for a plan, with rotary tables of `ropes` channels. Charged to the ledger once, for the
+    /// whole run: [`Batch::bytes`].
     pub fn ghost(
         ledger: &Ledger,
         sizes: Sizes,
         Targets { count, weighted, kept }: Targets,
-        rotary: usize,
+        ropes: &[usize],
         dropout: Option<(u64, u64)>,
     ) -> candle_core::Result<Self> {
         let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
-        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, rotary / 2), DType::F32));
+        let tables = |dim: &usize| {
+            let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, dim / 2), DType::F32));
+            Tables { cos: table(), sin: table() }
+        };
         let of_teacher = |dtype| Tensor::from(Ghost::weight(ledger, (count, kept), dtype));
         let by = Distillation { temperature: 1.0, alpha: 1.0 };
         let teacher = || Teacher { ids: of_teacher(DType::U32), probs: of_teacher(DType::F32), by };
@@ -240,7 +258,7 @@ impl Batch {
             ids: list(sizes.keys),
             by_id: None,
             tokens: sizes.keys,
-            context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
+            context: Context { seqs, ropes: ropes.iter().map(tables).collect(), dropout, rows: None },
             target_rows: list(count),
             targets: list(count),
             weights: weighted.then(|| Ghost::weight(ledger, count, DType::F32).into()),
@@ -252,10 +270,11 @@ impl Batch {
 
     /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets and their teacher. On
     /// the CPU, the teacher's values are there as read and as probabilities.
-    pub fn bytes(sizes: Sizes, targets: Targets, rotary: usize, cuda: bool) -> u64 {
+    pub fn bytes(sizes: Sizes, targets: Targets, ropes: &[usize], cuda: bool) -> u64 {
         let Targets { count, weighted, kept } = targets;
         let target = if weighted { 12 } else { 8 } + kept * if cuda { 8 } else { 16 };
-        (sizes.keys * (4 + 4 * rotary + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
+        let channels: usize = ropes.iter().sum();
+        (sizes.keys * (4 + 4 * channels + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
     }
 }
 

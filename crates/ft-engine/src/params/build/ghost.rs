@@ -23,7 +23,8 @@ const BUFFER: usize = 1 << 60;
 /// Whether `quantize` makes a module's weight 4-bit: decoder linears, except routers and weights trained in
 /// full.
 pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
-    quantize == Quantize::Nf4 && quant::applies_to(m) && !matches!(choice, Choice::Full { .. })
+    let quantized = m.is_mxfp4() || quantize == Quantize::Nf4 && quant::applies_to(m);
+    quantized && !matches!(choice, Choice::Full { .. })
 }
 
 /// Whether a frozen matrix stays in the checkpoint's half precision while the model computes in f32
@@ -179,7 +180,7 @@ impl Weights for Ghosts<'_> {
         let mut out: Vec<usize> = Vec::new();
         let mut last = None;
         for e in experts {
-            let choices = [&e.gate, &e.up, &e.down].map(|m| self.choice(m));
+            let choices = [Some(&e.gate), e.up.as_ref(), Some(&e.down)].map(|m| m.map(|m| self.choice(m)));
             match out.last_mut() {
                 Some(n) if last == Some(choices) => *n += 1,
                 _ => out.push(1),
