@@ -83,41 +83,42 @@ pub fn write(
     get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
 ) -> ft_base::Result<()> {
     let fused = fused::join(model, &mut entries);
-    let mut joined: HashMap<String, &Cut> = HashMap::new();
-    for cut in files.into_iter().flat_map(TensorFiles::cuts) {
-        let own = |(name, ..): &&Entry| cut.parts.contains(name);
-        let Some(dtype) = entries.iter().find(own).map(|(_, dtype, _)| *dtype) else { continue };
-        let parts: HashSet<&String> = cut.parts.iter().collect();
-        let whole = |(name, d, _): &&Entry| parts.contains(name) && *d == dtype && dtype != DType::U8;
-        if entries.iter().filter(whole).count() != parts.len() {
-            continue;
-        }
-        entries.retain(|(name, ..)| !parts.contains(name));
-        entries.push((cut.name.clone(), dtype, cut.shape.clone()));
-        joined.insert(cut.name.clone(), cut);
-    }
-    let mut apart: HashMap<&str, &TensorFiles> = HashMap::new();
-    for (files, name) in
-        files.into_iter().flat_map(|f| f.names().map(move |n| (f, n))).filter(|(_, n)| is_apart(n))
-    {
+    let Some(files) = files else {
+        return write_folder(source, out, config, dtype, &entries, &mut |name| match fused.get(name) {
+            Some(fused) => fused.stack(get),
+            None => get(name),
+        });
+    };
+    let joined = joined(files, &entries);
+    let parts: HashSet<&String> = joined.values().flat_map(|(cut, _)| &cut.parts).collect();
+    entries.retain(|(name, ..)| !parts.contains(name));
+    entries.extend(joined.values().map(|(cut, dtype)| (cut.name.clone(), *dtype, cut.shape.clone())));
+    let apart: HashSet<&str> = files.names().filter(|n| is_apart(n)).collect();
+    for name in &apart {
         entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
-        apart.insert(name, files);
     }
-    write_folder(
-        source,
-        out,
-        config,
-        dtype,
-        &entries,
-        &mut |name| match (joined.get(name), apart.get(name)) {
-            (Some(cut), _) => {
-                let flat = |part: &String| Ok(get(part)?.flatten_all()?);
-                let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
-                Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?)
-            }
-            (None, Some(files)) => Ok(files.untouched(name)?),
-            (None, None) if fused.contains_key(name) => fused[name].stack(get),
-            (None, None) => get(name),
-        },
-    )
+    write_folder(source, out, config, dtype, &entries, &mut |name| {
+        if let Some((cut, _)) = joined.get(name) {
+            let flat = |part: &String| Ok(get(part)?.flatten_all()?);
+            let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
+            return Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?);
+        }
+        match fused.get(name) {
+            Some(fused) => fused.stack(get),
+            None if apart.contains(name) => Ok(files.untouched(name)?),
+            None => get(name),
+        }
+    })
+}
+
+/// Cut tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4 bits.
+fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a Cut, DType)> {
+    let dtypes: HashMap<&str, DType> =
+        entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();
+    let whole = |cut: &'a Cut| {
+        let first = dtypes.get(cut.parts.first()?.as_str()).filter(|d| **d != DType::U8)?;
+        let alike = cut.parts.iter().all(|part| dtypes.get(part.as_str()) == Some(first));
+        alike.then(|| (cut.name.clone(), (cut, *first)))
+    };
+    files.cuts().iter().map(whole).collect::<Option<_>>().unwrap_or_default()
 }
