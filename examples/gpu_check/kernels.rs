@@ -6,6 +6,7 @@ use candle_core::{DType, Device};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::padded::Padded;
+use ft::kernel::swiglu::{Activation, Glu, Joint};
 use ft::kernel::{Tensor, attention, dispatch, dropout, embed, gemm, loss, norm, rope, route, swiglu};
 use ft::rng::{Purpose, Stream};
 
@@ -58,15 +59,16 @@ fn norms(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         let seed = 100 + 10 * i as u64;
         let (x, w, a, dy) =
             (r(seed, &[rows, d])?, r(seed + 1, &[d])?, r(seed + 2, &[rows, d])?, r(seed + 3, &[rows, d])?);
+        let of = norm::Scale { plus: (i % 2) as f64, ..norm::Scale::new(&w, 1e-6) };
         let mut give = |what: &str, t: Tensor| out.push((format!("rms norm {rows} x {d}, {what}"), t));
-        give("y", norm::forward(&x, &w, 1e-6)?);
-        let (sum, y) = norm::forward_add(&x, a.clone(), &w, 1e-6, 8)?;
+        give("y", norm::forward(&x, of)?);
+        let (sum, y) = norm::forward_add(&x, a.clone(), of, 8)?;
         give("sum", sum);
         give("y of the sum", y.values()?);
-        let (dx, dw) = norm::backward(&x, &w, 1e-6, &dy, true)?;
+        let (dx, dw) = norm::backward(&x, of, &dy, true)?;
         give("dx", dx);
         give("dw", dw.context("dw")?.sum_keepdim(0)?);
-        let (dx, _) = norm::backward_add(&x, &w, 1e-6, &dy, &Padded::of(&a)?, false, 8)?;
+        let (dx, _) = norm::backward_add(&x, of, &dy, &Padded::of(&a)?, false, 8)?;
         give("dx and more", dx.values()?);
     }
     Ok(())
@@ -81,12 +83,13 @@ fn ropes(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
             .enumerate()
     {
         let seed = 200 + 20 * i as u64;
-        let angle = wide(seed, &[tokens, c / 2])?;
+        // every second case rotates a part of the channels
+        let angle = wide(seed, &[tokens, if i % 2 == 0 { c / 2 } else { (c / 4).max(1) }])?;
         let (cos, sin) = (angle.cos()?, angle.sin()?);
         let (q, k) = (r(seed + 1, &[tokens, heads, c])?, r(seed + 2, &[tokens, kv_heads, c])?);
         let (dq, dk) = (r(seed + 3, &[tokens, heads, c])?, r(seed + 4, &[tokens, kv_heads, c])?);
         let (wq, wk) = (r(seed + 5, &[c])?, r(seed + 6, &[c])?);
-        let norms = rope::Norms { q: (&wq, 1e-6), k: (&wk, 1e-5) };
+        let norms = rope::Norms { q: norm::Scale::new(&wq, 1e-6), k: norm::Scale::new(&wk, 1e-5) };
         let mut give = |what: &str, t: Tensor| {
             out.push((format!("rope {tokens} x {heads}, {kv_heads} x {c}, {what}"), t))
         };
@@ -114,15 +117,32 @@ fn swiglus(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
     let x = r(1, &[130, 96])?;
     let (up, dh) = (r(8, &[130, 96])?, r(9, &[130, 96])?);
-    out.push(("swiglu".into(), swiglu::forward(&x, &up)?));
-    let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
-    out.push(("swiglu, dgate".into(), dgate));
-    out.push(("swiglu, dup".into(), dup));
-    let (dgate, dup, again) = swiglu::backward_again(&x, &up, dh.copy()?, [0, 8])?;
-    out.push(("swiglu, dgate again".into(), dgate.values()?));
-    out.push(("swiglu, dup with room".into(), dup.values()?));
-    out.push(("swiglu, again".into(), again));
-    out.push(("swiglu with room".into(), swiglu::forward_padded(&x, &up, 8)?.values()?));
+    let half = r(13, &[130, 48])?;
+    let clamped = Activation::Clamped { alpha: 1.702, limit: 0.8 };
+    for (name, activation) in
+        [("swiglu", Activation::Silu), ("geglu", Activation::GeluTanh), ("clamped", clamped)]
+    {
+        let glu = Glu { activation, joint: Joint::Halves };
+        let mut put = |what: &str, t: Tensor| out.push((format!("{name}{what}"), t));
+        put("", swiglu::forward(glu, &x, Some(&up))?);
+        let (dgate, dup) = swiglu::backward(glu, &x, Some(&up), &dh)?;
+        put(", dgate", dgate);
+        dup.into_iter().for_each(|d| put(", dup", d));
+        let (dgate, dup, again) = swiglu::backward_again(glu, &x, Some(&up), dh.copy()?, [0, 8])?;
+        put(", dgate again", dgate.values()?);
+        if let Some(dup) = dup {
+            put(", dup with room", dup.values()?);
+        }
+        put(", again", again);
+        put(" with room", swiglu::forward_padded(glu, &x, Some(&up), 8)?.values()?);
+        for joint in [Joint::Halves, Joint::Interleaved] {
+            let glu = Glu { activation, joint };
+            put(&format!(", {joint:?}"), swiglu::forward(glu, &x, None)?);
+            let (d, _, again) = swiglu::backward_again(glu, &x, None, half.copy()?, [8, 0])?;
+            put(&format!(", {joint:?}, gradient"), d.values()?);
+            put(&format!(", {joint:?}, again"), again);
+        }
+    }
     Ok(())
 }
 
@@ -135,6 +155,11 @@ fn attentions(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         let name = if window.is_some() { "attention, window" } else { "attention" };
         let how = Causal { seqs: &seqs, window, scale: 0.25 };
         let saved = attention::forward(&q, &k, &v, &how, 8)?;
+        let with_sinks = attention::forward(&q, &k, &v, &how, 8)?;
+        let sinks = r(14, &[4])?;
+        attention::sinks::forward(&with_sinks, &sinks)?;
+        out.push((format!("{name}, o with sinks"), with_sinks.o.values()?));
+        out.push((format!("{name}, sinks"), attention::sinks::backward(&with_sinks, &sinks, &d_o)?));
         let (dq, dk, dv) = attention::backward(&q, &k, &v, &saved, &d_o, &how, 8)?;
         // `[h, t]` on CUDA
         let lse = if device.is_cuda() { saved.lse.t()?.force_contiguous()? } else { saved.lse.clone() };

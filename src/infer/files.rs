@@ -103,7 +103,7 @@ impl ModelFiles {
             None => Selection::frozen(&base.config),
             Some(a) => {
                 if let Some(files) = base.files() {
-                    a.check_base(files, base.config.tied)?;
+                    a.check_base(files, &base.config)?;
                 }
                 a.selection(&base.config)?
             }

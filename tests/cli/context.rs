@@ -1,9 +1,11 @@
 //! Tokens of a row over ranks (`parallel.context`): results agree with one rank, and do not depend on sharding,
 //! transport or data ranks.
 
-use super::split::{self, ADAPTERS, MIXTURE, all, apart, ends, launch};
+use super::split::{self, ADAPTERS, LATE, MIXTURE, all, apart, ends, launch};
 use super::world::{Dice, FULL, LORA, World, nightly};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 
 /// Rows of token ids below 64, of these lengths; some tokens without a target.
 fn rows(lengths: &[usize], seed: u64) -> String {
@@ -159,6 +161,36 @@ fn processes_have_the_bits_of_threads() {
         assert!(ends(&w, "processes") == want);
         let keys = |run: &str| told(&w, run, "step", "wire_bytes_exchanged");
         assert_eq!(keys("processes"), keys("threads"));
+    }
+}
+
+/// The death of one process ends all, with exit code 7 and an error that names it.
+#[test]
+fn a_process_that_dies_ends_all() {
+    let w = world(FULL, &json!({}));
+    for lost in [3, 0] {
+        let name = format!("lost-{lost}");
+        let output = format!("run.output={name}");
+        let set = ["parallel.data=2", "parallel.context=2", "run.save_every=1", "run.epochs=4000"];
+        let processes = launch(
+            &w,
+            &[0, 1, 2, 3],
+            4,
+            &[&["run", "r.toml", &output, "data.max_length=512"], &set[..]].concat(),
+        );
+        let end = Instant::now() + LATE;
+        while w.checkpoints(&name).is_empty() {
+            assert!(Instant::now() < end, "no checkpoint");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let pid = Pid::from_raw(processes[lost].id() as i32).expect("a number");
+        kill_process(pid, Signal::KILL).expect("signalled");
+        for (rank, r) in all(processes).iter().enumerate().filter(|(rank, _)| *rank != lost) {
+            assert_eq!(r.code, 7, "rank {rank}: {}", r.err);
+        }
+        let log = String::from_utf8_lossy(&w.read(&format!("{name}/rank-1.log"))).into_owned();
+        let says = [&*format!("rank {lost} of 4 on "), "its process is gone", "its last collective: "];
+        assert!(says.iter().all(|words| log.contains(words)), "{log}");
     }
 }
 

@@ -59,10 +59,10 @@ template <typename T> static void measure(const std::string &type) {
   host::Buffer<uint32_t> list(std::vector<uint32_t>{7, 0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15}), starts(std::vector<uint32_t>{0, 1, 3, 5, 16});
   uint32_t *all = nullptr;
 
-  call("norm_forward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), b.at(), w.at(), d.at(), e.at(), R, D, D, 8u, 1e-5f);
-  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, D, D, 8u, 1e-5f);
-  call("swiglu_forward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), d.at(), D, D);
-  call("swiglu_backward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), D, D, D);
+  call("norm_forward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), b.at(), w.at(), d.at(), e.at(), R, D, D, 8u, 1e-5f, 0.0f);
+  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, D, D, 8u, 1e-5f, 0.0f);
+  call("swiglu_forward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), d.at(), D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
+  call("swiglu_backward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), D, D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
   call("loss_" + type, grid(4), 512, x.at(), list.at(), all, one.at(), d.at(), 4 * D, 0.5f);
   host::Buffer<float> kept(std::vector<float>(16, 0.25f));
   call("loss_distill_" + type, grid(4), 512, x.at(), list.at(), list.at(), kept.at(), all, one.at(), two.at(), d.at(), 4 * D, 4u, 2.0f, 0.25f, 0.5f);
@@ -72,9 +72,9 @@ template <typename T> static void measure(const std::string &type) {
   call("optimizer_adamw_" + type, grid(n / 1024), 256, x.at(), y.at(), z.at(), part.at(), d.at(), count, 1.0f, 0.1f, 0.99f, 0.01f, 1.0f, 1e-3f, 1.0f, 1e-8f);
   // heads of 128 channels
   host::Buffer<float> cos(check::randn<float>(R * 64, 9)), sin(check::randn<float>(R * 64, 10)), partial(2 * 4 * 128);
-  call("rope_forward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), d.at(), e.at(), R, 8u, 8u, 64u, 16u, 1.0f, 1e-5f, 1e-5f, D, D);
+  call("rope_forward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), d.at(), e.at(), R, 8u, 8u, 64u, 64u, 16u, 1.0f, 1e-5f, 1e-5f, D, D, 0.0f);
   call("rope_backward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), c.at(), a.at(), d.at(), e.at(), partial.at(), R, 8u, 8u,
-       64u, 16u, 4u, 1e-5f, 1e-5f, D, D);
+       64u, 64u, 16u, 4u, 1e-5f, 1e-5f, D, D, 0.0f);
 
   // scatter rows
   call("spread_" + type, grid(R), 256, list.at(), a.at(), rows, width, d.at());

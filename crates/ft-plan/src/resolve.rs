@@ -133,6 +133,10 @@ pub fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
             theirs.iter().take(8).cloned().collect::<Vec<_>>().join(", "),
             ours.len()
         ))),
+        (Some(_), _) if config.is_nested() => Err(Error::Ignored(format!(
+            "{place}: task = \"{task}\" puts a score head on the text model of a vision checkpoint, which is not built \
+             yet\n  hint: a checkpoint of the text model alone"
+        ))),
         (Some(ours), _) => Ok(config.with_scores(ours)),
     }
 }

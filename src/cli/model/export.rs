@@ -102,7 +102,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let base = Base::open(config, &model.dir)?.in_nf4(nf4);
     compare::fits(&base, &selection, "comparing the export with the adapter")?;
     if let Some(files) = base.files() {
-        adapter.check_base(files, base.config.tied)?;
+        adapter.check_base(files, &base.config)?;
     }
     Export::new(&base.config, &adapter, &selection)?.write(target, &out)?;
     PromptConfig::copy(&adapter.dir, &out)?;

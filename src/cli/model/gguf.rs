@@ -72,7 +72,10 @@ fn write_model(
 ) -> ft_base::Result<()> {
     let base = Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?;
     refuse_scores(&base.config)?;
-    let own = base.files().and_then(|f| f.info("model.embed_tokens.weight")).map(|i| i.dtype);
+    let own = base
+        .files()
+        .and_then(|f| f.info(&format!("{}.weight", base.config.embedding_name())))
+        .map(|i| i.dtype);
     let dtype = dtype.unwrap_or(match own {
         Some(safetensors::Dtype::BF16) => DType::BF16,
         Some(safetensors::Dtype::F16) => DType::F16,

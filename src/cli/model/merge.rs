@@ -87,7 +87,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 /// Chooses the weights to merge into, and prints the choice.
 fn target(args: &Args, model: &ModelDir, adapter: &Adapter) -> ft_base::Result<Target> {
     let base = open(model, adapter)?;
-    let four_bit = base.config.four_bit;
+    let four_bit = base.config.holds_4bit();
     let trained_in_nf4 = adapter.quantize()? == Quantize::Nf4;
     let option = if args.base.is_some() { "--base" } else { "adapter_config.json" };
     let name = format!("{} ({option})", model.source);

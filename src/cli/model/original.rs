@@ -41,7 +41,7 @@ pub(super) fn original(model: &ModelDir, config: &Config) -> ft_base::Result<Opt
         return Ok(None);
     }
     let original = job::config(&found.dir, &Map::new())?;
-    if original.four_bit {
+    if original.holds_4bit() {
         return Err(fail(format!("{SOURCE_KEY}: {named} is 4-bit too")));
     }
     let (files, theirs) = (layout::open(config, &model.dir)?, layout::open(&original, &found.dir)?);

@@ -250,7 +250,7 @@ impl Check<'_> {
             self.keep(check_full(&base, selection, adapter));
         }
         if let (Some(adapter), Some(files)) = (adapter, base.files()) {
-            self.keep(adapter.check_base(files, config.tied));
+            self.keep(adapter.check_base(files, config));
         }
         found.weights = true;
     }

@@ -5,7 +5,7 @@ use crate::train::layout::is_of_model;
 use ft_base::store::{self, AtomicFolder, hash};
 use ft_base::terminal::{tell, warn};
 use ft_engine::files::{FileHash, TensorFiles};
-use ft_engine::load::{CACHE_MARKER, quantize_into};
+use ft_engine::load::{CACHE_MARKER, layout, quantize_into};
 use ft_engine::model::Config;
 use ft_engine::quant::Error;
 use ft_recipe::{Quantize, Recipe, Weights};
@@ -99,7 +99,7 @@ fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<(Cac
     const CONFIG: &str = "config.json";
     let (hash, bytes) = hash::of_inside(dir, CONFIG)?;
     let config = Config::load(dir, overrides)?;
-    let files = TensorFiles::open_model(dir)?;
+    let files = layout::open(&config, dir)?;
     let mut all = files.hashes()?;
     all.push((CONFIG.into(), bytes, hash));
     all.sort();
@@ -116,7 +116,7 @@ pub(super) fn open_or_write(
 ) -> ft_base::Result<Option<Cached>> {
     let m = &recipe.model;
     let Some(dir) = &m.cache else { return Ok(None) };
-    if m.quantize == Quantize::None || m.weights == Weights::Random || config.four_bit {
+    if m.quantize == Quantize::None || m.weights == Weights::Random || config.holds_4bit() {
         return Ok(None);
     }
     let dir = recipe.resolve(&dir.to_string_lossy());

@@ -172,7 +172,7 @@ impl Job {
             a.check_against(&self.selection, &self.selection.trained())?;
             a.check_values()?;
             if let Some(files) = base.files() {
-                a.check_base(files, self.config.tied)?;
+                a.check_base(files, &self.config)?;
             }
         }
         Ok(())

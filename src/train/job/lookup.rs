@@ -111,7 +111,7 @@ pub fn facts(
     Facts {
         cuda: compute.map(|(cuda, _)| cuda),
         in_f32: compute.map(|(_, dtype)| dtype == DType::F32),
-        four_bit: config.map(|c| c.four_bit),
+        four_bit: config.map(Config::holds_4bit),
         is_folder: Some(recipe.resolve(&recipe.model.source).is_dir()),
         resolved,
     }

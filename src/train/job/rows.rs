@@ -33,7 +33,7 @@ pub const MAX_PROBLEMS: usize = 20;
 /// # Errors
 /// A token file is no longer readable.
 pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> ft_base::Result<()> {
-    for warning in data.warnings(config.rope.reach(config.max_positions))? {
+    for warning in data.warnings(config.reach())? {
         warn(&format!("{key}: {warning}"));
     }
     Ok(())

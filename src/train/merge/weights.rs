@@ -14,9 +14,10 @@
 use candle_core::{DType, Device, Tensor};
 use ft_engine::adapters::Tokens;
 use ft_engine::adapters::{Adapter, Error, peft};
-use ft_engine::adapters::{Choice, Part, Selection, Trained, part_name};
+use ft_engine::adapters::{Choice, Part, Selection, Trained, tensor_name};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::Base;
+use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, Kind, Module};
 use ft_engine::quant::MergeCost;
 use ft_engine::quant::{self, CodeTables};
@@ -25,8 +26,6 @@ use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::HashMap;
-
-const TABLE: &str = "model.embed_tokens.weight";
 
 /// Source of one tensor in the merged model.
 struct Source {
@@ -74,7 +73,8 @@ impl<'a> Merge<'a> {
         };
         let trained = selection.trained();
         adapter.check_against(selection, &trained)?;
-        adapter.check_base(files, config.tied)?;
+        adapter.check_base(files, config)?;
+        let table = format!("{}.weight", config.embedding_name());
         let is_lora = |c: &Choice| matches!(c, Choice::Lora { .. });
         let is_end = |m: &Module| matches!(m.group, Group::Head | Group::Embedding);
         let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
@@ -96,10 +96,10 @@ impl<'a> Merge<'a> {
                 continue;
             }
             for part in [Some(Part::Weight), m.bias().map(|_| Part::Bias)].into_iter().flatten() {
-                let name = format!("{}.{}", m.name, part_name(m, part));
+                let name = tensor_name(m, part);
                 let tied_head = config.tied && m.group == Group::Head;
-                let base = if tied_head { TABLE.to_string() } else { name.clone() };
-                let like = if merge.base.lacks(m) { TABLE } else { &base };
+                let base = if tied_head { table.clone() } else { name.clone() };
+                let like = if merge.base.lacks(m) { &table } else { &base };
                 let dtype = dtype.map_or_else(|| merge.dtype_of(like), Ok)?;
                 let source = Source { module: m.clone(), choice: *choice, part, base, dtype };
                 merge.order.push(name.clone());
@@ -111,7 +111,7 @@ impl<'a> Merge<'a> {
 
     fn dtype_of(&self, base: &str) -> Result<DType, Error> {
         if let Some(dtype) =
-            self.base.config.four_bit.then(|| quant::source_dtype(self.files, base)).flatten()
+            self.base.config.holds_4bit().then(|| quant::source_dtype(self.files, base)).flatten()
         {
             return Ok(dtype);
         }
@@ -119,6 +119,13 @@ impl<'a> Merge<'a> {
             Some(Dtype::F32) => Ok(DType::F32),
             Some(Dtype::BF16) => Ok(DType::BF16),
             Some(Dtype::F16) => Ok(DType::F16),
+            Some(Dtype::F8_E4M3) if self.files.is_scaled(base) => {
+                Ok(match ["dtype", "torch_dtype"].iter().find_map(|k| self.base.config.key(k)?.as_str()) {
+                    Some("float32") => DType::F32,
+                    Some("float16") => DType::F16,
+                    _ => DType::BF16,
+                })
+            }
             other => Err(Error::Merge {
                 dir: self.files.paths().next().map_or(String::new(), |p| p.display().to_string()),
                 why: format!("{base}: {other:?} is no dtype that a merge can keep\n  hint: --dtype bf16"),
@@ -128,7 +135,8 @@ impl<'a> Merge<'a> {
 
     /// Dtype of the merged embedding, as named in the config.
     pub fn dtype(&self) -> DType {
-        self.sources.get(TABLE).map_or(DType::F32, |s| s.dtype)
+        let table = format!("{}.weight", self.base.config.embedding_name());
+        self.sources.get(&table).map_or(DType::F32, |s| s.dtype)
     }
 
     /// Returns true if tied head and embedding become separate tensors.
@@ -154,6 +162,9 @@ impl<'a> Merge<'a> {
         let mut raw = self.base.config.raw.clone();
         if self.unties {
             raw.insert("tie_word_embeddings".into(), json!(false));
+            if let Some(Value::Object(text)) = raw.get_mut(Config::TEXT) {
+                text.insert("tie_word_embeddings".into(), json!(false));
+            }
         }
         raw
     }
@@ -232,12 +243,13 @@ impl<'a> Merge<'a> {
     /// Reads a tensor of the adapter.
     fn held(&self, m: &Module, part: Part) -> ft_base::Result<Tensor> {
         // A tied head trained in full shares the tensor of the embedding, and is not listed as a source.
-        let t = self.trained.get(&(m.name.clone(), part));
+        let name = if part == Part::A { m.a_of() } else { &m.name };
+        let t = self.trained.get(&(name.to_string(), part));
         match t.map(|t| self.adapter.get(t)).transpose()?.flatten() {
             Some(value) => Ok(value),
             None => Err(Error::Peft {
                 file: self.adapter.dir.display().to_string(),
-                why: format!("{}: {} is missing", m.name, part_name(m, part)),
+                why: format!("{} is missing", tensor_name(m, part)),
             }
             .into()),
         }

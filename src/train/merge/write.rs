@@ -17,7 +17,7 @@ use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, AtomicFolder};
 use ft_data::{PromptConfig, Tokenizer};
 use ft_engine::adapters::{Adapter, Selection};
-use ft_engine::files::{TOKENIZER, write_folder};
+use ft_engine::files::TOKENIZER;
 use ft_engine::load::{Base, layout};
 use ft_engine::model::Config;
 use ft_engine::model::decoder::Decoder;
@@ -95,7 +95,9 @@ impl Merging<'_> {
             progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
             Ok(tensor)
         };
-        write_folder(self.dir, &out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
+        let folders = (self.dir, out.as_path());
+        let of_base = (&base.config, base.files());
+        layout::write(of_base, folders, merge.config(), merge.dtype(), merge.entries(), &mut get)?;
         if !adapter.config.tokens().is_empty() {
             let tokenizer = Tokenizer::load_with(self.dir, None, &job::added(Some(adapter))?)?;
             if let Some((file, _)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {

@@ -9,10 +9,11 @@ use ft_data::Tokenizer;
 use ft_engine::adapters::peft::{self, Values};
 use ft_engine::adapters::{self, Selection};
 use ft_engine::adapters::{Part, Trained};
-use ft_engine::files::{TOKENIZER, write_folder};
+use ft_engine::files::TOKENIZER;
+use ft_engine::load::layout;
 use ft_engine::model::modules::{Group, modules};
 use ft_kernels::to_host;
-use ft_recipe::{Decomposition, Quantize};
+use ft_recipe::{Decomposition, Quantize, Weights};
 use std::path::Path;
 
 /// Writes an adapter: PEFT config, tensors, and files of the tokenizer.
@@ -60,13 +61,16 @@ pub fn write_model(
             continue;
         }
         for part in [Part::Weight, Part::Bias] {
-            let name = format!("{}.{}", m.name, adapters::part_name(&m, part));
+            let name = adapters::tensor_name(&m, part);
             if let Some(i) = find(&name) {
                 entries.push((name, job.dtype, trained[i].shape.clone()));
             }
         }
     }
-    write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match find(
+    let load = job.recipe.model.weights == Weights::Load;
+    let files = load.then(|| layout::open(&job.config, &job.model.dir)).transpose()?;
+    let (folders, raw) = ((job.model.dir.as_path(), out), job.config.raw.clone());
+    layout::write((&job.config, files.as_ref()), folders, raw, job.dtype, entries, &mut |name| match find(
         name,
     ) {
         Some(i) => Ok(to_host(&values(i)?)?.to_dtype(job.dtype)?),

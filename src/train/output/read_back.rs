@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Choice;
 use ft_engine::adapters::{self, Selection, peft};
-use ft_engine::files::TensorFiles;
+use ft_engine::load::layout;
 use ft_engine::params::Params;
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use std::path::Path;
 /// Unreadable result; missing tensor.
 pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
     if job.selection.everything_full() {
-        let files = TensorFiles::open_model(dir)?;
+        let files = layout::open(&job.config, dir)?;
         for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
             let mine = params.mine(i)?;
             params.set_from(i, mine.start, &files.part(&t.name, mine, DType::F32, &Device::Cpu)?)?;

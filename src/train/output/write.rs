@@ -16,8 +16,7 @@ use ft_data::Micro;
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Selection;
 use ft_engine::adapters::peft::{self, Values};
-use ft_engine::files::TensorFiles;
-use ft_engine::load::check_tensors;
+use ft_engine::load::{check_tensors, layout};
 use ft_engine::model::Config;
 use ft_engine::walk::{self, Outline, visit};
 use serde_json::Map;
@@ -49,9 +48,8 @@ pub fn write(
     let full = job.selection.everything_full();
     if full {
         write_model(job, (&params.tensors, values), &out)?;
-        let files = TensorFiles::open_model(&out)?;
         let config = Config::load(&out, &Map::new())?;
-        check_tensors(&config, &files)?;
+        check_tensors(&config, &layout::open(&config, &out)?)?;
     } else {
         let selection = job.selection.exported(params.initials.as_deref());
         let mut neutral = Vec::new();

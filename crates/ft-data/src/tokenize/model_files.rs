@@ -33,7 +33,10 @@ impl ModelFiles {
         let template = find_template(dir, given, &config)?;
         let mut eos = Vec::new();
         for file in ["generation_config.json", "config.json"] {
-            eos.extend(ids(read_object(dir, file)?.get("eos_token_id")));
+            let object = read_object(dir, file)?;
+            eos.extend(ids(object.get("eos_token_id")));
+            // The text model of a vision checkpoint.
+            eos.extend(ids(object.get("text_config").and_then(|text| text.get("eos_token_id"))));
         }
         Ok(Self { specials, template, eos })
     }

@@ -43,7 +43,10 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
 pub fn from_base(recipe: &Recipe, m: &Module) -> bool {
     let how = recipe.lora.init.decomposition();
     how.is_some_and(|how| {
-        matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::applies_to(m))
+        // A of an adapter of all experts is shared by two linears.
+        matches!(m.kind, Kind::Linear { .. })
+            && m.slice().is_none()
+            && (how.changes_base() || quant::applies_to(m))
     })
 }
 

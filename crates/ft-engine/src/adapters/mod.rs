@@ -9,4 +9,4 @@ mod tests;
 
 pub use error::Error;
 pub use peft::{Adapter, PeftConfig};
-pub use selection::{Choice, Part, Selection, Tokens, Trained, TrainedPart, part_name};
+pub use selection::{Choice, Fused, Part, Selection, Tokens, Trained, TrainedPart, part_name, tensor_name};

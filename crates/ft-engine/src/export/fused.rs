@@ -91,7 +91,8 @@ impl<'a> Export<'a> {
 
     /// A and B of a module.
     fn pair(&self, m: &Module, spec: &LoraSpec) -> ft_base::Result<Pair> {
-        let get = |part| match self.values.get(&(m.name.clone(), part)) {
+        let of = |part| if part == Part::A { m.a_of() } else { &m.name };
+        let get = |part| match self.values.get(&(of(part).to_string(), part)) {
             Some(t) => Ok(t.clone()),
             None => Err(self.refuse(m, "half an adapter")),
         };
@@ -124,6 +125,10 @@ impl<'a> Export<'a> {
             let why = format!("{} has no experts: the adapter loads as it is", self.config.family.model_type);
             return Err(fail(&self.adapter.dir, why).into());
         };
+        if self.config.family.experts.is_some_and(|x| x.fused) {
+            let why = "its adapters are fused as they are: nothing to export";
+            return Err(fail(&self.adapter.dir, why.into()).into());
+        }
         self.no_dora("PEFT on fused experts")?;
         let mut rest = self.selection.clone();
         let mut layers: BTreeMap<usize, Layer> = BTreeMap::new();
@@ -175,7 +180,7 @@ impl<'a> Export<'a> {
             }
         }
         for (l, layer) in &layers {
-            for (name, nested, fused) in layer.fused(*l, moe.width, self.config.hidden)? {
+            for (name, nested, fused) in layer.fused(self.config, *l, moe.width)? {
                 let Fused { a, b, rank } = fused;
                 ranks.insert(pattern(&name), json!(rank));
                 tensors.push((format!("{PREFIX}{nested}.lora_A.weight"), a));
@@ -296,8 +301,13 @@ impl Layer {
     }
 
     /// Adapted parameters: name, module with PEFT's nesting, values.
-    fn fused(&self, layer: usize, f: usize, d: usize) -> candle_core::Result<Vec<(String, String, Fused)>> {
-        let block = format!("model.layers.{layer}.mlp.experts");
+    fn fused(
+        &self,
+        config: &Config,
+        l: usize,
+        f: usize,
+    ) -> candle_core::Result<Vec<(String, String, Fused)>> {
+        let (block, d) = (format!("{}.layers.{l}.mlp.experts", config.body), config.hidden);
         let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);
         // PEFT nests two adapted parameters of one module: the first one becomes the inner.
         let inner = if down.is_some() { ".base_layer" } else { "" };
@@ -374,8 +384,9 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
     for (m, c) in &mut selection.modules {
         let name = v5(config, &m.name);
         if let (Group::Experts, Some(l), Some(e), Some(moe)) = (m.group, m.layer, m.expert, &config.moe) {
-            let block = format!("{PREFIX}model.layers.{l}.mlp.experts");
-            let has = |parameter| parameters.contains(&format!("model.layers.{l}.mlp.experts.{parameter}"));
+            let own = format!("{}.layers.{l}.mlp.experts", config.body);
+            let has = |parameter| parameters.contains(&format!("{own}.{parameter}"));
+            let block = format!("{PREFIX}{own}");
             let which = match &config.family.experts {
                 Some(n) => n.names.iter().position(|n| *n == m.last()).unwrap_or(0),
                 None => 0,

@@ -121,6 +121,75 @@ pub fn tensor(
     }
 }
 
+/// Scales of an 8-bit matrix, one a block.
+pub struct Scales {
+    /// Row by row.
+    pub values: Vec<f32>,
+    /// Blocks in a row.
+    pub width: usize,
+    /// Rows and columns of a block.
+    pub block: [usize; 2],
+}
+
+/// Builds a flat tensor of `dtype` from a range of elements of an 8-bit matrix (e4m3, without infinities) with scales:
+/// their product in f32, rounded once.
+///
+/// # Errors
+/// As [`tensor`].
+pub fn scaled(
+    path: &Path,
+    name: &str,
+    (shape, elements): (&[usize], Range<usize>),
+    scales: &Scales,
+    dtype: DType,
+    device: &Device,
+    fetch: &Fetch,
+) -> Result<Tensor, Error> {
+    let load = Load { path, name, shape, elements, device, fetch };
+    let table: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
+    let cols = shape.last().copied().unwrap_or(1).max(1);
+    let of = |code: Code, at: usize| {
+        let (row, col) = (at / cols / scales.block[0], at % cols / scales.block[1]);
+        table[usize::from(code.0)] * scales.values[row * scales.width + col]
+    };
+    match dtype {
+        DType::F32 => load.run_at(of),
+        DType::BF16 => load.run_at(|code, at| bf16::of_f32(of(code, at))),
+        DType::F16 => load.run_at(|code, at| f16::of_f32(of(code, at))),
+        DType::F64 => load.run_at(|code, at| f64::of_f32(of(code, at))),
+        _ => Err(load.refuse(Dtype::F8_E4M3, dtype)),
+    }
+}
+
+/// An 8-bit code.
+#[derive(Clone, Copy, Default)]
+struct Code(u8);
+
+impl Stored for Code {
+    const BYTES: usize = 1;
+    type Over = u8;
+    fn from_le(bytes: &[u8]) -> Self {
+        Code(bytes[0])
+    }
+    fn over(self) -> u8 {
+        0
+    }
+    fn is_over(_: u8) -> bool {
+        false
+    }
+}
+
+/// The value of an e4m3 code: 4 bits of exponent with bias 7, 3 of mantissa; all ones is NaN.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
+    let size = match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-6),
+        _ => (1.0 + mantissa) * 2f32.powi(exponent - 7),
+    };
+    if code > 127 { -size } else { size }
+}
+
 struct Load<'a> {
     path: &'a Path,
     name: &'a str,
@@ -161,6 +230,14 @@ impl Load<'_> {
         &self,
         convert: impl Fn(S) -> D + Sync,
     ) -> Result<Tensor, Error> {
+        self.run_at(|x, _| convert(x))
+    }
+
+    /// Converts with the index of the element in the tensor.
+    fn run_at<S: Stored, D: WithDType + Stored>(
+        &self,
+        convert: impl Fn(S, usize) -> D + Sync,
+    ) -> Result<Tensor, Error> {
         // The header check bounds the count by the file size.
         let (first, count) = (self.elements.start, self.elements.len());
         let mut out = vec![D::default(); count];
@@ -169,8 +246,9 @@ impl Load<'_> {
             |bytes: &mut Vec<u8>, (piece, out)| {
                 bytes.resize(out.len() * S::BYTES, 0);
                 (self.fetch)(((first + piece * PIECE) * S::BYTES) as u64, bytes)?;
-                for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
-                    *to = convert(S::from_le(from));
+                let begin = first + piece * PIECE;
+                for (i, (to, from)) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)).enumerate() {
+                    *to = convert(S::from_le(from), begin + i);
                 }
                 // A separate loop: both loops are vectorized, a fused one would not be.
                 let over = out.iter().fold(D::Over::default(), |over, x| over | x.over());
@@ -183,5 +261,26 @@ impl Load<'_> {
         )?;
         Tensor::from_vec(out, count, self.device)
             .map_err(|e| Error::Tensor { name: self.name.to_string(), source: e.into() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The largest value, the smallest ones, and NaN, of the format's definition.
+    #[test]
+    fn eight_bit_codes_have_their_values() {
+        for (code, value) in [
+            (0x7e, 448.0),
+            (0xfe, -448.0),
+            (0x38, 1.0),
+            (0x01, 2f32.powi(-9)),
+            (0x08, 2f32.powi(-6)),
+            (0, 0.0),
+        ] {
+            assert_eq!(e4m3(code), value, "{code:#x}");
+        }
+        assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
     }
 }

@@ -13,5 +13,5 @@ mod tests;
 pub use folder::{COMPANIONS, TOKENIZER, write_folder};
 pub use ft_base::store::Error;
 pub use gguf::{GgufValue, write_gguf};
-pub use read::{FileHash, TensorFiles, TensorInfo};
+pub use read::{Cut, FileHash, TensorFiles, TensorInfo};
 pub use write::{SharedFile, write_file, write_sharded};

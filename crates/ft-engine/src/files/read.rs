@@ -33,6 +33,8 @@ pub struct TensorInfo {
     file: usize,
     /// Byte range in the file.
     place: Range<u64>,
+    /// Whether the file holds the transpose of this matrix.
+    transposed: bool,
 }
 
 impl TensorInfo {
@@ -56,6 +58,26 @@ impl TensorInfo {
     }
 }
 
+/// Scales of an 8-bit matrix, one a block.
+#[derive(Clone, Debug)]
+struct Scale {
+    name: String,
+    info: TensorInfo,
+    /// Rows and columns of a block.
+    block: [usize; 2],
+}
+
+/// A tensor of the file that is read as parts.
+#[derive(Clone, Debug)]
+pub struct Cut {
+    /// Name in the file.
+    pub name: String,
+    /// Shape in the file.
+    pub shape: Vec<usize>,
+    /// Names of the parts, in the order of the values.
+    pub parts: Vec<String>,
+}
+
 /// Open safetensors files with validated headers. Tensors are read on demand.
 ///
 /// Files are not mapped into memory: truncation by another program results in an error, where a mapping
@@ -67,6 +89,10 @@ pub struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
+    /// Tensors replaced by [`TensorFiles::cut`].
+    cuts: Vec<Cut>,
+    /// Scales of 8-bit tensors: see [`TensorFiles::scale`].
+    scales: BTreeMap<String, Scale>,
     /// Hash state per file, if hashed while reading; `None` for files with a cached hash.
     passing: OnceLock<Vec<Option<StreamHasher>>>,
 }
@@ -158,6 +184,8 @@ impl TensorFiles {
             files: Vec::new(),
             tensors: BTreeMap::new(),
             metadata: BTreeMap::new(),
+            cuts: Vec::new(),
+            scales: BTreeMap::new(),
             passing: OnceLock::new(),
         }
     }
@@ -173,7 +201,8 @@ impl TensorFiles {
             let (start, end) = info.data_offsets;
             let place = header.data_start + start as u64..header.data_start + end as u64;
             names.push(name.clone());
-            let info = TensorInfo { dtype: info.dtype, shape: info.shape, file: index, place };
+            let (dtype, shape) = (info.dtype, info.shape);
+            let info = TensorInfo { dtype, shape, file: index, place, transposed: false };
             if self.tensors.insert(name.clone(), info).is_some() {
                 return Err(Error::Index {
                     path: self.root.join(index::INDEX),
@@ -214,8 +243,80 @@ impl TensorFiles {
             cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
         }
         self.tensors.remove(name);
+        let parts = cut.iter().map(|(part, _)| part.clone()).collect();
+        self.cuts.push(Cut { name: name.to_string(), shape: whole.shape, parts });
         self.tensors.extend(cut);
         Ok(())
+    }
+
+    /// Reads a matrix as the transpose of the one in the file; its shape turns too. Reads no data.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`]; [`Error::Rows`] for a tensor that is no matrix of whole bytes.
+    pub fn transpose(&mut self, name: &str) -> Result<(), Error> {
+        let info = self.get(name)?;
+        if info.shape.len() != 2 || info.dtype.bitsize() % 8 != 0 {
+            return Err(info.outside(name, 0, info.elements()));
+        }
+        if let Some(info) = self.tensors.get_mut(name) {
+            info.shape.reverse();
+            info.transposed = !info.transposed;
+        }
+        Ok(())
+    }
+
+    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value for each of its blocks, which is no tensor of its own
+    /// any more. Returns whether both are there, with matching shapes.
+    pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) -> bool {
+        let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return false };
+        let number = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);
+        let fits = match (of.shape.as_slice(), info.shape.as_slice()) {
+            (&[o, i], &[so, si]) => [so, si] == [o.div_ceil(block[0]), i.div_ceil(block[1])],
+            _ => false,
+        };
+        if of.dtype != Dtype::F8_E4M3 || !number || !fits {
+            return false;
+        }
+        if let Some(info) = self.tensors.remove(scale) {
+            self.scales.insert(name.to_string(), Scale { name: scale.to_string(), info, block });
+        }
+        true
+    }
+
+    /// Whether a tensor is in 8 bits, with scales.
+    pub fn is_scaled(&self, name: &str) -> bool {
+        self.scales.contains_key(name)
+    }
+
+    /// Tensors of the files that are read as parts.
+    pub fn cuts(&self) -> &[Cut] {
+        &self.cuts
+    }
+
+    /// A tensor in its own dtype and shape, bit for bit, on the CPU; 8-bit floats as bytes.
+    ///
+    /// # Errors
+    /// A dtype that tensors in memory lack; otherwise as [`TensorFiles::read`].
+    pub fn untouched(&self, name: &str) -> Result<Tensor, Error> {
+        let info = self.get(name)?;
+        let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+        let dtype = match self.dtype_of(name)? {
+            DType::F8E4M3 => DType::U8,
+            dtype => dtype,
+        };
+        Tensor::from_raw_buffer(&self.read(name)?, dtype, &info.shape, &Device::Cpu).map_err(wrong)
+    }
+
+    /// Dtype in memory of a tensor that is read as it is.
+    ///
+    /// # Errors
+    /// A dtype that tensors in memory lack.
+    pub fn dtype_of(&self, name: &str) -> Result<DType, Error> {
+        let info = self.get(name)?;
+        DType::try_from(info.dtype).map_err(|_| {
+            let (path, from) = (self.files[info.file].0.clone(), info.dtype.to_string());
+            Error::Unread { path, name: name.to_string(), from, to: "a tensor in memory".into() }
+        })
     }
 
     /// All tensor names, sorted.
@@ -343,6 +444,28 @@ impl TensorFiles {
         let info = self.get(name)?;
         info.check_range(name, &elements, info.elements())?;
         let path = &self.files[info.file].0;
+        if let Some(scale) = self.scales.get(name) {
+            let (of, all) = (&scale.info, 0..scale.info.elements());
+            let scales = convert::tensor(
+                path,
+                &scale.name,
+                of.dtype,
+                (&of.shape, all),
+                DType::F32,
+                &Device::Cpu,
+                &|offset, buffer| self.fill(&scale.name, of, offset, buffer),
+            )?;
+            let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+            let scales = convert::Scales {
+                values: scales.to_vec1().map_err(wrong)?,
+                width: of.shape[1],
+                block: scale.block,
+            };
+            let place = (info.shape.as_slice(), elements);
+            return convert::scaled(path, name, place, &scales, dtype, device, &|offset, buffer| {
+                self.fill(name, info, offset, buffer)
+            });
+        }
         convert::tensor(path, name, info.dtype, (&info.shape, elements), dtype, device, &|offset, buffer| {
             self.fill(name, info, offset, buffer)
         })
@@ -391,13 +514,51 @@ impl TensorFiles {
 
     /// Fills `buffer` from byte `offset` of the tensor.
     fn fill(&self, name: &str, info: &TensorInfo, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        match (info.transposed, info.shape.as_slice()) {
+            (true, &[rows, cols]) => self.fill_transposed(name, info, (rows, cols), offset, buffer),
+            _ => self.fill_from(name, info, info.place.start + offset, buffer),
+        }
+    }
+
+    /// Fills `buffer` from byte `at` of a tensor's file.
+    fn fill_from(&self, name: &str, info: &TensorInfo, at: u64, buffer: &mut [u8]) -> Result<(), Error> {
         let (path, file) = &self.files[info.file];
-        let at = info.place.start + offset;
         file.read_exact_at(buffer, at).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => Error::CutShort { path: path.clone(), name: name.to_string() },
             _ => Error::read(path, e),
         })?;
         self.passing(info.file).into_iter().for_each(|p| p.update(at, buffer));
+        Ok(())
+    }
+
+    /// As [`TensorFiles::fill`], for `[rows, cols]` whose transpose is in the file: gathers a run of rows from each
+    /// line of the file. `offset` and the length are whole elements.
+    fn fill_transposed(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        (rows, cols): (usize, usize),
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), Error> {
+        let width = info.dtype.bitsize() / 8;
+        let (start, end) = (offset as usize / width, (offset as usize + buffer.len()) / width);
+        let mut line = Vec::new();
+        for col in 0..cols {
+            // rows whose element of this column lies in the range
+            let first = start.saturating_sub(col).div_ceil(cols);
+            let last = end.saturating_sub(col).div_ceil(cols);
+            if first >= last {
+                continue;
+            }
+            line.resize((last - first) * width, 0);
+            let at = info.place.start + ((col * rows + first) * width) as u64;
+            self.fill_from(name, info, at, &mut line)?;
+            for (row, value) in (first..last).zip(line.chunks_exact(width)) {
+                let to = (row * cols + col - start) * width;
+                buffer[to..to + width].copy_from_slice(value);
+            }
+        }
         Ok(())
     }
 }

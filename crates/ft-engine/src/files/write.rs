@@ -124,8 +124,11 @@ impl Entry {
             DType::BF16 => safetensors::Dtype::BF16,
             DType::F32 => safetensors::Dtype::F32,
             DType::F64 => safetensors::Dtype::F64,
+            DType::F8E4M3 => safetensors::Dtype::F8_E4M3,
             other => return Err(no_format(name, other)),
         };
+        // Passed through as bytes.
+        let dtype = if dtype == DType::F8E4M3 { DType::U8 } else { dtype };
         let bytes = shape.iter().product::<usize>() as u64 * (format.bitsize() / 8) as u64;
         Ok(Entry { name: name.to_string(), dtype, format, shape: shape.to_vec(), bytes })
     }

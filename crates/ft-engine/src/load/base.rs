@@ -88,7 +88,7 @@ impl Base {
 
     /// Whether a module is a score head that the checkpoint lacks.
     pub fn lacks(&self, m: &Module) -> bool {
-        m.is_score() && self.read_for(true).is_some_and(|files| files.info(&weight_name(m)).is_none())
+        m.is_score() && self.read_for(true).is_some_and(|files| files.info(&m.weight_name()).is_none())
     }
 
     /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
@@ -139,6 +139,10 @@ impl Base {
 
     /// Bytes per stored matrix value: from the first file in `dir` if given, otherwise from the config.
     pub fn stored_width(config: &Config, dir: Option<&Path>) -> u64 {
+        if config.fp8.is_some() {
+            // Scaled while loading, to the compute dtype.
+            return 4;
+        }
         dir.and_then(TensorFiles::matrix_width).unwrap_or_else(|| config.stored_width())
     }
 
@@ -154,7 +158,7 @@ impl Base {
 
     /// Whether decoder linears are 4-bit, by checkpoint or by quantization.
     pub fn is_4bit(&self) -> bool {
-        self.nf4 || self.config.four_bit
+        self.nf4 || self.config.holds_4bit()
     }
 
     /// Origin of a module's 4-bit weight, assuming the module does not train in full; `None` if not 4-bit.
@@ -171,8 +175,8 @@ impl Base {
     }
 
     fn has_4bit(&self, m: &Module, full: bool) -> bool {
-        let stored = |files| quant::find(files, &weight_name(m)).is_some();
-        self.config.four_bit && self.read_for(full).is_some_and(stored)
+        let stored = |files| quant::find(files, &m.weight_name()).is_some();
+        self.config.holds_4bit() && self.read_for(full).is_some_and(stored)
     }
 
     /// Reads a range of a module's weight or bias, as a vector in `dtype` on `device`. For weights
@@ -220,8 +224,8 @@ impl Base {
         match (self.read_for(full), &self.tensors) {
             (Some(_), _) if self.lacks(m) => random(self.seed),
             (Some(files), _) => {
-                let part = if bias { "bias" } else { "weight" };
-                Ok(files.part(&format!("{}.{part}", m.name), elements.clone(), dtype, device)?)
+                let name = if bias { m.bias_name() } else { m.weight_name() };
+                Ok(files.part(&name, elements.clone(), dtype, device)?)
             }
             (None, Tensors::Random(seed)) => random(*seed),
             (None, _) => Err(candle_core::Error::Msg(format!("{}: no files", m.name)).into()),
@@ -250,7 +254,7 @@ impl Base {
             let whole = self.original((m, number), false, true, all, DType::F32, &Device::Cpu)?;
             let mut values: Vec<f32> = whole.to_vec1()?;
             if initials.how() == Decomposition::Loftq {
-                let why = || Error::Tensors { dir: weight_name(m), why: "is not 4-bit".into() };
+                let why = || Error::Tensors { dir: m.weight_name(), why: "is not 4-bit".into() };
                 let (how, cpu) = (self.four_bit(m).ok_or_else(why)?, Device::Cpu);
                 let codes = self.codes((m, number), how, DType::F32, &mut CodeTables::new(&cpu)?)?;
                 let quantized = codes.dequantize()?.to_dtype(DType::F32)?.real()?.flatten_all()?;
@@ -278,7 +282,7 @@ impl Base {
         dtype: DType,
         scales: &dyn Fn(usize, Scales<'_>) -> ft_base::Result<Vec<f32>>,
     ) -> ft_base::Result<LazyMatrix<'_>> {
-        let (name, dims) = (weight_name(m), matrix(m)?);
+        let (name, dims) = (m.weight_name(), matrix(m)?);
         let files = self.read_for(false);
         if let (FourBit::Stored, Some(files)) = (how, files) {
             return quant::open(files, &name, dims);
@@ -308,7 +312,7 @@ impl Base {
         dtype: DType,
         books: &mut CodeTables,
     ) -> ft_base::Result<QuantizedMatrix> {
-        let (name, dims) = (weight_name(m), matrix(m)?);
+        let (name, dims) = (m.weight_name(), matrix(m)?);
         match (how, self.read_for(false)) {
             (FourBit::Stored, Some(files)) => Ok(quant::read(files, &name, dims, dtype, books)?),
             (_, Some(files)) if !self.is_residual(m) => {
@@ -326,8 +330,11 @@ impl Base {
 
     /// Dtype of a module's frozen weight in a model that computes in `compute` on `device`.
     pub fn frozen_dtype(&self, m: &Module, compute: DType, device: &Device) -> DType {
+        if m.is_bare() {
+            return DType::F32;
+        }
         let matrix = m.weight_shape().len() == 2 && !self.is_residual(m);
-        let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&weight_name(m)));
+        let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&m.weight_name()));
         let stored = match info.map(|i| i.dtype) {
             Some(Dtype::BF16) => DType::BF16,
             Some(Dtype::F16) => DType::F16,
@@ -339,8 +346,8 @@ impl Base {
     /// Checkpoint bytes read by [`Base::part`] or [`Base::codes`] for a module.
     pub fn bytes_of(&self, m: &Module, bias: bool, full: bool) -> u64 {
         let Some(files) = self.read_for(full) else { return 0 };
-        let name = if bias { format!("{}.bias", m.name) } else { weight_name(m) };
-        let parts = if self.config.four_bit && !bias { quant::find(files, &name) } else { None };
+        let name = if bias { m.bias_name() } else { m.weight_name() };
+        let parts = if self.config.holds_4bit() && !bias { quant::find(files, &name) } else { None };
         let names = parts.unwrap_or_default();
         std::iter::once(&name).chain(&names).filter_map(|n| files.info(n)).map(|i| i.bytes()).sum()
     }
@@ -355,13 +362,9 @@ fn matrix(m: &Module) -> Result<(usize, usize), Error> {
         &[o, i] => Ok((o, i)),
         other => {
             let why = format!("not built yet: a 4-bit weight of shape {other:?}");
-            Err(Error::Tensors { dir: weight_name(m), why })
+            Err(Error::Tensors { dir: m.weight_name(), why })
         }
     }
-}
-
-fn weight_name(m: &Module) -> String {
-    format!("{}.weight", m.name)
 }
 
 /// A range of a randomly initialized tensor, f32 on the CPU.
@@ -375,7 +378,8 @@ fn random(
     let n = elements.len();
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],
-        (_, Kind::Norm { .. }) => vec![1.0; n],
+        (_, Kind::Vector { .. }) => vec![0.0; n],
+        (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
         _ => {
             let std = config.initializer_range as f32;
             // Normal samples stay within eight standard deviations.

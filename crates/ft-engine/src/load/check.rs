@@ -2,8 +2,8 @@
 
 use super::error::Error;
 use crate::files::TensorFiles;
-use crate::model::Config;
-use crate::model::modules::{Group, VOCABULARY, modules};
+use crate::model::modules::{Group, modules};
+use crate::model::{Config, is_apart};
 use crate::quant;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
@@ -17,14 +17,14 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     let mut problems = Vec::new();
     let mut expected = BTreeSet::new();
     for m in modules(config) {
-        let mut want = vec![(format!("{}.weight", m.name), m.weight_shape())];
+        let mut want = vec![(m.weight_name(), m.weight_shape())];
         if let Some(n) = m.bias() {
-            want.push((format!("{}.bias", m.name), vec![n]));
+            want.push((m.bias_name(), vec![n]));
         }
         for (name, shape) in want {
             expected.insert(name.clone());
             if let (true, &[o, i], Some(parts)) =
-                (config.four_bit, shape.as_slice(), quant::find(files, &name))
+                (config.holds_4bit(), shape.as_slice(), quant::find(files, &name))
             {
                 problems.extend(quant::problems(files, &name, (o, i)).map(|why| format!("{name}: {why}")));
                 expected.extend(parts);
@@ -36,6 +36,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
                 }
+                Some(_) if files.is_scaled(&name) => {}
+                Some(i) if i.dtype == Dtype::F8_E4M3 => {
+                    problems.push(format!("{name}: F8_E4M3 in the file, without scales that fit it"));
+                }
                 Some(i) if !matches!(i.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64) => {
                     problems.push(format!("{name}: {} in the file, F32, F16, BF16 or F64 are read", i.dtype));
                 }
@@ -44,11 +48,11 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
         }
     }
     if config.scores.is_some() {
-        expected.insert(format!("{VOCABULARY}.weight"));
+        expected.insert(format!("{}.weight", config.vocabulary_name()));
     }
     for name in files.names() {
         // Buffers saved by old versions of transformers.
-        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") {
+        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") && !is_apart(name) {
             problems.push(format!("{name}: unexpected"));
         }
     }

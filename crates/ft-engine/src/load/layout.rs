@@ -2,11 +2,16 @@
 //!
 //! transformers 5 can write `mlp.experts.gate_up_proj` `[e, 2f, d]` (per expert: gate rows, then up rows),
 //! `mlp.experts.down_proj` `[e, d, f]` and the router as `mlp.gate.weight`, regardless of the family's own
-//! names. [`open`] presents both layouts alike: one tensor per module, under the module's name.
+//! names. [`open`] presents both layouts alike: one tensor per module, under the module's name. [`write`] writes a
+//! model in the layout that it was read in.
 
-use crate::files::TensorFiles;
-use crate::model::Config;
+use super::fused;
+use crate::files::{Cut, TensorFiles, write_folder};
+use crate::model::{Config, is_apart};
+use candle_core::{DType, Tensor};
 use ft_base::store::{self};
+use serde_json::{Map, Value};
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 /// Opens a model's weights with one tensor per module.
@@ -15,12 +20,23 @@ use std::path::Path;
 /// As [`TensorFiles::open_model`].
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
+    fused::open(config, &mut files)?;
+    if let Some(block) = config.fp8 {
+        const SCALE: &str = "_scale_inv";
+        let scales: Vec<String> =
+            files.names().filter(|n| n.ends_with(SCALE) && !is_apart(n)).map(String::from).collect();
+        for scale in scales {
+            // One that does not fit stays a tensor, which the check finds unexpected.
+            files.scale(scale.trim_end_matches(SCALE), &scale, block);
+        }
+    }
     let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
     let (e, f, d) = (moe.experts, moe.width, config.hidden);
     let [gate, up, down] = names.names;
     for l in (0..config.layers).filter(|l| moe.sparse[*l]) {
-        let own = format!("model.layers.{l}.{}", names.block);
-        for block in [&own, &format!("model.layers.{l}.mlp")] {
+        let layer = format!("{}.layers.{l}", config.body);
+        let own = format!("{layer}.{}", names.block);
+        for block in [&own, &format!("{layer}.mlp")] {
             let expert = |e: usize, name: &str| format!("{own}.experts.{e}.{name}.weight");
             // Tensors of another shape keep their name; the check reports them as unexpected.
             let is = |files: &TensorFiles, name: &str, shape: &[usize]| {
@@ -47,4 +63,62 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
         }
     }
     Ok(files)
+}
+
+/// Name, dtype and shape of a tensor to be written.
+pub type Entry = fused::Entry;
+
+/// Writes a model folder as [`write_folder`] does, in the layout of `files`, which the model was read from: tensors
+/// that were cut are joined, and those of parts that `ft` does not compute follow unchanged. Experts are fused as the
+/// family has them.
+///
+/// # Errors
+/// As [`write_folder`].
+pub fn write(
+    (model, files): (&Config, Option<&TensorFiles>),
+    (source, out): (&Path, &Path),
+    config: Map<String, Value>,
+    dtype: DType,
+    mut entries: Vec<Entry>,
+    get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
+) -> ft_base::Result<()> {
+    let fused = fused::join(model, &mut entries);
+    let Some(files) = files else {
+        return write_folder(source, out, config, dtype, &entries, &mut |name| match fused.get(name) {
+            Some(fused) => fused.stack(get),
+            None => get(name),
+        });
+    };
+    let joined = joined(files, &entries);
+    let parts: HashSet<&String> = joined.values().flat_map(|(cut, _)| &cut.parts).collect();
+    entries.retain(|(name, ..)| !parts.contains(name));
+    entries.extend(joined.values().map(|(cut, dtype)| (cut.name.clone(), *dtype, cut.shape.clone())));
+    let apart: HashSet<&str> = files.names().filter(|n| is_apart(n)).collect();
+    for name in &apart {
+        entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
+    }
+    write_folder(source, out, config, dtype, &entries, &mut |name| {
+        if let Some((cut, _)) = joined.get(name) {
+            let flat = |part: &String| Ok(get(part)?.flatten_all()?);
+            let parts = cut.parts.iter().map(flat).collect::<ft_base::Result<Vec<_>>>()?;
+            return Ok(Tensor::cat(&parts, 0)?.reshape(cut.shape.as_slice())?);
+        }
+        match fused.get(name) {
+            Some(fused) => fused.stack(get),
+            None if apart.contains(name) => Ok(files.untouched(name)?),
+            None => get(name),
+        }
+    })
+}
+
+/// Cut tensors to be joined again, with their dtypes: all of them, or none if a part has another form, such as 4 bits.
+fn joined<'a>(files: &'a TensorFiles, entries: &[Entry]) -> HashMap<String, (&'a Cut, DType)> {
+    let dtypes: HashMap<&str, DType> =
+        entries.iter().map(|(name, dtype, _)| (name.as_str(), *dtype)).collect();
+    let whole = |cut: &'a Cut| {
+        let first = dtypes.get(cut.parts.first()?.as_str()).filter(|d| **d != DType::U8)?;
+        let alike = cut.parts.iter().all(|part| dtypes.get(part.as_str()) == Some(first));
+        alike.then(|| (cut.name.clone(), (cut, *first)))
+    };
+    files.cuts().iter().map(whole).collect::<Option<_>>().unwrap_or_default()
 }

@@ -3,6 +3,7 @@
 mod base;
 mod check;
 mod error;
+mod fused;
 mod initial;
 pub mod layout;
 mod quantize;

@@ -2,9 +2,8 @@
 
 use super::check::check_tensors;
 use super::layout;
-use crate::files::write_folder;
 use crate::model::Config;
-use crate::model::modules::{Group, Module, SCORE, VOCABULARY, modules};
+use crate::model::modules::{Group, Module, SCORE, modules};
 use crate::quant::{self, Error};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store::AtomicFolder;
@@ -46,8 +45,7 @@ pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_
 
 /// Names of the tensors of a module in a checkpoint.
 fn names(m: &Module) -> impl Iterator<Item = String> {
-    let bias = m.bias().map(|_| format!("{}.bias", m.name));
-    std::iter::once(format!("{}.weight", m.name)).chain(bias)
+    std::iter::once(m.weight_name()).chain(m.bias().map(|_| m.bias_name()))
 }
 
 /// Quantizes a checkpoint into a folder that exists.
@@ -55,7 +53,7 @@ fn names(m: &Module) -> impl Iterator<Item = String> {
 /// # Errors
 /// As [`quantize`].
 pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
-    if config.four_bit {
+    if config.holds_4bit() {
         return Err(Error::Already { dir: source.display().to_string() }.into());
     }
     let files = layout::open(config, source)?;
@@ -92,11 +90,11 @@ pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -
 
     let mut raw = config.raw.clone();
     raw.insert("quantization_config".into(), quantization_config(config, double));
-    let dtype = quant::dtype_of(&files, "model.embed_tokens.weight")?;
+    let dtype = quant::dtype_of(&files, &format!("{}.weight", config.embedding_name()))?;
     let codes: HashMap<String, Vec<usize>> =
         entries.iter().filter(|(_, d, _)| *d == DType::U8).map(|(n, _, s)| (n.clone(), s.clone())).collect();
     let bar = bytes_bar("quantizing", files.total_bytes());
-    write_folder(source, out, raw, dtype, &entries, &mut |name| {
+    layout::write((config, Some(&files)), (source, out), raw, dtype, entries, &mut |name| {
         if let Some(value) = ready.remove(name) {
             return Ok(value);
         }
@@ -117,7 +115,7 @@ pub fn quantize_into(config: &Config, source: &Path, out: &Path, double: bool) -
 fn quantization_config(config: &Config, double: bool) -> Value {
     // Modules to skip. By default, transformers skips only the head.
     let routers = modules(config).into_iter().filter(|m| m.group == Group::Router).map(|m| m.name);
-    let head = if config.scores.is_some() { SCORE } else { VOCABULARY };
+    let head = if config.scores.is_some() { SCORE } else { config.vocabulary_name() };
     let skip: Vec<String> = std::iter::once(head.to_string()).chain(routers).collect();
     json!({
         "_load_in_4bit": true,

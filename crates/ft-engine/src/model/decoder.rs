@@ -1,8 +1,10 @@
 //! The whole decoder: embedding, layers, head.
 
-use super::attention::Attention;
+use super::attention::{Attention, QkNorm};
 use super::config::Config;
-use super::config::modules::{FeedForwardTree, Kind, LayerTree, MlpTree, Module, Tree, modules};
+use super::config::family::{DeltaProjections, QkNorms};
+use super::config::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, modules};
+use super::delta::{DeltaNet, Parameter, Projections};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
 use super::feed_forward::{Mixture, Owned, Shared};
@@ -10,6 +12,7 @@ use super::head::Head;
 use super::layer::{FeedForward, Layer};
 use super::linear::Rows;
 use super::linear::{Linear, Lora, Weight};
+use super::mixer::Mixer;
 use super::norm::Norm;
 use super::pass::batch::{Batch, HostBatch};
 use super::pass::sink::Slot;
@@ -145,15 +148,16 @@ impl<'a> Builder<'a> {
             None => self.linear(head)?,
         };
         let (vocab, scores) = (self.config.outputs(), self.config.scores.is_some());
-        Ok(Head { norm, linear, vocab, scores })
+        Ok(Head { norm, linear, vocab, scores, cap: self.config.logit_cap })
     }
 
     /// Builds the embedding; also returns the table for a tied head.
     pub fn embedding(&mut self, m: &Module) -> ft_base::Result<(Embedding, Table)> {
         let (table, slot, rows) = self.table(m)?;
         let lora = self.weights.embedding_lora(m)?;
-        let dtype = self.weights.dtype();
-        Ok((Embedding { table: table.clone(), dtype, slot, lora, rows: rows.clone() }, (table, slot, rows)))
+        let (dtype, scale) = (self.weights.dtype(), self.config.embedding_scale);
+        let embedding = Embedding { table: table.clone(), dtype, scale, slot, lora, rows: rows.clone() };
+        Ok((embedding, (table, slot, rows)))
     }
 
     fn table(&mut self, m: &Module) -> ft_base::Result<Table> {
@@ -163,7 +167,12 @@ impl<'a> Builder<'a> {
 
     fn norm(&mut self, m: &Module) -> ft_base::Result<Norm> {
         let (weight, slot) = self.weights.weight(m)?;
-        Ok(Norm { weight, slot, eps: self.config.eps })
+        let plus = if self.config.family.plus_one { 1.0 } else { 0.0 };
+        Ok(Norm { weight, slot, eps: self.config.eps, plus })
+    }
+
+    fn optional(&mut self, m: &Option<Module>) -> ft_base::Result<Option<Norm>> {
+        m.as_ref().map(|m| self.norm(m)).transpose()
     }
 
     fn linear(&mut self, m: &Module) -> ft_base::Result<Linear> {
@@ -180,25 +189,73 @@ impl<'a> Builder<'a> {
         Ok(Linear { weight, bias, weight_slot, bias_slot, lora, rows })
     }
 
+    /// Builds the token mixer of layer `l`.
+    fn mixer(&mut self, l: usize, t: &MixerTree) -> ft_base::Result<Mixer> {
+        let c = self.config;
+        Ok(match t {
+            MixerTree::Attention { q, k, v, o, qk_norm, sinks } => Mixer::Attention(Box::new(Attention {
+                q: self.linear(q)?,
+                k: self.linear(k)?,
+                v: self.linear(v)?,
+                o: self.linear(o)?,
+                qk_norm: match qk_norm {
+                    Some((q, k)) => {
+                        let whole = c.family.qk_norm == QkNorms::Whole;
+                        Some(QkNorm { q: self.norm(q)?, k: self.norm(k)?, whole })
+                    }
+                    None => None,
+                },
+                sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
+                heads: c.heads,
+                kv_heads: c.kv_heads,
+                head_dim: c.head_dim,
+                scale: c.attention[l].scale,
+                rope: c.attention[l].rope,
+                window: c.attention[l].window,
+                gated: c.family.gated,
+            })),
+            MixerTree::Delta { projections, conv, a_log, bias, norm, out } => {
+                let Some(delta) = c.delta_of(l) else {
+                    let why = format!("layer {l} has linear attention and its config none");
+                    return Err(candle_core::Error::Msg(why).into());
+                };
+                let linears: Vec<Linear> =
+                    projections.iter().map(|m| self.linear(m)).collect::<ft_base::Result<_>>()?;
+                let projections = match (delta.projections, <[Linear; 4]>::try_from(linears)) {
+                    (DeltaProjections::Split, Ok([qkv, z, b, a])) => Projections::Split { qkv, z, b, a },
+                    (_, Ok(_)) => {
+                        return Err(candle_core::Error::Msg(format!("layer {l}: projections")).into());
+                    }
+                    (_, Err(linears)) => match <[Linear; 2]>::try_from(linears) {
+                        Ok([qkvz, ba]) => Projections::Interleaved { qkvz, ba },
+                        Err(_) => {
+                            return Err(candle_core::Error::Msg(format!("layer {l}: projections")).into());
+                        }
+                    },
+                };
+                let mut conv = self.parameter(conv)?;
+                conv.value = conv.value.reshape((delta.heads.channels(), delta.taps))?;
+                let (a_log, bias) = (self.parameter(a_log)?, self.parameter(bias)?);
+                // The weight of this norm is stored as it is.
+                let norm = Norm { plus: 0.0, ..self.norm(norm)? };
+                let (out, heads) = (self.linear(out)?, delta.heads);
+                Mixer::Delta(Box::new(DeltaNet { projections, out, conv, a_log, bias, norm, heads }))
+            }
+        })
+    }
+
+    fn parameter(&mut self, m: &Module) -> ft_base::Result<Parameter> {
+        let (value, slot) = self.weights.weight(m)?;
+        Ok(Parameter { value, slot })
+    }
+
     /// Builds layer `l`.
     pub fn layer(&mut self, l: usize, t: &LayerTree) -> ft_base::Result<Layer> {
         let c = self.config;
-        let attn_norm = self.norm(&t.attn_norm)?;
-        let attn = Attention {
-            q: self.linear(&t.q)?,
-            k: self.linear(&t.k)?,
-            v: self.linear(&t.v)?,
-            o: self.linear(&t.o)?,
-            qk_norm: match &t.qk_norm {
-                Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
-                None => None,
-            },
-            heads: c.heads,
-            kv_heads: c.kv_heads,
-            head_dim: c.head_dim,
-            window: c.windows[l],
-        };
-        let mlp_norm = self.norm(&t.mlp_norm)?;
+        let attn_norm = self.optional(&t.attn_norm)?;
+        let attn = self.mixer(l, &t.mixer)?;
+        let attn_post = self.optional(&t.attn_post)?;
+        let mlp_norm = self.optional(&t.mlp_norm)?;
         let mlp = match (&t.mlp, &c.moe) {
             (FeedForwardTree::Mixture { router, experts, shared }, Some(moe)) => {
                 let router = self.linear(router)?;
@@ -224,10 +281,13 @@ impl<'a> Builder<'a> {
             }
             (FeedForwardTree::Dense(mlp), _) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
         };
-        Ok(Layer { attn_norm, attn, mlp_norm, mlp })
+        let mlp_post = self.optional(&t.mlp_post)?;
+        Ok(Layer { attn_norm, attn, attn_post, mlp_norm, mlp, mlp_post })
     }
 
     fn mlp(&mut self, t: &MlpTree) -> ft_base::Result<Mlp> {
-        Ok(Mlp { gate: self.linear(&t.gate)?, up: self.linear(&t.up)?, down: self.linear(&t.down)? })
+        let gate = self.linear(&t.gate)?;
+        let up = t.up.as_ref().map(|up| self.linear(up)).transpose()?;
+        Ok(Mlp { gate, up, down: self.linear(&t.down)?, glu: self.config.glu })
     }
 }

@@ -13,6 +13,8 @@ pub struct Embedding {
     pub table: Tensor,
     /// Compute dtype.
     pub dtype: DType,
+    /// Factor on the embeddings, rounded to the compute dtype.
+    pub scale: f64,
     /// Gradient slot, if trained in full.
     pub slot: Option<Slot>,
     pub lora: Option<EmbeddingLora>,
@@ -46,12 +48,22 @@ impl Embedding {
         if let Some(l) = &self.lora {
             gemm::matmul_acc(&y, &l.rows(ids)?, false, &l.b, true, l.scale)?;
         }
-        Ok(y)
+        self.scaled(y)
+    }
+
+    /// `x` times the factor on the embeddings.
+    fn scaled(&self, x: Tensor) -> Result<Tensor> {
+        let scale = match self.dtype {
+            DType::BF16 => half::bf16::from_f64(self.scale).to_f64(),
+            DType::F16 => half::f16::from_f64(self.scale).to_f64(),
+            _ => self.scale,
+        };
+        if scale == 1.0 { Ok(x) } else { x * scale }
     }
 
     /// Adds the gradients of trained tensors to the sink.
     pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
-        let ids = &batch.ids;
+        let (ids, dy) = (&batch.ids, &self.scaled(dy.clone())?);
         if let Some(slot) = self.slot {
             sink.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
         }

@@ -6,7 +6,7 @@ use super::linear::Linear;
 use super::norm::Norm;
 use super::pass::batch::{Batch, Context, Distillation, Teacher};
 use super::pass::sink::Sink;
-use candle_core::Result;
+use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::spread::Spread;
 use ft_kernels::{Role, embed, loss};
@@ -28,6 +28,8 @@ pub struct Head {
     pub vocab: usize,
     /// Whether the outputs are scores of documents, read at their last tokens, and not logits of the vocabulary.
     pub scores: bool,
+    /// Limit of the logits: `cap tanh(logits / cap)`.
+    pub cap: Option<f64>,
 }
 
 /// Result of the head for a micro-batch.
@@ -99,7 +101,20 @@ impl Head {
     /// Logits `[n, v]` in f32 (f64 for f64) for all rows of `x` `[n, d]`. For generation and tests.
     pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         self.linear.write_rows()?;
-        Ok(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
+        self.capped(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
+    }
+
+    /// Logits within their limit.
+    fn capped(&self, logits: Tensor) -> Result<Tensor> {
+        match self.cap {
+            Some(cap) => ((logits / cap)?.tanh()? * cap)?.contiguous(),
+            None => Ok(logits),
+        }
+    }
+
+    /// Derivative of the limit in `dtype`, from the limited logits.
+    fn slope(&self, capped: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
+        self.cap.map(|cap| (capped / cap)?.sqr()?.affine(-1.0, 1.0)?.to_dtype(dtype)).transpose()
     }
 
     /// Forward and backward pass for the batch's targets, weighted as in the batch. An objective replaces
@@ -183,6 +198,8 @@ impl Head {
             let (saved, (loss, divergence), dlogits) = x.role(Role::Logits, || -> Result<_> {
                 let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
                 drop(normed);
+                let logits = self.capped(logits)?;
+                let slope = if backward.is_some() { self.slope(&logits, x.dtype())? } else { None };
                 let weights = backward.and_then(|b| b.weights);
                 let weights = weights.map(|w| w.narrow(0, from, rows)).transpose()?;
                 let gradient = backward.map(|b| {
@@ -191,6 +208,10 @@ impl Head {
                 });
                 let teacher = batch.teacher.as_ref().map(|t| t.narrow(from, rows)).transpose()?;
                 let (losses, dl) = losses_of(logits, &targets, teacher.as_ref(), gradient)?;
+                let dl = match (dl, slope) {
+                    (Some(dl), Some(slope)) => Some((dl * slope)?),
+                    (dl, _) => dl,
+                };
                 Ok((saved, losses, dl))
             })?;
             losses.push(loss);

@@ -1,9 +1,10 @@
-//! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
+//! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`. Some families normalize the
+//! outputs too, or instead.
 
-use super::attention::{self, Attention};
 use super::feed_forward::mlp::{self, Mlp};
 use super::feed_forward::{self, Mixture};
 use super::linear::Linear;
+use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
 use super::pass::sink::Sink;
@@ -17,16 +18,21 @@ use std::sync::Arc;
 /// A decoder layer.
 #[derive(Clone, Debug)]
 pub struct Layer {
-    pub attn_norm: Norm,
-    pub attn: Attention,
-    pub mlp_norm: Norm,
+    pub attn_norm: Option<Norm>,
+    /// Attention, or the delta rule.
+    pub attn: Mixer,
+    /// Norm of the mixer's output.
+    pub attn_post: Option<Norm>,
+    pub mlp_norm: Option<Norm>,
     pub mlp: FeedForward,
+    /// Norm of the feed-forward part's output.
+    pub mlp_post: Option<Norm>,
 }
 
 /// Feed-forward part of a layer.
 #[derive(Clone, Debug)]
 pub enum FeedForward {
-    /// One SwiGLU for all tokens.
+    /// One gated feed-forward for all tokens.
     Dense(Box<Mlp>),
     /// A mixture of experts.
     Mixture(Box<Mixture>),
@@ -49,10 +55,37 @@ impl FeedForward {
         }
     }
 
-    /// Restores the saved activations from the input `x` and the remains in `kept`.
-    fn restore(&self, kept: FeedForwardSaved, x: &Padded, ctx: &Context) -> Result<FeedForwardSaved> {
+    /// Forward pass: `[t, d]` -> `[t, d]`. `replay` as in [`Layer::forward`].
+    fn forward(
+        &self,
+        x: &Padded,
+        ctx: &Context,
+        replay: Option<Arc<Groups>>,
+    ) -> Result<(Tensor, FeedForwardSaved)> {
         use FeedForwardSaved as Saved;
-        Ok(match (self, kept) {
+        match self {
+            FeedForward::Dense(b) => b.forward(x, ctx).map(|(m, s)| (m, Saved::Dense(Box::new(s)))),
+            FeedForward::Mixture(b) => {
+                b.forward(&x.values()?, ctx, replay).map(|(m, s)| (m, Saved::Mixture(Box::new(s))))
+            }
+        }
+    }
+
+    /// Restores the saved activations from the input `x` and the remains in `kept`; also returns the output if
+    /// `wants_output` and it is computed on the way.
+    fn restore(
+        &self,
+        kept: FeedForwardSaved,
+        x: &Padded,
+        ctx: &Context,
+        wants_output: bool,
+    ) -> Result<(Option<Tensor>, FeedForwardSaved)> {
+        use FeedForwardSaved as Saved;
+        let saved = match (self, kept) {
+            (_, Saved::Dropped(groups)) if wants_output => {
+                let (m, saved) = self.forward(x, ctx, groups)?;
+                return Ok((Some(m), saved));
+            }
             (FeedForward::Dense(b), Saved::Dropped(_)) => Saved::Dense(Box::new(b.recompute(x, ctx)?)),
             (FeedForward::Mixture(b), Saved::Dropped(groups)) => {
                 Saved::Mixture(Box::new(b.recompute(&x.values()?, ctx, groups)?))
@@ -66,7 +99,25 @@ impl FeedForward {
                 Saved::Mixture(s)
             }
             _ => candle_core::bail!("{OTHER}"),
-        })
+        };
+        Ok((None, saved))
+    }
+
+    /// Backward pass: returns the gradient of the input.
+    fn backward(
+        &self,
+        saved: FeedForwardSaved,
+        dy: &Padded,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        use FeedForwardSaved as Saved;
+        match (self, saved) {
+            (FeedForward::Dense(b), Saved::Dense(s)) => b.backward(*s, dy, ctx, sink),
+            (FeedForward::Mixture(b), Saved::Mixture(s)) => b.backward(*s, &dy.values()?, ctx, sink, balance),
+            _ => candle_core::bail!("{OTHER}"),
+        }
     }
 }
 
@@ -97,10 +148,21 @@ impl Level {
 /// Saved activations of a layer, besides its input; reduced by [`Saved::keep`].
 #[derive(Debug)]
 pub struct Saved {
-    /// Residual stream after attention `[t, d]`, and attention's saved activations. `None` if attention is
-    /// recomputed.
-    attn: Option<(Tensor, attention::Saved)>,
+    /// `None` if attention is recomputed.
+    attn: Option<Attended>,
     mlp: FeedForwardSaved,
+    /// Output of the feed-forward part `[t, d]`, if it is normalized; `None` if recomputed.
+    mlp_out: Option<Tensor>,
+}
+
+/// Saved activations of the attention half.
+#[derive(Debug)]
+struct Attended {
+    /// Residual stream after attention `[t, d]`; `None` if computed again from `out`.
+    mid: Option<Tensor>,
+    /// Output of attention `[t, d]`, if it is normalized.
+    out: Option<Tensor>,
+    saved: mixer::Saved,
 }
 
 #[derive(Debug)]
@@ -119,10 +181,14 @@ impl Saved {
         }
         if level >= Level::FeedForward {
             self.mlp = FeedForwardSaved::Dropped(self.routing());
+            self.mlp_out = None;
         }
         if level >= Level::Norms {
-            if let Some((_, attn)) = &mut self.attn {
-                attn.drop_inputs();
+            if let Some(Attended { mid, out, saved }) = &mut self.attn {
+                saved.drop_inputs();
+                if out.is_some() {
+                    *mid = None;
+                }
             }
             match &mut self.mlp {
                 FeedForwardSaved::Dense(s) => s.drop_inputs(),
@@ -154,7 +220,7 @@ impl Saved {
 impl Layer {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
-        let mut all = self.attn.linears().to_vec();
+        let mut all = self.attn.linears();
         match &self.mlp {
             FeedForward::Dense(b) => all.extend(b.linears()),
             FeedForward::Mixture(b) => all.extend(b.linears()),
@@ -166,7 +232,7 @@ impl Layer {
     pub fn remove_adapters(&mut self) {
         let own = self.attn.linears_mut().into_iter();
         let of_mlp: Vec<&mut Linear> = match &mut self.mlp {
-            FeedForward::Dense(b) => b.linears_mut().into(),
+            FeedForward::Dense(b) => b.linears_mut().collect(),
             FeedForward::Mixture(b) => b.linears_mut(),
         };
         own.chain(of_mlp).for_each(|linear| linear.lora = None);
@@ -177,17 +243,26 @@ impl Layer {
         self.linears().into_iter().any(Linear::is_packed)
     }
 
+    /// The weight of a norm, for device and compute dtype.
+    fn sample(&self) -> Result<&Tensor> {
+        let norms = [&self.attn_norm, &self.attn_post, &self.mlp_norm, &self.mlp_post];
+        match norms.into_iter().flatten().next() {
+            Some(norm) => Ok(&norm.weight),
+            None => candle_core::bail!("a layer without norms"),
+        }
+    }
+
     /// Whether expert products read 4-bit codes directly, even if the rest of the layer is dequantized.
     pub fn reads_codes(&self) -> bool {
-        let w = &self.attn_norm.weight;
-        matches!(&self.mlp, FeedForward::Mixture(b) if b.reads_codes(w.device(), w.dtype()))
+        let FeedForward::Mixture(b) = &self.mlp else { return false };
+        self.sample().is_ok_and(|w| b.reads_codes(w.device(), w.dtype()))
     }
 
     /// A copy for one visit of the walk at recompute level `level`. Dequantizes the 4-bit matrices used
     /// twice in the visit; for a mixture, only experts with tokens by `routing`. Dropping the copy frees
     /// the memory.
     pub fn dequantized(&self, level: Level, routing: Option<&Groups>) -> Result<Self> {
-        let on = self.attn_norm.weight.device();
+        let on = self.sample()?.device();
         let mlp = match (&self.mlp, routing) {
             (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.dequantized()?)),
             (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.dequantized(g, on)?)),
@@ -195,12 +270,8 @@ impl Layer {
                 candle_core::bail!("a mixture dequantized before it has routed")
             }
         };
-        Ok(Self {
-            attn_norm: self.attn_norm.clone(),
-            attn: if level == Level::Full { self.attn.dequantized()? } else { self.attn.clone() },
-            mlp_norm: self.mlp_norm.clone(),
-            mlp,
-        })
+        let attn = if level == Level::Full { self.attn.dequantized()? } else { self.attn.clone() };
+        Ok(Self { attn, mlp, ..self.clone() })
     }
 
     /// Rebuilds the full saved activations from `kept`, the result of [`Saved::keep`].
@@ -213,44 +284,70 @@ impl Layer {
                 let (mid, normed, attn) = self.attend(x, ctx, None)?;
                 (mid, Some(normed), attn)
             }
-            Some((mid, mut attn)) => {
-                let norm = || self.attn_norm.forward_padded(x, self.attn.fused_rank(x))?.values();
-                let normed = self.attn.needs_input().then(norm).transpose()?;
-                self.attn.restore(&mut attn, normed.as_ref(), ctx)?;
+            Some(Attended { mid, out, mut saved }) => {
+                let input = || self.input(&self.attn_norm, x, self.attn.fused_rank(x))?.values();
+                let normed = self.attn.needs_input().then(input).transpose()?;
+                self.attn.restore(&mut saved, normed.as_ref(), ctx)?;
                 drop(normed);
+                let mid = match (mid, &out, &self.attn_post) {
+                    (Some(mid), ..) => mid,
+                    (None, Some(a), Some(post)) => (x + post.forward(a)?)?,
+                    _ => candle_core::bail!("{OTHER}"),
+                };
                 let needed = level >= Level::FeedForward || self.mlp.needs_input();
-                let norm = || self.mlp_norm.forward_padded(&mid, self.mlp.fused_rank(x));
-                let normed = needed.then(norm).transpose()?;
-                (mid, normed, attn)
+                let input = || self.input(&self.mlp_norm, &mid, self.mlp.fused_rank(x));
+                let normed = needed.then(input).transpose()?;
+                (mid, normed, (out, saved))
             }
         };
-        let mlp = match normed {
-            Some(normed) => self.mlp.restore(kept.mlp, &normed, ctx)?,
-            None => kept.mlp,
+        let wants_output = self.mlp_post.is_some() && kept.mlp_out.is_none();
+        let (mlp_out, mlp) = match normed {
+            Some(normed) => self.mlp.restore(kept.mlp, &normed, ctx, wants_output)?,
+            None => (None, kept.mlp),
         };
-        Ok(Saved { attn: Some((mid, attn)), mlp })
+        let (out, saved) = attn;
+        let attn = Some(Attended { mid: Some(mid), out, saved });
+        Ok(Saved { attn, mlp, mlp_out: kept.mlp_out.or(mlp_out) })
     }
 
-    /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved
-    /// activations.
+    /// The input of a half, with `rank` spare columns if normalized.
+    fn input(&self, norm: &Option<Norm>, x: &Tensor, rank: usize) -> Result<Padded> {
+        match norm {
+            Some(norm) => norm.forward_padded(x, rank),
+            None => Padded::of(x),
+        }
+    }
+
+    /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved activations
+    /// with attention's output, if that is normalized.
     fn attend(
         &self,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut attention::Cache>,
-    ) -> Result<(Tensor, Padded, attention::Saved)> {
-        let normed = self.attn_norm.forward_padded(x, self.attn.fused_rank(x))?;
+        cache: Option<&mut mixer::Cache>,
+    ) -> Result<(Tensor, Padded, (Option<Tensor>, mixer::Saved))> {
+        let normed = self.input(&self.attn_norm, x, self.attn.fused_rank(x))?;
         let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
         drop(normed);
-        let (mid, normed) = self.mlp_norm.forward_add(x, a, self.mlp.fused_rank(x))?;
-        Ok((mid, normed, attn))
+        let (a, out) = match &self.attn_post {
+            Some(post) => (post.forward(&a)?, Some(a)),
+            None => (a, None),
+        };
+        let (mid, normed) = match &self.mlp_norm {
+            Some(norm) => norm.forward_add(x, a, self.mlp.fused_rank(x))?,
+            None => {
+                let mid = (x + a)?;
+                (mid.clone(), Padded::of(&mid)?)
+            }
+        };
+        Ok((mid, normed, (out, attn)))
     }
 
     /// Spare columns for the gradient of the layer's output: see [`Linear::fused_rank_back`].
     pub fn fused_rank_back(&self, like: &Tensor, ctx: &Context) -> usize {
         match &self.mlp {
-            FeedForward::Dense(b) => b.down.fused_rank_back(like, ctx),
-            FeedForward::Mixture(_) => 0,
+            FeedForward::Dense(b) if self.mlp_post.is_none() => b.down.fused_rank_back(like, ctx),
+            _ => 0,
         }
     }
 
@@ -260,19 +357,17 @@ impl Layer {
         &self,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut attention::Cache>,
+        cache: Option<&mut mixer::Cache>,
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
-        let (mid, normed, attn) = self.attend(x, ctx, cache)?;
-        let (m, mlp) = match &self.mlp {
-            FeedForward::Dense(b) => {
-                b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(Box::new(s))))?
-            }
-            FeedForward::Mixture(b) => b
-                .forward(&normed.values()?, ctx, replay)
-                .map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?,
+        let (mid, normed, (out, saved)) = self.attend(x, ctx, cache)?;
+        let (m, mlp) = self.mlp.forward(&normed, ctx, replay)?;
+        drop(normed);
+        let (m, mlp_out) = match &self.mlp_post {
+            Some(post) => (post.forward(&m)?, Some(m)),
+            None => (m, None),
         };
-        Ok(((&mid + m)?, Saved { attn: Some((mid, attn)), mlp }))
+        Ok(((&mid + m)?, Saved { attn: Some(Attended { mid: Some(mid), out, saved }), mlp, mlp_out }))
     }
 
     /// Backward pass: returns the gradient of the input `x`, with `rank` spare columns. `balance` adds the
@@ -286,20 +381,47 @@ impl Layer {
         balance: Option<&Balance>,
         rank: usize,
     ) -> Result<Padded> {
-        let Some((mid, attn)) = s.attn else { candle_core::bail!("{OTHER}") };
+        let Some(Attended { mid: Some(mid), out, saved }) = s.attn else { candle_core::bail!("{OTHER}") };
         let d_mid = {
-            let dn = match (&self.mlp, s.mlp) {
-                (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(*s, dy, ctx, sink)?,
-                (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
-                    b.backward(*s, &dy.values()?, ctx, sink, balance)?
-                }
-                _ => candle_core::bail!("{OTHER}"),
-            };
-            let rank = self.attn.o.fused_rank_back(&dn, ctx);
-            self.mlp_norm.backward_add(&mid, &dn, dy, rank, sink)?
+            let before = post_back(&self.mlp_post, s.mlp_out, dy, sink)?;
+            let dn = self.mlp.backward(s.mlp, before.as_ref().unwrap_or(dy), ctx, sink, balance)?;
+            drop(before);
+            let rank = if self.attn_post.is_none() { self.attn.fused_rank_back(&dn, ctx) } else { 0 };
+            add_back(&self.mlp_norm, &mid, dn, dy, rank, sink)?
         };
         drop(mid);
-        let dn = self.attn.backward(attn, &d_mid, ctx, sink)?;
-        self.attn_norm.backward_add(x, &dn, &d_mid, rank, sink)
+        let before = post_back(&self.attn_post, out, &d_mid, sink)?;
+        let dn = self.attn.backward(saved, before.as_ref().unwrap_or(&d_mid), ctx, sink)?;
+        drop(before);
+        add_back(&self.attn_norm, x, dn, &d_mid, rank, sink)
+    }
+}
+
+/// Gradient before the norm of a half's output `out`, if it has one.
+fn post_back(
+    norm: &Option<Norm>,
+    out: Option<Tensor>,
+    dy: &Padded,
+    sink: &Sink<'_>,
+) -> Result<Option<Padded>> {
+    match (norm, out) {
+        (None, _) => Ok(None),
+        (Some(norm), Some(out)) => Ok(Some(Padded::of(&norm.backward(&out, &dy.values()?, sink)?)?)),
+        (Some(_), None) => candle_core::bail!("{OTHER}"),
+    }
+}
+
+/// Gradient of a half's input `x`: through its norm, if it has one, and the residual stream's `dy`.
+fn add_back(
+    norm: &Option<Norm>,
+    x: &Tensor,
+    dn: Tensor,
+    dy: &Padded,
+    rank: usize,
+    sink: &Sink<'_>,
+) -> Result<Padded> {
+    match norm {
+        Some(norm) => norm.backward_add(x, &dn, dy, rank, sink),
+        None => Padded::of(&(dn + dy.values()?)?),
     }
 }

@@ -11,15 +11,19 @@
 pub mod attention;
 mod config;
 pub mod decoder;
+pub mod delta;
 pub mod embedding;
 pub mod feed_forward;
 pub mod head;
 pub mod layer;
 pub mod linear;
+pub mod mixer;
 pub mod norm;
 mod pass;
 
-pub use config::{Biases, Config, Error, Keys, Moe, Result, family, modules, rope};
+pub use config::{
+    Biases, Config, Delta, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope,
+};
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
 pub use pass::{across, batch, sink};

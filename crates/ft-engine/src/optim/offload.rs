@@ -127,7 +127,9 @@ mod tests {
             unit: i / 3,
             expert: None,
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
+            fused: None,
             matrix: true,
+            fused: None,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
         let p = Params::new(

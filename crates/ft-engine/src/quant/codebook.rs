@@ -13,6 +13,8 @@ pub enum Type {
     /// FP4: one sign bit, two exponent bits, one mantissa bit, normalized by the largest value.
     /// Dequantization only.
     Fp4,
+    /// MXFP4: one sign bit, two exponent bits, one mantissa bit.
+    Mxfp4,
 }
 
 const NF4: [f32; 16] = [
@@ -34,6 +36,9 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
+/// MXFP4 magnitudes by bit pattern.
+const MXFP4: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
 /// FP4 magnitudes by bit pattern, before normalization.
 const FP4: [f32; 8] = [0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0];
 
@@ -43,6 +48,7 @@ impl Type {
         match self {
             Type::Nf4 => "nf4",
             Type::Fp4 => "fp4",
+            Type::Mxfp4 => "mxfp4",
         }
     }
 
@@ -55,6 +61,7 @@ impl Type {
                 // In bitsandbytes' table, code 8 is zero without a sign.
                 if i <= 8 { v } else { -v }
             }),
+            Type::Mxfp4 => std::array::from_fn(|i| if i < 8 { MXFP4[i] } else { -MXFP4[i - 8] }),
         }
     }
 }
@@ -90,6 +97,7 @@ pub fn dynamic_map() -> [f32; 256] {
 pub struct CodeTables {
     nf4: Arc<Codebook>,
     fp4: Arc<Codebook>,
+    mxfp4: Arc<Codebook>,
     /// Cache of double-quantization maps by value: checkpoints repeat the same map for every tensor.
     maps: Vec<(Vec<f32>, Tensor)>,
     device: Device,
@@ -99,7 +107,8 @@ impl CodeTables {
     /// Creates the tables on a device.
     pub fn new(device: &Device) -> Result<Self> {
         let book = |t: Type| Codebook::new(t.table(), device).map(Arc::new);
-        Ok(Self { nf4: book(Type::Nf4)?, fp4: book(Type::Fp4)?, maps: Vec::new(), device: device.clone() })
+        let (nf4, fp4, mxfp4) = (book(Type::Nf4)?, book(Type::Fp4)?, book(Type::Mxfp4)?);
+        Ok(Self { nf4, fp4, mxfp4, maps: Vec::new(), device: device.clone() })
     }
 
     /// Table of a 4-bit type.
@@ -107,6 +116,7 @@ impl CodeTables {
         match t {
             Type::Nf4 => self.nf4.clone(),
             Type::Fp4 => self.fp4.clone(),
+            Type::Mxfp4 => self.mxfp4.clone(),
         }
     }
 

@@ -1,4 +1,4 @@
-//! 4-bit weights in bitsandbytes' formats.
+//! 4-bit weights in bitsandbytes' formats and in MXFP4.
 //!
 //! Dequantization and products with 4-bit matrices are in [`ft_kernels::quantized`].
 
@@ -8,6 +8,7 @@ mod encode;
 mod error;
 mod lazy;
 mod merge_cost;
+mod mxfp4;
 mod source;
 mod stored;
 
@@ -22,5 +23,6 @@ pub use encode::{BLOCK, Encoded, Nested, lazy_nf4, scales_of};
 pub use error::Error;
 pub use lazy::{LazyMatrix, LazyScales, LazyVector};
 pub use merge_cost::MergeCost;
+pub use mxfp4::{MXFP4_BLOCK, MXFP4_PARTS};
 pub use source::{applies_to, dtype_of, from_files, scales};
 pub use stored::{Entry, entries, find, open, problems, read, source_dtype};

@@ -4,7 +4,7 @@ use super::encode::{self, BLOCK, Encoded};
 use super::error::Error;
 use crate::files::TensorFiles;
 use crate::model::modules::{Group, Kind, Module};
-use candle_core::DType;
+use candle_core::{DType, Device};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
@@ -37,6 +37,8 @@ pub fn dtype_of(files: &TensorFiles, name: &str) -> ft_base::Result<DType> {
         Dtype::F32 => Ok(DType::F32),
         Dtype::F16 => Ok(DType::F16),
         Dtype::BF16 => Ok(DType::BF16),
+        // Products of codes and scales.
+        Dtype::F8_E4M3 if files.is_scaled(name) => Ok(DType::F32),
         other => Err(Error::Dtype { name: name.into(), dtype: other.to_string() }.into()),
     }
 }
@@ -62,10 +64,15 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
         .enumerate()
         .map(|(i, (packed, scales))| {
             let first = i * rows_a_piece;
-            let bytes = files.read_rows(name, first..(first + rows_a_piece).min(rows))?;
-            Ok(encode::encode(&widen(&bytes, source), packed, scales, codes))
+            let own = first..(first + rows_a_piece).min(rows);
+            let values = if files.is_scaled(name) {
+                files.part(name, own.start * cols..own.end * cols, DType::F32, &Device::Cpu)?.to_vec1()?
+            } else {
+                widen(&files.read_rows(name, own)?, source)
+            };
+            Ok(encode::encode(&values, packed, scales, codes))
         })
-        .collect::<Result<Vec<bool>, ft_base::store::Error>>()?;
+        .collect::<ft_base::Result<Vec<bool>>>()?;
     if finite.into_iter().all(|f| f) {
         return Ok(e);
     }

@@ -16,6 +16,7 @@ use super::codebook::{CodeTables, Type, dynamic_map};
 use super::encode::{BLOCK, GROUP, Nested};
 use super::error::Error;
 use super::lazy::{LazyMatrix, LazyScales, LazyVector, ReadRange};
+use super::mxfp4;
 use crate::files::TensorFiles;
 use candle_core::{DType, Device, Tensor};
 use ft_base::store::{self};
@@ -43,6 +44,9 @@ struct State {
 
 /// Names of the companion tensors of a weight, if quantized in this file.
 pub fn find(files: &TensorFiles, weight: &str) -> Option<Vec<String>> {
+    if let Some(names) = mxfp4::find(files, weight) {
+        return Some(names);
+    }
     let kind = kind(files, weight)?;
     let mut names = vec![
         format!("{weight}.absmax"),
@@ -64,6 +68,9 @@ pub(super) fn kind(files: &TensorFiles, weight: &str) -> Option<Type> {
 
 /// Original dtype of a quantized weight; `None` if not quantized or not stated.
 pub fn source_dtype(files: &TensorFiles, weight: &str) -> Option<DType> {
+    if mxfp4::find(files, weight).is_some() {
+        return Some(DType::BF16);
+    }
     let name = format!("{weight}.quant_state.bitsandbytes__{}", kind(files, weight)?.name());
     dtype(object(files, &name).ok()?.get("dtype")?)
 }
@@ -79,6 +86,9 @@ fn dtype(name: &Value) -> Option<DType> {
 
 /// Validates a quantized weight of `dims`, except for tensor values. `None` if valid or not quantized.
 pub fn problems(files: &TensorFiles, weight: &str, dims: (usize, usize)) -> Option<String> {
+    if mxfp4::find(files, weight).is_some() {
+        return mxfp4::problems(files, weight, dims);
+    }
     kind(files, weight).and_then(|t| state(files, weight, t, dims).err())
 }
 
@@ -115,6 +125,9 @@ pub fn open<'a>(
     weight: &str,
     dims: (usize, usize),
 ) -> ft_base::Result<LazyMatrix<'a>> {
+    if mxfp4::find(files, weight).is_some() {
+        return mxfp4::open(files, weight, dims);
+    }
     let w = Stored { files, name: weight.into() };
     let kind = kind(files, weight).ok_or_else(|| w.fail("is not quantized".into()))?;
     let s = state(files, weight, kind, dims).map_err(|why| w.fail(why))?;

@@ -2,8 +2,8 @@
 
 use super::finite::finite;
 use super::visit::{Hooks, NoHooks, Outline, Pass};
-use crate::model::attention::Cache;
 use crate::model::batch::{Context, HostBatch};
+use crate::model::mixer::Cache;
 use crate::model::{Batch, Decoder};
 use candle_core::{DType, Device};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -19,7 +19,8 @@ const ROWS: usize = 64;
 
 /// A model with a KV cache for one document.
 ///
-/// The cache grows by blocks of [`Cache`] as tokens arrive; cached entries are never moved or recomputed.
+/// Keys and values grow by blocks as tokens arrive; cached entries are never moved or recomputed. The state of linear
+/// attention has a fixed size, and cannot go back to an earlier token.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
@@ -36,7 +37,7 @@ impl<'a> Reader<'a> {
 
     /// Limits the document to `tokens` tokens; the cache allocates no more. Clears the cache.
     pub fn within(self, tokens: usize) -> Self {
-        let caches = self.decoder.layers.iter().map(|_| Cache::new(tokens)).collect();
+        let caches = self.decoder.layers.iter().map(|l| l.attn.cache(tokens)).collect();
         Self { caches, seen: Vec::new(), ..self }
     }
 
@@ -141,10 +142,14 @@ impl<'a> Reader<'a> {
         pass.leave()
     }
 
-    /// Drops the cache after `keep` tokens.
-    fn forget(&mut self, keep: usize) {
-        self.caches.iter_mut().for_each(|cache| cache.truncate(keep));
+    /// Drops the cache after `keep` tokens, or the whole of it if a layer's state cannot go back. Returns the tokens that
+    /// are left.
+    fn forget(&mut self, keep: usize) -> usize {
+        if keep < self.seen.len() && !self.caches.iter_mut().all(|cache| cache.truncate(keep)) {
+            return self.forget(0);
+        }
         self.seen.truncate(keep);
+        self.seen.len()
     }
 
     /// Reads a whole document and returns the logits after the last token. Reuses the cached prefix shared
@@ -156,7 +161,7 @@ impl<'a> Reader<'a> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
         // the last token must be read for its logits
         let keep = common.min(ids.len().saturating_sub(1));
-        self.forget(keep);
+        let keep = self.forget(keep);
         self.read(&ids[keep..])
     }
 }

@@ -28,6 +28,7 @@ use std::path::PathBuf;
 mod composed;
 mod context;
 mod experts;
+mod families;
 mod four_bit;
 mod four_bit_full;
 mod levels;
@@ -49,10 +50,17 @@ struct Case {
     base: Base,
 }
 
+fn fixtures() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures"))
+}
+
 /// All cases.
 fn cases() -> Result<Vec<Case>> {
-    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/reference"));
-    let mut dirs: Vec<PathBuf> = std::fs::read_dir(&root)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
+    let mut dirs = Vec::new();
+    for folder in ["reference", "families"] {
+        let root = fixtures().join(folder);
+        dirs.extend(std::fs::read_dir(&root)?.map(|e| Ok(e?.path())).collect::<Result<Vec<_>>>()?);
+    }
     dirs.sort();
     dirs.into_iter()
         .map(|dir| {
@@ -136,9 +144,14 @@ impl Rows {
     }
 
     fn packed(case: &Case) -> Result<Self> {
+        Self::of_documents(case, "packed.")
+    }
+
+    /// The row of documents with this prefix.
+    fn of_documents(case: &Case, prefix: &str) -> Result<Self> {
         let e = case.open("expected.safetensors")?;
-        let (ids, labels) = (ints(&e, "packed.input_ids")?, ints(&e, "packed.labels")?);
-        let positions = ints(&e, "packed.position_ids")?;
+        let of = |what: &str| ints(&e, &format!("{prefix}{what}"));
+        let (ids, labels, positions) = (of("input_ids")?, of("labels")?, of("position_ids")?);
         let mut lengths: Vec<usize> = Vec::new();
         for p in positions {
             if p == 0 {
@@ -269,6 +282,12 @@ fn compare(
             format!("{prefix}grad.base_model.model.{}.weight", t.name),
             format!("{prefix}grad.base_model.model.{}.modules_to_save{last}", t.module),
         ];
+        if let Some(want) = families::slice_of_whole(expected, t, &format!("{prefix}grad."))? {
+            let apart = distance(&values(&p.grad(i)?.context("gradient")?), &want);
+            assert!(apart <= BAR, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
+            compared += 1;
+            continue;
+        }
         let Some(name) = spellings.iter().find(|n| expected.info(n).is_some()) else {
             // PyTorch has no gradient for an expert without tokens
             if t.name.contains(".experts.")
@@ -279,7 +298,9 @@ fn compare(
             continue;
         };
         let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(name)?));
-        let bar = if t.name.ends_with("k_proj.bias") { 10.0 * BAR } else { BAR };
+        // Float32 itself is uncertain where a norm of nearly nothing follows.
+        let uncertain = t.name.ends_with("k_proj.bias") || t.name.contains("linear_attn");
+        let bar = if uncertain { 10.0 * BAR } else { BAR };
         assert!(apart <= bar, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
         compared += 1;
     }
@@ -335,6 +356,9 @@ fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str)
 fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
     let mut mixtures = 0;
     for c in cases()?.iter().filter(|c| c.config.moe.is_some()) {
+        if c.open("expected.safetensors")?.info("z_loss").is_none() {
+            continue;
+        }
         let (d, p) = c.build(&everything(&c.config), None)?;
         let batch = Rows::padded(c)?.batch(&c.config)?;
         let grads = p.grads();
@@ -386,6 +410,10 @@ fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
 fn exports_have_pytorchs_logits() -> Result<()> {
     let (mut fused, mut vllm, mut refused) = (0, 0, 0);
     for c in cases()?.iter().filter(|c| c.config.moe.is_some()) {
+        // fused as they are, or without adapters of experts
+        if c.config.delta.is_some() {
+            continue;
+        }
         for prefix in c.adapters()? {
             let what = format!("{} {prefix}adapter", c.name());
             let end = Adapter::open(&c.dir.join(format!("{prefix}adapter_final")))?;

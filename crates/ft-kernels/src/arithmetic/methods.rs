@@ -90,6 +90,8 @@ impl Tensor {
         cos();
         /// Sine.
         sin();
+        /// Hyperbolic tangent.
+        tanh();
         /// x sigmoid(x).
         silu();
         /// `mul x + add`.

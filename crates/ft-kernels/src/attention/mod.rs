@@ -14,6 +14,7 @@ mod cuda;
 mod dots;
 mod gradients;
 mod sequences;
+pub mod sinks;
 mod split;
 mod tiles;
 
@@ -22,7 +23,7 @@ pub use self::cache::Cache;
 pub use self::cuda::shared_memory;
 use self::sequences::Shape;
 pub use self::sequences::{Causal, Saved, Sequences};
-pub use self::tiles::{BLOCK, Sizes};
+pub use self::tiles::{BLOCK, CHUNK, ROWS, Sizes};
 use crate::Tensor;
 use crate::cpu::{is_cpu, on_real};
 use crate::gemm::pairs;

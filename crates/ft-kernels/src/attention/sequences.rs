@@ -40,12 +40,12 @@ impl Sequences {
     }
 
     /// Appends the work lists of the CUDA kernels to a pending upload.
-    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
+    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 3] {
         Tiles::list(docs, first_query, to)
     }
 
     /// Documents with work lists already uploaded by [`list`](Self::list).
-    pub fn sent(docs: &[usize], first_query: usize, places: [Place; 2], sent: &Sent) -> Result<Self> {
+    pub fn sent(docs: &[usize], first_query: usize, places: [Place; 3], sent: &Sent) -> Result<Self> {
         let tiles = Some(Tiles::sent(places, sent)?);
         Ok(Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
     }
@@ -66,10 +66,52 @@ impl Sequences {
         if cuda { tiles::bytes(sizes) } else { 4 * sizes.keys }
     }
 
+    /// Tiles of tokens on the device: first token, number of tokens, begin and end of the document.
+    ///
+    /// # Errors
+    /// Sequences of the CPU.
+    pub(crate) fn query_tiles(&self) -> Result<&Tensor> {
+        self.tiles.as_ref().map(|t| &t.queries).ok_or_else(no_tiles)
+    }
+
+    /// Documents on the device, and their number.
+    ///
+    /// # Errors
+    /// Sequences of the CPU.
+    pub(crate) fn documents(&self) -> Result<(Option<&Tensor>, usize)> {
+        let documents = self.tiles.as_ref().map(|t| &t.documents).ok_or_else(no_tiles)?;
+        Ok((Some(documents), documents.dims()[0]))
+    }
+
+    /// Number of tiles, and of chunks of linear attention; in a plan, if all documents are as long as the longest.
+    pub(crate) fn tiles(&self) -> usize {
+        self.parts(tiles::ROWS)
+    }
+
+    pub(crate) fn chunks(&self) -> usize {
+        self.parts(tiles::CHUNK)
+    }
+
+    fn parts(&self, tokens: usize) -> usize {
+        if !self.docs.is_empty() {
+            return self.docs.iter().map(|n| n.div_ceil(tokens)).sum();
+        }
+        self.sizes.keys.div_ceil(self.sizes.longest.max(1)) * self.sizes.longest.div_ceil(tokens)
+    }
+
+    /// Tokens of the longest document.
+    pub fn longest(&self) -> usize {
+        self.sizes.longest
+    }
+
     /// Number of keys.
     pub fn keys(&self) -> usize {
         self.sizes.keys
     }
+}
+
+fn no_tiles() -> candle_core::Error {
+    candle_core::Error::msg("documents without their lists on the device")
 }
 
 /// Attention mask and score scale.

@@ -11,6 +11,8 @@ use candle_core::Result;
 
 /// Tokens per tile; must match attention.cuh.
 pub const ROWS: usize = 64;
+/// Tokens per chunk of linear attention; must match delta_rule.cu.
+pub const CHUNK: usize = 32;
 /// Queries per block of the CPU kernels.
 pub const BLOCK: usize = 64;
 /// Threads per block of the CUDA kernels.
@@ -49,13 +51,25 @@ impl Sizes {
     }
 }
 
-/// The two work lists on the device, u32.
+/// The work lists on the device, u32.
 #[derive(Clone, Debug)]
 pub struct Tiles {
     /// Tiles of queries, [tiles, 4].
     pub queries: Tensor,
     /// Tiles of keys, [tiles, 4].
     pub keys: Tensor,
+    /// Documents, [docs, 4]: begin, end, number of chunks before, 0.
+    pub documents: Tensor,
+}
+
+/// Documents that have tokens, as in [`Tiles::documents`].
+fn documents(docs: &[usize]) -> Vec<u32> {
+    let (mut begin, mut chunks, mut list) = (0, 0, Vec::new());
+    for &n in docs.iter().filter(|n| **n > 0) {
+        list.extend([begin, begin + n, chunks, 0].map(|n| n as u32));
+        (begin, chunks) = (begin + n, chunks + n.div_ceil(CHUNK));
+    }
+    list
 }
 
 /// Builds the query tiles and key tiles of documents with the given lengths.
@@ -78,21 +92,22 @@ fn lists(docs: &[usize], first_query: usize) -> [Vec<[u32; WIDTH]>; 2] {
 
 impl Tiles {
     /// Appends the lists to a pending upload.
-    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
-        lists(docs, first_query).map(|list| to.ints(&list.concat()))
+    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 3] {
+        let [queries, keys] = lists(docs, first_query).map(|list| to.ints(&list.concat()));
+        [queries, keys, to.ints(&documents(docs))]
     }
 
     /// The lists after the upload.
-    pub fn sent(places: [Place; 2], sent: &Sent) -> Result<Self> {
-        let [queries, keys] = places.map(|p| sent.ints(p)?.reshape(((), WIDTH)));
-        Ok(Self { queries: queries?, keys: keys? })
+    pub fn sent(places: [Place; 3], sent: &Sent) -> Result<Self> {
+        let [queries, keys, documents] = places.map(|p| sent.ints(p)?.reshape(((), WIDTH)));
+        Ok(Self { queries: queries?, keys: keys?, documents: documents? })
     }
 }
 
 /// Bytes of the lists, if all documents are as long as the longest.
 pub fn bytes(sizes: Sizes) -> usize {
     let docs = sizes.keys.div_ceil(sizes.longest.max(1));
-    2 * 4 * WIDTH * docs * sizes.longest.div_ceil(ROWS)
+    4 * WIDTH * docs * (2 * sizes.longest.div_ceil(ROWS) + 1)
 }
 
 #[cfg(test)]
@@ -137,6 +152,7 @@ mod tests {
     fn a_plan_counts_what_is_copied() {
         let docs = [100; 7];
         let [queries, keys] = lists(&docs, 0);
-        assert_eq!(bytes(Sizes::of(&docs)), 16 * (queries.len() + keys.len()));
+        assert_eq!(bytes(Sizes::of(&docs)), 16 * (queries.len() + keys.len()) + 4 * documents(&docs).len());
+        assert_eq!(documents(&[33, 0, 1]), [0, 33, 0, 0, 33, 34, 2, 0]);
     }
 }

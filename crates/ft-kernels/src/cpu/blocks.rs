@@ -145,6 +145,7 @@ pub fn ghosts<T: Float, const N: usize>(
 mod tests {
     use super::*;
     use crate::check::randn;
+    use crate::norm::Scale;
     use crate::{norm, swiglu};
 
     /// Blockwise conversion gives the same bits as conversion of whole tensors, for sizes around block and
@@ -162,17 +163,25 @@ mod tests {
             let w = randn(4, d, DType::F32)?.to_dtype(DType::BF16)?;
             let wide = |t: &Tensor| t.to_dtype(DType::F32);
             let narrow = |t: Tensor| t.to_dtype(DType::BF16);
+            let glu = swiglu::Glu::default();
+            let back = |g: &Tensor, u: &Tensor, dy: &Tensor| -> Result<_> {
+                let (dg, du) = swiglu::backward(glu, g, Some(u), dy)?;
+                Ok((dg, du.expect("of two")))
+            };
             let pairs = [
-                (swiglu::forward(&g, &u)?, swiglu::forward(&wide(&g)?, &wide(&u)?)?),
-                (swiglu::backward(&g, &u, &dy)?.0, swiglu::backward(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.0),
-                (swiglu::backward(&g, &u, &dy)?.1, swiglu::backward(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.1),
-                (norm::forward(&g, &w, 1e-5)?, norm::forward(&wide(&g)?, &wide(&w)?, 1e-5)?),
+                (swiglu::forward(glu, &g, Some(&u))?, swiglu::forward(glu, &wide(&g)?, Some(&wide(&u)?))?),
+                (back(&g, &u, &dy)?.0, back(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.0),
+                (back(&g, &u, &dy)?.1, back(&wide(&g)?, &wide(&u)?, &wide(&dy)?)?.1),
+                (
+                    norm::forward(&g, Scale::new(&w, 1e-5))?,
+                    norm::forward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5))?,
+                ),
             ];
             for (i, (halves, whole)) in pairs.into_iter().enumerate() {
                 assert_eq!(bits(&halves)?, bits(&narrow(whole)?)?, "{i}: {rows} x {d}");
             }
-            let (dx, dw) = norm::backward(&g, &w, 1e-5, &dy, true)?;
-            let (all, all_w) = norm::backward(&wide(&g)?, &wide(&w)?, 1e-5, &wide(&dy)?, true)?;
+            let (dx, dw) = norm::backward(&g, Scale::new(&w, 1e-5), &dy, true)?;
+            let (all, all_w) = norm::backward(&wide(&g)?, Scale::new(&wide(&w)?, 1e-5), &wide(&dy)?, true)?;
             assert_eq!(bits(&dx)?, bits(&narrow(all)?)?, "{rows} x {d}");
             let values = |t: Option<Tensor>| t.expect("wanted").to_vec2::<f32>();
             assert_eq!(values(dw)?, values(all_w)?, "{rows} x {d}");

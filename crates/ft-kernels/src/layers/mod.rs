@@ -2,6 +2,7 @@
 
 pub mod bias;
 pub mod embed;
+pub mod gate;
 pub mod loss;
 pub mod noise;
 pub mod norm;

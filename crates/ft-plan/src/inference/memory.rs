@@ -10,7 +10,6 @@ use candle_core::DType;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_kernels::Machine;
-use ft_kernels::attention::Cache;
 use ft_recipe::{Dtype, Quantize, Recipe};
 use std::fmt::Write;
 
@@ -65,9 +64,10 @@ impl InferenceMemory {
         let s = ModelStates::new(&recipe, of.selection, machine, 0);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
-        let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, dtype) * c.layers;
+        let token = c.cache_of_a_token(dtype);
         let weights = s.weights();
-        let context = s.device.get(Component::Context) + overhead::overhead(machine, weights);
+        let context =
+            s.device.get(Component::Context) + overhead::overhead(machine, weights) + c.states(dtype) as u64;
         let host = Capacity::of(machine).host;
         let budget = budget(&recipe, machine, &Workload::default(), (host, 0));
         Ok(Self { machine, weights, context, loading: s.load_transient, token: token as u64, budget })

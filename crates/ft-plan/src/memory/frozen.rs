@@ -171,7 +171,7 @@ fn component(g: Group) -> Component {
         Group::Mlp => Component::Mlp,
         Group::Experts => Component::Experts,
         Group::Router => Component::Router,
-        Group::Norms => Component::Norms,
+        Group::Norms | Group::Recurrence | Group::Sinks => Component::Norms,
         Group::Embedding => Component::Embedding,
         Group::Head => Component::Head,
     }

@@ -3,12 +3,12 @@
 use super::shares::own;
 use candle_core::DType;
 use ft_engine::adapters::{Choice, Selection};
-use ft_engine::model::Config;
 use ft_engine::model::decoder::Builder;
 use ft_engine::model::embedding::Embedding;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
+use ft_engine::model::{Config, LayerAttention};
 use ft_engine::params::build::ghost::Ghosts;
 use ft_engine::walk::Outline;
 use ft_kernels::{Ledger, Machine, Tensor};
@@ -23,8 +23,8 @@ pub struct GhostModel {
     pub dtype: DType,
     /// Hidden size.
     pub d: usize,
-    /// Channels per attention head.
-    pub head_dim: usize,
+    /// Channels of the rotary embeddings.
+    pub ropes: Vec<usize>,
     pub embedding: Embedding,
     /// One layer of each distinct kind.
     pub kinds: Vec<Layer>,
@@ -40,8 +40,8 @@ pub struct GhostModel {
     pub lowest: Option<usize>,
 }
 
-/// Key of a layer kind: choices of its modules, mixture or dense, sliding window.
-type Kind<'a> = (Vec<&'a Choice>, bool, Option<usize>);
+/// Key of a layer kind: choices of its modules, mixture or dense, attention, linear attention.
+type Kind<'a> = (Vec<&'a Choice>, bool, LayerAttention, bool);
 
 impl GhostModel {
     /// Builds the model from a config and a module selection. `weights` is the quantization of linear
@@ -78,7 +78,8 @@ impl GhostModel {
             (Vec::new(), Vec::new(), Vec::new());
         for (l, list) in layers.iter().enumerate() {
             let execution = list.iter().map(|i| &selection.modules[*i].1).collect();
-            let kind = (execution, c.moe.as_ref().is_some_and(|m| m.sparse[l]), c.windows[l]);
+            let sparse = c.moe.as_ref().is_some_and(|m| m.sparse[l]);
+            let kind = (execution, sparse, c.attention[l], c.delta_of(l).is_some());
             let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
             if at == known.len() {
                 kinds.push(Builder::new(c, &mut ghosts(list)).layer(l, &LayerTree::of(c, l))?);
@@ -104,7 +105,7 @@ impl GhostModel {
             ledger,
             dtype,
             d: c.hidden,
-            head_dim: c.head_dim,
+            ropes: c.rope_dims(),
             embedding,
             kinds,
             of,
@@ -137,6 +138,11 @@ fn part(config: &Config, ranks: usize) -> Config {
     c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);
     let own = [&mut c.kv_heads, &mut c.intermediate, &mut c.vocab];
     own.into_iter().for_each(|n| *n = n.div_ceil(ranks));
+    if let Some(delta) = &mut c.delta {
+        let each = delta.heads.each();
+        delta.heads.keys = delta.heads.keys.div_ceil(ranks);
+        delta.heads.values = delta.heads.keys * each;
+    }
     if let Some(moe) = &mut c.moe {
         (moe.width, moe.shared) = (moe.width.div_ceil(ranks), moe.shared.div_ceil(ranks));
     }

@@ -43,6 +43,7 @@ impl Ranks {
     /// This rank's share of a module's `bytes`, sharded from ZeRO stage `stage` on over the ranks that hold copies.
     /// With a pipeline this is the largest stage: its share of the layers, plus both ends of the model.
     pub(super) fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
+        let whole = matches!(m.group, Group::Norms | Group::Recurrence | Group::Sinks);
         let by = match m.expert {
             Some(_) if self.expert > 1 => {
                 if self.zero >= stage {
@@ -52,7 +53,7 @@ impl Ranks {
                 }
             }
             _ if self.zero >= stage => self.stage,
-            None if m.group != Group::Norms => self.tensor,
+            None if !whole => self.tensor,
             _ => 1,
         };
         let mine = bytes.div_ceil(by);

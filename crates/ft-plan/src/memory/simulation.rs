@@ -142,7 +142,7 @@ impl<'a> Simulation<'a> {
             let mut bytes = Bytes::default();
             bytes.add(Component::Batch, context.map_or(0, |s| s.lists));
             let cuda = run.machine().cuda;
-            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), s.head_dim, cuda));
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), &s.ropes, cuda));
             bytes.into()
         };
         let mut input = Bytes::default();

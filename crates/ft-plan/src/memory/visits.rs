@@ -82,11 +82,11 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// For at most `prompt` and `answer` tokens, with `token` bytes of cache a token.
-    pub fn new(prompt: u64, answer: u64, token: u64) -> Self {
+    /// For at most `prompt` and `answer` tokens, with `token` bytes of cache a token, and `states` bytes of states.
+    pub fn new(prompt: u64, answer: u64, token: u64, states: u64) -> Self {
         let part = prompt.min(PART as u64);
         let read = Cache::held(prompt, prompt + answer);
-        let cache = [read, prompt + answer].map(|tokens| tokens.saturating_mul(token));
+        let cache = [read, prompt + answer].map(|tokens| tokens.saturating_mul(token).saturating_add(states));
         Self { part: Tokens::of(&[usize::try_from(part).unwrap_or(usize::MAX)], 0), cache }
     }
 }
@@ -183,7 +183,7 @@ impl StepInputs<'_> {
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
         let s = self.shape;
         let dropout = train.then_some((0, 0));
-        Batch::ghost(&s.ledger, t.attended(), t.of_targets(), s.head_dim, dropout)
+        Batch::ghost(&s.ledger, t.attended(), t.of_targets(), &s.ropes, dropout)
     }
 
     /// Hidden states of a micro-batch or their gradient, `[t, d]`.

@@ -10,7 +10,6 @@ use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
-use ft_kernels::attention::Cache;
 use ft_recipe::Recipe;
 
 /// Divisor of host memory for automatically offloaded inputs: at most 1/2, since page-locked memory is
@@ -115,7 +114,7 @@ impl<'a> Prepared<'a> {
         if ranks == 1 {
             return (t, None);
         }
-        let windows = self.inputs.config.windows.iter().copied();
+        let windows = self.inputs.config.attention.iter().map(|a| a.window);
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
         (own, Some(segments))
     }
@@ -123,8 +122,8 @@ impl<'a> Prepared<'a> {
     /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
     fn answers(&self, eval: Tokens) -> Answers {
         let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
-        let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, self.shape.dtype) * c.layers;
-        Answers::new(eval.longest, most as u64, token as u64)
+        let dtype = self.shape.dtype;
+        Answers::new(eval.longest, most as u64, c.cache_of_a_token(dtype) as u64, c.states(dtype) as u64)
     }
 
     /// Simulates a run with this workload; `heads` are candidate logit chunk sizes in targets.

@@ -113,11 +113,13 @@ impl Bound {
 
 /// The groups of `train.modules`, with descriptions.
 pub const GROUPS: &[(&str, &str)] = &[
-    ("attention", "the projections q, k, v, o"),
+    ("attention", "the projections q, k, v, o, and those of linear attention"),
     ("mlp", "dense and shared-expert linears"),
     ("experts", "the linears of routed experts"),
     ("router", "the routers of mixture layers"),
     ("norms", "every norm, q and k norms too"),
+    ("recurrence", "convolution, decay and its bias of linear attention, in full with the whole model"),
+    ("sinks", "attention's sinks, in full with the whole model"),
     ("embedding", "the token embedding"),
     ("head", "the output head"),
     (TOKENS, "the rows of tokens in the embedding and in a head of its own, in a rule by itself"),

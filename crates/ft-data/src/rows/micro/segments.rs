@@ -11,7 +11,8 @@ pub const CUT: usize = 128;
 
 /// Token ranges of each of `ranks` ranks, in order, for documents of these lengths. Ranks have consecutive ranges of
 /// even length while no document is longer than one. Otherwise there are two ranges for each rank, from the front and
-/// from the back, so that ranks have even causal work. A rank has no tokens if there are too few; the first has some if there are any.
+/// from the back, so that ranks have even causal work. A rank has no tokens if there are too few; the first has some if
+/// there are any.
 pub fn segments(docs: &[usize], ranks: usize) -> Vec<Vec<Range<usize>>> {
     let (tokens, ranks) = (docs.iter().sum::<usize>(), ranks.max(1));
     let blocks = tokens.div_ceil(CUT);
@@ -42,7 +43,7 @@ fn joined(all: Vec<Range<usize>>) -> Vec<Range<usize>> {
 /// The segments of one rank in a micro-batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Segments {
-    /// Tokens and targets of the segments, with the positions of their documents. Documents and samples are of the whole.
+    /// Tokens and targets of the segments, with positions in their documents. Documents and samples are of the whole.
     pub micro: Micro,
     /// Index of each token in the micro-batch.
     pub tokens: Vec<u32>,

@@ -5,11 +5,12 @@ use super::format::{BASE_QUANTIZE, LABELS, PREFIX};
 use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::{Module, SCORE};
+use crate::model::modules::{Group, Module, SCORE};
 use candle_core::{DType, Device, Tensor};
 use ft_recipe::{Quantize, numbered};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// Relative tolerance of a neutral DoRA magnitude against the row norm.
 const NEUTRAL: f32 = 1e-4;
@@ -24,6 +25,8 @@ pub struct Adapter {
     pub dir: PathBuf,
     pub config: PeftConfig,
     tensors: Tensors,
+    /// Tensors of all experts of the layer read last, one matrix an expert.
+    fused: Mutex<HashMap<String, Tensor>>,
 }
 
 /// Storage of an adapter's tensors.
@@ -66,13 +69,14 @@ impl Adapter {
     pub fn open(dir: &Path) -> ft_base::Result<Self> {
         let config = PeftConfig::load(dir)?;
         let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
-        Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files) })
+        Ok(Self { dir: dir.to_path_buf(), config, tensors: Tensors::File(files), fused: Mutex::default() })
     }
 
     /// The same adapter with other values, given by names of trained tensors.
     pub fn with_values(&self, values: HashMap<String, Tensor>) -> Self {
         let values = values.into_iter().map(|(name, t)| (format!("{PREFIX}{name}"), t)).collect();
-        Self { dir: self.dir.clone(), config: self.config.clone(), tensors: Tensors::Memory(values) }
+        let (dir, config) = (self.dir.clone(), self.config.clone());
+        Self { dir, config, tensors: Tensors::Memory(values), fused: Mutex::default() }
     }
 
     /// `model.quantize` of the run that trained this adapter. [`Quantize::None`] for adapters of other
@@ -115,6 +119,8 @@ impl Adapter {
                 own.len(),
                 there.len()
             ))),
+            (Some(_), None) if base.is_nested() => Err(self
+                .fail(format!("{SCORE}: not built yet: a score head on a vision checkpoint's text model"))),
             (Some(own), None) => Ok(base.with_scores(own)),
             _ => Ok(base),
         }
@@ -130,6 +136,7 @@ impl Adapter {
             return Self::magnitude_keys(&t.module).into();
         }
         let mut keys = vec![format!("{PREFIX}{}", t.name)];
+        keys.extend(t.fused.as_ref().map(|f| format!("{PREFIX}{}", f.name(t.part))));
         if matches!(t.part, Part::Weight | Part::Bias) {
             let last = if t.part == Part::Weight { "weight" } else { "bias" };
             keys.push(format!("{PREFIX}{}.modules_to_save.{last}", t.module));
@@ -173,8 +180,9 @@ impl Adapter {
         else {
             return Ok(None);
         };
-        if shape != t.shape {
-            let why = format!("{key}: {shape:?} in the adapter, {:?} by the recipe and the model", t.shape);
+        let want = fused_shape(t, &key).unwrap_or_else(|| t.shape.clone());
+        if shape != want {
+            let why = format!("{key}: {shape:?} in the adapter, {want:?} by the recipe and the model");
             return Err(self.fail(why));
         }
         Ok(Some(key))
@@ -199,8 +207,38 @@ impl Adapter {
     pub fn get(&self, t: &Trained) -> ft_base::Result<Option<Tensor>> {
         match self.find(t)? {
             None => Ok(None),
+            Some(key) if fused_shape(t, &key).is_some() => self.slice_of(t, &key).map(Some),
             Some(key) => Ok(Some(self.tensors.tensor(&key)?)),
         }
+    }
+
+    /// A or B of an expert's linear, from the tensor of all experts.
+    fn slice_of(&self, t: &Trained, key: &str) -> ft_base::Result<Tensor> {
+        let place = t.fused.as_ref().and_then(|f| Some((f.expert, f.parameter.slice.as_ref()?)));
+        let Some((expert, slice)) = place else { return Ok(self.tensors.tensor(key)?) };
+        let mut held = self.fused.lock().unwrap_or_else(PoisonError::into_inner);
+        if !held.contains_key(key) {
+            // The parameters of a layer have two tensors each.
+            if held.len() >= 4 {
+                held.clear();
+            }
+            let all = self.tensors.tensor(key)?;
+            let by_expert = if t.part == Part::A {
+                all.reshape((slice.experts, t.shape[0], t.shape[1]))?
+            } else {
+                all.reshape((slice.rows, t.shape[1], slice.experts))?.permute((2, 0, 1))?.contiguous()?
+            };
+            held.insert(key.to_string(), by_expert);
+        }
+        let own = held[key].get(expert)?;
+        if t.part == Part::A {
+            return Ok(own.contiguous()?);
+        }
+        if slice.step == 1 {
+            return Ok(own.narrow(0, slice.first, t.shape[0])?.contiguous()?);
+        }
+        let rows: Vec<u32> = (0..t.shape[0]).map(|i| (slice.first + i * slice.step) as u32).collect();
+        Ok(own.index_select(&Tensor::new(rows, &Device::Cpu)?, 0)?)
     }
 
     /// Selection described by the adapter's config; all tensors must be present.
@@ -237,11 +275,11 @@ impl Adapter {
         }
         self.check_tokens(selection, trained)?;
         if selection.tied_in_full() {
-            self.check_tied(trained)?;
-            known.insert(format!("{PREFIX}lm_head.weight"));
+            self.check_tied(selection, trained)?;
+            known.insert(format!("{PREFIX}{}.weight", selection.name_of(Group::Head)));
         }
         let mut extra: Vec<&str> =
-            self.tensors.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
+            self.tensors.names().filter(|n| !known.contains(*n) && !is_frozen(n)).collect();
         extra.sort_unstable();
         if let Some(first) = extra.first() {
             return Err(self
@@ -253,7 +291,10 @@ impl Adapter {
                 .into());
         }
         let mut halves: HashMap<&str, (bool, bool)> = HashMap::new();
-        for t in trained.iter().filter(|t| matches!(t.part, Part::A | Part::B)) {
+        let shares = |t: &Trained| {
+            t.fused.as_ref().and_then(|f| f.parameter.slice.as_ref()).is_some_and(|s| s.a_of.is_some())
+        };
+        for t in trained.iter().filter(|t| matches!(t.part, Part::A | Part::B) && !shares(t)) {
             let half = halves.entry(&t.module).or_default();
             let held = self.find(t)?.is_some();
             *(if t.part == Part::A { &mut half.0 } else { &mut half.1 }) = held;
@@ -285,9 +326,10 @@ impl Adapter {
     }
 
     /// A tied head's copy must equal the embedding.
-    fn check_tied(&self, trained: &[Trained]) -> ft_base::Result<()> {
-        let head = format!("{PREFIX}lm_head.weight");
-        let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
+    fn check_tied(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
+        let head = format!("{PREFIX}{}.weight", selection.name_of(Group::Head));
+        let embedding = selection.name_of(Group::Embedding);
+        let Some(t) = trained.iter().find(|t| t.module == embedding) else { return Ok(()) };
         if self.tensors.shape(&head).is_none() {
             return match self.find(t)? {
                 Some(key) if !self.config.ties => {
@@ -320,12 +362,13 @@ impl Adapter {
     }
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
-    pub fn check_base(&self, base: &TensorFiles, tied: bool) -> ft_base::Result<()> {
-        for name in self.tensors.names().filter(|n| n.contains(".base_layer.")) {
+    pub fn check_base(&self, base: &TensorFiles, config: &Config) -> ft_base::Result<()> {
+        let head = format!("{}.weight", config.vocabulary_name());
+        for name in self.tensors.names().filter(|n| is_frozen(n)) {
             let own =
                 name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
-            let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {
-                "model.embed_tokens.weight".to_string()
+            let own = if config.tied && own == head && base.info(&own).is_none() {
+                format!("{}.weight", config.embedding_name())
             } else {
                 own
             };
@@ -345,4 +388,19 @@ impl Adapter {
         }
         Ok(())
     }
+}
+
+/// Whether a tensor is a frozen weight of the base, which PEFT saves with adapters of embedding and head.
+fn is_frozen(name: &str) -> bool {
+    name.contains(".base_layer.") && !name.contains(".base_layer.lora_")
+}
+
+/// Shape of the tensor of all experts, if `key` names that.
+fn fused_shape(t: &Trained, key: &str) -> Option<Vec<usize>> {
+    let fused = t.fused.as_ref().filter(|f| key == format!("{PREFIX}{}", f.name(t.part)))?;
+    let slice = fused.parameter.slice.as_ref()?;
+    Some(match t.part {
+        Part::A => vec![slice.experts * t.shape[0], t.shape[1]],
+        _ => vec![slice.rows, t.shape[1] * slice.experts],
+    })
 }

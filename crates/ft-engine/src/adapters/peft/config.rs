@@ -76,7 +76,7 @@ const KEYS: &[(&str, Says)] = &[
     ("revision", Says::Text),
     ("runtime_config", Says::Object),
     ("target_modules", Says::Read),
-    ("target_parameters", Says::Empty),
+    ("target_parameters", Says::Read),
     (
         "task_type",
         Says::Word(&[
@@ -121,6 +121,7 @@ pub struct PeftConfig {
     base: Option<String>,
     revision: Option<String>,
     targets: Targets,
+    parameters: Vec<String>,
     saves: Vec<String>,
     spec: LoraSpec,
     ranks: Patterns<usize>,
@@ -161,6 +162,7 @@ impl PeftConfig {
         let text = |key| keys.get(key).and_then(Value::as_str).filter(|s| !s.is_empty()).map(str::to_string);
         let (base, revision, targets) = (text("base_model_name_or_path"), text("revision"), keys.targets()?);
         let saves = keys.list("modules_to_save")?.unwrap_or_default();
+        let parameters = keys.list("target_parameters")?.unwrap_or_default();
         let spec = LoraSpec {
             rank: keys.required("r", 8, |v| keys.rank("r", v))?,
             alpha: keys.required("lora_alpha", 8.0, |v| keys.alpha("lora_alpha", v))?,
@@ -171,7 +173,7 @@ impl PeftConfig {
         let ranks = keys.patterns("rank_pattern", |key, v| keys.rank(key, v))?;
         let alphas = keys.patterns("alpha_pattern", |key, v| keys.alpha(key, v))?;
         let (ties, tokens) = (keys.flag("ensure_weight_tying")?, keys.tokens()?);
-        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, ties, file })
+        Ok(Self { base, revision, targets, parameters, saves, spec, ranks, alphas, tokens, ties, file })
     }
 
     /// Base model of the adapter, and the revision on the hub.
@@ -182,6 +184,16 @@ impl PeftConfig {
     /// Modules with LoRA.
     pub fn targets(&self) -> &Targets {
         &self.targets
+    }
+
+    /// Parameters with LoRA, by suffixes of their names.
+    pub fn parameters(&self) -> &[String] {
+        &self.parameters
+    }
+
+    /// Whether `target_parameters` includes a parameter.
+    pub fn adapts(&self, parameter: &str) -> bool {
+        self.parameters.iter().any(|t| is_suffix(parameter, t))
     }
 
     /// Whether `modules_to_save` includes a module: PEFT matches suffixes of the module's name or of an
@@ -403,7 +415,10 @@ impl<'a> Keys<'a> {
 
     /// Modules with LoRA.
     fn targets(&self) -> Result<Targets, Error> {
-        let Some(target) = self.target("target_modules", true)? else {
+        let alone = || self.list("target_parameters").is_ok_and(|l| l.is_some_and(|l| !l.is_empty()));
+        let Some(target) =
+            self.target("target_modules", true)?.or_else(|| alone().then(|| Target::List(HashSet::new())))
+        else {
             return Err(self.bad("target_modules", "missing; a list of names is wanted"));
         };
         let exclude = self.target("exclude_modules", false)?;
@@ -485,6 +500,11 @@ fn exact(pattern: &str) -> Option<String> {
     let name = pattern.strip_prefix('^')?.replace(r"\.", "\0");
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '\0';
     name.chars().all(plain).then(|| name.replace('\0', "."))
+}
+
+/// Whether `end` is a name, or its last components.
+pub fn is_suffix(name: &str, end: &str) -> bool {
+    name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// Values by pattern; the first match wins (`peft.utils.other.get_pattern_key`).

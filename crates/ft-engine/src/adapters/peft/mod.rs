@@ -3,6 +3,7 @@
 mod adapter;
 mod config;
 mod format;
+mod joined;
 mod save;
 mod selection;
 mod write;

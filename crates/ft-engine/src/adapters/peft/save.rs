@@ -1,11 +1,12 @@
 //! Writes adapter folders in PEFT's format.
 
 use super::format::{PREFIX, metadata};
+use super::joined::Joined;
 use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
 use crate::model::linear::Linear;
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Group, Kind, Module};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_base::terminal::warn;
@@ -29,15 +30,21 @@ pub fn save(
     quantize: Quantize,
 ) -> ft_base::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    let mut tensors = Vec::new();
+    let (mut tensors, mut fused) = (Vec::new(), Joined::default());
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
-        if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
+        if let Some(place) = &t.fused {
+            fused.add(t, place, value);
+            continue;
+        }
+        if selection.tied_in_full() && t.module == selection.name_of(Group::Embedding) {
             // PEFT stores a copy for both.
-            tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
+            let head = selection.name_of(Group::Head);
+            tensors.push((format!("{PREFIX}{head}.weight"), value.clone()));
         }
         tensors.push((format!("{PREFIX}{}", t.name), value));
     }
+    tensors.extend(fused.tensors()?);
     tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());

@@ -1,12 +1,12 @@
 //! Selection by the `adapter_config.json` of a PEFT adapter.
 
-use super::config::PeftConfig;
+use super::config::{PeftConfig, is_suffix};
 use crate::adapters::Error;
 use crate::adapters::selection::rules::check_lora;
 use crate::adapters::selection::tokens::{has_rows, trains_twice};
 use crate::adapters::{Choice, Selection};
 use crate::model::Config;
-use crate::model::modules::{Group, Kind, Module};
+use crate::model::modules::{Group, Kind, Module, Parameter};
 use std::sync::Arc;
 
 impl Selection {
@@ -14,11 +14,23 @@ impl Selection {
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         let targets = peft.targets();
+        let named = |target: &&String| {
+            let is = |p: &Arc<Parameter>| is_suffix(&p.name, target);
+            s.modules.iter().any(|(m, _)| m.parameter.as_ref().is_some_and(is))
+        };
+        if let Some(other) = peft.parameters().iter().find(|t| !named(t)) {
+            let why = format!(
+                "target_parameters: {other}: no parameter that ft adapts in {}\n  hint: merge it into its base with PEFT \
+                 (merge_and_unload), and name the merged model in model.source",
+                config.family.model_type
+            );
+            return Err(Error::Peft { file: peft.file.clone(), why });
+        }
         for (m, c) in &mut s.modules {
             if peft.saves(&m.name) {
                 *c = Choice::Full { lr_scale: 1.0 };
-            } else if targets.matches(m) {
-                let mut spec = peft.spec(&m.name);
+            } else if m.parameter.as_ref().map_or_else(|| targets.matches(m), |p| peft.adapts(&p.name)) {
+                let mut spec = peft.spec(m.parameter.as_ref().map_or(&m.name, |p| &p.name));
                 if matches!(m.kind, Kind::Embedding { .. }) {
                     // PEFT has a single dropout for all modules and applies it to linears only.
                     spec.dropout = 0.0;

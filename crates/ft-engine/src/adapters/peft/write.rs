@@ -29,9 +29,11 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
     let (common_rank, common_alpha) = (common(&rank), common(&alpha));
     let exceptions = |value: &dyn Fn(&LoraSpec) -> f64, common: f64| -> Map<String, Value> {
         let others = loras.iter().filter(|(_, s)| value(s) != common);
-        others.map(|(m, s)| (format!("^{}", regex::escape(&m.name)), number(value(s)))).collect()
+        others.map(|(m, s)| (format!("^{}", regex::escape(target_name(m))), number(value(s)))).collect()
     };
     let save: Vec<String> = saved_modules(selection);
+    let parameters = target_parameters(selection);
+    let linears: Vec<_> = loras.iter().filter(|(m, _)| m.parameter.is_none()).copied().collect();
     let mut config = json!({
         "alpha_pattern": exceptions(&alpha, common_alpha),
         "auto_mapping": null,
@@ -45,17 +47,25 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "layers_to_transform": null,
         "lora_alpha": number(common_alpha),
         "lora_bias": false,
-        "lora_dropout": loras.iter().map(|(_, s)| s.dropout).fold(0.0, f64::max),
+        // PEFT takes no dropout beside parameters; it matters in training only.
+        "lora_dropout": if parameters.is_empty() {
+            loras.iter().map(|(_, s)| s.dropout).fold(0.0, f64::max)
+        } else {
+            0.0
+        },
         "modules_to_save": if save.is_empty() { Value::Null } else { json!(save) },
         "peft_type": "LORA",
         "r": common_rank as u64,
         "rank_pattern": exceptions(&rank, common_rank),
         "revision": revision,
-        "target_modules": target_modules(selection, &loras),
+        "target_modules": target_modules(selection, &linears, !parameters.is_empty()),
         "task_type": if selection.scores.is_some() { "SEQ_CLS" } else { "CAUSAL_LM" },
         "use_dora": loras.iter().any(|(_, s)| s.dora),
         "use_rslora": rslora,
     });
+    if !parameters.is_empty() {
+        config["target_parameters"] = json!(parameters);
+    }
     let tokens: Map<String, Value> =
         selection.tokens.modules().map(|(m, ids)| (last_component(m).into(), json!(ids))).collect();
     if !tokens.is_empty() {
@@ -86,15 +96,15 @@ fn number(x: f64) -> Value {
 
 /// Shortest unambiguous names: the last component if all modules of that name have LoRA, full names
 /// otherwise.
-fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value {
+fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)], beside: bool) -> Value {
     if loras.is_empty() {
-        return json!("dummy-target-modules");
+        return if beside { json!([]) } else { json!("dummy-target-modules") };
     }
     // Last components of modules without LoRA.
     let partial: HashSet<&str> = selection
         .modules
         .iter()
-        .filter(|(_, c)| !matches!(c, Choice::Lora { .. }))
+        .filter(|(m, c)| !matches!(c, Choice::Lora { .. }) && m.parameter.is_none())
         .map(|(m, _)| m.last())
         .collect();
     let (mut out, mut seen) = (Vec::new(), HashSet::new());
@@ -105,6 +115,29 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
         }
     }
     json!(out)
+}
+
+/// Name under which PEFT adapts a module.
+fn target_name(m: &Module) -> &str {
+    m.parameter.as_ref().map_or(&m.name, |p| &p.name)
+}
+
+/// Names for `target_parameters`: without the layer if those of all layers have LoRA, full names otherwise.
+fn target_parameters(selection: &Selection) -> Vec<String> {
+    let short =
+        |name: &str| name.split_once(".layers.").and_then(|(_, n)| Some(n.split_once('.')?.1.to_string()));
+    let is_lora = |c: &Choice| matches!(c, Choice::Lora { .. });
+    let all = selection.modules.iter().filter_map(|(m, c)| Some((m.parameter.as_ref()?, is_lora(c))));
+    let partial: HashSet<String> =
+        all.clone().filter(|(_, lora)| !lora).filter_map(|(p, _)| short(&p.name)).collect();
+    let (mut out, mut seen) = (Vec::new(), HashSet::new());
+    for (p, _) in all.filter(|(_, lora)| *lora) {
+        let name = short(&p.name).filter(|n| !partial.contains(n)).unwrap_or_else(|| p.name.clone());
+        if seen.insert(name.clone()) {
+            out.push(name);
+        }
+    }
+    out
 }
 
 /// Names for `modules_to_save`: the shortest unique suffixes.

@@ -10,4 +10,4 @@ mod trained;
 pub use choice::Choice;
 pub use selected::Selection;
 pub use tokens::Tokens;
-pub use trained::{Part, Trained, TrainedPart, part_name};
+pub use trained::{Fused, Part, Trained, TrainedPart, part_name, tensor_name};

@@ -7,6 +7,7 @@ use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
 use ft_recipe::{IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
 use regex::Regex;
+use std::collections::HashMap;
 
 impl Selection {
     /// Applies a recipe's rules in order; later rules override earlier ones.
@@ -26,6 +27,17 @@ impl Selection {
             }
         }
         s.tokens_alone()?;
+        s.fused_alike().map_err(|c| {
+            rule_error(rules, c.modules.map(|m| chosen_by[m]).into_iter().max().flatten().unwrap_or(0), c.why)
+        })?;
+        if let Some(at) = s.bare_beside_others() {
+            let why = format!(
+                "{} has no place in an adapter, and trains in full only with the whole model\n  hint: modules = \
+                 [\"/.*/\"] with method = \"full\", or leave it out",
+                s.modules[at].0.name
+            );
+            return Err(rule_error(rules, chosen_by[at].unwrap_or(0), why));
+        }
         let head = s.modules.iter().position(|(m, _)| m.is_score()).and_then(|at| chosen_by[at]);
         s.train_scores(head.is_some()).map_err(|why| rule_error(rules, head.unwrap_or(0), why))?;
         s.one_switch().and_then(|()| s.tie()).map_err(|conflict| {
@@ -107,6 +119,15 @@ impl Selection {
             _ => None,
         };
         let dora = self.modules.iter().position(|(_, c)| lora(c) == Some(true));
+        let whole = |(m, c): &(Module, Choice)| m.parameter.is_some() && lora(c) == Some(false);
+        if let (Some(dora), Some(parameter)) = (dora, self.modules.iter().position(whole)) {
+            let why = format!(
+                "LoRA on {} beside DoRA on others: PEFT adapts it as a parameter, without DoRA in the whole adapter\n  \
+                 hint: dora = false in all rules, or leave experts and routers out",
+                self.modules[parameter].0.name
+            );
+            return Err(Conflict { modules: [dora, parameter], why });
+        }
         let plain = |(m, c): &(Module, Choice)| m.group == Group::Embedding && lora(c) == Some(false);
         let (Some(dora), Some(embedding)) = (dora, self.modules.iter().position(plain)) else {
             return Ok(());
@@ -117,6 +138,39 @@ impl Selection {
             self.modules[embedding].0.name
         );
         Err(Conflict { modules: [dora, embedding], why })
+    }
+
+    /// Refuses choices that an adapter of all experts of a layer cannot hold: experts or their linears with different
+    /// ones, and weights in full beside others.
+    fn fused_alike(&self) -> Result<(), Conflict> {
+        let (mut first, full) = (HashMap::new(), self.everything_full());
+        for (at, (m, c)) in self.modules.iter().enumerate() {
+            let (Some(slice), Some(parameter)) = (m.slice(), &m.parameter) else { continue };
+            let of = *first.entry(&parameter.name).or_insert(at);
+            if self.modules[of].1 != *c {
+                let why = format!(
+                    "{} and {} train differently, and adapters of this family are of all experts of a layer at once\n  \
+                     hint: rules for experts without `experts`, for gate_proj and up_proj together",
+                    self.modules[of].0.name, m.name
+                );
+                return Err(Conflict { modules: [of, at], why });
+            }
+            if matches!(c, Choice::Full { .. }) && !full {
+                let why = format!(
+                    "{}: an expert that trains in full has no place in an adapter of {}\n  hint: method = \"lora\" for \
+                     experts, or train everything in full",
+                    m.name, slice.block
+                );
+                return Err(Conflict { modules: [at, at], why });
+            }
+        }
+        Ok(())
+    }
+
+    /// A bare parameter that trains although not everything does.
+    fn bare_beside_others(&self) -> Option<usize> {
+        let trains = |(m, c): &(Module, Choice)| m.is_bare() && *c != Choice::Freeze;
+        if self.everything_full() { None } else { self.modules.iter().position(trains) }
     }
 
     /// Makes a tied head and embedding train in full together.
@@ -216,7 +270,21 @@ fn absent(rule: &Rule, config: &Config) -> Vec<Result<String, String>> {
 }
 
 pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
+    if m.parameter.is_some() && (spec.dora || spec.dropout > 0.0) {
+        let what = if spec.dora { "DoRA" } else { "dropout" };
+        return Err(format!(
+            "{what} on {}: PEFT adapts it as a parameter, without {what}\n  hint: a rule of its own with dora = false \
+             and dropout = 0",
+            m.name
+        ));
+    }
     match m.kind {
+        Kind::Conv { .. } | Kind::Vector { .. } => {
+            return Err(format!(
+                "LoRA on {}: it is no matrix of a linear\n  hint: freeze it, or train everything with method = \"full\"",
+                m.name
+            ));
+        }
         Kind::Norm { .. } => {
             return Err(format!(
                 "LoRA on {}: a norm has no matrix\n  hint: train norms with method = \"full\"",
@@ -246,12 +314,14 @@ enum Pattern {
 
 impl Pattern {
     fn parse(text: &str) -> Result<Self, String> {
-        const GROUPS: [Group; 7] = [
+        const GROUPS: [Group; 9] = [
             Group::Attention,
             Group::Mlp,
             Group::Experts,
             Group::Router,
             Group::Norms,
+            Group::Recurrence,
+            Group::Sinks,
             Group::Embedding,
             Group::Head,
         ];

@@ -2,9 +2,11 @@
 
 use super::choice::Choice;
 use super::tokens::Tokens;
-use super::trained::{Part, Trained, TrainedPart, part_name};
+use super::trained::{Fused, Part, Trained, TrainedPart, tensor_name};
 use crate::model::Config;
-use crate::model::modules::{Group, Kind, Module, VOCABULARY, modules};
+use crate::model::modules::{Group, Kind, Module, modules};
+use std::collections::HashSet;
+use std::sync::Arc;
 
 /// All modules of a model with their training method.
 #[derive(Clone, Debug)]
@@ -21,6 +23,14 @@ pub struct Selection {
     pub tokens: Tokens,
     /// Warnings about ranges of layers or experts beyond the model.
     pub notes: Vec<String>,
+}
+
+/// Place of a trained tensor in an adapter of all experts.
+fn fused(t: &TrainedPart<'_>, wrapped: &HashSet<&str>) -> Option<Fused> {
+    let (slice, parameter) = (t.module.slice()?, t.module.parameter.as_ref()?);
+    let nested = !slice.outer && wrapped.contains(slice.block.as_str());
+    let place = Fused { parameter: Arc::clone(parameter), expert: t.module.expert?, nested };
+    matches!(t.part, Part::A | Part::B).then_some(place)
 }
 
 impl Selection {
@@ -59,8 +69,10 @@ impl Selection {
     ///
     /// A tied head and embedding trained in full are one tensor, under the embedding's name.
     pub fn trained(&self) -> Vec<Trained> {
+        let wrapped = self.wrapped();
         let named = |t: TrainedPart<'_>| Trained {
-            name: format!("{}.{}", t.module.name, part_name(t.module, t.part)),
+            fused: fused(&t, &wrapped),
+            name: tensor_name(t.module, t.part),
             module: t.module.name.clone(),
             part: t.part,
             shape: t.shape().to_vec(),
@@ -70,6 +82,15 @@ impl Selection {
             matrix: t.matrix,
         };
         self.parts().into_iter().map(named).collect()
+    }
+
+    /// Modules of which a parameter is adapted around others.
+    fn wrapped(&self) -> HashSet<&str> {
+        let outer = |(m, c): &'_ (Module, Choice)| {
+            m.slice().is_some_and(|s| s.outer) && matches!(c, Choice::Lora { .. })
+        };
+        let blocks = self.modules.iter().filter(|m| outer(m)).filter_map(|(m, _)| m.slice());
+        blocks.map(|s| s.block.as_str()).collect()
     }
 
     /// As [`Selection::trained`], but without allocating names: plans call this many times.
@@ -82,7 +103,7 @@ impl Selection {
                 choice = Choice::Freeze;
             }
             let mut add = |part, shape: &[usize], lr_scale, matrix| {
-                let (mut dims, rank) = ([1; 2], shape.len().min(2));
+                let (mut dims, rank) = ([1; 3], shape.len().min(3));
                 dims[..rank].copy_from_slice(&shape[..rank]);
                 out.push(TrainedPart { module: m, part, dims, rank, lr_scale, matrix });
             };
@@ -99,9 +120,11 @@ impl Selection {
                     let (o, i) = match m.kind {
                         Kind::Linear { out, inp, .. } => (out, inp),
                         Kind::Embedding { vocab, dim } => (dim, vocab),
-                        Kind::Norm { .. } => continue,
+                        Kind::Norm { .. } | Kind::Conv { .. } | Kind::Vector { .. } => continue,
                     };
-                    add(Part::A, &[spec.rank, i], lr_scale, true);
+                    if m.a_of() == m.name {
+                        add(Part::A, &[spec.rank, i], lr_scale, true);
+                    }
                     add(Part::B, &[o, spec.rank], lr_scale, true);
                     if spec.dora {
                         add(Part::Magnitude, &[o], lr_scale, false);
@@ -127,6 +150,12 @@ impl Selection {
 
     /// Whether a tied head and embedding train in full.
     pub fn tied_in_full(&self) -> bool {
-        self.tied && matches!(self.choice(VOCABULARY), Choice::Full { .. })
+        let head = |(m, c): &(Module, Choice)| m.group == Group::Head && matches!(c, Choice::Full { .. });
+        self.tied && self.modules.iter().any(head)
+    }
+
+    /// Name of the only module of a group, such as the embedding or the head.
+    pub fn name_of(&self, group: Group) -> &str {
+        self.modules.iter().find(|(m, _)| m.group == group).map_or("", |(m, _)| m.name.as_str())
     }
 }

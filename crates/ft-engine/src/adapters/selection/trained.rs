@@ -1,7 +1,8 @@
 //! Trained tensors of a selection.
 
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Kind, Module, Parameter};
 use ft_recipe::Method;
+use std::sync::Arc;
 
 /// Part of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,6 +45,28 @@ pub struct Trained {
     pub lr_scale: f64,
     /// Whether weight decay applies under `decay = "matrices"`.
     pub matrix: bool,
+    /// For A and B of an expert's linear: place in an adapter of all experts, if the family has such adapters.
+    pub fused: Option<Fused>,
+}
+
+/// Place of A or B in PEFT's tensors of all experts of a layer: A `[e r, i]`, rows of an expert together; B `[o, r e]`,
+/// columns of an expert apart.
+#[derive(Clone, Debug)]
+pub struct Fused {
+    pub parameter: Arc<Parameter>,
+    pub expert: usize,
+    /// Whether another parameter of the module is adapted around this one.
+    pub nested: bool,
+}
+
+impl Fused {
+    /// Name of A or B of all experts.
+    pub fn name(&self, part: Part) -> String {
+        let block = self.parameter.slice.as_ref().map_or("", |s| s.block.as_str());
+        let nested = if self.nested { ".base_layer" } else { "" };
+        let which = if part == Part::A { "lora_A" } else { "lora_B" };
+        format!("{block}{nested}.{which}.weight")
+    }
 }
 
 impl Trained {
@@ -58,8 +81,8 @@ impl Trained {
 pub struct TrainedPart<'a> {
     pub module: &'a Module,
     pub part: Part,
-    /// Shape of a matrix; a vector uses the first entry.
-    pub(super) dims: [usize; 2],
+    /// Shape, of which the first `rank` entries are used.
+    pub(super) dims: [usize; 3],
     pub(super) rank: usize,
     pub(super) lr_scale: f64,
     pub(super) matrix: bool,
@@ -78,12 +101,20 @@ impl TrainedPart<'_> {
 
     /// Length of the tensor's name in checkpoints, in bytes.
     pub fn name_bytes(&self) -> usize {
-        self.module.name.len() + 1 + part_name(self.module, self.part).len()
+        tensor_name(self.module, self.part).len()
     }
 
     /// Factor on the learning rate.
     pub fn lr_scale(&self) -> f64 {
         self.lr_scale
+    }
+}
+
+/// Name of a part in checkpoints: module name and PEFT's name of the part.
+pub fn tensor_name(m: &Module, part: Part) -> String {
+    match part {
+        Part::Weight => m.weight_name(),
+        _ => format!("{}.{}", m.name, part_name(m, part)),
     }
 }
 

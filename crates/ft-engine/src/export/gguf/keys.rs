@@ -31,7 +31,8 @@ fn check(config: &Config, arch: &str) -> Result<(), Error> {
 
 /// Context length with identical results in llama.cpp, which has no sliding windows for these families.
 pub(super) fn context(config: &Config) -> usize {
-    config.windows.iter().flatten().copied().fold(config.max_positions, usize::min)
+    let windows = config.attention.iter().filter_map(|a| a.window);
+    windows.fold(config.max_positions, usize::min)
 }
 
 /// Keys of a model's config, and the divisors of the rotary frequencies if stored as a tensor.
@@ -55,7 +56,8 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
     put("attention.key_length", size(config.head_dim));
     put("attention.value_length", size(config.head_dim));
     put("attention.layer_norm_rms_epsilon", number(config.eps));
-    put("rope.freq_base", number(config.rope.theta));
+    let Some(rope) = config.ropes.first() else { return refuse("rope_parameters", "no rotary embedding") };
+    put("rope.freq_base", number(rope.theta));
     put("rope.dimension_count", size(config.head_dim));
     if let Some(moe) = &config.moe {
         put("expert_count", size(moe.experts));
@@ -65,7 +67,7 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
         }
     }
     let mut factors = None;
-    match config.rope.scaling {
+    match rope.scaling {
         Scaling::Default => {}
         Scaling::Linear { factor } => {
             put("rope.scaling.type", "linear".into());
@@ -75,9 +77,8 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));
         }
         Scaling::Llama3 { .. } => {
-            let plain = crate::model::rope::Rope { scaling: Scaling::Default, ..config.rope.clone() };
-            let (plain, scaled) =
-                (plain.frequencies(config.head_dim).0, config.rope.frequencies(config.head_dim).0);
+            let plain = crate::model::rope::Rope { scaling: Scaling::Default, ..rope.clone() };
+            let (plain, scaled) = (plain.frequencies().0, rope.frequencies().0);
             let ratio = |(p, s): (&f32, &f32)| (f64::from(*p) / f64::from(*s)) as f32;
             factors = Some(plain.iter().zip(&scaled).map(ratio).collect());
         }

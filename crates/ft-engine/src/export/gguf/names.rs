@@ -2,7 +2,7 @@
 
 use super::error::{Error, refuse};
 use crate::model::Config;
-use crate::model::modules::{FeedForwardTree, MlpTree, Module, Tree};
+use crate::model::modules::{FeedForwardTree, MixerTree, MlpTree, Module, Tree};
 
 /// A tensor of llama.cpp: one module, or the same linear of all experts in a layer, stacked.
 pub(super) struct Placed {
@@ -51,27 +51,31 @@ pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
     put("token_embd".into(), vec![tree.embedding], None, false);
     for (l, layer) in tree.layers.into_iter().enumerate() {
         let name = |last: &str| format!("blk.{l}.{last}");
-        put(name("attn_norm"), vec![layer.attn_norm], None, true);
-        put(name("attn_q"), vec![layer.q], Some(config.heads), false);
-        put(name("attn_k"), vec![layer.k], Some(config.kv_heads), false);
-        put(name("attn_v"), vec![layer.v], None, false);
-        put(name("attn_output"), vec![layer.o], None, false);
-        if let Some((q, k)) = layer.qk_norm {
+        put(name("attn_norm"), layer.attn_norm.into_iter().collect(), None, true);
+        let MixerTree::Attention { q, k, v, o, qk_norm, .. } = layer.mixer else {
+            return refuse(format!("layer {l}"), "not built yet: the export of linear attention to GGUF");
+        };
+        put(name("attn_q"), vec![q], Some(config.heads), false);
+        put(name("attn_k"), vec![k], Some(config.kv_heads), false);
+        put(name("attn_v"), vec![v], None, false);
+        put(name("attn_output"), vec![o], None, false);
+        if let Some((q, k)) = qk_norm {
             put(name("attn_q_norm"), vec![q], None, true);
             put(name("attn_k_norm"), vec![k], None, true);
         }
-        put(name("ffn_norm"), vec![layer.mlp_norm], None, true);
+        put(name("ffn_norm"), layer.mlp_norm.into_iter().collect(), None, true);
         match layer.mlp {
             FeedForwardTree::Dense(MlpTree { gate, up, down }) => {
                 put(name("ffn_gate"), vec![gate], None, false);
-                put(name("ffn_up"), vec![up], None, false);
+                put(name("ffn_up"), up.into_iter().collect(), None, false);
                 put(name("ffn_down"), vec![down], None, false);
             }
             FeedForwardTree::Mixture { router, experts, .. } => {
                 put(name("ffn_gate_inp"), vec![router], None, true);
                 let mut parts = [Vec::new(), Vec::new(), Vec::new()];
                 for MlpTree { gate, up, down } in experts {
-                    parts.iter_mut().zip([gate, up, down]).for_each(|(all, m)| all.push(m));
+                    let own = [Some(gate), up, Some(down)];
+                    parts.iter_mut().zip(own).for_each(|(all, m)| all.extend(m));
                 }
                 for (part, all) in ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"].iter().zip(parts) {
                     put(name(part), all, None, false);

@@ -78,7 +78,7 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         let named = described.get(&format!("{kind}_token")).unwrap_or(&Value::Null);
         let text = named.as_str().or_else(|| named["content"].as_str());
         let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
-        let id = id.or_else(|| config.raw.get(&format!("{kind}_token_id")).and_then(Value::as_u64));
+        let id = id.or_else(|| config.key(&format!("{kind}_token_id")).and_then(Value::as_u64));
         if let Some(id) = id {
             out.push((format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id as u32)));
             eos = if kind == "eos" { Some(id as u32) } else { eos };

@@ -1,5 +1,7 @@
 //! Table of model families. Adding a family with the common decoder layer touches this file alone.
 
+use ft_kernels::swiglu::Joint;
+
 /// How a family decides on a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
@@ -23,6 +25,84 @@ pub enum Window {
     AlwaysIf,
     /// With `use_sliding_window`: layers from `max_window_layers` on, or as listed in `layer_types`.
     FromLayer,
+    /// As listed in `layer_types`, else all layers but each `sliding_window_pattern`-th, by default this one.
+    Pattern(usize),
+}
+
+/// Names of the norms of a layer; `None` for norms that a family lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NormNames {
+    /// Of attention's input.
+    pub attn: Option<&'static str>,
+    /// Of attention's output, before it is added to the residual stream.
+    pub attn_post: Option<&'static str>,
+    /// Of the feed-forward part's input.
+    pub mlp: Option<&'static str>,
+    /// Of the feed-forward part's output.
+    pub mlp_post: Option<&'static str>,
+}
+
+/// Norms of inputs alone.
+const PRE: NormNames = NormNames {
+    attn: Some("input_layernorm"),
+    attn_post: None,
+    mlp: Some("post_attention_layernorm"),
+    mlp_post: None,
+};
+
+/// Norms of outputs alone.
+const POST: NormNames = NormNames {
+    attn: None,
+    attn_post: Some("post_attention_layernorm"),
+    mlp: None,
+    mlp_post: Some("post_feedforward_layernorm"),
+};
+
+/// Norms of inputs and outputs, as Gemma names them.
+const SANDWICH: NormNames = NormNames {
+    attn: Some("input_layernorm"),
+    attn_post: Some("post_attention_layernorm"),
+    mlp: Some("pre_feedforward_layernorm"),
+    mlp_post: Some("post_feedforward_layernorm"),
+};
+
+/// RMSNorm of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorms {
+    Never,
+    /// Of each head.
+    Heads,
+    /// Of all heads together.
+    Whole,
+}
+
+/// The function of the gate in a feed-forward part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateFunction {
+    /// SiLU (`hidden_act`).
+    Silu,
+    /// GELU by tanh (`hidden_activation`).
+    GeluTanh,
+    /// Clamped SwiGLU of gpt-oss (`swiglu_limit`, `swiglu_alpha`).
+    Clamped,
+}
+
+/// Gate and up projection of an expert as one matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JointExperts {
+    /// Order of its rows.
+    pub order: Joint,
+    /// Whether checkpoints hold the transposes, `[e, in, out]`.
+    pub transposed: bool,
+}
+
+/// Linears of the inputs of linear attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeltaProjections {
+    /// `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`.
+    Split,
+    /// `in_proj_qkvz` and `in_proj_ba`, interleaved by key head.
+    Interleaved,
 }
 
 /// Expert names and routing of a mixture family.
@@ -30,8 +110,14 @@ pub enum Window {
 pub struct Experts {
     /// Name of the mixture within a layer (`mlp`, `block_sparse_moe`).
     pub block: &'static str,
-    /// Names of gate, up and down projection within an expert.
+    /// Names of gate, up and down projection within an expert. Where gate and up are joint, the first is of both.
     pub names: [&'static str; 3],
+    /// Gate and up as one matrix, fused over all experts in checkpoints and adapters.
+    pub joint: Option<JointExperts>,
+    /// Whether the experts' linears and the router have biases.
+    pub bias: bool,
+    /// Name of the router.
+    pub router: &'static str,
     /// Config key of the number of experts.
     pub count_key: &'static str,
     /// Config key of the inner width of an expert.
@@ -41,6 +127,11 @@ pub struct Experts {
     pub dense_layers: bool,
     /// Whether the top-k gates always sum to one; otherwise `norm_topk_prob` decides.
     pub always_normalise: bool,
+    /// Default of `norm_topk_prob`.
+    pub default_normalise: bool,
+    /// Whether adapters are of all experts of a layer at once, as PEFT's `target_parameters` makes them, with one A
+    /// for gate and up; otherwise of each linear.
+    pub fused: bool,
     /// Default of `num_experts_per_tok`.
     pub default_top_k: usize,
     /// Config key of the inner width of the shared expert, in families with one.
@@ -54,11 +145,36 @@ pub struct Family {
     pub model_type: &'static str,
     /// Class name in `architectures`.
     pub architecture: &'static str,
+    /// `model_type` and class name of checkpoints with a vision tower, whose `text_config` is this model.
+    pub nested: Option<(&'static str, &'static str)>,
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub mlp_bias: Bias,
-    /// Whether queries and keys are normalized per head (RMSNorm).
-    pub qk_norm: bool,
+    pub norms: NormNames,
+    pub qk_norm: QkNorms,
+    /// Whether attention has sinks.
+    pub sinks: bool,
+    pub gate: GateFunction,
+    /// Whether embeddings are multiplied by the square root of the width.
+    pub scales_embedding: bool,
+    /// Config key of the square of the divisor of attention's scores; channels per head without it.
+    pub score_key: Option<&'static str>,
+    /// Base of the rotary embedding of sliding layers, if they have one of their own.
+    pub sliding_theta: Option<f64>,
+    /// Layers without positions: each of this number by default, or where `no_rope_layers` has 0.
+    pub no_rope_interval: Option<usize>,
+    /// Default of `tie_word_embeddings`.
+    pub default_tied: bool,
+    /// Keys that other families must not have, and this one reads.
+    pub reads: &'static [&'static str],
+    /// Whether norms multiply by `1 + w`, with w the stored weight.
+    pub plus_one: bool,
+    /// Whether the query projection also makes a gate per channel, whose sigmoid multiplies the output of attention.
+    pub gated: bool,
+    /// Share of a head's channels that rotate, if config.json has no `partial_rotary_factor`.
+    pub default_rotary: f64,
+    /// Linear attention in some layers, with these projections.
+    pub delta: Option<DeltaProjections>,
     pub window: Window,
     /// Channels per head if config.json has no `head_dim`; `None` means hidden size / heads.
     pub default_head_dim: Option<usize>,
@@ -71,10 +187,24 @@ pub struct Family {
 const DENSE: Family = Family {
     model_type: "",
     architecture: "",
+    nested: None,
     qkv_bias: Bias::Never,
     o_bias: Bias::Never,
     mlp_bias: Bias::Never,
-    qk_norm: false,
+    norms: PRE,
+    qk_norm: QkNorms::Never,
+    sinks: false,
+    gate: GateFunction::Silu,
+    scales_embedding: false,
+    score_key: None,
+    sliding_theta: None,
+    no_rope_interval: None,
+    default_tied: false,
+    reads: &[],
+    plus_one: false,
+    gated: false,
+    default_rotary: 1.0,
+    delta: None,
     window: Window::Never,
     default_head_dim: None,
     default_theta: 10_000.0,
@@ -104,7 +234,7 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Qwen3ForCausalLM",
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
-        qk_norm: true,
+        qk_norm: QkNorms::Heads,
         window: Window::FromLayer,
         default_head_dim: Some(128),
         ..DENSE
@@ -124,10 +254,15 @@ pub const FAMILIES: &[Family] = &[
         experts: Some(Experts {
             block: "block_sparse_moe",
             names: ["w1", "w3", "w2"],
+            joint: None,
+            bias: false,
+            router: "gate",
             count_key: "num_local_experts",
             width_key: "intermediate_size",
             dense_layers: false,
             always_normalise: true,
+            default_normalise: false,
+            fused: false,
             default_top_k: 2,
             shared_key: None,
         }),
@@ -138,15 +273,20 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Qwen3MoeForCausalLM",
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
-        qk_norm: true,
+        qk_norm: QkNorms::Heads,
         window: Window::AlwaysIf,
         experts: Some(Experts {
             block: "mlp",
             names: ["gate_proj", "up_proj", "down_proj"],
+            joint: None,
+            bias: false,
+            router: "gate",
             count_key: "num_experts",
             width_key: "moe_intermediate_size",
             dense_layers: true,
             always_normalise: false,
+            default_normalise: false,
+            fused: false,
             default_top_k: 8,
             shared_key: None,
         }),
@@ -160,18 +300,169 @@ pub const FAMILIES: &[Family] = &[
         experts: Some(Experts {
             block: "mlp",
             names: ["gate_proj", "up_proj", "down_proj"],
+            joint: None,
+            bias: false,
+            router: "gate",
             count_key: "num_experts",
             width_key: "moe_intermediate_size",
             dense_layers: true,
             always_normalise: false,
+            default_normalise: false,
+            fused: false,
             default_top_k: 4,
             shared_key: Some("shared_expert_intermediate_size"),
         }),
         ..DENSE
     },
+    Family {
+        model_type: "ministral",
+        architecture: "MinistralForCausalLM",
+        window: Window::Unless(4096),
+        ..DENSE
+    },
+    Family {
+        model_type: "smollm3",
+        architecture: "SmolLM3ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        mlp_bias: Bias::Key("mlp_bias"),
+        window: Window::FromLayer,
+        no_rope_interval: Some(4),
+        default_tied: true,
+        default_theta: 2_000_000.0,
+        reads: &["no_rope_layers"],
+        ..DENSE
+    },
+    Family {
+        model_type: "olmo2",
+        architecture: "Olmo2ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        norms: POST,
+        qk_norm: QkNorms::Whole,
+        default_eps: 1e-5,
+        ..DENSE
+    },
+    Family {
+        model_type: "gpt_oss",
+        architecture: "GptOssForCausalLM",
+        qkv_bias: Bias::Unless("attention_bias"),
+        o_bias: Bias::Unless("attention_bias"),
+        sinks: true,
+        gate: GateFunction::Clamped,
+        window: Window::Pattern(2),
+        default_head_dim: Some(64),
+        default_theta: 150_000.0,
+        default_eps: 1e-5,
+        experts: Some(Experts {
+            block: "mlp",
+            names: ["gate_up_proj", "", "down_proj"],
+            joint: Some(JointExperts { order: Joint::Interleaved, transposed: true }),
+            bias: true,
+            router: "router",
+            count_key: "num_local_experts",
+            width_key: "intermediate_size",
+            dense_layers: false,
+            always_normalise: true,
+            default_normalise: false,
+            fused: true,
+            default_top_k: 4,
+            shared_key: None,
+        }),
+        ..DENSE
+    },
+    Family {
+        model_type: "gemma3_text",
+        architecture: "Gemma3ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        nested: Some(("gemma3", "Gemma3ForConditionalGeneration")),
+        norms: SANDWICH,
+        qk_norm: QkNorms::Heads,
+        plus_one: true,
+        gate: GateFunction::GeluTanh,
+        scales_embedding: true,
+        score_key: Some("query_pre_attn_scalar"),
+        window: Window::Pattern(6),
+        default_head_dim: Some(256),
+        default_theta: 1_000_000.0,
+        sliding_theta: Some(10_000.0),
+        default_tied: true,
+        reads: &["query_pre_attn_scalar", "final_logit_softcapping"],
+        ..DENSE
+    },
+    Family {
+        model_type: "qwen3_5_text",
+        architecture: "Qwen3_5ForCausalLM",
+        nested: Some(("qwen3_5", "Qwen3_5ForConditionalGeneration")),
+        ..GATED_DELTA
+    },
+    Family {
+        model_type: "qwen3_5_moe_text",
+        architecture: "Qwen3_5MoeForCausalLM",
+        nested: Some(("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")),
+        experts: Some(Experts {
+            dense_layers: false,
+            always_normalise: true,
+            fused: true,
+            default_top_k: 8,
+            ..SHARED_EXPERT
+        }),
+        ..GATED_DELTA
+    },
+    Family {
+        model_type: "qwen3_next",
+        architecture: "Qwen3NextForCausalLM",
+        delta: Some(DeltaProjections::Interleaved),
+        experts: Some(Experts { default_top_k: 10, default_normalise: true, ..SHARED_EXPERT }),
+        ..GATED_DELTA
+    },
 ];
+
+/// Linear attention in most layers, gated attention in the others.
+const GATED_DELTA: Family = Family {
+    qkv_bias: Bias::Key("attention_bias"),
+    o_bias: Bias::Key("attention_bias"),
+    qk_norm: QkNorms::Heads,
+    plus_one: true,
+    gated: true,
+    default_rotary: 0.25,
+    default_head_dim: Some(256),
+    delta: Some(DeltaProjections::Split),
+    ..DENSE
+};
+
+/// Qwen's experts beside a shared one.
+const SHARED_EXPERT: Experts = Experts {
+    block: "mlp",
+    names: ["gate_proj", "up_proj", "down_proj"],
+    joint: None,
+    bias: false,
+    router: "gate",
+    count_key: "num_experts",
+    width_key: "moe_intermediate_size",
+    dense_layers: true,
+    always_normalise: false,
+    default_normalise: false,
+    fused: false,
+    default_top_k: 8,
+    shared_key: Some("shared_expert_intermediate_size"),
+};
 
 /// Looks up a family by `model_type`.
 pub fn find(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|f| f.model_type == model_type)
+}
+
+/// Looks up a family by the `model_type` of a vision checkpoint; also returns the class name.
+pub fn find_nested(model_type: &str) -> Option<(&'static Family, &'static str)> {
+    let named = |f: &'static Family| f.nested.filter(|(t, _)| *t == model_type).map(|(_, class)| (f, class));
+    FAMILIES.iter().find_map(named)
+}
+
+impl Family {
+    /// Every `model_type` of the family.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        [self.model_type].into_iter().chain(self.nested.map(|(name, _)| name))
+    }
 }

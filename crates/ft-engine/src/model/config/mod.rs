@@ -3,6 +3,7 @@
 //! Unsupported keys with an effect on the numbers are refused by name. Unknown keys are listed in
 //! [`Config::unknown`], so nothing is ignored silently.
 
+mod delta;
 mod error;
 pub mod family;
 mod keys;
@@ -11,8 +12,10 @@ pub mod modules;
 mod parse;
 pub mod rope;
 mod rules;
+mod spelling;
 mod types;
 
 pub use error::{Error, Result};
 pub use keys::Keys;
-pub use types::{Biases, Config, Moe};
+pub use spelling::is_apart;
+pub use types::{Biases, Config, Delta, LayerAttention, Moe};

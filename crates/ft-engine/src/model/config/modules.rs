@@ -1,8 +1,10 @@
 //! Enumerates all modules with weights from the config alone, under their names in checkpoints and PEFT.
 
-use super::types::Config;
+use super::family::{DeltaProjections, QkNorms};
+use super::types::{Config, Delta};
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
+use std::sync::Arc;
 
 /// Module groups, as named in a recipe's `train.modules`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,6 +18,10 @@ pub enum Group {
     /// Routers and shared-expert gates.
     Router,
     Norms,
+    /// Convolution, decay and its bias of linear attention.
+    Recurrence,
+    /// Attention's sinks.
+    Sinks,
     Embedding,
     Head,
 }
@@ -29,6 +35,8 @@ impl Group {
             Group::Experts => "experts",
             Group::Router => "router",
             Group::Norms => "norms",
+            Group::Recurrence => "recurrence",
+            Group::Sinks => "sinks",
             Group::Embedding => "embedding",
             Group::Head => "head",
         }
@@ -47,6 +55,10 @@ pub enum Kind {
     },
     /// RMSNorm with a weight `[dim]`.
     Norm { dim: usize },
+    /// Depthwise convolution with taps `[channels, 1, taps]`.
+    Conv { channels: usize, taps: usize },
+    /// A parameter `[dim]` that is no module's weight: its tensor has the name of the module.
+    Vector { dim: usize },
     /// A table `[vocab, dim]`.
     Embedding { vocab: usize, dim: usize },
 }
@@ -62,10 +74,39 @@ pub struct Module {
     pub layer: Option<usize>,
     /// Expert index, for linears of experts.
     pub expert: Option<usize>,
+    /// The parameter that PEFT adapts in place of this linear, in families whose adapters are fused.
+    pub parameter: Option<Arc<Parameter>>,
 }
 
-/// Names of the vocabulary's head, and of a score head.
-pub const VOCABULARY: &str = "lm_head";
+/// A parameter that PEFT adapts as a whole (`target_parameters`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameter {
+    /// Full name, such as `model.layers.0.mlp.experts.gate_up_proj`.
+    pub name: String,
+    /// The linear's place, if the parameter is of all experts.
+    pub slice: Option<Slice>,
+}
+
+/// Place of an expert's linear in a parameter of all experts of a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Module of the parameter.
+    pub block: String,
+    pub experts: usize,
+    /// Output rows of an expert.
+    pub rows: usize,
+    /// First of the linear's rows, and their distance.
+    pub first: usize,
+    pub step: usize,
+    /// Module whose A this linear shares, if it has none of its own.
+    pub a_of: Option<String>,
+    /// Whether PEFT wraps this parameter around another one of the module, if both are adapted.
+    pub outer: bool,
+    /// Whether the checkpoint holds the parameter in MXFP4.
+    pub mxfp4: bool,
+}
+
+/// Name of a score head.
 pub const SCORE: &str = "score";
 
 impl Module {
@@ -79,10 +120,21 @@ impl Module {
         self.name.rsplit('.').next().unwrap_or(&self.name)
     }
 
+    /// Whether the checkpoint holds the weight in MXFP4.
+    pub fn is_mxfp4(&self) -> bool {
+        self.slice().is_some_and(|s| s.mxfp4)
+    }
+
+    /// Name of the bias's tensor.
+    pub fn bias_name(&self) -> String {
+        format!("{}.bias", self.name)
+    }
+
     /// Shape of the weight.
     pub fn weight_shape(&self) -> Vec<usize> {
         match self.kind {
-            Kind::Norm { dim } => vec![dim],
+            Kind::Norm { dim } | Kind::Vector { dim } => vec![dim],
+            Kind::Conv { channels, taps } => vec![channels, 1, taps],
             _ => vec![self.rows(), self.cols()],
         }
     }
@@ -91,7 +143,8 @@ impl Module {
     fn dims(&self) -> (usize, usize) {
         match self.kind {
             Kind::Linear { out, inp, .. } => (out, inp),
-            Kind::Norm { dim } => (dim, 1),
+            Kind::Norm { dim } | Kind::Vector { dim } => (dim, 1),
+            Kind::Conv { channels, taps } => (channels, taps),
             Kind::Embedding { vocab, dim } => (vocab, dim),
         }
     }
@@ -104,6 +157,26 @@ impl Module {
     /// Columns of the weight: input features of a linear. 1 for norms.
     pub fn cols(&self) -> usize {
         self.dims().1
+    }
+
+    /// The linear's place in a parameter of all experts, if adapters are of that.
+    pub fn slice(&self) -> Option<&Slice> {
+        self.parameter.as_ref()?.slice.as_ref()
+    }
+
+    /// Module whose A an adapter of this linear uses.
+    pub fn a_of(&self) -> &str {
+        self.slice().and_then(|s| s.a_of.as_deref()).unwrap_or(&self.name)
+    }
+
+    /// Name of the weight in a checkpoint.
+    pub fn weight_name(&self) -> String {
+        if self.is_bare() { self.name.clone() } else { format!("{}.weight", self.name) }
+    }
+
+    /// Whether the weight is a parameter without a module, which adapters cannot hold.
+    pub fn is_bare(&self) -> bool {
+        matches!(self.kind, Kind::Vector { .. })
     }
 
     /// Number of values of the weight.
@@ -129,13 +202,13 @@ impl Module {
     }
 }
 
-/// Linears of a SwiGLU: a dense feed-forward or one expert.
+/// Linears of a gated feed-forward: a dense one or one expert.
 #[derive(Clone, Debug)]
 pub struct MlpTree {
-    /// `[d]` -> `[f]`.
+    /// `[d]` -> `[f]`; where gate and up are joint, of both, `[d]` -> `[2 f]`.
     pub gate: Module,
-    /// `[d]` -> `[f]`.
-    pub up: Module,
+    /// `[d]` -> `[f]`, if apart.
+    pub up: Option<Module>,
     /// `[f]` -> `[d]`.
     pub down: Module,
 }
@@ -154,17 +227,56 @@ pub enum FeedForwardTree {
     },
 }
 
+/// Part of a layer that mixes tokens.
+#[derive(Clone, Debug)]
+pub enum MixerTree {
+    Attention {
+        q: Module,
+        k: Module,
+        v: Module,
+        o: Module,
+        /// Query and key norms, if the family has them.
+        qk_norm: Option<(Module, Module)>,
+        /// Sinks, if the family has them.
+        sinks: Option<Module>,
+    },
+    /// Linear attention.
+    Delta {
+        /// Linears of the input.
+        projections: Vec<Module>,
+        conv: Module,
+        a_log: Module,
+        bias: Module,
+        norm: Module,
+        out: Module,
+    },
+}
+
+impl MixerTree {
+    /// Modules in the order of the forward pass.
+    fn modules(self) -> Vec<Module> {
+        match self {
+            MixerTree::Attention { q, k, v, o, qk_norm, sinks } => {
+                let norms = qk_norm.into_iter().flat_map(|(q, k)| [q, k]);
+                [q, k, v, o].into_iter().chain(norms).chain(sinks).collect()
+            }
+            MixerTree::Delta { mut projections, conv, a_log, bias, norm, out } => {
+                projections.extend([conv, a_log, bias, norm, out]);
+                projections
+            }
+        }
+    }
+}
+
 /// Modules of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct LayerTree {
-    pub attn_norm: Module,
-    pub q: Module,
-    pub k: Module,
-    pub v: Module,
-    pub o: Module,
-    /// Query and key norms, if the family has them.
-    pub qk_norm: Option<(Module, Module)>,
-    pub mlp_norm: Module,
+    /// Norms of the inputs and outputs of mixer and feed-forward part, of those that the family has.
+    pub attn_norm: Option<Module>,
+    pub mixer: MixerTree,
+    pub attn_post: Option<Module>,
+    pub mlp_norm: Option<Module>,
+    pub mlp_post: Option<Module>,
     pub mlp: FeedForwardTree,
 }
 
@@ -185,8 +297,56 @@ fn linear(out: usize, inp: usize, bias: bool) -> Kind {
 }
 
 impl MlpTree {
-    fn modules(self) -> [Module; 3] {
-        [self.gate, self.up, self.down]
+    fn modules(self) -> impl Iterator<Item = Module> {
+        [Some(self.gate), self.up, Some(self.down)].into_iter().flatten()
+    }
+
+    /// An expert whose adapters are slices of those of `block`: gate rows, then up rows, with one A for both.
+    fn fused(self, block: &str, experts: usize, mxfp4: bool) -> Self {
+        let (f, d) = (self.gate.rows(), self.down.rows());
+        let both = if self.up.is_some() { 2 * f } else { f };
+        let of = |m: Module, name: &str, slice: Slice| {
+            let parameter = Parameter { name: format!("{block}.{name}"), slice: Some(slice) };
+            Module { parameter: Some(Arc::new(parameter)), ..m }
+        };
+        let slice = |rows, first, a_of, outer| {
+            let block = block.to_string();
+            Slice { block, experts, rows, first, step: 1, a_of, outer, mxfp4 }
+        };
+        let gate = self.gate.name.clone();
+        Self {
+            gate: of(self.gate, "gate_up_proj", slice(both, 0, None, false)),
+            up: self.up.map(|up| of(up, "gate_up_proj", slice(both, f, Some(gate), false))),
+            down: of(self.down, "down_proj", slice(d, 0, None, true)),
+        }
+    }
+}
+
+/// Modules of linear attention in a model of width `d`; `module` makes a module of the layer.
+fn delta_tree(c: &Delta, d: usize, module: impl Fn(Arguments<'_>, Kind, Group) -> Module) -> MixerTree {
+    let heads = c.heads;
+    let of = |name: &str, kind, group| module(format_args!("linear_attn.{name}"), kind, group);
+    let linear = |name, out, inp| of(name, linear(out, inp, false), Group::Attention);
+    let vector = |name, dim| of(name, Kind::Vector { dim }, Group::Recurrence);
+    let (channels, values) = (heads.channels(), heads.value_width());
+    let projections = match c.projections {
+        DeltaProjections::Split => vec![
+            linear("in_proj_qkv", channels, d),
+            linear("in_proj_z", values, d),
+            linear("in_proj_b", heads.values, d),
+            linear("in_proj_a", heads.values, d),
+        ],
+        DeltaProjections::Interleaved => {
+            vec![linear("in_proj_qkvz", channels + values, d), linear("in_proj_ba", 2 * heads.values, d)]
+        }
+    };
+    MixerTree::Delta {
+        projections,
+        conv: of("conv1d", Kind::Conv { channels, taps: c.taps }, Group::Recurrence),
+        a_log: vector("A_log", heads.values),
+        bias: vector("dt_bias", heads.values),
+        norm: of("norm", Kind::Norm { dim: heads.value_dim }, Group::Norms),
+        out: linear("out_proj", d, values),
     }
 }
 
@@ -195,49 +355,75 @@ impl LayerTree {
     pub fn of(c: &Config, l: usize) -> Self {
         let (d, f) = (c.hidden, c.intermediate);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let of_q = if c.family.gated { 2 * q } else { q };
         let module = |name: Arguments<'_>, kind, group| {
-            let name = format!("model.layers.{l}.{name}");
-            Module { name, kind, group, layer: Some(l), expert: None }
+            let name = format!("{}.layers.{l}.{name}", c.body);
+            Module { name, kind, group, layer: Some(l), expert: None, parameter: None }
         };
         let norm = |name: &str, dim| module(format_args!("{name}"), Kind::Norm { dim }, Group::Norms);
         let attn = |name: &str, out, inp, bias| {
             module(format_args!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
         };
         let mlp = |block: Arguments<'_>, [gate, up, down]: [&str; 3], f, bias, group, expert| {
+            let joint = up.is_empty();
             let of = |name, kind| Module { expert, ..module(format_args!("{block}.{name}"), kind, group) };
             MlpTree {
-                gate: of(gate, linear(f, d, bias)),
-                up: of(up, linear(f, d, bias)),
+                gate: of(gate, linear(if joint { 2 * f } else { f }, d, bias)),
+                up: (!joint).then(|| of(up, linear(f, d, bias))),
                 down: of(down, linear(d, f, bias)),
             }
         };
         let names = ["gate_proj", "up_proj", "down_proj"];
-        let qk = || (norm("self_attn.q_norm", c.head_dim), norm("self_attn.k_norm", c.head_dim));
+        let of_family = c.family.norms;
+        let named = |name: Option<&str>| name.map(|name| norm(name, d));
+        let qk = || {
+            let whole = c.family.qk_norm == QkNorms::Whole;
+            let (q, k) = if whole { (q, kv) } else { (c.head_dim, c.head_dim) };
+            (norm("self_attn.q_norm", q), norm("self_attn.k_norm", k))
+        };
+        let sinks = || module(format_args!("self_attn.sinks"), Kind::Vector { dim: c.heads }, Group::Sinks);
         Self {
-            attn_norm: norm("input_layernorm", d),
-            q: attn("q_proj", q, d, c.biases.qkv),
-            k: attn("k_proj", kv, d, c.biases.qkv),
-            v: attn("v_proj", kv, d, c.biases.qkv),
-            o: attn("o_proj", d, q, c.biases.o),
-            qk_norm: c.family.qk_norm.then(qk),
-            mlp_norm: norm("post_attention_layernorm", d),
+            attn_norm: named(of_family.attn),
+            attn_post: named(of_family.attn_post),
+            mlp_norm: named(of_family.mlp),
+            mlp_post: named(of_family.mlp_post),
+            mixer: match c.delta_of(l) {
+                Some(delta) => delta_tree(delta, d, module),
+                None => MixerTree::Attention {
+                    q: attn("q_proj", of_q, d, c.biases.qkv),
+                    k: attn("k_proj", kv, d, c.biases.qkv),
+                    v: attn("v_proj", kv, d, c.biases.qkv),
+                    o: attn("o_proj", d, q, c.biases.o),
+                    qk_norm: (c.family.qk_norm != QkNorms::Never).then(qk),
+                    sinks: c.family.sinks.then(sinks),
+                },
+            },
             mlp: match (&c.moe, &c.family.experts) {
                 (Some(moe), Some(family)) if moe.sparse[l] => {
                     let block = family.block;
-                    let router = |name: &str, out| {
-                        module(format_args!("{block}.{name}"), linear(out, d, false), Group::Router)
+                    let router = |name: &str, out, bias| {
+                        module(format_args!("{block}.{name}"), linear(out, d, bias), Group::Router)
                     };
                     let expert = |e| {
-                        let (block, group) = (format_args!("{block}.experts.{e}"), Group::Experts);
-                        mlp(block, family.names, moe.width, false, group, Some(e))
+                        let (own, group) = (format_args!("{block}.experts.{e}"), Group::Experts);
+                        let tree = mlp(own, family.names, moe.width, family.bias, group, Some(e));
+                        let whole = format!("{}.layers.{l}.{block}.experts", c.body);
+                        if family.fused { tree.fused(&whole, moe.experts, c.mxfp4) } else { tree }
+                    };
+                    let of_router = |m: Module| match family.fused {
+                        true => {
+                            let name = m.weight_name();
+                            Module { parameter: Some(Arc::new(Parameter { name, slice: None })), ..m }
+                        }
+                        false => m,
                     };
                     let shared = || {
                         let block = format_args!("{block}.shared_expert");
                         let own = mlp(block, names, moe.shared, false, Group::Mlp, None);
-                        (own, router("shared_expert_gate", 1))
+                        (own, router("shared_expert_gate", 1, false))
                     };
                     FeedForwardTree::Mixture {
-                        router: router("gate", moe.experts),
+                        router: of_router(router(family.router, moe.experts, family.bias)),
                         experts: (0..moe.experts).map(expert).collect(),
                         shared: (moe.shared > 0).then(shared),
                     }
@@ -251,9 +437,10 @@ impl LayerTree {
 
     /// Appends the modules in the order of the forward pass.
     fn list(self, out: &mut Vec<Module>) {
-        out.extend([self.attn_norm, self.q, self.k, self.v, self.o]);
-        out.extend(self.qk_norm.into_iter().flat_map(|(q, k)| [q, k]));
-        out.push(self.mlp_norm);
+        out.extend(self.attn_norm);
+        out.extend(self.mixer.modules());
+        out.extend(self.attn_post);
+        out.extend(self.mlp_norm);
         match self.mlp {
             FeedForwardTree::Dense(mlp) => out.extend(mlp.modules()),
             FeedForwardTree::Mixture { router, experts, shared } => {
@@ -265,6 +452,7 @@ impl LayerTree {
                 }
             }
         }
+        out.extend(self.mlp_post);
     }
 }
 
@@ -277,13 +465,19 @@ impl Tree {
 
     /// Modules outside of the layers: embedding, final norm and head.
     pub fn ends(c: &Config) -> (Module, Module, Module) {
-        let module =
-            |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
+        let module = |name: &str, kind, group| Module {
+            name: name.into(),
+            kind,
+            group,
+            layer: None,
+            expert: None,
+            parameter: None,
+        };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
-        let name = if c.scores.is_some() { SCORE } else { VOCABULARY };
+        let name = if c.scores.is_some() { SCORE } else { c.vocabulary_name() };
         (
-            module("model.embed_tokens", table, Group::Embedding),
-            module("model.norm", Kind::Norm { dim: c.hidden }, Group::Norms),
+            module(&c.embedding_name(), table, Group::Embedding),
+            module(&format!("{}.norm", c.body), Kind::Norm { dim: c.hidden }, Group::Norms),
             module(name, linear(c.outputs(), c.hidden, false), Group::Head),
         )
     }

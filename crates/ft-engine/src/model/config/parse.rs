@@ -1,10 +1,11 @@
 //! Parsing of a config.
 
 use super::error::{Error, Result};
-use super::family::{Bias, FAMILIES, Family, find};
+use super::family::{Bias, FAMILIES, Family, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope::Rope;
+use super::spelling::default_body;
 use super::types::{Biases, Config, classifier};
 use ft_base::store;
 use ft_base::store::json::{object, short};
@@ -32,10 +33,11 @@ impl Config {
             why: format!("not UTF-8 at byte {}", e.valid_up_to()),
         })?;
         let raw = object(text).map_err(|why| Error::Syntax { file: file.clone(), why })?;
-        Self::overridden(&file, raw, overrides)
+        Self::overridden(&file, raw, overrides).map(|c| c.spelled_as_in(dir))
     }
 
-    /// Parses a JSON object after replacing keys by `overrides`; `file` is the name in errors.
+    /// Parses a JSON object after replacing keys by `overrides`, of the text model where it is nested; `file` is the
+    /// name in errors.
     ///
     /// # Errors
     /// As [`Config::load`], with a hint if the offending key comes from an override.
@@ -44,10 +46,16 @@ impl Config {
         mut raw: Map<String, Value>,
         overrides: &Map<String, Value>,
     ) -> Result<Self> {
-        raw.extend(overrides.iter().map(|(k, v)| (k.clone(), v.clone())));
+        let own = overrides.iter().map(|(k, v)| (k.clone(), v.clone()));
+        match raw.get_mut(Self::TEXT) {
+            Some(Value::Object(text)) => text.extend(own),
+            _ => raw.extend(own),
+        }
+        let text = format!("{}.", Self::TEXT);
         Self::parse(file, raw).map_err(|e| match e {
             Error::Key { file, key, why }
-                if overrides.contains_key(key.split('.').next().unwrap_or(&key)) =>
+                if overrides
+                    .contains_key(key.trim_start_matches(&text).split('.').next().unwrap_or(&key)) =>
             {
                 let why = format!("{why}\n  hint: the value is model.override's");
                 Error::Key { file, key, why }
@@ -58,9 +66,11 @@ impl Config {
 
     /// Parses a JSON object; `file` is the name in errors.
     pub fn parse(file: &str, raw: Map<String, Value>) -> Result<Self> {
-        let keys = Keys::new(file, &raw);
-        let family = family_of(file, &keys)?;
-        let scores = scores_of(&keys, family)?;
+        let whole = Keys::new(file, &raw);
+        let text = whole.table(Self::TEXT)?;
+        let family = family_of(file, &whole, text.is_some())?;
+        let scores = scores_of(&whole, family)?;
+        let keys = text.unwrap_or_else(|| Keys::new(file, &raw));
         keys.refuse_unsupported(family)?;
         let layers = keys.size("num_hidden_layers", LAYERS)?;
         let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys, family)?;
@@ -82,8 +92,19 @@ impl Config {
             }
             _ => keys.size("intermediate_size", INNER)?,
         };
+        let ropes = match family.sliding_theta {
+            None => {
+                let rotary = rotary_of(&keys, family, head_dim)?;
+                vec![Rope::parse(&keys, family.default_theta, max_positions, rotary)?]
+            }
+            Some(sliding) => {
+                let thetas = [family.default_theta, sliding];
+                Rope::parse_by_type(&keys, thetas, max_positions, [head_dim; 2])?
+            }
+        };
         let config = Self {
             family,
+            body: default_body(raw.contains_key(Self::TEXT)),
             hidden,
             intermediate,
             layers,
@@ -92,16 +113,22 @@ impl Config {
             head_dim,
             vocab: keys.size("vocab_size", VOCAB)?,
             eps: keys.number("rms_norm_eps", 1e-30..=1.0)?.unwrap_or(family.default_eps),
-            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false) && scores.is_none(),
+            tied: keys.flag(TIED)?.or(whole.flag(TIED)?).unwrap_or(family.default_tied) && scores.is_none(),
             scores,
-            rope: Rope::parse(&keys, family.default_theta, max_positions)?,
+            ropes,
             max_positions,
-            windows: keys.windows(family, layers)?,
+            attention: keys.attention(family, layers, head_dim)?,
+            glu: keys.glu(family)?,
+            embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
+            logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
             biases,
+            delta: keys.delta(family, layers)?,
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
-            four_bit: keys.four_bit()?,
-            unknown: keys.unknown(),
+            four_bit: whole.four_bit()?,
+            mxfp4: whole.mxfp4(family)?,
+            fp8: whole.fp8()?,
+            unknown: whole.unknown(),
             raw: Map::new(),
         };
         keys.token_ids(config.vocab)?;
@@ -131,6 +158,10 @@ impl Config {
             }
         };
         let dense = (layers - sparse) * of(self.intermediate);
+        let linear = self.delta.as_ref().map_or(0, |l| {
+            let each = of(l.heads.channels()) + 2 * of(l.heads.value_width()) + 2 * of(l.heads.values);
+            of(l.is_linear.iter().filter(|is| **is).count()) * each
+        });
         let parts = [
             ("vocab_size", 2 * of(self.vocab) * d, 0),
             ("num_attention_heads", 2 * layers * inner * d, layers * 2 * inner),
@@ -141,6 +172,7 @@ impl Config {
                 3 * sparse * (used * width + shared),
             ),
             ("num_hidden_layers", 4 * layers * d, 8 * layers * d),
+            ("linear_num_value_heads", linear * (d + 64), 2 * linear),
         ];
         let parameters: u128 = parts.iter().map(|p| p.1).sum();
         let values: u128 = parts.iter().map(|p| p.2).sum();
@@ -159,19 +191,23 @@ impl Config {
     }
 }
 
-/// Family of a config, by `model_type`.
-fn family_of(file: &str, keys: &Keys<'_>) -> Result<&'static Family> {
+/// Key of a head that shares the embedding's weight.
+const TIED: &str = "tie_word_embeddings";
+
+/// Family of a config, by the `model_type` of the whole, `nested` if the text model has keys of its own.
+fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Family> {
     let model_type = keys.string("model_type")?.unwrap_or_default();
-    let Some(family) = find(model_type) else {
+    let found = if nested { find_nested(model_type) } else { find(model_type).map(|f| (f, f.architecture)) };
+    let Some((family, architecture)) = found else {
         return Err(Error::Architecture {
             file: file.into(),
             found: if model_type.is_empty() { "no model_type".into() } else { model_type.into() },
-            known: FAMILIES.iter().map(|f| f.model_type).collect::<Vec<_>>().join(", "),
+            known: FAMILIES.iter().flat_map(Family::names).collect::<Vec<_>>().join(", "),
         });
     };
     match keys.raw.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str) {
-        Some(a) if a != family.architecture && a != classifier(family) => {
-            let why = format!("{a}; {model_type} is built as {}", family.architecture);
+        Some(a) if a != architecture && (nested || a != classifier(family)) => {
+            let why = format!("{a}; {model_type} is built as {architecture}");
             Err(keys.bad("architectures", why))
         }
         _ => Ok(family),
@@ -194,6 +230,24 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
         Some(names) => Ok(Some(names)),
         None => Err(keys.bad("id2label", "names by number, from \"0\" without gaps, are wanted")),
     }
+}
+
+/// Rotated channels of a head: a share of them, in `rope_parameters` or beside it.
+fn rotary_of(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
+    const KEY: &str = "partial_rotary_factor";
+    let table = keys.table("rope_parameters")?;
+    let named = match &table {
+        Some(t) => t.number(KEY, 0.0..=1.0)?.or(keys.number(KEY, 0.0..=1.0)?),
+        None => keys.number(KEY, 0.0..=1.0)?,
+    };
+    let rotary = (head_dim as f64 * named.unwrap_or(family.default_rotary)) as usize;
+    let built = family.default_rotary < 1.0 || rotary == head_dim;
+    if rotary == 0 || !rotary.is_multiple_of(2) || !built {
+        let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
+        let what = if built { "an even number" } else { "all" };
+        return Err(table.as_ref().unwrap_or(keys).bad(KEY, why + what));
+    }
+    Ok(rotary)
 }
 
 /// Width of the residual stream, and heads.

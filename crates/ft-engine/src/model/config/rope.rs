@@ -13,7 +13,12 @@ pub struct Rope {
     /// Base of the frequencies (`rope_theta`).
     pub theta: f64,
     pub scaling: Scaling,
+    /// Channels of a head that rotate.
+    pub dim: usize,
 }
+
+/// Names of layer types: full attention, and sliding windows.
+pub(super) const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// Range of the base: above 1, with powers representable in f32.
 const THETA: RangeInclusive<f64> = 1.000_001..=1e15;
@@ -57,15 +62,13 @@ impl Rope {
     /// Reads `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
     ///
     /// If a config has both, for example after an override, `rope_scaling` wins.
-    pub fn parse(keys: &Keys<'_>, default_theta: f64, max_positions: usize) -> Result<Self> {
+    pub fn parse(keys: &Keys<'_>, default_theta: f64, max_positions: usize, dim: usize) -> Result<Self> {
         let parameters = keys.table("rope_parameters")?;
         if let Some(p) = &parameters {
-            for nested in ["full_attention", "sliding_attention"] {
+            for nested in LAYER_TYPES {
                 if p.table(nested).is_ok_and(|t| t.is_some()) {
-                    return Err(keys.bad(
-                        "rope_parameters",
-                        format!("{nested}: parameters by layer type are not built"),
-                    ));
+                    let why = format!("{nested}: this family has no parameters by layer type");
+                    return Err(keys.bad("rope_parameters", why));
                 }
             }
         }
@@ -78,7 +81,31 @@ impl Rope {
             None => Scaling::Default,
             Some(t) => Self::scaling(&t, max_positions)?,
         };
-        Ok(Self { theta, scaling })
+        Ok(Self { theta, scaling, dim })
+    }
+
+    /// Reads the embeddings of full and of sliding layers, in this order: `rope_parameters` by layer type
+    /// (transformers 5), or `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
+    pub fn parse_by_type(
+        keys: &Keys<'_>,
+        [full, sliding]: [f64; 2],
+        max_positions: usize,
+        [full_dim, sliding_dim]: [usize; 2],
+    ) -> Result<Vec<Self>> {
+        let Some(p) = keys.table("rope_parameters")? else {
+            let theta = keys.number("rope_local_base_freq", THETA)?.unwrap_or(sliding);
+            let local = Self { theta, scaling: Scaling::Default, dim: sliding_dim };
+            return Ok(vec![Self::parse(keys, full, max_positions, full_dim)?, local]);
+        };
+        let of = |key: &str, theta: f64, dim: usize| -> Result<Self> {
+            let Some(t) = p.table(key)? else {
+                return Err(p.bad(key, "missing; a table is wanted for each layer type"));
+            };
+            let theta = t.number("rope_theta", THETA)?.unwrap_or(theta);
+            Ok(Self { theta, scaling: Self::scaling(&t, max_positions)?, dim })
+        };
+        let [full_type, sliding_type] = LAYER_TYPES;
+        Ok(vec![of(full_type, full, full_dim)?, of(sliding_type, sliding, sliding_dim)?])
     }
 
     /// Longest context covered by the scaling, given `max_position_embeddings`. Some configs state the
@@ -95,11 +122,6 @@ impl Rope {
     }
 
     fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
-        if let Some(f) = t.number("partial_rotary_factor", 0.0..=1.0)?
-            && f != 1.0
-        {
-            return Err(t.bad("partial_rotary_factor", format!("{f}; only 1 is built")));
-        }
         let kind = match t.string("rope_type")? {
             Some(k) => k,
             None => t.string("type")?.unwrap_or("default"),
@@ -157,8 +179,8 @@ impl Rope {
     ///
     /// Follows the arithmetic of transformers, including its use of f32, so that angles match to the last
     /// bit.
-    pub fn frequencies(&self, dim: usize) -> (Vec<f32>, f32) {
-        let half = dim / 2;
+    pub fn frequencies(&self) -> (Vec<f32>, f32) {
+        let (dim, half) = (self.dim, self.dim / 2);
         let plain: Vec<f32> =
             (0..half).map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
         match self.scaling {
@@ -200,15 +222,15 @@ impl Rope {
     }
 
     /// Cosine and sine tables `[t, dim / 2]` (f32) for token positions.
-    pub fn tables(&self, dim: usize, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        let [cos, sin] = self.values(dim, positions);
-        let make = |v| Tensor::from_vec(v, (positions.len(), dim / 2), device).map_err(Error::from);
+    pub fn tables(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let [cos, sin] = self.values(positions);
+        let make = |v| Tensor::from_vec(v, (positions.len(), self.dim / 2), device).map_err(Error::from);
         Ok((make(cos)?, make(sin)?))
     }
 
     /// Host values of [`Rope::tables`].
-    pub fn values(&self, dim: usize, positions: &[u32]) -> [Vec<f32>; 2] {
-        let (freq, factor) = self.frequencies(dim);
+    pub fn values(&self, positions: &[u32]) -> [Vec<f32>; 2] {
+        let (freq, factor) = self.frequencies();
         let mut cos = Vec::with_capacity(positions.len() * freq.len());
         let mut sin = Vec::with_capacity(positions.len() * freq.len());
         for p in positions {

@@ -2,16 +2,21 @@
 //! sliding windows, experts.
 
 use super::error::Result;
-use super::family::{Family, Window};
+use super::family::{Family, GateFunction, Window};
 use super::keys::Keys;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
-use super::types::Moe;
+use super::rope::LAYER_TYPES;
+use super::types::{Config, LayerAttention, Moe};
 use ft_base::store::json::short;
-use serde_json::Value;
+use ft_kernels::swiglu::{Activation, Glu};
+use serde_json::{Map, Value};
 use std::collections::HashSet;
 
 /// Keys that describe files, tokens, generation or training and do not change the forward pass.
 const HARMLESS: &[&str] = &[
+    "cache_implementation",
+    "experts_per_token",
+    "initial_context_length",
     "_model_name_or_path",
     "_name_or_path",
     "architectures",
@@ -25,7 +30,10 @@ const HARMLESS: &[&str] = &[
     "is_decoder",
     "is_encoder_decoder",
     "label2id",
+    "mamba_ssm_dtype",
     "max_window_layers",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
     "num_labels",
     "model_type",
     "output_attentions",
@@ -60,19 +68,31 @@ const HARMLESS: &[&str] = &[
     "use_bfloat16",
 ];
 
+/// Ends of the keys of a vision checkpoint that describe other parts than the text model, and itself.
+const VISION: [&str; 5] = ["_config", "_token_id", "_token_index", "tokens_per_image", "language_model_only"];
+
 /// Keys read by the parser.
 const READ: &[&str] = &[
+    "_sliding_window_pattern",
     "attention_bias",
     "decoder_sparse_step",
+    "full_attention_interval",
     "head_dim",
     "hidden_act",
+    "hidden_activation",
     "hidden_size",
     "intermediate_size",
     "layer_types",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "max_position_embeddings",
     "mlp_bias",
     "mlp_only_layers",
     "moe_intermediate_size",
+    "no_rope_layer_interval",
     "norm_topk_prob",
     "num_attention_heads",
     "num_experts",
@@ -80,13 +100,18 @@ const READ: &[&str] = &[
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "partial_rotary_factor",
     "qkv_bias",
     "quantization_config",
     "rms_norm_eps",
+    "rope_local_base_freq",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
     "sliding_window",
+    "sliding_window_pattern",
+    "swiglu_alpha",
+    "swiglu_limit",
     "tie_word_embeddings",
     "use_sliding_window",
     "vocab_size",
@@ -106,7 +131,6 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("logit_scale", 1.0),
     ("logits_scaling", 1.0),
     ("no_rope_layers", f64::NAN),
-    ("partial_rotary_factor", 1.0),
     ("q_lora_rank", f64::NAN),
     ("kv_lora_rank", f64::NAN),
     ("query_pre_attn_scalar", f64::NAN),
@@ -116,10 +140,14 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("n_shared_experts", 0.0),
     ("shared_expert_intermediate_size", 0.0),
     ("attn_output_gate", 0.0),
+    ("use_bidirectional_attention", 0.0),
     ("use_mrope", 0.0),
     ("use_qk_norm", f64::NAN),
     ("mrope_section", f64::NAN),
 ];
+
+/// Quantization method of gpt-oss's releases.
+const MXFP4: &str = "mxfp4";
 
 /// Keys of `quantization_config`. `llm_int8_*` keys are accepted too: they concern 8-bit weights or model
 /// loading.
@@ -135,6 +163,19 @@ const QUANTIZATION: &[&str] = &[
     "quant_method",
 ];
 
+/// Keys of `quantization_config` of 8-bit checkpoints. How activations are quantized, and modules that are not
+/// quantized, show in the tensors or concern inference.
+const FP8: &[&str] = &[
+    "activation_scheme",
+    "dequantize",
+    "fmt",
+    "ignored_layers",
+    "modules_to_not_convert",
+    "quant_method",
+    "scale_fmt",
+    "weight_block_size",
+];
+
 /// Keys of `rope_scaling` and `rope_parameters`.
 const ROPE: &[&str] = &[
     "attention_factor",
@@ -143,6 +184,8 @@ const ROPE: &[&str] = &[
     "factor",
     "high_freq_factor",
     "low_freq_factor",
+    "mrope_interleaved",
+    "mrope_section",
     "mscale",
     "mscale_all_dim",
     "original_max_position_embeddings",
@@ -159,12 +202,25 @@ fn knows(key: &str) -> bool {
 }
 
 impl Keys<'_> {
-    /// Keys in none of the lists.
+    /// Keys in none of the lists; of the whole file, with those of the text model.
     pub(super) fn unknown(&self) -> Vec<String> {
+        if let Ok(Some(text)) = self.table(Config::TEXT) {
+            let of_whole = |k: &&String| !knows(k) && !VISION.iter().any(|end| k.ends_with(end));
+            let own = text.unknown().into_iter().map(|k| format!("{}.{k}", Config::TEXT));
+            return self.raw.keys().filter(of_whole).cloned().chain(own).collect();
+        }
         let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
         for table in ["rope_scaling", "rope_parameters"] {
             let Some(Value::Object(t)) = self.get(table) else { continue };
-            out.extend(t.keys().filter(|k| !ROPE.contains(&k.as_str())).map(|k| format!("{table}.{k}")));
+            let unknown = |t: &Map<String, Value>, path: &str| -> Vec<String> {
+                let keys =
+                    t.keys().filter(|k| !ROPE.contains(&k.as_str()) && !LAYER_TYPES.contains(&k.as_str()));
+                keys.map(|k| format!("{path}.{k}")).collect()
+            };
+            out.extend(unknown(t, table));
+            for (name, own) in LAYER_TYPES.iter().filter_map(|n| Some((n, t.get(*n)?.as_object()?))) {
+                out.extend(unknown(own, &format!("{table}.{name}")));
+            }
         }
         out
     }
@@ -193,12 +249,26 @@ impl Keys<'_> {
     }
 
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
-        let act = self.string("hidden_act")?.unwrap_or("silu");
-        if !matches!(act, "silu" | "swish") {
-            return Err(self.bad("hidden_act", format!("{act}; only silu is built")));
+        let (keys, known): (&[&str], &[&str]) = match family.gate {
+            GateFunction::GeluTanh => (&["hidden_activation"], &["gelu_pytorch_tanh"]),
+            GateFunction::Silu | GateFunction::Clamped => (&["hidden_act"], &["silu", "swish"]),
+        };
+        for key in keys {
+            match self.string(key)? {
+                Some(act) if !known.contains(&act) => {
+                    return Err(self.bad(key, format!("{act}; only {} is built", known[0])));
+                }
+                _ => {}
+            }
+        }
+        const GATE: &str = "attn_output_gate";
+        if family.gated && self.flag(GATE)? == Some(false) {
+            return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
         }
         let shared = family.experts.and_then(|x| x.shared_key);
-        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| Some(*k) != shared) {
+        let computed =
+            |key: &str| Some(key) == shared || (family.gated && key == GATE) || family.reads.contains(&key);
+        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| !computed(k)) {
             match self.get(key) {
                 None => {}
                 Some(v) if v.as_f64() == Some(*neutral) => {}
@@ -212,6 +282,25 @@ impl Keys<'_> {
         Ok(())
     }
 
+    /// Reads `quantization_config`: whether the experts are in MXFP4.
+    pub(super) fn mxfp4(&self, family: &Family) -> Result<bool> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+        if q.string("quant_method")? != Some(MXFP4) {
+            return Ok(false);
+        }
+        for key in q.raw.keys() {
+            // Modules to leave as they are: the tensors say which are in MXFP4.
+            if !["quant_method", "modules_to_not_convert", "dequantize"].contains(&key.as_str()) {
+                return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
+            }
+        }
+        if family.experts.is_none_or(|x| x.joint.is_none()) {
+            let why = format!("{MXFP4}; not built yet for {}", family.model_type);
+            return Err(q.bad("quant_method", why));
+        }
+        Ok(true)
+    }
+
     /// Reads `quantization_config`: whether weights are 4-bit in the format of bitsandbytes.
     ///
     /// The 4-bit type, block sizes and double quantization are read from each tensor's own state; the
@@ -221,9 +310,13 @@ impl Keys<'_> {
         let at = |key: &str, why: String| q.bad(key, why);
         match q.string("quant_method")? {
             Some("bitsandbytes") => {}
+            Some(MXFP4 | "fp8") => return Ok(false),
             other => {
                 let other = other.unwrap_or("none");
-                return Err(at("quant_method", format!("not built yet: {other}; bitsandbytes' 4-bit is")));
+                return Err(at(
+                    "quant_method",
+                    format!("not built yet: {other}; bitsandbytes' 4-bit and fp8 are"),
+                ));
             }
         }
         for key in q.raw.keys().filter(|k| !k.starts_with("llm_int8_")) {
@@ -245,12 +338,85 @@ impl Keys<'_> {
         }
     }
 
+    /// Elementwise part of feed-forward layers and experts.
+    pub(super) fn glu(&self, family: &Family) -> Result<Glu> {
+        let activation = match family.gate {
+            GateFunction::Silu => Activation::Silu,
+            GateFunction::GeluTanh => Activation::GeluTanh,
+            GateFunction::Clamped => Activation::Clamped {
+                alpha: self.number("swiglu_alpha", 1e-6..=1e6)?.unwrap_or(1.702),
+                limit: self.number("swiglu_limit", 1e-6..=1e9)?.unwrap_or(7.0),
+            },
+        };
+        let joint = family.experts.and_then(|x| x.joint).map(|j| j.order).unwrap_or_default();
+        Ok(Glu { activation, joint })
+    }
+
+    /// Attention of each layer.
+    pub(super) fn attention(
+        &self,
+        family: &Family,
+        layers: usize,
+        head_dim: usize,
+    ) -> Result<Vec<LayerAttention>> {
+        let divisor = match family.score_key {
+            Some(key) => self.number(key, 1e-6..=1e9)?.unwrap_or(head_dim as f64),
+            None => head_dim as f64,
+        };
+        let rotates = self.rotates(family, layers)?;
+        let of = |(window, rotates): (Option<usize>, bool)| LayerAttention {
+            window,
+            rope: rotates.then_some(usize::from(family.sliding_theta.is_some() && window.is_some())),
+            scale: 1.0 / divisor.sqrt(),
+        };
+        Ok(self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect())
+    }
+
+    /// For every layer, whether positions enter it.
+    fn rotates(&self, family: &Family, layers: usize) -> Result<Vec<bool>> {
+        let Some(default) = family.no_rope_interval else { return Ok(vec![true; layers]) };
+        let interval = self.some("no_rope_layer_interval", LAYERS)?.unwrap_or(default);
+        let Some(list) = self.get("no_rope_layers") else {
+            return Ok((0..layers).map(|l| !(l + 1).is_multiple_of(interval)).collect());
+        };
+        match serde_json::from_value::<Vec<usize>>(list.clone()) {
+            Ok(list) if list.len() == layers => Ok(list.into_iter().map(|n| n != 0).collect()),
+            _ => {
+                let why = format!("{}; a list of {layers} entries is wanted, 1 for positions", short(list));
+                Err(self.bad("no_rope_layers", why))
+            }
+        }
+    }
+
+    /// Reads `quantization_config` of an 8-bit checkpoint: rows and columns of the blocks that share a scale.
+    pub(super) fn fp8(&self) -> Result<Option<[usize; 2]>> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(None) };
+        if q.string("quant_method")? != Some("fp8") {
+            return Ok(None);
+        }
+        for key in q.raw.keys().filter(|k| !FP8.contains(&k.as_str())) {
+            return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
+        }
+        if let Some(other) = q.string("fmt")?.filter(|f| *f != "e4m3") {
+            return Err(q.bad("fmt", format!("{other}; e4m3 is built")));
+        }
+        let block =
+            q.get("weight_block_size").and_then(|b| serde_json::from_value::<[usize; 2]>(b.clone()).ok());
+        match block.filter(|b| b.iter().all(|n| (1..=POSITIONS).contains(n))) {
+            Some(block) => Ok(Some(block)),
+            None => Err(q.bad(
+                "weight_block_size",
+                "rows and columns of a block are wanted: other scales are not built",
+            )),
+        }
+    }
+
     pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
         let switch = self.flag("use_sliding_window")? == Some(true);
         let size = self.some("sliding_window", POSITIONS)?;
         let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
         let used = match family.window {
-            Window::Always => size,
+            Window::Always | Window::Pattern(_) => size,
             Window::Unless(n) if !self.raw.contains_key("sliding_window") => Some(n),
             Window::Unless(_) => size,
             _ => size.filter(|_| switch),
@@ -260,6 +426,12 @@ impl Keys<'_> {
                 Window::Never => vec![None; layers],
                 Window::Always | Window::AlwaysIf | Window::Unless(_) => vec![used; layers],
                 Window::FromLayer => (0..layers).map(|l| used.filter(|_| l >= from)).collect(),
+                Window::Pattern(every) => {
+                    let keys = ["sliding_window_pattern", "_sliding_window_pattern"];
+                    let [a, b] = keys.map(|key| self.some(key, LAYERS));
+                    let every = a?.or(b?).unwrap_or(every);
+                    (0..layers).map(|l| used.filter(|_| (l + 1) % every != 0)).collect()
+                }
             });
         };
         let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {
@@ -268,6 +440,7 @@ impl Keys<'_> {
         list.iter()
             .map(|t| match t.as_str() {
                 Some("full_attention") => Ok(None),
+                Some("linear_attention") if family.delta.is_some() => Ok(None),
                 Some("sliding_attention") if family.window == Window::Never => {
                     Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
                 }
@@ -309,7 +482,7 @@ impl Keys<'_> {
             experts,
             top_k,
             width: self.size(x.width_key, INNER)?,
-            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
+            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(x.default_normalise),
             sparse,
             shared: x.shared_key.map_or(Ok(0), |key| self.size(key, INNER))?,
         }))

@@ -1,7 +1,11 @@
 //! Architecture of a model.
 
-use super::family::Family;
+use super::family::{DeltaProjections, Family};
 use super::rope::Rope;
+use candle_core::DType;
+use ft_kernels::attention::Cache;
+use ft_kernels::delta::{Heads, State};
+use ft_kernels::swiglu::Glu;
 use serde_json::{Map, Value, json};
 
 /// Architecture of a model, as read from `config.json`.
@@ -9,6 +13,8 @@ use serde_json::{Map, Value, json};
 pub struct Config {
     /// Row of the family table.
     pub family: &'static Family,
+    /// Prefix of the modules below the head: `model`, or a longer one within a vision checkpoint.
+    pub body: &'static str,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Inner width of dense feed-forward layers.
@@ -28,22 +34,47 @@ pub struct Config {
     pub scores: Option<Vec<String>>,
     /// Whether the head shares the embedding's weight.
     pub tied: bool,
-    pub rope: Rope,
+    /// Rotary embeddings, referred to by the layers.
+    pub ropes: Vec<Rope>,
     /// `max_position_embeddings`; 2048 if missing.
     pub max_positions: usize,
-    /// Sliding window of each layer, in tokens; `None` is full attention.
-    pub windows: Vec<Option<usize>>,
+    /// Attention of each layer.
+    pub attention: Vec<LayerAttention>,
+    /// Elementwise part of feed-forward layers and experts.
+    pub glu: Glu,
+    /// Factor on the embeddings.
+    pub embedding_scale: f64,
+    /// Limit of the logits: `cap tanh(logits / cap)`.
+    pub logit_cap: Option<f64>,
     pub biases: Biases,
+    /// Linear attention in some layers, if the family has it.
+    pub delta: Option<Delta>,
     /// Mixture-of-experts settings; `None` for dense models.
     pub moe: Option<Moe>,
     /// Standard deviation of randomly initialized weights.
     pub initializer_range: f64,
     /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
     pub four_bit: bool,
+    /// Whether the checkpoint holds its experts in MXFP4.
+    pub mxfp4: bool,
+    /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
+    pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
-    /// The JSON object of the file, with overrides applied.
+    /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
+    /// `text_config`.
     pub raw: Map<String, Value>,
+}
+
+/// What distinguishes the attention of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerAttention {
+    /// Sliding window, in tokens; `None` is full attention.
+    pub window: Option<usize>,
+    /// Rotary embedding, an index of [`Config::ropes`]; `None` without positions.
+    pub rope: Option<usize>,
+    /// Factor on the scores.
+    pub scale: f64,
 }
 
 /// Which linears have a bias.
@@ -55,6 +86,17 @@ pub struct Biases {
     pub o: bool,
     /// Feed-forward linears.
     pub mlp: bool,
+}
+
+/// Linear attention by the gated delta rule.
+#[derive(Clone, Debug)]
+pub struct Delta {
+    pub heads: Heads,
+    /// Taps of the convolution.
+    pub taps: usize,
+    pub projections: DeltaProjections,
+    /// For every layer, whether it has linear attention; otherwise it has attention.
+    pub is_linear: Vec<bool>,
 }
 
 /// Mixture-of-experts settings.
@@ -98,9 +140,56 @@ impl Config {
     pub fn outputs(&self) -> usize {
         self.scores.as_ref().map_or(self.vocab, Vec::len)
     }
+
+    /// Whether the checkpoint holds 4-bit weights, of any format.
+    pub fn holds_4bit(&self) -> bool {
+        self.four_bit || self.mxfp4
+    }
+
+    /// Channels of each rotary embedding.
+    pub fn rope_dims(&self) -> Vec<usize> {
+        self.ropes.iter().map(|r| r.dim).collect()
+    }
+
+    /// Longest context covered by the rotary embeddings.
+    pub fn reach(&self) -> usize {
+        self.ropes.iter().map(|r| r.reach(self.max_positions)).fold(self.max_positions, usize::max)
+    }
+
+    /// Key of the text model in the JSON object of a vision checkpoint.
+    pub const TEXT: &'static str = "text_config";
+
+    /// Linear attention of layer `l`, if it has it.
+    pub fn delta_of(&self, l: usize) -> Option<&Delta> {
+        self.delta.as_ref().filter(|d| d.is_linear[l])
+    }
+
+    /// Bytes of a key-value cache per token, over all layers, for values of `dtype`.
+    pub fn cache_of_a_token(&self, dtype: DType) -> usize {
+        let attention = (0..self.layers).filter(|l| self.delta_of(*l).is_none()).count();
+        Cache::bytes_of_a_token(self.kv_heads * self.head_dim, dtype) * attention
+    }
+
+    /// Bytes of the states of all layers with linear attention, in generation with values of `dtype`.
+    pub fn states(&self, dtype: DType) -> usize {
+        let of = |d: &Delta| State::bytes(d.heads, d.taps, dtype.size_in_bytes());
+        (0..self.layers).filter_map(|l| self.delta_of(l)).map(of).sum()
+    }
+
+    /// Whether the model is the text part of a vision checkpoint.
+    pub fn is_nested(&self) -> bool {
+        self.raw.contains_key(Self::TEXT)
+    }
+
+    /// A key of the file: of the text model, or else of the whole.
+    pub fn key(&self, key: &str) -> Option<&Value> {
+        let text = self.raw.get(Self::TEXT).and_then(|t| t.get(key));
+        text.filter(|v| !v.is_null()).or_else(|| self.raw.get(key))
+    }
+
     /// Bytes per matrix value in the published checkpoint.
     pub fn stored_width(&self) -> u64 {
-        let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
+        let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.key(k)?.as_str());
         if named == Some("float32") { 4 } else { 2 }
     }
 }

@@ -9,25 +9,29 @@ use crate::model::pass::sink::Sink;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::Sorted;
-use ft_kernels::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
-use ft_kernels::swiglu;
+use ft_kernels::grouped::{self, Adapter, Biases, Drops, Entry, Gradient, Side, Table, table};
+use ft_kernels::swiglu::{self, Glu};
 
-/// One of the three linears, for all experts.
+/// One linear, for all experts.
 #[derive(Debug)]
 struct GroupedLinear {
     table: Table,
+    /// Biases, if the experts have them.
+    biases: Option<Biases>,
     /// Whether a tensor of this linear trains, so that the input is saved.
     needs_input: bool,
     /// Unit of the gradient buffer.
     flat: Option<usize>,
 }
 
-/// The three linears, for all experts.
+/// The linears, for all experts.
 #[derive(Debug)]
 pub struct GroupedExperts {
+    /// Gate, or gate and up in one.
     gate: GroupedLinear,
-    up: GroupedLinear,
+    up: Option<GroupedLinear>,
     down: GroupedLinear,
+    glu: Glu,
 }
 
 /// Saved activations.
@@ -36,8 +40,8 @@ pub struct Saved {
     /// Expert inputs `[n, d]`; `None` if frozen.
     pub(super) x: Option<Tensor>,
     gate: Tensor,
-    up: Tensor,
-    /// `s drop(x) A^T` of the three linears `[n, ranks]`; `None` without adapters.
+    up: Option<Tensor>,
+    /// `s drop(x) A^T` of gate, up and down `[n, ranks]`; `None` without adapters.
     low: [Option<Tensor>; 3],
     /// Expert outputs `[n, d]`, before the gates.
     pub out: Tensor,
@@ -52,7 +56,7 @@ fn supports_linear(l: &Linear, dtype: DType) -> bool {
     };
     let adapter =
         l.lora.as_ref().is_none_or(|l| l.dora.is_none() && l.a.dtype() == dtype && l.b.dtype() == dtype);
-    weight && adapter && l.bias.is_none() && l.bias_slot.is_none()
+    weight && adapter && l.bias.as_ref().is_none_or(|b| b.dtype() == dtype && b.is_contiguous())
 }
 
 /// Whether the grouped products support these experts for rows in `dtype`.
@@ -87,7 +91,15 @@ impl GroupedLinear {
             candle_core::bail!("experts of a layer whose gradients are in several buffers");
         }
         let needs_input = linears.clone().any(|(l, _)| l.needs_input());
-        Ok(Self { table: Table::new(&entries, dtype)?, needs_input, flat })
+        let bias =
+            |(l, alike): (&'a Linear, usize)| Some((l.bias.as_ref()?, l.bias_slot.map(|s| s.offset), alike));
+        let biases: Vec<_> = linears.clone().filter_map(bias).collect();
+        let biases = match biases.len() {
+            0 => None,
+            n if n == entries.len() => Some(Biases::new(&biases)?),
+            _ => candle_core::bail!("experts of which some have biases"),
+        };
+        Ok(Self { table: Table::new(&entries, dtype)?, biases, needs_input, flat })
     }
 
     /// Dropout parameters, if dropout is active.
@@ -102,7 +114,9 @@ impl GroupedLinear {
             Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
             None => grouped::low(&self.table, x, s),
         }?;
-        Ok((grouped::forward((&self.table, x, u.as_ref()), s)?, u))
+        let y = grouped::forward((&self.table, x, u.as_ref()), s)?;
+        self.biases.iter().try_for_each(|b| b.add(&y, s))?;
+        Ok((y, u))
     }
 
     /// Gradient of the input from `dy` and `du`, added to `dx` if given.
@@ -134,6 +148,9 @@ impl GroupedLinear {
     ) -> Result<()> {
         let Some(flat) = self.flat else { return Ok(()) };
         let grads = sink.flat(flat)?;
+        if let Some(b) = self.biases.as_ref().filter(|b| b.trains) {
+            b.add_sums(dy, s, &grads)?;
+        }
         let dropped = match (self.drops(ctx), x) {
             (Some(key), Some(x)) => Some(grouped::drop_out(&self.table, x, None, key, s)?),
             _ => None,
@@ -160,20 +177,25 @@ impl GroupedExperts {
     /// # Errors
     /// Experts rejected by [`supports`].
     pub fn new(experts: &[Mlp], copies: &[usize], dtype: DType) -> Result<Self> {
-        let of = |which: usize| {
-            let linears = experts.iter().zip(copies).map(move |(e, n)| (e.linears()[which], *n));
-            GroupedLinear::new(linears, dtype)
+        let of = |which: fn(&Mlp) -> Option<&Linear>| -> Result<Option<GroupedLinear>> {
+            let linears = experts.iter().zip(copies).filter_map(move |(e, n)| Some((which(e)?, *n)));
+            linears.clone().next().map(|_| GroupedLinear::new(linears, dtype)).transpose()
         };
-        Ok(Self { gate: of(0)?, up: of(1)?, down: of(2)? })
+        let (gate, up) = (of(|e| Some(&e.gate))?, of(|e| e.up.as_ref())?);
+        match (gate, of(|e| Some(&e.down))?, experts.first()) {
+            (Some(gate), Some(down), Some(first)) => Ok(Self { gate, up, down, glu: first.glu }),
+            _ => candle_core::bail!("a layer without experts"),
+        }
     }
 
     /// Forward pass of rows `x` `[n, d]`.
     pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted) -> Result<Saved> {
         let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
-        let (up, low_up) = self.up.forward(&x, ctx, s)?;
-        let x = (self.gate.needs_input || self.up.needs_input).then_some(x);
-        let (out, low_down) = self.down.forward(&swiglu::forward(&gate, &up)?, ctx, s)?;
-        Ok(Saved { x, gate, up, low: [low_gate, low_up, low_down], out })
+        let (up, low_up) = self.up.as_ref().map(|up| up.forward(&x, ctx, s)).transpose()?.unzip();
+        let needs_input = self.gate.needs_input || self.up.as_ref().is_some_and(|up| up.needs_input);
+        let x = needs_input.then_some(x);
+        let (out, low_down) = self.down.forward(&swiglu::forward(self.glu, &gate, up.as_ref())?, ctx, s)?;
+        Ok(Saved { x, gate, up, low: [low_gate, low_up.flatten(), low_down], out })
     }
 
     /// Backward pass: returns the gradient of the expert inputs `[n, d]`. Expects the gradient of the
@@ -182,24 +204,28 @@ impl GroupedExperts {
         let Saved { x, gate, up, low: [low_gate, low_up, low_down], out: dout } = saved;
         let dh = {
             let du = grouped::low_back(&self.down.table, &dout, s)?;
-            let h = self.down.needs_input.then(|| swiglu::forward(&gate, &up)).transpose()?;
+            let again = || swiglu::forward(self.glu, &gate, up.as_ref());
+            let h = self.down.needs_input.then(again).transpose()?;
             self.down.gradients((&dout, du.as_ref()), (h.as_ref(), low_down.as_ref()), ctx, s, sink)?;
             drop(h);
             self.down.backward((&dout, du.as_ref()), None, ctx, s)?
         };
         drop((dout, low_down));
-        let (dg, du) = swiglu::backward(&gate, &up, &dh)?;
+        let (dg, du) = swiglu::backward(self.glu, &gate, up.as_ref(), &dh)?;
         drop((dh, gate, up));
         let low_dg = grouped::low_back(&self.gate.table, &dg, s)?;
-        let low_du = grouped::low_back(&self.up.table, &du, s)?;
         self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
-        self.up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
+        let (Some(up), Some(du)) = (&self.up, du) else {
+            return self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s);
+        };
+        let low_du = grouped::low_back(&up.table, &du, s)?;
+        up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
         drop((x, low_gate, low_up));
-        if self.gate.drops(ctx).is_some() || self.up.drops(ctx).is_some() {
+        if self.gate.drops(ctx).is_some() || up.drops(ctx).is_some() {
             let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
-            return self.up.backward((&du, low_du.as_ref()), Some(dx), ctx, s);
+            return up.backward((&du, low_du.as_ref()), Some(dx), ctx, s);
         }
-        let up = (&self.up.table, &du, low_du.as_ref());
-        grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(up), s)
+        let more = (&up.table, &du, low_du.as_ref());
+        grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(more), s)
     }
 }

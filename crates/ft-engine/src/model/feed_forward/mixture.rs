@@ -62,15 +62,14 @@ impl Mixture {
 
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let shared = self.shared.iter().flat_map(|s| s.mlp.linears().into_iter().chain([&s.gate]));
+        let shared = self.shared.iter().flat_map(|s| s.mlp.linears().chain([&s.gate]));
         [&self.router].into_iter().chain(self.experts.iter().flat_map(Mlp::linears)).chain(shared)
     }
 
     /// As [`Mixture::linears`], to change them. Detaches this copy from the others' pointer tables.
     pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
         self.grouped = GroupedCache::default();
-        let shared =
-            self.shared.iter_mut().flat_map(|s| s.mlp.linears_mut().into_iter().chain([&mut s.gate]));
+        let shared = self.shared.iter_mut().flat_map(|s| s.mlp.linears_mut().chain([&mut s.gate]));
         let experts = self.experts.iter_mut().flat_map(Mlp::linears_mut);
         [&mut self.router].into_iter().chain(experts).chain(shared).collect()
     }
@@ -117,7 +116,7 @@ impl Mixture {
                     let rank = l.lora.as_ref().and_then(|l| l.a.dim(0).ok()).unwrap_or(0);
                     rank + l.weight.dims().map_or(0, |(o, i)| if l.needs_input() { o + i } else { 0 })
                 };
-                let kept = |e: usize| self.experts[e].linears().into_iter().map(of).sum();
+                let kept = |e: usize| self.experts[e].linears().map(of).sum();
                 Arc::new(Groups::choose(&probs, self.top_k, &self.copies, kept)?)
             }
         };
@@ -171,7 +170,7 @@ impl Mixture {
         sink: &Sink<'_>,
     ) -> Result<Vec<Tensor>> {
         for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
-            self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+            self.experts[e].linears().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
         }
         let work: Vec<(ExpertRows, mlp::Saved)> = groups.runs().into_iter().zip(saved).collect();
         let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
@@ -297,8 +296,8 @@ impl Mixture {
 
     /// Whether an expert has dropout.
     pub(super) fn drops(&self, expert: usize) -> bool {
-        let linears = self.experts[expert].linears();
-        linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0))
+        let mut linears = self.experts[expert].linears();
+        linears.any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0))
     }
 }
 

@@ -1,5 +1,4 @@
-//! SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`. Used by dense layers and by each expert of a
-//! mixture.
+//! Gated feed-forward: `down(act(gate(x)) * up(x))`. Used by dense layers and by each expert of a mixture.
 
 use crate::model::linear::{self, Linear};
 use crate::model::pass::batch::Context;
@@ -7,111 +6,139 @@ use crate::model::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::padded::Padded;
-use ft_kernels::swiglu;
+use ft_kernels::swiglu::{self, Glu};
 
-/// One SwiGLU feed-forward.
+/// One gated feed-forward.
 #[derive(Clone, Debug)]
 pub struct Mlp {
-    /// `[d]` -> `[f]`.
+    /// `[d]` -> `[f]`; without `up`, gate and up in one, `[d]` -> `[2 f]`.
     pub gate: Linear,
-    /// `[d]` -> `[f]`.
-    pub up: Linear,
+    /// `[d]` -> `[f]`, if apart.
+    pub up: Option<Linear>,
     /// `[f]` -> `[d]`.
     pub down: Linear,
+    /// The elementwise part.
+    pub glu: Glu,
 }
 
 /// Saved activations. The input of `down` is not saved; backward recomputes it elementwise.
 #[derive(Debug)]
 pub struct Saved {
-    linears: [linear::Saved; 3],
+    gate_linear: linear::Saved,
+    up_linear: Option<linear::Saved>,
+    down_linear: linear::Saved,
     gate: Tensor,
-    up: Tensor,
+    up: Option<Tensor>,
 }
 
 impl Saved {
     /// Drops the input; [`Mlp::restore`] restores it.
     pub fn drop_inputs(&mut self) {
-        self.linears[..2].iter_mut().for_each(|l| l.x = None);
+        self.gate_linear.x = None;
+        self.up_linear.iter_mut().for_each(|l| l.x = None);
     }
 }
 
 impl Mlp {
-    /// Gate, up and down.
-    pub fn linears(&self) -> [&Linear; 3] {
-        [&self.gate, &self.up, &self.down]
+    /// Gate, up (if apart) and down.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> + Clone {
+        [Some(&self.gate), self.up.as_ref(), Some(&self.down)].into_iter().flatten()
     }
 
     /// As [`Mlp::linears`], to change them.
-    pub fn linears_mut(&mut self) -> [&mut Linear; 3] {
-        [&mut self.gate, &mut self.up, &mut self.down]
+    pub fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        [Some(&mut self.gate), self.up.as_mut(), Some(&mut self.down)].into_iter().flatten()
     }
 
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         Ok(Self {
             gate: self.gate.dequantized()?,
-            up: self.up.dequantized()?,
+            up: self.up.as_ref().map(Linear::dequantized).transpose()?,
             down: self.down.dequantized()?,
+            glu: self.glu,
         })
+    }
+
+    /// The linears of the input.
+    fn first(&self) -> impl Iterator<Item = &Linear> {
+        std::iter::once(&self.gate).chain(&self.up)
     }
 
     /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
     pub fn fused_rank(&self, x: &Tensor) -> usize {
-        self.gate.fused_rank(x).max(self.up.fused_rank(x))
+        self.first().map(|l| l.fused_rank(x)).max().unwrap_or(0)
+    }
+
+    /// Outputs of gate and up, with an empty entry for `down`.
+    fn enter(&self, x: &Padded, ctx: &Context) -> Result<Saved> {
+        let (gate, gate_linear) = self.gate.forward_padded(x, ctx)?;
+        let (up, up_linear) = self.up.as_ref().map(|l| l.forward_padded(x, ctx)).transpose()?.unzip();
+        Ok(Saved { gate_linear, up_linear, down_linear: linear::Saved::default(), gate, up })
     }
 
     /// Recomputes the saved activations, without the product by `down`.
     pub fn recompute(&self, x: &Padded, ctx: &Context) -> Result<Saved> {
-        let (gate, gs) = self.gate.forward_padded(x, ctx)?;
-        let (up, us) = self.up.forward_padded(x, ctx)?;
-        let mut ds = linear::Saved::default();
+        let mut s = self.enter(x, ctx)?;
         if self.down.lora.is_some() {
-            ds = self.down.recompute(&swiglu::forward(&gate, &up)?, ctx)?;
-            ds.x = None;
+            let h = swiglu::forward(self.glu, &s.gate, s.up.as_ref())?;
+            s.down_linear = self.down.recompute(&h, ctx)?;
+            s.down_linear.x = None;
         }
-        Ok(Saved { linears: [gs, us, ds], gate, up })
+        Ok(s)
     }
 
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
-        self.gate.needs_input() || self.up.needs_input()
+        self.first().any(Linear::needs_input)
     }
 
     /// Restores the input dropped by [`Saved::drop_inputs`].
     pub fn restore(&self, s: &mut Saved, x: &Tensor) {
-        for (l, s) in [&self.gate, &self.up].into_iter().zip(&mut s.linears) {
+        s.gate_linear.x = self.gate.input(x);
+        if let (Some(l), Some(s)) = (&self.up, &mut s.up_linear) {
             s.x = l.input(x);
         }
     }
 
     /// Forward pass: `[t, d]` -> `[t, d]`.
     pub fn forward(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
-        let (gate, gs) = self.gate.forward_padded(x, ctx)?;
-        let (up, us) = self.up.forward_padded(x, ctx)?;
-        let h = swiglu::forward_padded(&gate, &up, self.down.fused_rank(&gate))?;
-        let (y, mut ds) = self.down.forward_padded(&h, ctx)?;
-        ds.x = None;
-        Ok((y, Saved { linears: [gs, us, ds], gate, up }))
+        let mut s = self.enter(x, ctx)?;
+        // like a row of the product, for the choice of a path
+        let rank = self.down.fused_rank(&s.gate);
+        let h = swiglu::forward_padded(self.glu, &s.gate, s.up.as_ref(), rank)?;
+        let y;
+        (y, s.down_linear) = self.down.forward_padded(&h, ctx)?;
+        s.down_linear.x = None;
+        Ok((y, s))
     }
 
     /// Backward pass: returns the gradient of the input. The input of `down` is recomputed together with
     /// the gradients of gate and up, so the weight gradients of `down` come after the gradient of its
     /// input.
     pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
-        let [gs, us, ds] = s.linears;
-        let (dh, later) = self.down.backward_input(&ds, &s.gate, dy, ctx, sink, None)?;
-        drop(ds);
-        let ranks = [&self.gate, &self.up].map(|l| l.fused_rank_back(&dh, ctx));
+        let Saved { gate_linear, up_linear, down_linear, gate, up } = s;
+        let like = match &up {
+            Some(_) => gate.clone(),
+            None => gate.narrow(1, 0, gate.dim(1)? / 2)?,
+        };
+        let (dh, later) = self.down.backward_input(&down_linear, &like, dy, ctx, sink, None)?;
+        drop((like, down_linear));
+        let rank = |l: &Linear| l.fused_rank_back(&dh, ctx);
+        let ranks = [rank(&self.gate), self.up.as_ref().map_or(0, rank)];
         let (dg, du) = match later {
-            None => swiglu::backward_padded(&s.gate, &s.up, &dh, ranks)?,
+            None => swiglu::backward_padded(self.glu, &gate, up.as_ref(), &dh, ranks)?,
             Some(later) => {
-                let (dg, du, h) = swiglu::backward_again(&s.gate, &s.up, dh, ranks)?;
+                let (dg, du, h) = swiglu::backward_again(self.glu, &gate, up.as_ref(), dh, ranks)?;
                 later.add(&h, sink)?;
                 (dg, du)
             }
         };
-        drop((s.gate, s.up));
-        let dx = self.gate.backward_padded(&gs, &dg, ctx, sink, None)?;
-        self.up.backward_padded(&us, &du, ctx, sink, Some(dx))
+        drop((gate, up));
+        let dx = self.gate.backward_padded(&gate_linear, &dg, ctx, sink, None)?;
+        match (&self.up, up_linear, du) {
+            (Some(up), Some(saved), Some(du)) => up.backward_padded(&saved, &du, ctx, sink, Some(dx)),
+            _ => Ok(dx),
+        }
     }
 }

@@ -6,6 +6,7 @@ use candle_core::DType;
 use candle_core::Device;
 use ft_kernels::attention::Sequences;
 use ft_kernels::check::{close, gradient, randn, values};
+use ft_kernels::swiglu::Glu;
 
 const T: usize = 9;
 const D: usize = 4;
@@ -16,10 +17,9 @@ const R: usize = 2;
 
 fn context(first_row: usize) -> Result<Context<'static>> {
     let d = &Device::Cpu;
-    let table = Tensor::zeros((T, 1), DType::F32, d)?;
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
     let seqs = Sequences::new(&[T], 0, d)?;
-    Ok(Context { seqs, across: None, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
+    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None, experts: None })
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.
@@ -81,9 +81,9 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
         let (Some(down), Some(up), Some(gate)) = (linears.pop(), linears.pop(), linears.pop()) else {
             candle_core::bail!("three linears")
         };
-        experts.push(Mlp { gate, up, down });
+        experts.push(Mlp { gate, up: Some(up), down, glu: Glu::default() });
     }
-    let mlp = Mlp { gate: full(take()), up: full(take()), down: full(take()) };
+    let mlp = Mlp { gate: full(take()), up: Some(full(take())), down: full(take()), glu: Glu::default() };
     let shared = Some(Shared { mlp, gate: full(take()) });
     Ok(Mixture::new(router, (experts, vec![1; E]), shared, top_k, normalise))
 }
@@ -119,7 +119,7 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
             run(&mixture(&params, dropout, 2, normalise)?, &x)
         });
     }
-    let idle: Vec<Slot> = m.experts[3].linears().into_iter().flat_map(Linear::slots).collect();
+    let idle: Vec<Slot> = m.experts[3].linears().flat_map(Linear::slots).collect();
     assert_eq!(idle.len(), 6);
     for slot in idle {
         assert!(values(&slot.view(grads[0].as_ref().expect("a buffer"))?).iter().all(|g| *g == 0.0));

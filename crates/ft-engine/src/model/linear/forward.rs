@@ -235,6 +235,8 @@ impl Linear {
 
     fn add_bias(&self, y: Tensor) -> Result<Tensor> {
         match &self.bias {
+            // A router computes in f32, whatever its bias is kept in.
+            Some(b) if b.dtype() != y.dtype() => bias::add(y.clone(), &b.to_dtype(y.dtype())?),
             Some(b) => bias::add(y, b),
             None => Ok(y),
         }

@@ -15,10 +15,9 @@ const R: usize = 3;
 
 fn context(dropout: bool) -> Result<Context<'static>> {
     let d = &Device::Cpu;
-    let table = Tensor::zeros((T, 1), DType::F32, d)?;
     let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
     let seqs = Sequences::new(&[T], 0, d)?;
-    Ok(Context { seqs, across: None, cos: table.clone(), sin: table, dropout, rows: None, experts: None })
+    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None, experts: None })
 }
 
 /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.

@@ -50,6 +50,8 @@ pub enum Fault {
     Targets,
     /// The load-balancing loss knows the rank's tokens alone.
     Counts,
+    /// The rank is lost before the keys of the second layer.
+    Lost,
 }
 
 /// Keys that the queries of this rank see under a window, and their exchange.
@@ -318,8 +320,10 @@ impl<'a> Across<'a> {
             return Ok(());
         };
         #[cfg(test)]
-        if self.fault == Some(Fault::Keys) {
-            return Ok(());
+        match self.fault {
+            Some(Fault::Keys) => return Ok(()),
+            Some(Fault::Lost) if place::now().1 == 2 => candle_core::bail!("a fault of a test"),
+            _ => {}
         }
         let at = At::unit(what, place::now().1);
         let sent = comm.exchange_among(&self.active, at, out, into).and_then(|arrival| Ok(arrival.wait()?));
@@ -428,7 +432,8 @@ impl<'a> Across<'a> {
         Ok((Tensor::cat(&dq, 0)?, dk.to_dtype(k.dtype())?, Padded::beside_room(&dv, rank)?))
     }
 
-    /// Sends the gradients of gathered keys and values to their ranks, and adds those of this rank's keys, in rank order.
+    /// Sends the gradients of gathered keys and values to their ranks, and adds those of this rank's keys, in rank
+    /// order.
     fn give_back(&self, plan: &Plan, sums: &[Tensor; 2]) -> Result<[Tensor; 2]> {
         let rows: usize = plan.own.iter().map(|(rows, _)| rows.len()).sum();
         let (mut out, mut into) = (Vec::new(), Vec::new());

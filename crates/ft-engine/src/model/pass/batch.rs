@@ -4,11 +4,12 @@ use super::across::Across;
 #[cfg(test)]
 use super::across::Fault;
 use crate::model::config::Config;
+use crate::model::config::rope::Rope;
 use crate::ranks::Comm;
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
-use ft_kernels::cuda::upload::Lists;
+use ft_kernels::cuda::upload::{Lists, Place};
 use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
@@ -37,6 +38,15 @@ impl fmt::Debug for Peers<'_> {
     }
 }
 
+/// Tables of a rotary embedding for the tokens of a micro-batch.
+#[derive(Clone, Debug)]
+pub struct Tables {
+    /// Cosines `[t, c / 2]`, f32.
+    pub cos: Tensor,
+    /// Sines `[t, c / 2]`, f32.
+    pub sin: Tensor,
+}
+
 /// Per-micro-batch data shared by all layers.
 #[derive(Clone, Debug)]
 pub struct Context<'a> {
@@ -44,10 +54,8 @@ pub struct Context<'a> {
     pub seqs: Sequences,
     /// Segments over the ranks of a context group, in place of `seqs`.
     pub across: Option<&'a Across<'a>>,
-    /// Cosines of the rotary embedding `[t, c / 2]`, f32.
-    pub cos: Tensor,
-    /// Sines of the rotary embedding `[t, c / 2]`, f32.
-    pub sin: Tensor,
+    /// Rotary embeddings of the model, in the order of its config.
+    pub ropes: Vec<Tables>,
     /// Dropout key in training; `None` disables dropout.
     pub dropout: Option<DropoutKey>,
     /// The token of each row, within an expert or a segment, so that dropout depends on the token alone. `None`
@@ -166,9 +174,13 @@ impl<'a> Batch<'a> {
         let of_targets: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 });
         let past = host.docs.iter().sum::<usize>().saturating_sub(host.ids.len());
-        let (ids, target_rows, targets, seqs, cos, sin);
+        let (ids, target_rows, targets, seqs, ropes);
         if device.is_cpu() {
-            (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
+            let tables = |r: &Rope| -> crate::model::config::Result<Tables> {
+                let (cos, sin) = r.tables(host.positions, device)?;
+                Ok(Tables { cos, sin })
+            };
+            ropes = config.ropes.iter().map(tables).collect::<Result<_, _>>()?;
             seqs = Sequences::new(host.docs, past, device)?;
             ids = Tensor::new(host.ids, device)?;
             (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
@@ -177,11 +189,14 @@ impl<'a> Batch<'a> {
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
             let tiles = Sequences::list(host.docs, past, &mut lists);
-            let tables = config.rope.values(config.head_dim, host.positions).map(|t| lists.floats(&t));
+            let values = |r: &Rope| (r.dim / 2, r.values(host.positions).map(|t| lists.floats(&t)));
+            let tables: Vec<_> = config.ropes.iter().map(values).collect();
             let sent = lists.send(device)?;
-            let shape = (host.positions.len(), config.head_dim / 2);
-            let [a, b] = tables.map(|p| sent.floats(p)?.reshape(shape));
-            (cos, sin) = (a?, b?);
+            let table = |(half, places): (usize, [Place; 2])| {
+                let [cos, sin] = places.map(|p| sent.floats(p)?.reshape((host.positions.len(), half)));
+                Ok(Tables { cos: cos?, sin: sin? })
+            };
+            ropes = tables.into_iter().map(table).collect::<candle_core::Result<_>>()?;
             let [a, b, c] = places.map(|p| sent.ints(p));
             (ids, target_rows, targets) = (a?, b?, c?);
             seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
@@ -190,7 +205,7 @@ impl<'a> Batch<'a> {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context { seqs, across: None, cos, sin, dropout, rows: None, experts: None },
+            context: Context { seqs, across: None, ropes, dropout, rows: None, experts: None },
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
@@ -270,17 +285,20 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// A shape-only micro-batch for a plan. Charged to the ledger once, for the whole run:
-    /// [`Batch::bytes`].
+    /// A shape-only micro-batch for a plan, with rotary tables of `ropes` channels. Charged to the ledger once, for the
+    /// whole run: [`Batch::bytes`].
     pub fn ghost(
         ledger: &Ledger,
         sizes: Sizes,
         Targets { count, weighted, kept }: Targets,
-        head_dim: usize,
+        ropes: &[usize],
         dropout: Option<(u64, u64)>,
     ) -> candle_core::Result<Self> {
         let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
-        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
+        let tables = |dim: &usize| {
+            let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, dim / 2), DType::F32));
+            Tables { cos: table(), sin: table() }
+        };
         let of_teacher = |dtype| Tensor::from(Ghost::weight(ledger, (count, kept), dtype));
         let by = Distillation { temperature: 1.0, alpha: 1.0 };
         let teacher = || Teacher { ids: of_teacher(DType::U32), probs: of_teacher(DType::F32), by };
@@ -293,8 +311,7 @@ impl<'a> Batch<'a> {
             context: Context {
                 seqs,
                 across: None,
-                cos: table(),
-                sin: table(),
+                ropes: ropes.iter().map(tables).collect(),
                 dropout,
                 rows: None,
                 experts: None,
@@ -311,10 +328,11 @@ impl<'a> Batch<'a> {
 
     /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets and their teacher. On
     /// the CPU, the teacher's values are there as read and as probabilities.
-    pub fn bytes(sizes: Sizes, targets: Targets, head_dim: usize, cuda: bool) -> u64 {
+    pub fn bytes(sizes: Sizes, targets: Targets, ropes: &[usize], cuda: bool) -> u64 {
         let Targets { count, weighted, kept } = targets;
         let target = if weighted { 12 } else { 8 } + kept * if cuda { 8 } else { 16 };
-        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
+        let channels: usize = ropes.iter().sum();
+        (sizes.keys * (4 + 4 * channels + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
     }
 }
 

@@ -6,7 +6,7 @@ use ft_kernels::embed::ById;
 use ft_kernels::ledger::{Allocation, Ledger, Role};
 use ft_kernels::{bias, dora, embed, gemm, upcast};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 /// Location of a trained tensor in the flat buffers.
@@ -137,14 +137,18 @@ impl<'a> Sink<'a> {
 
     /// Adds collected gradients; the products of a buffer run in parallel.
     pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
-        let mut flats: BTreeMap<usize, Vec<gemm::GradProduct>> = BTreeMap::new();
+        // Products into one slot follow one another: those of a round are disjoint.
+        let mut rounds: BTreeMap<(usize, usize), Vec<gemm::GradProduct>> = BTreeMap::new();
+        let mut seen: HashMap<usize, usize> = HashMap::new();
         for Later { slot, alike, what } in list {
             match what {
                 What::Values(dw) => self.add(slot, &dw)?,
                 What::Product(a, b, alpha) => {
                     self.touch(slot);
                     let Slot { offset, rows, cols, .. } = slot;
-                    flats.entry(slot.flat).or_default().push(gemm::GradProduct {
+                    let round = seen.entry(slot.index).or_default();
+                    let at = (slot.flat, std::mem::replace(round, *round + 1));
+                    rounds.entry(at).or_default().push(gemm::GradProduct {
                         offset,
                         rows,
                         cols,
@@ -157,7 +161,7 @@ impl<'a> Sink<'a> {
                 }
             }
         }
-        flats.into_iter().try_for_each(|(flat, parts)| gemm::accumulate(&self.buffer(flat)?, parts))
+        rounds.into_iter().try_for_each(|((flat, _), parts)| gemm::accumulate(&self.buffer(flat)?, parts))
     }
 
     /// Marks a tensor as reached with a zero gradient, such as one of an expert without tokens.

@@ -25,7 +25,8 @@ const BUFFER: usize = 1 << 60;
 /// Whether `quantize` makes a module's weight 4-bit: decoder linears, except routers and weights trained in
 /// full.
 pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
-    quantize == Quantize::Nf4 && quant::applies_to(m) && !matches!(choice, Choice::Full { .. })
+    let quantized = m.is_mxfp4() || quantize == Quantize::Nf4 && quant::applies_to(m);
+    quantized && !matches!(choice, Choice::Full { .. })
 }
 
 /// Whether a frozen matrix stays in the checkpoint's half precision while the model computes in f32
@@ -96,7 +97,14 @@ impl<'a> Ghosts<'a> {
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().product::<usize>() / cols.max(1);
         let kept = shape.len() == 2 && stays_stored(m, &choice, self.ledger.machine());
-        let dtype = if kept { DType::BF16 } else { self.dtype };
+        let frozen = m.is_bare() && choice.leaves_weight();
+        let dtype = if kept {
+            DType::BF16
+        } else if frozen {
+            DType::F32
+        } else {
+            self.dtype
+        };
         (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }
 
@@ -173,7 +181,7 @@ impl Weights for Ghosts<'_> {
 
     fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
         let (range, ranks) = self.own.clone()?;
-        let linears = experts.iter().flat_map(|e| [&e.gate, &e.up, &e.down]);
+        let linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
         let drops = linears
             .into_iter()
             .any(|m| matches!(self.choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
@@ -186,7 +194,7 @@ impl Weights for Ghosts<'_> {
         let mut out: Vec<usize> = Vec::new();
         let mut last = None;
         for e in experts {
-            let choices = [&e.gate, &e.up, &e.down].map(|m| self.choice(m));
+            let choices = [Some(&e.gate), e.up.as_ref(), Some(&e.down)].map(|m| m.map(|m| self.choice(m)));
             match out.last_mut() {
                 Some(n) if last == Some(choices) => *n += 1,
                 _ => out.push(1),

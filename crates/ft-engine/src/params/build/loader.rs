@@ -354,8 +354,13 @@ impl Weights for Loader<'_> {
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
         self.come_to(m)?;
         let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
-        let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
-        self.init_lora(m, a, b)?;
+        let own = self.tensors.get(&(m.a_of().to_string(), Part::A)).copied();
+        let (Some(a), Some(b)) = (own, self.part(m, Part::B)) else { return Ok(None) };
+        if m.a_of() == m.name {
+            self.init_lora(m, a, b)?;
+        } else if let Some(value) = self.adapter_value(b)? {
+            self.params.set(b, &value)?;
+        }
         let scale = peft::scale(&spec);
         let mut lora = Lora {
             a: self.params.view(a)?,
@@ -436,7 +441,7 @@ impl Weights for Loader<'_> {
 
     fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
         let range = self.b.allocate.split.own()?;
-        let linears = experts.iter().flat_map(|e| [&e.gate, &e.up, &e.down]);
+        let linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
         let drops = linears
             .into_iter()
             .any(|m| matches!(self.choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));

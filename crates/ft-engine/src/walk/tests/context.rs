@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::model::across::{Across, Fault};
-use crate::ranks::{self, At, Comm};
+use crate::ranks::{self, At, Axis, Comm, Group, Mesh};
+use ft_base::error::ExitCode;
 use ft_base::memory::place;
 use ft_data::{Micro, segments};
 use std::ops::Range;
@@ -235,6 +236,49 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
         came.sort_by_key(|(number, _)| *number);
         let came: Vec<f64> = came.into_iter().map(|(_, loss)| loss).collect();
         assert!(came == whole, "{count} ranks: other bits, {:.1e} apart", distance(&came, &whole));
+    }
+    Ok(())
+}
+
+/// A rank that is lost during an exchange is named by all others, with the layer and the group of its last collective.
+#[test]
+fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
+    let all = cases()?;
+    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let setting = Setting::new(case, everything(&case.config));
+    let (m, mesh) = (setting.micro()?, Mesh { data: 2, context: 2, ..Mesh::ONE });
+    let tokens = m.ids.len();
+    let rank = |comm: ranks::Threads, (d, p): (Decoder, Params)| -> Option<ranks::Error> {
+        place::follow();
+        let group = Group::new(&comm, &mesh, Axis::Context);
+        let mut across = Across::new(&group, &m.docs, vec![vec![0..9], vec![9..tokens]]);
+        across.fault = (comm.rank() == 3).then_some(Fault::Lost);
+        let part = m.part(across.own());
+        let own = [part.micro.ids.len()];
+        let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
+        let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
+        let done = setting.walk(&d, &p, &batch.among(&across, part.tokens, part.targets));
+        if done.is_ok() {
+            // The ranks of the other group have got this far.
+            comm.all_gather_bytes(At::all("the end"), &[], true).err()?;
+        }
+        comm.lost()
+    };
+    let models = (0..4).map(|_| case.build(&setting.selection, None)).collect::<Result<Vec<_>>>()?;
+    let lost = std::thread::scope(|s| {
+        let rank = &rank;
+        let group = ranks::group(4, Duration::from_secs(100)).into_iter().zip(models);
+        let started: Vec<_> = group.map(|(c, model)| s.spawn(move || rank(c, model))).collect();
+        started.into_iter().map(|t| t.join().expect("no panic")).collect::<Vec<_>>()
+    });
+    for (i, lost) in lost.iter().enumerate().take(3) {
+        let lost = lost.as_ref().with_context(|| format!("rank {i} has not heard of it"))?;
+        let at = "the keys and values of unit 1 (context group 2-3)";
+        assert_eq!(
+            (lost.rank, lost.code, lost.at.to_string().as_str()),
+            (3, ExitCode::LostRank, at),
+            "{lost}"
+        );
     }
     Ok(())
 }

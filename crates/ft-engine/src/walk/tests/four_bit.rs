@@ -72,7 +72,7 @@ fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     let mut tensors: Vec<(String, ft_kernels::Real)> = Vec::new();
     let coded: Vec<(String, Tensor)> = dequantized(d)?;
     for m in modules(&c.config) {
-        let weight = format!("{}.weight", m.name);
+        let weight = m.weight_name();
         match coded.iter().find(|(n, _)| *n == m.name) {
             Some((_, w)) => tensors.push((weight, w.real()?.clone())),
             _ if c.files()?.info(&weight).is_some() => {

@@ -13,8 +13,10 @@
 //! individual ranks, gradient offsets. `grouped_half.cu` covers 16-bit values (tensor cores),
 //! `grouped_plain.cu` f32.
 
+pub mod bias;
 pub mod table;
 
+pub use self::bias::Biases;
 pub use self::table::{Adapter, Entry, Gradient, Side, Table};
 
 use crate::Tensor;

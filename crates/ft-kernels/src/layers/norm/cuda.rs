@@ -1,5 +1,6 @@
 //! RMSNorm on CUDA, one launch per direction.
 
+use super::Scale;
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::padded::{Padded, stride};
@@ -43,8 +44,7 @@ fn per(rows: usize) -> usize {
 pub fn forward(
     x: &Tensor,
     add: Option<&Tensor>,
-    w: &Tensor,
-    eps: f64,
+    Scale { weight: w, eps, plus }: Scale<'_>,
     rank: usize,
 ) -> Result<(Option<Tensor>, Padded)> {
     let (rows, d) = sizes(x, w)?;
@@ -65,8 +65,8 @@ pub fn forward(
     let y = empty(&x, padded.0, x.dtype())?;
     let per = per(rows);
     let launch = Launch::of(&x, compiled!(NORM), "norm_forward")?;
-    let launch =
-        launch.with(args![&x, add.as_ref(), &w, sum.as_ref(), &y, rows, d, apart, per, eps as f32])?;
+    let launch = launch.with(args![&x, add.as_ref(), &w, sum.as_ref(), &y, rows, d, apart, per])?;
+    let launch = launch.with(args![eps as f32, plus as f32])?;
     // SAFETY: x, `add` and `sum` have `rows` rows of d values, y has the same with stride `apart`, and w has
     // d values, as checked in `sizes` and above; the blocks cover all rows.
     unsafe { launch.run(Grid::new(rows.div_ceil(per), threads(d, x.dtype()))) }?;
@@ -77,8 +77,7 @@ pub fn forward(
 /// gradient of `w`, `[p, d]` in f32.
 pub fn backward(
     x: &Tensor,
-    w: &Tensor,
-    eps: f64,
+    Scale { weight: w, eps, plus }: Scale<'_>,
     dy: &Tensor,
     add: Option<&Padded>,
     want_dw: bool,
@@ -109,7 +108,8 @@ pub fn backward(
     let dw = if want_dw { Some(empty(&x, of_w.0, of_w.1)?) } else { None };
     let launch = Launch::of(&x, compiled!(NORM), "norm_backward")?;
     let launch = launch.with(args![&x, &w, &dy, add.as_ref().map(|a| &a.0), &dx, dw.as_ref(), rows, d])?;
-    let launch = launch.with(args![add.as_ref().map_or(apart, |a| a.1), apart, per, eps as f32])?;
+    let launch = launch.with(args![add.as_ref().map_or(apart, |a| a.1), apart, per])?;
+    let launch = launch.with(args![eps as f32, plus as f32])?;
     // SAFETY: x, dy, `add` and dx have `rows` rows of d values, the last two with the given strides, as
     // checked above; w has d values; `dw` has one row of d values per block; the blocks cover all rows.
     unsafe { launch.run(Grid::new(parts, threads(d, x.dtype()))) }?;

@@ -15,9 +15,16 @@ DEVICE float row_scale(float squares, uint32_t d, float eps) {
   return (mean * 0.0f + 1.0f) / sqrtf(mean);
 }
 
+// V weights, each with `plus` added.
+template <typename T, int V> DEVICE void get_plus(const T *p, float (&out)[V], float plus) {
+  get(p, out);
+#pragma unroll
+  for (int i = 0; i < V; i++) out[i] += plus;
+}
+
 template <typename T, int V>
 DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d, uint32_t apart,
-                    uint32_t per, float eps) {
+                    uint32_t per, float eps, float plus) {
   SHARED_ARRAY(float, scratch, 2 * WARP);
   const uint32_t first = threadIdx.x * V, step = blockDim.x * V;
   // loads V values of x, or of x + add rounded to T
@@ -32,7 +39,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
   float weight[HELD][V];
 #pragma unroll
   for (int k = 0; k < HELD; k++)
-    if (first + k * step < d) get(w + first + k * step, weight[k]);
+    if (first + k * step < d) get_plus(w + first + k * step, weight[k], plus);
   const uint32_t begin = blockIdx.x * per, end = rows - begin < per ? rows : begin + per;
   y += static_cast<size_t>(begin) * apart;
   for (uint32_t row = begin; row < end; row++, y += apart) {
@@ -66,7 +73,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
       if (first + k * step < d) write(first + k * step, held[k], weight[k]);
     for (uint32_t i = first + HELD * step; i < d; i += step) {
       float v[V], of[V];
-      take(at + i, v), get(w + i, of);
+      take(at + i, v), get_plus(w + i, of, plus);
       write(i, v, of);
     }
   }
@@ -74,13 +81,13 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
 
 template <typename T, int V>
 DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, float *partial, uint32_t rows,
-                     uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps) {
+                     uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps, float plus) {
   SHARED_ARRAY(float, scratch, 2 * WARP);
   const uint32_t first = threadIdx.x * V, step = blockDim.x * V;
   float weight[HELD][V], dw[HELD][V];
 #pragma unroll
   for (int k = 0; k < HELD; k++) {
-    if (first + k * step < d) get(w + first + k * step, weight[k]);
+    if (first + k * step < d) get_plus(w + first + k * step, weight[k], plus);
 #pragma unroll
     for (int j = 0; j < V; j++) dw[k][j] = 0.0f;
   }
@@ -105,7 +112,7 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
     }
     for (uint32_t i = first + HELD * step; i < d; i += step) {
       float v[V], g[V], of[V];
-      get(x + at + i, v), get(dy + at + i, g), get(w + i, of);
+      get(x + at + i, v), get(dy + at + i, g), get_plus(w + i, of, plus);
       count(v, g, of);
     }
     block_sums(squares, dots, scratch);
@@ -133,7 +140,7 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
     }
     for (uint32_t i = first + HELD * step; i < d; i += step) {
       float v[V], g[V], of[V];
-      get(x + at + i, v), get(dy + at + i, g), get(w + i, of);
+      get(x + at + i, v), get(dy + at + i, g), get_plus(w + i, of, plus);
       write(i, v, g, of);
       if (own == nullptr) continue;
 #pragma unroll
@@ -150,18 +157,18 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
 // weight is frozen. `apart`, `add_apart` and `dx_apart` are row strides of y, the addend and dx.
 #define NORM(NAME, T)                                                                                                  \
   KERNEL(norm_forward_##NAME, THREADS, const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d,  \
-         uint32_t apart, uint32_t per, float eps) {                                                                    \
+         uint32_t apart, uint32_t per, float eps, float plus) {                                                        \
     const bool vectors = d % VECTOR<T> == 0 && apart % VECTOR<T> == 0 && is_aligned(x) && is_aligned(add) && is_aligned(w) && is_aligned(sum) && \
                          is_aligned(y);                                                                                \
-    if (vectors) forward<T, VECTOR<T>>(x, add, w, sum, y, rows, d, apart, per, eps);                                   \
-    else forward<T, 1>(x, add, w, sum, y, rows, d, apart, per, eps);                                                   \
+    if (vectors) forward<T, VECTOR<T>>(x, add, w, sum, y, rows, d, apart, per, eps, plus);                                   \
+    else forward<T, 1>(x, add, w, sum, y, rows, d, apart, per, eps, plus);                                                   \
   }                                                                                                                    \
   KERNEL(norm_backward_##NAME, THREADS, const T *x, const T *w, const T *dy, const T *add, T *dx, float *partial,      \
-         uint32_t rows, uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps) {                  \
+         uint32_t rows, uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps, float plus) {      \
     const bool vectors = (d | add_apart | dx_apart) % VECTOR<T> == 0 && is_aligned(x) && is_aligned(w) && is_aligned(dy) && is_aligned(add) &&  \
                          is_aligned(dx);                                                                               \
-    if (vectors) backward<T, VECTOR<T>>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps);           \
-    else backward<T, 1>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps);                           \
+    if (vectors) backward<T, VECTOR<T>>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps, plus);           \
+    else backward<T, 1>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps, plus);                           \
   }
 
 NORM(f32, float)

@@ -22,6 +22,8 @@ struct Sizes {
     heads: usize,
     kv_heads: usize,
     half: usize,
+    /// Half of the rotated channels.
+    rotated: usize,
     lanes: usize,
 }
 
@@ -29,10 +31,13 @@ impl Sizes {
     fn of(q: &Tensor, k: &Tensor, cos: &Tensor, sin: &Tensor, norms: Option<&Norms<'_>>) -> Result<Self> {
         let ((tokens, heads, c), (other, kv_heads, kc)) = (q.dims3()?, k.dims3()?);
         let half = c / 2;
-        let weights =
-            norms.is_none_or(|n| [n.q.0, n.k.0].iter().all(|w| w.dims() == [c] && w.dtype() == q.dtype()));
-        let tables = [cos, sin].iter().all(|t| t.dims() == [tokens, half] && t.dtype() == DType::F32);
-        let fits = c == kc && c == 2 * half && half > 0 && half <= N * WARP;
+        let weights = norms.is_none_or(|n| {
+            [n.q, n.k].iter().all(|s| s.weight.dims() == [c] && s.weight.dtype() == q.dtype())
+        });
+        let rotated = cos.dim(1)?;
+        let tables = [cos, sin].iter().all(|t| t.dims() == [tokens, rotated] && t.dtype() == DType::F32);
+        let fits = c == kc && c == 2 * half && half > 0 && half <= N * WARP && rotated <= half;
+        let weights = weights && norms.is_none_or(|n| n.q.plus == n.k.plus);
         if !fits || tokens != other || q.dtype() != k.dtype() || !weights || !tables {
             candle_core::bail!(
                 "rope: {:?} and {:?} with tables {:?} and {:?}",
@@ -42,11 +47,11 @@ impl Sizes {
                 sin.shape()
             );
         }
-        Ok(Self { tokens, heads, kv_heads, half, lanes: half.div_ceil(N).next_power_of_two() })
+        Ok(Self { tokens, heads, kv_heads, half, rotated, lanes: half.div_ceil(N).next_power_of_two() })
     }
 
     fn counts<'a>(&self, launch: Launch<'a>) -> Result<Launch<'a>> {
-        launch.with(args![self.tokens, self.heads, self.kv_heads, self.half, self.lanes])
+        launch.with(args![self.tokens, self.heads, self.kv_heads, self.half, self.rotated, self.lanes])
     }
 }
 
@@ -95,12 +100,20 @@ pub fn forward(
     let (q, k, cos, sin) = (q.contiguous()?, k.contiguous()?, cos.contiguous()?, sin.contiguous()?);
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let launch = Launch::of(&q, compiled!(ROPE), "rope_forward")?;
-    let launch =
-        launch.with(args![&q, &k, norms.map(|n| n.q.0), norms.map(|n| n.k.0), &cos, &sin, &out[0]])?;
+    let launch = launch.with(args![
+        &q,
+        &k,
+        norms.map(|n| n.q.weight),
+        norms.map(|n| n.k.weight),
+        &cos,
+        &sin,
+        &out[0]
+    ])?;
     let launch = launch.with(args![&out[1]])?;
     let launch = sizes.counts(launch)?;
-    let launch = launch.with(args![sign, norms.map_or(0.0, |n| n.q.1 as f32)])?;
-    let launch = launch.with(args![norms.map_or(0.0, |n| n.k.1 as f32), of[0].apart, of[1].apart])?;
+    let launch = launch.with(args![sign, norms.map_or(0.0, |n| n.q.eps as f32)])?;
+    let launch = launch.with(args![norms.map_or(0.0, |n| n.k.eps as f32), of[0].apart, of[1].apart])?;
+    let launch = launch.with(args![norms.map_or(0.0, |n| n.q.plus as f32)])?;
     // SAFETY: `Sizes::of` has checked the shapes; outputs have the shapes of the inputs with stride `apart`
     // between tokens; one warp per token, below `tokens`.
     unsafe { launch.run(Grid::new(sizes.tokens.div_ceil(WARPS), (WARPS * WARP) as u32).by(2)) }?;
@@ -149,11 +162,21 @@ pub fn backward(
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let dw = if want_dw { Some(empty(&q, of_w.0, of_w.1)?) } else { None };
     let launch = Launch::of(&q, compiled!(ROPE), "rope_backward")?;
-    let launch =
-        launch.with(args![&q, &k, norms.q.0, norms.k.0, &cos, &sin, &dyq, &dyk, &out[0], &out[1]])?;
+    let launch = launch.with(args![
+        &q,
+        &k,
+        norms.q.weight,
+        norms.k.weight,
+        &cos,
+        &sin,
+        &dyq,
+        &dyk,
+        &out[0],
+        &out[1]
+    ])?;
     let launch = launch.with(args![dw.as_ref()])?;
-    let launch = sizes.counts(launch)?.with(args![per, norms.q.1 as f32, norms.k.1 as f32])?;
-    let launch = launch.with(args![of[0].apart, of[1].apart])?;
+    let launch = sizes.counts(launch)?.with(args![per, norms.q.eps as f32, norms.k.eps as f32])?;
+    let launch = launch.with(args![of[0].apart, of[1].apart, norms.q.plus as f32])?;
     // SAFETY: as in `forward`; `dyq` and `dyk` have the shapes of q and k, and each block owns one partial
     // sum of c values.
     unsafe { launch.run(Grid::new(parts, (WARPS * WARP) as u32).by(2)) }?;

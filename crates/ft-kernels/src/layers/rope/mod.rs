@@ -1,8 +1,9 @@
 //! Rotary position embedding in the half-split layout of transformers (`rotate_half`), with optional norms of
 //! the heads (Su et al., "RoFormer", 2021).
 //!
-//! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, with x1 and x2 the two halves of a head. The map is
-//! orthogonal, so the backward pass is the forward pass with `-sin`.
+//! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, with x1 and x2 the two halves of a head, or of its first
+//! channels if the tables are shorter (partial rotary embedding). The map is orthogonal, so the backward pass is
+//! the forward pass with `-sin`.
 
 mod cuda;
 mod norms;
@@ -20,7 +21,7 @@ use candle_core::Result;
 /// launch on CUDA. The outputs keep dtype and shape.
 ///
 /// # Shapes
-/// `q` `[t, h, c]`, `k` `[t, g, c]`, `cos` and `sin` `[t, c / 2]` in f32.
+/// `q` `[t, h, c]`, `k` `[t, g, c]`, `cos` and `sin` `[t, r / 2]` in f32, for the first r channels.
 pub fn forward(
     mut q: Tensor,
     mut k: Tensor,
@@ -33,8 +34,8 @@ pub fn forward(
         return Ok([yq.values()?.reshape(q.shape())?, yk.values()?.reshape(k.shape())?]);
     }
     if let Some(n) = norms {
-        q = norm::forward(&q, n.q.0, n.q.1)?;
-        k = norm::forward(&k, n.k.0, n.k.1)?;
+        q = norm::forward(&q, n.q)?;
+        k = norm::forward(&k, n.k)?;
     }
     q = apply(&q, cos, sin, false)?;
     k = apply(&k, cos, sin, false)?;
@@ -73,23 +74,23 @@ pub fn backward(
     };
     let Some((q, k, n)) = before else { return Ok(([rows(&dq)?, rows(&dk)?], [None, None])) };
     let (wq, wk);
-    (dq, wq) = norm::backward(q, n.q.0, n.q.1, &dq, want[0])?;
-    (dk, wk) = norm::backward(k, n.k.0, n.k.1, &dk, want[1])?;
+    (dq, wq) = norm::backward(q, n.q, &dq, want[0])?;
+    (dk, wk) = norm::backward(k, n.k, &dk, want[1])?;
     Ok(([rows(&dq)?, rows(&dk)?], [wq, wk]))
 }
 
 /// Rotates every head of every token on the CPU, or rotates back if `inverse` (backward pass).
 ///
 /// # Shapes
-/// `x_thc` `[t, h, c]`, `cos_tc` and `sin_tc` `[t, c / 2]` in f32 -> `[t, h, c]` in the dtype of `x`.
+/// `x_thc` `[t, h, c]`, `cos_tc` and `sin_tc` `[t, r / 2]` in f32 -> `[t, h, c]` in the dtype of `x`.
 fn apply(x_thc: &Tensor, cos_tc: &Tensor, sin_tc: &Tensor, inverse: bool) -> Result<Tensor> {
     on_real!(x_thc.dtype(), apply_cpu(x_thc, cos_tc, sin_tc, inverse))
 }
 
 fn apply_cpu<T: Float>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tensor> {
     let (t, h, c) = x.dims3()?;
-    let half = c / 2;
-    if c % 2 != 0 || cos.dims() != [t, half] || sin.dims() != [t, half] {
+    let half = cos.dim(1)?;
+    if c < 2 * half || cos.dims() != [t, half] || sin.dims() != [t, half] {
         candle_core::bail!("rope: {:?} with tables {:?} and {:?}", x.shape(), cos.shape(), sin.shape());
     }
     let (row, like) = (h * c, (x.shape(), x.dtype()));
@@ -107,6 +108,7 @@ fn apply_cpu<T: Float>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) ->
             let (cos, sin) = (&cos[angle..angle + half], &sin[angle..angle + half]);
             vectorised(|| {
                 for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
+                    y[2 * half..].copy_from_slice(&x[2 * half..]);
                     let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
                     for i in 0..half {
                         let s = sin[i] * sign;
@@ -124,6 +126,7 @@ fn apply_cpu<T: Float>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) ->
 mod tests {
     use super::*;
     use crate::check::{close, gradient, randn};
+    use crate::norm::Scale;
     use candle_core::DType;
 
     fn tables(t: usize, half: usize) -> Result<(Tensor, Tensor)> {
@@ -138,11 +141,18 @@ mod tests {
         let dx = apply(&dy, &cos, &sin, true)?;
         gradient("x", &x, &dx, &dy, |x| apply(x, &cos, &sin, false));
         close(&apply(&apply(&x, &cos, &sin, false)?, &cos, &sin, true)?, &x, 1e-6);
+        // the first four channels of six
+        let (cos, sin) = (cos.narrow(1, 0, 2)?.contiguous()?, sin.narrow(1, 0, 2)?.contiguous()?);
+        let dx = apply(&dy, &cos, &sin, true)?;
+        gradient("x", &x, &dx, &dy, |x| apply(x, &cos, &sin, false));
+        let (first, rest) = (x.narrow(2, 0, 4)?.contiguous()?, x.narrow(2, 4, 2)?);
+        let want = Tensor::cat(&[apply(&first, &cos, &sin, false)?, rest], 2)?;
+        close(&apply(&x, &cos, &sin, false)?, &want, 0.0);
         Ok(())
     }
 
     fn with<'a>(wq: &'a Tensor, wk: &'a Tensor) -> Norms<'a> {
-        Norms { q: (wq, 0.1), k: (wk, 0.2) }
+        Norms { q: Scale::new(wq, 0.1), k: Scale::new(wk, 0.2) }
     }
 
     /// Gradients of inputs and weights, with and without norms.

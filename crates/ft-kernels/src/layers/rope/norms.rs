@@ -1,12 +1,12 @@
 //! Norms of the heads before the rotation.
 
-use crate::Tensor;
+use crate::norm::Scale;
 
-/// Head norms of queries and keys: weight `[c]` and eps.
+/// Head norms of queries and keys, with weights `[c]` and a common addition to them.
 #[derive(Clone, Copy, Debug)]
 pub struct Norms<'a> {
     /// Query norm.
-    pub q: (&'a Tensor, f64),
+    pub q: Scale<'a>,
     /// Key norm.
-    pub k: (&'a Tensor, f64),
+    pub k: Scale<'a>,
 }

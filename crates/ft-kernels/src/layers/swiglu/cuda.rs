@@ -1,5 +1,6 @@
-//! SwiGLU on CUDA, one launch per direction.
+//! Gated feed-forward on CUDA, one launch per direction.
 
+use super::activation::{Activation, Glu};
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::padded::{Padded, stride};
@@ -9,74 +10,118 @@ use candle_core::Result;
 /// Threads per block, same as in swiglu.cu; each processes 16 bytes.
 const THREADS: usize = 256;
 
-/// Number of rows and row length.
-fn sizes(x: &Tensor) -> (usize, usize) {
-    let width = x.dims().last().copied().unwrap_or(1);
-    (x.elem_count() / width.max(1), width)
+/// Number of rows, and width of the output.
+fn sizes(gate: &Tensor, up: Option<&Tensor>) -> (usize, usize) {
+    let width = gate.dims().last().copied().unwrap_or(1);
+    (gate.elem_count() / width.max(1), if up.is_some() { width } else { width / 2 })
 }
 
 /// One block per row, or several for long rows.
-fn grid(x: &Tensor) -> Grid {
-    let (rows, width) = sizes(x);
+fn grid((rows, width): (usize, usize), x: &Tensor) -> Grid {
     let threads = (width * x.dtype().size_in_bytes()).div_ceil(16).next_multiple_of(32);
     Grid::new(rows, threads.min(THREADS) as u32).by(threads.div_ceil(THREADS))
 }
 
-fn alike(gate: &Tensor, others: &[&Tensor]) -> Result<()> {
-    match others.iter().find(|t| t.shape() != gate.shape() || t.dtype() != gate.dtype()) {
-        None => Ok(()),
-        Some(t) => candle_core::bail!(
-            "swiglu: {:?} {:?} with {:?} {:?}",
-            gate.shape(),
-            gate.dtype(),
-            t.shape(),
-            t.dtype()
-        ),
+fn alike(gate: &Tensor, up: Option<&Tensor>, dy: Option<&Tensor>) -> Result<()> {
+    let (rows, width) = sizes(gate, up);
+    let two = gate.dims().last().is_some_and(|w| w % 2 == 0);
+    let fits = up.map_or(two, |up| up.shape() == gate.shape() && up.dtype() == gate.dtype())
+        && dy.is_none_or(|d| d.elem_count() == rows * width && d.dtype() == gate.dtype());
+    if fits {
+        return Ok(());
+    }
+    let shape = |t: Option<&Tensor>| t.map(|t| (t.shape().clone(), t.dtype()));
+    candle_core::bail!("swiglu: {:?} with {:?} and {:?}", gate.shape(), shape(up), shape(dy))
+}
+
+/// Kernel arguments of an activation: number, alpha, limit.
+fn numbers(of: Activation) -> (u32, f32, f32) {
+    match of {
+        Activation::Silu => (0, 0.0, 0.0),
+        Activation::GeluTanh => (1, 0.0, 0.0),
+        Activation::Clamped { alpha, limit } => (2, alpha as f32, limit as f32),
     }
 }
 
-/// `silu(gate) * up` `[rows, width]`, with room for `rank` columns.
-pub fn forward(gate: &Tensor, up: &Tensor, rank: usize) -> Result<Padded> {
-    alike(gate, &[up])?;
-    let dims = sizes(gate);
+/// Distances in the input of `width` outputs a row: of rows, of neighbors, of up from its gate in one tensor.
+fn places(glu: Glu, width: usize, up: Option<&Tensor>) -> (usize, usize, usize) {
+    match up {
+        Some(_) => (width, 1, 0),
+        None => {
+            let (step, up) = glu.joint.places(width);
+            (2 * width, step, up)
+        }
+    }
+}
+
+/// `act(gate) * up` `[rows, width]`, with room for `rank` columns.
+pub fn forward(glu: Glu, gate: &Tensor, up: Option<&Tensor>, rank: usize) -> Result<Padded> {
+    alike(gate, up, None)?;
+    let dims = sizes(gate, up);
     let shape = (dims.0, stride(dims.1, rank));
-    if let Some([y]) = ghosts(&[gate, up], [(shape.into(), gate.dtype())], |_| ()) {
+    let reads: Vec<&Tensor> = std::iter::once(gate).chain(up).collect();
+    if let Some([y]) = ghosts(&reads, [(shape.into(), gate.dtype())], |_| ()) {
         return Padded::within(y, dims);
     }
-    let (gate, up) = (gate.contiguous()?, up.contiguous()?);
+    let (gate, up) = (gate.contiguous()?, up.map(Tensor::contiguous).transpose()?);
     let y = empty(&gate, shape, gate.dtype())?;
+    let (apart, step, beside) = places(glu, dims.1, up.as_ref());
+    let (kind, alpha, limit) = numbers(glu.activation);
     let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_forward")?;
-    let launch = launch.with(args![&gate, &up, &y, dims.1, shape.1])?;
-    // SAFETY: all tensors have `dims.0` rows of `dims.1` values, as checked by `alike`; y has stride
-    // `shape.1`; the grid covers all rows.
-    unsafe { launch.run(grid(&gate)) }?;
+    let launch = launch.with(args![&gate, up.as_ref(), &y, dims.1, shape.1])?;
+    let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
+    // SAFETY: gate and up have `dims.0` rows of `dims.1` values each, or one row of both, as checked by
+    // `alike`; y has stride `shape.1`; the grid covers all rows.
+    unsafe { launch.run(grid(dims, &gate)) }?;
     Padded::within(y, dims)
 }
 
-/// Gradients of gate and up `[rows, width]`, with room for `ranks` columns. With `again`, overwrites `dy`
-/// with the output of the forward pass.
+/// Gradients of gate and up `[rows, width]` (without `up`: of both `[rows, 2 width]`), with room for `ranks`
+/// columns. With `again`, overwrites `dy` with the output of the forward pass.
 pub fn backward(
-    gate: &Tensor,
-    up: &Tensor,
+    glu: Glu,
+    (gate, up): (&Tensor, Option<&Tensor>),
     dy: &Tensor,
     again: bool,
     ranks: [usize; 2],
-) -> Result<(Padded, Padded)> {
-    alike(gate, &[up, dy])?;
-    let dims = sizes(gate);
-    let shapes = ranks.map(|rank| (dims.0, stride(dims.1, rank)));
+) -> Result<(Padded, Option<Padded>)> {
+    alike(gate, up, Some(dy))?;
+    let dims = sizes(gate, up);
+    let (apart, step, beside) = places(glu, dims.1, up);
+    let shapes = ranks.map(|rank| (dims.0, stride(apart, rank)));
+    let own = (dims.0, apart);
+    let Some(up) = up else {
+        let out = [(shapes[0].into(), gate.dtype())];
+        if let Some([d]) = ghosts(&[gate, dy], out, |_| ()) {
+            return Ok((Padded::within(d, own)?, None));
+        }
+        let gate = gate.contiguous()?;
+        let dy = if again { dy.clone() } else { dy.contiguous()? };
+        let d = empty(&gate, shapes[0], gate.dtype())?;
+        let (kind, alpha, limit) = numbers(glu.activation);
+        let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?;
+        let none = None::<&Tensor>;
+        let launch = launch.with(args![&gate, none, &dy, &d, none, again.then_some(&dy), dims.1])?;
+        let launch = launch.with(args![shapes[0].1, shapes[0].1])?;
+        let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
+        // SAFETY: as in `forward`; d has rows of both gradients.
+        unsafe { launch.run(grid(dims, &gate)) }?;
+        return Ok((Padded::within(d, own)?, None));
+    };
     let out = shapes.map(|shape| (shape.into(), gate.dtype()));
     if let Some([dgate, dup]) = ghosts(&[gate, up, dy], out, |_| ()) {
-        return Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?));
+        return Ok((Padded::within(dgate, own)?, Some(Padded::within(dup, own)?)));
     }
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);
     let dy = if again { dy.clone() } else { dy.contiguous()? };
     let [dgate, dup] = shapes.map(|shape| empty(&gate, shape, gate.dtype()));
     let (dgate, dup) = (dgate?, dup?);
+    let (kind, alpha, limit) = numbers(glu.activation);
     let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?;
     let launch = launch.with(args![&gate, &up, &dy, &dgate, &dup, again.then_some(&dy), dims.1])?;
     let launch = launch.with(args![shapes[0].1, shapes[1].1])?;
+    let launch = launch.with(args![apart, step, beside, kind, alpha, limit])?;
     // SAFETY: as in `forward`; each thread writes values of `dy` only after reading them.
-    unsafe { launch.run(grid(&gate)) }?;
-    Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?))
+    unsafe { launch.run(grid(dims, &gate)) }?;
+    Ok((Padded::within(dgate, own)?, Some(Padded::within(dup, own)?)))
 }

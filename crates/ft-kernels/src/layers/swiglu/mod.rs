@@ -1,71 +1,94 @@
-//! Elementwise part of SwiGLU: `silu(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
+//! Elementwise part of a gated feed-forward: `act(gate) * up` (Shazeer, "GLU variants improve transformer",
+//! 2020), for gate and up projection in two tensors or in one.
 
+mod activation;
 mod cuda;
+
+pub(crate) use activation::logistic;
+pub use activation::{Activation, Glu, Joint};
 
 use crate::Tensor;
 use crate::cpu::blocks::{BLOCK, Values, ghosts, written};
-use crate::cpu::{Float, is_cpu, on_real, vectorised};
+use crate::cpu::{Float, ROWS, is_cpu, on_real, vectorised};
 use crate::padded::Padded;
+use activation::{Function, with_function};
 use candle_core::Result;
 
 /// Values per task.
 const CHUNK: usize = 16 * 1024;
 
-/// Elementwise `silu(gate) * up`, for equal shapes.
-pub fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    if is_cpu(gate) {
-        return on_real!(gate.dtype(), forward_cpu(gate, up));
+/// Elementwise `act(gate) * up`, for equal shapes. Without `up`, `gate` `[t, 2 f]` holds both.
+pub fn forward(glu: Glu, gate: &Tensor, up: Option<&Tensor>) -> Result<Tensor> {
+    if !is_cpu(gate) {
+        let y = cuda::forward(glu, gate, up, 0)?.values()?;
+        return if up.is_some() { y.reshape(gate.shape()) } else { Ok(y) };
     }
-    cuda::forward(gate, up, 0)?.values()?.reshape(gate.shape())
+    match up {
+        Some(up) => on_real!(gate.dtype(), forward_cpu(glu, gate, up)),
+        None => on_real!(gate.dtype(), forward_joint(glu, gate)),
+    }
 }
 
 /// Like [`forward`], for matrices; on CUDA the output has room for `rank` columns.
-pub fn forward_padded(gate: &Tensor, up: &Tensor, rank: usize) -> Result<Padded> {
-    if is_cpu(gate) { Padded::of(&forward(gate, up)?) } else { cuda::forward(gate, up, rank) }
+pub fn forward_padded(glu: Glu, gate: &Tensor, up: Option<&Tensor>, rank: usize) -> Result<Padded> {
+    if is_cpu(gate) { Padded::of(&forward(glu, gate, up)?) } else { cuda::forward(glu, gate, up, rank) }
 }
 
-/// Gradients of gate and up from the gradient of the output.
-pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    if is_cpu(gate) {
-        on_real!(gate.dtype(), backward_cpu(gate, up, dy))
-    } else {
-        let (dgate, dup) = cuda::backward(gate, up, dy, false, [0; 2])?;
-        Ok((dgate.values()?.reshape(gate.shape())?, dup.values()?.reshape(gate.shape())?))
+/// Gradients of gate and up (or of both in one tensor) from the gradient of the output.
+pub fn backward(
+    glu: Glu,
+    gate: &Tensor,
+    up: Option<&Tensor>,
+    dy: &Tensor,
+) -> Result<(Tensor, Option<Tensor>)> {
+    if !is_cpu(gate) {
+        let (dgate, dup) = cuda::backward(glu, (gate, up), dy, false, [0; 2])?;
+        let shaped = |d: Padded| d.values()?.reshape(gate.shape());
+        return Ok((shaped(dgate)?, dup.map(shaped).transpose()?));
+    }
+    match up {
+        Some(up) => {
+            let (dgate, dup) = on_real!(gate.dtype(), backward_cpu(glu, gate, up, dy))?;
+            Ok((dgate, Some(dup)))
+        }
+        None => Ok((on_real!(gate.dtype(), backward_joint(glu, gate, dy))?, None)),
     }
 }
 
 /// Like [`backward`], for matrices; on CUDA the outputs have room for `ranks` columns.
 pub fn backward_padded(
+    glu: Glu,
     gate: &Tensor,
-    up: &Tensor,
+    up: Option<&Tensor>,
     dy: &Tensor,
     ranks: [usize; 2],
-) -> Result<(Padded, Padded)> {
+) -> Result<(Padded, Option<Padded>)> {
     if !is_cpu(gate) {
-        return cuda::backward(gate, up, dy, false, ranks);
+        return cuda::backward(glu, (gate, up), dy, false, ranks);
     }
-    let (dgate, dup) = backward(gate, up, dy)?;
-    Ok((Padded::of(&dgate)?, Padded::of(&dup)?))
+    let (dgate, dup) = backward(glu, gate, up, dy)?;
+    Ok((Padded::of(&dgate)?, dup.map(|d| Padded::of(&d)).transpose()?))
 }
 
 /// Like [`backward_padded`], and also recomputes the output: in one pass on CUDA, in place of `dy`.
 pub fn backward_again(
+    glu: Glu,
     gate: &Tensor,
-    up: &Tensor,
+    up: Option<&Tensor>,
     dy: Tensor,
     ranks: [usize; 2],
-) -> Result<(Padded, Padded, Tensor)> {
+) -> Result<(Padded, Option<Padded>, Tensor)> {
     if !is_cpu(gate) {
         let dy = dy.contiguous()?;
-        let (dgate, dup) = cuda::backward(gate, up, &dy, true, ranks)?;
+        let (dgate, dup) = cuda::backward(glu, (gate, up), &dy, true, ranks)?;
         return Ok((dgate, dup, dy));
     }
-    let (dgate, dup) = backward_padded(gate, up, &dy, ranks)?;
+    let (dgate, dup) = backward_padded(glu, gate, up, &dy, ranks)?;
     drop(dy);
-    Ok((dgate, dup, forward(gate, up)?))
+    Ok((dgate, dup, forward(glu, gate, up)?))
 }
 
-/// Elementwise `1 / (1 + e^-x)` by candle, for the gate of a shared expert.
+/// Elementwise `1 / (1 + e^-x)` by candle, for gates.
 pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     match x {
         Tensor::Real(x) => candle_nn::ops::sigmoid(x).map(Tensor::Real),
@@ -73,12 +96,7 @@ pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-#[inline(always)]
-fn logistic<T: Float>(x: T) -> T {
-    T::one() / (T::one() + (-x).exp())
-}
-
-fn forward_cpu<T: Float>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+fn forward_cpu<T: Float>(glu: Glu, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let like = (gate.shape(), gate.dtype());
     if let Some([y]) = ghosts::<T, 1>(&[gate, up], like, BLOCK, |_| ()) {
         return Ok(y);
@@ -89,17 +107,47 @@ fn forward_cpu<T: Float>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         out.each(BLOCK, |at, [y]| {
             let own = from + at..from + at + y.len();
             let (g, u) = (g.read(own.clone(), &mut of_g), u.read(own, &mut of_u));
-            vectorised(|| {
+            with_function!(glu.activation, f => vectorised(|| {
                 for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
-                    *y = *g * logistic(*g) * *u;
+                    *y = f.value(*g, *u);
                 }
-            });
+            }));
         });
     })?;
     Ok(y)
 }
 
-fn backward_cpu<T: Float>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+/// Rows and inner width of a tensor that holds gate and up.
+fn joint_sizes(both: &Tensor) -> Result<(usize, usize)> {
+    match both.dims2()? {
+        (t, two) if two % 2 == 0 => Ok((t, two / 2)),
+        _ => candle_core::bail!("swiglu: {:?} for gate and up", both.shape()),
+    }
+}
+
+fn forward_joint<T: Float>(glu: Glu, both: &Tensor) -> Result<Tensor> {
+    let (t, f) = joint_sizes(both)?;
+    let shape = (t, f).into();
+    let like = (&shape, both.dtype());
+    if let Some([y]) = ghosts::<T, 1>(&[both], like, 2 * f, |_| ()) {
+        return Ok(y);
+    }
+    let (x, (step, up)) = (Values::<T>::of(both)?, glu.joint.places(f));
+    let ([y], _) = written(like, ROWS * f, |from, out| {
+        let mut room = Vec::new();
+        out.each(f, |at, [y]| {
+            let x = x.read(2 * (from + at)..2 * (from + at + f), &mut room);
+            with_function!(glu.activation, a => vectorised(|| {
+                for (i, y) in y.iter_mut().enumerate() {
+                    *y = a.value(x[step * i], x[step * i + up]);
+                }
+            }));
+        });
+    })?;
+    Ok(y)
+}
+
+fn backward_cpu<T: Float>(glu: Glu, gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     let like = (gate.shape(), gate.dtype());
     if let Some([dg, du]) = ghosts::<T, 2>(&[gate, up, dy], like, BLOCK, |_| ()) {
         return Ok((dg, du));
@@ -110,43 +158,45 @@ fn backward_cpu<T: Float>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Te
         out.each(BLOCK, |at, [dg, du]| {
             let own = || from + at..from + at + dg.len();
             let (g, u, d) = (g.read(own(), &mut of_g), u.read(own(), &mut of_u), d.read(own(), &mut of_d));
-            vectorised(|| {
+            with_function!(glu.activation, f => vectorised(|| {
                 for ((dg, du), ((g, u), d)) in dg.iter_mut().zip(du).zip(g.iter().zip(u).zip(d)) {
-                    let s = logistic(*g);
-                    *du = *d * *g * s;
-                    *dg = *d * *u * s * (T::one() + *g * (T::one() - s));
+                    let (of_gate, of_up) = f.slopes(*g, *u);
+                    *dg = *d * of_gate;
+                    *du = *d * of_up;
                 }
-            });
+            }));
         });
     })?;
     Ok((dg, du))
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::check::{close, gradient, randn};
-    use candle_core::DType;
-
-    #[test]
-    fn gradients() -> Result<()> {
-        let (g, u, dy) =
-            (randn(1, (4, 6), DType::F64)?, randn(2, (4, 6), DType::F64)?, randn(3, (4, 6), DType::F64)?);
-        let (dg, du) = backward(&g, &u, &dy)?;
-        gradient("gate", &g, &dg, &dy, |g| forward(g, &u));
-        gradient("up", &u, &du, &dy, |u| forward(&g, u));
-        Ok(())
+fn backward_joint<T: Float>(glu: Glu, both: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    let (t, f) = joint_sizes(both)?;
+    if dy.dims() != [t, f] {
+        candle_core::bail!("swiglu: {:?} with {:?}", both.shape(), dy.shape());
     }
-
-    #[test]
-    fn the_output_again() -> Result<()> {
-        let [g, u, dy] = [1, 2, 3].map(|seed| randn(seed, (9, 7), DType::F32));
-        let (g, u, dy) = (g?, u?, dy?);
-        let (c, d) = backward(&g, &u, &dy)?;
-        let (a, b, h) = backward_again(&g, &u, dy, [0; 2])?;
-        for (x, y) in [(&a.values()?, &c), (&b.values()?, &d), (&h, &forward(&g, &u)?)] {
-            close(x, y, 0.0);
-        }
-        Ok(())
+    let like = (both.shape(), both.dtype());
+    if let Some([d]) = ghosts::<T, 1>(&[both, dy], like, 2 * f, |_| ()) {
+        return Ok(d);
     }
+    let (x, d, (step, up)) = (Values::<T>::of(both)?, Values::<T>::of(dy)?, glu.joint.places(f));
+    let ([dx], _) = written(like, ROWS * 2 * f, |from, out| {
+        let [mut of_x, mut of_d] = [Vec::new(), Vec::new()];
+        out.each(2 * f, |at, [dx]| {
+            let at = from + at;
+            let (x, d) = (x.read(at..at + 2 * f, &mut of_x), d.read(at / 2..at / 2 + f, &mut of_d));
+            with_function!(glu.activation, a => vectorised(|| {
+                for (i, d) in d.iter().enumerate() {
+                    let (of_gate, of_up) = a.slopes(x[step * i], x[step * i + up]);
+                    dx[step * i] = *d * of_gate;
+                    dx[step * i + up] = *d * of_up;
+                }
+            }));
+        });
+    })?;
+    Ok(dx)
 }
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

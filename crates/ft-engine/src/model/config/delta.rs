@@ -1,0 +1,43 @@
+//! Keys of linear attention.
+
+use super::error::Result;
+use super::family::Family;
+use super::keys::Keys;
+use super::limits::{HEADS, LAYERS};
+use super::types::Delta;
+use ft_base::store::json::short;
+use ft_kernels::delta::Heads;
+
+/// Limit on the taps of a convolution.
+const TAPS: usize = 64;
+
+impl Keys<'_> {
+    /// Linear attention of a family that has it, and its layers: by `layer_types`, or all but every
+    /// `full_attention_interval`-th.
+    pub(super) fn delta(&self, family: &Family, layers: usize) -> Result<Option<Delta>> {
+        let Some(projections) = family.delta else { return Ok(None) };
+        let heads = Heads {
+            keys: self.size("linear_num_key_heads", HEADS)?,
+            values: self.size("linear_num_value_heads", HEADS)?,
+            key_dim: self.size("linear_key_head_dim", HEADS)?,
+            value_dim: self.size("linear_value_head_dim", HEADS)?,
+        };
+        if !heads.values.is_multiple_of(heads.keys) {
+            let why = format!("{}; a multiple of {} key heads is wanted", heads.values, heads.keys);
+            return Err(self.bad("linear_num_value_heads", why));
+        }
+        let interval = self.some("full_attention_interval", LAYERS)?.unwrap_or(4);
+        let is_linear = match self.get("layer_types") {
+            None => (0..layers).map(|l| !(l + 1).is_multiple_of(interval)).collect(),
+            Some(types) => match types.as_array().filter(|list| list.len() == layers) {
+                Some(list) => list.iter().map(|t| t.as_str() == Some("linear_attention")).collect(),
+                None => {
+                    let why = format!("{}; a list of {layers} entries is wanted, one a layer", short(types));
+                    return Err(self.bad("layer_types", why));
+                }
+            },
+        };
+        let taps = self.size("linear_conv_kernel_dim", TAPS)?;
+        Ok(Some(Delta { heads, taps, projections, is_linear }))
+    }
+}

@@ -1,0 +1,242 @@
+//! Linear attention by the gated delta rule: projections, causal convolution, recurrence, gated norm.
+
+use super::linear::{self, Linear};
+use super::norm::Norm;
+use super::pass::batch::Context;
+use super::pass::sink::{Sink, Slot};
+use candle_core::Result;
+use ft_kernels::Tensor;
+use ft_kernels::delta::rule::{self, Inputs};
+use ft_kernels::delta::{self, Heads, State, conv, gated_norm};
+use ft_kernels::padded::Padded;
+
+/// Projections of the input.
+#[derive(Clone, Debug)]
+pub enum Projections {
+    /// Queries, keys and values `[d]` -> `[c]`, z `[d]` -> `[h v]`, rates b and decays a `[d]` -> `[h]`.
+    Split { qkv: Linear, z: Linear, b: Linear, a: Linear },
+    /// The same in two linears, interleaved by key head.
+    Interleaved { qkvz: Linear, ba: Linear },
+}
+
+/// A parameter that is no linear's: value, and gradient slot if trained.
+#[derive(Clone, Debug)]
+pub struct Parameter {
+    pub value: Tensor,
+    pub slot: Option<Slot>,
+}
+
+/// The token mixer of a layer with linear attention.
+#[derive(Clone, Debug)]
+pub struct DeltaNet {
+    pub projections: Projections,
+    /// Output `[h v]` -> `[d]`.
+    pub out: Linear,
+    /// Taps of the convolution `[c, n]`.
+    pub conv: Parameter,
+    /// Logarithm of the decay's factor, and the bias of a, `[h]`.
+    pub a_log: Parameter,
+    pub bias: Parameter,
+    /// Norm of a head's output, with the weight as it is.
+    pub norm: Norm,
+    pub heads: Heads,
+}
+
+/// Outputs of the projections.
+#[derive(Debug)]
+struct Projected {
+    /// Queries, keys and values before the convolution `[t, c]`.
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+}
+
+/// Saved activations. The output of the convolution and the input of `out` are recomputed by the backward pass.
+#[derive(Debug)]
+pub struct Saved {
+    linears: Vec<linear::Saved>,
+    out: linear::Saved,
+    projected: Projected,
+    /// Output of the recurrence `[t, h v]`.
+    o: Tensor,
+}
+
+impl Saved {
+    /// Drops the input; [`DeltaNet::restore`] restores it.
+    pub fn drop_inputs(&mut self) {
+        self.linears.iter_mut().for_each(|l| l.x = None);
+    }
+}
+
+impl Projections {
+    fn linears(&self) -> Vec<&Linear> {
+        match self {
+            Projections::Split { qkv, z, b, a } => vec![qkv, z, b, a],
+            Projections::Interleaved { qkvz, ba } => vec![qkvz, ba],
+        }
+    }
+
+    fn linears_mut(&mut self) -> Vec<&mut Linear> {
+        match self {
+            Projections::Split { qkv, z, b, a } => vec![qkv, z, b, a],
+            Projections::Interleaved { qkvz, ba } => vec![qkvz, ba],
+        }
+    }
+
+    fn dequantized(&self) -> Result<Self> {
+        Ok(match self {
+            Projections::Split { qkv, z, b, a } => Projections::Split {
+                qkv: qkv.dequantized()?,
+                z: z.dequantized()?,
+                b: b.dequantized()?,
+                a: a.dequantized()?,
+            },
+            Projections::Interleaved { qkvz, ba } => {
+                Projections::Interleaved { qkvz: qkvz.dequantized()?, ba: ba.dequantized()? }
+            }
+        })
+    }
+
+    fn forward(&self, x: &Padded, ctx: &Context, heads: Heads) -> Result<(Projected, Vec<linear::Saved>)> {
+        match self {
+            Projections::Split { qkv, z, b, a } => {
+                let (qkv, of_qkv) = qkv.forward_padded(x, ctx)?;
+                let (z, of_z) = z.forward_padded(x, ctx)?;
+                let (b, of_b) = b.forward_padded(x, ctx)?;
+                let (a, of_a) = a.forward_padded(x, ctx)?;
+                Ok((Projected { qkv, z, b, a }, vec![of_qkv, of_z, of_b, of_a]))
+            }
+            Projections::Interleaved { qkvz, ba } => {
+                let (y, of_qkvz) = qkvz.forward_padded(x, ctx)?;
+                let [q, k, v, z] = delta::split(&y, heads.keys, heads.of_qkvz())?;
+                drop(y);
+                let qkv = Tensor::cat(&[q, k, v], 1)?;
+                let (y, of_ba) = ba.forward_padded(x, ctx)?;
+                let [b, a] = delta::split(&y, heads.keys, heads.of_ba())?;
+                Ok((Projected { qkv, z, b, a }, vec![of_qkvz, of_ba]))
+            }
+        }
+    }
+
+    /// Gradient of the input, from those of the outputs.
+    fn backward(
+        &self,
+        saved: &[linear::Saved],
+        Projected { qkv, z, b, a }: Projected,
+        heads: Heads,
+        ctx: &Context,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
+        let outputs = match self {
+            Projections::Split { .. } => vec![qkv, z, b, a],
+            Projections::Interleaved { .. } => {
+                let (k, v) = (heads.key_width(), heads.value_width());
+                let part = |from, n| qkv.narrow(1, from, n)?.contiguous();
+                let parts = [part(0, k)?, part(k, k)?, part(2 * k, v)?];
+                let [dq, dk, dv] = parts.each_ref();
+                let joined = delta::join([dq, dk, dv, &z], heads.keys)?;
+                vec![joined, delta::join([&b, &a], heads.keys)?]
+            }
+        };
+        let mut dx = None;
+        for ((linear, saved), dy) in self.linears().into_iter().zip(saved).zip(outputs) {
+            dx = Some(linear.backward_padded(saved, &Padded::of(&dy)?, ctx, sink, dx)?);
+        }
+        dx.ok_or_else(|| candle_core::Error::msg("a layer without projections"))
+    }
+}
+
+impl DeltaNet {
+    /// All linears, in the order of the forward pass.
+    pub fn linears(&self) -> Vec<&Linear> {
+        let mut all = self.projections.linears();
+        all.push(&self.out);
+        all
+    }
+
+    /// As [`DeltaNet::linears`], to change them.
+    pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
+        let mut all = self.projections.linears_mut();
+        all.push(&mut self.out);
+        all
+    }
+
+    /// A copy with dequantized 4-bit matrices.
+    pub fn dequantized(&self) -> Result<Self> {
+        let (projections, out) = (self.projections.dequantized()?, self.out.dequantized()?);
+        Ok(Self { projections, out, ..self.clone() })
+    }
+
+    /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
+    pub fn fused_rank(&self, x: &Tensor) -> usize {
+        self.projections.linears().into_iter().map(|l| l.fused_rank(x)).max().unwrap_or(0)
+    }
+
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        self.projections.linears().into_iter().any(Linear::needs_input)
+    }
+
+    /// Restores the input dropped by [`Saved::drop_inputs`].
+    pub fn restore(&self, s: &mut Saved, x: Option<&Tensor>) {
+        for (l, s) in self.projections.linears().into_iter().zip(&mut s.linears) {
+            s.x = x.and_then(|x| l.input(x));
+        }
+    }
+
+    fn inputs<'a>(&'a self, qkv: &'a Tensor, p: &'a Projected) -> Inputs<'a> {
+        let (a_log, bias) = (&self.a_log.value, &self.bias.value);
+        Inputs { heads: self.heads, qkv, a: &p.a, b: &p.b, a_log, bias }
+    }
+
+    /// Forward pass: `[t, d]` -> `[t, d]`. With a state, the tokens continue its document.
+    pub fn forward(
+        &self,
+        x: &Padded,
+        ctx: &Context,
+        mut state: Option<&mut State>,
+    ) -> Result<(Tensor, Saved)> {
+        let (projected, linears) = self.projections.forward(x, ctx, self.heads)?;
+        let qkv = conv::forward(&projected.qkv, &self.conv.value, &ctx.seqs, state.as_deref_mut())?;
+        let o = rule::forward(&self.inputs(&qkv, &projected), &ctx.seqs, state)?;
+        drop(qkv);
+        let (y, mut out) =
+            self.out.forward(&gated_norm::forward(&o, &projected.z, self.norm.scale())?, ctx)?;
+        // Recomputed by `backward`.
+        out.x = None;
+        Ok((y, Saved { linears, out, projected, o }))
+    }
+
+    /// Backward pass: returns the gradient of the input.
+    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let Saved { linears, mut out, projected, o } = s;
+        if self.out.needs_input() {
+            out.x = Some(gated_norm::forward(&o, &projected.z, self.norm.scale())?);
+        }
+        let dy = self.out.backward_padded(&out, dy, ctx, sink, None)?;
+        drop(out);
+        let trains = self.norm.slot.is_some();
+        let (d_o, dz, dw) = gated_norm::backward(&o, &projected.z, self.norm.scale(), &dy, trains)?;
+        self.norm.give(dw, sink)?;
+        drop((o, dy));
+        let qkv = conv::forward(&projected.qkv, &self.conv.value, &ctx.seqs, None)?;
+        let of_rule = rule::backward(&self.inputs(&qkv, &projected), &d_o, &ctx.seqs)?;
+        drop((qkv, d_o));
+        for (parameter, dw) in [(&self.a_log, &of_rule.a_log), (&self.bias, &of_rule.bias)] {
+            if let Some(slot) = parameter.slot {
+                sink.column_sums(slot, dw)?;
+            }
+        }
+        let (taps, slot) = (&self.conv.value, self.conv.slot);
+        let (dqkv, dw) = conv::backward(&projected.qkv, taps, &of_rule.qkv, &ctx.seqs, slot.is_some())?;
+        if let (Some(slot), Some(dw)) = (slot, dw) {
+            // A row of sums holds all taps, as a vector would.
+            let flat = Slot { rows: 1, cols: slot.rows * slot.cols, ..slot };
+            sink.column_sums(flat, &dw)?;
+        }
+        drop(projected);
+        let grads = Projected { qkv: dqkv, z: dz, b: of_rule.b, a: of_rule.a };
+        self.projections.backward(&linears, grads, self.heads, ctx, sink)
+    }
+}
