@@ -33,6 +33,7 @@ impl Resolved {
         select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
         check_routers(recipe, &config)?;
+        check_context(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
         Ok(Self { config, selection })
@@ -81,6 +82,22 @@ pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
         }
         None => Ok(()),
     }
+}
+
+/// Refuses context parallelism over layers whose state runs from token to token.
+///
+/// # Errors
+/// `parallel.context` is not 1.
+pub fn check_context(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let ranks = recipe.parallel.context;
+    if ranks == 1 || config.delta.is_none() {
+        return Ok(());
+    }
+    let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
+    Err(Error::Ignored(format!(
+        "{place}: not built yet: parallel.context = {ranks} over the linear attention of {family}, whose state would \
+         travel from rank to rank\n  hint: parallel.context=1, and parallel.data for more ranks"
+    )))
 }
 
 /// The config with the head of the recipe's task.
