@@ -8,9 +8,7 @@ use super::{LoadOptions, ModelFiles, Prompter, device};
 use candle_core::Device;
 use ft_base::terminal::tell;
 use ft_data::PromptFormat;
-use ft_engine::load::Base;
 use ft_engine::model::Decoder;
-use ft_plan::InferenceModel;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 

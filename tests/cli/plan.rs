@@ -720,7 +720,8 @@ fn a_card_stands_for_two_keys() -> Result<()> {
             && small.contains("hint: memory.offload = [\"params\"]: 5.34 GiB"),
         "{small}"
     );
-    ensure!(said(&["--gpu", "a100-80gb"])?.starts_with("fits: "));
+    let named = said(&["--gpu", "a100-80gb"])?;
+    ensure!(named.starts_with("fits: ") && named.contains("by the data sheet of A100-80"), "{named}");
     let out = plan(&["--gpu", "A100"])?;
     let err = String::from_utf8_lossy(&out.stderr).into_owned();
     ensure!(out.status.code() == Some(2) && err.contains("A100-40, "), "{err}");

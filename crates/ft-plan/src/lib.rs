@@ -42,7 +42,7 @@ pub use ft_kernels::Machine;
 pub use host::{Capacity, HostPlan, beside_device, budget, card, card_names};
 pub use inference::{InferenceMemory, InferenceModel, Server};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};
-pub use model::{machine, source, stored};
+pub use model::{Target, machine, source, stored};
 pub use plan::{Hint, Plan, allocations, of_recipe, of_recipe_in};
 pub use resolve::Resolved;
 pub use search::{Inputs, Reasons, SearchResult};

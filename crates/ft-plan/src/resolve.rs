@@ -4,7 +4,7 @@
 use crate::Error;
 use crate::host::{beside_device, budget};
 use crate::inference::Server;
-use crate::model::{machine, stored};
+use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
@@ -46,11 +46,11 @@ impl Resolved {
     pub fn inputs<'a>(
         recipe: &'a Recipe,
         (config, selection): (&'a Config, &'a Selection),
-        (cuda, dir): (bool, Option<&Path>),
+        (target, dir): (Target, Option<&Path>),
         workloads: &'a Workloads<'a>,
         host: Option<u64>,
     ) -> ft_base::Result<Inputs<'a>> {
-        let machine = stored(machine(recipe, cuda), recipe, config, dir);
+        let machine = stored(machine(recipe, target), recipe, config, dir);
         let server = Server::of(recipe, config, selection, machine.stored)?.map_or(0, |s| s.on_host);
         let workload = workloads.of(recipe, recipe.run.micro_rows.count());
         Ok(Inputs {

@@ -8,7 +8,7 @@ use crate::train::{self, job, sources};
 use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_plan::{Plan, card, card_names, rates, resolve};
+use ft_plan::{Target, card, card_names, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -31,27 +31,31 @@ pub struct Args {
 pub fn run(args: &Args) -> ft_base::Result<()> {
     gemm::read_caches_ahead();
     let mut set = args.recipe.set.clone();
-    if let Some(gpu) = &args.gpu {
-        set.extend(["run.device=cuda".into(), format!("memory.budget={}", memory(gpu)?)]);
+    let planned = args.gpu.as_deref().map(gpu).transpose()?;
+    if let Some((_, budget)) = &planned {
+        set.extend(["run.device=cuda".into(), format!("memory.budget={budget}")]);
     }
     let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &set)?;
     quickstart::provide(&args.recipe.recipe, &recipe, false)?;
     // a plan needs no data: missing sources are ignored
     let unknown = sources::resolve(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
-    // device presence affects free memory only, not the plan
-    let cuda = match recipe.run.device {
-        Device::Cpu => false,
-        Device::Cuda => true,
-        Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
+    // device presence affects free memory and rates only, not the plan
+    let here = job::device(recipe.run.device).map(|d| Target::of(&d));
+    let target = match (&planned, recipe.run.device) {
+        (Some((card, _)), _) => Target { cuda: true, card: *card },
+        (None, Device::Auto) => here.unwrap_or_default(),
+        (None, Device::Cpu) => Target::default(),
+        (None, Device::Cuda) => here.unwrap_or(Target::from(true)),
     };
+    let cuda = target.cuda;
     notes.extend(train::carries_nothing(&recipe, cuda).map(|(what, _)| format!("ft run: {what}")));
-    let (plan, found) = ft_plan::of_recipe(&recipe, cuda)?;
+    let (plan, found) = ft_plan::of_recipe(&recipe, target)?;
     found.notes.iter().for_each(|n| warn(n));
     let compute = (cuda, resolve::dtype(recipe.model.dtype, cuda));
     let facts = job::facts(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
     recipe.idle(facts).iter().for_each(|w| warn(w));
-    let range = time(&plan);
+    let range = rates::predict(plan.machine, plan.step_work());
     let ranks = recipe.parallel.data as u64;
     if args.json {
         print(&format!("{:#}\n", plan.json(ranks, range)))?;
@@ -64,23 +68,20 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }
 }
 
-/// Usable bytes of a card by name, or of its memory in gigabytes, in the form of `memory.budget`.
-fn memory(gpu: &str) -> ft_base::Result<String> {
-    if let Some(bytes) = card(gpu) {
-        return Ok(bytes.to_string());
+/// A card for `--gpu`, by name or by its memory in gigabytes: its name, if known, and the value of `memory.budget`.
+fn gpu(gpu: &str) -> ft_base::Result<(Option<&'static str>, String)> {
+    if let Some((name, bytes)) = card(gpu) {
+        return Ok((Some(name), bytes.to_string()));
     }
     let digits = gpu.find(|c: char| !c.is_ascii_digit()).unwrap_or(gpu.len());
     match (&gpu[..digits], gpu[digits..].to_ascii_lowercase().as_str()) {
-        (n, "gib") if !n.is_empty() => Ok(format!("{n}GiB")),
-        (n, "" | "g" | "gb") if n.parse().is_ok_and(|n: u32| (1..1000).contains(&n)) => Ok(format!("{n}GB")),
+        (n, "gib") if !n.is_empty() => Ok((None, format!("{n}GiB"))),
+        (n, "" | "g" | "gb") if n.parse().is_ok_and(|n: u32| (1..1000).contains(&n)) => {
+            Ok((None, format!("{n}GB")))
+        }
         _ => Err(usage(format!(
             "--gpu {gpu}: no such card\n  hint: its memory, such as 48GB, or one of {}",
             card_names()
         ))),
     }
-}
-
-/// Predicted time of a step, if `ft bench` has measured this kind of machine.
-fn time(plan: &Plan) -> Option<rates::Range> {
-    rates::range(rates::find(plan.machine)?, plan.step_work())
 }

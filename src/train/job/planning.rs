@@ -2,12 +2,12 @@
 
 use super::job::Job;
 use ft_base::memory;
-use ft_plan::{Allocation, Capacity, Inputs, Plan, Resolved, Workload, Workloads};
+use ft_plan::{Allocation, Capacity, Inputs, Plan, Resolved, Target, Workload, Workloads};
 use ft_recipe::Recipe;
 
 impl Job {
     fn plan_inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> ft_base::Result<Inputs<'a>> {
-        let place = (self.device.is_cuda(), Some(self.model.dir.as_path()));
+        let place = (Target::of(&self.device), Some(self.model.dir.as_path()));
         let model = (&self.config, &self.selection);
         Resolved::inputs(&self.recipe, model, place, workloads, memory::reach_bytes())
     }

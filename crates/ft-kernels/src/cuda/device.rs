@@ -35,6 +35,18 @@ pub fn open(ordinal: usize) -> Result<Device, String> {
     Ok(device)
 }
 
+/// Model of a CUDA device as its driver names it, such as `NVIDIA H100 80GB HBM3`.
+#[cfg(feature = "cuda")]
+pub fn name(device: &Device) -> Option<String> {
+    device.as_cuda_device().ok()?.cuda_stream().context().name().ok()
+}
+
+/// Model of a CUDA device; `None` without CUDA.
+#[cfg(not(feature = "cuda"))]
+pub fn name(_: &Device) -> Option<String> {
+    None
+}
+
 /// Makes a device current on this thread, as every device operation does. No-op for the CPU.
 ///
 /// # Errors

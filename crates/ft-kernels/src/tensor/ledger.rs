@@ -17,6 +17,8 @@ pub struct Machine {
     pub stored: u64,
     /// Number of CPU threads.
     pub threads: u64,
+    /// Model of the CUDA card, if it is one whose rates are known.
+    pub card: Option<&'static str>,
 }
 
 impl Machine {

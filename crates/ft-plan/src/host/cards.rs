@@ -1,44 +1,80 @@
-//! Memory of cards by name.
+//! Cards by name: memory, and rates of their data sheets.
 
-/// Name, and memory in MiB as the driver reports it to programs, by PyTorch's messages on such cards.
-const CARDS: &[(&str, u64)] = &[
-    ("T4", 14_909),
-    ("V100-16", 16_150),
-    ("L4", 22_559),
-    ("A10", 22_600),
-    ("4090", 24_084),
-    ("3090", 24_135),
-    ("5090", 32_113),
-    ("V100-32", 32_490),
-    ("A100-40", 40_335),
-    ("L40S", 45_455),
-    ("A6000", 48_537),
-    ("H100", 80_998),
-    ("A100-80", 81_039),
-    ("H200", 143_155),
-    ("B200", 182_630),
+/// Rates of NVIDIA's data sheets: bf16 products with f32 sums, without sparsity, in TFLOP/s, and memory in TB/s.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sheet {
+    pub products: f64,
+    pub memory: f64,
+    /// Whether products reach their rate by `wgmma` or its successors alone, which ft's attention does not use.
+    pub warp_groups: bool,
+}
+
+const fn sheet(products: f64, memory: f64) -> Option<Sheet> {
+    Some(Sheet { products, memory, warp_groups: false })
+}
+
+const fn hopper(products: f64, memory: f64) -> Option<Sheet> {
+    Some(Sheet { products, memory, warp_groups: true })
+}
+
+/// Name, memory in MiB as the driver reports it to programs, by PyTorch's messages on such cards, and rates. Cards
+/// without bf16 have none.
+const CARDS: &[(&str, u64, Option<Sheet>)] = &[
+    ("T4", 14_909, None),
+    ("V100-16", 16_150, None),
+    ("L4", 22_559, sheet(121.0, 0.300)),
+    ("A10", 22_600, sheet(125.0, 0.600)),
+    ("4090", 24_084, sheet(165.2, 1.008)),
+    ("3090", 24_135, sheet(71.0, 0.936)),
+    ("5090", 32_113, sheet(209.5, 1.792)),
+    ("V100-32", 32_490, None),
+    ("A100-40", 40_335, sheet(312.0, 1.555)),
+    ("L40S", 45_455, sheet(362.0, 0.864)),
+    ("A6000", 48_537, sheet(154.8, 0.768)),
+    ("H100", 80_998, hopper(989.0, 3.350)),
+    ("A100-80", 81_039, sheet(312.0, 2.039)),
+    ("H200", 143_155, hopper(989.0, 4.800)),
+    ("B200", 182_630, hopper(2250.0, 8.000)),
 ];
 
 /// Memory of a program's context on a card, in MiB.
 const CONTEXT: u64 = 512;
 
-/// Bytes that a run takes on a card by default: 95% of what a context leaves free. `name` may have the maker's
-/// words around it ("RTX 4090", "a100-80gb").
-pub fn card(name: &str) -> Option<u64> {
-    let plain = |text: &str| -> String {
-        let text = text.to_lowercase();
-        let words =
-            text.split([' ', '-', '_']).filter(|w| !["nvidia", "geforce", "rtx", "tesla"].contains(w));
-        words.map(|w| w.strip_suffix("gb").unwrap_or(w)).collect()
-    };
-    let wanted = plain(name);
-    let (_, mib) = CARDS.iter().find(|(name, _)| plain(name) == wanted)?;
-    Some(((mib - CONTEXT) << 20) / 20 * 19)
+/// Words of a name in lower case, without those of the maker.
+fn words(name: &str) -> Vec<String> {
+    let of = |w: &str| w.strip_suffix("gb").unwrap_or(w).to_string();
+    let name = name.to_lowercase();
+    let words = name.split([' ', '-', '_']).filter(|w| !["nvidia", "geforce", "rtx", "tesla"].contains(w));
+    words.map(of).collect()
+}
+
+/// A card by its name, with the maker's words around it or without ("RTX 4090", "a100-80gb"): name in the table,
+/// and bytes that a run takes on it by default, 95% of what a context leaves free.
+pub fn card(name: &str) -> Option<(&'static str, u64)> {
+    let wanted = words(name).concat();
+    let (name, mib, _) = CARDS.iter().find(|(name, ..)| words(name).concat() == wanted)?;
+    Some((name, ((mib - CONTEXT) << 20) / 20 * 19))
+}
+
+/// A card by the name that its driver gives ("NVIDIA A100-SXM4-80GB"), if its rates are known. Laptops' cards and parts
+/// of a card are others.
+pub fn of_driver(name: &str) -> Option<&'static str> {
+    let there = words(name);
+    let has = |w: &str| there.iter().any(|t| t == w);
+    let (name, ..) = CARDS.iter().find(|(name, _, sheet)| {
+        sheet.is_some() && words(name).iter().all(|w| has(w)) && !has("laptop") && !has("mig")
+    })?;
+    Some(name)
+}
+
+/// Rates of a card, by its name in the table.
+pub fn sheet_of(name: &str) -> Option<Sheet> {
+    CARDS.iter().find(|(n, ..)| *n == name)?.2
 }
 
 /// Names of the cards, for messages.
 pub fn card_names() -> String {
-    CARDS.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
+    CARDS.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -50,10 +86,31 @@ mod tests {
         let of = |name: &str| card(name).unwrap_or_else(|| panic!("{name}"));
         assert_eq!(of("RTX 4090"), of("4090"));
         assert_eq!(of("NVIDIA A100-80GB"), of("a100-80"));
-        assert!(of("A100-40") < of("L40S") && of("L40S") < of("A6000") && of("H100") < of("H200"));
+        assert!(
+            of("A100-40").1 < of("L40S").1 && of("L40S").1 < of("A6000").1 && of("H100").1 < of("H200").1
+        );
         // a run leaves room for the context and for others
-        assert!((20 << 30..23 << 30).contains(&of("3090")));
+        assert!((20 << 30..23 << 30).contains(&of("3090").1));
         assert_eq!((card("A100"), card("48GB"), card("")), (None, None, None));
         assert!(CARDS.is_sorted_by(|a, b| a.1 < b.1));
+    }
+
+    #[test]
+    fn cards_are_found_by_the_names_that_drivers_give() {
+        for (name, is) in [
+            ("NVIDIA H100 80GB HBM3", Some("H100")),
+            ("NVIDIA A100-SXM4-80GB", Some("A100-80")),
+            ("NVIDIA A100-PCIE-40GB", Some("A100-40")),
+            ("NVIDIA GeForce RTX 4090", Some("4090")),
+            ("NVIDIA L4", Some("L4")),
+            ("NVIDIA L40S", Some("L40S")),
+            ("NVIDIA RTX A6000", Some("A6000")),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+            ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+            ("Tesla T4", None),
+            ("emulated GPU", None),
+        ] {
+            assert_eq!(of_driver(name), is, "{name}");
+        }
     }
 }

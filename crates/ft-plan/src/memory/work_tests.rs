@@ -52,7 +52,7 @@ fn levels(recompute: Recomputed, dequantize: Dequantize, head: usize) -> Setting
     Settings { recompute, inputs: Inputs::default(), dequantize, head }
 }
 
-const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1 };
+const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1, card: None };
 
 fn work(
     config: &str,

@@ -1,18 +1,44 @@
 //! Machine of a recipe.
 
-use candle_core::DType;
+use crate::host::of_driver;
+use candle_core::{DType, Device};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_kernels::Machine;
 use ft_recipe::{Dtype, Recipe, Weights};
 use std::path::Path;
 
+/// Device to plan for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Target {
+    /// CUDA instead of CPU.
+    pub cuda: bool,
+    /// Model of the card, as [`crate::card`] names it, if it is known.
+    pub card: Option<&'static str>,
+}
+
+impl Target {
+    /// A device that is there.
+    pub fn of(device: &Device) -> Self {
+        let name = ft_kernels::cuda::name(device);
+        Self { cuda: device.is_cuda(), card: name.and_then(|name| of_driver(&name)) }
+    }
+}
+
+impl From<bool> for Target {
+    /// CUDA or the CPU, of unknown model.
+    fn from(cuda: bool) -> Self {
+        Self { cuda, card: None }
+    }
+}
+
 /// Machine of a recipe. The compute dtype defaults to bf16 on CUDA and f32 on the CPU; [`stored`] sets
 /// the width of stored weights.
-pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
+pub fn machine(recipe: &Recipe, target: impl Into<Target>) -> Machine {
+    let Target { cuda, card } = target.into();
     let width = dtype(recipe.model.dtype, cuda).size_in_bytes() as u64;
     let threads = recipe.parallel.threads(rayon::current_num_threads());
-    Machine { cuda, width, stored: width, threads: threads as u64 }
+    Machine { cuda, width, stored: width, threads: threads as u64, card }
 }
 
 /// Sets the stored weight width from the model's checkpoint; `dir` is its folder, if downloaded.

@@ -3,5 +3,5 @@
 mod machine;
 pub mod source;
 
-pub use machine::{dtype, machine, stored};
+pub use machine::{Target, dtype, machine, stored};
 pub use source::{source_path, unknown_keys};

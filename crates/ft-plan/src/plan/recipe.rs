@@ -2,17 +2,18 @@
 
 use super::plan::Plan;
 use crate::host::Capacity;
-use crate::model::{machine, source};
+use crate::model::{Target, machine, source};
 use crate::resolve::{self, Resolved};
 use crate::workload::{Known, Workload, Workloads, check_steps};
 use ft_recipe::Recipe;
 
-/// Plans a recipe from its model's config alone, as `ft plan` does, for CUDA if `cuda` is set.
+/// Plans a recipe from its model's config alone, as `ft plan` does.
 ///
 /// # Errors
 /// An unknown or unsupported model, a rule without matches, an unreadable adapter.
-pub fn of_recipe(recipe: &Recipe, cuda: bool) -> ft_base::Result<(Plan, source::Found)> {
-    of_recipe_in(recipe, cuda, &Capacity::of(machine(recipe, cuda)))
+pub fn of_recipe(recipe: &Recipe, target: impl Into<Target>) -> ft_base::Result<(Plan, source::Found)> {
+    let target = target.into();
+    of_recipe_in(recipe, target, &Capacity::of(machine(recipe, target)))
 }
 
 /// Like [`of_recipe`], with explicit free memory and disk space.
@@ -21,7 +22,7 @@ pub fn of_recipe(recipe: &Recipe, cuda: bool) -> ft_base::Result<(Plan, source::
 /// As [`of_recipe`].
 pub fn of_recipe_in(
     recipe: &Recipe,
-    cuda: bool,
+    target: impl Into<Target>,
     room: &Capacity<'_>,
 ) -> ft_base::Result<(Plan, source::Found)> {
     let mut found = source::find(recipe)?;
@@ -37,7 +38,7 @@ pub fn of_recipe_in(
     };
     let steps = workloads.of(recipe, recipe.run.micro_rows.count()).steps;
     steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
-    let place = (cuda, found.dir.as_deref());
+    let place = (target.into(), found.dir.as_deref());
     let inputs = Resolved::inputs(recipe, (config, selection), place, workloads, room.host)?;
     let mut plan = Plan::new(&inputs)?;
     plan.advise(&inputs, room);

@@ -6,7 +6,7 @@ use crate::time::rates::Range;
 use serde_json::{Map, Value, json};
 
 impl Plan {
-    /// Output of `ft plan --json`; `range` is the predicted time of a step, if a rate was measured.
+    /// Output of `ft plan --json`; `range` is the predicted time of a step, if a rate is known.
     pub fn json(&self, data_ranks: u64, range: Option<Range>) -> Value {
         let mut device: Map<String, Value> =
             self.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
@@ -14,8 +14,11 @@ impl Plan {
         device.insert("budget".into(), json!(self.budget));
         let (total, trainable) = self.parameters;
         let over_run = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
-        let time =
-            range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": over_run(r.low, r.high)}));
+        let tokens = self.tokens_per_step(data_ranks) as f64;
+        let time = range.map(|r| {
+            json!({"step_seconds": [r.low, r.high], "total_seconds": over_run(r.low, r.high),
+                   "tokens_per_second": [tokens / r.high, tokens / r.low], "data_sheet": r.sheet})
+        });
         let c = self.execution.recompute;
         let mut out = json!({
             "ranks": self.ranks,

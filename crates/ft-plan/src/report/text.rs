@@ -35,7 +35,7 @@ impl Plan {
     pub fn details(&self, data_ranks: u64, range: Option<Range>) -> String {
         let mut s = String::new();
         let _ = self.write_data(&mut s, data_ranks);
-        let _ = self.write_execution(&mut s, range);
+        let _ = self.write_execution(&mut s, data_ranks, range);
         let _ = self.write_device(&mut s);
         let _ = self.write_others(&mut s);
         s
@@ -94,8 +94,11 @@ impl Plan {
             self.workload.epoch.map(|e| format!("; {} samples in {} rows an epoch", e.samples, e.rows));
         writeln!(s, "steps       {steps}, of {tokens} tokens{full}{}", epoch.unwrap_or_default())?;
         match range {
-            Some(_) => self.write_time(s, range)?,
-            None => writeln!(s, "time        not known: ft bench measures it on such a machine")?,
+            Some(_) => self.write_time(s, data_ranks, range)?,
+            None => {
+                let sheets = if self.machine.cuda { "; a card's name for --gpu estimates it" } else { "" };
+                writeln!(s, "time        not known: ft bench measures it on such a machine{sheets}")?
+            }
         }
         self.write_reference(s, range)?;
         match sum(&self.space.host) {
@@ -107,7 +110,7 @@ impl Plan {
     /// Time of the pass of the reference, from that of a step.
     pub(super) fn reference_time(&self, step: Option<Range>) -> Option<Range> {
         let part = self.reference.as_ref()?.work? / self.step_work();
-        step.map(|r| Range { low: r.low * part, high: r.high * part })
+        step.map(|r| Range { low: r.low * part, high: r.high * part, ..r })
     }
 
     fn write_reference(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
@@ -122,12 +125,18 @@ impl Plan {
         writeln!(s, "reference   one pass over {samples} before training{time}{kept}{alone}")
     }
 
-    fn write_time(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
+    fn write_time(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
         let Some(r) = range else { return Ok(()) };
+        let tokens = self.tokens_per_step(data_ranks) as f64;
+        let [fewest, most] = [r.high, r.low].map(|seconds| count((tokens / seconds) as u64));
         let whole = self.workload.steps.map_or(String::new(), |n| {
             format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
         });
-        writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))
+        writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))?;
+        let by = r.sheet.map_or(String::new(), |card| {
+            format!(", by the data sheet of {card}: not measured (ft bench measures)")
+        });
+        writeln!(s, "            {fewest} to {most} tokens a second{by}")
     }
 
     /// The components of the peak, those below `least` bytes as one.
@@ -183,7 +192,7 @@ impl Plan {
         }
     }
 
-    fn write_execution(&self, s: &mut String, range: Option<Range>) -> fmt::Result {
+    fn write_execution(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
         let (c, why) = (&self.execution, &self.reasons);
         let rows = if c.micro_rows == 1 { "row" } else { "rows" };
         writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows)?;
@@ -199,7 +208,7 @@ impl Plan {
         }
         writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize)?;
         writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows)?;
-        self.write_time(s, range)
+        self.write_time(s, data_ranks, range)
     }
 
     fn write_device(&self, s: &mut String) -> fmt::Result {

@@ -1,13 +1,24 @@
-//! Throughput measured by `ft bench`, stored for later plans.
+//! Throughput measured by `ft bench` and stored for later plans, or estimated from a card's data sheet.
 
+use crate::host::{Sheet, sheet_of};
 use ft_base::store;
 use ft_kernels::Machine;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Relative uncertainty of a predicted step time; plans print a range of ±30%.
+/// Relative uncertainty of a step time predicted from a measured rate; plans print a range of ±30%.
 const SPREAD: f64 = 0.3;
+
+/// The same from a data sheet. No figure of a card has confirmed it.
+const SHEET_SPREAD: f64 = 0.4;
+
+/// Share of a data sheet's products that cuBLAS reaches at the sizes of a layer. Published for H100 (0.66), A6000
+/// (0.74) and L40S (0.54); assumed for the others.
+const PRODUCTS_SHARE: f64 = 0.65;
+
+/// Share of a data sheet's memory rate that a large copy reaches.
+pub const MEMORY_SHARE: f64 = 0.8;
 
 /// Throughput of one kind of device and dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,6 +37,8 @@ pub struct Rate {
 pub struct Range {
     pub low: f64,
     pub high: f64,
+    /// The card whose data sheet it comes from; `None` if a rate was measured.
+    pub sheet: Option<&'static str>,
 }
 
 /// File of measured rates in the cache folder of `ft`.
@@ -35,7 +48,11 @@ pub fn path() -> Option<PathBuf> {
 
 fn key(m: Machine) -> String {
     let width = if m.computes_in_f32() { "f32" } else { "half" };
-    if m.cuda { format!("cuda-{width}") } else { format!("cpu-{width}-{}-threads", m.threads) }
+    match (m.cuda, m.card) {
+        (true, Some(card)) => format!("cuda-{width}-{card}"),
+        (true, None) => format!("cuda-{width}"),
+        (false, _) => format!("cpu-{width}-{}-threads", m.threads),
+    }
 }
 
 fn read(path: &std::path::Path) -> BTreeMap<String, Rate> {
@@ -66,11 +83,48 @@ pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
     Ok(Some(path))
 }
 
-/// Seconds for `work` at a measured rate.
-pub fn range(rate: Rate, work: f64) -> Option<Range> {
-    if !(rate.step.is_finite() && rate.step > 0.0) {
-        return None;
+/// FLOPs per second of large bf16 products on a card.
+pub fn of_products(sheet: Sheet) -> f64 {
+    sheet.products * 1e12 * PRODUCTS_SHARE
+}
+
+/// Seconds for `work` on a machine: by its measured rate, else by the data sheet of its card when it computes in a
+/// half precision. `None` without both.
+pub fn predict(m: Machine, work: f64) -> Option<Range> {
+    let measured = find(m).map(|rate| (rate.step, SPREAD, None));
+    let estimated = || {
+        let name = m.card.filter(|_| m.cuda && !m.computes_in_f32())?;
+        Some((of_products(sheet_of(name)?), SHEET_SPREAD, Some(name)))
+    };
+    let (rate, spread, sheet) = measured.or_else(estimated)?;
+    let middle = work / rate;
+    (rate > 0.0 && middle.is_finite()).then(|| Range {
+        low: middle * (1.0 - spread),
+        high: middle * (1.0 + spread),
+        sheet,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A card of this name, which no test has measured.
+    fn on(card: Option<&'static str>, width: u64) -> Machine {
+        Machine { cuda: true, width, stored: width, threads: 1, card }
     }
-    let middle = work / rate.step;
-    Some(Range { low: middle * (1.0 - SPREAD), high: middle * (1.0 + SPREAD) })
+
+    #[test]
+    fn data_sheets_stand_in_for_rates_that_were_not_measured() {
+        let of = |card| predict(on(Some(card), 2), 1e15).map(|r| (r.low, r.high, r.sheet));
+        let (low, high, sheet) = of("L40S").unwrap_or_default();
+        assert!(0.0 < low && low < high && high < 60.0, "{low} to {high} seconds");
+        assert_eq!(sheet, Some("L40S"));
+        // a higher product rate is a shorter time
+        assert!(of("B200").is_some_and(|b| b.1 < low));
+        // cards without bf16, unknown ones, f32
+        assert_eq!(of("T4"), None);
+        assert_eq!(predict(on(None, 2), 1e15).and_then(|r| r.sheet), None);
+        assert_eq!(predict(on(Some("L40S"), 4), 1e15).and_then(|r| r.sheet), None);
+    }
 }

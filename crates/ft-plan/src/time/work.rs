@@ -6,6 +6,8 @@
 //! each operation has a launch cost; offloaded inputs cross the bus. [`CostModel`] converts each to FLOPs
 //! of a large product. The sum assumes no overlap, except for transfers.
 
+use super::rates;
+use crate::host::{Sheet, sheet_of};
 use ft_engine::walk::Inputs;
 use ft_kernels::Machine;
 use ft_kernels::ledger::Cost;
@@ -84,15 +86,16 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// CPU values are measured (`docs/lab/cpu-speed.md`). CUDA values are estimates from the data sheet of
-    /// an H200 (790 TFLOP/s in bf16, 4.8 TB/s), some microseconds per launch, design rates of 350 and 265
-    /// TFLOP/s for the attention kernels, and PCIe 4 at 25 GB/s (half for pageable memory, copied
-    /// through a driver buffer). On devices with slower products, transfers cost less than stated here.
+    /// CPU values are measured (`docs/lab/cpu-speed.md`). Those of CUDA are estimates, by the data sheet of the card
+    /// if it is known ([`Self::of_sheet`]), else of an H200 (790 TFLOP/s in bf16, 4.8 TB/s) with design rates of 350
+    /// and 265 TFLOP/s for the attention kernels. On devices with slower products, transfers cost less than
+    /// stated there.
     pub fn of(m: Machine) -> Self {
-        match m.cuda {
+        match (m.cuda, m.card.and_then(sheet_of)) {
+            (true, Some(sheet)) => Self::of_sheet(sheet),
             // a tile is dequantized in L2 from half a byte a value; a full matrix is written to memory
             // once and read twice
-            true => Self {
+            (true, None) => Self {
                 attention: [2.3, 3.0],
                 dequantize: 200.0,
                 held: 495.0,
@@ -101,7 +104,7 @@ impl CostModel {
                 start: 4e9,
                 crossing: [32e3, 64e3],
             },
-            false => Self {
+            (false, _) => Self {
                 attention: [2.0, 2.0],
                 dequantize: 60.0,
                 held: 40.0,
@@ -110,6 +113,24 @@ impl CostModel {
                 start: 1e6,
                 crossing: [0.0; 2],
             },
+        }
+    }
+
+    /// Estimates from a data sheet: products and memory at their usual share of it, a dequantized value at half a
+    /// byte read and a bf16 value written, 6 microseconds a launch, PCIe 4 at 25 GB/s (half for pageable memory,
+    /// copied through a driver buffer), and attention by the instructions of its loops: `mma.sync` keeps up with
+    /// products where they use it too, and stays behind `wgmma`.
+    fn of_sheet(sheet: Sheet) -> Self {
+        let products = rates::of_products(sheet);
+        let byte = products / (sheet.memory * 1e12 * rates::MEMORY_SHARE);
+        Self {
+            attention: if sheet.warp_groups { [2.7, 4.2] } else { [1.0, 1.5] },
+            dequantize: 2.5 * byte,
+            held: 3.0 * byte,
+            moved: byte,
+            byte,
+            start: products * 6e-6,
+            crossing: [products / 25e9, products / 12.5e9],
         }
     }
 

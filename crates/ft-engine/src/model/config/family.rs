@@ -50,6 +50,14 @@ const PRE: NormNames = NormNames {
     mlp_post: None,
 };
 
+/// Norms of outputs alone.
+const POST: NormNames = NormNames {
+    attn: None,
+    attn_post: Some("post_attention_layernorm"),
+    mlp: None,
+    mlp_post: Some("post_feedforward_layernorm"),
+};
+
 /// Norms of inputs and outputs, as Gemma names them.
 const SANDWICH: NormNames = NormNames {
     attn: Some("input_layernorm"),
@@ -153,6 +161,8 @@ pub struct Family {
     pub score_key: Option<&'static str>,
     /// Base of the rotary embedding of sliding layers, if they have one of their own.
     pub sliding_theta: Option<f64>,
+    /// Layers without positions: each of this number by default, or where `no_rope_layers` has 0.
+    pub no_rope_interval: Option<usize>,
     /// Default of `tie_word_embeddings`.
     pub default_tied: bool,
     /// Keys that other families must not have, and this one reads.
@@ -188,6 +198,7 @@ const DENSE: Family = Family {
     scales_embedding: false,
     score_key: None,
     sliding_theta: None,
+    no_rope_interval: None,
     default_tied: false,
     reads: &[],
     plus_one: false,
@@ -301,6 +312,35 @@ pub const FAMILIES: &[Family] = &[
             default_top_k: 4,
             shared_key: Some("shared_expert_intermediate_size"),
         }),
+        ..DENSE
+    },
+    Family {
+        model_type: "ministral",
+        architecture: "MinistralForCausalLM",
+        window: Window::Unless(4096),
+        ..DENSE
+    },
+    Family {
+        model_type: "smollm3",
+        architecture: "SmolLM3ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        mlp_bias: Bias::Key("mlp_bias"),
+        window: Window::FromLayer,
+        no_rope_interval: Some(4),
+        default_tied: true,
+        default_theta: 2_000_000.0,
+        reads: &["no_rope_layers"],
+        ..DENSE
+    },
+    Family {
+        model_type: "olmo2",
+        architecture: "Olmo2ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        norms: POST,
+        qk_norm: QkNorms::Whole,
+        default_eps: 1e-5,
         ..DENSE
     },
     Family {

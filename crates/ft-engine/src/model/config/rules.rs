@@ -92,6 +92,7 @@ const READ: &[&str] = &[
     "mlp_bias",
     "mlp_only_layers",
     "moe_intermediate_size",
+    "no_rope_layer_interval",
     "norm_topk_prob",
     "num_attention_heads",
     "num_experts",
@@ -362,12 +363,29 @@ impl Keys<'_> {
             Some(key) => self.number(key, 1e-6..=1e9)?.unwrap_or(head_dim as f64),
             None => head_dim as f64,
         };
-        let of = |window: Option<usize>| LayerAttention {
+        let rotates = self.rotates(family, layers)?;
+        let of = |(window, rotates): (Option<usize>, bool)| LayerAttention {
             window,
-            rope: Some(usize::from(family.sliding_theta.is_some() && window.is_some())),
+            rope: rotates.then_some(usize::from(family.sliding_theta.is_some() && window.is_some())),
             scale: 1.0 / divisor.sqrt(),
         };
-        Ok(self.windows(family, layers)?.into_iter().map(of).collect())
+        Ok(self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect())
+    }
+
+    /// For every layer, whether positions enter it.
+    fn rotates(&self, family: &Family, layers: usize) -> Result<Vec<bool>> {
+        let Some(default) = family.no_rope_interval else { return Ok(vec![true; layers]) };
+        let interval = self.some("no_rope_layer_interval", LAYERS)?.unwrap_or(default);
+        let Some(list) = self.get("no_rope_layers") else {
+            return Ok((0..layers).map(|l| !(l + 1).is_multiple_of(interval)).collect());
+        };
+        match serde_json::from_value::<Vec<usize>>(list.clone()) {
+            Ok(list) if list.len() == layers => Ok(list.into_iter().map(|n| n != 0).collect()),
+            _ => {
+                let why = format!("{}; a list of {layers} entries is wanted, 1 for positions", short(list));
+                Err(self.bad("no_rope_layers", why))
+            }
+        }
     }
 
     /// Reads `quantization_config` of an 8-bit checkpoint: rows and columns of the blocks that share a scale.

@@ -20,6 +20,9 @@ pub(super) fn slice_of_whole(files: &TensorFiles, t: &Trained, prefix: &str) -> 
     }
     let Some((block, rest)) = t.name.split_once(".experts.") else { return Ok(None) };
     let Some((expert, last)) = rest.split_once('.') else { return Ok(None) };
+    if let Some(own) = of_joint(files, t, &format!("{prefix}{block}.experts"), (expert.parse()?, last))? {
+        return Ok(Some(own));
+    }
     let (parameter, first) = match last {
         "gate_proj.weight" => ("gate_up_proj", 0),
         "up_proj.weight" => ("gate_up_proj", t.shape[0]),
@@ -32,6 +35,24 @@ pub(super) fn slice_of_whole(files: &TensorFiles, t: &Trained, prefix: &str) -> 
     }
     let own = get(&name)?.get(expert.parse()?)?.narrow(0, first, t.shape[0])?;
     Ok(Some(values(&own.contiguous()?.into())))
+}
+
+/// As [`slice_of_whole`], for experts with biases, whose matrices are transposed in the file.
+fn of_joint(
+    files: &TensorFiles,
+    t: &Trained,
+    block: &str,
+    (expert, last): (usize, &str),
+) -> Result<Option<Vec<f64>>> {
+    if files.info(&format!("{block}.down_proj_bias")).is_none() {
+        return Ok(None);
+    }
+    let Some((parameter, part)) = last.split_once('.') else { return Ok(None) };
+    let name = format!("{block}.{parameter}{}", if part == "bias" { "_bias" } else { "" });
+    let own = files.tensor(&name, DType::F32, CPU)?.get(expert)?;
+    let own = if part == "bias" { own } else { own.t()?.contiguous()? };
+    assert_eq!(own.elem_count(), t.elements(), "{name}");
+    Ok(Some(values(&own.into())))
 }
 
 fn families() -> Result<Vec<Case>> {
@@ -128,5 +149,39 @@ fn scales_and_weights_belong_together() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// MXFP4 as released: transformers' dequantized values to the bit, its logits, and its logits with an adapter.
+#[test]
+fn mxfp4_weights_are_transformers() -> Result<()> {
+    let dir = fixtures().join("families/gpt-oss/mxfp4");
+    let config = Config::load(&dir.join("model"), &Map::new())?;
+    let base = Base::open(config.clone(), &dir.join("model"))?;
+    base.check()?;
+    let c = Case { dir, config, base };
+    let expected = c.open("expected.safetensors")?;
+    let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
+    let mut compared = 0;
+    for (m, l) in d.linears().into_iter().filter(|(m, _)| m.layer == Some(0) && m.group == Group::Experts) {
+        let parameter = m.parameter.as_ref().context("a fused parameter")?;
+        let whole = expected.tensor(&format!("dequantized.{}", parameter.name), DType::F32, CPU)?;
+        let want = whole.get(m.expert.context("an expert")?)?.t()?.contiguous()?;
+        assert!(matches!(l.weight, Weight::Nf4(_)), "{}", m.name);
+        assert_eq!(values(&l.weight.rows(0..m.rows())?), values(&want.into()), "{}", m.name);
+        compared += 1;
+    }
+    assert_eq!(compared, 8);
+    let beside =
+        Case { dir: fixtures().join("families/gpt-oss"), config: c.config.clone(), base: c.base.clone() };
+    let rows = Rows::padded(&beside)?;
+    let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
+    let want = rows.select(&expected.tensor("logits", DType::F32, CPU)?.into())?;
+    assert!(distance(&values(&logits), &values(&want)) <= BAR);
+    let init = Adapter::open(&c.dir.join("adapter_init"))?;
+    let selection = Selection::from_peft(&c.config, &init.config)?;
+    let (d, p) = c.build(&selection, Some(&init))?;
+    let expected = c.open("lora_expected.safetensors")?;
+    assert_eq!(compare("mxfp4", &d, &p, &rows, &expected, "")?, p.tensors.len());
     Ok(())
 }
