@@ -6,6 +6,7 @@
 mod adapters;
 mod answers;
 mod broken;
+mod context;
 mod daily;
 mod distill;
 mod docs;
