@@ -42,7 +42,7 @@ const HEADS: &[(&str, &[&str])] = &[
     ("qwen3-30b-a3b-24gb-qlora", &["24GB"]),
     ("mixtral-8x7b-qlora-experts", &["48GB"]),
     ("qwen3.5-9b-qlora", &["48GB", "24GB"]),
-    ("qwen3.5-27b-qlora", &["48GB"]),
+    ("qwen3.5-27b-qlora", &["48GB", "24GB"]),
     ("qwen3.5-35b-a3b-qlora", &["48GB"]),
 ];
 
