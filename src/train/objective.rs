@@ -3,9 +3,7 @@
 use super::classify::Classes;
 use super::preference::{Group, Preferences, Scorer, Tally};
 use super::step::Stop;
-use candle_core::Device;
 use ft_data::{Dataset, Micro};
-use ft_kernels::{Tensor, loss};
 use ft_recipe::Part;
 use serde_json::{Map, Value};
 
@@ -59,20 +57,16 @@ impl StepObjective<'_> {
     /// the step.
     ///
     /// # Errors
-    /// Device errors.
-    pub fn weigh(&self, m: &Micro, losses: &[Tensor], tally: &mut Tally) -> candle_core::Result<Tensor> {
-        let Some(first) = losses.first() else { candle_core::bail!("a micro-batch without targets") };
-        let device: Device = first.real()?.device().clone();
-        let values = loss::on_host(losses.to_vec())?.concat();
-        let weights = match (self.of, self.group) {
+    /// A step without its group.
+    pub fn weigh(&self, m: &Micro, values: Vec<f64>, tally: &mut Tally) -> candle_core::Result<Vec<f32>> {
+        Ok(match (self.of, self.group) {
             (Objective::Preferences(p, _), Some(group)) if p.has_scores() => {
                 p.gradient(m, &values, group, tally)
             }
             (Objective::Preferences(p, _), Some(group)) => p.weigh(m, values, group, tally),
             (Objective::Classes(classes), _) => classes.gradient(m, &values, tally),
             (Objective::Preferences(..), None) => candle_core::bail!("a step without its group: a bug in ft"),
-        };
-        Tensor::new(&weights[..], &device)
+        })
     }
 
     /// Loss and metrics of a step.

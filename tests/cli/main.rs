@@ -6,6 +6,7 @@
 mod adapters;
 mod answers;
 mod broken;
+mod context;
 mod daily;
 mod distill;
 mod docs;
@@ -20,6 +21,7 @@ mod import;
 mod initial;
 mod launched;
 mod learned;
+mod nested;
 mod offload;
 mod optimizers;
 mod plan;

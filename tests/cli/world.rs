@@ -289,6 +289,11 @@ pub fn kills(few: u64) -> u64 {
     given.unwrap_or(if nightly() { 100 } else { few })
 }
 
+/// Cases of a slow test: the first `n` at each push, all in the nightly tier.
+pub fn few(n: usize) -> usize {
+    if nightly() { usize::MAX } else { n }
+}
+
 /// Whether this is the nightly tier (`FT_TIER=nightly`): all cases and sizes of the slow tests, more kills.
 pub fn nightly() -> bool {
     std::env::var("FT_TIER").is_ok_and(|tier| tier == "nightly")

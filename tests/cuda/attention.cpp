@@ -15,10 +15,12 @@ TEST(bf16_of_64_channels) { all<bf16>("bf16", 64, cases()); }
 TEST(bf16_of_96_channels) { all<bf16>("bf16", 96, cases()); }
 TEST(bf16_of_128_channels) { all<bf16>("bf16", 128, cases()); }
 TEST(bf16_of_256_channels) { all<bf16>("bf16", 256, cases()); }
+// f16 differs from bf16 by its conversions: one head size, all in the nightly tier
 TEST(f16_of_64_channels) { all<f16>("f16", 64, cases()); }
-TEST(f16_of_96_channels) { all<f16>("f16", 96, cases()); }
-TEST(f16_of_128_channels) { all<f16>("f16", 128, cases()); }
-TEST(f16_of_256_channels) { all<f16>("f16", 256, cases()); }
+TEST(f16_of_other_channels) {
+  if (check::nightly())
+    for (uint32_t n : {96u, 128u, 256u}) all<f16>("f16", n, cases());
+}
 
 TEST(measured) {
   const std::vector<Case> whole = {{{128}, 2, 1}};

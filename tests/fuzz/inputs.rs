@@ -486,6 +486,10 @@ fn tables(base: &'static Base, d: &mut Dice) -> Case {
         let mut all = [".csv", ".tsv", ".txt", ".gz", ".zst"].map(of).concat();
         // Parquet is the most complex format, so it is chosen more often.
         (0..3).for_each(|_| all.extend(of(".parquet")));
+        // The data files of saved folders have no format in their names.
+        (0..2).for_each(|_| {
+            all.extend(of(".arrow").into_iter().filter(|(name, _)| !name.starts_with("data-")))
+        });
         all
     });
     let mut files = base.take(&["m/", "r.toml"]);

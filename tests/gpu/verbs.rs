@@ -1,6 +1,6 @@
 //! The subcommands on the device.
 
-use super::world::{World, repository};
+use super::world::{World, few, repository};
 use super::{apart, device};
 use serde_json::{Value, json};
 
@@ -123,7 +123,7 @@ fn every_verb_says_what_it_says_on_the_cpu() {
         let modules = if experts { "['attention','experts','router']" } else { "['attention','mlp']" };
         let rules = format!("train=[{{modules={modules}}}]");
         let both = |f: &dyn Fn(&str) -> String| (f("cuda"), f("cpu"));
-        for quantize in ["none", "nf4"] {
+        for quantize in ["nf4", "none"].into_iter().take(few(1)) {
             let what = format!("experts: {experts}, {quantize}");
             let quantized = format!("model.quantize={quantize}");
             let set = [&model[..], &[&quantized]].concat();

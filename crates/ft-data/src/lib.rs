@@ -44,6 +44,7 @@ pub use read::detect::{Shape, detect, task_of};
 pub use read::files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use rows::batches::Batches;
 pub use rows::dataset::{Checked, Dataset, cached_rows};
+pub use rows::micro::segments::{CUT, Segments, segments};
 pub use rows::micro::{Micro, PROBE_TOKENS, Size};
 pub use rows::packed::{Rows, RowsReader};
 pub use rows::score::{Scores, question, rouge_l};

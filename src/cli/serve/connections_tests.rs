@@ -3,7 +3,6 @@ use axum::body::{Body, Bytes};
 use axum::routing::get;
 use std::io::{Read, Write};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;
 use tokio_stream::Stream;
 
@@ -50,31 +49,67 @@ fn idle_and_slow_connections_are_closed() {
     });
 }
 
+/// Sends a request, and reads its answer.
+fn ask(client: &mut std::net::TcpStream, head: &str, answer: &str) {
+    client.write_all(format!("GET / HTTP/1.1\r\nHost: a\r\n{head}\r\n").as_bytes()).expect("sent");
+    let mut text = String::new();
+    while !text.ends_with(answer) {
+        let mut part = [0; 256];
+        let length = client.read(&mut part).expect("an answer");
+        assert!(length > 0, "{text}");
+        text += std::str::from_utf8(&part[..length]).expect("text");
+    }
+}
+
 #[test]
 fn further_connections_wait_for_a_slot() {
     let limits = Limits { connections: 2, ..Limits::default() };
-    let count = Arc::new(AtomicUsize::new(0));
-    let counted = count.clone();
+    let (begun, begins) = mpsc::channel();
+    let (go, gone) = tokio::sync::watch::channel(());
     let handler = move || {
-        let n = counted.fetch_add(1, Relaxed) + 1;
-        async move { format!("hello {n}") }
+        begun.send(()).expect("a test");
+        let mut gone = gone.clone();
+        async move {
+            gone.changed().await.expect("a test");
+            "hello"
+        }
     };
     served(limits, Router::new().route("/", get(handler)), move |address| {
-        let request = |head: &str| format!("GET / HTTP/1.1\r\nHost: a\r\n{head}\r\n");
-        let (mut first, second) = (connect(address), connect(address));
+        let request = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n";
+        let mut clients = [0; 3].map(|_| {
+            let mut client = connect(address);
+            client.write_all(request).expect("sent");
+            client
+        });
+        (0..2).for_each(|_| begins.recv().expect("two of them"));
+        assert!(begins.try_recv().is_err(), "the third one waits");
+        go.send(()).expect("two of them");
+        begins.recv().expect("the third one");
+        go.send(()).expect("the third one");
+        clients.iter_mut().for_each(|client| assert!(all(client).ends_with("hello")));
+    });
+}
+
+/// Idle connections, and those with half of a request, make room: the oldest first.
+#[test]
+fn idle_connections_make_room() {
+    let hour = Duration::from_secs(3600);
+    let limits = Limits { connections: 3, header_time: hour, end_time: QUICK, ..Limits::default() };
+    served(limits, hello(), |address| {
+        let mut first = connect(address);
+        ask(&mut first, "", "hello");
+        let mut half = connect(address);
+        half.write_all(b"GET / HTTP/1.1\r\nX: ").expect("sent");
         let mut third = connect(address);
-        third.write_all(request("Connection: close\r\n").as_bytes()).expect("sent");
-        for n in 1..9 {
-            first.write_all(request("").as_bytes()).expect("sent");
-            let mut text = String::new();
-            while !text.ends_with(&format!("hello {n}")) {
-                let mut part = [0; 256];
-                let length = first.read(&mut part).expect("an answer");
-                text += std::str::from_utf8(&part[..length]).expect("text");
-            }
-        }
-        drop((first, second));
-        assert!(all(&mut third).ends_with("hello 9"));
+        ask(&mut third, "", "hello");
+        let mut later = [0; 2].map(|_| {
+            let mut client = connect(address);
+            ask(&mut client, "", "hello");
+            client
+        });
+        assert_eq!((all(&mut first), all(&mut half)), (String::new(), String::new()));
+        ask(&mut third, "", "hello");
+        later.iter_mut().for_each(|client| ask(client, "", "hello"));
     });
 }
 

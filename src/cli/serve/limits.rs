@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Limits of a server.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Open connections; further ones wait to be accepted.
+    /// Open connections; a further one waits until one is idle, which ends for it, or has ended.
     pub connections: usize,
     /// Headers of a request.
     pub headers: usize,

@@ -95,7 +95,7 @@ fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>
     Ok(out)
 }
 
-/// Values of [`entries`] for a range in the buffer of a unit.
+/// Values of [`entries`] for a range in a flat buffer.
 fn views(of: Of) -> Vec<ft_kernels::Tensor> {
     match of {
         Of::Wide(all) => all.into(),
@@ -133,15 +133,15 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let (mut values, mut moments) = (Vec::new(), Vec::new());
     let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
     for ((t, slot), listed) in params.tensors.iter().zip(&params.slots).zip(&listed) {
-        let unit = params.unit(slot)?;
+        let flat = params.flat(slot)?;
         // Replicated values are written by one rank only.
-        let mine = common(&unit.part, &slot.range());
+        let mine = common(&flat.part, &slot.range());
         if mine.is_empty() {
             continue;
         }
         let first = mine.start - slot.offset;
         // Views: copied to the host only during the write.
-        values.push((t.name.as_str(), first, unit.values(mine.clone())?.real()?.clone()));
+        values.push((t.name.as_str(), first, flat.values(mine.clone())?.real()?.clone()));
         if let Some(p) = params.projected(slot.index) {
             // Written whole, by the rank with the first element.
             if first == 0 {
@@ -151,7 +151,7 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
             }
             continue;
         }
-        let held = unit.moments.as_ref().map(|m| m.of(mine).map(views)).transpose()?;
+        let held = flat.moments.as_ref().map(|m| m.of(mine).map(views)).transpose()?;
         for (entry, held) in listed.iter().zip(held.into_iter().flatten()) {
             moments.push((entry.name.as_str(), first / entry.block, held.real()?.clone()));
         }
@@ -242,7 +242,7 @@ pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
             }
             continue;
         }
-        let Some(held) = &params.unit(slot)?.moments else { continue };
+        let Some(held) = &params.flat(slot)?.moments else { continue };
         for here in held.parts(&slot.range()).into_iter().filter(|r| !r.is_empty()) {
             let range = here.start - slot.offset..here.end - slot.offset;
             for (entry, to) in entries(params, i).iter().zip(views(held.of(here)?)) {

@@ -19,12 +19,12 @@ pub fn settings(r: &Recipe) -> Option<Distillation> {
 ///
 /// # Errors
 /// Device errors.
-pub fn taught(
-    batch: Batch,
+pub fn taught<'a>(
+    batch: Batch<'a>,
     m: &Micro,
     by: Option<Distillation>,
     device: &Device,
-) -> candle_core::Result<Batch> {
+) -> candle_core::Result<Batch<'a>> {
     match by {
         Some(by) if !m.targets.is_empty() => {
             batch.taught((m.teacher.kept, &m.teacher.ids, &m.teacher.logits), by, device)

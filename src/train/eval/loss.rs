@@ -5,7 +5,7 @@ use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer, other};
-use crate::train::step::{Stop, check_stop, host};
+use crate::train::step::{OwnMicro, Ranks, Stop, check_stop, host};
 use candle_core::Device;
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
@@ -54,8 +54,8 @@ pub fn evaluate_loaded(
         };
     }
     let distillation = distill::settings(&job.recipe);
-    let scorer =
-        Scorer { decoder, comm: &alone, hooks: &NoHooks, execution, device: &job.device, distillation };
+    let ranks = Ranks::of(&alone, &job.recipe.parallel);
+    let scorer = Scorer { decoder, ranks, hooks: &NoHooks, execution, device: &job.device, distillation };
     let classes = Classes::of(&job.recipe);
     evaluate(&scorer, data, Objective::of((preferences.as_ref(), classes.as_ref()), Part::Eval), &|| 0)
 }
@@ -75,12 +75,13 @@ pub fn evaluate(
         let (loss, targets, metrics) = objective.evaluate(scorer, data, stop)?;
         return Ok(Evaluation { loss, targets, metrics });
     }
-    let Scorer { decoder, comm, hooks, execution, device, distillation } = *scorer;
+    let Scorer { decoder, ranks, hooks, execution, device, distillation } = *scorer;
+    let (comm, context) = (ranks.comm, ranks.context());
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());
     loop {
-        let turn: Vec<Vec<usize>> = micros.by_ref().take(comm.world()).collect();
+        let turn: Vec<Vec<usize>> = micros.by_ref().take(ranks.at_once()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {
             sum = add_losses(comm, &mut sums, sum)?;
         }
@@ -96,19 +97,24 @@ pub fn evaluate(
             all.targets += size.targets;
             all.weight += size.weight;
         }
-        let mine = turn.get(comm.rank()).zip(sizes.get(comm.rank()));
-        match mine {
+        let mine = turn.get(ranks.own()).zip(sizes.get(ranks.own()));
+        let own = match mine {
             Some((rows, size)) if size.targets > 0 => {
-                let m = Micro::collate(data, rows)?;
-                let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-                let batch = distill::taught(batch, &m, distillation, device)?;
+                Some(OwnMicro::new(Micro::collate(data, rows)?, context.as_ref())).filter(|m| !m.is_empty())
+            }
+            _ => None,
+        };
+        match own {
+            Some(own) => {
+                let batch = own.batch(&decoder.config, ((0, 0), None), distillation, device)?;
                 let mut walk = Walk::chosen(decoder, None, execution).hooks(hooks);
                 let (mut losses, mut divergences) = (loss::Running::default(), loss::Running::default());
-                losses.keep(walk.eval(&batch)?, &m.weights)?;
-                divergences.keep(walk.take_divergences(), &m.weights)?;
+                let weights = &own.micro().weights;
+                losses.keep(walk.eval(&batch).map_err(|e| ranks.cause(e))?, weights)?;
+                divergences.keep(walk.take_divergences(), weights)?;
                 sums.push([losses.total()?, divergences.total()?].map(f64::to_bits));
             }
-            _ => {
+            None => {
                 visit::pass(Outline::of(decoder).forward(), hooks, &mut |_| Ok(()))?;
                 sums.extend(mine.map(|_| [0f64.to_bits(); 2]));
             }

@@ -13,7 +13,7 @@ use ft_engine::model::modules::Module;
 use ft_engine::model::{Config, Decoder};
 use ft_engine::params::Allocate;
 use ft_engine::params::Params;
-use ft_engine::params::buffers::Shard;
+use ft_engine::params::buffers::Split;
 use ft_engine::params::build::{Build, check_full};
 use ft_engine::quant;
 use ft_engine::ranks::{self, Comm};
@@ -192,7 +192,7 @@ impl Job {
     /// # Errors
     /// As [`Build::run`]; the 4-bit copy cannot be written.
     pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
-        self.load_shard(&self.base_to_load()?, train, Shard::default(), &ranks::alone())
+        self.load_shard(&self.base_to_load()?, train, Split::default(), &ranks::alone())
     }
 
     /// Opens the base to load weights from, with the 4-bit copy of `model.cache` if configured.
@@ -231,7 +231,7 @@ impl Job {
         &self,
         base: &Base,
         train: bool,
-        shard: Shard,
+        split: Split,
         comm: &dyn Comm,
     ) -> ft_base::Result<(Decoder, Params)> {
         let (memory, o) = (&self.recipe.memory, &self.recipe.optimizer);
@@ -245,7 +245,7 @@ impl Job {
             eight_bit: o.name.eight_bit(),
             rounding: (!o.keeps_master(self.dtype == DType::F32)).then_some(self.recipe.run.seed),
             project: if o.name.projects() { o.galore_rank } else { 0 },
-            shard,
+            split,
         };
         let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_deref())
@@ -253,7 +253,7 @@ impl Job {
             .seed(self.recipe.run.seed)
             .allocate(allocate)
             .among(comm);
-        if shard.rank > 0 {
+        if split.rank > 0 {
             return build.run();
         }
         self.tell_new_head(base);

@@ -131,7 +131,7 @@ impl MemoryMonitor {
         // On the CPU, offloaded states live in the same memory.
         let here = self.device.is_cpu() || !params.offloaded;
         let weights_here = self.device.is_cpu() || !params.weights_offloaded;
-        for u in params.units.iter().flatten() {
+        for u in params.flats.iter().flatten() {
             let held = |h: &Held| 4 * h.at.len() as u64;
             k.trained += if weights_here { u.compute.bytes() } else { 0 };
             k.master += if !u.is_master() && here { held(&u.master) } else { 0 };
@@ -179,7 +179,7 @@ impl MemoryMonitor {
             "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
             "host": p.space.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
-            "ranks": p.ranks, "wire_bytes_a_step": p.wire, "budget": p.budget,
+            "ranks": p.ranks, "wire_bytes_a_step": p.wire, "wire_bytes_of_keys": p.wire_keys, "budget": p.budget,
             "host_bytes_before_loading": self.before.1,
         })
     }

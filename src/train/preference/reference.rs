@@ -7,13 +7,13 @@
 use super::other;
 use super::sequences::{DocumentScore, Scorer, crossed, samples_of};
 use crate::train::job::Job;
-use crate::train::step::Gather;
+use crate::train::step::{Gather, Ranks};
 use ft_base::store;
 use ft_base::terminal::{rows_bar, tell, warn};
 use ft_data::{Batches, Dataset, Micro};
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
-use ft_engine::params::buffers::Shard;
+use ft_engine::params::buffers::Split;
 use ft_engine::ranks::{self, At, Comm};
 use ft_engine::walk::{Execution, Hooks, NoHooks};
 use ft_recipe::{Part, Reference, Task};
@@ -97,7 +97,7 @@ impl ReferenceInputs<'_> {
         let hash = self.identity.map(|_| other::hash(&other)).transpose()?;
         let scores = self.cached(self.path(hash.as_deref()), &mut || {
             let (base, alone) = (other.base()?, ranks::alone());
-            let (decoder, _) = other.load_shard(&base, false, Shard::default(), &alone)?;
+            let (decoder, _) = other.load_shard(&base, false, Split::default(), &alone)?;
             self.compute(&decoder, &NoHooks)
         });
         scores.map(Some)
@@ -125,7 +125,7 @@ impl ReferenceInputs<'_> {
 
     /// Sends what the first rank found in the cache to all ranks.
     fn shared(&self, found: Option<ReferenceScores>) -> ft_base::Result<Option<ReferenceScores>> {
-        const AT: At = At { what: "the log-probabilities of the reference", unit: None };
+        const AT: At = At::all("the log-probabilities of the reference");
         if self.comm.rank() == 0 {
             self.comm.broadcast_object(AT, &found)?;
             return Ok(found);
@@ -134,8 +134,9 @@ impl ReferenceInputs<'_> {
     }
 
     fn compute(&self, decoder: &Decoder, hooks: &dyn Hooks) -> ft_base::Result<ReferenceScores> {
-        let (comm, execution, device) = (self.comm, self.execution, &self.job.device);
-        let scorer = &Scorer { decoder, comm, hooks, execution, device, distillation: None };
+        let ranks = Ranks::of(self.comm, &self.job.recipe.parallel);
+        let (execution, device) = (self.execution, &self.job.device);
+        let scorer = &Scorer { decoder, ranks, hooks, execution, device, distillation: None };
         let mut out = ReferenceScores::default();
         let used = self.used()?;
         let held_out = (0..self.eval.map_or(0, |e| e.samples.len() as u32)).collect();

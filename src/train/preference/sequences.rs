@@ -1,11 +1,11 @@
 //! Log-probabilities of whole documents, in forward passes dealt to the ranks.
 
-use crate::train::step::{Stop, check_stop, host};
+use crate::train::step::{OwnMicro, Ranks, Stop, check_stop};
 use candle_core::Device;
 use ft_data::{Dataset, Micro};
+use ft_engine::model::Decoder;
 use ft_engine::model::batch::Distillation;
-use ft_engine::model::{Batch, Decoder};
-use ft_engine::ranks::{At, Comm};
+use ft_engine::ranks::At;
 use ft_engine::walk::{Execution, Hooks, Outline, Walk, visit};
 use ft_kernels::loss;
 
@@ -16,7 +16,7 @@ const EXCHANGE_EVERY: usize = 1 << 12;
 #[derive(Clone, Copy)]
 pub struct Scorer<'a> {
     pub decoder: &'a Decoder,
-    pub comm: &'a dyn Comm,
+    pub ranks: Ranks<'a>,
     pub hooks: &'a dyn Hooks,
     pub execution: &'a Execution,
     pub device: &'a Device,
@@ -81,36 +81,39 @@ impl Scorer<'_> {
         stop: Stop<'_>,
         each: &dyn Fn(usize),
     ) -> ft_base::Result<Vec<u64>> {
-        let (world, rank) = (self.comm.world(), self.comm.rank());
-        let (mut all, mut mine) = (Vec::new(), Vec::new());
-        for first in (0..count).step_by(world) {
-            check_stop(self.comm, stop)?;
-            let m = if first + rank < count { micro(first + rank)? } else { Micro::default() };
-            mine.push(of(&m, self.one(&m)?));
+        let (turn, own) = (self.ranks.at_once(), self.ranks.own());
+        let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.context());
+        for first in (0..count).step_by(turn) {
+            check_stop(self.ranks.comm, stop)?;
+            let m = if first + own < count { micro(first + own)? } else { Micro::default() };
+            let own = OwnMicro::new(m, context.as_ref());
+            let losses = self.one(&own)?;
+            mine.push(if self.ranks.speaks() { of(&own.whole, losses) } else { Vec::new() });
             if mine.len() == EXCHANGE_EVERY {
                 self.exchange(&mut mine, &mut all)?;
             }
-            each((first + world).min(count));
+            each((first + turn).min(count));
         }
         self.exchange(&mut mine, &mut all)?;
         Ok(all)
     }
 
-    /// Losses of a micro-batch's targets, or the outputs of a score head.
-    fn one(&self, m: &Micro) -> ft_base::Result<Vec<f64>> {
-        if m.targets.is_empty() {
+    /// Losses of a micro-batch's targets, or the outputs of a score head. Empty on a rank without tokens.
+    fn one(&self, own: &OwnMicro<'_>) -> ft_base::Result<Vec<f64>> {
+        if own.whole.targets.is_empty() || own.is_empty() {
             // all ranks make a pass in every turn
             visit::pass(Outline::of(self.decoder).forward(), self.hooks, &mut |_| Ok(()))?;
             return Ok(Vec::new());
         }
-        let batch = Batch::new(&self.decoder.config, host(m), (0, 0), None, self.device)?;
+        let batch = own.batch(&self.decoder.config, ((0, 0), None), None, self.device)?;
         let mut walk = Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks);
-        Ok(loss::on_host(walk.eval(&batch)?)?.concat())
+        let losses = walk.eval(&batch).map_err(|e| self.ranks.cause(e))?;
+        own.whole_losses(loss::on_host(losses)?.concat())
     }
 
     /// Appends the scores of all ranks in the order of micro-batches.
     fn exchange(&self, mine: &mut Vec<Vec<u64>>, all: &mut Vec<u64>) -> ft_base::Result<()> {
-        let ranks = self.comm.all_gather_object(At::all("log-probabilities"), mine)?;
+        let ranks = self.ranks.comm.all_gather_object(At::all("log-probabilities"), mine)?;
         for turn in 0..mine.len() {
             for words in ranks.iter().filter_map(|rank| rank.get(turn)) {
                 all.extend(words);

@@ -2,6 +2,8 @@
 
 use crate::train::Error;
 use crate::train::job::Job;
+use ft_engine::adapters::Choice;
+use ft_engine::model::modules::Module;
 use ft_kernels::cuda;
 use ft_recipe::Recipe;
 
@@ -34,13 +36,20 @@ pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
 /// Checks that this machine can run the ranks of the recipe.
 ///
 /// # Errors
-/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA.
+/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA; what ranks that split tokens cannot do.
 pub fn check(job: &Job) -> Result<(), Error> {
     let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
     let fail = |key: &str, what: String, hint: &str| {
         Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", job.recipe.place(key))))
     };
     check_comm(&job.recipe, cuda)?;
+    let drops = |(m, choice): &(Module, Choice)| {
+        m.expert.is_some() && matches!(choice, Choice::Lora { spec, .. } if spec.dropout > 0.0)
+    };
+    if cuda && p.context > 1 && job.selection.modules.iter().any(drops) {
+        let what = "not built yet: dropout in adapters of experts on a GPU, with ranks that split the tokens of a row";
+        return fail("parallel.context", what.into(), "parallel.context=1, or lora.dropout=0");
+    }
     let (ranks, here) = (p.ranks(), p.local());
     if !cuda || ranks == 1 {
         return Ok(());

@@ -8,15 +8,14 @@ use crate::train::step::{TrainContext, TrainedModel};
 use ft_engine::load::Base;
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
-use ft_engine::params::buffers::Shard;
+use ft_engine::params::buffers::Split;
 use ft_engine::ranks::{At, Comm, Mesh};
 use ft_kernels::gemm;
-use ft_recipe::Parallel;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const LOADED: At = At { what: "the loading of the model", unit: None };
-const SAVED: At = At { what: "the end of a checkpoint", unit: None };
+const LOADED: At = At::all("the loading of the model");
+const SAVED: At = At::all("the end of a checkpoint");
 
 /// Writes this rank's shard of a checkpoint begun by the first rank. Returns after all ranks have written.
 ///
@@ -37,8 +36,9 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
         // scheduling.
         gemm::make_slabs();
     }
-    let shard = shard(&job.recipe.parallel, comm.rank());
-    let loaded = job.load_shard(base, true, shard, comm)?;
+    let p = &job.recipe.parallel;
+    let split = Split { mesh: Mesh::of(p), rank: comm.rank(), zero: p.zero };
+    let loaded = job.load_shard(base, true, split, comm)?;
     comm.barrier(LOADED)?;
     Ok(loaded)
 }
@@ -106,10 +106,4 @@ pub fn ready(
 pub fn load_checkpoint(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base::Result<()> {
     state::load(dir, params)?;
     comm.barrier(LOADED)
-}
-
-/// Shard of a rank, by ZeRO stage.
-pub fn shard(p: &Parallel, rank: usize) -> Shard {
-    let mesh = Mesh::of(p);
-    Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
 }

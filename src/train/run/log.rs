@@ -16,6 +16,7 @@ use ft_engine::adapters::initial;
 use ft_engine::model::modules;
 use ft_engine::optim::Schedule;
 use ft_engine::params::{LearningRate, learning_rates};
+use ft_engine::ranks::{Axis, Comm, Mesh};
 use ft_engine::walk::{self, Execution, Load};
 use ft_kernels::gemm::pairs;
 use ft_plan::report;
@@ -41,8 +42,15 @@ pub struct RunLog {
 /// Cost of a step.
 pub struct StepTime {
     pub seconds: f64,
-    /// Bytes received from other ranks before the step.
-    pub received: u64,
+    /// Bytes received from other ranks before the step; and of these, keys and values.
+    pub received: [u64; 2],
+}
+
+impl StepTime {
+    /// Bytes that this rank has received from other ranks so far; and of these, keys and values.
+    pub fn received(comm: &dyn Comm) -> [u64; 2] {
+        [comm.received().total(), comm.received().along(Axis::Context)]
+    }
 }
 
 impl RunLog {
@@ -110,7 +118,7 @@ impl RunLog {
         identity: &BTreeMap<String, String>,
         monitor: &MemoryMonitor,
     ) -> ft_base::Result<()> {
-        let job = cx.job;
+        let (job, mesh) = (cx.job, Mesh::of(&cx.job.recipe.parallel));
         let all = modules::parameters(&job.config);
         let trained = cx.model.params.count();
         let hashes: serde_json::Map<_, _> = identity
@@ -128,7 +136,7 @@ impl RunLog {
             "learning_rates": self.rates,
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
             "products": job.products()?.map(pairs::Path::word),
-            "ranks": cx.comm.world(), "zero": job.recipe.parallel.zero,
+            "ranks": cx.comm.world(), "mesh": mesh.to_string(), "zero": job.recipe.parallel.zero,
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
@@ -149,6 +157,9 @@ impl RunLog {
             data.rows.len(),
             job.computes()?,
         ));
+        if cx.comm.world() > 1 {
+            self.line(&format!("{} ranks: {mesh}; ZeRO stage {}", cx.comm.world(), job.recipe.parallel.zero));
+        }
         self.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
         if let Some(how) = job.recipe.lora.init.decomposition() {
             self.line(&initial::line(how, job.recipe.model.quantize == Quantize::Nf4));
@@ -195,7 +206,11 @@ impl RunLog {
         }
         add_metrics(&mut event, &output.metrics);
         if cx.comm.world() > 1 {
-            event["wire_bytes"] = json!(cx.comm.received() - time.received);
+            let [all, keys] = StepTime::received(cx.comm);
+            event["wire_bytes"] = json!(all - time.received[0]);
+            if cx.job.recipe.parallel.context > 1 {
+                event["wire_bytes_of_keys"] = json!(keys - time.received[1]);
+            }
         }
         if let Some(scale) = cx.loss_scale.get() {
             event["loss_scale"] = json!(scale.factor());

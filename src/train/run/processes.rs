@@ -31,9 +31,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const OPENED: At = At { what: "the check of the recipe", unit: None };
-const GIVEN: At = At { what: "what ranks were given", unit: None };
-const BEGUN: At = At { what: "the begin of the run", unit: None };
+const OPENED: At = At::all("the check of the recipe");
+const GIVEN: At = At::all("what ranks were given");
+const BEGUN: At = At::all("the begin of the run");
 /// Time limit for the run folder to appear, because network file systems may lag.
 const FOLDER_LIMIT: Duration = Duration::from_secs(10);
 

@@ -169,7 +169,7 @@ impl<'a> Trainer<'a> {
         let (run, started) = (self.run, Instant::now());
         let rows = run.inputs.batches.rows(step);
         command::announce(self.cx.comm, &Command::Step(step as u64))?;
-        let received = self.cx.comm.received();
+        let received = StepTime::received(self.cx.comm);
         let output = self.update(&rows, step).map_err(|e| self.after_abandoned(e))?;
         if !self.reached && output.targets > 0 {
             self.check_reached(&output)?;

@@ -4,14 +4,14 @@ use super::context::{StepInput, StepOutput, TrainContext};
 use super::gather::Gather;
 use super::loss_scale::LossScale;
 use super::reduce::{InBackward, Reduce};
-use super::turn::{Stop, check_stop, host};
+use super::turn::{OwnMicro, Stop, check_stop};
 use crate::train::Error;
 use crate::train::distill;
 use crate::train::objective::{Objective, StepObjective};
 use crate::train::preference::{Tally, WORDS, samples_of};
+use candle_core::Device;
 use ft_base::memory::place;
 use ft_data::{Dataset, Micro, Size};
-use ft_engine::model::Batch;
 use ft_engine::model::sink::Sink;
 use ft_engine::optim;
 use ft_engine::ranks::{At, Comm};
@@ -70,7 +70,7 @@ impl TrainContext<'_> {
         });
         let reduce = Reduce::new(gather, params, comm, &sink, in_backward);
         let batches = MicroBatches::new(input.data, input.rows, self.execution.micro_rows)?;
-        if params.in_backward && batches.all.len() > comm.world() {
+        if params.in_backward && batches.all.len() > self.ranks().at_once() {
             let why = "optimizer.in_backward: a step of several micro-batches";
             return Err(Error::Usage(why.into()).into());
         }
@@ -140,34 +140,40 @@ impl TrainContext<'_> {
         let share = 1.0 / batches.all.len().max(1) as f64;
         let router = self.router_times(share * factor);
         let mut routings = Vec::new();
-        for turn in batches.all.chunks(comm.world()) {
+        let ranks = self.ranks();
+        let (context, mut unsaid) = (ranks.context(), Tally::default());
+        for turn in batches.all.chunks(ranks.at_once()) {
             check_stop(comm, stop)?;
-            for (rank, (rows, size)) in turn.iter().enumerate() {
-                if rank == comm.rank() {
-                    let m = Micro::collate(input.data, rows)?;
-                    let random = Some((seed, input.step));
-                    let batch = Batch::new(&decoder.config, host(&m), first, random, self.device())?;
-                    let batch = distill::taught(batch, &m, self.distillation(), self.device())?;
-                    let (of, sums) = (&m, &mut tally);
-                    let mut weigh = objective.map(|o| move |losses: &[Tensor]| o.weigh(of, losses, sums));
-                    let mut walk = Walk::chosen(decoder, lowest, &self.execution)
-                        .router_losses(router)
-                        .neftune(neftune)
-                        .hooks(reduce)
-                        .timed(times);
-                    if let Some(weigh) = &mut weigh {
-                        walk = walk.objective(weigh);
-                    }
-                    let all = walk.train(&batch, batches.scale(objective) * factor, sink)?;
-                    divergences.keep(walk.take_divergences(), &m.weights)?;
-                    routings.push(walk.into_routing());
-                    if objective.is_none() {
-                        losses.keep(all, &m.weights)?;
-                    }
+            let mut own = None;
+            for (i, (rows, size)) in turn.iter().enumerate() {
+                if i == ranks.own() {
+                    own = Some((OwnMicro::new(Micro::collate(input.data, rows)?, context.as_ref()), first));
                 }
                 first = (first.0 + size.tokens, first.1 + size.targets);
             }
-            if comm.rank() >= turn.len() {
+            if let Some((own, first)) = own.filter(|(own, _)| !own.is_empty()) {
+                let random = (first, Some((seed, input.step)));
+                let batch = own.batch(&decoder.config, random, self.distillation(), self.device())?;
+                let sums = if ranks.speaks() { &mut tally } else { &mut unsaid };
+                let (of, device) = (&own, self.device());
+                let mut weigh =
+                    objective.map(|o| move |losses: &[Tensor]| weigh(o, of, losses, sums, device));
+                let mut walk = Walk::chosen(decoder, lowest, &self.execution)
+                    .router_losses(router)
+                    .neftune(neftune)
+                    .hooks(reduce)
+                    .timed(times);
+                if let Some(weigh) = &mut weigh {
+                    walk = walk.objective(weigh);
+                }
+                let all = walk.train(&batch, batches.scale(objective) * factor, sink);
+                let all = all.map_err(|e| ranks.cause(e))?;
+                divergences.keep(walk.take_divergences(), &own.micro().weights)?;
+                routings.push(walk.into_routing());
+                if objective.is_none() {
+                    losses.keep(all, &own.micro().weights)?;
+                }
+            } else {
                 visit::pass(Outline::of(decoder).training(lowest), reduce, &mut |_| Ok(()))?;
             }
             reduce.end()?;
@@ -187,6 +193,23 @@ impl TrainContext<'_> {
         sums.reached = sink.reached();
         Ok(sums)
     }
+}
+
+/// Weights of the targets of a rank from their losses, by the losses of the whole micro-batch.
+fn weigh(
+    objective: StepObjective<'_>,
+    own: &OwnMicro<'_>,
+    losses: &[Tensor],
+    tally: &mut Tally,
+    device: &Device,
+) -> candle_core::Result<Tensor> {
+    let values = loss::on_host(losses.to_vec())?.concat();
+    let values = own.whole_losses(values).map_err(candle_core::Error::wrap)?;
+    let mut weights = own.own_of(objective.weigh(&own.whole, values, tally)?);
+    let n = weights.len();
+    // A device has no address for zero bytes.
+    weights.resize(n.max(1), 0.0);
+    Tensor::new(&weights[..], device)?.narrow(0, 0, n)
 }
 
 /// Micro-batches of a step. Holds sizes only: the tensors of a micro-batch are built when it runs.

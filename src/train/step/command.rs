@@ -23,7 +23,7 @@ pub enum Command {
     End,
 }
 
-const NEXT: At = At { what: "what comes next", unit: None };
+const NEXT: At = At::all("what comes next");
 
 /// Serialization of paths as bytes, because not all are UTF-8.
 mod path_bytes {

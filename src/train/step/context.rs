@@ -1,6 +1,6 @@
 //! Inputs and result of a step.
 
-use super::LossScale;
+use super::{LossScale, Ranks};
 use crate::train::classify::Classes;
 use crate::train::distill;
 use crate::train::job::Job;
@@ -47,7 +47,7 @@ pub struct TrainContext<'a> {
     pub job: &'a Job,
     /// The model.
     pub model: &'a TrainedModel,
-    /// Data-parallel ranks; [`ft_engine::ranks::alone`] for a single one.
+    /// All ranks; [`ft_engine::ranks::alone`] for a single one.
     pub comm: &'a dyn Comm,
     /// Execution chosen by the plan.
     pub execution: Execution,
@@ -74,9 +74,13 @@ impl<'a> TrainContext<'a> {
 
     /// Forward passes of all ranks, with `hooks`.
     pub fn scorer<'b>(&'b self, hooks: &'b dyn Hooks) -> Scorer<'b> {
-        let (decoder, comm) = (&self.model.decoder, self.comm);
-        let distillation = self.distillation();
-        Scorer { decoder, comm, hooks, execution: &self.execution, device: self.device(), distillation }
+        let (decoder, ranks, distillation) = (&self.model.decoder, self.ranks(), self.distillation());
+        Scorer { decoder, ranks, hooks, execution: &self.execution, device: self.device(), distillation }
+    }
+
+    /// All ranks, on their mesh.
+    pub fn ranks(&self) -> Ranks<'a> {
+        Ranks::of(self.comm, &self.job.recipe.parallel)
     }
 
     /// The task, if its loss is of whole documents, on a part of the data.

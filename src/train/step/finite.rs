@@ -2,9 +2,8 @@
 
 use super::context::{StepInput, StepOutput, TrainContext};
 use crate::train::Error;
-use ft_engine::params::Params;
-use ft_engine::params::Unit;
 use ft_engine::params::buffers::{Held, common};
+use ft_engine::params::{Flat, Params};
 use ft_engine::ranks::{At, Comm};
 use ft_kernels::optimizer;
 use std::collections::BTreeSet;
@@ -33,7 +32,7 @@ pub fn check_gradients(
         (true, false) => "the gradient norm",
         (false, _) => "the loss",
     };
-    let all_finite = |u: &Unit, r: &Range<usize>| u.grads.as_ref().map_or(Ok(true), |g| held_finite(g, r));
+    let all_finite = |u: &Flat, r: &Range<usize>| u.grads.as_ref().map_or(Ok(true), |g| held_finite(g, r));
     let bad = not_finite(params, cx.comm, "gradients that are not finite", &all_finite)?;
     let tensors = first_five(&bad);
     let lines: Vec<String> = input
@@ -73,11 +72,11 @@ fn not_finite<'p>(
     params: &'p Params,
     comm: &dyn Comm,
     what: &'static str,
-    finite: &dyn Fn(&Unit, &Range<usize>) -> candle_core::Result<bool>,
+    finite: &dyn Fn(&Flat, &Range<usize>) -> candle_core::Result<bool>,
 ) -> ft_base::Result<Vec<&'p str>> {
     let mut mine = Vec::new();
     for (i, slot) in params.slots.iter().enumerate() {
-        if !finite(params.unit(slot)?, &slot.range())? {
+        if !finite(params.flat(slot)?, &slot.range())? {
             mine.push(i as u64);
         }
     }
@@ -90,7 +89,7 @@ fn not_finite<'p>(
 /// # Errors
 /// [`Error::Weights`]; lost rank.
 pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<()> {
-    let states = |u: &Unit, r: &Range<usize>| {
+    let states = |u: &Flat, r: &Range<usize>| {
         let mut moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
         for p in u.projected.iter().filter(|p| r.contains(&params.slots[p.index].offset)) {
             let (rows, cols) = p.low();
@@ -103,7 +102,7 @@ pub fn check_weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Re
             .try_fold(kept, |all, r| Ok(all && held_finite(&u.compute.held, &r)?))
     };
     let mut whole = true;
-    for u in params.units.iter().flatten() {
+    for u in params.flats.iter().flatten() {
         whole &= states(u, &(0..u.len))?;
     }
     let all = comm.all_gather_object(At::all("whether weights are finite"), &[u64::from(whole)])?;

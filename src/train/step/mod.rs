@@ -15,4 +15,4 @@ pub use accumulate::small_device;
 pub use context::{StepInput, StepOutput, TrainContext, TrainedModel};
 pub use gather::{Gather, LeaderGather};
 pub use loss_scale::LossScale;
-pub use turn::{Stop, check_stop, host};
+pub use turn::{OwnMicro, Ranks, Stop, check_stop, host};

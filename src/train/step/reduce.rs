@@ -11,9 +11,8 @@ use super::gather::Gather;
 use candle_core::{DType, Device};
 use ft_engine::model::sink::Sink;
 use ft_engine::optim::{self, Optimizer};
-use ft_engine::params::Params;
-use ft_engine::params::Unit;
 use ft_engine::params::buffers::Held;
+use ft_engine::params::{Flat, Params};
 use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Hooks, Visit};
 use ft_kernels::Tensor;
@@ -22,16 +21,19 @@ use ft_kernels::optimizer::Squares;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
+const SUM: &str = "the sum of gradients";
+const GATHERING: &str = "the gathering of gradients";
+
 /// Reduces the gradients of a sink over ranks, around the visits of a training pass. Includes the gathering
 /// of weights.
 pub struct Reduce<'a> {
     params: &'a Params,
     comm: &'a dyn Comm,
     sink: &'a Sink<'a>,
-    /// Units with gradients, in the order of the backward walk. Empty on one rank, because the sink holds
+    /// Buffers with gradients, in the order of the backward walk. Empty on one rank, because the sink holds
     /// the sums.
-    units: Vec<usize>,
-    /// Number of units reduced in the current micro-batch.
+    flats: Vec<(usize, &'a Flat)>,
+    /// Number of buffers reduced in the current micro-batch.
     done: Cell<usize>,
     /// Pending reductions, oldest first.
     open: RefCell<VecDeque<Open<'a>>>,
@@ -44,9 +46,8 @@ pub struct Reduce<'a> {
 /// A pending reduction.
 struct Open<'a> {
     arrival: Arrival,
-    /// Number, buffers and local sum of a unit with replicated gradients; the sum is all-gathered
-    /// afterwards.
-    part: Option<(usize, &'a Unit, Tensor)>,
+    /// Buffers and local sum of replicated gradients; the sum is all-gathered afterwards.
+    part: Option<(&'a Flat, Tensor)>,
 }
 
 /// Optimizer update within the backward pass (`optimizer.in_backward`).
@@ -55,7 +56,7 @@ pub struct InBackward<'a> {
     /// Step, learning rates and factor on the gradients.
     pub at: optim::At<'a>,
     pub device: &'a Device,
-    /// Sums of squares of the gradients used on this rank, with their units.
+    /// Sums of squares of the gradients used on this rank, with the number of the buffer.
     pub squares: RefCell<Vec<(usize, Squares)>>,
 }
 
@@ -69,12 +70,13 @@ impl<'a> Reduce<'a> {
         update: Option<InBackward<'a>>,
     ) -> Self {
         let comes = comm.world() > 1 || update.is_some();
-        let units = (0..params.units.len()).rev().filter(|u| comes && params.units[*u].is_some()).collect();
+        let flats = (0..params.frozen.len()).rev().flat_map(|unit| params.of_unit(unit));
+        let flats = flats.filter(|_| comes).collect();
         Self {
             params,
             comm,
             sink,
-            units,
+            flats,
             done: Cell::new(0),
             open: RefCell::default(),
             gathered: RefCell::default(),
@@ -90,8 +92,8 @@ impl<'a> Reduce<'a> {
     pub fn squares(&self) -> candle_core::Result<Option<f64>> {
         let Some(update) = &self.update else { return Ok(None) };
         let mut squares = update.squares.borrow_mut();
-        // Sorted by unit, to match the order of summation of a separate update.
-        squares.sort_by_key(|(unit, _)| *unit);
+        // Sorted, to match the order of summation of a separate update.
+        squares.sort_by_key(|(number, _)| *number);
         let all: Vec<f64> = squares.drain(..).map(|(_, s)| s.read()).collect::<candle_core::Result<_>>()?;
         Ok(Some(all.iter().sum()))
     }
@@ -108,55 +110,49 @@ impl<'a> Reduce<'a> {
 
     /// Reduces the remaining units from the last one down to `unit`.
     fn down_to(&self, unit: usize) -> ft_base::Result<()> {
-        while let Some(next) = self.units.get(self.done.get()).filter(|u| **u >= unit) {
-            if let Some(buffers) = &self.params.units[*next] {
-                self.sum(*next, buffers)?;
-            }
+        while let Some((number, flat)) = self.flats.get(self.done.get()).filter(|(_, f)| f.unit >= unit) {
+            self.sum(*number, flat)?;
             self.done.set(self.done.get() + 1);
         }
         Ok(())
     }
 
-    /// Gradients for the update of a unit on this rank: the whole unit, or the shard of this rank.
-    fn for_update(&self, number: usize, unit: &Unit, device: &Device) -> ft_base::Result<Held> {
+    /// Gradients for the update of a buffer on this rank: the whole buffer, or the shard of this rank.
+    fn for_update(&self, number: usize, flat: &Flat, device: &Device) -> ft_base::Result<Held> {
         let mine = self.sink.take(number);
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
         if self.comm.world() == 1 {
-            // No token reached the trained tensors of this unit.
-            let values = mine.map_or_else(|| zeros(unit.len), Ok)?;
-            return Ok(Held { at: 0..unit.len, values });
+            // No token reached the trained tensors of this buffer.
+            let values = mine.map_or_else(|| zeros(flat.len), Ok)?;
+            return Ok(Held { at: 0..flat.len, values });
         }
-        let part = zeros(unit.part.len())?;
-        self.comm
-            .reduce_scatter(At::unit("the sum of gradients", number), mine, unit.part.clone(), &part)?
-            .wait()?;
-        if self.params.shard.stage >= 1 {
-            return Ok(Held { at: unit.part.clone(), values: part });
+        let (part, group) = (zeros(flat.part.len())?, self.params.split.group(self.comm, flat.kind));
+        group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
+        if flat.shard.stage >= 1 {
+            return Ok(Held { at: flat.part.clone(), values: part });
         }
-        let (values, parts) = (zeros(unit.len)?, self.params.shard.parts(unit.len));
-        self.comm
-            .all_gather(At::unit("the gathering of gradients", number), part, &parts, &values)?
-            .wait()?;
-        Ok(Held { at: 0..unit.len, values })
+        let (values, parts) = (zeros(flat.len)?, flat.shard.parts(flat.len));
+        group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, &values)?.wait()?;
+        Ok(Held { at: 0..flat.len, values })
     }
 
-    fn sum(&self, number: usize, unit: &'a Unit) -> ft_base::Result<()> {
+    fn sum(&self, number: usize, flat: &'a Flat) -> ft_base::Result<()> {
         if let Some(update) = &self.update {
-            let grads = self.for_update(number, unit, update.device)?;
-            update.squares.borrow_mut().push((number, Squares::of(&grads.of(unit.part.clone())?)?));
-            return update.optimizer.step_unit(self.params, self.comm, number, &grads, &update.at);
+            let grads = self.for_update(number, flat, update.device)?;
+            update.squares.borrow_mut().push((number, Squares::of(&grads.of(flat.part.clone())?)?));
+            return update.optimizer.step_flat(self.params, self.comm, number, &grads, &update.at);
         }
         let mine = self.sink.take(number);
-        let Some(Held { values, .. }) = &unit.grads else { return Ok(()) };
-        let sum = At::unit("the sum of gradients", number);
-        let open = if self.params.shard.stage >= 2 {
-            Open { arrival: self.comm.reduce_scatter(sum, mine, unit.part.clone(), values)?, part: None }
+        let Some(Held { values, .. }) = &flat.grads else { return Ok(()) };
+        let (at, group) = (At::unit(SUM, flat.unit), self.params.split.group(self.comm, flat.kind));
+        let open = if flat.shard.stage >= 2 {
+            Open { arrival: group.reduce_scatter(at, mine, flat.part.clone(), values)?, part: None }
         } else {
             // Every rank sums one part, and the parts are then all-gathered.
             let part: Tensor =
-                values.narrow(0, unit.part.start, unit.part.len())?.real()?.force_contiguous()?.into();
-            let arrival = self.comm.reduce_scatter(sum, mine, unit.part.clone(), &part)?;
-            Open { arrival, part: Some((number, unit, part)) }
+                values.narrow(0, flat.part.start, flat.part.len())?.real()?.force_contiguous()?.into();
+            let arrival = group.reduce_scatter(at, mine, flat.part.clone(), &part)?;
+            Open { arrival, part: Some((flat, part)) }
         };
         // On a device, this reduction overlaps with the next visit.
         let stays = usize::from(!values.device().is_cpu());
@@ -169,11 +165,12 @@ impl<'a> Reduce<'a> {
         while self.open.borrow().len() > stay {
             let Some(Open { arrival, part }) = self.open.borrow_mut().pop_front() else { break };
             arrival.wait()?;
-            if let Some((number, unit, part)) = part
-                && let Some(Held { values, .. }) = &unit.grads
+            if let Some((flat, part)) = part
+                && let Some(Held { values, .. }) = &flat.grads
             {
-                let at = At::unit("the gathering of gradients", number);
-                let arrival = self.comm.all_gather(at, part, &self.params.shard.parts(unit.len), values)?;
+                let group = self.params.split.group(self.comm, flat.kind);
+                let parts = flat.shard.parts(flat.len);
+                let arrival = group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, values)?;
                 // Completes before the next all-gather, or at the end of the micro-batch.
                 self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), Arrival::wait)?;
             }

@@ -1,8 +1,13 @@
 //! A turn of the ranks: input of the model, and signals.
 
-use ft_data::Micro;
-use ft_engine::model::batch::HostBatch;
-use ft_engine::ranks::{At, Comm};
+use crate::train::distill;
+use candle_core::Device;
+use ft_data::{Micro, Segments, segments};
+use ft_engine::model::across::Across;
+use ft_engine::model::batch::{Distillation, HostBatch};
+use ft_engine::model::{Batch, Config};
+use ft_engine::ranks::{self, At, Axis, Comm, Group, Mesh};
+use ft_recipe::Parallel;
 
 /// Converts a micro-batch of a dataset to the input of the model.
 pub fn host(m: &Micro) -> HostBatch<'_> {
@@ -12,6 +17,132 @@ pub fn host(m: &Micro) -> HostBatch<'_> {
         docs: &m.docs,
         targets: &m.targets,
         weights: &m.weights,
+    }
+}
+
+/// All ranks of a run, on their mesh.
+#[derive(Clone, Copy)]
+pub struct Ranks<'a> {
+    pub comm: &'a dyn Comm,
+    mesh: Mesh,
+}
+
+impl<'a> Ranks<'a> {
+    /// Lays the ranks out as a recipe says; a single rank is alone.
+    pub fn of(comm: &'a dyn Comm, p: &Parallel) -> Self {
+        Self { comm, mesh: if comm.world() == 1 { Mesh::ONE } else { Mesh::of(p) } }
+    }
+
+    /// Number of micro-batches of a turn.
+    pub fn at_once(&self) -> usize {
+        self.mesh.data
+    }
+
+    /// Index of this rank's micro-batch in a turn.
+    pub fn own(&self) -> usize {
+        self.mesh.coordinates(self.comm.rank()).data
+    }
+
+    /// Ranks with segments of the same rows, if there are several.
+    pub fn context(&self) -> Option<Group<'a>> {
+        (self.mesh.context > 1).then(|| Group::new(self.comm, &self.mesh, Axis::Context))
+    }
+
+    /// An error of a pass, or the loss of a rank that it follows from.
+    pub fn cause(&self, e: ft_base::Error) -> ft_base::Error {
+        match (e.of::<ranks::Error>(), self.comm.lost()) {
+            (None, Some(lost)) => lost.into(),
+            _ => e,
+        }
+    }
+
+    /// Whether this rank says what all ranks with the same micro-batch know.
+    pub fn speaks(&self) -> bool {
+        let place = self.mesh.coordinates(self.comm.rank());
+        (place.pipeline, place.context, place.tensor) == (0, 0, 0)
+    }
+}
+
+/// A micro-batch on one rank: the whole, or the segments of the rank in its context group.
+pub struct OwnMicro<'a> {
+    pub whole: Micro,
+    part: Option<(Segments, Across<'a>)>,
+    /// Targets of each rank with tokens, in order.
+    targets: Vec<Vec<u32>>,
+}
+
+impl<'a> OwnMicro<'a> {
+    /// Divides a micro-batch over a context group, if there is one.
+    pub fn new(whole: Micro, group: Option<&'a Group<'_>>) -> Self {
+        let Some(group) = group else { return Self { whole, part: None, targets: Vec::new() } };
+        let segments = segments(&whole.docs, group.world());
+        let active = segments.iter().filter(|ranges| !ranges.is_empty());
+        let targets = active.map(|ranges| whole.part(ranges).targets).collect();
+        let across = Across::new(group, &whole.docs, segments);
+        Self { part: Some((whole.part(across.own()), across)), whole, targets }
+    }
+
+    /// Tokens and targets of this rank.
+    pub fn micro(&self) -> &Micro {
+        self.part.as_ref().map_or(&self.whole, |(part, _)| &part.micro)
+    }
+
+    /// Whether this rank has no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.micro().ids.is_empty()
+    }
+
+    /// The input of the model. `first` counts the tokens and targets of earlier micro-batches of the step; `random` is
+    /// the seed and step in training.
+    ///
+    /// # Errors
+    /// Device errors.
+    pub fn batch(
+        &self,
+        config: &Config,
+        (first, random): ((usize, usize), Option<(u64, u64)>),
+        by: Option<Distillation>,
+        device: &Device,
+    ) -> ft_base::Result<Batch<'_>> {
+        let m = self.micro();
+        let own = [m.ids.len()];
+        let host = if self.part.is_some() { HostBatch { docs: &own, ..host(m) } } else { host(m) };
+        let batch = Batch::new(config, host, first, random, device)?;
+        let batch = distill::taught(batch, m, by, device)?;
+        Ok(match &self.part {
+            Some((part, across)) => batch.among(across, part.tokens.clone(), part.targets.clone()),
+            None => batch,
+        })
+    }
+
+    /// Losses of all targets of the micro-batch, or outputs of a score head, from those of this rank. Collective
+    /// among the ranks with tokens.
+    ///
+    /// # Errors
+    /// A lost rank.
+    pub fn whole_losses(&self, own: Vec<f64>) -> ft_base::Result<Vec<f64>> {
+        let Some((_, across)) = &self.part else { return Ok(own) };
+        let bytes: Vec<u8> = own.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let all = across.all_gather_bytes(At::all("the losses of a micro-batch"), &bytes)?;
+        let (count, values) =
+            (self.whole.targets.len(), all.iter().map(Vec::len).sum::<usize>() / size_of::<f64>());
+        let width = values / count.max(1);
+        let mut out = vec![f64::NAN; values];
+        for (targets, bytes) in self.targets.iter().zip(&all) {
+            let mut came = bytes.as_chunks().0.iter().map(|b| f64::from_ne_bytes(*b));
+            for target in targets {
+                let place = &mut out[*target as usize * width..][..width];
+                place.iter_mut().zip(&mut came).for_each(|(to, x)| *to = x);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Values of this rank's targets, from those of all targets of the micro-batch.
+    pub fn own_of(&self, all: Vec<f32>) -> Vec<f32> {
+        let Some((part, _)) = &self.part else { return all };
+        let width = all.len() / self.whole.targets.len().max(1);
+        part.targets.iter().flat_map(|t| all[*t as usize * width..][..width].iter().copied()).collect()
     }
 }
 

@@ -11,7 +11,7 @@ use ft_data::hub::Want;
 use ft_engine::model::sink::Sink;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
-use ft_engine::ranks::{At, Comm, Threads};
+use ft_engine::ranks::{At, Comm, Piece, Received, Threads};
 use ft_engine::walk::{Hooks, Outline, Visit, Walk};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
@@ -88,29 +88,46 @@ impl Comm for Traced<'_, Threads> {
     fn world(&self) -> usize {
         self.0.world()
     }
-    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> ft_base::Result<Vec<Vec<u8>>> {
-        self.0.all_gather_bytes(at, mine, timed)
-    }
-    fn reduce_scatter(
+    fn all_gather_bytes_among(
         &self,
+        members: &[usize],
+        at: At,
+        mine: &[u8],
+        timed: bool,
+    ) -> ft_base::Result<Vec<Vec<u8>>> {
+        self.0.all_gather_bytes_among(members, at, mine, timed)
+    }
+    fn reduce_scatter_among(
+        &self,
+        members: &[usize],
         at: At,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> ft_base::Result<Arrival> {
-        self.0.reduce_scatter(at, part, range, to)
+        self.0.reduce_scatter_among(members, at, part, range, to)
     }
-    fn all_gather(
+    fn all_gather_among(
         &self,
+        members: &[usize],
         at: At,
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
     ) -> ft_base::Result<Arrival> {
         self.note(Did::Gather(at.unit.expect("of a unit")));
-        self.0.all_gather(at, mine, ranges, to)
+        self.0.all_gather_among(members, at, mine, ranges, to)
     }
-    fn received(&self) -> u64 {
+    fn exchange_among(
+        &self,
+        members: &[usize],
+        at: At,
+        out: &[Piece],
+        into: &[Piece],
+    ) -> ft_base::Result<Arrival> {
+        self.0.exchange_among(members, at, out, into)
+    }
+    fn received(&self) -> &Received {
         self.0.received()
     }
     fn fail(&self, e: &ft_base::Error) {
@@ -213,9 +230,9 @@ struct Checked<'a> {
 impl Checked<'_> {
     /// Checks that exactly these units are on the device.
     fn check(&self, needed: &BTreeSet<usize>) -> ft_base::Result<()> {
-        for (unit, trained) in self.params.units.iter().enumerate() {
-            let own = trained.iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
-            for b in self.params.frozen[unit].iter().chain(own) {
+        for (unit, frozen) in self.params.frozen.iter().enumerate() {
+            let own = self.params.of_unit(unit).flat_map(|(_, f)| std::iter::once(&f.compute).chain(&f.wide));
+            for b in frozen.iter().chain(own) {
                 assert!(b.is_apart());
                 assert_eq!(held(&b.whole)? > 0, needed.contains(&unit), "unit {unit} of {needed:?}");
             }

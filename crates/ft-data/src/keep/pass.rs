@@ -4,14 +4,16 @@ use super::record::SerializedSample;
 use super::samples::StoreWriter;
 use super::stats::SourceStats;
 use crate::error::{Error, Others, Problem, Problems};
-use crate::read::{reader::Rows, row::RawRow};
+use crate::read::{detect::shape_of, reader::Rows, row::RawRow};
 use crate::shape::notes::Note;
+use crate::shape::values::MISSING;
 use crate::tokenize::encode::Encoder;
 use ft_base::error::Place;
 use ft_base::store;
-use ft_recipe::{OnBadRow, Source};
+use ft_recipe::{Format, OnBadRow, Source};
 use indicatif::ProgressBar;
 use rayon::prelude::*;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -245,5 +247,23 @@ fn encode_row(row: &RawRow, encoder: &Encoder<'_>) -> One {
         notes: read.notes,
         teacher: read.teacher,
     });
+    let made = made.map_err(|problem| match problem {
+        Problem::Bad(message) if message.starts_with(MISSING) => {
+            let hint = other_format(row, encoder.schema.format).unwrap_or_default();
+            Problem::Bad(message + &hint)
+        }
+        other => other,
+    });
     ((row.line, 0), made)
+}
+
+/// A hint for a row with the fields of another format than its source's.
+fn other_format(row: &RawRow, format: Format) -> Option<String> {
+    let shape = shape_of(&BTreeMap::new(), row.parse().ok()?.as_object()?).filter(|s| s.format != format)?;
+    Some(format!(
+        "\n  hint: a row with these fields is of {}, not {:?}; data.train=FILE on the command line takes a file \
+         without the recipe's format",
+        shape.keys(),
+        format.word()
+    ))
 }

@@ -109,11 +109,11 @@ fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
     Err(Error::Empty { file, message: "the file holds no rows".into() })
 }
 
-/// The shape matching the fields of a row.
-fn shape_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Shape> {
-    let has = |name: &&str| row.contains_key(source.fields.get(*name).map_or(*name, String::as_str));
+/// The shape matching the fields of a row; `given` has names in the file, by the format's.
+pub(crate) fn shape_of(given: &BTreeMap<String, String>, row: &Map<String, Value>) -> Option<Shape> {
+    let has = |name: &&str| row.contains_key(given.get(*name).map_or(*name, String::as_str));
     let known = SIGNS.iter().find(|(_, names)| names.iter().all(has));
-    let mut fields = source.fields.clone();
+    let mut fields = given.clone();
     let format = match known {
         Some((format, _)) => *format,
         None if fields.is_empty() => {
@@ -155,7 +155,7 @@ fn fits(source: &ft_recipe::Source, row: &Value) -> Result<Shape, Error> {
     if let Some(why) = preference(row).filter(|_| source.fields.is_empty()) {
         return fail(format!("has {why}"));
     }
-    if let Some(shape) = shape_of(source, row) {
+    if let Some(shape) = shape_of(&source.fields, row) {
         return Ok(shape);
     }
     let text = TEXTS.iter().find(|t| row.contains_key(**t));

@@ -1,5 +1,6 @@
 //! Data files of a source, and file types.
 
+use super::saved;
 use crate::error::Error;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +16,8 @@ pub(crate) enum Kind {
     /// One text per line.
     Text,
     Parquet,
+    /// An Arrow file or stream.
+    Arrow,
 }
 
 /// Compression of a file.
@@ -25,7 +28,7 @@ pub(crate) enum Compression {
 }
 
 /// Supported file names, for error messages.
-const KINDS: &str = ".jsonl, .json, .csv, .tsv, .txt (each also with .gz or .zst) and .parquet";
+const KINDS: &str = ".jsonl, .json, .csv, .tsv, .txt (each also with .gz or .zst), .parquet and .arrow";
 
 /// The type of a file by name; `None` if unknown.
 pub(crate) fn kind(path: &Path) -> Option<(Kind, Option<Compression>)> {
@@ -44,6 +47,7 @@ pub(crate) fn kind(path: &Path) -> Option<(Kind, Option<Compression>)> {
         "txt" => Kind::Text,
         // Parquet is compressed internally
         "parquet" if compression.is_none() => Kind::Parquet,
+        "arrow" if compression.is_none() => Kind::Arrow,
         _ => return None,
     };
     Some((kind, compression))
@@ -92,30 +96,23 @@ pub(crate) fn files_and_ignored(
             Err(Error::Missing { source_name: source.source.clone(), path })
         };
     };
-    // the rows of local files are a split "train"
-    let split = source.slice().0.filter(|name| *name != "train");
+    let saved = there.is_dir() && saved::is_saved(&path);
+    // the rows of other files are a split "train"
+    let split = source.slice().0.filter(|name| *name != "train" && !saved);
     let [config, revision] = [&source.config, &source.revision].map(|v| v.as_deref());
     for (key, value) in [("split", split), ("config", config), ("revision", revision)] {
         if let Some(value) = value {
             return fail(format!("{key} = {value:?} is for datasets of the hub; name a file of it instead"));
         }
     }
+    if saved {
+        return saved::files(source, &path);
+    }
     if !there.is_dir() {
         return match kind(&path) {
             Some(_) => Ok(alone(vec![path])),
             None => fail(format!("{:?} is none of the files that hold rows: {KINDS}", source.source)),
         };
-    }
-    if let Some(which) = [("dataset_dict.json", "[\"train\"]"), ("state.json", "")]
-        .into_iter()
-        .find_map(|(name, which)| path.join(name).is_file().then_some(which))
-    {
-        return fail(format!(
-            "{source:?} was written by save_to_disk of the datasets package, as Arrow files, which ft does not read\n  \
-             hint: python -c 'from datasets import load_from_disk as d; \
-             d({source:?}){which}.to_parquet(\"rows.parquet\")'",
-            source = source.source
-        ));
     }
     let cannot = |cause| Error::read(&path, cause);
     let (mut found, mut ignored) = (Vec::new(), Ignored::default());
@@ -228,7 +225,8 @@ mod tests {
         assert_eq!(of("b.csv.gz"), Some((Kind::Table(b','), Some(Compression::Gzip))));
         assert_eq!(of("b.tsv.zst"), Some((Kind::Table(b'\t'), Some(Compression::Zstd))));
         assert_eq!(of("b.parquet"), Some((Kind::Parquet, None)));
-        for other in ["b.parquet.gz", "b.gz", "b", ".jsonl", "b.md"] {
+        assert_eq!(of("b.arrow"), Some((Kind::Arrow, None)));
+        for other in ["b.parquet.gz", "b.arrow.gz", "b.gz", "b", ".jsonl", "b.md"] {
             assert_eq!(of(other), None, "{other}");
         }
     }

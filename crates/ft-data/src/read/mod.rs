@@ -5,8 +5,8 @@
 //! | `files` | data files of a source, file types |
 //! | `reader` | rows of a file of any type |
 //! | `row`, `lines`, `array` | unparsed rows; JSON Lines; one JSON array |
-//! | `tables`, `quotes`, `columns` | CSV, TSV and plain text; quotes of tables; Parquet |
-//! | `pages` | sizes of Parquet's pages |
+//! | `tables`, `quotes` | CSV, TSV and plain text; quotes of tables |
+//! | `columns`, `saved` | Parquet and Arrow; folders of Arrow files |
 //! | `encoding` | files in UTF-16, Windows-1252, and others |
 //! | `detect` | format of a source without one |
 
@@ -17,9 +17,8 @@ pub(crate) mod detect;
 mod encoding;
 pub(crate) mod files;
 mod lines;
-#[cfg(feature = "parquet")]
-mod pages;
 mod quotes;
 pub(crate) mod reader;
 pub(crate) mod row;
+mod saved;
 mod tables;

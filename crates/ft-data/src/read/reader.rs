@@ -2,7 +2,7 @@
 
 use super::array::Array;
 #[cfg(feature = "parquet")]
-use super::columns::Columns;
+use super::columns::{Batches, Columns};
 use super::encoding::{self, Decoded};
 use super::files::{self, Compression, Kind};
 use super::lines::Lines;
@@ -26,6 +26,8 @@ pub(crate) enum Rows {
     Texts(Texts),
     #[cfg(feature = "parquet")]
     Parquet(Box<Columns>),
+    #[cfg(feature = "parquet")]
+    Arrow(Box<Batches>),
 }
 
 /// Opens a file, with decompression and as UTF-8.
@@ -60,9 +62,11 @@ impl Rows {
             Kind::Table(delimiter) => Rows::Table(Box::new(Table::open(file()?, path, delimiter, schema)?)),
             #[cfg(feature = "parquet")]
             Kind::Parquet => Rows::Parquet(Box::new(Columns::open(path, schema)?)),
+            #[cfg(feature = "parquet")]
+            Kind::Arrow => Rows::Arrow(Box::new(Batches::open(path, schema)?)),
             #[cfg(not(feature = "parquet"))]
-            Kind::Parquet => {
-                let what = "parquet files, in a build of ft without its parquet feature";
+            Kind::Parquet | Kind::Arrow => {
+                let what = "Parquet and Arrow files, in a build of ft without its parquet feature";
                 return Err(Error::NotBuilt(format!("{} ({what})", path.display())));
             }
         })
@@ -80,6 +84,8 @@ impl Iterator for Rows {
             Rows::Texts(t) => t.next(),
             #[cfg(feature = "parquet")]
             Rows::Parquet(c) => c.next(),
+            #[cfg(feature = "parquet")]
+            Rows::Arrow(b) => b.next(),
         };
         row.transpose()
     }

@@ -8,7 +8,7 @@
 //! | `storage` | storage of lists, and bounds on memory |
 //! | `packed` | rows as lists of samples |
 //! | `batches` | rows of a step, a pure function of the step number |
-//! | `micro` | model input: concatenated documents and targets |
+//! | `micro` | model input: concatenated documents and targets, and their segments over ranks |
 //! | `score` | evaluation questions, and scores of answers |
 //! | [`show`] | rows and statistics as text |
 

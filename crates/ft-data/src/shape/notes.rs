@@ -22,6 +22,10 @@ pub(crate) enum Note {
     Edge,
     /// A last turn without an end in the text.
     Open,
+    /// A pair of equal completions.
+    Equal,
+    /// A rated completion, desirable or not.
+    Rated(bool),
 }
 
 impl Note {
@@ -64,6 +68,14 @@ impl Note {
                 "{s} in which the chat template writes nothing behind the last answer: it trains no end of a turn\n  \
                  hint: conversations of several turns do, where the next header is an end-of-sequence token of the \
                  model"
+            ),
+            Note::Equal => {
+                format!("{s} whose chosen and rejected are the same tokens: such a pair teaches nothing")
+            }
+            Note::Rated(label) => format!(
+                "{s}, all of them, with label = {label}: without the other label there is nothing to tell apart\n  \
+                 hint: add rows with label = {}, or train on these with task = \"sft\"",
+                !label
             ),
         }
     }
@@ -126,7 +138,10 @@ impl Notes {
         };
         let more = (self.more > 0).then(|| format!("{} more such keys or markers are not shown", self.more));
         let is_key = |kind: &&(Note, usize, Place)| matches!(kind.0, Note::RowKey { .. });
-        let others = self.kinds.iter().filter(|k| !is_key(k)).map(told);
+        let has = |label| self.kinds.iter().any(|kind| kind.0 == Note::Rated(label));
+        let both = has(true) && has(false);
+        let is_told = |kind: &&_| !is_key(kind) && !(both && matches!(kind.0, Note::Rated(_)));
+        let others = self.kinds.iter().filter(is_told).map(told);
         let keys: Vec<_> = self.kinds.iter().filter(is_key).collect();
         let keys = match keys.as_slice() {
             [] => None,

@@ -2,16 +2,19 @@
 
 use serde_json::{Map, Value};
 
+/// Beginning of the message about a missing field.
+pub(crate) const MISSING: &str = "no field";
+
 /// Error message for a missing key.
 pub(crate) fn missing(name: &str, row: &Map<String, Value>) -> String {
     if row.is_empty() {
-        return format!("no field {name:?}; the object is empty");
+        return format!("{MISSING} {name:?}; the object is empty");
     }
     let mut there: Vec<String> = row.keys().take(8).map(|k| brief(&Value::from(k.as_str()))).collect();
     if row.len() > there.len() {
         there.push("...".into());
     }
-    format!("no field {name:?}; there is {}", there.join(", "))
+    format!("{MISSING} {name:?}; there is {}", there.join(", "))
 }
 
 /// The type of a value, with an article.

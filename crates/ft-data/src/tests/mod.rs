@@ -1,5 +1,7 @@
 //! Tests of the data pipeline; unit tests are in the modules.
 
+#[cfg(feature = "parquet")]
+mod arrow;
 mod broken;
 mod cached;
 pub(super) mod chat;

@@ -253,6 +253,28 @@ fn parts_of_a_source_are_its_rows() {
     assert!(error.contains("split = \"test\" is for datasets of the hub"), "{error}");
 }
 
+/// Preferences without a difference are told: equal completions, ratings of one kind.
+#[test]
+fn preferences_without_a_difference_are_told() {
+    let told = |format, rows: &str| {
+        let files = Files::new(&[("a.jsonl", rows)]);
+        files.load(&[source("a.jsonl", format)], &data(99)).unwrap().warnings(99).unwrap().join("\n")
+    };
+    let pair =
+        |rejected: &str| format!("{{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": {rejected:?}}}\n");
+    let rated = |label: bool| format!("{{\"prompt\": \"a\", \"completion\": \"b\", \"label\": {label}}}\n");
+    assert_eq!(told(Format::Preference, &pair("c")), "");
+    let equal = told(Format::Preference, &(pair("c") + &pair("b")));
+    assert!(equal.starts_with("1 row whose chosen and rejected are the same tokens"), "{equal}");
+    assert!(equal.contains("a.jsonl:2"), "{equal}");
+    assert_eq!(told(Format::Unpaired, &(rated(true) + &rated(false))), "");
+    for label in [true, false] {
+        let all = told(Format::Unpaired, &(rated(label) + &rated(label)));
+        assert!(all.starts_with(&format!("2 rows, all of them, with label = {label}")), "{all}");
+        assert!(all.contains(&format!("hint: add rows with label = {}", !label)), "{all}");
+    }
+}
+
 #[test]
 fn tokens_are_taken_as_they_are() {
     let e = one(

@@ -33,7 +33,7 @@ fn every_file_of_the_same_rows_is_read_alike() {
     let mut seen = 0;
     for name in names {
         let (rows, kind) = name.split_once('.').unwrap();
-        if kind.contains("parquet") && !cfg!(feature = "parquet") {
+        if ["parquet", "arrow", "saved"].iter().any(|k| kind.ends_with(k)) && !cfg!(feature = "parquet") {
             continue;
         }
         let formats = [Format::Messages, Format::Alpaca, Format::Text, Format::Tokens];
@@ -42,7 +42,7 @@ fn every_file_of_the_same_rows_is_read_alike() {
         assert_eq!(read(&name, format).unwrap_or_else(|e| panic!("{name}: {e}")), want, "{name}");
         seen += 1;
     }
-    assert!(seen > 30, "{seen}");
+    assert!(seen > 40, "{seen}");
 }
 
 #[test]
@@ -86,11 +86,13 @@ fn patterns_and_folders_name_files() {
 /// Invalid UTF-8 stops the run or drops the row, for binary and string columns; the error names the row.
 #[test]
 #[cfg(feature = "parquet")]
-fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
+fn bytes_of_columns_that_are_no_text_are_a_bad_row() {
     let dir = fixture("broken-tables");
     for (name, format, field) in [
         ("text.binary.parquet", Format::Text, "text"),
         ("text.string.parquet", Format::Text, "text"),
+        ("text.stream.arrow", Format::Text, "text"),
+        ("text.file.arrow", Format::Text, "text"),
         ("messages.binary.parquet", Format::Messages, "messages[1].content"),
         ("messages.string.parquet", Format::Messages, "messages[1].content"),
     ] {
@@ -247,20 +249,6 @@ fn sources_name_their_encoding() {
     assert!(error.to_string().contains("encoding = \"latin\" is no encoding"), "{error}");
 }
 
-/// A folder of Arrow files is named, with the line that converts it.
-#[test]
-fn folders_of_save_to_disk_are_told() {
-    for (name, line) in
-        [("state.json", "d(\"kept\").to_parquet"), ("dataset_dict.json", "d(\"kept\")[\"train\"].to_parquet")]
-    {
-        let files = Files::new(&[]);
-        std::fs::create_dir(files.0.path().join("kept")).unwrap();
-        std::fs::write(files.0.path().join("kept").join(name), "{}").unwrap();
-        let error = files.load(&[source("kept", Format::Text)], &data(9)).unwrap_err().to_string();
-        assert!(error.contains("save_to_disk") && error.contains(line), "{error}");
-    }
-}
-
 /// Files of nothing but blank lines, or of rows without use, end the reading early.
 #[test]
 fn empty_lines_and_nulls_without_end_are_told() {
@@ -286,8 +274,9 @@ fn cut_files_are_told() {
         ("messages.jsonl.zst", Format::Messages),
         ("alpaca.pandas.csv.gz", Format::Alpaca),
         ("text.snappy.parquet", Format::Text),
+        ("text.stream.arrow", Format::Text),
     ] {
-        if name.ends_with("parquet") && !cfg!(feature = "parquet") {
+        if name.ends_with(".parquet") | name.ends_with(".arrow") && !cfg!(feature = "parquet") {
             continue;
         }
         let whole = std::fs::read(fixture("tables").join(name)).unwrap();

@@ -74,7 +74,13 @@ impl Encoder<'_> {
         };
         let mut cut = first.total > first.ids.len();
         let mut whole = first.total;
+        if let Content::Rated(desirable) = content {
+            notes.push(Note::Rated(desirable));
+        }
         if let Some(Tokens { ids, labels, total, .. }) = second {
+            if ids == first.ids {
+                notes.push(Note::Equal);
+            }
             cut |= total > ids.len();
             whole = whole.max(total);
             first.ids.extend(ids);

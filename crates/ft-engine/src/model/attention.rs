@@ -4,6 +4,7 @@
 use super::delta::Parameter;
 use super::linear::{self, Linear};
 use super::norm::Norm;
+use super::pass::across::Outputs;
 use super::pass::batch::{Context, Tables};
 use super::pass::sink::Sink;
 use candle_core::Result;
@@ -60,15 +61,16 @@ pub struct Saved {
     /// Queries and keys as attention uses them: normalized and rotated.
     rotated: Option<[Tensor; 2]>,
     v: Tensor,
-    out: attention::Saved,
+    out: Outputs,
     /// Gate `[t, h c]`.
     gate: Option<Tensor>,
 }
 
 impl Saved {
     /// Drops the activations restored by [`Attention::restore`]: the input, and rotated queries and keys if
-    /// they can be recomputed from `before_norm`.
+    /// they can be recomputed from `before_norm`. The backward pass fetches keys of other ranks again.
     pub fn drop_inputs(&mut self) {
+        self.out.drop_keys();
         self.linears[..3].iter_mut().for_each(|l| l.x = None);
         if self.before_norm.is_some() {
             self.rotated = None;
@@ -109,6 +111,25 @@ impl Attention {
 
     fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
         Causal { seqs: &ctx.seqs, window: self.window, scale: self.scale }
+    }
+
+    /// Attention of the queries of this rank, with sinks.
+    fn attend(&self, [q, k, v]: [&Tensor; 3], ctx: &Context, cache: Option<&mut Cache>) -> Result<Outputs> {
+        // A gate makes a new tensor, without spare columns.
+        let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(q) });
+        let out = match (cache, ctx.across) {
+            (Some(cache), _) => {
+                cache.add(k, v)?;
+                attention::forward_cached(q, cache, &how, rank).map(Outputs::one)
+            }
+            (None, Some(across)) => across.forward([q, k, v], &how, rank),
+            (None, None) => attention::forward(q, k, v, &how, rank).map(Outputs::one),
+        }?;
+        if let Some(s) = &self.sinks {
+            let sinks = s.value.to_dtype(q.dtype())?;
+            out.parts().try_for_each(|(_, part)| sinks::forward(part, &sinks))?;
+        }
+        Ok(out)
     }
 
     /// Rotary tables, if positions enter this layer.
@@ -227,18 +248,7 @@ impl Attention {
         let (v, vs) = by_head(&self.v, self.kv_heads)?;
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
         let [q, k] = self.rotated([q, k], ctx)?;
-        // A gate makes a new tensor, without spare columns.
-        let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(&q) });
-        let out = match cache {
-            None => attention::forward(&q, &k, &v, &how, rank)?,
-            Some(cache) => {
-                cache.add(&k, &v)?;
-                attention::forward_cached(&q, cache, &how, rank)?
-            }
-        };
-        if let Some(s) = &self.sinks {
-            sinks::forward(&out, &s.value.to_dtype(q.dtype())?)?;
-        }
+        let out = self.attend([&q, &k, &v], ctx, cache)?;
         let (y, os) = match &gate {
             None => self.o.forward_padded(&out.o, ctx)?,
             Some(gate) => {
@@ -271,10 +281,22 @@ impl Attention {
         let d_o = d_o.reshape((t, self.heads, c))?;
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
         if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
-            sink.column_sums(slot, &sinks::backward(&s.out, &sinks.to_dtype(q.dtype())?, &d_o)?)?;
+            let sinks = sinks.to_dtype(q.dtype())?;
+            for (rows, part) in s.out.parts() {
+                let d_o = d_o.narrow(0, rows.start, rows.len())?;
+                sink.column_sums(slot, &sinks::backward(part, &sinks, &d_o)?)?;
+            }
         }
-        let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
-        drop((d_o, q, k, s.v, s.out, os));
+        let (how, out) = (self.causal(ctx), s.out);
+        let (dq, dk, dv) = match ctx.across {
+            Some(across) => across.backward([&q, &k, &s.v, &d_o], out, &how, rv)?,
+            None => {
+                let gradients = attention::backward(&q, &k, &s.v, out.whole()?, &d_o, &how, rv)?;
+                drop(out);
+                gradients
+            }
+        };
+        drop((d_o, q, k, s.v, os));
         let rq = if d_gate.is_some() { 0 } else { rq };
         let [dq, dk] = self.rotated_back(s.before_norm.as_ref(), [dq, dk], ctx, [rq, rk], sink)?;
         drop(s.before_norm);

@@ -33,7 +33,7 @@ pub struct Head {
 }
 
 /// Result of the head for a micro-batch.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Output {
     /// Per-target losses, one tensor per chunk, on the device (f32). Of a score head: the outputs `[n v]`, flattened.
     pub losses: Vec<Tensor>,
@@ -145,7 +145,13 @@ impl Head {
         batch: &Batch,
         backward: Option<(f64, &mut Objective<'_>, &Sink<'_>)>,
     ) -> Result<Output> {
-        let (ctx, index) = (batch.context.for_targets(batch.first_target), &batch.target_rows);
+        if batch.target_count == 0 {
+            // The objective is of all ranks with tokens of the micro-batch.
+            let Some((_, objective, _)) = backward else { return Ok(Output::default()) };
+            objective(&[])?;
+            return Ok(Output { dx: Some(x.zeros_like()?), ..Output::default() });
+        }
+        let (ctx, index) = (batch.for_targets(0..batch.target_count), &batch.target_rows);
         let hx = embed::forward(x, index)?;
         let normed = self.norm.forward(&hx)?;
         let (scores, saved) = x.role(Role::Logits, || self.linear.forward_wide(&normed, &ctx))?;
@@ -184,7 +190,7 @@ impl Head {
         let mut dx = backward.map(|_| Spread::new(x)).transpose()?;
         x.each(chunks(batch.target_count, rows), Range::len, |chunk| {
             let (from, rows) = (chunk.start, chunk.len());
-            let ctx = batch.context.for_targets(batch.first_target + from);
+            let ctx = batch.for_targets(chunk.clone());
             let index = batch.target_rows.narrow(0, from, rows)?;
             let targets = batch.targets.narrow(0, from, rows)?;
             let hx = embed::forward(x, &index)?;

@@ -1,7 +1,6 @@
 //! Gradient norm and clipping.
 
-use crate::params::Params;
-use crate::params::Unit;
+use crate::params::{Flat, Params};
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::sum_squares;
@@ -9,8 +8,8 @@ use ft_kernels::optimizer::sum_squares;
 /// Sum of squares of this rank's shard of all gradients. The shards are the same at every ZeRO stage, and
 /// their sum over ranks covers each gradient once.
 pub fn grad_squares(params: &Params) -> Result<f64> {
-    let mine = |u: &Unit| u.grads.as_ref().map(|g| g.of(u.part.clone()));
-    let grads: Vec<Tensor> = params.units.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
+    let mine = |u: &Flat| u.grads.as_ref().map(|g| g.of(u.part.clone()));
+    let grads: Vec<Tensor> = params.flats.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
     sum_squares(&grads)
 }
 

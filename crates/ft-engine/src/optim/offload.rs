@@ -25,7 +25,7 @@ pub const STAGED: usize = PIECE / 4;
 impl Update<'_> {
     /// Whether the states are on the host and the gradients on a device.
     fn crosses(&self) -> Result<bool> {
-        Ok(self.unit.master.values.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
+        Ok(self.flat.master.values.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
     }
 }
 
@@ -50,7 +50,7 @@ pub(super) fn step(
     }
     for p in &pieces {
         p.apply(&p.grads()?, None)?;
-        p.unit.refresh(p.range.clone())?;
+        p.flat.refresh(p.range.clone())?;
     }
     Ok(())
 }
@@ -74,8 +74,8 @@ impl Staged {
     fn step(&self, pieces: &[Update<'_>], longest: usize, pin: bool) -> Result<()> {
         use ft_kernels::cuda::staging::Staging;
         let Some(first) = pieces.first() else { return Ok(()) };
-        let compute = first.unit.compute.whole.real()?;
-        let host = first.unit.compute.held.values.device().is_cpu();
+        let compute = first.flat.compute.whole.real()?;
+        let host = first.flat.compute.held.values.device().is_cpu();
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let staging = match &mut *buffers {
             Some(s) => s,
@@ -93,7 +93,7 @@ impl Staged {
                 continue;
             }
             if host {
-                p.unit.refresh(p.range.clone())?;
+                p.flat.refresh(p.range.clone())?;
                 continue;
             }
             let values = p.master()?;
@@ -125,10 +125,10 @@ mod tests {
             part: Part::Weight,
             shape: shape.to_vec(),
             unit: i / 3,
+            expert: None,
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
             fused: None,
             matrix: true,
-            fused: None,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
         let p = Params::new(
@@ -173,7 +173,7 @@ mod tests {
                 }
                 let mut out = Vec::new();
                 for i in 0..SIZES.len() {
-                    let (slot, moments) = (&p.slots[i], p.unit(&p.slots[i])?.moments.as_ref());
+                    let (slot, moments) = (&p.slots[i], p.flat(&p.slots[i])?.moments.as_ref());
                     let of = |m: &Moments| m.of(slot.range());
                     let moments = match moments.map(of).transpose()? {
                         Some(Of::Wide(all)) => all.to_vec(),

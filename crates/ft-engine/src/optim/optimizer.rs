@@ -4,8 +4,8 @@ use super::offload::{self, PIECE, STAGED};
 use super::projected::GaLore;
 use super::update::Update;
 use crate::adapters::Part;
+use crate::params::Flat;
 use crate::params::Params;
-use crate::params::Unit;
 use crate::params::buffers::Held;
 use crate::ranks::{self, Comm};
 use candle_core::Result;
@@ -16,10 +16,10 @@ use std::sync::atomic::Ordering;
 /// Learning rate of an update as a function of the peak rate of a parameter group (see `Schedule::at`).
 pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
 
-/// Range of a unit's buffer with one learning rate and one weight decay.
+/// Range of a flat buffer with one learning rate and one weight decay.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct ParamGroup {
-    unit: usize,
+    flat: usize,
     start: usize,
     len: usize,
     /// Peak learning rate before `lr_scale`.
@@ -50,18 +50,18 @@ impl Optimizer {
     pub fn new(params: &Params, o: &ft_recipe::Optimizer) -> Self {
         let mut groups: Vec<ParamGroup> = Vec::new();
         let mut placed: Vec<_> = params.tensors.iter().zip(&params.slots).collect();
-        placed.sort_by_key(|(_, s)| (s.unit, s.offset));
+        placed.sort_by_key(|(_, s)| (s.flat, s.offset));
         for (t, s) in placed {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
             let peak = o.peak_lr(t.part.method());
             let factor = o.factor(t.lr_scale, t.part == Part::B);
             let end = s.offset + t.elements();
             match groups.last_mut() {
-                Some(l) if (l.unit, l.peak, l.lr_scale, l.decays) == (s.unit, peak, factor, decays) => {
+                Some(l) if (l.flat, l.peak, l.lr_scale, l.decays) == (s.flat, peak, factor, decays) => {
                     l.len = end - l.start;
                 }
                 _ => groups.push(ParamGroup {
-                    unit: s.unit,
+                    flat: s.flat,
                     start: s.offset,
                     len: t.elements(),
                     peak,
@@ -70,7 +70,7 @@ impl Optimizer {
                 }),
             }
         }
-        let on_cpu = params.units.iter().flatten().all(|u| u.compute.whole.device().is_cpu());
+        let on_cpu = params.flats.iter().flatten().all(|u| u.compute.whole.device().is_cpu());
         let piece = if on_cpu { PIECE } else { STAGED };
         let staged = offload::Staged::default();
         let galore = o.name.projects().then_some(GaLore { gap: o.galore_gap as u64, scale: o.galore_scale });
@@ -94,35 +94,35 @@ impl Optimizer {
         grad_scale: f64,
     ) -> ft_base::Result<()> {
         let mut mine = Vec::new();
-        for (number, unit) in params.units.iter().enumerate() {
-            let Some(unit) = unit else { continue };
-            let Some(grads) = &unit.grads else {
-                return Err(candle_core::Error::Msg(format!("unit {number} has no gradients")).into());
+        for (number, flat) in params.flats.iter().enumerate() {
+            let Some(flat) = flat else { continue };
+            let Some(grads) = &flat.grads else {
+                return Err(candle_core::Error::Msg(format!("unit {} has no gradients", flat.unit)).into());
             };
-            self.project((number, unit), params, grads, &At { t, lr, grad_scale })?;
-            mine.extend(self.updates((number, unit), grads, &At { t, lr, grad_scale })?);
+            self.project((number, flat), params, grads, &At { t, lr, grad_scale })?;
+            mine.extend(self.updates((number, flat), grads, &At { t, lr, grad_scale })?);
         }
         self.run(params, &mine)?;
-        for number in 0..params.units.len() {
+        for number in 0..params.flats.len() {
             gather(params, number, comm)?;
         }
         // The groups cover every trained value; padding between them stays zero. An update on the host leaves
         // the gradients unchanged.
-        let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        let mut grads = params.flats.iter().flatten().filter_map(|u| u.grads.as_ref());
         let zeroed = !params.offloaded
             && self.galore.is_none()
-            && params.shard.ranks == 1
+            && params.split.mesh.ranks() == 1
             && grads.all(|g| !g.values.device().is_cpu());
         params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Updates one unit like [`Optimizer::step`], with gradients from `grads`, which must cover the range
+    /// Updates one buffer like [`Optimizer::step`], with gradients from `grads`, which must cover the range
     /// that this rank updates.
     ///
     /// # Errors
     /// See [`Optimizer::step`].
-    pub fn step_unit(
+    pub fn step_flat(
         &self,
         params: &Params,
         comm: &dyn Comm,
@@ -130,27 +130,27 @@ impl Optimizer {
         grads: &Held,
         at: &At<'_>,
     ) -> ft_base::Result<()> {
-        if let Some(Some(unit)) = params.units.get(number) {
-            self.project((number, unit), params, grads, at)?;
-            self.run(params, &self.updates((number, unit), grads, at)?)?;
+        if let Some(Some(flat)) = params.flats.get(number) {
+            self.project((number, flat), params, grads, at)?;
+            self.run(params, &self.updates((number, flat), grads, at)?)?;
         }
         gather(params, number, comm)
     }
 
-    /// The updates of this rank's shard of a unit.
+    /// The updates of this rank's shard of a buffer.
     fn updates<'a>(
         &self,
-        (number, unit): (usize, &'a Unit),
+        (number, flat): (usize, &'a Flat),
         grads: &'a Held,
         at: &At<'_>,
     ) -> Result<Vec<Update<'a>>> {
-        let Some(moments) = &unit.moments else { candle_core::bail!("unit {number} has no moments") };
+        let Some(moments) = &flat.moments else { candle_core::bail!("unit {} has no moments", flat.unit) };
         let numbers = |s: &ParamGroup| self.numbers(s, at);
         let mut mine = Vec::new();
-        for s in self.groups.iter().filter(|s| s.unit == number) {
+        for s in self.groups.iter().filter(|s| s.flat == number) {
             let parts = moments.parts(&(s.start..s.start + s.len));
-            let parts = parts.iter().flat_map(|part| unit.by_kept(part));
-            mine.extend(parts.map(|range| Update { unit, grads, range, k: numbers(s) }));
+            let parts = parts.iter().flat_map(|part| flat.by_kept(part));
+            mine.extend(parts.map(|range| Update { flat, grads, range, k: numbers(s) }));
         }
         mine.retain(|u| !u.range.is_empty());
         Ok(mine)
@@ -169,22 +169,22 @@ impl Optimizer {
         }
     }
 
-    /// Updates the matrices of a unit with projected gradients.
+    /// Updates the matrices of a buffer with projected gradients.
     fn project(
         &self,
-        (number, unit): (usize, &Unit),
+        (number, flat): (usize, &Flat),
         params: &Params,
         grads: &Held,
         at: &At<'_>,
     ) -> Result<()> {
         let Some(galore) = &self.galore else { return Ok(()) };
-        for p in &unit.projected {
+        for p in &flat.projected {
             let start = params.slots[p.index].offset;
-            let of = |g: &&ParamGroup| g.unit == number && (g.start..g.start + g.len).contains(&start);
+            let of = |g: &&ParamGroup| g.flat == number && (g.start..g.start + g.len).contains(&start);
             let Some(group) = self.groups.iter().find(of) else {
                 candle_core::bail!("{} has no learning rate", params.tensors[p.index].name);
             };
-            galore.step(params, (unit, p), grads, &self.numbers(group, at))?;
+            galore.step(params, (flat, p), grads, &self.numbers(group, at))?;
         }
         Ok(())
     }
@@ -208,18 +208,19 @@ pub struct At<'a> {
     pub grad_scale: f64,
 }
 
-/// All-gathers the updated weights of a unit, if each rank updates a shard.
+/// All-gathers the updated weights of a buffer, if each rank updates a shard.
 fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()> {
-    let Some(Some(unit)) = params.units.get(number) else { return Ok(()) };
-    if params.shard.stage == 0 || params.shard.ranks == 1 || params.is_split() {
+    let Some(Some(flat)) = params.flats.get(number) else { return Ok(()) };
+    let shard = flat.shard;
+    if shard.stage == 0 || shard.ranks == 1 || shard.is_split() {
         return Ok(());
     }
-    let (at, parts) =
-        (ranks::At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
-    for all in unit.shared() {
+    let (at, parts) = (ranks::At::unit("the gathering of updated weights", flat.unit), shard.parts(flat.len));
+    let group = params.split.group(comm, flat.kind);
+    for all in flat.shared() {
         // a copy, because a peer may not read a buffer that is being written
-        let mine = all.narrow(0, unit.part.start, unit.part.len())?;
-        comm.all_gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?.wait()?;
+        let mine = all.narrow(0, flat.part.start, flat.part.len())?;
+        group.all_gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?.wait()?;
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 use crate::params::buffers::Held;
 use crate::params::buffers::moments::Of;
 use crate::params::buffers::projected::Projected;
-use crate::params::{Params, Unit};
+use crate::params::{Flat, Params};
 use candle_core::{DType, Device, Result};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::decompose::Matrix;
@@ -23,11 +23,11 @@ pub(super) struct GaLore {
 }
 
 impl GaLore {
-    /// Updates one matrix of a unit; `k` holds its learning rate and weight decay.
+    /// Updates one matrix; `k` holds its learning rate and weight decay.
     pub fn step(
         &self,
         params: &Params,
-        (unit, p): (&Unit, &Projected),
+        (flat, p): (&Flat, &Projected),
         grads: &Held,
         k: &AdamW,
     ) -> Result<()> {
@@ -47,18 +47,18 @@ impl GaLore {
             }
         }
         drop(low);
-        let keeps = unit.keeps(&slot.range());
+        let keeps = flat.keeps(&slot.range());
         // without master weights: a temporary f32 copy of this matrix
-        let master = unit.values(slot.range())?.to_dtype(DType::F32)?;
+        let master = flat.values(slot.range())?.to_dtype(DType::F32)?;
         p.add_back(&master.reshape(p.dims)?, &delta.reshape((rows, cols))?, self.scale)?;
         if k.weight_decay != 0.0 {
             let less = (&master * (1.0 - k.lr * k.weight_decay))?;
             master.slice_set(&less, 0, 0)?;
         }
         if keeps {
-            return unit.refresh(slot.range());
+            return flat.refresh(slot.range());
         }
-        round(&master, &unit.values(slot.range())?, unit.draws(k.t, slot.offset))
+        round(&master, &flat.values(slot.range())?, flat.draws(k.t, slot.offset))
     }
 }
 

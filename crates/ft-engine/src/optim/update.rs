@@ -1,6 +1,6 @@
-//! Update of a part of a unit.
+//! Update of a part of a flat buffer.
 
-use crate::params::Unit;
+use crate::params::Flat;
 use crate::params::buffers::Held;
 use crate::params::buffers::moments::Of;
 use candle_core::{DType, Result};
@@ -8,10 +8,10 @@ use ft_kernels::Tensor;
 use ft_kernels::optimizer::{AdamW, adamw, adamw_rounded, adamw8bit, adamw8bit_rounded};
 use std::ops::Range;
 
-/// Update of a range of a unit's buffers, within one parameter group.
+/// Update of a range of flat buffers, within one parameter group.
 #[derive(Clone)]
 pub(super) struct Update<'a> {
-    pub unit: &'a Unit,
+    pub flat: &'a Flat,
     pub grads: &'a Held,
     pub range: Range<usize>,
     /// Hyperparameters.
@@ -25,23 +25,23 @@ impl Update<'_> {
 
     /// Master weights of the range.
     pub fn master(&self) -> Result<Tensor> {
-        self.unit.master.of(self.range.clone())
+        self.flat.master.of(self.range.clone())
     }
 
     /// Compute buffer of the range.
     pub fn compute(&self) -> Result<Tensor> {
-        self.unit.compute.held.of(self.range.clone())
+        self.flat.compute.held.of(self.range.clone())
     }
 
     /// Whether the compute buffer is the only copy of these weights (no f32 master weights).
     pub fn is_rounded(&self) -> bool {
-        !self.unit.keeps(&self.range)
+        !self.flat.keeps(&self.range)
     }
 
     /// Updates states and weights from `grads` on the device of the states, and writes the new weights to
     /// `copy` as well. Weights without an f32 copy may be on another device.
     pub fn apply(&self, grads: &Tensor, copy: Option<&Tensor>) -> Result<()> {
-        let Some(moments) = &self.unit.moments else { candle_core::bail!("no moments to update") };
+        let Some(moments) = &self.flat.moments else { candle_core::bail!("no moments to update") };
         let moments = moments.of(self.range.clone())?;
         if self.is_rounded() {
             return self.apply_rounded(grads, moments);
@@ -55,7 +55,7 @@ impl Update<'_> {
 
     fn apply_rounded(&self, grads: &Tensor, moments: Of) -> Result<()> {
         let held = self.compute()?;
-        let draws = self.unit.draws(self.k.t, self.range.start);
+        let draws = self.flat.draws(self.k.t, self.range.start);
         // no copy if already on the same device
         let p: Tensor = held.real()?.to_device(grads.real()?.device())?.into();
         match moments {
@@ -72,7 +72,7 @@ impl Update<'_> {
     /// Applies the update with states and compute buffer on one device.
     pub fn on_device(&self) -> Result<()> {
         // for f32, master weights and compute buffer are the same
-        let copied = self.unit.compute.whole.dtype() != DType::F32 && !self.is_rounded();
+        let copied = self.flat.compute.whole.dtype() != DType::F32 && !self.is_rounded();
         let copy = copied.then(|| self.compute()).transpose()?;
         self.apply(&self.grads()?, copy.as_ref())
     }

@@ -3,12 +3,12 @@
 pub mod buffers;
 pub mod build;
 mod exported;
+mod flat;
 pub mod learning_rates;
 #[expect(clippy::module_inception, reason = "the type of the folder's name")]
 mod params;
-mod unit;
 
 pub use buffers::allocate::Allocate;
+pub use flat::Flat;
 pub use learning_rates::LearningRate;
 pub use params::Params;
-pub use unit::Unit;

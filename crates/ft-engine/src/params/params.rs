@@ -1,6 +1,6 @@
-//! Trained tensors in flat buffers, one set per unit of the walk.
+//! Trained tensors in flat buffers, one set per unit of the walk and group of ranks that hold copies.
 //!
-//! A unit (embedding, layer or head) stores all trained tensors end to end, so that reduction, norm,
+//! A unit (embedding, layer or head) stores all trained tensors of a kind end to end, so that reduction, norm,
 //! clipping and optimizer take one pass per unit. Layers use views of the `compute` buffer; a step updates
 //! it in place, without copies, unless master weights and moments are offloaded to the host
 //! (`memory.offload`). With ZeRO, a rank holds a range of every unit's buffer; with offloaded weights, the
@@ -8,12 +8,12 @@
 //! and released afterwards.
 
 use super::buffers::allocate::Allocate;
-use super::buffers::layout::{UnitLayout, layout, wide_units};
+use super::buffers::layout::{FlatLayout, layout};
 use super::buffers::moments::is_large;
 use super::buffers::projected::{Projected, Projection};
-use super::buffers::{Buffer, Shard, common};
-use super::unit::{Placement, Unit};
-use crate::adapters::Trained;
+use super::buffers::{Buffer, FlatKind, Split, common};
+use super::flat::{Flat, Placement};
+use crate::adapters::{Part, Trained};
 use crate::load::Initials;
 use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
@@ -34,8 +34,8 @@ pub struct Params {
     pub tensors: Vec<Trained>,
     /// Slot of each tensor.
     pub slots: Vec<Slot>,
-    /// Buffers by unit; `None` if nothing trains.
-    pub units: Vec<Option<Unit>>,
+    /// Flat buffers, first those of whole tensors by unit, then those of split experts; `None` if nothing trains.
+    pub flats: Vec<Option<Flat>>,
     /// Frozen weights by unit, if sharded or offloaded; otherwise empty.
     pub frozen: Vec<Vec<Buffer>>,
     /// Whether master weights and moments are on the host.
@@ -50,8 +50,8 @@ pub struct Params {
     pub projection: Projection,
     /// Whether units are updated during the backward pass.
     pub in_backward: bool,
-    /// Sharding and this rank's share.
-    pub shard: Shard,
+    /// Place of this rank on the mesh.
+    pub split: Split,
     /// LoRA initializations from the base, if any.
     pub initials: Option<Arc<Initials>>,
     /// Whether all gradients are zero already, left so by the last update.
@@ -68,26 +68,31 @@ impl Params {
         what: Allocate,
     ) -> Result<Self> {
         let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
-        let (slots, layouts) = layout(&tensors, units, projection);
-        let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
+        let kinds = what.split.kinds();
+        let place = |t: &Trained| {
+            let kind = what.split.kind(t);
+            kinds.iter().position(|k| *k == kind).unwrap_or(0) * units + t.unit
+        };
+        let (slots, layouts) = layout(&tensors, (units, kinds.len() * units), projection, place);
         let home = if what.offload { &Device::Cpu } else { device };
-        let unit = |(number, layout): (usize, UnitLayout)| {
+        let flat = |(number, layout): (usize, FlatLayout)| {
             if layout.len == 0 {
                 return Ok(None);
             }
-            let is_projected = |s: &&Slot| {
-                what.train && s.unit == number && projection.takes_tensor(&tensors[s.index], units)
-            };
-            let projected = slots.iter().filter(is_projected);
+            let own = || slots.iter().filter(move |s| s.flat == number);
+            let wide = own().any(|s| tensors[s.index].part == Part::Magnitude);
+            let is_projected = |s: &&Slot| what.train && projection.takes_tensor(&tensors[s.index], units);
+            let projected = own().filter(is_projected);
             let projected = projected.map(|s| Projected::new(s.index, (s.rows, s.cols), projection, home));
-            let place = Placement { number, wide: wide.contains(&number), dtype, device, home };
-            Unit::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
+            let of = (number % units, kinds[number / units]);
+            let place = Placement { of, number, wide, dtype, device, home };
+            Flat::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
         };
-        let buffers = layouts.into_iter().enumerate().map(unit).collect::<Result<_>>()?;
+        let flats = layouts.into_iter().enumerate().map(flat).collect::<Result<_>>()?;
         Ok(Self {
             tensors,
             slots,
-            units: buffers,
+            flats,
             frozen: vec![Vec::new(); units],
             offloaded: what.offload,
             weights_offloaded: what.offload_weights,
@@ -95,21 +100,27 @@ impl Params {
             eight_bit: what.eight_bit,
             projection,
             in_backward: what.in_backward,
-            shard: what.shard,
+            split: what.split,
             initials: None,
             zeroed: AtomicBool::new(false),
         })
     }
 
-    /// Buffers of a slot's unit.
+    /// Buffers of a slot.
     ///
     /// # Errors
-    /// A unit without trained tensors.
-    pub fn unit(&self, slot: &Slot) -> Result<&Unit> {
-        match self.units.get(slot.unit) {
-            Some(Some(u)) => Ok(u),
-            _ => candle_core::bail!("no buffers for unit {}", slot.unit),
+    /// A slot of no buffer.
+    pub fn flat(&self, slot: &Slot) -> Result<&Flat> {
+        match self.flats.get(slot.flat) {
+            Some(Some(f)) => Ok(f),
+            _ => candle_core::bail!("no buffers for {slot:?}"),
         }
+    }
+
+    /// Buffers of a unit, with their index.
+    pub fn of_unit(&self, unit: usize) -> impl Iterator<Item = (usize, &Flat)> {
+        let all = self.flats.iter().enumerate().filter_map(|(i, f)| Some((i, f.as_ref()?)));
+        all.filter(move |(_, f)| f.unit == unit)
     }
 
     /// Index of a trained tensor by name.
@@ -120,24 +131,24 @@ impl Params {
     /// View of the compute weights, in the shape used in files.
     pub fn view(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        slot.view(&self.unit(slot)?.compute.whole)?.reshape(self.tensors[index].shape.as_slice())
+        slot.view(&self.flat(slot)?.compute.whole)?.reshape(self.tensors[index].shape.as_slice())
     }
 
     /// As [`Params::view`], but in f32 if master weights are on the device.
     pub fn wide_view(&self, index: usize) -> Result<Tensor> {
         let (slot, shape) = (&self.slots[index], self.tensors[index].shape.as_slice());
-        let unit = self.unit(slot)?;
-        let here = unit.master.values.real()?.device().same_device(unit.compute.whole.real()?.device());
-        match &unit.wide {
+        let flat = self.flat(slot)?;
+        let here = flat.master.values.real()?.device().same_device(flat.compute.whole.real()?.device());
+        match &flat.wide {
             Some(wide) => slot.view(&wide.whole)?.reshape(shape),
-            None if here && !unit.compute.is_apart() => unit.master.whole(slot, shape),
+            None if here && !flat.compute.is_apart() => flat.master.whole(slot, shape),
             None => self.view(index),
         }
     }
 
     /// Whether compute weights are sharded (ZeRO stage 3).
     pub fn is_split(&self) -> bool {
-        self.shard.is_split()
+        self.split.shard(FlatKind::Whole).is_split()
     }
 
     /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
@@ -147,8 +158,7 @@ impl Params {
 
     /// Buffers to gather before a unit can compute.
     fn gathered(&self, unit: usize) -> impl Iterator<Item = &Buffer> {
-        let trained = self.units.get(unit).and_then(Option::as_ref);
-        let own = trained.into_iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
+        let own = self.of_unit(unit).flat_map(|(_, f)| std::iter::once(&f.compute).chain(&f.wide));
         self.frozen.get(unit).into_iter().flatten().chain(own).filter(|b| b.is_apart())
     }
 
@@ -159,7 +169,7 @@ impl Params {
     /// A lost rank; device errors.
     pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<Arrival>> {
         let at = At::unit("the gathering of weights", unit);
-        self.gathered(unit).map(|b| b.gather(at, self.shard, comm)).collect()
+        self.gathered(unit).map(|b| b.gather(at, &self.split, comm)).collect()
     }
 
     /// Frees the device memory of a unit's gathered weights. Held parts remain.
@@ -173,10 +183,10 @@ impl Params {
     /// Elements of a tensor to be set by this rank.
     ///
     /// # Errors
-    /// As [`Params::unit`].
+    /// As [`Params::flat`].
     pub fn mine(&self, index: usize) -> Result<Range<usize>> {
         let slot = &self.slots[index];
-        let here = common(&self.unit(slot)?.compute.held.at, &slot.range());
+        let here = common(&self.flat(slot)?.compute.held.at, &slot.range());
         Ok(if here.is_empty() { 0..0 } else { here.start - slot.offset..here.end - slot.offset })
     }
 
@@ -187,23 +197,23 @@ impl Params {
     /// A tensor only partly held by this rank.
     pub fn master(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        self.unit(slot)?.values(slot.range())?.reshape(self.tensors[index].shape.as_slice())
+        self.flat(slot)?.values(slot.range())?.reshape(self.tensors[index].shape.as_slice())
     }
 
     /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
-        let whole = |u: &Unit| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
-        self.units.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+        let whole = |u: &Flat| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
+        self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
     /// Dtype of a tensor's authoritative values: f32 with master weights.
     ///
     /// # Errors
-    /// As [`Params::unit`].
+    /// As [`Params::flat`].
     pub fn stored(&self, index: usize) -> Result<DType> {
         let slot = &self.slots[index];
-        let unit = self.unit(slot)?;
-        Ok(if unit.keeps(&slot.range()) { DType::F32 } else { unit.compute.whole.dtype() })
+        let flat = self.flat(slot)?;
+        Ok(if flat.keeps(&slot.range()) { DType::F32 } else { flat.compute.whole.dtype() })
     }
 
     /// View of a tensor's gradient.
@@ -212,13 +222,13 @@ impl Params {
     /// As [`Params::master`].
     pub fn grad(&self, index: usize) -> Result<Option<Tensor>> {
         let slot = &self.slots[index];
-        let grads = &self.unit(slot)?.grads;
+        let grads = &self.flat(slot)?.grads;
         grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
     }
 
     /// GaLore state of a tensor, if the gradient is projected.
     pub fn projected(&self, index: usize) -> Option<&Projected> {
-        self.unit(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
+        self.flat(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
     }
 
     /// Whether a tensor's moments are in 8 bits.
@@ -242,31 +252,31 @@ impl Params {
             return Ok(());
         }
         let slot = &self.slots[index];
-        let unit = self.unit(slot)?;
+        let flat = self.flat(slot)?;
         // Converted on the device of `value`, nearly always the host.
-        let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
-        unit.master.set(slot.offset + first, &flat)?;
-        let dtype = unit.compute.whole.dtype();
-        if !unit.is_master() {
-            unit.compute.held.set(slot.offset + first, &flat.to_dtype(dtype)?)?;
+        let values = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
+        flat.master.set(slot.offset + first, &values)?;
+        let dtype = flat.compute.whole.dtype();
+        if !flat.is_master() {
+            flat.compute.held.set(slot.offset + first, &values.to_dtype(dtype)?)?;
         }
         Ok(())
     }
 
     /// Device of a tensor's master weights; the best one to read values to.
     pub fn home(&self, index: usize) -> Result<&Device> {
-        Ok(self.unit(&self.slots[index])?.master.values.real()?.device())
+        Ok(self.flat(&self.slots[index])?.master.values.real()?.device())
     }
 
-    /// Gradient buffers by unit, for a [`crate::model::sink::Sink`].
+    /// Gradient buffers, for a [`crate::model::sink::Sink`].
     pub fn grads(&self) -> Vec<Option<Tensor>> {
-        let grads = |u: &Unit| u.grads.as_ref().map(|g| g.values.clone());
-        self.units.iter().map(|u| u.as_ref().and_then(grads)).collect()
+        let grads = |u: &Flat| u.grads.as_ref().map(|g| g.values.clone());
+        self.flats.iter().map(|u| u.as_ref().and_then(grads)).collect()
     }
 
-    /// Buffer length of every unit, in elements.
+    /// Length of every buffer, in elements.
     pub fn lens(&self) -> Vec<usize> {
-        self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
+        self.flats.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
     /// Zeroes all gradients, unless the last update left them zero.
@@ -274,13 +284,13 @@ impl Params {
         if self.zeroed.swap(false, Ordering::Relaxed) {
             return Ok(());
         }
-        self.units.iter().flatten().filter_map(|u| u.grads.as_ref()).try_for_each(|g| g.values.zero_set())
+        self.flats.iter().flatten().filter_map(|u| u.grads.as_ref()).try_for_each(|g| g.values.zero_set())
     }
 
     /// As [`Params::zero_grads`], but if the sink can overwrite leftovers of an earlier step, returns the
     /// slots to overwrite instead of zeroing them.
     pub fn new_sums(&self) -> Result<&[Slot]> {
-        let mut grads = self.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        let mut grads = self.flats.iter().flatten().filter_map(|u| u.grads.as_ref());
         if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
             return Ok(&self.slots);
         }

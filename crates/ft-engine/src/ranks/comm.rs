@@ -1,6 +1,7 @@
 //! Interface of the collectives.
 
 use super::callbacks::Callback;
+use super::mesh::Axis;
 use ft_base::Result;
 use ft_base::error::{ExitCode, Failure};
 use ft_kernels::Tensor;
@@ -9,6 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Name of a collective and the unit of the walk it belongs to, for error messages and consistency checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,30 +19,68 @@ pub struct At {
     pub what: &'static str,
     /// Unit of the walk, if the collective belongs to one.
     pub unit: Option<usize>,
+    /// Axis of the group; [`Axis::World`] for all ranks.
+    pub axis: Axis,
+    /// First and last member of the group, and the distance between members. Not set for all ranks.
+    ranks: (u32, u32, u32),
 }
 
 impl At {
     /// A collective over all units.
-    pub fn all(what: &'static str) -> Self {
-        Self { what, unit: None }
+    pub const fn all(what: &'static str) -> Self {
+        Self { what, unit: None, axis: Axis::World, ranks: (0, 0, 0) }
     }
 
     /// A collective of one unit.
-    pub fn unit(what: &'static str, unit: usize) -> Self {
-        Self { what, unit: Some(unit) }
+    pub const fn unit(what: &'static str, unit: usize) -> Self {
+        Self { unit: Some(unit), ..Self::all(what) }
+    }
+
+    /// The same collective among the members of a group, which are at equal distances.
+    pub(super) fn among(self, axis: Axis, members: &[usize]) -> Self {
+        let number = |n: Option<&usize>| n.map_or(0, |n| u32::try_from(*n).unwrap_or(u32::MAX));
+        let (first, last) = (number(members.first()), number(members.last()));
+        Self { axis, ranks: (first, last, number(members.get(1)).saturating_sub(first)), ..self }
     }
 }
 
+/// Formats as `the sum of gradients of unit 3 (expert replica group 0-6 by 2)`.
 impl fmt::Display for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.unit {
-            Some(unit) => write!(f, "{} of unit {unit}", self.what),
-            None => f.write_str(self.what),
+        f.write_str(self.what)?;
+        if let Some(unit) = self.unit {
+            write!(f, " of unit {unit}")?;
+        }
+        match (self.axis, self.ranks) {
+            (Axis::World, _) => Ok(()),
+            (axis, (first, last, 0 | 1)) => write!(f, " ({} {first}-{last})", axis.word()),
+            (axis, (first, last, step)) => write!(f, " ({} {first}-{last} by {step})", axis.word()),
         }
     }
 }
 
-/// One rank of a group.
+/// Bytes of tensors received from other ranks, by the axis of the group.
+#[derive(Debug, Default)]
+pub struct Received([AtomicU64; Axis::ALL.len()]);
+
+impl Received {
+    pub(super) fn count(&self, at: At, bytes: usize) {
+        self.0[at.axis as usize].fetch_add(bytes as u64, Relaxed);
+    }
+
+    /// Bytes of all groups.
+    pub fn total(&self) -> u64 {
+        self.0.iter().map(|n| n.load(Relaxed)).sum()
+    }
+
+    /// Bytes of the groups along an axis.
+    pub fn along(&self, axis: Axis) -> u64 {
+        self.0[axis as usize].load(Relaxed)
+    }
+}
+
+/// One rank of a group. The collectives of a few `members`, given in order, are called by these alone; two groups never
+/// wait for one another.
 pub trait Comm: Send + Sync {
     /// Index of this rank, from 0.
     fn rank(&self) -> usize;
@@ -48,12 +88,77 @@ pub trait Comm: Send + Sync {
     /// Number of ranks.
     fn world(&self) -> usize;
 
+    /// As [`Comm::all_gather_bytes`], among members.
+    ///
+    /// # Errors
+    /// A lost rank.
+    fn all_gather_bytes_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: &[u8],
+        timed: bool,
+    ) -> Result<Vec<Vec<u8>>>;
+
+    /// As [`Comm::reduce_scatter`], among members.
+    ///
+    /// # Errors
+    /// A lost rank; a tensor operation that fails.
+    fn reduce_scatter_among(
+        &self,
+        members: &[usize],
+        at: At,
+        part: Option<Tensor>,
+        range: Range<usize>,
+        to: &Tensor,
+    ) -> Result<Arrival>;
+
+    /// As [`Comm::all_gather`], among members; `ranges` are by member.
+    ///
+    /// # Errors
+    /// A lost rank; a tensor operation that fails.
+    fn all_gather_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: Tensor,
+        ranges: &[Range<usize>],
+        to: &Tensor,
+    ) -> Result<Arrival>;
+
+    /// As [`Comm::exchange`], among members; peers are ranks of this group.
+    ///
+    /// # Errors
+    /// A lost rank; a tensor operation that fails.
+    fn exchange_among(&self, members: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<Arrival>;
+
+    /// Bytes of tensors received from other ranks so far, counted as the minimum for each collective: a sum
+    /// receives one part of the range per peer.
+    fn received(&self) -> &Received;
+
+    /// Aborts the group because of an error on this rank.
+    fn fail(&self, e: &ft_base::Error);
+
+    /// Cause of the abort, if any.
+    fn lost(&self) -> Option<Error>;
+
+    /// Registers `f`, called on a separate thread when the group aborts, to release ranks
+    /// blocked outside of collectives.
+    fn when_lost(&self, f: Callback);
+
+    /// All ranks.
+    fn everyone(&self) -> Vec<usize> {
+        (0..self.world()).collect()
+    }
+
     /// All-gathers a few bytes; returns them in rank order. Without `timed` there is no timeout, for steps of
     /// unknown length such as disk access or loading a model.
     ///
     /// # Errors
     /// A lost rank.
-    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>>;
+    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
+        self.all_gather_bytes_among(&self.everyone(), at, mine, timed)
+    }
 
     /// Reduce-scatter: starts `to += part[range]` over the parts of all ranks, in rank order. `to` is f32
     /// and has the length of `range`; each rank chooses a range. Ranks without a part pass `None`.
@@ -67,28 +172,51 @@ pub trait Comm: Send + Sync {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<Arrival>;
+    ) -> Result<Arrival> {
+        self.reduce_scatter_among(&self.everyone(), at, part, range, to)
+    }
 
     /// All-gather: starts `to[ranges[r]] = mine` of rank `r`, for every `r`. `mine` must not be a view of
     /// `to`. Completes when the returned [`Arrival`] is waited on.
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
-    fn all_gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> Result<Arrival>;
+    fn all_gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> Result<Arrival> {
+        self.all_gather_among(&self.everyone(), at, mine, ranges, to)
+    }
 
-    /// Bytes of tensors received from other ranks so far, counted as the minimum for each collective: a sum
-    /// receives one part of the range per peer.
-    fn received(&self) -> u64;
+    /// Pairwise exchange: starts to send each tensor of `out` to its peer, and to fill each tensor of `into` from its
+    /// peer. Every rank calls it, with or without pieces. The pieces of an ordered pair of ranks have equal lengths and
+    /// dtypes on both sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out`
+    /// must not change, and those of `into` not be read, before the returned [`Arrival`] has been waited on.
+    ///
+    /// # Errors
+    /// A lost rank; a tensor operation that fails.
+    fn exchange(&self, at: At, out: &[Piece], into: &[Piece]) -> Result<Arrival> {
+        self.exchange_among(&self.everyone(), at, out, into)
+    }
+}
 
-    /// Aborts the group because of an error on this rank.
-    fn fail(&self, e: &ft_base::Error);
+/// A peer and a tensor to send or to fill.
+pub type Piece = (usize, Tensor);
 
-    /// Cause of the abort, if any.
-    fn lost(&self) -> Option<Error>;
+/// What a rank says before a sum: whether it gives a part, and its range.
+pub(super) struct Said {
+    pub(super) gives: bool,
+    pub(super) range: Range<usize>,
+}
 
-    /// Registers `f`, called on a separate thread when the group aborts, to release ranks
-    /// blocked outside of collectives.
-    fn when_lost(&self, f: Callback);
+impl Said {
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        let words = [u64::from(self.gives), self.range.start as u64, self.range.end as u64];
+        words.map(u64::to_ne_bytes).concat()
+    }
+
+    pub(super) fn of(bytes: &[u8]) -> Self {
+        let mut words = bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b) as usize);
+        let mut next = || words.next().unwrap_or(0);
+        Self { gives: next() != 0, range: next()..next() }
+    }
 }
 
 /// Collectives on serializable objects, sent as JSON.

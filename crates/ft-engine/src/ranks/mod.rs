@@ -2,13 +2,15 @@
 //!
 //! Every rank runs the same collectives in the same order. If a rank fails, panics or times out, all other
 //! ranks return an error with the number of the lost rank. A group of one rank is a valid group;
-//! collectives return at once.
+//! collectives return at once. A [`Group`] along an axis of the [`Mesh`] has collectives of its own, and two groups
+//! never wait for one another.
 //!
 //! Sums are taken in rank order and give the same bits for every way of sharding.
 
 mod callbacks;
 mod comm;
 mod device;
+mod group;
 mod mesh;
 #[cfg(feature = "cuda")]
 mod nccl;
@@ -16,8 +18,9 @@ pub mod processes;
 mod sum;
 mod threads;
 
-pub use comm::{At, Comm, Error};
+pub use comm::{At, Comm, Error, Piece, Received};
 pub use device::on_device;
-pub use mesh::Mesh;
+pub use group::Group;
+pub use mesh::{Axis, Mesh, Place};
 pub use processes::ROUND;
 pub use threads::{Threads, alone, group};

@@ -6,7 +6,7 @@
 //! in a CUDA kernel, so results have the same bits at every ZeRO stage.
 
 use super::callbacks::Callback;
-use super::comm::{At, Comm, Error};
+use super::comm::{At, Comm, Error, Piece, Received, Said};
 use candle_core::Device;
 use ft_base::Result;
 use ft_base::error::{ExitCode, Failure};
@@ -17,15 +17,15 @@ use ft_kernels::sum::Parts;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// Interval between checks of pending NCCL operations.
 const CHECK: Duration = Duration::from_millis(100);
 /// Time to wait for the host group to name a lost rank before reporting an NCCL error.
 const NAMING: Duration = Duration::from_secs(1);
-const MEETING: At = At { what: "the meeting of NCCL", unit: None };
-const END: At = At { what: "the end of NCCL", unit: None };
+const MEETING: At = At::all("the meeting of NCCL");
+const END: At = At::all("the end of NCCL");
 
 /// An error of NCCL.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +42,6 @@ impl Failure for NcclError {
 struct Nccl<'a> {
     host: &'a dyn Comm,
     link: Link,
-    received: AtomicU64,
 }
 
 /// Implements [`super::on_device`] for CUDA.
@@ -60,7 +59,7 @@ pub fn with<R>(
         let aborting = Arc::clone(&handle);
         host.when_lost(Box::new(move || aborting.abort()));
         look(handle, Arc::clone(&over), timeout)?;
-        let all = Nccl { host, link, received: AtomicU64::new(0) };
+        let all = Nccl { host, link };
         let outcome = f(&all).and_then(|out| all.end().map(|()| out));
         over.store(true, Relaxed);
         outcome.map_err(|e| all.explain(e))
@@ -122,8 +121,9 @@ impl Nccl<'_> {
         if e.of::<Error>().is_some() { e } else { self.check().err().unwrap_or(e) }
     }
 
-    fn count(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Relaxed);
+    /// Members other than this rank, with their index.
+    fn others(&self, members: &[usize]) -> Vec<(usize, usize)> {
+        members.iter().copied().enumerate().filter(|(_, r)| *r != self.rank()).collect()
     }
 
     /// Maps the error of a started NCCL operation.
@@ -141,33 +141,42 @@ impl Comm for Nccl<'_> {
         self.host.world()
     }
 
-    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: &[u8],
+        timed: bool,
+    ) -> Result<Vec<Vec<u8>>> {
         self.check()?;
-        self.host.all_gather_bytes(at, mine, timed)
+        self.host.all_gather_bytes_among(members, at, mine, timed)
     }
 
-    fn reduce_scatter(
+    fn reduce_scatter_among(
         &self,
+        members: &[usize],
         at: At,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<Arrival> {
         if to.real()?.device().is_cpu() {
-            return self.host.reduce_scatter(at, part, range, to);
+            return self.host.reduce_scatter_among(members, at, part, range, to);
         }
-        let (rank, world) = (self.rank(), self.world());
-        let said = (self as &dyn Comm).all_gather_object(at, &(part.is_some(), range.clone()))?;
-        let range_of = |r: usize| said[r].1.clone();
-        self.count(size_of::<f32>() * range.len() * (world - 1));
+        let others = self.others(members);
+        let said = Said { gives: part.is_some(), range: range.clone() };
+        let said = self.all_gather_bytes_among(members, at, &said.bytes(), true)?;
+        let said: Vec<Said> = said.iter().map(|bytes| Said::of(bytes)).collect();
+        self.received().count(at, size_of::<f32>() * range.len() * others.len());
         let (n, mut out, mut into) = (range.len(), Vec::new(), Vec::new());
-        let others = || (0..world).filter(|r| *r != rank);
         if let Some(part) = &part {
-            for r in others().filter(|r| !range_of(*r).is_empty()) {
-                out.push((r, part.narrow(0, range_of(r).start, range_of(r).len())?.real()?.clone()));
+            for (member, r) in others.iter().filter(|(m, _)| !said[*m].range.is_empty()) {
+                let theirs = &said[*member].range;
+                out.push((*r, part.narrow(0, theirs.start, theirs.len())?.real()?.clone()));
             }
         }
-        let givers: Vec<usize> = others().filter(|r| n > 0 && said[*r].0).collect();
+        let givers: Vec<usize> =
+            others.iter().filter(|(m, _)| n > 0 && said[*m].gives).map(|(_, r)| *r).collect();
         let came = match givers.len() {
             0 => None,
             k => Some((Tensor::Real(nccl::room(to.real()?.device(), k * n)?), k)),
@@ -179,7 +188,7 @@ impl Comm for Nccl<'_> {
         }
         let own = match &part {
             Some(part) if n > 0 => {
-                let before = givers.iter().filter(|r| **r < rank).count();
+                let before = givers.iter().filter(|r| **r < self.rank()).count();
                 Some((part.narrow(0, range.start, n)?, before))
             }
             _ => None,
@@ -193,23 +202,31 @@ impl Comm for Nccl<'_> {
         Ok(Arrival::of(flight, part.into_iter().collect(), None, Some((parts, to.clone()))))
     }
 
-    fn all_gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> Result<Arrival> {
+    fn all_gather_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: Tensor,
+        ranges: &[Range<usize>],
+        to: &Tensor,
+    ) -> Result<Arrival> {
         let all = to.real()?;
         if all.device().is_cpu() {
-            return self.host.all_gather(at, mine, ranges, to);
+            return self.host.all_gather_among(members, at, mine, ranges, to);
         }
-        self.all_gather_bytes(at, &[], true)?;
-        let (rank, size) = (self.rank(), all.dtype().size_in_bytes());
-        let part = |r: usize| -> candle_core::Result<Option<Real>> {
-            let range = ranges.get(r).filter(|range| !range.is_empty());
+        self.all_gather_bytes_among(members, at, &[], true)?;
+        let (others, size) = (self.others(members), all.dtype().size_in_bytes());
+        let part = |member: usize| -> candle_core::Result<Option<Real>> {
+            let range = ranges.get(member).filter(|range| !range.is_empty());
             range.map(|range| all.narrow(0, range.start, range.len())).transpose()
         };
         // Copy this rank's part into place first, also from host memory.
-        let own = part(rank)?;
+        let me = members.iter().position(|r| *r == self.rank());
+        let own = me.map(part).transpose()?.flatten();
         let crossed = own.as_ref().map(|own| crossing::send(mine.real()?, own)).transpose()?;
         let after = crossed.as_ref().and_then(Arrival::event);
-        let comes = ranges.iter().enumerate().filter(|(r, _)| *r != rank).map(|(_, range)| range.len());
-        self.count(size * comes.sum::<usize>());
+        let comes = others.iter().filter_map(|(m, _)| ranges.get(*m)).map(Range::len);
+        self.received().count(at, size * comes.sum::<usize>());
         let n = ranges.first().map_or(0, Range::len);
         let even = n > 0 && ranges.iter().enumerate().all(|(r, range)| *range == (n * r..n * (r + 1)));
         let what = at.to_string();
@@ -217,9 +234,9 @@ impl Comm for Nccl<'_> {
             (Some(own), true) => self.link.all_gather(&what, own, all, after),
             _ => {
                 let (mut out, mut into) = (Vec::new(), Vec::new());
-                for r in (0..self.world()).filter(|r| *r != rank) {
+                for (member, r) in others {
                     out.extend(own.clone().map(|own| (r, own)));
-                    into.extend(part(r)?.map(|part| (r, part)));
+                    into.extend(part(member)?.map(|part| (r, part)));
                 }
                 if out.is_empty() && into.is_empty() {
                     return Ok(Arrival::over());
@@ -231,8 +248,26 @@ impl Comm for Nccl<'_> {
         Ok(Arrival::of(flight, vec![mine, to.clone()], crossed, None))
     }
 
-    fn received(&self) -> u64 {
-        self.host.received() + self.received.load(Relaxed)
+    fn exchange_among(&self, members: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<Arrival> {
+        let (mut from, mut to) = (Vec::new(), Vec::new());
+        for (all, real) in [(out, &mut from), (into, &mut to)] {
+            for (r, t) in all.iter().filter(|(_, t)| t.elem_count() > 0) {
+                real.push((*r, t.real()?.clone()));
+            }
+        }
+        self.all_gather_bytes_among(members, at, &[], true)?;
+        if from.is_empty() && to.is_empty() {
+            return Ok(Arrival::over());
+        }
+        let comes = to.iter().map(|(_, t)| t.dtype().size_in_bytes() * t.elem_count());
+        self.received().count(at, comes.sum());
+        let flight = self.begun(self.link.exchange(&at.to_string(), &pieces(&from), &pieces(&to), None))?;
+        let retained = out.iter().chain(into).map(|(_, t)| t.clone()).collect();
+        Ok(Arrival::of(flight, retained, None, None))
+    }
+
+    fn received(&self) -> &Received {
+        self.host.received()
     }
 
     fn fail(&self, e: &ft_base::Error) {

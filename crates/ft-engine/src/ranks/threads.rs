@@ -1,40 +1,38 @@
 //! Ranks as threads of one process; tensors are shared, not copied.
 //!
 //! Each rank runs on a dedicated thread, never on the compute pool, so a rank blocked in a collective does
-//! not stall computation.
+//! not stall computation. There is a mailbox for each ordered pair of ranks; a collective waits for its members alone.
 
 use super::callbacks::{Callback, call_all};
-use super::comm::{At, Comm, Error};
+use super::comm::{At, Comm, Error, Piece, Received};
 use super::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
 use ft_kernels::Tensor;
 use ft_kernels::cpu::{in_place, view};
 use ft_kernels::crossing::Arrival;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Placeholder before the first collective.
-const START: At = At { what: "none yet", unit: None };
+const START: At = At::all("none yet");
 
-/// Contribution of a rank to a collective.
-enum Contribution {
+/// What a rank gives to another.
+#[derive(Clone)]
+enum Given {
     Bytes(Vec<u8>),
     Tensor(Option<Tensor>),
 }
 
 struct State {
-    /// Contributions to the current collective, by rank.
-    contributions: Vec<Option<Contribution>>,
+    /// What was given and not yet taken, by ordered pair of ranks: from, then to.
+    boxes: Vec<VecDeque<(At, Given)>>,
     /// Current or last collective, by rank.
     at: Vec<At>,
-    /// Number of completed collectives.
-    over: u64,
-    /// Contributions to the last completed collective, until every rank has read them.
-    last: Option<Arc<Vec<Contribution>>>,
-    taken: usize,
+    /// Ranks that a rank waits for.
+    waits: Vec<Vec<usize>>,
     failed: Option<Error>,
     /// Callbacks for an abort of the group.
     when_lost: Vec<Callback>,
@@ -52,7 +50,7 @@ struct Group {
 pub struct Threads {
     group: Arc<Group>,
     rank: usize,
-    received: AtomicU64,
+    received: Received,
 }
 
 /// Creates a group of `world` ranks, one per thread. A collective fails after `timeout`.
@@ -69,11 +67,9 @@ pub fn alone() -> Threads {
 impl Group {
     fn new(world: usize, timeout: Duration) -> Self {
         let state = State {
-            contributions: (0..world).map(|_| None).collect(),
+            boxes: (0..world * world).map(|_| VecDeque::new()).collect(),
             at: vec![START; world],
-            over: 0,
-            last: None,
-            taken: 0,
+            waits: vec![Vec::new(); world],
             failed: None,
             when_lost: Vec::new(),
         };
@@ -101,39 +97,36 @@ impl Group {
 
 impl Threads {
     fn new(group: &Arc<Group>, rank: usize) -> Self {
-        Self { group: Arc::clone(group), rank, received: AtomicU64::new(0) }
+        Self { group: Arc::clone(group), rank, received: Received::default() }
     }
 
-    /// Contributes `mine`, waits for all ranks and returns all contributions.
-    fn exchange(
-        &self,
-        at: At,
-        mine: Contribution,
-        timeout: Option<Duration>,
-    ) -> Result<Arc<Vec<Contribution>>, Error> {
+    /// Puts something into the box of each peer. Never waits.
+    fn give(&self, at: At, all: impl IntoIterator<Item = (usize, Given)>) -> Result<(), Error> {
         let g = &*self.group;
         let mut s = g.lock();
         if let Some(e) = &s.failed {
             return Err(e.clone());
         }
         s.at[self.rank] = at;
-        s.contributions[self.rank] = Some(mine);
-        let round = s.over;
-        if s.contributions.iter().all(Option::is_some) {
-            if let Some(other) = s.at.iter().position(|a| *a != at) {
-                let why =
-                    format!("it is in another collective than rank {}, in {at}: a bug in ft", self.rank);
-                let e = g.error(other, s.at[other], why, ExitCode::Internal);
-                return Err(g.fail(&mut s, e));
-            }
-            let all: Vec<Contribution> = s.contributions.iter_mut().filter_map(Option::take).collect();
-            s.last = Some(Arc::new(all));
-            s.taken = 0;
-            s.over += 1;
-            g.wake.notify_all();
+        for (to, given) in all {
+            s.boxes[self.rank * g.world + to].push_back((at, given));
         }
+        g.wake.notify_all();
+        Ok(())
+    }
+
+    /// Waits for something from each of `from`, in this order.
+    fn take(&self, at: At, from: &[usize], timeout: Option<Duration>) -> Result<Vec<Given>, Error> {
+        let g = &*self.group;
         let end = timeout.and_then(|t| Instant::now().checked_add(t));
-        while s.over == round {
+        let mut s = g.lock();
+        s.waits[self.rank] = from.to_vec();
+        loop {
+            let missing = s.missing(self.rank, g.world);
+            // What all have given is taken even if one of them has failed since.
+            if missing.is_none() {
+                break;
+            }
             if let Some(e) = &s.failed {
                 return Err(e.clone());
             }
@@ -148,22 +141,30 @@ impl Threads {
                 }
             };
         }
-        let Some(all) = s.last.clone() else {
-            let e =
-                g.error(self.rank, at, "a collective gave nothing: a bug in ft".into(), ExitCode::Internal);
-            return Err(g.fail(&mut s, e));
-        };
-        s.taken += 1;
-        if s.taken == g.world {
-            s.last = None;
+        s.waits[self.rank].clear();
+        let mut all = Vec::with_capacity(from.len());
+        for other in from {
+            let Some((theirs, given)) = s.boxes[other * g.world + self.rank].pop_front() else { continue };
+            if theirs != at {
+                let why =
+                    format!("it is in another collective than rank {}, in {at}: a bug in ft", self.rank);
+                let e = g.error(*other, theirs, why, ExitCode::Internal);
+                return Err(g.fail(&mut s, e));
+            }
+            all.push(given);
         }
         Ok(all)
     }
 
-    /// Aborts the group; blames the first rank not yet in the collective.
+    /// Aborts the group; blames the first rank not yet in the collective, or the one that this one waits for.
     fn hung(&self, s: &mut State, at: At) -> Error {
         let g = &*self.group;
-        let late = s.contributions.iter().position(Option::is_none).unwrap_or(self.rank);
+        let (mut late, mut at) = (s.missing(self.rank, g.world).unwrap_or(self.rank), at);
+        for _ in 0..g.world {
+            if let Some(next) = s.missing(late, g.world) {
+                (late, at) = (next, s.at[late]);
+            }
+        }
         let why = format!(
             "it has not come to {at} within {} s\n  hint: parallel.timeout gives it longer",
             g.timeout.as_secs_f64()
@@ -172,31 +173,52 @@ impl Threads {
         g.fail(s, e)
     }
 
-    /// Contributes a tensor and runs `f` on the contributions of all ranks. On return every peer has
+    /// Gives `mine` to the other members and waits for theirs; returns all by member.
+    fn meet(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: Given,
+        timeout: Option<Duration>,
+    ) -> Result<Vec<Given>, Error> {
+        let others: Vec<usize> = members.iter().copied().filter(|r| *r != self.rank).collect();
+        self.give(at, others.iter().map(|r| (*r, mine.clone())))?;
+        let mut all = self.take(at, &others, timeout)?;
+        let me = members.iter().position(|r| *r == self.rank).unwrap_or(all.len());
+        all.insert(me.min(all.len()), mine);
+        Ok(all)
+    }
+
+    /// Contributes a tensor and runs `f` on the tensors of all members. On return every member has
     /// released `mine`.
     fn with_tensors(
         &self,
-        at: At,
+        (members, at): (&[usize], At),
         mine: Option<Tensor>,
-        f: impl FnOnce(&[Contribution]) -> Result<()>,
+        f: impl FnOnce(&[Given]) -> Result<()>,
     ) -> Result<()> {
         let timeout = Some(self.group.timeout);
-        let all = self.exchange(at, Contribution::Tensor(mine.clone()), timeout)?;
+        let all = self.meet(members, at, Given::Tensor(mine.clone()), timeout)?;
         f(&all)?;
         drop(all);
-        self.exchange(at, Contribution::Bytes(Vec::new()), timeout)?;
+        self.meet(members, at, Given::Bytes(Vec::new()), timeout)?;
+        // Freed by the thread that has allocated it: memory is counted by rank.
+        drop(mine);
         Ok(())
-    }
-
-    fn count(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Relaxed);
     }
 }
 
-/// The contributed tensors with their ranks.
-fn tensors(all: &[Contribution]) -> impl Iterator<Item = (usize, &Tensor)> {
+impl State {
+    /// The first of the ranks that `rank` waits for which has given it nothing.
+    fn missing(&self, rank: usize, world: usize) -> Option<usize> {
+        self.waits[rank].iter().copied().find(|other| self.boxes[other * world + rank].is_empty())
+    }
+}
+
+/// The contributed tensors with their members.
+fn tensors(all: &[Given]) -> impl Iterator<Item = (usize, &Tensor)> {
     all.iter().enumerate().filter_map(|(r, g)| match g {
-        Contribution::Tensor(Some(t)) => Some((r, t)),
+        Given::Tensor(Some(t)) => Some((r, t)),
         _ => None,
     })
 }
@@ -210,26 +232,33 @@ impl Comm for Threads {
         self.group.world
     }
 
-    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
+    fn all_gather_bytes_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: &[u8],
+        timed: bool,
+    ) -> Result<Vec<Vec<u8>>> {
         let timeout = timed.then_some(self.group.timeout);
-        let all = self.exchange(at, Contribution::Bytes(mine.to_vec()), timeout)?;
-        let bytes = |c: &Contribution| if let Contribution::Bytes(b) = c { b.clone() } else { Vec::new() };
-        Ok(all.iter().map(bytes).collect())
+        let all = self.meet(members, at, Given::Bytes(mine.to_vec()), timeout)?;
+        let bytes = |c: Given| if let Given::Bytes(b) = c { b } else { Vec::new() };
+        Ok(all.into_iter().map(bytes).collect())
     }
 
-    fn reduce_scatter(
+    fn reduce_scatter_among(
         &self,
+        members: &[usize],
         at: At,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<Arrival> {
-        self.with_tensors(at, part, |all| {
+        self.with_tensors((members, at), part, |all| {
             if range.is_empty() {
                 return Ok(());
             }
             let size = size_of::<f32>() * range.len();
-            self.count(size * (self.group.world - 1));
+            self.received.count(at, size * (members.len() - 1));
             for (_, part) in tensors(all) {
                 let part = part.narrow(0, range.start, range.len())?;
                 let x = view::<f32>(&part)?;
@@ -243,13 +272,20 @@ impl Comm for Threads {
         Ok(Arrival::over())
     }
 
-    fn all_gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> Result<Arrival> {
-        self.with_tensors(at, Some(mine), |all| {
-            for (rank, part) in tensors(all) {
-                let Some(range) = ranges.get(rank).filter(|r| !r.is_empty()) else { continue };
+    fn all_gather_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: Tensor,
+        ranges: &[Range<usize>],
+        to: &Tensor,
+    ) -> Result<Arrival> {
+        self.with_tensors((members, at), Some(mine), |all| {
+            for (member, part) in tensors(all) {
+                let Some(range) = ranges.get(member).filter(|r| !r.is_empty()) else { continue };
                 to.slice_set(part, 0, range.start)?;
-                if rank != self.rank {
-                    self.count(part.dtype().size_in_bytes() * range.len());
+                if members[member] != self.rank {
+                    self.received.count(at, part.dtype().size_in_bytes() * range.len());
                 }
             }
             Ok(())
@@ -257,8 +293,25 @@ impl Comm for Threads {
         Ok(Arrival::over())
     }
 
-    fn received(&self) -> u64 {
-        self.received.load(Relaxed)
+    fn exchange_among(&self, _: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<Arrival> {
+        let timeout = Some(self.group.timeout);
+        self.give(at, out.iter().map(|(to, t)| (*to, Given::Tensor(Some(t.clone())))))?;
+        for (from, to) in into {
+            let given = self.take(at, &[*from], timeout)?;
+            for (_, t) in tensors(&given) {
+                to.slice_set(t, 0, 0)?;
+                self.received.count(at, t.dtype().size_in_bytes() * t.elem_count());
+            }
+        }
+        // No rank goes on before its tensors have been copied.
+        let peers = |all: &[Piece]| all.iter().map(|(peer, _)| *peer).collect::<BTreeSet<usize>>();
+        self.give(at, peers(into).into_iter().map(|from| (from, Given::Bytes(Vec::new()))))?;
+        self.take(at, &peers(out).into_iter().collect::<Vec<_>>(), timeout)?;
+        Ok(Arrival::over())
+    }
+
+    fn received(&self) -> &Received {
+        &self.received
     }
 
     fn fail(&self, e: &ft_base::Error) {
@@ -297,6 +350,7 @@ impl Drop for Threads {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ranks::{Axis, Group, Mesh};
     use candle_core::{DType, Device};
     use ft_kernels::check::{randn, values};
 
@@ -310,7 +364,7 @@ mod tests {
     }
 
     const LONG: Duration = Duration::from_secs(100);
-    const SUM: At = At { what: "a test", unit: Some(3) };
+    const SUM: At = At::unit("a test", 3);
 
     #[test]
     fn sums_are_in_rank_order_and_parts_come_where_they_belong() -> Result<()> {
@@ -400,6 +454,70 @@ mod tests {
 
     fn none() -> Tensor {
         Tensor::zeros(0, DType::F32, &Device::Cpu).expect("a tensor")
+    }
+
+    /// Two groups under load: each takes its own steps, and neither waits for the other. Rank 3 alone ends only when
+    /// the other group has finished.
+    #[test]
+    fn two_groups_never_wait_for_one_another() {
+        let mesh = Mesh { data: 2, context: 2, ..Mesh::ONE };
+        let over = std::sync::Barrier::new(2);
+        let sums = each(4, LONG, |c| {
+            let own = Group::new(&c, &mesh, Axis::Context);
+            if c.rank() == 3 {
+                over.wait();
+            }
+            let mut sum = 0;
+            for turn in 0..1000_usize {
+                let all = own.all_gather_bytes(SUM, &[(c.rank() + turn) as u8], true).expect("all are there");
+                sum += all.iter().map(|b| usize::from(b[0])).sum::<usize>();
+            }
+            if c.rank() == 0 {
+                over.wait();
+            }
+            c.all_gather_bytes(SUM, &[], true).expect("all are there");
+            sum
+        });
+        assert_eq!((sums[0], sums[2]), (sums[1], sums[3]));
+    }
+
+    /// Every rank sends each of two peers a tensor of its own length; tensors of several ranks come in order.
+    #[test]
+    fn pieces_come_where_they_belong() -> Result<()> {
+        let sent = |from: usize, to: usize| randn((7 * from + to) as u64, 5 + from + 2 * to, DType::F32);
+        let got = each(3, LONG, |c| -> Result<bool> {
+            let (me, mut whole) = (c.rank(), true);
+            for _ in 0..3 {
+                let others = || (0..3).filter(|r| *r != me && (me, *r) != (1, 2) && (*r, me) != (1, 2));
+                let out = others().map(|r| Ok((r, sent(me, r)?))).collect::<Result<Vec<_>>>()?;
+                let place = |r: usize| Tensor::zeros(sent(r, me)?.elem_count(), DType::F32, &Device::Cpu);
+                let into = others().map(|r| Ok((r, place(r)?))).collect::<Result<Vec<_>>>()?;
+                c.exchange(At::all("pieces"), &out, &into)?.wait()?;
+                for (r, t) in &into {
+                    whole &= values(t) == values(&sent(*r, me)?);
+                }
+                let bytes: usize = into.iter().map(|(_, t)| 4 * t.elem_count()).sum();
+                whole &= c.received().along(Axis::World) as usize % bytes == 0;
+            }
+            c.all_gather_bytes(SUM, &[], true)?;
+            Ok(whole)
+        });
+        assert!(got.into_iter().collect::<Result<Vec<_>>>()?.into_iter().all(|whole| whole));
+        Ok(())
+    }
+
+    /// The rank that all wait for is named, not one that waits itself.
+    #[test]
+    fn the_last_of_a_chain_is_named() {
+        let all = group(3, LONG);
+        let mut s = all[0].group.lock();
+        (s.waits[0], s.waits[1], s.at[1]) = (vec![1], vec![2], At::all("the next"));
+        let e = all[0].hung(&mut s, SUM);
+        assert_eq!(
+            (e.rank, e.hangs, e.why.contains("it has not come to the next within")),
+            (2, true, true),
+            "{e}"
+        );
     }
 
     #[test]

@@ -1,6 +1,10 @@
 //! Routing decisions of a micro-batch, router losses and expert load.
 
+use crate::model::across::Across;
+#[cfg(test)]
+use crate::model::across::Fault;
 use crate::model::feed_forward;
+use crate::ranks::At;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::route::{self, Balance};
@@ -26,6 +30,15 @@ impl RouterLosses {
 pub struct Routing {
     tokens: usize,
     layers: Vec<RouterOutput>,
+    whole: Option<Whole>,
+}
+
+/// Routing of a micro-batch on all ranks of a context group.
+#[derive(Clone, Debug)]
+struct Whole {
+    tokens: usize,
+    /// Token-expert pairs by expert, by sparse layer.
+    counts: Vec<Vec<u64>>,
 }
 
 #[derive(Debug)]
@@ -49,6 +62,7 @@ enum RouterSums {
 pub struct HostRouting {
     tokens: usize,
     layers: Vec<Layer>,
+    whole: Option<Whole>,
 }
 
 #[derive(Clone, Debug)]
@@ -117,7 +131,35 @@ impl Routing {
             };
             Ok(Layer { layer: l.layer, counts, sums })
         };
-        Ok(HostRouting { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
+        let layers = self.layers.iter().map(one).collect::<Result<_>>()?;
+        Ok(HostRouting { tokens: self.tokens, layers, whole: self.whole.clone() })
+    }
+
+    /// Adds up the decisions of a context group, which the load-balancing loss is made of. Collective.
+    ///
+    /// # Errors
+    /// A lost rank; errors of the device.
+    pub fn share(&mut self, across: &Across<'_>, losses: RouterLosses) -> ft_base::Result<()> {
+        if !losses.any() || self.layers.is_empty() {
+            return Ok(());
+        }
+        #[cfg(test)]
+        if across.fault == Some(Fault::Counts) {
+            return Ok(());
+        }
+        let own = self.read()?;
+        let counts = own.layers.iter().flat_map(|l| l.counts.iter().copied());
+        let words: Vec<u64> = [own.tokens as u64].into_iter().chain(counts).collect();
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let mut sum = vec![0; words.len()];
+        for bytes in across.all_gather_bytes(At::all("the counts of the routers"), &bytes)? {
+            let words = bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b));
+            sum.iter_mut().zip(words).for_each(|(s, w)| *s += w);
+        }
+        let experts = own.layers.first().map_or(1, |l| l.counts.len().max(1));
+        let counts = sum[1..].chunks(experts).map(<[u64]>::to_vec).collect();
+        self.whole = Some(Whole { tokens: sum[0] as usize, counts });
+        Ok(())
     }
 
     /// Terms that the router losses add to the gradient of every sparse layer; `None`
@@ -129,13 +171,15 @@ impl Routing {
         if !losses.any() || self.layers.is_empty() {
             return Ok(None);
         }
-        let mut balance = Balance { z: losses.z / self.tokens as f64, ..Balance::default() };
+        let tokens = self.whole.as_ref().map_or(self.tokens, |w| w.tokens);
+        let mut balance = Balance { z: losses.z / tokens as f64, ..Balance::default() };
         if losses.aux == 0.0 {
             return Ok(Some(balance));
         }
-        let all_tokens = (self.tokens * self.layers.len()) as f64;
+        let all_tokens = (tokens * self.layers.len()) as f64;
         let sums = self.on_device()?;
-        if let Some(sums) = sums.as_ref().filter(|s| s.dim(0).is_ok_and(|n| n == self.layers.len())) {
+        let on_device = |s: &&Tensor| self.whole.is_none() && s.dim(0).is_ok_and(|n| n == self.layers.len());
+        if let Some(sums) = sums.as_ref().filter(on_device) {
             let experts = sums.dim(1)? / 2;
             let factor = losses.aux * experts as f64 / (all_tokens * all_tokens);
             balance.on_device = Some(route::cuda::share(sums, factor)?);
@@ -145,7 +189,7 @@ impl Routing {
         let factor = losses.aux * dp.len() as f64 / all_tokens;
         dp.iter_mut().for_each(|f| *f *= factor);
         if let Some(sums) = sums {
-            // some layers routed on the host and some on the device
+            // some layers routed on the host and some on the device, or on several ranks
             let list: Vec<f32> = dp.iter().map(|f| *f as f32).collect();
             balance.on_device = Some(Tensor::from_vec(list, dp.len(), sums.device())?);
         }
@@ -160,20 +204,37 @@ impl HostRouting {
         self.layers.iter().map(|r| (r.layer, r.counts.as_slice()))
     }
 
+    /// Number of tokens of the micro-batch.
+    fn tokens(&self) -> usize {
+        self.whole.as_ref().map_or(self.tokens, |w| w.tokens)
+    }
+
     /// Number of tokens times number of sparse layers.
     fn all_tokens(&self) -> f64 {
-        (self.tokens * self.layers.len()) as f64
+        (self.tokens() * self.layers.len()) as f64
+    }
+
+    /// Token-expert pairs of the micro-batch, by expert, of a layer.
+    fn counts_of(&self, layer: usize) -> &[u64] {
+        match &self.whole {
+            Some(whole) => whole.counts.get(layer).map_or(&[], Vec::as_slice),
+            None => &self.layers[layer].counts,
+        }
     }
 
     /// Token-expert pairs per token of each expert, over all sparse layers: `f` of the load-balancing loss.
     fn share(&self) -> Vec<f64> {
         let experts = self.layers.first().map_or(0, |r| r.counts.len());
         (0..experts)
-            .map(|e| self.layers.iter().map(|r| r.counts[e] as f64).sum::<f64>() / self.all_tokens())
+            .map(|e| {
+                let counts = (0..self.layers.len()).map(|l| self.counts_of(l)[e] as f64);
+                counts.sum::<f64>() / self.all_tokens()
+            })
             .collect()
     }
 
-    /// Load-balancing loss and z-loss before their coefficients; zero without routers.
+    /// Load-balancing loss and z-loss before their coefficients; zero without routers. On a rank of a context group,
+    /// its share: the losses are the sums over the ranks.
     ///
     /// # Errors
     /// The pass recorded no sums, because both coefficients were zero.
@@ -183,7 +244,7 @@ impl HostRouting {
         for r in &self.layers {
             let Some((p, lse2)) = &r.sums else { candle_core::bail!("routing: no sums were taken") };
             aux += share.iter().zip(p).map(|(f, p)| f * p).sum::<f64>() / self.all_tokens();
-            z += lse2 / self.tokens as f64;
+            z += lse2 / self.tokens() as f64;
         }
         Ok((aux * share.len() as f64, z))
     }
@@ -208,10 +269,10 @@ impl Load {
     }
 
     fn add_counts<'a>(&mut self, counts: impl Iterator<Item = (usize, &'a [u64])>) {
-        for (i, (layer, counts)) in counts.enumerate() {
-            match self.layers.get_mut(i) {
-                Some((_, sum)) => sum.iter_mut().zip(counts).for_each(|(s, c)| *s += c),
-                None => self.layers.push((layer, counts.to_vec())),
+        for (layer, counts) in counts {
+            match self.layers.binary_search_by_key(&layer, |(l, _)| *l) {
+                Ok(i) => self.layers[i].1.iter_mut().zip(counts).for_each(|(s, c)| *s += c),
+                Err(i) => self.layers.insert(i, (layer, counts.to_vec())),
             }
         }
     }
@@ -270,5 +331,8 @@ mod tests {
         l.merge(&Load { layers: vec![(1, vec![1, 0]), (3, vec![1, 1])] });
         assert_eq!(l.layers, [(1, vec![2, 0]), (3, vec![1, 3])]);
         assert_eq!((l.dead(), l.peak()), (1, Some(2.0)));
+        // A rank may have other layers.
+        l.merge(&Load { layers: vec![(2, vec![5, 5]), (3, vec![1, 0])] });
+        assert_eq!(l.layers, [(1, vec![2, 0]), (2, vec![5, 5]), (3, vec![2, 3])]);
     }
 }

@@ -26,6 +26,7 @@ use serde_json::Map;
 use std::path::PathBuf;
 
 mod composed;
+mod context;
 mod families;
 mod four_bit;
 mod four_bit_full;
@@ -189,12 +190,12 @@ impl Rows {
         self.docs.push(ids.len());
     }
 
-    fn batch(&self, config: &Config) -> Result<Batch> {
+    fn batch(&self, config: &Config) -> Result<Batch<'static>> {
         self.batch_at(config, None)
     }
 
     /// With the dropout of a seed and a step.
-    fn batch_at(&self, config: &Config, random: Option<(u64, u64)>) -> Result<Batch> {
+    fn batch_at(&self, config: &Config, random: Option<(u64, u64)>) -> Result<Batch<'static>> {
         let host = HostBatch {
             ids: &self.ids,
             positions: &self.positions,

@@ -230,6 +230,9 @@ impl<'a> Walk<'a> {
         let mut dy = Padded::of(&dy)?;
         // available only after the whole forward pass: the load-balancing loss
         // couples the routers of all layers
+        if let Some(across) = batch.context.across {
+            self.routing.share(across, self.router_losses)?;
+        }
         let balance = self.routing.balance(self.router_losses)?;
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {

@@ -168,6 +168,12 @@ mod tests {
         };
         assert_eq!((pairs(100, None)?, pairs(100, Some(100))?, pairs(100, Some(400))?), (50.0, 50.0, 50.0));
         assert_eq!((pairs(100, Some(20))?, pairs(0, Some(20))?), (18.0, 0.0));
+        let later = |first, window| {
+            let seqs = Sequences::planned(&[40, 100, 30], first);
+            Causal { seqs: &seqs, window, scale: 1.0 }.pairs()
+        };
+        assert_eq!(later(90, None), (100.0 * 100.0 - 50.0 * 50.0 + 30.0 * 30.0) / 2.0);
+        assert_eq!(later(90, Some(20)), 50.0 * 20.0 + 20.0 * 30.0 - 200.0);
         Ok(())
     }
 

@@ -36,7 +36,7 @@ impl Sequences {
             let places = Self::list(docs, first_query, &mut lists);
             tiles = Some(Tiles::sent(places, &lists.send(device)?)?);
         }
-        Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
+        Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of_last(docs, first_query) })
     }
 
     /// Appends the work lists of the CUDA kernels to a pending upload.
@@ -53,6 +53,12 @@ impl Sequences {
     /// A plan's sequences: sizes only.
     pub fn ghost(sizes: Sizes) -> Self {
         Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), tiles: None, sizes }
+    }
+
+    /// As [`Sequences::new`], for a plan.
+    pub fn planned(docs: &[usize], first_query: usize) -> Self {
+        let sizes = Sizes::of_last(docs, first_query);
+        Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles: None, sizes }
     }
 
     /// Device bytes, if all documents are as long as the longest.
@@ -126,18 +132,34 @@ impl Causal<'_> {
     }
 
     /// Visible (query, key) pairs, counting the diagonal half: `n^2 / 2` for a document of `n` tokens.
-    /// Assumes that all documents are as long as the longest.
+    /// Assumes that all documents are as long as the longest, unless queries begin inside of one.
     pub(super) fn pairs(&self) -> f64 {
+        if self.seqs.first_query > 0 {
+            return self.later_pairs();
+        }
         let n = self.seqs.sizes.longest as f64;
         let w = self.window.map_or(n, |w| n.min(w as f64));
         if n == 0.0 { 0.0 } else { self.seqs.sizes.keys as f64 * w * (1.0 - w / 2.0 / n) }
     }
 
+    /// As [`Causal::pairs`], of the queries from `first_query` on.
+    fn later_pairs(&self) -> f64 {
+        let of_first = |n: usize| match self.window {
+            Some(w) if n > w => (w * n) as f64 - (w * w) as f64 / 2.0,
+            _ => (n * n) as f64 / 2.0,
+        };
+        let (mut start, mut pairs) = (0, 0.0);
+        for n in &self.seqs.docs {
+            pairs += of_first(*n) - of_first(self.seqs.first_query.saturating_sub(start).min(*n));
+            start += n;
+        }
+        pairs
+    }
+
     /// Records the FLOPs of `products` score-sized products in the ledger (ghosts only).
     pub(super) fn work(&self, q: &Tensor, products: f64) {
         if let Some(g) = q.ghost() {
-            let flops =
-                2.0 * products * self.pairs() * (g.shape().elem_count() / self.seqs.keys().max(1)) as f64;
+            let flops = 2.0 * products * self.pairs() * (g.shape().elem_count() / g.dims()[0].max(1)) as f64;
             g.ledger().work(Cost { flops, attention: flops, ..Cost::default() });
         }
     }

@@ -34,9 +34,14 @@ pub struct Sizes {
 impl Sizes {
     /// Sizes for concatenated documents of the given lengths.
     pub fn of(docs: &[usize]) -> Self {
+        Self::of_last(docs, 0)
+    }
+
+    /// As [`Sizes::of`], with queries from key `first_query` on.
+    pub fn of_last(docs: &[usize], first_query: usize) -> Self {
         let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
         let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
-        for from in (0..keys).step_by(BLOCK) {
+        for from in (first_query..keys).step_by(BLOCK) {
             while rest.peek().is_some_and(|n| start + **n <= from) {
                 start += rest.next().copied().unwrap_or(0);
             }

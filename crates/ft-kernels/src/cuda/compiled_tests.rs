@@ -10,6 +10,7 @@
 //! As in build.rs: first PTX for 8.0, then machine code from the PTX.
 
 use crate::{attention, grouped};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -94,13 +95,13 @@ fn read(text: &str, card: usize, kernels: &mut BTreeMap<String, Kernel>) {
 
 fn table() -> String {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("crates/ft-kernels/src");
-    let dir = tempfile::tempdir().expect("a folder");
-    let ptx = dir.path().join("kernels.ptx");
-    let mut kernels = BTreeMap::new();
-    for source in sources(&root) {
+    let of_source = |source: &PathBuf| {
+        let dir = tempfile::tempdir().expect("a folder");
+        let ptx = dir.path().join("kernels.ptx");
+        let mut kernels: BTreeMap<String, Kernel> = BTreeMap::new();
         let mut nvcc = tool("nvcc");
         nvcc.args(["-ptx", "-O3", "-std=c++17", "-arch=compute_80", "-I"]).arg(&root);
-        run(nvcc.arg("-o").arg(&ptx).arg(&source));
+        run(nvcc.arg("-o").arg(&ptx).arg(source));
         for (i, (card, ..)) in CARDS.iter().enumerate() {
             let mut ptxas = tool("ptxas");
             ptxas.args(["-v", "-O3", &format!("-arch=sm_{card}"), "-o"]).arg(dir.path().join("out"));
@@ -113,7 +114,10 @@ fn table() -> String {
             let threads = bound.and_then(|b| b.trim().parse().ok()).expect("launch bounds");
             kernels.get_mut(name).expect("a kernel that ptxas has seen").threads = threads;
         }
-    }
+        kernels
+    };
+    let kernels: BTreeMap<_, _> =
+        sources(&root).par_iter().with_max_len(1).flat_map_iter(of_source).collect();
     let mut out = String::from(
         "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, 8.9, 9.0\n\
          # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests.rs)\n",

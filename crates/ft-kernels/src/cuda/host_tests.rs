@@ -11,6 +11,7 @@
 //! Requires a C++17 compiler (`CXX`, or `c++`) with sanitizers, on x86-64. Not covered: performance, and
 //! kernels rejected by a real driver or memory model.
 
+use rayon::prelude::*;
 use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -184,17 +185,18 @@ fn words(o: &Output) -> String {
 /// Kernel statistics printed by the programs: `kernel NAME SECTORS PASSES`.
 fn each_program(watched: Watched) -> Vec<String> {
     let compiler = Compiler::of_repository();
-    let mut kernels = Vec::new();
-    for name in programs() {
-        let done = Command::new(compiler.compile::<&str>(&name, watched, &[])).output().expect("a program");
+    let of_program = |name: &String| -> Vec<String> {
+        let done = Command::new(compiler.compile::<&str>(name, watched, &[])).output().expect("a program");
         let out = words(&done);
         assert!(
             done.status.success() && out.contains("ok: "),
             "{name}, {watched:?}, {}:\n{out}",
             done.status
         );
-        kernels.extend(out.lines().filter_map(|l| l.strip_prefix("kernel ")).map(String::from));
-    }
+        out.lines().filter_map(|l| l.strip_prefix("kernel ")).map(String::from).collect()
+    };
+    // one at a time: programs differ much in time
+    let mut kernels: Vec<String> = programs().par_iter().with_max_len(1).flat_map_iter(of_program).collect();
     kernels.sort();
     kernels
 }

@@ -9,13 +9,23 @@ use ft_base::rng::Stream;
 use rayon::prelude::*;
 
 /// Adds noise to `x` `[t, d]`, rounded to the dtype of `x`. Element (r, c) depends only on the stream, on
-/// `(first + r) d + c` and on the length of the document in `docs`.
-pub fn add(x: &Tensor, stream: Stream, first: usize, docs: &[usize], alpha: f64) -> Result<Tensor> {
+/// `n d + c` for the number n of row r, and on the length of the document of the row. `docs` are the lengths of all
+/// documents; `tokens` lists the rows among their tokens, if they are not all.
+pub fn add(
+    x: &Tensor,
+    stream: Stream,
+    (first, tokens): (usize, Option<&[u32]>),
+    docs: &[usize],
+    alpha: f64,
+) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let noise = match x.ghost() {
         Some(g) => Tensor::from(Ghost::new(g.ledger(), (rows, width), DType::F32)),
         None => {
-            if docs.iter().sum::<usize>() != rows {
+            let all: usize = docs.iter().sum();
+            let fits = tokens
+                .map_or(all == rows, |list| list.len() == rows && list.iter().all(|t| (*t as usize) < all));
+            if !fits {
                 candle_core::bail!("documents of {docs:?} tokens in {rows} rows");
             }
             let bounds: Vec<f32> = docs
@@ -25,9 +35,10 @@ pub fn add(x: &Tensor, stream: Stream, first: usize, docs: &[usize], alpha: f64)
                     std::iter::repeat_n(bound, *n)
                 })
                 .collect();
+            let token = |r: usize| tokens.map_or(r, |list| list[r] as usize);
             let mut noise = vec![0f32; rows * width];
-            noise.par_chunks_mut(width.max(1)).zip(&bounds).enumerate().for_each(|(r, (row, bound))| {
-                let start = ((first + r) * width) as u64;
+            noise.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
+                let (start, bound) = (((first + token(r)) * width) as u64, bounds[token(r)]);
                 stream.uniforms(start, row.len(), |i, x| row[i] = (2.0 * x - 1.0) * bound);
             });
             Tensor::from_vec(noise, (rows, width), x.device())?
@@ -51,7 +62,7 @@ mod tests {
         let (s, d) = (Stream::new(5, Purpose::Noise, 3, 0), 30);
         let docs = [400, 25];
         let x = Tensor::zeros((425, d), DType::F32, &Device::Cpu)?;
-        let got = values(&add(&x, s, 0, &docs, 5.0)?)?;
+        let got = values(&add(&x, s, (0, None), &docs, 5.0)?)?;
         let (mut at, mut most) = (0, 0f64);
         for n in docs {
             let bound = 5.0 / ((n * d) as f64).sqrt();
@@ -78,10 +89,12 @@ mod tests {
     fn any_split_into_micro_batches_draws_the_same() -> Result<()> {
         let s = Stream::new(5, Purpose::Noise, 3, 0);
         let x = |n| Tensor::ones((n, 7), DType::BF16, &Device::Cpu);
-        let whole = values(&add(&x(12)?, s, 0, &[5, 7], 2.0)?)?;
-        let tail = values(&add(&x(7)?, s, 5, &[7], 2.0)?)?;
+        let whole = values(&add(&x(12)?, s, (0, None), &[5, 7], 2.0)?)?;
+        let tail = values(&add(&x(7)?, s, (5, None), &[7], 2.0)?)?;
         assert_eq!(whole[35..], tail[..]);
-        assert!(add(&x(7)?, s, 0, &[6], 2.0).is_err());
+        let listed = values(&add(&x(3)?, s, (0, Some(&[11, 0, 6])), &[5, 7], 2.0)?)?;
+        assert_eq!(listed, [&whole[77..84], &whole[0..7], &whole[42..49]].concat());
+        assert!(add(&x(7)?, s, (0, None), &[6], 2.0).is_err());
         Ok(())
     }
 }

@@ -81,6 +81,37 @@ impl Padded {
         (rows + rank, stride(cols, rank))
     }
 
+    /// A copy of rows `[t, cols]` with room for `rank` columns; the rows themselves without room.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn beside_room(t: &Tensor, rank: usize) -> Result<Self> {
+        if rank == 0 {
+            return Self::of(t);
+        }
+        let to = Self::empty(t, t.dims2()?, rank, t.dtype())?;
+        to.all.slice_set(t, 1, 0)?;
+        Ok(to)
+    }
+
+    /// Joins the rows of matrices of equal width and room.
+    ///
+    /// # Errors
+    /// Out of memory; no matrix.
+    pub fn cat(parts: &[Self]) -> Result<Self> {
+        let all: Vec<&Tensor> = parts.iter().map(|p| &p.all).collect();
+        let cols = parts.first().map_or(0, |p| p.cols);
+        Self::within(Tensor::cat(&all, 0)?, (parts.iter().map(|p| p.rows).sum(), cols))
+    }
+
+    /// View of `n` rows from row `first` on.
+    ///
+    /// # Errors
+    /// Rows beyond the matrix.
+    pub fn narrow(&self, first: usize, n: usize) -> Result<Self> {
+        Self::within(self.all.narrow(0, first, n)?, (n, self.cols))
+    }
+
     /// Copies a weight into a buffer with room for an adapter of LoRA rank `rank`.
     ///
     /// # Errors

@@ -77,6 +77,8 @@ pub struct Cost {
     pub moved: f64,
     /// Operations launched.
     pub started: f64,
+    /// Bytes received from other ranks.
+    pub wire: f64,
 }
 
 impl Cost {
@@ -89,6 +91,7 @@ impl Cost {
         self.read += n * c.read;
         self.moved += n * c.moved;
         self.started += n * c.started;
+        self.wire += n * c.wire;
     }
 }
 

@@ -86,7 +86,7 @@ impl Frozen {
         }
         let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
         self.normed[unit] |= dora;
-        let ranks = if c.is_split() { c.ranks.data } else { 1 };
+        let ranks = if c.is_split() { c.ranks.stage } else { 1 };
         self.piece = self.piece.max((4 + c.width()) * n.div_ceil(ranks));
         if matches!(choice, Choice::Full { .. }) {
             // f32 value on the way into the buffer, and its rounded copy

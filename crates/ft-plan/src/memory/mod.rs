@@ -23,4 +23,4 @@ pub use states::ModelStates;
 #[cfg(test)]
 pub use theory::NF4_BITS;
 pub use theory::Theory;
-pub use visits::{Answers, StepInputs};
+pub use visits::{Answers, Segments, StepInputs};

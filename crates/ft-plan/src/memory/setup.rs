@@ -62,7 +62,7 @@ impl<'a> Setup<'a> {
 
     /// Whether compute weights are sharded (ZeRO stage 3).
     pub fn is_split(&self) -> bool {
-        self.ranks.zero >= 3 && self.ranks.data > 1
+        self.ranks.zero >= 3 && self.ranks.stage > 1
     }
 
     /// Whether compute weights are gathered for a visit: sharded or offloaded.
@@ -77,7 +77,7 @@ impl<'a> Setup<'a> {
 
     /// Values of rank 0 in a buffer of `values`.
     pub fn own(&self, values: u64) -> u64 {
-        let shard = Shard { rank: 0, ranks: self.ranks.data as usize, stage: self.ranks.zero };
+        let shard = Shard { rank: 0, ranks: self.ranks.stage as usize, stage: self.ranks.zero };
         shard.part(values as usize).len() as u64
     }
 

@@ -6,7 +6,7 @@
 
 use super::component::{Allocation, Bytes, Component, Peak, Phase};
 use super::overhead::overhead;
-use super::visits::{BackwardVisit, LayerVisits, StepInputs, Usage};
+use super::visits::{BackwardVisit, LayerVisits, Segments, StepInputs, Usage};
 use crate::time::{CostModel, Work};
 use crate::workload::Tokens;
 use Component::Workspace;
@@ -138,8 +138,9 @@ impl<'a> Simulation<'a> {
             let batch = run.batch(t, train)?;
             run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
         };
-        let batch = |t: Tokens| -> Usage {
+        let batch = |t: Tokens, context: Option<&Segments>| -> Usage {
             let mut bytes = Bytes::default();
+            bytes.add(Component::Batch, context.map_or(0, |s| s.lists));
             let cuda = run.machine().cuda;
             bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), &s.ropes, cuda));
             bytes.into()
@@ -149,14 +150,20 @@ impl<'a> Simulation<'a> {
         Ok(Self {
             states: states.into(),
             skewed,
-            batch: batch(run.train),
+            batch: batch(run.train, run.context[0].as_ref()),
             embedding: embedding(run.train, true)?,
             embedding_backward: s.embedding.trains().then(|| run.embedding_backward()).transpose()?,
             kinds,
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
-            eval: run.eval.map(|t| embedding(t, false).map(|e| (batch(t), e))).transpose()?,
-            answer: run.answers.map(|a| embedding(a.part, false).map(|e| (batch(a.part), e))).transpose()?,
+            eval: run
+                .eval
+                .map(|t| embedding(t, false).map(|e| (batch(t, run.context[1].as_ref()), e)))
+                .transpose()?,
+            answer: run
+                .answers
+                .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None), e)))
+                .transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
             optimizer: run
                 .optimizer()?
@@ -415,6 +422,15 @@ impl Simulation<'_> {
         }
         let head = [forward.flops, head.cost.flops - forward.flops];
         Work { head, waiting, ..Work::of([up, again, down], b) }
+    }
+
+    /// Bytes received within the visits of a micro-batch: keys and values, and their gradients.
+    pub fn wire(&self, settings: Settings) -> u64 {
+        let of = |(l, kind): (usize, &usize)| {
+            let back = self.way(l, settings).map_or(0.0, |w| w.backward(settings.dequantize).0.cost.wire);
+            self.kinds[*kind].forward.cost.wire + back
+        };
+        self.run.shape.of.iter().enumerate().map(of).sum::<f64>() as u64
     }
 
     /// All allocations; each kind appears once per place.

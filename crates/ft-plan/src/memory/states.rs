@@ -103,7 +103,7 @@ impl ModelStates {
         let mut staging_on_host = 0;
         if crosses {
             // staging for new values; with CUDA two host pieces in each direction
-            let own = |longest: u64| longest.div_ceil(if c.ranks.zero >= 1 { c.ranks.data } else { 1 });
+            let own = |longest: u64| longest.div_ceil(if c.ranks.zero >= 1 { c.ranks.stage } else { 1 });
             let piece = |longest: u64, most: usize| c.width() * own(longest).min(most as u64);
             let all = longest(&trained.lens);
             [self.staging, staging_on_host] = if c.states_on_host() {
@@ -162,24 +162,24 @@ impl ModelStates {
     /// Gradients of a micro-batch, and their reduction: see `train/reduce.rs` and `optim`, reduce-scatter,
     /// then all-gather.
     fn reductions(&mut self, c: &Setup<'_>, trained: &TrainedBytes) {
-        let (lens, data, zero) = (&trained.lens, c.ranks.data, c.ranks.zero);
+        let (lens, ranks, zero) = (&trained.lens, c.ranks.stage, c.ranks.zero);
         self.updates = c.recipe.optimizer.in_backward;
-        if data > 1 || self.updates {
+        if ranks > 1 || self.updates {
             self.live = lens.iter().map(|n| 4 * n).collect();
             self.tied = c.selection.tied_in_full() || c.selection.tied_in_rows();
         }
-        if data == 1 {
+        if ranks == 1 {
             self.live_as = Component::Gradients;
             return;
         }
         self.live_as = Component::Communication;
-        let part = lens.iter().copied().max().unwrap_or(0).div_ceil(data);
+        let part = lens.iter().copied().max().unwrap_or(0).div_ceil(ranks);
         let [sums, weights] = [zero < 2, (1..3).contains(&zero)].map(u64::from);
         // without gradient buffers the reduced shard is an extra copy
         let sums_here = if self.updates { 1 } else { sums };
         self.sent = [4 * part * sums_here, c.width() * part * weights];
         // shards received from the other ranks (`comm/devices.rs`)
-        let summed: Vec<u64> = lens.iter().map(|n| 4 * c.own(*n) * (data - 1)).collect();
+        let summed: Vec<u64> = lens.iter().map(|n| 4 * c.own(*n) * (ranks - 1)).collect();
         let taken = |size: u64| lens.iter().map(|n| c.received(*n, size)).sum::<u64>();
         let wide = trained.wide.iter().filter(|_| !c.one_copy()).map(|u| c.received(lens[*u], 4));
         self.wire =
@@ -222,7 +222,7 @@ impl ModelStates {
         let read = pieces(c, stored * largest.min(READ_PIECE / 4));
         // sharded master weights are read back from the checkpoint; an adapter's all at once
         let sharded = c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
-        let together = c.ranks.data > 1 && sharded && !whole_model;
+        let together = c.ranks.stage > 1 && sharded && !whole_model;
         let values = if together { 4 * count + read } else { 0 };
         // read into host memory
         let [here, there] = if c.machine.cuda { [0, values] } else { [values, 0] };

@@ -6,6 +6,7 @@ use super::states::ModelStates;
 use crate::workload::Tokens;
 use candle_core::{DType, Result};
 use ft_engine::model::Batch;
+use ft_engine::model::across::Across;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::sink::Sink;
@@ -17,6 +18,8 @@ use ft_kernels::optimizer::{AdamW, adamw};
 use ft_kernels::padded::Padded;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Machine, Role, Tensor};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Inputs of the simulation.
 #[derive(Clone, Debug)]
@@ -38,8 +41,35 @@ pub struct StepInputs<'a> {
     pub prefers: bool,
     /// Whether all tokens choose the same experts; balanced routing if not.
     pub skewed: bool,
+    /// Segments of training and evaluation micro-batches on this rank of a context group.
+    pub context: [Option<Segments>; 2],
     /// Pipeline stages, also the number of micro-batches in flight.
     pub stages: u64,
+}
+
+/// Segments of a micro-batch on a rank of a context group.
+#[derive(Clone, Debug)]
+pub struct Segments {
+    pub across: Arc<Across<'static>>,
+    /// Bytes of their lists, beside those of a micro-batch on one rank.
+    pub lists: u64,
+}
+
+impl Segments {
+    /// This rank's part of a micro-batch, for layers with these windows.
+    pub fn of(
+        t: Tokens,
+        ranks: usize,
+        windows: impl IntoIterator<Item = Option<usize>>,
+        cuda: bool,
+    ) -> (Tokens, Self) {
+        let (own, across) = t.split(ranks);
+        let windows: BTreeSet<Option<usize>> = windows.into_iter().collect();
+        // on the host: the whole micro-batch, and which tokens and targets are of this rank
+        let host = if cuda { 0 } else { 16 * t.tokens + 12 * t.targets + 4 * own.tokens + 12 * own.targets };
+        let lists = across.bytes(windows, cuda) as u64 + host;
+        (own, Self { across: Arc::new(across), lists })
+    }
 }
 
 /// Generation from the longest prompt, and its key-value cache.
@@ -150,7 +180,7 @@ impl StepInputs<'_> {
     }
 
     /// A micro-batch, for training or evaluation.
-    pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
+    pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
         let s = self.shape;
         let dropout = train.then_some((0, 0));
         Batch::ghost(&s.ledger, t.attended(), t.of_targets(), &s.ropes, dropout)
@@ -183,7 +213,9 @@ impl StepInputs<'_> {
     /// Runs the visits of `Walk::train` and `Walk::eval` for one layer kind.
     pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<LayerVisits> {
         let (ledger, t) = (&self.shape.ledger, self.train);
-        let batch = self.batch(t, true)?;
+        let mut batch = self.batch(t, true)?;
+        let [of_train, of_eval] = self.context.each_ref().map(|s| s.as_ref().map(|s| &*s.across));
+        batch.context.across = of_train;
         let ctx = &batch.context;
         let taken = || -> Usage {
             let mut full: Usage = ledger.take().into();
@@ -225,12 +257,13 @@ impl StepInputs<'_> {
         };
         let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
-        let eval = |t| {
-            let batch = self.batch(t, false)?;
+        let eval = |t, across| {
+            let mut batch = self.batch(t, false)?;
+            batch.context.across = across;
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
-        let answer = self.answers.map(|a| eval(a.part)).transpose()?;
-        let eval = self.eval.map(eval).transpose()?;
+        let answer = self.answers.map(|a| eval(a.part, None)).transpose()?;
+        let eval = self.eval.map(|t| eval(t, of_eval)).transpose()?;
         Ok(LayerVisits { own, forward, ways, eval, answer })
     }
 

@@ -43,6 +43,7 @@ fn works<R>(
         neftune: 0.0,
         prefers: false,
         stages: 1,
+        context: [None, None],
     };
     let parts = Simulation::new(run, heads)?;
     Ok(look(&|levels| parts.work(levels)))

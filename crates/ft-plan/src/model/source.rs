@@ -22,6 +22,9 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["Qwen/Qwen3-14B", "Qwen/Qwen3-14B-Base"] => "qwen3-14b",
     &["Qwen/Qwen3-32B"] => "qwen3-32b",
     &["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507"] => "qwen3-30b-a3b",
+    &["Qwen/Qwen3.5-9B"] => "qwen3.5-9b",
+    &["Qwen/Qwen3.5-27B"] => "qwen3.5-27b",
+    &["Qwen/Qwen3.5-35B-A3B"] => "qwen3.5-35b-a3b",
     &["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"] => "qwen2.5-7b",
     &["Qwen/Qwen2-72B", "Qwen/Qwen2-72B-Instruct"] => "qwen2-72b",
     &["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B",
@@ -119,7 +122,7 @@ mod tests {
     use super::*;
     use ft_engine::model::modules::parameters;
 
-    /// Parameter counts from the model cards.
+    /// Parameter counts from the model cards; of Qwen3.5 those of the text model.
     #[test]
     fn built_in_configs_have_the_published_sizes() -> anyhow::Result<()> {
         for (id, billions) in [
@@ -130,6 +133,9 @@ mod tests {
             ("Qwen/Qwen3-14B", 14.77),
             ("Qwen/Qwen3-32B", 32.76),
             ("Qwen/Qwen3-30B-A3B", 30.53),
+            ("Qwen/Qwen3.5-9B", 8.95),
+            ("Qwen/Qwen3.5-27B", 26.90),
+            ("Qwen/Qwen3.5-35B-A3B", 34.66),
             ("Qwen/Qwen2.5-7B-Instruct", 7.62),
             ("Qwen/Qwen2-72B", 72.71),
             ("meta-llama/Llama-3.1-8B", 8.03),

@@ -109,7 +109,7 @@ fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capaci
     let prepared = Prepared::new(&inputs).ok()?;
     let decision = choose(&prepared).ok()?;
     let server = Server::of(recipe, i.config, selection, machine.stored).ok()?;
-    let mut plan = Plan::of(&inputs, &prepared, decision, server);
+    let mut plan = Plan::of(&inputs, &prepared, decision, server).ok()?;
     plan.space.look(recipe, machine, plan.total(), room);
     (plan.fits_device() && plan.space.host_fits()).then_some(plan)
 }

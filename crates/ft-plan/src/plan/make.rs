@@ -17,7 +17,7 @@ impl Plan {
         let prepared = Prepared::new(i)?;
         let decision = choose(&prepared)?;
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
-        Ok(Self::of(i, &prepared, decision, server))
+        Ok(Self::of(i, &prepared, decision, server)?)
     }
 
     pub(super) fn of(
@@ -25,7 +25,7 @@ impl Plan {
         prepared: &Prepared<'_>,
         d: SearchResult,
         server: Option<Server>,
-    ) -> Self {
+    ) -> candle_core::Result<Self> {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.states.host.clone();
@@ -39,10 +39,12 @@ impl Plan {
         }
         let unit = (d.execution.micro_rows * p.data).max(1);
         let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
-        Self {
+        let keys = micro_batches * prepared.keys(&d.workload, &d.execution)?;
+        Ok(Self {
             ranks: p.ranks(),
             local: p.local(),
-            wire: prepared.wire(micro_batches),
+            wire: prepared.wire(micro_batches) + keys,
+            wire_keys: keys,
             machine: i.machine,
             parameters: prepared.states.parameters,
             budget: i.budget,
@@ -63,7 +65,7 @@ impl Plan {
             learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
             hints: Vec::new(),
-        }
+        })
     }
 }
 

@@ -22,6 +22,8 @@ pub struct Plan {
     pub local: u64,
     /// Tensor bytes received by a rank per step.
     pub wire: u64,
+    /// Of these, keys, values and their gradients, of ranks with segments of the same rows.
+    pub wire_keys: u64,
     pub machine: Machine,
     /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),

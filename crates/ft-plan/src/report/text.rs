@@ -242,7 +242,11 @@ impl Plan {
     /// Other ranks, the server, the host, and the estimate of the literature.
     fn write_others(&self, s: &mut String) -> fmt::Result {
         if self.ranks > 1 {
-            writeln!(s, "ranks       {} come to each from the others in a step", bytes(self.wire))?;
+            let keys = match self.wire_keys {
+                0 => String::new(),
+                n => format!("; {} of them keys, values and their gradients", bytes(n)),
+            };
+            writeln!(s, "ranks       {} come to each from the others in a step{keys}", bytes(self.wire))?;
         }
         if let Some(server) = &self.server {
             writeln!(s, "server      {}", server.text())?;

@@ -2,13 +2,13 @@
 
 use crate::error::Error;
 use crate::host::sum;
-use crate::memory::{Answers, GhostModel, ModelStates, Simulation, StepInputs};
+use crate::memory::{Answers, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
 use crate::workload::{Tokens, Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
-use ft_engine::walk::{Inputs as Waiting, Recomputed};
+use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
 use ft_recipe::Recipe;
 
@@ -108,9 +108,15 @@ impl<'a> Prepared<'a> {
         self.inputs.workloads.of(self.inputs.recipe, rows)
     }
 
-    /// This rank's part of a micro-batch under context parallelism.
-    fn part(&self, t: Tokens) -> Tokens {
-        t.split(self.inputs.recipe.parallel.context as u64)
+    /// This rank's part of a micro-batch, and its segments under context parallelism.
+    fn part(&self, t: Tokens) -> (Tokens, Option<Segments>) {
+        let ranks = self.inputs.recipe.parallel.context;
+        if ranks == 1 {
+            return (t, None);
+        }
+        let windows = self.inputs.config.windows.iter().copied();
+        let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
+        (own, Some(segments))
     }
 
     /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
@@ -123,11 +129,14 @@ impl<'a> Prepared<'a> {
     /// Simulates a run with this workload; `heads` are candidate logit chunk sizes in targets.
     pub fn simulate(&self, w: Workload, heads: &[u64]) -> candle_core::Result<Simulation<'_>> {
         let r = self.inputs.recipe;
+        let (train, of_train) = self.part(w.train);
+        let (eval, of_eval) = w.eval.map(|t| self.part(t)).unzip();
         let run = StepInputs {
             shape: &self.shape,
             states: &self.states,
-            train: self.part(w.train),
-            eval: w.eval.map(|t| self.part(t)),
+            train,
+            eval,
+            context: [of_train, of_eval.flatten()],
             answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
@@ -139,7 +148,17 @@ impl<'a> Prepared<'a> {
         Simulation::new(run, heads)
     }
 
-    /// Tensor bytes received by a rank per step.
+    /// Bytes of keys, values and their gradients received by a rank of a context group per micro-batch.
+    pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
+        if self.inputs.recipe.parallel.context == 1 {
+            return Ok(0);
+        }
+        let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);
+        let settings = Settings { recompute, inputs, dequantize, head: 0 };
+        Ok(self.simulate(*w, &[e.head_rows as u64])?.wire(settings))
+    }
+
+    /// Tensor bytes of weights and gradients received by a rank per step.
     pub fn wire(&self, micro_batches: u64) -> u64 {
         let (s, outline) = (&self.states, self.shape.outline());
         let each = |v| outline.needs([v]).into_iter().filter_map(|u| s.received.get(u)).sum::<u64>();
@@ -154,6 +173,6 @@ impl<'a> Prepared<'a> {
         }
         // the topmost layer's input stays on the device
         let waiting = recompute.layers().min(self.walked().saturating_sub(1)) as u64;
-        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
+        self.part(w.train).0.tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
 }

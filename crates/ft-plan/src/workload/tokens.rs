@@ -1,5 +1,6 @@
 //! Size of a micro-batch.
 
+use ft_engine::model::across::Across;
 use ft_engine::model::batch::Targets;
 use ft_kernels::attention::Sizes as Attended;
 
@@ -51,9 +52,24 @@ impl Tokens {
         }
     }
 
-    /// A context-parallel rank's part.
-    pub fn split(self, ranks: u64) -> Self {
-        let part = |n: u64| n.div_ceil(ranks.max(1));
-        Self { tokens: part(self.tokens), targets: part(self.targets), ..self }
+    /// Documents of a micro-batch of this size: all as long as the longest, but the last.
+    fn docs(self) -> Vec<usize> {
+        let Attended { keys, longest, .. } = self.attended();
+        let whole = keys / longest.max(1);
+        let rest = keys - whole * longest;
+        std::iter::repeat_n(longest, whole).chain((rest > 0).then_some(rest)).collect()
+    }
+
+    /// The part of the rank with the most tokens among `ranks` ranks of a context group, with its segments.
+    pub fn split(self, ranks: usize) -> (Self, Across<'static>) {
+        let docs = self.docs();
+        let segments = ft_data::segments(&docs, ranks);
+        let all = (0..ranks).map(|rank| Across::planned(&docs, segments.clone(), rank));
+        let length = |a: &Across<'_>| a.own().iter().map(|r| r.len()).sum::<usize>();
+        // The first of several.
+        let most = all.rev().max_by_key(|a| (length(a), a.keys(None)));
+        let across = most.unwrap_or_else(|| Across::planned(&docs, segments, 0));
+        let tokens = length(&across) as u64;
+        (Self { tokens, targets: self.targets.min(tokens), ..self }, across)
     }
 }

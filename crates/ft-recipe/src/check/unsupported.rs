@@ -11,7 +11,6 @@ const NOT_BUILT: &[(&str, Option<&str>)] = &[
     ("parallel.tensor", None),
     ("parallel.pipeline", None),
     ("parallel.expert", None),
-    ("parallel.context", None),
     #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Some("mpi")),
 ];

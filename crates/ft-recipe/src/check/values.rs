@@ -182,7 +182,7 @@ pub(crate) fn is_name(text: &str) -> bool {
         && !text.chars().any(char::is_control)
 }
 
-/// Parses a size: `"48GiB"`, `"500 MB"`, or a plain number of bytes from 1 MiB on.
+/// Parses a size: `"48GiB"`, `"500 MB"`, `"48G"` (decimal, as cards are sold), or bytes from 1 MiB on.
 pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
     let wrong = || {
         rejection(
@@ -197,15 +197,6 @@ pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
         )),
         _ => Ok(bytes),
     };
-    let letter = |amount: &str, unit: &str| {
-        let message = format!("{path} = \"{amount}{unit}\" has half a unit");
-        rejection(
-            message,
-            format!(
-                "write \"{amount}{unit}iB\" (binary), or \"{amount}{unit}B\" (decimal, as cards are sold)"
-            ),
-        )
-    };
     let bytes = match value {
         Value::Int(i) => bare(u64::try_from(*i).map_err(|_| wrong())?)?,
         Value::Text(s) => {
@@ -215,10 +206,11 @@ pub(crate) fn bytes(value: &Value, path: &str) -> Result<u64, Rejection> {
             let amount = amount.parse::<f64>().map_err(|_| wrong())?;
             match unit.trim() {
                 "" => bare(amount as u64)?,
-                "KB" => (amount * 1e3) as u64,
-                unit @ ("K" | "M" | "G" | "T") => return Err(letter(s.split_at(digits).0, unit)),
+                "K" | "KB" => (amount * 1e3) as u64,
                 unit => {
-                    let (_, factor) = UNITS.iter().find(|(u, _)| *u == unit).ok_or_else(wrong)?;
+                    let is =
+                        |name: &str| name == unit || unit.len() == 1 && name.strip_suffix('B') == Some(unit);
+                    let (_, factor) = UNITS.iter().find(|(name, _)| is(name)).ok_or_else(wrong)?;
                     (amount * *factor as f64) as u64
                 }
             }

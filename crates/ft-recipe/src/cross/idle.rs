@@ -179,7 +179,7 @@ const ROWS: &[Row] = rows! {
         that are computed again go to the host", "leave it out, or write memory.recompute = \"auto\"";
     tell ["memory.offload", "memory.pin"] if |c| c.facts.cuda == Some(false), of ["run.device"]:
         " does nothing on the CPU, where the host is the device", OUT;
-    tell ["parallel.zero"] if |c| c.r.parallel.data == 1, of ["parallel.data"]:
+    tell ["parallel.zero"] if |c| c.r.parallel.stage() == 1, of ["parallel"]:
         " does nothing with one rank", "leave it out, or write parallel.data = 2";
     tell ["parallel.timeout", "parallel.comm"] if |c| c.one_rank(), of ["parallel"]:
         " does nothing with one rank", "leave it out, or write parallel.data = 2";

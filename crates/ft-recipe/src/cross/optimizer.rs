@@ -84,7 +84,7 @@ impl Cross<'_, '_> {
         if !o.name.projects() {
             return;
         }
-        if recipe.parallel.zero > 0 && recipe.parallel.data > 1 {
+        if recipe.parallel.zero > 0 && recipe.parallel.stage() > 1 {
             let message = format!("not built yet: {KEY} = \"{word}\" with states that ranks split");
             self.report("parallel.zero", message, "write parallel.zero = 0");
         }

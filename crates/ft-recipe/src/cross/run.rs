@@ -47,6 +47,7 @@ impl Cross<'_, '_> {
             let message = format!("[parallel] asks for {} ranks", recipe.parallel.ranks());
             self.report("parallel", message, format!("their number is a product, of up to {RANKS}"));
         }
+        self.mesh(recipe);
         let output = recipe.run.output.to_string_lossy().into_owned();
         if self.all_good(&["run", "run.output"]) && output.contains(['{', '}']) {
             self.report(
@@ -55,6 +56,25 @@ impl Cross<'_, '_> {
                 "{name} is the only thing that is filled in",
             );
         }
+    }
+
+    /// Checks that blocks of ranks that split the experts fill a stage.
+    fn mesh(&mut self, recipe: &Recipe) {
+        let (ranks, expert) = (recipe.parallel.stage(), recipe.parallel.expert as u64);
+        let keys = ["parallel", "parallel.data", "parallel.context", "parallel.tensor", "parallel.expert"];
+        if !self.all_good(&keys) || ranks.is_multiple_of(expert) {
+            return;
+        }
+        let below = (1..=expert.min(ranks)).rev().find(|n| ranks.is_multiple_of(*n)).unwrap_or(1);
+        let above = (expert..=ranks).find(|n| ranks.is_multiple_of(*n));
+        let near = above.map_or(below.to_string(), |above| format!("{below} or {above}"));
+        let hint = match ranks {
+            1 => format!("parallel.data = {expert}: experts are spread over the ranks, and add none"),
+            _ => format!("nearest: expert = {near}"),
+        };
+        let message =
+            format!("data x context x tensor = {ranks} ranks do not divide into blocks of expert = {expert}");
+        self.report("parallel.expert", message, hint);
     }
 
     /// Checks `[log]`.

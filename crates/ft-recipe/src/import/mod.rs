@@ -71,7 +71,9 @@ pub fn import(text: &str, file: &str, around: &dyn Around) -> Result<Imported, S
         return Err("no key of axolotl, LLaMA-Factory, torchtune or TRL is in it".into());
     };
     let task = prefer::task_of(name, &entries);
-    let of_task = tool.preference.iter().filter(|_| task.as_ref().is_ok_and(|t| t.prefers()));
+    let is = |of: fn(Task) -> bool| task.as_ref().is_ok_and(|t| of(*t));
+    let of_pairs = tool.preference.iter().filter(|_| is(|t| t.prefers()));
+    let of_task = of_pairs.chain(tool.reward.iter().filter(|_| is(|t| t == Task::Reward)));
     let of_any = tool.defaults.iter().filter(|(key, _)| !of_task.clone().any(|(k, _)| k == *key));
     for (key, value) in of_task.clone().chain(of_any) {
         // torchtune's null is a value of its own

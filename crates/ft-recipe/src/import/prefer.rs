@@ -1,7 +1,7 @@
-//! Preference optimization: the task, its loss, and their parameters.
+//! Preference optimization and reward models: the task, its loss, and their parameters.
 
 use super::context::{Context, Convert, Outcome, converted, needless, refused};
-use super::read::{Entries, Entry, number, text, truth, words};
+use super::read::{Entries, Entry, is_off, number, text, truth, words};
 use crate::keys::Task;
 use crate::syntax::quote;
 
@@ -23,6 +23,11 @@ pub(super) fn by_name(name: &str) -> Option<Convert> {
     })
 }
 
+/// Whether rows are pairs or rated completions.
+pub(super) fn reads_pairs(task: Task) -> bool {
+    task.prefers() || task == Task::Reward
+}
+
 /// The task of a configuration.
 ///
 /// # Errors
@@ -32,7 +37,10 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
         let all = entries.get(key).map(words).unwrap_or_default();
         all.join(", ").rsplit('.').next().unwrap_or_default().to_lowercase()
     };
+    let is = |key: &str| entries.get(key).and_then(truth) == Some(true);
     let named = match tool {
+        "axolotl" if is("process_reward_model") => "process_reward_model".into(),
+        "axolotl" if is("reward_model") => "reward".into(),
         "axolotl" => word("rl"),
         "LLaMA-Factory" => word("stage"),
         "TRL" => word("command"),
@@ -45,6 +53,8 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
             let which = "`command: dpo`, kto, orpo or cpo";
             return Err(format!("beta is of a preference trainer, and which one is not said: add {which}"));
         }
+        ("", _) if tool == "TRL" && entries.get("center_rewards_coefficient").is_some() => Task::Reward,
+        ("rm" | "reward" | "reward_modeling", _) => Task::Reward,
         ("" | "sft" | "pt" | "train" | "none" | "false", _) => Task::Sft,
         ("dpo", "" | "sigmoid" | "ipo") | ("ipo", _) => Task::Dpo,
         ("orpo", _) | ("dpo", "orpo") => Task::Orpo,
@@ -58,10 +68,13 @@ pub(super) fn task_of(tool: &str, entries: &Entries) -> Result<Task, String> {
     })
 }
 
-/// `rl`, `stage`, the verb of a command, a loss of torchtune.
+/// `rl`, `reward_model`, `stage`, the verb of a command, a loss of torchtune.
 fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if let Some(other) = &ctx.other_task {
         return refused(other.clone());
+    }
+    if is_off(&e.value) {
+        return needless("off");
     }
     if ctx.task == Task::Sft {
         return needless("task = \"sft\" is next-token training");
@@ -69,6 +82,10 @@ fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let mut set = ctx.set("task", quote(ctx.task.word()), e);
     if text(&e.value).is_some_and(|t| t.eq_ignore_ascii_case("ipo")) {
         set += &format!(", {}", ctx.set("preference.loss", quote("ipo"), e));
+    }
+    // its trainer of reward models leaves such pairs out
+    if ctx.tool == "TRL" && ctx.task == Task::Reward {
+        set += &format!(", {}", ctx.set("data.over_length", quote("drop"), e));
     }
     converted(set)
 }
@@ -110,10 +127,11 @@ fn nll(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-/// `lora_dropout`: preference trainers turn every dropout off.
+/// `lora_dropout`: trainers on pairs turn every dropout off, but for LLaMA-Factory's of reward models.
 fn dropout(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    let kept = ctx.get("disable_dropout").and_then(truth) == Some(false);
-    match ctx.task.prefers() && !kept {
+    let kept = ctx.get("disable_dropout").and_then(truth) == Some(false)
+        || ctx.task == Task::Reward && ctx.tool == "LLaMA-Factory";
+    match reads_pairs(ctx.task) && !kept {
         true => needless("training with preferences has no dropout there"),
         false => ctx.take("lora.dropout", e),
     }

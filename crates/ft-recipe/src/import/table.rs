@@ -16,6 +16,8 @@ pub(super) struct Tool {
     pub defaults: BTreeMap<String, toml::Value>,
     /// Defaults of preference tasks, in place of those.
     pub preference: BTreeMap<String, toml::Value>,
+    /// Defaults of reward models, in place of those.
+    pub reward: BTreeMap<String, toml::Value>,
     /// Keys taken as they are.
     pub to: BTreeMap<String, String>,
     /// Keys converted by a function.

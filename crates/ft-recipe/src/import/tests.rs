@@ -127,7 +127,8 @@ fn another_task_is_refused_by_name() {
             "stage: dpo\npref_loss: hinge\nmodel_name_or_path: m\nfinetuning_type: lora\ndataset: a",
             "hinge of dpo",
         ),
-        ("trl reward --model_name_or_path m --dataset_name d", "reward"),
+        ("trl prm --model_name_or_path m --dataset_name d", "prm"),
+        ("base_model: m\nprocess_reward_model: true\ndatasets: [{path: a}]", "process_reward_model"),
         ("python examples/grpo.py --model_name_or_path m --dataset_name d", "grpo"),
         ("model_name_or_path: m\ndataset_name: d\nuse_peft: true\nbeta: 0.2", "`command: dpo`"),
     ] {
@@ -188,6 +189,43 @@ fn preferences_are_imported() {
         task(&format!("command: orpo\n{}", "model_name_or_path: m\ndataset_name: d\nbeta: 0.2")).0,
         Task::Orpo
     );
+}
+
+/// Reward models of each toolkit that trains them.
+#[test]
+fn reward_models_are_imported() {
+    let axolotl = "base_model: m\nmodel_type: AutoModelForSequenceClassification\nnum_labels: 1\nreward_model: true\n\
+                   adapter: lora\nlora_dropout: 0.1\nlora_modules_to_save: [score, lm_head]\n\
+                   datasets: [{path: a.jsonl, type: bradley_terry.chat_template}]\ncenter_rewards_coefficient: 0.01\n";
+    let r = recipe(axolotl);
+    assert_eq!(
+        (r.task, r.data.train[0].format, r.lora.dropout),
+        (Task::Reward, Some(Format::Preference), 0.0)
+    );
+    assert_eq!(r.data.train[0].fields["prompt"], "input");
+    assert_eq!(r.train.len(), 1, "the score head trains by itself");
+    let imported = of(axolotl);
+    let fates = ["num_labels", "lora_modules_to_save", "reward_model", "center_rewards_coefficient"];
+    let want = [Fate::NoEffect, Fate::NoEffect, Fate::Converted, Fate::NotSupported];
+    assert_eq!(fates.map(|key| fate(&imported, key)), want, "{}", listing(&imported));
+    let off = "base_model: m\nreward_model: false\nadapter: lora\ndatasets: [{path: a.jsonl}]";
+    assert_eq!((recipe(off).task, fate(&of(off), "reward_model")), (Task::Sft, Fate::NoEffect));
+
+    let r =
+        recipe("model_name_or_path: m\nstage: rm\nfinetuning_type: lora\nlora_dropout: 0.1\ndataset: mine");
+    assert_eq!(
+        (r.task, r.data.train[0].format, r.lora.dropout),
+        (Task::Reward, Some(Format::Preference), 0.1)
+    );
+
+    let trl = "--model_name_or_path m --dataset_name d.jsonl --use_peft --lora_task_type SEQ_CLS --lora_dropout 0.1";
+    for verb in ["trl reward", "python examples/scripts/reward_modeling.py"] {
+        let r = recipe(&format!("{verb} {trl}"));
+        assert_eq!((r.task, r.optimizer.lr, r.lora.dropout), (Task::Reward, Some(1e-4), 0.0), "{verb}");
+        assert_eq!(r.data.over_length, crate::keys::OverLength::Drop, "{verb}");
+    }
+    let full = recipe("trl reward --model_name_or_path m --dataset_name d.jsonl");
+    assert!(full.train.iter().any(|t| t.modules.iter().any(|m| m.contains("attention"))), "{:?}", full.train);
 }
 
 /// MLflow's server, experiment and run, of each toolkit.

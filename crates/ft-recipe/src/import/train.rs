@@ -2,9 +2,11 @@
 
 use super::context::{Context, Convert, Extent, Fate, Outcome, converted, needless, refused};
 use super::draft::number_text;
+use super::prefer::reads_pairs;
 use super::read::{Entries, Entry, is_off, number, text, truth, words};
 use super::tune::is_lora;
 use crate::check::module_regex;
+use crate::keys::Task;
 use crate::syntax::quote;
 use serde_json::Value;
 
@@ -152,12 +154,16 @@ fn all_linear(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
+const SCORE: &str = "a score head, which trains in full, is in place of lm_head";
+
 fn in_full(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if ctx.extent == Extent::Full || is_off(&e.value) {
         return needless(if is_off(&e.value) { "off" } else { "every weight trains" });
     }
     let mut shown = Vec::new();
-    for name in words(&e.value) {
+    let scores = ctx.task == Task::Reward;
+    for name in words(&e.value).into_iter().filter(|n| !scores || !["score", "lm_head"].contains(&n.as_str()))
+    {
         match module(&name, false) {
             Ok(m) => {
                 shown.push(m.clone());
@@ -166,7 +172,12 @@ fn in_full(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
             Err(why) => return refused(why),
         }
     }
-    converted(format!("a [[train]] rule: modules = {shown:?}, method = \"full\""))
+    let told = format!("a [[train]] rule: modules = {shown:?}, method = \"full\"");
+    match (scores, shown.is_empty()) {
+        (true, true) => needless(SCORE),
+        (true, false) => converted(format!("{told}; {SCORE}")),
+        _ => converted(told),
+    }
 }
 
 fn layers(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -277,7 +288,7 @@ fn last_turn(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 
 fn assistant_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
-        _ if ctx.task.prefers() => needless("completions are compared"),
+        _ if reads_pairs(ctx.task) => needless("completions are compared"),
         Some(true) => needless("the assistant's turns are the targets of conversations"),
         _ => refused(
             "every token of a conversation is a target there: data.mask = \"none\" does so for conversations",

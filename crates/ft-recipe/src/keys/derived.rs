@@ -24,7 +24,7 @@ impl Recipe {
     /// Whether a layer's compute weights are fetched before a visit and released afterwards: with ZeRO
     /// stage 3 from other ranks, with `memory.offload = ["params"]` from the host.
     pub fn weights_come_and_go(&self) -> bool {
-        let split = self.parallel.data > 1 && self.parallel.zero >= 3;
+        let split = self.parallel.stage() > 1 && self.parallel.zero >= 3;
         split || self.memory.offloads(Offload::Params)
     }
 
@@ -217,10 +217,13 @@ impl Part {
 }
 
 impl Parallel {
-    /// Total number of ranks.
+    /// Total number of ranks. Experts are spread over them and add none.
     pub fn ranks(&self) -> u64 {
-        [self.data, self.tensor, self.pipeline, self.expert, self.context]
-            .iter()
-            .fold(1, |all, n| all.saturating_mul(*n as u64))
+        (self.pipeline as u64).saturating_mul(self.stage())
+    }
+
+    /// Ranks of one stage of the pipeline.
+    pub fn stage(&self) -> u64 {
+        [self.data, self.context, self.tensor].iter().fold(1, |all, n| all.saturating_mul(*n as u64))
     }
 }

@@ -258,8 +258,8 @@ table! {
 table! {
     /// One source of `[[data.train]]` or `[[data.eval]]`.
     pub struct Source {
-        /// A file of rows (.jsonl, .json, .csv, .tsv, .txt, each also with .gz or .zst; .parquet), a folder of such
-        /// files, a pattern (data/*.jsonl), or a hub dataset.
+        /// A file of rows (.jsonl, .json, .csv, .tsv, .txt, each also with .gz or .zst; .parquet, .arrow), a folder of
+        /// such files or of `save_to_disk`, a pattern (data/*.jsonl), or a hub dataset.
         source: String = Text, Required;
         /// The shape of the rows.
         format: Option<Format> = Word(Format::WORDS), Absent("what fits the first row, and said");
@@ -267,7 +267,7 @@ table! {
         form: Option<Form> = Word(Form::WORDS), Absent("chat if the model has a chat template, and said");
         /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
         weight: f64 = Number(Bound::Positive), Toml("1.0");
-        /// Split of a hub dataset, and a slice of its rows or of a file's: `train[:20%]`, `train[100:200]`, `[-50:]`.
+        /// Split of a hub dataset or of a folder of `save_to_disk`, and a slice of its rows or of a file's: `train[:20%]`, `train[100:200]`, `[-50:]`.
         split: Option<String> = Text, Absent("the dataset's only one");
         /// Rows of this source that are read at the most: the first ones, of the slice.
         max_samples: Option<usize> = Int(1, COUNT), Absent("all");
@@ -414,7 +414,8 @@ table! {
         pipeline: usize = RANKS, Toml("1");
         /// Expert parallel ranks.
         expert: usize = RANKS, Toml("1");
-        /// Context parallel ranks.
+        /// Ranks that split the tokens of a row, for rows that do not fit on one: each has its segments, and gets the keys and
+        /// values that these see. Cuts are at multiples of 128 tokens.
         context: usize = RANKS, Toml("1");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");

@@ -77,6 +77,7 @@ impl Selection {
             part: t.part,
             shape: t.shape().to_vec(),
             unit: t.module.unit(self.layers),
+            expert: t.module.expert,
             lr_scale: t.lr_scale,
             matrix: t.matrix,
         };

@@ -39,6 +39,8 @@ pub struct Trained {
     pub shape: Vec<usize>,
     /// Unit of the walk.
     pub unit: usize,
+    /// Expert of a mixture, if the tensor is of one.
+    pub expert: Option<usize>,
     /// Factor on the learning rate.
     pub lr_scale: f64,
     /// Whether weight decay applies under `decay = "matrices"`.

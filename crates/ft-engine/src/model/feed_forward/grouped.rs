@@ -21,7 +21,7 @@ struct GroupedLinear {
     /// Whether a tensor of this linear trains, so that the input is saved.
     needs_input: bool,
     /// Unit of the gradient buffer.
-    unit: Option<usize>,
+    flat: Option<usize>,
 }
 
 /// The linears, for all experts.
@@ -85,9 +85,9 @@ impl GroupedLinear {
             Ok(Entry { weight, gradient: l.weight_slot.map(|s| s.offset), adapter, alike })
         };
         let entries = linears.clone().map(entry).collect::<Result<Vec<_>>>()?;
-        let mut units = linears.clone().flat_map(|(l, _)| l.slots()).map(|s| s.unit);
-        let unit = units.next();
-        if units.any(|u| Some(u) != unit) {
+        let mut flats = linears.clone().flat_map(|(l, _)| l.slots()).map(|s| s.flat);
+        let flat = flats.next();
+        if flats.any(|f| Some(f) != flat) {
             candle_core::bail!("experts of a layer whose gradients are in several buffers");
         }
         let needs_input = linears.clone().any(|(l, _)| l.needs_input());
@@ -99,7 +99,7 @@ impl GroupedLinear {
             n if n == entries.len() => Some(Biases::new(&biases)?),
             _ => candle_core::bail!("experts of which some have biases"),
         };
-        Ok(Self { table: Table::new(&entries, dtype)?, biases, needs_input, unit })
+        Ok(Self { table: Table::new(&entries, dtype)?, biases, needs_input, flat })
     }
 
     /// Dropout parameters, if dropout is active.
@@ -146,8 +146,8 @@ impl GroupedLinear {
         s: &Sorted,
         sink: &Sink<'_>,
     ) -> Result<()> {
-        let Some(unit) = self.unit else { return Ok(()) };
-        let grads = sink.flat(unit)?;
+        let Some(flat) = self.flat else { return Ok(()) };
+        let grads = sink.flat(flat)?;
         if let Some(b) = self.biases.as_ref().filter(|b| b.trains) {
             b.add_sums(dy, s, &grads)?;
         }

@@ -217,7 +217,12 @@ impl Mixture {
     }
 
     /// Context for the rows of one expert: dropout depends on the token.
-    fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &ExpertRows) -> Cow<'a, Context> {
+    fn context<'a, 'b>(
+        &self,
+        ctx: &'a Context<'b>,
+        groups: &Groups,
+        run: &ExpertRows,
+    ) -> Cow<'a, Context<'b>> {
         let mut linears = self.experts[run.expert].linears();
         let drops = linears.any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
         match ctx.dropout {

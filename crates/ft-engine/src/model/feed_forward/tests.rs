@@ -15,10 +15,11 @@ const S: usize = 2;
 const E: usize = 5;
 const R: usize = 2;
 
-fn context(first_row: usize) -> Result<Context> {
+fn context(first_row: usize) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
-    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, ropes: Vec::new(), dropout, rows: None })
+    let seqs = Sequences::new(&[T], 0, d)?;
+    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None })
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.
@@ -37,7 +38,7 @@ fn shapes() -> Vec<(usize, usize)> {
 fn slots() -> (Vec<Slot>, usize) {
     let mut offset = 0;
     let slots = shapes().into_iter().enumerate().map(|(index, (rows, cols))| {
-        let s = Slot { index, unit: 0, offset, rows, cols };
+        let s = Slot { index, flat: 0, offset, rows, cols };
         offset += rows * cols;
         s
     });

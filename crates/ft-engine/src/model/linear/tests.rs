@@ -13,17 +13,18 @@ const I: usize = 6;
 const O: usize = 4;
 const R: usize = 3;
 
-fn context(dropout: bool) -> Result<Context> {
+fn context(dropout: bool) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
-    Ok(Context { seqs: Sequences::new(&[T], 0, d)?, ropes: Vec::new(), dropout, rows: None })
+    let seqs = Sequences::new(&[T], 0, d)?;
+    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None })
 }
 
 /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.
 fn slots() -> (Vec<Slot>, usize) {
     let mut offset = 0;
     let slots = [(O, I), (1, O), (R, I), (O, R), (1, O)].iter().enumerate().map(|(index, (rows, cols))| {
-        let s = Slot { index, unit: 0, offset, rows: *rows, cols: *cols };
+        let s = Slot { index, flat: 0, offset, rows: *rows, cols: *cols };
         offset += rows * cols;
         s
     });
@@ -196,7 +197,7 @@ fn factors_are_not_rounded_to_half_precision() -> Result<()> {
             .iter()
             .enumerate()
             .map(|(index, (rows, cols))| {
-                let s = Slot { index, unit: 0, offset, rows: *rows, cols: *cols };
+                let s = Slot { index, flat: 0, offset, rows: *rows, cols: *cols };
                 offset += rows * cols;
                 s
             })

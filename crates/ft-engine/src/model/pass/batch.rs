@@ -1,5 +1,8 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
+use super::across::Across;
+#[cfg(test)]
+use super::across::Fault;
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
 use candle_core::{DType, Device};
@@ -10,6 +13,7 @@ use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Key of the dropout random numbers; see [`ft_base::rng`].
@@ -33,44 +37,41 @@ pub struct Tables {
 
 /// Per-micro-batch data shared by all layers.
 #[derive(Clone, Debug)]
-pub struct Context {
+pub struct Context<'a> {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
+    /// Segments over the ranks of a context group, in place of `seqs`.
+    pub across: Option<&'a Across<'a>>,
     /// Rotary embeddings of the model, in the order of its config.
     pub ropes: Vec<Tables>,
     /// Dropout key in training; `None` disables dropout.
     pub dropout: Option<DropoutKey>,
-    /// Within an expert, the token index of each row, so that dropout depends on the token alone. `None`
+    /// The token of each row, within an expert or a segment, so that dropout depends on the token alone. `None`
     /// means row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
 }
 
-impl Context {
+impl Context<'_> {
     /// The same context for a subset of the tokens.
     pub fn for_tokens(&self, tokens: &[u32]) -> Self {
-        Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
-    }
-
-    /// The context of a chunk of target rows; `first` is the index of its first target within the step.
-    pub fn for_targets(&self, first: usize) -> Self {
-        let mut c = self.clone();
-        if let Some(d) = &mut c.dropout {
-            d.first_row = first;
-        }
-        c
+        let rows = match &self.rows {
+            Some(rows) => tokens.iter().filter_map(|t| rows.get(*t as usize).copied()).collect(),
+            None => tokens.to_vec(),
+        };
+        Self { rows: Some(Arc::new(rows)), ..self.clone() }
     }
 }
 
 /// One micro-batch on the device: documents end to end, no padding.
 #[derive(Clone, Debug)]
-pub struct Batch {
+pub struct Batch<'a> {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
     /// Tokens sorted by id, for the embedding's gradient on CUDA; `None` on the CPU.
     pub by_id: Option<ById>,
     /// Number of tokens t.
     pub tokens: usize,
-    pub context: Context,
+    pub context: Context<'a>,
     /// Query rows of the targets `[n]`, u32.
     pub target_rows: Tensor,
     /// Target ids `[n]`, u32.
@@ -83,6 +84,8 @@ pub struct Batch {
     pub target_count: usize,
     /// Number of targets in earlier micro-batches of the step.
     pub first_target: usize,
+    /// Index of each target in the micro-batch, if this is a part of it.
+    pub target_numbers: Option<Vec<u32>>,
 }
 
 /// Kept probabilities of a teacher at the targets.
@@ -136,7 +139,7 @@ pub struct HostBatch<'a> {
     pub weights: &'a [f32],
 }
 
-impl Batch {
+impl<'a> Batch<'a> {
     /// Copies a micro-batch to the device.
     ///
     /// `first` counts the tokens and targets of earlier micro-batches of the step; `dropout` is the seed
@@ -183,14 +186,40 @@ impl Batch {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context { seqs, ropes, dropout, rows: None },
+            context: Context { seqs, across: None, ropes, dropout, rows: None },
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
             teacher: None,
             target_count: host.targets.len(),
             first_target: first.1,
+            target_numbers: None,
         })
+    }
+
+    /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of
+    /// its tokens and targets in the micro-batch.
+    pub fn among(self, across: &'a Across<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+        let rows = self.context.dropout.map(|_| Arc::new(tokens));
+        let (rows, targets) = (rows, Some(targets));
+        #[cfg(test)]
+        let (rows, targets) = match across.fault {
+            Some(Fault::Rows) => (None, targets),
+            Some(Fault::Targets) => (rows, None),
+            _ => (rows, targets),
+        };
+        let context = Context { across: Some(across), rows, ..self.context };
+        Self { context, target_numbers: targets, ..self }
+    }
+
+    /// The context of the targets `of`, whose rows are numbered within the step.
+    pub fn for_targets(&self, of: Range<usize>) -> Context<'a> {
+        let mut c = self.context.clone();
+        c.rows = self.target_numbers.as_ref().map(|all| Arc::new(all[of.clone()].to_vec()));
+        if let Some(d) = &mut c.dropout {
+            d.first_row = self.first_target + if c.rows.is_some() { 0 } else { of.start };
+        }
+        c
     }
 
     /// Adds a teacher: for each target, `kept` token ids and unnormalized log-probabilities, with negative infinity
@@ -230,7 +259,9 @@ impl Batch {
             None => Ok(x),
             Some(key) => {
                 let stream = Stream::new(key.seed, Purpose::Noise, key.step, 0);
-                noise::add(&x, stream, key.first_row, &self.context.seqs.docs, alpha)
+                let docs = self.context.across.map_or(&self.context.seqs.docs[..], Across::docs);
+                let tokens = self.context.rows.as_ref().map(|rows| rows.as_slice());
+                noise::add(&x, stream, (key.first_row, tokens), docs, alpha)
             }
         }
     }
@@ -258,13 +289,20 @@ impl Batch {
             ids: list(sizes.keys),
             by_id: None,
             tokens: sizes.keys,
-            context: Context { seqs, ropes: ropes.iter().map(tables).collect(), dropout, rows: None },
+            context: Context {
+                seqs,
+                across: None,
+                ropes: ropes.iter().map(tables).collect(),
+                dropout,
+                rows: None,
+            },
             target_rows: list(count),
             targets: list(count),
             weights: weighted.then(|| Ghost::weight(ledger, count, DType::F32).into()),
             teacher: (kept > 0).then(teacher),
             target_count: count,
             first_target: 0,
+            target_numbers: None,
         })
     }
 

@@ -1,4 +1,4 @@
-//! Gradient accumulation: flat f32 buffers, one per unit of the walk.
+//! Gradient accumulation in flat f32 buffers.
 
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
@@ -14,9 +14,9 @@ use std::ops::Range;
 pub struct Slot {
     /// Index among all trained tensors.
     pub index: usize,
-    /// Unit of the walk.
-    pub unit: usize,
-    /// First element in the unit's buffer.
+    /// Index of the flat buffer: see [`crate::params::Params::flats`].
+    pub flat: usize,
+    /// First element in the buffer.
     pub offset: usize,
     /// Rows; 1 for a vector.
     pub rows: usize,
@@ -49,9 +49,9 @@ pub struct Sink<'a> {
 
 /// Flat gradient buffers.
 enum Buffers<'a> {
-    /// One per unit (`None` if nothing trains), owned by the caller.
+    /// Owned by the caller; `None` if nothing trains.
     Kept(&'a [Option<Tensor>]),
-    /// Allocated at a unit's first gradient, until taken.
+    /// Allocated at the first gradient, until taken.
     Live { lens: &'a [usize], device: &'a Device, now: RefCell<BTreeMap<usize, Tensor>> },
 }
 
@@ -72,8 +72,7 @@ enum What {
 }
 
 impl<'a> Sink<'a> {
-    /// Sink over one flat buffer per unit (`None` if nothing trains); `count` is the number of trained
-    /// tensors.
+    /// Sink over flat buffers (`None` if nothing trains); `count` is the number of trained tensors.
     pub fn new(grads: &'a [Option<Tensor>], count: usize) -> Self {
         Self {
             grads: Buffers::Kept(grads),
@@ -95,12 +94,12 @@ impl<'a> Sink<'a> {
         self.stale.borrow_mut().remove(&slot.index).is_some()
     }
 
-    /// Zeroes leftover values of an earlier step, in one unit or in all.
-    pub fn settle(&self, unit: Option<usize>) -> Result<()> {
-        let own = |s: &Slot| unit.is_none_or(|unit| s.unit == unit);
+    /// Zeroes leftover values of an earlier step, in one buffer or in all.
+    pub fn settle(&self, flat: Option<usize>) -> Result<()> {
+        let own = |s: &Slot| flat.is_none_or(|flat| s.flat == flat);
         let mut stale = self.stale.borrow_mut();
         for slot in stale.values().filter(|s| own(s)) {
-            slot.view(&self.buffer(slot.unit)?)?.zero_set()?;
+            slot.view(&self.buffer(slot.flat)?)?.zero_set()?;
         }
         stale.retain(|_, s| !own(s));
         Ok(())
@@ -111,18 +110,17 @@ impl<'a> Sink<'a> {
         Self { live: Some((ledger, bytes, RefCell::default())), ..Self::new(grads, 0) }
     }
 
-    /// Sink with buffers of lengths `lens`, allocated at a unit's first gradient and released by
-    /// [`Sink::take`].
+    /// Sink with buffers of lengths `lens`, allocated at the first gradient and released by [`Sink::take`].
     pub fn live(lens: &'a [usize], device: &'a Device, count: usize) -> Self {
         let grads = Buffers::Live { lens, device, now: RefCell::default() };
         Self { grads, reached: RefCell::new(vec![false; count]), ..Self::new(&[], 0) }
     }
 
-    /// Takes a unit's gradients out of a [`Sink::live()`] sink; `None` if there were none.
-    pub fn take(&self, unit: usize) -> Option<Tensor> {
+    /// Takes a buffer out of a [`Sink::live()`] sink; `None` if it had no gradients.
+    pub fn take(&self, flat: usize) -> Option<Tensor> {
         match &self.grads {
             Buffers::Kept(_) => None,
-            Buffers::Live { now, .. } => now.borrow_mut().remove(&unit),
+            Buffers::Live { now, .. } => now.borrow_mut().remove(&flat),
         }
     }
 
@@ -137,7 +135,7 @@ impl<'a> Sink<'a> {
         self.later.map(RefCell::into_inner).unwrap_or_default()
     }
 
-    /// Adds collected gradients; the products of a unit run in parallel.
+    /// Adds collected gradients; the products of a buffer run in parallel.
     pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
         // Products into one slot follow one another: those of a round are disjoint.
         let mut rounds: BTreeMap<(usize, usize), Vec<gemm::GradProduct>> = BTreeMap::new();
@@ -149,7 +147,7 @@ impl<'a> Sink<'a> {
                     self.touch(slot);
                     let Slot { offset, rows, cols, .. } = slot;
                     let round = seen.entry(slot.index).or_default();
-                    let at = (slot.unit, std::mem::replace(round, *round + 1));
+                    let at = (slot.flat, std::mem::replace(round, *round + 1));
                     rounds.entry(at).or_default().push(gemm::GradProduct {
                         offset,
                         rows,
@@ -163,7 +161,7 @@ impl<'a> Sink<'a> {
                 }
             }
         }
-        rounds.into_iter().try_for_each(|((unit, _), parts)| gemm::accumulate(&self.buffer(unit)?, parts))
+        rounds.into_iter().try_for_each(|((flat, _), parts)| gemm::accumulate(&self.buffer(flat)?, parts))
     }
 
     /// Marks a tensor as reached with a zero gradient, such as one of an expert without tokens.
@@ -173,36 +171,35 @@ impl<'a> Sink<'a> {
         }
     }
 
-    /// Flat buffer of a unit, for kernels that add many gradients at once. The caller calls [`Sink::touch`]
-    /// for every slot.
-    pub fn flat(&self, unit: usize) -> Result<Tensor> {
-        self.settle(Some(unit))?;
-        self.buffer(unit)
+    /// A flat buffer, for kernels that add many gradients at once. The caller calls [`Sink::touch`] for every slot.
+    pub fn flat(&self, flat: usize) -> Result<Tensor> {
+        self.settle(Some(flat))?;
+        self.buffer(flat)
     }
 
-    fn buffer(&self, unit: usize) -> Result<Tensor> {
+    fn buffer(&self, number: usize) -> Result<Tensor> {
         if let Some((ledger, bytes, live)) = &self.live {
             live.borrow_mut()
                 .get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold_once(*bytes)));
         }
         match &self.grads {
             Buffers::Kept(grads) => {
-                if let Some(Some(flat)) = grads.get(unit) {
+                if let Some(Some(flat)) = grads.get(number) {
                     return Ok(flat.clone());
                 }
             }
             Buffers::Live { lens, device, now } => {
-                if let Some(flat) = now.borrow().get(&unit) {
+                if let Some(flat) = now.borrow().get(&number) {
                     return Ok(flat.clone());
                 }
-                if let Some(len) = lens.get(unit).filter(|n| **n > 0) {
+                if let Some(len) = lens.get(number).filter(|n| **n > 0) {
                     let flat = Tensor::zeros(*len, DType::F32, *device)?;
-                    now.borrow_mut().insert(unit, flat.clone());
+                    now.borrow_mut().insert(number, flat.clone());
                     return Ok(flat);
                 }
             }
         }
-        candle_core::bail!("no gradient buffer for unit {unit}")
+        candle_core::bail!("no gradient buffer {number}")
     }
 
     /// Records the gradient if this is a collecting sink; returns whether it is.
@@ -222,7 +219,7 @@ impl<'a> Sink<'a> {
     /// Marks a tensor as reached and returns its gradient `[rows, cols]`, ready to add to.
     fn reach(&self, slot: Slot) -> Result<Tensor> {
         self.touch(slot);
-        let grad = slot.view(&self.buffer(slot.unit)?)?;
+        let grad = slot.view(&self.buffer(slot.flat)?)?;
         if self.is_first(slot) {
             grad.zero_set()?;
         }
@@ -235,7 +232,7 @@ impl<'a> Sink<'a> {
             return gemm::work(a, true, b, None);
         }
         self.touch(slot);
-        let grad = slot.view(&self.buffer(slot.unit)?)?;
+        let grad = slot.view(&self.buffer(slot.flat)?)?;
         gemm::matmul_onto((&grad, !self.is_first(slot)), a, true, b, false, alpha)
     }
 

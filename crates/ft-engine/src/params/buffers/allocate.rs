@@ -1,6 +1,6 @@
 //! Options for the allocation of trained parameters.
 
-use super::shard::Shard;
+use super::split::Split;
 
 /// Options for allocations besides the compute weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,6 +23,6 @@ pub struct Allocate {
     pub rounding: Option<u64>,
     /// Rank of gradient projection (`optimizer.name = "galore"`); 0 disables it.
     pub project: usize,
-    /// Sharding and this rank's share.
-    pub shard: Shard,
+    /// Place of this rank on the mesh.
+    pub split: Split,
 }

@@ -2,6 +2,7 @@
 
 use super::allocate::Allocate;
 use super::shard::{Shard, common};
+use super::split::{FlatKind, Split};
 use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
@@ -12,7 +13,7 @@ use ft_kernels::vacant::occupy;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A range of a unit's buffer.
+/// A range of a flat buffer.
 #[derive(Clone, Debug)]
 pub struct Held {
     /// Element range in the buffer.
@@ -70,6 +71,9 @@ pub struct Buffer {
     /// Full buffer on the device; layers have views of it. If separate from `held`, memory is only
     /// allocated while the unit is gathered.
     pub whole: Tensor,
+    /// Ranks that hold copies, and this rank's share.
+    pub(super) kind: FlatKind,
+    shard: Shard,
     /// Page lock on `held`, if requested.
     _locked: Option<Arc<Locked>>,
 }
@@ -78,25 +82,26 @@ impl Buffer {
     /// A permanent, fully held buffer.
     pub(crate) fn replicated(len: usize, dtype: DType, device: &Device) -> Result<Self> {
         let whole = Tensor::zeros(len, dtype, device)?;
-        Ok(Self { held: Held { at: 0..len, values: whole.clone() }, whole, _locked: None })
+        let held = Held { at: 0..len, values: whole.clone() };
+        Ok(Self { held, whole, kind: FlatKind::Whole, shard: Shard::default(), _locked: None })
     }
 
     /// A buffer to be gathered: allocates this rank's zero-filled part; `whole` has no memory yet.
     ///
     /// # Errors
     /// Device errors.
-    pub fn apart(whole: Tensor, what: Allocate) -> Result<Self> {
-        let at = what.shard.held(whole.elem_count(), 3);
+    pub fn apart(whole: Tensor, kind: FlatKind, what: Allocate) -> Result<Self> {
+        let at = what.split.shard(kind).held(whole.elem_count(), 3);
         let home = if what.offload_weights { &Device::Cpu } else { whole.real()?.device() };
         let values = Tensor::zeros(at.len(), whole.dtype(), home)?;
-        Self::of(Held { at, values }, whole, what)
+        Self::of(Held { at, values }, whole, kind, what)
     }
 
     /// A buffer to be gathered, with the given permanent part.
-    pub(crate) fn of(held: Held, whole: Tensor, what: Allocate) -> Result<Self> {
+    pub(crate) fn of(held: Held, whole: Tensor, kind: FlatKind, what: Allocate) -> Result<Self> {
         let lock = what.pin && what.offload_weights;
         let locked = lock.then(|| Locked::new(held.values.real()?, whole.real()?.device())).transpose()?;
-        Ok(Self { held, whole, _locked: locked.map(Arc::new) })
+        Ok(Self { held, whole, kind, shard: what.split.shard(kind), _locked: locked.map(Arc::new) })
     }
 
     /// Whether the buffer must be gathered for a visit.
@@ -109,12 +114,17 @@ impl Buffer {
         (self.held.at.len() * self.whole.dtype().size_in_bytes()) as u64
     }
 
-    /// Starts gathering the full buffer.
-    pub(crate) fn gather(&self, at: At, shard: Shard, comm: &dyn Comm) -> ft_base::Result<Arrival> {
+    /// Starts gathering the full buffer. `comm` are all ranks.
+    pub(crate) fn gather(&self, at: At, split: &Split, comm: &dyn Comm) -> ft_base::Result<Arrival> {
         occupy(&self.whole)?;
-        if shard.is_split() {
-            let parts = shard.parts(self.whole.elem_count());
-            return comm.all_gather(at, self.held.values.clone(), &parts, &self.whole);
+        if self.shard.is_split() {
+            let parts = self.shard.parts(self.whole.elem_count());
+            return split.group(comm, self.kind).all_gather(
+                at,
+                self.held.values.clone(),
+                &parts,
+                &self.whole,
+            );
         }
         Ok(crossing::send(self.held.values.real()?, self.whole.real()?)?)
     }

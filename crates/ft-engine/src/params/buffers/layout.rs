@@ -1,4 +1,4 @@
-//! Layout of trained tensors in the buffers of their units.
+//! Layout of trained tensors in their flat buffers.
 
 use super::moments::is_large;
 use super::projected::Projection;
@@ -8,10 +8,10 @@ use crate::model::sink::Slot;
 use ft_recipe::Method;
 use std::collections::BTreeSet;
 
-/// Ends of the kinds of tensors in a unit's buffer. The order makes each property a contiguous range: large
+/// Ends of the kinds of tensors in a buffer. The order makes each property a contiguous range: large
 /// tensors, adapter tensors, projected tensors.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct UnitLayout {
+pub(crate) struct FlatLayout {
     pub large_full: usize,
     /// Moments up to here can be in 8 bits.
     pub large: usize,
@@ -22,9 +22,14 @@ pub(crate) struct UnitLayout {
     pub len: usize,
 }
 
-/// Assigns slots to all tensors.
-pub(crate) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, Vec<UnitLayout>) {
-    let mut layouts = vec![UnitLayout::default(); units];
+/// Assigns slots to all tensors, in the buffer that `flat` names for each of `units` units.
+pub(crate) fn layout(
+    tensors: &[Trained],
+    (units, flats): (usize, usize),
+    how: Projection,
+    flat: impl Fn(&Trained) -> usize,
+) -> (Vec<Slot>, Vec<FlatLayout>) {
+    let mut layouts = vec![FlatLayout::default(); flats];
     let mut slots = Vec::with_capacity(tensors.len());
     let kind = |t: &Trained| match (is_large(t.elements()), t.part.method() == Method::Lora) {
         _ if how.takes_tensor(t, units) => 4,
@@ -33,15 +38,16 @@ pub(crate) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec
         (false, true) => 2,
         (false, false) => 3,
     };
-    let ends: [fn(&mut UnitLayout) -> &mut usize; 4] =
+    let ends: [fn(&mut FlatLayout) -> &mut usize; 4] =
         [|u| &mut u.large_full, |u| &mut u.large, |u| &mut u.adapters, |u| &mut u.plain];
     for number in 0..5 {
         for (index, t) in tensors.iter().enumerate().filter(|(_, t)| kind(t) == number) {
             let cols = *t.shape.last().unwrap_or(&1);
             let rows = t.elements() / cols.max(1);
-            let offset = layouts[t.unit].len;
-            layouts[t.unit].len = (offset + t.elements()).next_multiple_of(ALIGN);
-            slots.push(Slot { index, unit: t.unit, offset, rows, cols });
+            let flat = flat(t);
+            let offset = layouts[flat].len;
+            layouts[flat].len = (offset + t.elements()).next_multiple_of(ALIGN);
+            slots.push(Slot { index, flat, offset, rows, cols });
         }
         if let Some(end) = ends.get(number) {
             layouts.iter_mut().for_each(|u| *end(u) = u.len);

@@ -6,6 +6,8 @@ pub mod layout;
 pub mod moments;
 pub mod projected;
 mod shard;
+mod split;
 
 pub use buffer::{Buffer, Held};
 pub use shard::{ALIGN, Shard, common};
+pub use split::{FlatKind, Split};

@@ -58,7 +58,7 @@ impl<'a> Build<'a> {
         Self { allocate, ..self }
     }
 
-    /// Ranks building the same model at the same time, matching [`Allocate::shard`].
+    /// Ranks building the same model at the same time, matching [`Allocate::split`].
     pub fn among(self, comm: &'a dyn Comm) -> Self {
         Self { comm: Some(comm), ..self }
     }

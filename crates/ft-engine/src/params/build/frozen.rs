@@ -4,7 +4,7 @@
 //! Layers get views before anything is read, since a rank's part depends on all tensors of the unit.
 
 use crate::params::Allocate;
-use crate::params::buffers::{ALIGN, Buffer, common};
+use crate::params::buffers::{ALIGN, Buffer, FlatKind, common};
 use crate::quant::LazyVector;
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
@@ -64,7 +64,8 @@ impl<'a> FrozenUnit<'a> {
     /// # Errors
     /// Read errors.
     pub fn end(self, what: Allocate) -> ft_base::Result<Vec<Buffer>> {
-        let apart = |(all, used): &(Tensor, usize)| Buffer::apart(all.narrow(0, 0, *used)?, what);
+        let apart =
+            |(all, used): &(Tensor, usize)| Buffer::apart(all.narrow(0, 0, *used)?, FlatKind::Whole, what);
         let buffers: Vec<Buffer> = self.buffers.iter().map(apart).collect::<Result<_>>()?;
         for (place, unread) in self.unread {
             let held = &buffers[place.buffer].held;

@@ -84,7 +84,7 @@ impl<'a> Ghosts<'a> {
     fn slot(&mut self, rows: usize, cols: usize) -> Slot {
         let offset = self.used;
         self.used += rows * cols;
-        Slot { index: 0, unit: 0, offset, rows, cols }
+        Slot { index: 0, flat: 0, offset, rows, cols }
     }
 
     fn tensor(&mut self, m: &Module, shape: &[usize]) -> (Tensor, Option<Slot>) {

@@ -14,7 +14,7 @@ use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Kind, Module};
 use crate::model::sink::Slot;
 use crate::params::Params;
-use crate::params::buffers::Shard;
+use crate::params::buffers::{FlatKind, Shard};
 use crate::quant::{BLOCK, CodeTables, LazyVector};
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device};
@@ -177,8 +177,10 @@ impl<'a> Loader<'a> {
         let of = (m, self.number(m));
         let blocks = match &mut self.split {
             Some(split) => {
-                let (shard, comm) = (self.params.shard, self.b.ranks());
-                let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, comm);
+                let ranks = self.params.split;
+                let group = ranks.group(self.b.ranks(), FlatKind::Whole);
+                let shard = ranks.shard(FlatKind::Whole);
+                let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, &group);
                 let unread = self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?;
                 unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(u)?))?
             }
@@ -308,7 +310,7 @@ impl Weights for Loader<'_> {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
                 let (weight, slot) = self.weight(m)?;
-                let (ranks, apart) = (self.params.shard.ranks, self.params.is_gathered());
+                let (ranks, apart) = (self.params.split.mesh.ranks(), self.params.is_gathered());
                 let rooms = self.b.device.is_cuda() && ranks == 1 && !apart;
                 let rank = super::ghost::room(m, &self.choice(m), rooms);
                 Ok((
@@ -436,8 +438,8 @@ fn all_scales(
     let mine = make(parts[shard.rank].clone())?;
     let mine = Real::from_vec(mine, blocks(&parts[shard.rank]).len(), &Device::Cpu)?;
     let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
-    let unit = m.layer.map(|l| l + 1);
-    let at = At { what: "the gathering of scales", unit };
+    const WHAT: &str = "the gathering of scales";
+    let at = m.layer.map_or(At::all(WHAT), |l| At::unit(WHAT, l + 1));
     comm.all_gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
     Ok(all.real()?.to_vec1()?)
 }

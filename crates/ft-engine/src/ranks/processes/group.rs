@@ -3,7 +3,7 @@
 use super::monitor::Monitor;
 use super::transport::{Round, Transport};
 use crate::ranks::callbacks::Callback;
-use crate::ranks::comm::{At, Comm, Error};
+use crate::ranks::comm::{At, Comm, Error, Piece, Received, Said};
 use crate::ranks::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
@@ -12,7 +12,6 @@ use ft_kernels::crossing::Arrival;
 use ft_kernels::{Tensor, bytes};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Upper bound on values (4 bytes) that a rank sends to all peers, and receives, at once.
@@ -25,15 +24,13 @@ pub struct Processes {
     pub(super) monitor: Arc<Monitor>,
     /// `None` after this rank has left.
     transport: Mutex<Option<Transport>>,
-    /// Number of collectives so far.
-    number: AtomicU64,
-    received: AtomicU64,
+    received: Received,
 }
 
 impl Processes {
     pub(super) fn new(monitor: Arc<Monitor>, transport: Transport) -> Self {
         let transport = Mutex::new(Some(transport));
-        Self { monitor, transport, number: AtomicU64::new(0), received: AtomicU64::new(0) }
+        Self { monitor, transport, received: Received::default() }
     }
 
     fn transport(&self) -> MutexGuard<'_, Option<Transport>> {
@@ -51,10 +48,16 @@ impl Processes {
         self.monitor.wait(timed)
     }
 
-    /// Enters a collective with a message; returns the messages by rank once all have arrived.
-    pub(super) fn exchange(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>, Error> {
+    /// Enters a collective of members with a message; returns the messages by member once all have arrived.
+    pub(super) fn exchange(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: &[u8],
+        timed: bool,
+    ) -> Result<Vec<Vec<u8>>, Error> {
         let (rank, world) = (self.monitor.rank, self.monitor.world);
-        self.monitor.enter(self.number.fetch_add(1, Relaxed) + 1, at)?;
+        self.monitor.enter(members, at)?;
         let mut hasher = DefaultHasher::new();
         at.to_string().hash(&mut hasher);
         let key = hasher.finish();
@@ -63,32 +66,38 @@ impl Processes {
         let header = first.len();
         first.extend(inline);
         first.resize(header + INLINE, 0);
-        let back = self.round(Round::all_to_all(rank, world, first, |_| header + INLINE), timed)?;
+        let others = self.others(members);
+        let back = self.round(Round::all_to_all(world, others.clone(), first, |_| header + INLINE), timed)?;
         let mut all = vec![mine.to_vec(); world];
-        let mut lens = vec![mine.len(); world];
-        for (other, bytes) in back.into.iter().enumerate().filter(|(r, _)| *r != rank) {
-            let (words, inline) = bytes.split_at(header);
+        let mut lens = vec![0; world];
+        for other in &others {
+            let (words, inline) = back.into[*other].split_at(header);
             let mut words = words.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b));
             if words.next() != Some(key) {
                 let why = format!("it is in another collective than rank {rank}, in {at}: a bug in ft");
-                let e = self.monitor.error(other, why, ExitCode::Internal);
+                let e = self.monitor.error(*other, why, ExitCode::Internal);
                 self.monitor.fail(e.clone(), false);
                 return Err(e);
             }
-            lens[other] = words.next().unwrap_or_default() as usize;
-            all[other] = inline[..lens[other].min(INLINE)].to_vec();
+            lens[*other] = words.next().unwrap_or_default() as usize;
+            all[*other] = inline[..lens[*other].min(INLINE)].to_vec();
         }
-        if lens.iter().any(|n| *n > INLINE) {
-            let round = Round::all_to_all(rank, world, rest.to_vec(), |r| lens[r].saturating_sub(INLINE));
+        if mine.len() > INLINE || lens.iter().any(|n| *n > INLINE) {
+            let round = Round::all_to_all(world, others, rest.to_vec(), |r| lens[r].saturating_sub(INLINE));
             let back = self.round(round, timed)?;
             all.iter_mut().zip(&back.into).for_each(|(message, bytes)| message.extend(bytes));
         }
-        Ok(all)
+        Ok(members.iter().map(|r| std::mem::take(&mut all[*r])).collect())
     }
 
-    /// Values per rank in one round.
-    fn piece(&self) -> usize {
-        (ROUND / self.monitor.world).max(1024)
+    /// Members other than this rank.
+    fn others(&self, members: &[usize]) -> Vec<usize> {
+        members.iter().copied().filter(|r| *r != self.monitor.rank).collect()
+    }
+
+    /// Values of each of `members` in one round.
+    fn piece(&self, members: &[usize]) -> usize {
+        (ROUND / members.len().max(1)).max(1024)
     }
 
     /// Leaves the group after all work is done and finalizes MPI. Every rank must call it.
@@ -103,10 +112,6 @@ impl Processes {
     pub fn must_report(&self) -> bool {
         self.monitor.linger()
     }
-
-    fn count(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Relaxed);
-    }
 }
 
 impl Comm for Processes {
@@ -118,32 +123,40 @@ impl Comm for Processes {
         self.monitor.world
     }
 
-    fn all_gather_bytes(&self, at: At, mine: &[u8], timed: bool) -> Result<Vec<Vec<u8>>> {
-        Ok(self.exchange(at, mine, timed)?)
+    fn all_gather_bytes_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: &[u8],
+        timed: bool,
+    ) -> Result<Vec<Vec<u8>>> {
+        Ok(self.exchange(members, at, mine, timed)?)
     }
 
-    fn reduce_scatter(
+    fn reduce_scatter_among(
         &self,
+        members: &[usize],
         at: At,
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
     ) -> Result<Arrival> {
-        let (rank, world, piece) = (self.monitor.rank, self.monitor.world, self.piece());
-        let (contributes, ranges): (Vec<bool>, Vec<Range<usize>>) =
-            (self as &dyn Comm).all_gather_object(at, &(part.is_some(), range.clone()))?.into_iter().unzip();
-        self.count(size_of::<f32>() * range.len() * (world - 1));
-        let most = ranges.iter().map(Range::len).max().unwrap_or(0);
-        let mut round = Round::new(world);
+        let (rank, world, piece) = (self.monitor.rank, self.monitor.world, self.piece(members));
+        let said =
+            self.exchange(members, at, &Said { gives: part.is_some(), range: range.clone() }.bytes(), true)?;
+        let said: Vec<Said> = said.iter().map(|bytes| Said::of(bytes)).collect();
+        self.received.count(at, size_of::<f32>() * range.len() * (members.len() - 1));
+        let most = said.iter().map(|s| s.range.len()).max().unwrap_or(0);
+        let mut round = Round::new(world, self.others(members));
         for first in (0..most).step_by(piece) {
             let cut = |r: &Range<usize>| (r.start + first).min(r.end)..(r.start + first + piece).min(r.end);
-            let here = cut(&ranges[rank]);
-            for (other, contributes) in contributes.iter().enumerate().filter(|(r, _)| *r != rank) {
+            let here = cut(&range);
+            for (other, said) in members.iter().zip(&said).filter(|(r, _)| **r != rank) {
                 if let Some(part) = &part {
-                    bytes::put(part, cut(&ranges[other]), &mut round.out[other])?;
+                    bytes::put(part, cut(&said.range), &mut round.out[*other])?;
                 }
-                let comes = if *contributes { here.len() } else { 0 };
-                round.into[other].resize(size_of::<f32>() * comes, 0);
+                let comes = if said.gives { here.len() } else { 0 };
+                round.into[*other].resize(size_of::<f32>() * comes, 0);
             }
             round = self.round(round, true)?;
             if !here.is_empty() {
@@ -151,10 +164,10 @@ impl Comm for Processes {
                 let own = own.as_ref().map(view::<f32>).transpose()?;
                 in_place::<f32>("a sum over ranks", to, |to| {
                     let to = &mut to[first..first + here.len()];
-                    for (other, came) in round.into.iter().enumerate() {
+                    for other in members {
                         match &own {
-                            Some(own) if other == rank => sum::add(to, own),
-                            _ => sum::add_bytes(to, came),
+                            Some(own) if *other == rank => sum::add(to, own),
+                            _ => sum::add_bytes(to, &round.into[*other]),
                         }
                     }
                     Ok(())
@@ -165,35 +178,85 @@ impl Comm for Processes {
         Ok(Arrival::over())
     }
 
-    fn all_gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> Result<Arrival> {
+    fn all_gather_among(
+        &self,
+        members: &[usize],
+        at: At,
+        mine: Tensor,
+        ranges: &[Range<usize>],
+        to: &Tensor,
+    ) -> Result<Arrival> {
         let (rank, world) = (self.monitor.rank, self.monitor.world);
-        self.exchange(at, &[], true)?;
+        self.exchange(members, at, &[], true)?;
         let (size, most) = (to.dtype().size_in_bytes(), ranges.iter().map(Range::len).max().unwrap_or(0));
-        let own = ranges.get(rank).cloned().unwrap_or(0..0);
+        let by_rank = || members.iter().copied().zip(ranges);
+        let own = by_rank().find(|(r, _)| *r == rank).map_or(0..0, |(_, range)| range.clone());
         if !own.is_empty() {
             to.slice_set(&mine, 0, own.start)?;
         }
         // the same number of bytes per round as a sum
-        let piece = (self.piece() * size_of::<f32>() / size).max(1);
-        let mut round = Round::new(world);
+        let piece = (self.piece(members) * size_of::<f32>() / size).max(1);
+        let mut round = Round::new(world, self.others(members));
         for first in (0..most).step_by(piece) {
             let cut = |len: usize| first.min(len)..(first + piece).min(len);
             bytes::put(&mine, cut(own.len()), &mut round.all)?;
-            for (other, range) in ranges.iter().enumerate().filter(|(r, _)| *r != rank) {
+            for (other, range) in by_rank().filter(|(r, _)| *r != rank) {
                 round.into[other].resize(size * cut(range.len()).len(), 0);
             }
             round = self.round(round, true)?;
-            for (range, came) in ranges.iter().zip(&round.into).filter(|(_, c)| !c.is_empty()) {
-                bytes::set(to, range.start + first, came)?;
-                self.count(came.len());
+            for (other, range) in by_rank().filter(|(r, _)| *r != rank) {
+                bytes::set(to, range.start + first, &round.into[other])?;
+                self.received.count(at, round.into[other].len());
             }
             round.clear();
         }
         Ok(Arrival::over())
     }
 
-    fn received(&self) -> u64 {
-        self.received.load(Relaxed)
+    fn exchange_among(&self, members: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<Arrival> {
+        self.exchange(members, at, &[], true)?;
+        let bytes = size_of::<f32>() * self.piece(members);
+        // Values of a piece in one round, the same on both sides.
+        let part = |t: &Tensor| (bytes / t.dtype().size_in_bytes()).max(1);
+        let rounds = |all: &[Piece], peer: usize| -> usize {
+            all.iter().filter(|(r, _)| *r == peer).map(|(_, t)| t.elem_count().div_ceil(part(t))).sum()
+        };
+        // The part that travels in round `i` between this rank and a peer.
+        let at_round = |all: &[Piece], peer: usize, mut i: usize| {
+            for (_, t) in all.iter().filter(|(r, _)| *r == peer) {
+                let count = t.elem_count().div_ceil(part(t));
+                if i < count {
+                    return Some((t.clone(), i * part(t)..((i + 1) * part(t)).min(t.elem_count())));
+                }
+                i -= count;
+            }
+            None
+        };
+        let others = self.others(members);
+        let most = others.iter().map(|r| rounds(out, *r).max(rounds(into, *r))).max().unwrap_or(0);
+        let mut round = Round::new(self.monitor.world, Vec::new());
+        for i in 0..most {
+            for other in &others {
+                if let Some((t, values)) = at_round(out, *other, i) {
+                    bytes::put(&t.flatten_all()?, values, &mut round.out[*other])?;
+                }
+                let comes = at_round(into, *other, i).map_or(0, |(t, v)| t.dtype().size_in_bytes() * v.len());
+                round.into[*other].resize(comes, 0);
+            }
+            round = self.round(round, true)?;
+            for other in &others {
+                if let Some((t, values)) = at_round(into, *other, i) {
+                    bytes::set(&t, values.start, &round.into[*other])?;
+                    self.received.count(at, round.into[*other].len());
+                }
+            }
+            round.clear();
+        }
+        Ok(Arrival::over())
+    }
+
+    fn received(&self) -> &Received {
+        &self.received
     }
 
     fn fail(&self, e: &ft_base::Error) {

@@ -11,6 +11,7 @@ use crate::ranks::comm::{At, Error};
 use ft_base::error::ExitCode;
 use ft_base::terminal::tell;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -35,10 +36,10 @@ const AFTER_RANK_0: Duration = Duration::from_millis(250);
 #[derive(Serialize, Deserialize)]
 enum Message {
     Alive,
-    /// The sender enters a collective: its sequence number and name.
-    At(u64, String),
-    /// The sender timed out in the collective with this sequence number.
-    Late(u64),
+    /// The sender enters a collective.
+    At(Collective),
+    /// The sender timed out in its collective.
+    Late,
     Failed(LostRank),
     /// The sender leaves after completing all work.
     Bye,
@@ -56,14 +57,39 @@ struct LostRank {
     died: bool,
 }
 
+/// A collective that a rank is in.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Collective {
+    /// Members of the group; empty for all ranks.
+    members: Vec<usize>,
+    /// Number of collectives of this group so far.
+    number: u64,
+    /// Name, as messages print it.
+    name: String,
+}
+
 /// State of a peer.
 struct Peer {
-    /// Sequence number and name of the current or last collective.
-    at: (u64, String),
+    /// Current or last collective.
+    at: Collective,
+    /// Number of collectives so far, by group.
+    numbers: BTreeMap<Vec<usize>, u64>,
     /// Time of the last message.
     heard: Instant,
     /// The peer has left or died.
     gone: bool,
+}
+
+impl Peer {
+    fn enter(&mut self, entered: Collective) {
+        self.numbers.insert(entered.members.clone(), entered.number);
+        self.at = entered;
+    }
+
+    /// Whether the peer has entered a collective, or has none to enter.
+    fn has_come_to(&self, other: &Collective) -> bool {
+        self.numbers.get(&other.members).unwrap_or(&0) >= &other.number
+    }
 }
 
 struct State {
@@ -98,7 +124,9 @@ pub struct Monitor {
 impl Monitor {
     /// Initial state, without connections.
     pub fn new((rank, world): (usize, usize), timeout: Duration) -> Self {
-        let peer = |_| Peer { at: (0, "none yet".into()), heard: Instant::now(), gone: false };
+        let none = Collective { name: "none yet".into(), ..Collective::default() };
+        let peer =
+            |_| Peer { at: none.clone(), numbers: BTreeMap::new(), heard: Instant::now(), gone: false };
         let state = State {
             peers: (0..world).map(peer).collect(),
             done: None,
@@ -156,25 +184,28 @@ impl Monitor {
         }
     }
 
-    /// Announces that this rank enters a collective, with sequence number and name.
+    /// Announces that this rank enters a collective of `members`.
     ///
     /// # Errors
     /// The cause of the failure.
-    pub fn enter(&self, number: u64, at: At) -> Result<(), Error> {
-        let words = at.to_string();
+    pub fn enter(&self, members: &[usize], at: At) -> Result<(), Error> {
+        let members = if members.len() == self.world { Vec::new() } else { members.to_vec() };
         let mut s = self.lock();
         if let Some((e, ..)) = &s.failed {
             return Err(e.clone());
         }
-        s.peers[self.rank].at = (number, words.clone());
+        let own = &mut s.peers[self.rank];
+        let number = own.numbers.get(&members).unwrap_or(&0) + 1;
+        let entered = Collective { members, number, name: at.to_string() };
+        own.enter(entered.clone());
         drop(s);
-        self.send_all(&Message::At(number, words));
+        self.send_all(&Message::At(entered));
         Ok(())
     }
 
     /// Name of the last collective of a rank.
     pub fn at(&self, rank: usize) -> String {
-        self.lock().peers.get(rank).map_or(String::new(), |p| p.at.1.clone())
+        self.lock().peers.get(rank).map_or(String::new(), |p| p.at.name.clone())
     }
 
     /// Marks a round as complete.
@@ -199,7 +230,9 @@ impl Monitor {
                 None => CHECK,
                 // The failed rank got at least as far, so data for this round is on the way and this rank
                 // may yet find and report the same cause.
-                Some((e, since, false)) if !e.hangs && s.peers[e.rank].at.0 >= s.peers[self.rank].at.0 => {
+                Some((e, since, false))
+                    if !e.hangs && s.peers[e.rank].has_come_to(&s.peers[self.rank].at) =>
+                {
                     let left = (*since + DRAIN).saturating_duration_since(Instant::now());
                     if left.is_zero() {
                         return Err(e.clone());
@@ -284,10 +317,10 @@ impl Monitor {
             s.peers[rank].heard = Instant::now();
             match said {
                 Message::Alive => {}
-                Message::At(number, words) => s.peers[rank].at = (number, words),
-                Message::Late(number) => {
+                Message::At(entered) => s.peers[rank].enter(entered),
+                Message::Late => {
                     drop(s);
-                    self.judge(number);
+                    self.judge(rank);
                 }
                 Message::Bye => {
                     s.peers[rank].gone = true;
@@ -310,18 +343,25 @@ impl Monitor {
         self.changed.notify_all();
     }
 
-    /// Decides which rank to blame for a timeout in the collective `number`.
-    fn judge(&self, number: u64) {
+    /// Decides which rank to blame for a timeout of `rank` in its collective: the one that it waits for, or the last
+    /// of a chain of ranks that wait for one another.
+    fn judge(&self, rank: usize) {
         let s = self.lock();
-        let there = s.peers.iter().find(|p| p.at.0 == number).map(|p| p.at.1.clone()).unwrap_or_default();
+        let (mut late, mut at) = (None, s.peers[rank].at.clone());
+        for _ in 0..self.world {
+            let members = if at.members.is_empty() { (0..self.world).collect() } else { at.members.clone() };
+            let Some(next) = members.into_iter().find(|r| !s.peers[*r].has_come_to(&at)) else { break };
+            late = Some((next, at));
+            at = s.peers[next].at.clone();
+        }
         // A stopped process is silent, and may block others in an earlier collective: it takes precedence.
         let others = (0..self.world).filter(|r| *r != self.rank && !s.peers[*r].gone);
         let silent = others.min_by_key(|r| s.peers[*r].heard);
         let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * HEARTBEAT));
-        let last = (0..self.world).min_by_key(|r| s.peers[*r].at.0);
-        let late = silent.or(last.filter(|r| s.peers[*r].at.0 < number));
-        let (late, why) = match late {
-            Some(late) if s.peers[late].at.0 < number => (late, format!("it has not come to {there}")),
+        let waited = late.as_ref().map_or(&s.peers[rank].at, |(_, at)| at);
+        let there = waited.name.clone();
+        let (late, why) = match silent.or(late.as_ref().map(|(late, _)| *late)) {
+            Some(late) if !s.peers[late].has_come_to(waited) => (late, format!("it has not come to {there}")),
             Some(late) => (late, format!("it has come to {there}, and goes no further")),
             None => (self.rank, format!("all have come to {there}, and what they give does not arrive")),
         };
@@ -369,7 +409,6 @@ impl Monitor {
             let silence = self.timeout.max(STOPPED);
             let watched = if self.rank == 0 { 1..self.world } else { 0..1 };
             let silent = watched.into_iter().find(|r| !s.peers[*r].gone && now - s.peers[*r].heard > silence);
-            let number = s.peers[self.rank].at.0;
             let late = s.deadline.is_some_and(|d| now > d);
             if late {
                 // rank 0 decides; if it does not answer, it is detected as silent
@@ -382,8 +421,8 @@ impl Monitor {
             }
             match (silent, late) {
                 (Some(rank), _) => self.hangs(rank, "it has given no sign of life".into()),
-                (None, true) if self.rank == 0 => self.judge(number),
-                (None, true) => self.send_all(&Message::Late(number)),
+                (None, true) if self.rank == 0 => self.judge(0),
+                (None, true) => self.send_all(&Message::Late),
                 (None, false) => {}
             }
         }
@@ -394,32 +433,39 @@ impl Monitor {
 mod tests {
     use super::*;
 
-    /// The blamed rank and the reason, for peers given as (current collective,
-    /// seconds since the last message).
-    fn named(peers: &[(u64, u64)], number: u64) -> (usize, String) {
+    /// The blamed rank and the reason when `rank` times out, for peers given as (members of the current collective, its
+    /// number, seconds since the last message).
+    fn named(peers: &[(&[usize], u64, u64)], rank: usize) -> (usize, String) {
         let monitor = Monitor::new((0, peers.len()), Duration::from_secs(3));
-        for (peer, (at, ago)) in monitor.lock().peers.iter_mut().zip(peers) {
-            peer.at = (*at, format!("sum {at}"));
+        for (peer, (members, number, ago)) in monitor.lock().peers.iter_mut().zip(peers) {
+            peer.numbers.insert(Vec::new(), 6);
+            let name = if members.is_empty() { format!("sum {number}") } else { format!("keys {number}") };
+            peer.enter(Collective { members: members.to_vec(), number: *number, name });
             peer.heard = Instant::now().checked_sub(Duration::from_secs(*ago)).expect("a clock that long on");
         }
-        monitor.judge(number);
+        monitor.judge(rank);
         let e = monitor.failed().expect("a failure");
         (e.rank, e.why)
     }
 
     #[test]
     fn one_that_is_stopped_is_named_before_those_it_keeps_waiting() {
-        let both = [(6, 0), (6, 3), (7, 0), (7, 0)];
-        let ahead = [(6, 0), (7, 3), (7, 0), (7, 0)];
-        let slow = [(7, 0), (7, 0), (6, 0), (7, 0)];
-        let wire = [(7, 0); 4];
-        for (peers, rank, says) in [
-            (both, 1, "it has not come to sum 7 within 3 s"),
-            (ahead, 1, "it has come to sum 7, and goes no further"),
-            (slow, 2, "it has not come to sum 7"),
-            (wire, 0, "all have come to sum 7"),
+        const ALL: &[usize] = &[];
+        let both = [(ALL, 6, 0), (ALL, 6, 3), (ALL, 7, 0), (ALL, 7, 0)];
+        let ahead = [(ALL, 6, 0), (ALL, 7, 3), (ALL, 7, 0), (ALL, 7, 0)];
+        let slow = [(ALL, 7, 0), (ALL, 7, 0), (ALL, 6, 0), (ALL, 7, 0)];
+        let wire = [(ALL, 7, 0); 4];
+        let group: &[usize] = &[2, 3];
+        // Rank 3 waits for all, rank 0 among them, and rank 0 computes.
+        let chain = [(ALL, 6, 0), (ALL, 7, 0), (group, 5, 0), (ALL, 7, 0)];
+        for (peers, late, rank, says) in [
+            (both, 2, 1, "it has not come to sum 7 within 3 s"),
+            (ahead, 1, 1, "it has come to sum 7, and goes no further"),
+            (slow, 0, 2, "it has not come to sum 7"),
+            (wire, 0, 0, "all have come to sum 7"),
+            (chain, 2, 0, "it has not come to sum 7"),
         ] {
-            let (named, why) = named(&peers, 7);
+            let (named, why) = named(&peers, late);
             assert!(named == rank && why.contains(says), "{peers:?}: rank {named}: {why}");
         }
     }

@@ -40,8 +40,8 @@ fn exchange(world: &impl Communicator, round: &mut Round) {
             open.push(world.process_at_rank(rank as i32).immediate_send(scope, &bytes[..]));
         }
         if !round.all.is_empty() {
-            for rank in (0..world.size()).filter(|r| *r != world.rank()) {
-                open.push(world.process_at_rank(rank).immediate_send(scope, &round.all[..]));
+            for rank in &round.to {
+                open.push(world.process_at_rank(*rank as i32).immediate_send(scope, &round.all[..]));
             }
         }
         let mut backoff = Backoff::new();

@@ -46,10 +46,11 @@ fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> Result<()> 
             let Some(mut stream) = stream.as_ref() else { continue };
             // buffers for a single rank precede the shared buffer
             let own = round.out.get(rank).map_or(&[][..], |b| &b[..]);
-            while at.sent < own.len() + round.all.len() {
+            let all = if round.to.contains(&rank) { &round.all[..] } else { &[] };
+            while at.sent < own.len() + all.len() {
                 let rest = match own.get(at.sent..).filter(|rest| !rest.is_empty()) {
                     Some(rest) => rest,
-                    None => &round.all[at.sent - own.len()..],
+                    None => &all[at.sent - own.len()..],
                 };
                 match transferred(stream.write(rest))? {
                     0 => break,
@@ -57,7 +58,7 @@ fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> Result<()> 
                 }
                 moved = true;
             }
-            left |= at.sent < own.len() + round.all.len();
+            left |= at.sent < own.len() + all.len();
             let Some(into) = round.into.get_mut(rank) else { continue };
             while at.received < into.len() {
                 match transferred(stream.read(&mut into[at.received..]))? {
@@ -104,7 +105,7 @@ mod tests {
                 let transport = start(lines, move |round| drop(tell.send(round)))?;
                 let mut came = Vec::new();
                 for (own, all) in [(0, 3), (5, 0), (long, 17), (0, 0)] {
-                    let mut round = Round::new(2);
+                    let mut round = Round::new(2, vec![1 - rank]);
                     round.out[1 - rank] = vec![rank as u8; own * (rank + 1)];
                     round.all = vec![9; all];
                     round.into[1 - rank] = vec![0; own * (2 - rank) + all];

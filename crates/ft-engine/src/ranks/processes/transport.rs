@@ -12,22 +12,25 @@ use std::time::{Duration, Instant};
 pub struct Round {
     /// Bytes to send to each rank.
     pub out: Vec<Vec<u8>>,
-    /// Bytes to send to every peer, after `out`.
+    /// Bytes to send to every rank in `to`, after `out`.
     pub all: Vec<u8>,
+    /// Ranks that get `all`.
+    pub to: Vec<usize>,
     /// Bytes received from each rank; the caller sets the expected length.
     pub into: Vec<Vec<u8>>,
 }
 
 impl Round {
-    /// An exchange without messages.
-    pub fn new(world: usize) -> Self {
-        Self { out: vec![Vec::new(); world], all: Vec::new(), into: vec![Vec::new(); world] }
+    /// An exchange without messages, in a world of this size; `to` get what goes to all.
+    pub fn new(world: usize, to: Vec<usize>) -> Self {
+        Self { out: vec![Vec::new(); world], all: Vec::new(), to, into: vec![Vec::new(); world] }
     }
 
-    /// An exchange of `all` with every peer; `len` gives the number of bytes from each.
-    pub fn all_to_all(rank: usize, world: usize, all: Vec<u8>, len: impl Fn(usize) -> usize) -> Self {
-        let into = (0..world).map(|r| vec![0; if r == rank { 0 } else { len(r) }]).collect();
-        Self { out: Vec::new(), all, into }
+    /// An exchange of `all` with every rank in `to`; `len` gives the number of bytes from each.
+    pub fn all_to_all(world: usize, to: Vec<usize>, all: Vec<u8>, len: impl Fn(usize) -> usize) -> Self {
+        let mut round = Self { all, ..Self::new(world, to) };
+        round.to.iter().for_each(|r| round.into[*r].resize(len(*r), 0));
+        round
     }
 
     /// Clears the buffers and keeps the allocations.

@@ -18,7 +18,8 @@ pub enum Rows<'a> {
 }
 
 impl Rows<'_> {
-    pub(super) fn number(&self, i: usize) -> usize {
+    /// Number of row `i`.
+    pub fn number(&self, i: usize) -> usize {
         match self {
             Rows::From { first } => first + i,
             Rows::These { first, list } => first + list[i] as usize,

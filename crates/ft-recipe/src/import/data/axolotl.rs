@@ -2,6 +2,7 @@
 
 use super::source::{Keys, Source, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
+use crate::import::prefer::reads_pairs;
 use crate::import::read::{is_off, text, words};
 use crate::keys::{Format, Task};
 use serde_json::Value;
@@ -46,15 +47,16 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
 /// Keys of data for preference tasks.
 fn preferred(task: Task, source: &mut Source, key: &str, value: &Value) -> Option<Outcome> {
     let key = key.strip_prefix("type.").unwrap_or(key);
-    let name = key.strip_prefix("field_").filter(|_| task.prefers());
+    let name = key.strip_prefix("field_").filter(|_| reads_pairs(task));
     Some(match name {
         Some(name @ ("prompt" | "chosen" | "rejected" | "completion" | "label")) => source.field(name, value),
         Some("messages") => source.field("prompt", value),
-        _ if key == "type" && task.prefers() && !is_off(value) => {
+        _ if key == "type" && reads_pairs(task) && !is_off(value) => {
             let kind = text(value).unwrap_or_default();
             let names: &[(&str, &str)] = match kind.rsplit('.').next().unwrap_or_default() {
                 "intel" => &[("prompt", "question")],
                 "icr" => &[("prompt", "input")],
+                _ if kind.starts_with("bradley_terry") => &[("prompt", "input")],
                 "argilla" if task == Task::Dpo || task == Task::Simpo => &[
                     ("prompt", "instruction"),
                     ("chosen", "chosen_response"),

@@ -3,6 +3,7 @@
 use super::source::Source;
 use crate::import::context::{Context, converted, needless, refused};
 use crate::import::draft::number_text;
+use crate::import::prefer::reads_pairs;
 use crate::import::read::{text, words};
 use crate::keys::Task;
 use serde_json::Value;
@@ -65,12 +66,12 @@ fn of_entry(
             source.put(ours, value);
         }
     }
-    if entry.get("ranking").and_then(Value::as_bool) == Some(true) && !task.prefers() {
-        advice.push(format!("{name} has preferences: stage: dpo reads them"));
+    if entry.get("ranking").and_then(Value::as_bool) == Some(true) && !reads_pairs(task) {
+        advice.push(format!("{name} has preferences: stage: dpo and stage: rm read them"));
     }
     let sharegpt = get("formatting").is_some_and(|f| f == "sharegpt" || f == "openai");
     source.format(if sharegpt { "messages" } else { "alpaca" });
-    if task.prefers() {
+    if reads_pairs(task) {
         let prompt = if sharegpt { "conversations" } else { "instruction" };
         source.fields.insert("prompt".into(), prompt.into());
     }
@@ -80,11 +81,11 @@ fn of_entry(
                 advice.push(format!("{name}: messages end with the answer: write prompt and completion"));
                 continue;
             }
-            "prompt" | "messages" if task.prefers() => "prompt",
-            "response" if task.prefers() => "completion",
-            "kto_tag" if task.prefers() => "label",
-            "chosen" | "rejected" | "system" | "tools" if task.prefers() => theirs.as_str(),
-            _ if task.prefers() => {
+            "prompt" | "messages" if reads_pairs(task) => "prompt",
+            "response" if reads_pairs(task) => "completion",
+            "kto_tag" if reads_pairs(task) => "label",
+            "chosen" | "rejected" | "system" | "tools" if reads_pairs(task) => theirs.as_str(),
+            _ if reads_pairs(task) => {
                 advice.push(format!("{name}: {theirs} is a part of the prompt: write it there, in the rows"));
                 continue;
             }

@@ -1,5 +1,7 @@
 //! Model input.
 
+pub(crate) mod segments;
+
 use super::dataset::Dataset;
 use crate::error::Error;
 use crate::shape::example::{Content, Example, Teacher};

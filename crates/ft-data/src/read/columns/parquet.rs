@@ -1,8 +1,8 @@
 //! Rows of Parquet files.
 
-use super::pages;
-use super::row::RawRow;
+use super::{levels, pages};
 use crate::error::Error;
+use crate::read::row::RawRow;
 use crate::shape::schema::Schema;
 use ft_base::store;
 use ft_base::store::json;
@@ -12,7 +12,7 @@ use parquet::file::metadata::ParquetMetaDataReader;
 use parquet::file::reader::FileReader;
 use parquet::file::serialized_reader::{ReadOptionsBuilder, SerializedFileReader};
 use parquet::record::Field;
-use parquet::record::reader::RowIter;
+use parquet::record::reader::{ReaderIter, TreeBuilder};
 use parquet::schema::types::{SchemaDescriptor, Type};
 use serde_json::map::Entry;
 use serde_json::{Map, Number, Value};
@@ -23,7 +23,10 @@ use std::sync::Arc;
 
 /// Rows of a file, read in order with one page per column in memory.
 pub(crate) struct Columns {
-    rows: RowIter<'static>,
+    file: SerializedFileReader<File>,
+    /// The next row group.
+    group: usize,
+    rows: Option<ReaderIter>,
     path: PathBuf,
     row: usize,
     /// For every column, whether the format reads it.
@@ -34,15 +37,24 @@ impl Columns {
     /// Opens a file and reads the metadata.
     pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
         let file = store::open_plain(path).map_err(|e| Error::read(path, e))?;
-        let reader = call(path, || reader(file))?;
-        let columns = reader.metadata().file_metadata().schema().get_fields();
+        let file = call(path, || reader(file))?;
+        let columns = file.metadata().file_metadata().schema().get_fields();
         let read = columns.iter().map(|c| schema.reads(c.name())).collect();
-        Ok(Self { rows: RowIter::from_file_into(Box::new(reader)), path: path.into(), row: 0, read })
+        Ok(Self { file, group: 0, rows: None, path: path.into(), row: 0, read })
     }
 
     /// Returns the next row.
     pub fn next(&mut self) -> Result<Option<RawRow>, Error> {
-        let Some(row) = call(&self.path, || self.rows.next().transpose())? else { return Ok(None) };
+        let row = loop {
+            if let Some(row) = call(&self.path, || self.rows.as_mut().and_then(Iterator::next).transpose())? {
+                break row;
+            }
+            if self.group == self.file.num_row_groups() {
+                return Ok(None);
+            }
+            self.rows = Some(call(&self.path, || rows(&self.file, self.group))?);
+            self.group += 1;
+        };
         self.row += 1;
         let fields = row.get_column_iter().zip(&self.read).map(|((name, field), read)| (name, field, *read));
         let bytes = match object(fields) {
@@ -57,10 +69,17 @@ impl Columns {
 /// following rows.
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
-    pages::check(&file, &about, pages::LARGEST, pages::MOST_VALUES)?;
+    pages::check(&file, &about, pages::LARGEST)?;
     let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
     let options = ReadOptionsBuilder::new().with_parquet_schema(Arc::new(schema)).build();
     SerializedFileReader::new_with_options(file, options)
+}
+
+/// The rows of a row group.
+fn rows(file: &SerializedFileReader<File>, group: usize) -> parquet::errors::Result<ReaderIter> {
+    let group = file.get_row_group(group)?;
+    levels::check(&*group, levels::MOST_VALUES)?;
+    TreeBuilder::new().as_iter(file.metadata().file_metadata().schema_descr_ptr(), &*group)
 }
 
 /// Replaces string types by bytes.

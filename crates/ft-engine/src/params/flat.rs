@@ -1,19 +1,25 @@
-//! Buffers of the trained tensors of one unit of the walk.
+//! Buffers of trained tensors: those of one unit of the walk, of which the same ranks hold copies.
 
 use super::buffers::allocate::Allocate;
-use super::buffers::layout::UnitLayout;
+use super::buffers::layout::FlatLayout;
 use super::buffers::moments::Moments;
 use super::buffers::projected::Projected;
-use super::buffers::{Buffer, Held, common};
+use super::buffers::{Buffer, FlatKind, Held, Shard, common};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::Draws;
 use ft_kernels::vacant::vacant;
 use std::ops::Range;
 
-/// Buffers of one unit.
+/// Flat buffers of one unit and kind.
 #[derive(Debug)]
-pub struct Unit {
+pub struct Flat {
+    /// Unit of the walk.
+    pub unit: usize,
+    /// Ranks that hold copies.
+    pub kind: FlatKind,
+    /// Sharding over these ranks, and this rank's share.
+    pub shard: Shard,
     /// Length in elements, including gaps between tensors.
     pub len: usize,
     /// This rank's range, if anything is sharded.
@@ -24,9 +30,9 @@ pub struct Unit {
     /// `compute` if that is f32 on the same device.
     pub master: Held,
     /// Elements with master weights. For all others, the compute buffer is the only copy: see
-    /// [`Unit::draws`].
+    /// [`Flat::draws`].
     pub kept: Range<usize>,
-    /// Unit index in the walk, and seed of stochastic rounding for elements without master weights.
+    /// Index among all buffers, and seed of stochastic rounding for elements without master weights.
     number: usize,
     seed: u64,
     /// f32 copy for layers that use master weights directly, if sharded or offloaded.
@@ -41,10 +47,12 @@ pub struct Unit {
     pub projected: Vec<Projected>,
 }
 
-/// Unit to allocate, and the devices of its buffers.
+/// What to allocate, and the devices of its buffers.
 #[derive(Clone, Copy)]
 pub(super) struct Placement<'a> {
-    /// Index in the walk.
+    /// Unit of the walk, and kind.
+    pub(super) of: (usize, FlatKind),
+    /// Index among all buffers.
     pub(super) number: usize,
     /// Whether layers use f32 master weights directly.
     pub(super) wide: bool,
@@ -55,19 +63,19 @@ pub(super) struct Placement<'a> {
     pub(super) home: &'a Device,
 }
 
-impl Unit {
+impl Flat {
     /// Allocates zero-filled buffers.
     pub(super) fn new(
-        layout: UnitLayout,
+        layout: FlatLayout,
         place: Placement<'_>,
         what: Allocate,
         projected: Vec<Projected>,
     ) -> Result<Self> {
-        let Placement { number, wide, dtype, device, home } = place;
-        let (len, shard) = (layout.len, what.shard);
+        let Placement { of: (unit, kind), number, wide, dtype, device, home } = place;
+        let (len, shard) = (layout.len, what.split.shard(kind));
         let gathered = shard.is_split() || what.offload_weights;
         let compute = if gathered {
-            Buffer::apart(vacant(len, dtype, device)?, what)?
+            Buffer::apart(vacant(len, dtype, device)?, kind, what)?
         } else {
             Buffer::replicated(len, dtype, device)?
         };
@@ -85,7 +93,7 @@ impl Unit {
         // In f32, the compute buffer has the same values.
         let copies = gathered && wide && dtype != DType::F32;
         let wide = if copies && (what.offload_weights || home.same_device(device)) {
-            Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, what)?)
+            Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, kind, what)?)
         } else {
             None
         };
@@ -93,6 +101,9 @@ impl Unit {
         let large = if what.eight_bit { layout.large } else { 0 };
         let moments = || Moments::new(&common(&states, &(0..layout.plain)), large, home);
         Ok(Self {
+            unit,
+            kind,
+            shard,
             len,
             part: shard.part(len),
             replicated,

@@ -1,0 +1,284 @@
+//! Losses and gradients of every tensor when ranks split the tokens, against one rank.
+
+use super::*;
+use crate::model::across::{Across, Fault};
+use crate::ranks::{self, At, Axis, Comm, Group, Mesh};
+use ft_base::error::ExitCode;
+use ft_base::memory::place;
+use ft_data::{Micro, segments};
+use std::ops::Range;
+use std::time::Duration;
+
+/// Seed and step of dropout and noise.
+const RANDOM: Option<(u64, u64)> = Some((5, 3));
+
+/// What trains, and how.
+struct Setting<'a> {
+    case: &'a Case,
+    selection: Selection,
+    recompute: Recomputed,
+    router: RouterLosses,
+    neftune: f64,
+}
+
+/// Loss, load-balancing loss and z-loss, and the gradient of each tensor.
+type Step = (f64, (f64, f64), Vec<Vec<f64>>);
+
+impl<'a> Setting<'a> {
+    fn new(case: &'a Case, selection: Selection) -> Self {
+        let router = if case.config.moe.is_some() {
+            RouterLosses { aux: 0.5, z: 0.1 }
+        } else {
+            RouterLosses::default()
+        };
+        Self { case, selection, recompute: 0.into(), router, neftune: 0.0 }
+    }
+
+    fn micro(&self) -> Result<Micro> {
+        let rows = Rows::packed(self.case)?;
+        let Rows { ids, positions, docs, targets, .. } = rows;
+        Ok(Micro { ids, positions, docs, targets, ..Micro::default() })
+    }
+
+    fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
+        let grads = p.grads();
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let mut walk =
+            Walk::new(d, p.lowest_unit(), self.recompute).router_losses(self.router).neftune(self.neftune);
+        let losses = walk.train(batch, 1.0, &sink)?;
+        sink.settle(None)?;
+        let loss = if losses.is_empty() { 0.0 } else { loss::total(&losses)? };
+        let router = match self.router == RouterLosses::default() {
+            true => (0.0, 0.0),
+            false => walk.routing().read()?.losses()?,
+        };
+        let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
+        Ok((loss, router, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+    }
+
+    fn host(m: &Micro) -> HostBatch<'_> {
+        HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets, weights: &[] }
+    }
+
+    fn on_one(&self) -> Result<Step> {
+        let (d, p) = self.case.build(&self.selection, None)?;
+        let m = self.micro()?;
+        self.walk(&d, &p, &Batch::new(&d.config, Self::host(&m), (40, 7), RANDOM, CPU)?)
+    }
+
+    /// Sums over the ranks of the losses and gradients of their segments.
+    fn on_many(&self, all: &[Vec<Range<usize>>], fault: Option<Fault>) -> Result<Step> {
+        let m = self.micro()?;
+        let rank = |comm: ranks::Threads, (d, p): (Decoder, Params)| -> Result<Option<Step>> {
+            place::follow();
+            let mut across = Across::new(&comm, &m.docs, all.to_vec());
+            across.fault = fault;
+            let part = m.part(across.own());
+            let own = [part.micro.ids.len()];
+            let host = HostBatch { docs: &own, ..Self::host(&part.micro) };
+            let step = match part.tokens.is_empty() {
+                true => None,
+                false => {
+                    let batch = Batch::new(&d.config, host, (40, 7), RANDOM, CPU)?;
+                    Some(self.walk(&d, &p, &batch.among(&across, part.tokens, part.targets))?)
+                }
+            };
+            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            Ok(step)
+        };
+        let models =
+            all.iter().map(|_| self.case.build(&self.selection, None)).collect::<Result<Vec<_>>>()?;
+        let came = std::thread::scope(|s| {
+            let group = ranks::group(all.len(), Duration::from_secs(100)).into_iter().zip(models);
+            let rank = &rank;
+            let started: Vec<_> = group.map(|(c, model)| s.spawn(move || rank(c, model))).collect();
+            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
+        })?;
+        let mut sum: Option<Step> = None;
+        for (loss, (aux, z), grads) in came.into_iter().flatten() {
+            let Some(sum) = &mut sum else {
+                sum = Some((loss, (aux, z), grads));
+                continue;
+            };
+            (sum.0, sum.1.0, sum.1.1) = (sum.0 + loss, sum.1.0 + aux, sum.1.1 + z);
+            for (to, from) in sum.2.iter_mut().flatten().zip(grads.iter().flatten()) {
+                *to += from;
+            }
+        }
+        sum.context("no rank has tokens")
+    }
+
+    /// The largest relative distance from one rank of a tensor's gradient; and of a loss, of the gradient norm, or of all
+    /// gradients together.
+    fn apart(&self, all: &[Vec<Range<usize>>], fault: Option<Fault>) -> Result<[f64; 2]> {
+        let (want, got) = (self.on_one()?, self.on_many(all, fault)?);
+        let near = |a: f64, b: f64| (a - b).abs() / b.abs().max(1e-12);
+        let mut sums = near(got.0, want.0);
+        if self.router != RouterLosses::default() {
+            sums = sums.max(near(got.1.0, want.1.0)).max(near(got.1.1, want.1.1));
+        }
+        let mut most = 0_f64;
+        let (_, p) = self.case.build(&self.selection, None)?;
+        for ((got, want), t) in got.2.iter().zip(&want.2).zip(&p.tensors) {
+            // Softmax nearly cancels the gradient of a key bias.
+            let far = if want.iter().any(|x| *x != 0.0) { distance(got, want) } else { 0.0 };
+            most = most.max(if t.name.ends_with("k_proj.bias") { far / 10.0 } else { far });
+        }
+        let norm = |grads: &[Vec<f64>]| grads.iter().flatten().map(|x| x * x).sum::<f64>().sqrt();
+        let together = distance(&got.2.concat(), &want.2.concat());
+        Ok([most, sums.max(near(norm(&got.2), norm(&want.2))).max(together)])
+    }
+}
+
+/// Cuts of `tokens` tokens for two, three and four ranks: in order, and from both ends. One rank has no tokens.
+fn cuts(tokens: usize) -> Vec<Vec<Vec<Range<usize>>>> {
+    let (a, b) = (tokens / 3 + 1, tokens * 2 / 3);
+    vec![
+        vec![vec![0..a], vec![a..tokens]],
+        vec![vec![0..5, b..tokens], vec![5..a, a + 2..b], vec![a..a + 2]],
+        vec![vec![0..a], vec![], vec![a..a + 1], vec![a + 1..tokens]],
+    ]
+}
+
+/// Everything trains, in every case: dense and mixtures, with and without sliding windows, biases and head norms;
+/// packed rows.
+#[test]
+fn segments_have_the_gradients_of_one_rank() -> Result<()> {
+    for case in &cases()? {
+        let mut setting = Setting::new(case, everything(&case.config));
+        for (i, all) in cuts(setting.micro()?.ids.len()).iter().enumerate() {
+            setting.recompute = [0.into(), FEED_FORWARD, usize::MAX.into()][i];
+            let far = setting.apart(all, None)?;
+            assert!(far[0] <= 5e-6 && far[1] <= 1e-6, "{}, {all:?}: {far:?} from one rank", case.name());
+        }
+    }
+    Ok(())
+}
+
+/// Dropout in adapters, also of the head, and noise on embeddings are those of one rank.
+#[test]
+fn random_numbers_are_by_token() -> Result<()> {
+    for case in cases()?.iter().filter(|c| ["qwen3-dense", "qwen3-moe"].contains(&c.name().as_str())) {
+        let groups = [Group::Attention, Group::Mlp, Group::Experts, Group::Head];
+        for dora in [false, true] {
+            let mut setting = Setting::new(case, adapters(&case.config, dora, &groups));
+            setting.neftune = 5.0;
+            for (i, all) in cuts(setting.micro()?.ids.len()).iter().enumerate() {
+                setting.recompute = [NORMS, FEED_FORWARD, usize::MAX.into()][i];
+                let far = setting.apart(all, None)?;
+                assert!(far[0] <= 5e-6 && far[1] <= 1e-6, "{}, {all:?}: {far:?} from one rank", case.name());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Each fault is noticed by the comparison above.
+#[test]
+fn every_fault_is_noticed() -> Result<()> {
+    let all = cases()?;
+    let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
+    let moe = find("qwen3-moe")?;
+    let full = Setting::new(moe, everything(&moe.config));
+    let groups = [Group::Attention, Group::Head];
+    let low = Setting::new(moe, adapters(&moe.config, false, &groups));
+    for (setting, fault) in [
+        (&full, Fault::Keys),
+        (&full, Fault::Gradients),
+        (&full, Fault::Mean),
+        (&full, Fault::Counts),
+        (&low, Fault::Rows),
+        (&low, Fault::Targets),
+    ] {
+        for all in &cuts(setting.micro()?.ids.len())[..2] {
+            let [far, _] = setting.apart(all, Some(fault))?;
+            assert!(far > 1e-4, "{fault:?}, {all:?}: {far:.1e} from one rank");
+        }
+    }
+    Ok(())
+}
+
+/// Cut as in a run, the losses have the bits of one rank.
+#[test]
+fn losses_have_the_bits_of_one_rank() -> Result<()> {
+    let all = cases()?;
+    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
+    let ids: Vec<u32> = (0..700).map(|i| (i * 7 + 3) % d.config.vocab as u32).collect();
+    let docs = vec![260, 40, 400];
+    let positions = docs.iter().flat_map(|n| 0..*n as u32).collect();
+    let targets = (0..699).map(|i| (i, ids[i as usize + 1])).collect();
+    let m = Micro { ids, positions, docs, targets, ..Micro::default() };
+    let whole = Batch::new(&d.config, Setting::host(&m), (0, 0), None, CPU)?;
+    let whole = loss::on_host(Walk::new(&d, None, 0).eval(&whole)?)?.concat();
+    for count in [2, 3, 4] {
+        let all = segments(&m.docs, count);
+        let rank = |comm: ranks::Threads| -> Result<Vec<(u32, f64)>> {
+            place::follow();
+            let across = Across::new(&comm, &m.docs, all.clone());
+            let part = m.part(across.own());
+            let own = [part.micro.ids.len()];
+            let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
+            let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
+            let batch = Batch::new(&d.config, host, (0, 0), None, CPU)?;
+            let batch = batch.among(&across, part.tokens, part.targets.clone());
+            let losses = loss::on_host(Walk::new(&d, None, 0).eval(&batch)?)?.concat();
+            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            Ok(part.targets.into_iter().zip(losses).collect())
+        };
+        let came = std::thread::scope(|s| {
+            let rank = &rank;
+            let group = ranks::group(count, Duration::from_secs(100)).into_iter();
+            let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
+            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
+        })?;
+        let mut came = came.concat();
+        came.sort_by_key(|(number, _)| *number);
+        let came: Vec<f64> = came.into_iter().map(|(_, loss)| loss).collect();
+        assert!(came == whole, "{count} ranks: other bits, {:.1e} apart", distance(&came, &whole));
+    }
+    Ok(())
+}
+
+/// A rank that is lost during an exchange is named by all others, with the layer and the group of its last collective.
+#[test]
+fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
+    let all = cases()?;
+    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let setting = Setting::new(case, everything(&case.config));
+    let (m, mesh) = (setting.micro()?, Mesh { data: 2, context: 2, ..Mesh::ONE });
+    let tokens = m.ids.len();
+    let rank = |comm: ranks::Threads, (d, p): (Decoder, Params)| -> Option<ranks::Error> {
+        place::follow();
+        let group = Group::new(&comm, &mesh, Axis::Context);
+        let mut across = Across::new(&group, &m.docs, vec![vec![0..9], vec![9..tokens]]);
+        across.fault = (comm.rank() == 3).then_some(Fault::Lost);
+        let part = m.part(across.own());
+        let own = [part.micro.ids.len()];
+        let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
+        let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
+        let done = setting.walk(&d, &p, &batch.among(&across, part.tokens, part.targets));
+        if done.is_ok() {
+            // The ranks of the other group have got this far.
+            comm.all_gather_bytes(At::all("the end"), &[], true).err()?;
+        }
+        comm.lost()
+    };
+    let models = (0..4).map(|_| case.build(&setting.selection, None)).collect::<Result<Vec<_>>>()?;
+    let lost = std::thread::scope(|s| {
+        let rank = &rank;
+        let group = ranks::group(4, Duration::from_secs(100)).into_iter().zip(models);
+        let started: Vec<_> = group.map(|(c, model)| s.spawn(move || rank(c, model))).collect();
+        started.into_iter().map(|t| t.join().expect("no panic")).collect::<Vec<_>>()
+    });
+    for (i, lost) in lost.iter().enumerate().take(3) {
+        let lost = lost.as_ref().with_context(|| format!("rank {i} has not heard of it"))?;
+        let at = "the keys and values of unit 1 (context group 2-3)";
+        assert_eq!(
+            (lost.rank, lost.code, lost.at.to_string().as_str()),
+            (3, ExitCode::LostRank, at),
+            "{lost}"
+        );
+    }
+    Ok(())
+}
