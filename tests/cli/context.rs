@@ -156,7 +156,7 @@ fn linear_attention_is_refused() {
         let ran = w.ft(&[verb, "r.toml", &model, "parallel.context=2"]);
         let said = format!("{}{}", ran.out, ran.err);
         assert_eq!(ran.code, 2, "{verb}: {said}");
-        assert!(said.contains("parallel.context = 2 over the linear attention"), "{verb}: {said}");
+        assert!(said.contains("parallel.context = 2: not built for linear attention"), "{verb}: {said}");
     }
 }
 

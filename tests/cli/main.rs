@@ -21,6 +21,7 @@ mod import;
 mod initial;
 mod launched;
 mod learned;
+mod nested;
 mod offload;
 mod optimizers;
 mod plan;
