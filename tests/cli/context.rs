@@ -173,7 +173,7 @@ fn processes_have_the_bits_of_threads() {
             assert_eq!(r.code, 0, "rank {rank}: {}", r.err);
         }
         assert!(ends(&w, "processes") == want);
-        let keys = |run: &str| told(&w, run, "step", "wire_bytes_of_keys");
+        let keys = |run: &str| told(&w, run, "step", "wire_bytes_exchanged");
         assert_eq!(keys("processes"), keys("threads"));
     }
 }
