@@ -24,6 +24,7 @@ mod launched;
 mod layouts;
 mod learned;
 mod local;
+mod nested;
 mod offload;
 mod optimizers;
 mod plan;

@@ -118,7 +118,7 @@ fn weights(dir: &Path) -> Result<()> {
             1 => Tensor::ones(shape, DType::BF16, cpu)?,
             _ => Tensor::randn(0f32, 0.02, shape, cpu)?.to_dtype(DType::BF16)?,
         };
-        tensors.push((format!("{}.weight", m.name), weight));
+        tensors.push((m.weight_name(), weight));
         if let Some(n) = m.bias() {
             tensors.push((format!("{}.bias", m.name), Tensor::zeros(n, DType::BF16, cpu)?));
         }
@@ -781,5 +781,60 @@ fn a_card_stands_for_two_keys() -> Result<()> {
     let out = plan(&["--gpu", "A100"])?;
     let err = String::from_utf8_lossy(&out.stderr).into_owned();
     ensure!(out.status.code() == Some(2) && err.contains("A100-40, "), "{err}");
+    Ok(())
+}
+
+/// Layers of linear attention among others: in full, with adapters, in 4 bits, in mixtures with fused experts.
+#[test]
+fn linear_attention_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let full_rows = [512; 8];
+    let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
+    let mut dense = config("qwen3", false);
+    for (key, value) in [
+        ("architectures", json!(["Qwen3_5ForCausalLM"])),
+        ("model_type", json!("qwen3_5_text")),
+        ("linear_num_key_heads", json!(4)),
+        ("linear_num_value_heads", json!(8)),
+        ("linear_key_head_dim", json!(64)),
+        ("linear_value_head_dim", json!(64)),
+        ("linear_conv_kernel_dim", json!(4)),
+        ("full_attention_interval", json!(3)),
+    ] {
+        dense[key] = value;
+    }
+    let mut moe = dense.clone();
+    for (key, value) in [
+        ("architectures", json!(["Qwen3_5MoeForCausalLM"])),
+        ("model_type", json!("qwen3_5_moe_text")),
+        ("num_hidden_layers", json!(4)),
+        ("num_experts", json!(16)),
+        ("num_experts_per_tok", json!(4)),
+        ("moe_intermediate_size", json!(384)),
+        ("shared_expert_intermediate_size", json!(384)),
+    ] {
+        moe[key] = value;
+    }
+    let (all, experts) = (
+        FULL.replace("\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"", "\"/.*/\""),
+        "[[train]]\nmodules = [\"attention\", \"experts\"]\n",
+    );
+    let cases: &[(&Value, &str, &[usize], &[&str])] = &[
+        (&dense, &all, &full_rows, &["memory.recompute=none"]),
+        (&dense, &all, &ragged, &[NORMS, "run.micro_rows=2", "model.dtype=bf16"]),
+        (&dense, LORA, &full_rows, &["memory.recompute=all", "lora.dora=true"]),
+        (&dense, LORA, &ragged, &[NF4, "memory.recompute=2"]),
+        (&moe, experts, &full_rows, &[FEED_FORWARD]),
+    ];
+    let mut wrong = Vec::new();
+    for (config, rules, lengths, set) in cases {
+        let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;
+        let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+        eprintln!("{apart:>6.2}% of {planned:>10} planned, {measured:>10} measured  {set:?}");
+        if apart.abs() > 1.0 {
+            wrong.push(format!("{set:?}: planned {planned}, measured {measured}"));
+        }
+    }
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
 }

@@ -168,7 +168,9 @@ impl Environment<'_> {
             None if count == 1 => 0,
             None => {
                 let names = ranks.join(", ");
-                return Err(format!("{variable}={count}, and this machine has no number\n  hint: set one of {names}"));
+                return Err(format!(
+                    "{variable}={count}, and this machine has no number\n  hint: set one of {names}"
+                ));
             }
         };
         let local = ["PET_NPROC_PER_NODE", "NPROC_PER_NODE"].iter().find_map(|k| self.number(k));

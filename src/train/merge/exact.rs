@@ -28,8 +28,7 @@ pub struct ExactWeights<'a> {
 }
 
 impl ExactWeights<'_> {
-    fn get(&mut self, m: &Module, part: &str) -> ft_base::Result<Tensor> {
-        let name = format!("{}.{part}", m.name);
+    fn get(&mut self, name: String) -> ft_base::Result<Tensor> {
         let value = self.merge.in_f32(&name)?;
         let (rows, row) = (value.dim(0)?, value.elem_count() / value.dim(0)?.max(1));
         let step = (PIECE / row.max(1)).max(1);
@@ -81,11 +80,11 @@ impl Weights for ExactWeights<'_> {
     }
 
     fn weight(&mut self, m: &Module) -> ft_base::Result<(ft_kernels::Tensor, Option<Slot>)> {
-        Ok((self.get(m, "weight")?.into(), None))
+        Ok((self.get(m.weight_name())?.into(), None))
     }
 
     fn bias(&mut self, m: &Module) -> ft_base::Result<(ft_kernels::Tensor, Option<Slot>)> {
-        Ok((self.get(m, "bias")?.into(), None))
+        Ok((self.get(m.bias_name())?.into(), None))
     }
 
     fn lora(&mut self, _: &Module, _: &Weight) -> ft_base::Result<Option<Lora>> {

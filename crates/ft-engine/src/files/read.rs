@@ -265,8 +265,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value for each of its blocks, which is no tensor of its own
-    /// any more. Returns whether both are there, with matching shapes.
+    /// Scales the 8-bit matrix `name` by the tensor `scale`, a value for each of its blocks, which is then no tensor of
+    /// its own. Returns whether both are there, with matching shapes.
     pub fn scale(&mut self, name: &str, scale: &str, block: [usize; 2]) -> bool {
         let (Some(of), Some(info)) = (self.tensors.get(name), self.tensors.get(scale)) else { return false };
         let number = matches!(info.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16);

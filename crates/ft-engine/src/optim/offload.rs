@@ -129,7 +129,6 @@ mod tests {
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
             fused: None,
             matrix: true,
-            fused: None,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
         let p = Params::new(

@@ -142,8 +142,8 @@ impl<'a> Reader<'a> {
         pass.leave()
     }
 
-    /// Drops the cache after `keep` tokens, or the whole of it if a layer's state cannot go back. Returns the tokens that
-    /// are left.
+    /// Drops the cache after `keep` tokens, or the whole of it if a layer's state cannot go back. Returns the number of
+    /// tokens left.
     fn forget(&mut self, keep: usize) -> usize {
         if keep < self.seen.len() && !self.caches.iter_mut().all(|cache| cache.truncate(keep)) {
             return self.forget(0);

@@ -1,7 +1,7 @@
 //! Frozen weights of a rank, in load order.
 
 use super::component::{Bytes, Component};
-use super::optimizer::nf4_values;
+use super::optimizer::{mxfp4_values, nf4_values};
 use super::setup::Setup;
 use ft_engine::adapters::{Choice, initial};
 use ft_engine::model::modules::{Group, Module};
@@ -117,7 +117,8 @@ impl Frozen {
         let (n, flat) = (m.weight_values() as u64, c.flat(m));
         let values = &mut self.values[flat];
         if is_quantized(m, choice, c.recipe.model.quantize) {
-            let [codes, blocks, groups] = nf4_values(n).map(|values| c.placed(flat, values));
+            let counts = if m.is_mxfp4() { mxfp4_values(n) } else { nf4_values(n) };
+            let [codes, blocks, groups] = counts.map(|values| c.placed(flat, values));
             values.u8s += codes + blocks;
             values.f32s += groups;
             return Stored { bytes: codes, constants: blocks + 4 * groups, quantized: true };

@@ -22,6 +22,9 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["Qwen/Qwen3-14B", "Qwen/Qwen3-14B-Base"] => "qwen3-14b",
     &["Qwen/Qwen3-32B"] => "qwen3-32b",
     &["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507"] => "qwen3-30b-a3b",
+    &["Qwen/Qwen3.5-9B"] => "qwen3.5-9b",
+    &["Qwen/Qwen3.5-27B"] => "qwen3.5-27b",
+    &["Qwen/Qwen3.5-35B-A3B"] => "qwen3.5-35b-a3b",
     &["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"] => "qwen2.5-7b",
     &["Qwen/Qwen2-72B", "Qwen/Qwen2-72B-Instruct"] => "qwen2-72b",
     &["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B",
@@ -29,6 +32,11 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["meta-llama/Meta-Llama-3-70B", "meta-llama/Meta-Llama-3-70B-Instruct"] => "llama-3-70b",
     &["meta-llama/Llama-3.3-70B-Instruct"] => "llama-3.3-70b",
     &["mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"] => "mixtral-8x7b",
+    &["openai/gpt-oss-20b"] => "gpt-oss-20b",
+    &["openai/gpt-oss-120b"] => "gpt-oss-120b",
+    &["google/gemma-3-4b-it", "google/gemma-3-4b-pt"] => "gemma-3-4b",
+    &["google/gemma-3-12b-it", "google/gemma-3-12b-pt"] => "gemma-3-12b",
+    &["google/gemma-3-27b-it", "google/gemma-3-27b-pt"] => "gemma-3-27b",
 ];
 
 /// File name and text of a built-in config.
@@ -114,7 +122,7 @@ mod tests {
     use super::*;
     use ft_engine::model::modules::parameters;
 
-    /// Parameter counts from the model cards.
+    /// Parameter counts from the model cards; of Qwen3.5 those of the text model.
     #[test]
     fn built_in_configs_have_the_published_sizes() -> anyhow::Result<()> {
         for (id, billions) in [
@@ -125,6 +133,9 @@ mod tests {
             ("Qwen/Qwen3-14B", 14.77),
             ("Qwen/Qwen3-32B", 32.76),
             ("Qwen/Qwen3-30B-A3B", 30.53),
+            ("Qwen/Qwen3.5-9B", 8.95),
+            ("Qwen/Qwen3.5-27B", 26.90),
+            ("Qwen/Qwen3.5-35B-A3B", 34.66),
             ("Qwen/Qwen2.5-7B-Instruct", 7.62),
             ("Qwen/Qwen2-72B", 72.71),
             ("meta-llama/Llama-3.1-8B", 8.03),

@@ -41,6 +41,9 @@ const HEADS: &[(&str, &[&str])] = &[
     ("qwen3-30b-a3b-qlora", &["48GB"]),
     ("qwen3-30b-a3b-24gb-qlora", &["24GB"]),
     ("mixtral-8x7b-qlora-experts", &["48GB"]),
+    ("qwen3.5-9b-qlora", &["48GB", "24GB"]),
+    ("qwen3.5-27b-qlora", &["48GB", "24GB"]),
+    ("qwen3.5-35b-a3b-qlora", &["48GB"]),
 ];
 
 /// The command in a header prints the line below it, on a machine without the card and the rows.
@@ -75,6 +78,7 @@ const HOSTS: &[(&str, &str)] = &[
     ("llama-3.3-70b-qlora", "memory.host_budget=64GiB"),
     ("qwen3-30b-a3b-qlora", "memory.host_budget=64GiB"),
     ("qwen3-30b-a3b-24gb-qlora", "memory.host_budget=64GiB"),
+    ("qwen3.5-35b-a3b-qlora", "memory.host_budget=64GiB"),
 ];
 
 /// With states on the host and updates in the backward pass, Qwen3-8B trains in full on one card:

@@ -47,6 +47,9 @@ pub const SHIPPED: &[Shipped] = shipped![
     "mixtral-8x7b-qlora-experts",
     "qwen3-30b-a3b-qlora",
     "qwen3-30b-a3b-24gb-qlora",
+    "qwen3.5-9b-qlora",
+    "qwen3.5-27b-qlora",
+    "qwen3.5-35b-a3b-qlora",
 ];
 
 impl Shipped {

@@ -20,8 +20,8 @@ impl Selection {
         };
         if let Some(other) = peft.parameters().iter().find(|t| !named(t)) {
             let why = format!(
-                "target_parameters: {other}: no parameter that ft adapts in {}\n  hint: merge it into its base with PEFT \
-                 (merge_and_unload), and name the merged model in model.source",
+                "target_parameters: {other}: no parameter that ft adapts in {}\n  hint: merge it into its base with \
+                 PEFT (merge_and_unload), and name the merged model in model.source",
                 config.family.model_type
             );
             return Err(Error::Peft { file: peft.file.clone(), why });

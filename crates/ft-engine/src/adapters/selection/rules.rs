@@ -281,7 +281,8 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
     match m.kind {
         Kind::Conv { .. } | Kind::Vector { .. } => {
             return Err(format!(
-                "LoRA on {}: it is no matrix of a linear\n  hint: freeze it, or train everything with method = \"full\"",
+                "LoRA on {}: it is no matrix of a linear\n  hint: freeze it, or train everything with \
+                 method = \"full\"",
                 m.name
             ));
         }

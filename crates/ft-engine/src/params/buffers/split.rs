@@ -6,8 +6,8 @@ use crate::model::modules::Module;
 use crate::ranks::{Axis, Comm, Group, Mesh};
 use std::ops::Range;
 
-/// FlatKind of a flat buffer, by the ranks that hold copies of its tensors. Each buffer is split exactly over these, so
-/// that the sum over the world of the squares of each rank's part counts every value once.
+/// Kind of a flat buffer, by the ranks with copies of its tensors. A buffer is split exactly over these: a sum of
+/// squares over the parts of all ranks counts every value once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FlatKind {
     /// Whole tensors: all ranks of a stage hold copies.

@@ -34,6 +34,7 @@ fn sums<T: Float>(x: &Values<'_, T>, w: &[T], (token, at): (usize, usize), room:
     }
 }
 
+/// See [`super::forward`].
 pub fn forward<T: Float>(x: &Tensor, w: &Tensor, seqs: Option<&Sequences>) -> Result<Tensor> {
     let ((t, c, taps), like) = (sizes(x, w)?, (x.shape(), x.dtype()));
     let rooms = |l: &Ledger| l.touch(((taps * c) * T::DTYPE.size_in_bytes() + 16 * t) as u64);
@@ -53,6 +54,7 @@ pub fn forward<T: Float>(x: &Tensor, w: &Tensor, seqs: Option<&Sequences>) -> Re
     Ok(y)
 }
 
+/// See [`super::backward`].
 pub fn backward<T: Float>(
     x: &Tensor,
     w: &Tensor,

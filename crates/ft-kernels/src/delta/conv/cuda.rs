@@ -34,6 +34,7 @@ fn tiles(seqs: Option<&Sequences>, tokens: usize) -> Result<(Option<&Tensor>, us
     }
 }
 
+/// See [`super::forward`].
 pub fn forward(x: &Tensor, w: &Tensor, seqs: Option<&Sequences>) -> Result<Tensor> {
     let (t, c, taps) = check(x, w)?;
     if let Some([y]) = ghosts(&[x, w], [(x.shape().clone(), x.dtype())], |_| ()) {
@@ -43,11 +44,12 @@ pub fn forward(x: &Tensor, w: &Tensor, seqs: Option<&Sequences>) -> Result<Tenso
     let (y, (tiles, blocks)) = (empty(&x, x.shape(), x.dtype())?, tiles(seqs, t)?);
     let launch = Launch::of(&x, compiled!(DELTA_CONV), "delta_conv_forward")?;
     let launch = launch.with(args![&x, &w, tiles, &y, t, c, taps])?;
-    // SAFETY: x and y have t rows of c values, w has c rows of `taps`, as checked above; the tiles cover the tokens of x.
+    // SAFETY: x and y have t rows of c values, w has c rows of `taps`, as checked above; the tiles cover x.
     unsafe { launch.run(Grid::new(blocks, THREADS as u32).by(c.div_ceil(THREADS))) }?;
     Ok(y)
 }
 
+/// See [`super::backward`].
 pub fn backward(
     x: &Tensor,
     w: &Tensor,

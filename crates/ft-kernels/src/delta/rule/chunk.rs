@@ -121,8 +121,7 @@ impl<T: Float> Chunk<'_, T> {
         }
     }
 
-    /// Forward pass: writes U `[l, v]`, adds O to nothing and writes it to `o` (with its stride) if given, and moves the
-    /// state on.
+    /// Forward pass: writes U `[l, v]`, and O to `o` (with its stride) if given, and moves the state on.
     pub fn forward(&self, s: &mut [T], u: &mut [T], o: Option<(&mut [T], usize)>, room: &mut Room<T>) {
         let Sizes { l, k, v } = self.sizes;
         self.decayed(room);
@@ -161,10 +160,10 @@ impl<T: Float> Chunk<'_, T> {
         }
     }
 
-    /// Backward pass. `s` is the state before the chunk, `u` the U of the forward pass, `d_o` the gradient of O with its
-    /// stride. `ds` `[k, v]` is the gradient of the state after the chunk and becomes that of the state before it. Adds
-    /// to `dq` and `dk` `[l, k]`; writes `dv` (with its stride), `d_rate` and `d_log` `[l]`, the gradients of the rates
-    /// and of the log-decays.
+    /// Backward pass. `s` is the state before the chunk, `u` the U of the forward pass, `d_o` the gradient of O with
+    /// its stride. `ds` `[k, v]` is the gradient of the state after the chunk and becomes that of the state before it.
+    /// Adds to `dq` and `dk` `[l, k]`; writes `dv` (with its stride), `d_rate` and `d_log` `[l]`, the gradients of the
+    /// rates and of the log-decays.
     pub fn backward(
         &self,
         (s, u): (&[T], &[T]),

@@ -75,6 +75,7 @@ fn walk(documents: usize, heads: Heads) -> Grid {
     Grid { blocks: [documents, heads.values, slices], threads: THREADS, shared: of_walk(heads) as u32 }
 }
 
+/// See [`super::forward`].
 pub fn forward(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut State>) -> Result<Tensor> {
     check(x)?;
     let (heads, (t, _), dtype) = (x.heads, x.qkv.dims2()?, x.qkv.dtype());
@@ -100,6 +101,7 @@ pub fn forward(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut State>) -> R
     Ok(o)
 }
 
+/// See [`super::backward`].
 pub fn backward(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Result<Gradients> {
     check(x)?;
     let (heads, (t, _), dtype) = (x.heads, x.qkv.dims2()?, x.qkv.dtype());
@@ -139,8 +141,8 @@ pub fn backward(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Result<Gradie
     let launch = rows.launch("delta_rule_gradients")?.with(args![documents, &d_o, &before, &after])?;
     let launch = counts(launch.with(args![&qkv, &a, &b, &a_log, &bias])?, count, heads)?;
     let grid = Grid::new(chunks, THREADS).by(heads.keys).shared(of_gradients(heads.key_dim));
-    // SAFETY: outputs have the shapes of the inputs, and a row of partial sums a chunk; the blocks are the chunks of the
-    // documents and the key heads.
+    // SAFETY: outputs have the shapes of the inputs, and a row of partial sums a chunk; the blocks are the chunks of
+    // the documents and the key heads.
     unsafe { launch.run(grid) }?;
     Ok(Gradients { qkv, a, b, a_log, bias })
 }

@@ -321,6 +321,7 @@ DEVICE void gradients(const Inputs<T> &x, const uint32_t *documents, uint32_t co
       if (threadIdx.x < L) {
         const uint32_t i = threadIdx.x;
         float through_o = 0.0f, through_x = 0.0f, of_rate = 0.0f, moved = 0.0f;
+#pragma unroll 4
         for (uint32_t col = 0; col < NARROW; col++) {
           const uint32_t at = i * NARROW + col;
           through_o = fmaf(g[at], qs[at], through_o), through_x = fmaf(dr[at], ks[at], through_x);
@@ -337,6 +338,7 @@ DEVICE void gradients(const Inputs<T> &x, const uint32_t *documents, uint32_t co
         const uint32_t at = n * THREADS + threadIdx.x, i = at / h.k, d = at % h.k;
         if (i >= L) continue;
         float of_o = 0.0f, of_x = 0.0f, of_u = 0.0f;
+#pragma unroll 4
         for (uint32_t col = 0; col < NARROW; col++) {
           of_o = fmaf(g[i * NARROW + col], s[d * NARROW + col], of_o), of_x = fmaf(dr[i * NARROW + col], s[d * NARROW + col], of_x);
           of_u = fmaf(u[i * NARROW + col], ds[d * NARROW + col], of_u);

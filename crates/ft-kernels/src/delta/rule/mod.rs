@@ -77,8 +77,8 @@ impl Inputs<'_> {
     }
 }
 
-/// Outputs `[t, h v]` in the dtype of the inputs. With a state, the tokens continue its document, and the state moves on;
-/// otherwise every document of `seqs` starts from zero.
+/// Outputs `[t, h v]` in the dtype of the inputs. With a state, the tokens continue its document, and the state moves
+/// on; otherwise every document of `seqs` starts from zero.
 pub fn forward(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut State>) -> Result<Tensor> {
     x.check()?;
     x.work(1.0);
