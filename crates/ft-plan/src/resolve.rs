@@ -32,14 +32,8 @@ impl Resolved {
         config: Config,
         select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
-<<<<<<< HEAD
-        check_routers(recipe, &config)?;
-        check_experts(recipe, &config)?;
-        check_context(recipe, &config)?;
-=======
         check_model(recipe, &config)?;
         check_experts(recipe, &config)?;
->>>>>>> join
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
         if recipe.parallel.expert > 1 && peft::needs_neutral(&selection) {
@@ -126,25 +120,6 @@ fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             ))
         }
     }
-<<<<<<< HEAD
-}
-
-/// Refuses context parallelism over layers whose state runs from token to token.
-///
-/// # Errors
-/// `parallel.context` is not 1.
-pub fn check_context(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    let ranks = recipe.parallel.context;
-    if ranks == 1 || config.delta.is_none() {
-        return Ok(());
-    }
-    let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
-    Err(Error::Ignored(format!(
-        "{place}: not built yet: parallel.context = {ranks} over the linear attention of {family}, whose state would \
-         travel from rank to rank\n  hint: parallel.context=1, and parallel.data for more ranks"
-    )))
-=======
->>>>>>> join
 }
 
 /// The config with the head of the recipe's task.
