@@ -9,10 +9,10 @@ use ft_base::ExitCode;
 use ft_base::terminal::{tell, warn};
 use ft_kernels::cuda;
 use ft_recipe::{Device, Launch, Recipe, Refused, Start};
-use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -48,17 +48,17 @@ pub(super) fn wanted(recipe: &Recipe) -> ft_base::Result<Option<Start>> {
     Ok(Some(start))
 }
 
-/// Ends this process with the launching one, after any end.
+/// Ends this process, as by SIGTERM, after any end of the launching one: the pipe on stdin then closes.
 pub(super) fn follow_parent() {
-    let Some(parent) = std::env::var(PARENT).ok().and_then(|id| id.parse().ok()).and_then(Pid::from_raw)
-    else {
+    if std::env::var_os(PARENT).is_none() {
         return;
-    };
-    let _ = set_parent_process_death_signal(Some(Signal::TERM));
-    if getppid() != Some(parent) {
-        // it has ended before it could be followed
-        std::process::exit(ExitCode::LostRank as i32);
     }
+    let watch = || {
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        let _ = kill_process(getpid(), Signal::TERM);
+    };
+    // Without the thread, the process goes on alone.
+    let _ = std::thread::Builder::new().name("parent".into()).spawn(watch);
 }
 
 enum Event {
@@ -80,7 +80,8 @@ pub(super) fn start(start: &Start) -> ft_base::Result<u8> {
         signals.forever().take_while(|s| to.send(Event::Signal(*s)).is_ok()).for_each(drop);
     });
     told.map_err(fail)?;
-    let mut processes = Processes { first: start.first, running: Vec::new(), ended: Vec::new() };
+    let mut processes =
+        Processes { first: start.first, running: Vec::new(), ended: Vec::new(), pipes: Vec::new() };
     let started = processes.spawn(start, &sender);
     if started.is_err() {
         processes.signal(Signal::KILL);
@@ -99,6 +100,8 @@ struct Processes {
     first: usize,
     running: Vec<(usize, Pid)>,
     ended: Vec<(usize, ExitStatus)>,
+    /// Pipes that close with this process.
+    pipes: Vec<ChildStdin>,
 }
 
 impl Processes {
@@ -113,7 +116,7 @@ impl Processes {
         };
         for number in 0..start.local {
             let mut command = Command::new(&program);
-            command.args(std::env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
+            command.args(std::env::args_os().skip(1)).stdin(Stdio::piped()).process_group(0);
             let numbers = [
                 ("RANK", start.first + number),
                 ("WORLD_SIZE", start.world),
@@ -130,6 +133,7 @@ impl Processes {
 
     /// Waits for a process on a thread.
     fn follow(&mut self, number: usize, mut child: Child, to: Sender<Event>) -> std::io::Result<()> {
+        self.pipes.extend(child.stdin.take());
         self.running.extend(Pid::from_raw(child.id() as i32).map(|pid| (number, pid)));
         let name = format!("process {number}");
         std::thread::Builder::new().name(name).spawn(move || {
@@ -184,7 +188,7 @@ impl Processes {
         let Some(signal) = status.signal() else { return };
         let (rank, world) = (self.first + number, start.world);
         let hint = match signal {
-            9 => "\n  hint: for want of memory the system ends a process so: its log says \"Out of memory\"",
+            9 => "\nhint: for want of memory the system ends a process so: its log says \"Out of memory\"",
             _ => "",
         };
         tell(&format!("error: rank {rank} of {world}: its process was ended by signal {signal}{hint}"));
