@@ -152,23 +152,25 @@ fn processes_end_with_the_one_that_started_them() {
 fn processes_that_cannot_be_started_are_refused() {
     let w = split::world(FULL);
     for (set, env, says) in [
-        (&["parallel.data=4"][..], None, "r.toml: the recipe has 4 ranks, and one machine has 2 processes"),
-        (&["parallel.comm=threads"], None, "parallel.comm = \"threads\" is for the ranks of one process"),
-        (&[], Some(("NNODES", "2:4")), "NNODES=2:4: a number of machines from 1 on"),
+        (&["parallel.data=4"][..], None, "the recipe has 4 ranks, and one machine has 2 processes"),
+        (
+            &["parallel.data=2", "parallel.comm=threads"],
+            None,
+            "parallel.comm = \"threads\" is for the ranks of one process",
+        ),
+        (&["parallel.data=2"], Some(("NNODES", "2:4")), "NNODES=2:4: a number of machines from 1 on"),
     ] {
-        let r = end(start(
-            &w,
-            &[&OWN[..], set, &["run.output=none"]].concat(),
-            &env.into_iter().collect::<Vec<_>>(),
-        ));
+        let args = ["run", "r.toml", "parallel.local=2", "run.output=none"];
+        let r = end(start(&w, &[&args[..], set].concat(), &env.into_iter().collect::<Vec<_>>()));
         assert!(r.code == 2 && r.err.contains("hint: "), "{}", r.err);
-        assert!(r.err.contains(says.trim_start_matches("r.toml: ")), "{says}: {}", r.err);
+        assert!(r.err.contains(says), "{says}: {}", r.err);
         assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);
     }
     // The number of a launcher goes first.
     let env = [("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "4")];
     let at = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")];
-    let r = end(start(&w, &[&OWN[..], &["parallel.data=4"]].concat(), &[&env[..], &at].concat()));
+    let args = ["run", "r.toml", "parallel.data=4", "parallel.local=2", "run.output=none"];
+    let r = end(start(&w, &args, &[&env[..], &at].concat()));
     assert!(r.code == 2 && r.err.contains("the launcher started 4 processes"), "{}", r.err);
     assert!(!w.path("none").exists());
 }
