@@ -2,7 +2,7 @@
 //! transport or data ranks.
 
 use super::split::{self, ADAPTERS, LATE, MIXTURE, all, apart, ends, launch};
-use super::world::{Dice, FULL, LORA, World, nightly};
+use super::world::{Dice, FULL, LORA, World, nightly, repository};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -143,6 +143,20 @@ fn a_run_goes_on_in_another_layout() {
         let whole = run(&format!("whole-{name}"), &to, &["optimizer.schedule=constant"]);
         let far = apart(&went_on[0], &whole[0]);
         assert!(far <= 1e-5, "{from:?} to {to:?}: {far:.1e}");
+    }
+}
+
+/// A layer whose state runs from token to token is refused by name, before a run and in a plan.
+#[test]
+fn linear_attention_is_refused() {
+    let w = split::world(LORA);
+    let model = repository().join("tests/fixtures/families/qwen35-dense/model");
+    let model = format!("model.source={}", model.display());
+    for verb in ["plan", "check", "run"] {
+        let ran = w.ft(&[verb, "r.toml", &model, "parallel.context=2"]);
+        let said = format!("{}{}", ran.out, ran.err);
+        assert_eq!(ran.code, 2, "{verb}: {said}");
+        assert!(said.contains("parallel.context = 2 over the linear attention"), "{verb}: {said}");
     }
 }
 

@@ -26,13 +26,14 @@ impl Resolved {
     /// Selects the trained modules with `select`, after a check of config and recipe.
     ///
     /// # Errors
-    /// As [`check_model`]; a score head of another task; errors of `select`.
+    /// Router losses without routers; a score head of another task; errors of `select`.
     pub fn new(
         recipe: &Recipe,
         config: Config,
         select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
-        check_model(recipe, &config)?;
+        check_routers(recipe, &config)?;
+        check_context(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
         Ok(Self { config, selection })
@@ -65,20 +66,12 @@ impl Resolved {
     }
 }
 
-/// Refuses router losses for models without routers, and splits over tokens of layers with a state.
+/// Refuses router losses for models without routers.
 ///
 /// # Errors
-/// A coefficient is not 0; `parallel.context` above 1 with linear attention.
-pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+/// A coefficient is not 0.
+pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let r = &recipe.router;
-    if config.delta.is_some() && recipe.parallel.context > 1 {
-        let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
-        return Err(Error::Ignored(format!(
-            "{place}: parallel.context = {}: not built for linear attention, of which {family} has layers\n  hint: \
-             parallel.context = 1",
-            recipe.parallel.context
-        )));
-    }
     let losses = [("router.aux_loss", r.aux_loss), ("router.z_loss", r.z_loss)];
     match losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0) {
         Some((key, value)) => {
@@ -89,6 +82,22 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
         }
         None => Ok(()),
     }
+}
+
+/// Refuses context parallelism over layers whose state runs from token to token.
+///
+/// # Errors
+/// `parallel.context` is not 1.
+pub fn check_context(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let ranks = recipe.parallel.context;
+    if ranks == 1 || config.delta.is_none() {
+        return Ok(());
+    }
+    let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
+    Err(Error::Ignored(format!(
+        "{place}: not built yet: parallel.context = {ranks} over the linear attention of {family}, whose state would \
+         travel from rank to rank\n  hint: parallel.context=1, and parallel.data for more ranks"
+    )))
 }
 
 /// The config with the head of the recipe's task.

@@ -114,7 +114,7 @@ impl<'a> Prepared<'a> {
         if ranks == 1 {
             return (t, None);
         }
-        let windows = self.inputs.config.windows.iter().copied();
+        let windows = self.inputs.config.attention.iter().map(|a| a.window);
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
         (own, Some(segments))
     }
