@@ -1,44 +1,102 @@
-// silu(gate) * up and gradients compared with float64: aligned values, tails, unaligned starts.
+// act(gate) * up and gradients compared with float64: the activations, gate and up apart, in halves of a row and in
+// turn, aligned values, tails, unaligned starts.
 #include "../../crates/ft-kernels/src/layers/swiglu/swiglu.cu"
 #include "call.h"
 
-template <typename T> static void swiglu(const std::string &type) {
+struct Act {
+  uint32_t kind;
+  float alpha, limit;
+  // Output, and derivatives by gate and up.
+  std::array<double, 3> of(double g, double u) const {
+    const auto logistic = [](double x) { return 1 / (1 + exp(-x)); };
+    if (kind == 1) {
+      const double k = sqrt(2 / M_PI), t = tanh(k * (g + 0.044715 * g * g * g));
+      const double d = 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * k * (1 + 3 * 0.044715 * g * g);
+      return {0.5 * g * (1 + t) * u, u * d, 0.5 * g * (1 + t)};
+    }
+    if (kind == 2) {
+      const double gc = std::min<double>(g, limit), uc = std::max<double>(-limit, std::min<double>(u, limit)), s = logistic(alpha * gc);
+      return {(uc + 1) * gc * s, g > limit ? 0 : (uc + 1) * s * (1 + alpha * gc * (1 - s)), std::abs(u) > limit ? 0 : gc * s};
+    }
+    const double s = logistic(g);
+    return {g * s * u, u * s * (1 + g * (1 - s)), g * s};
+  }
+};
+static const Act SILU = {0, 0, 0}, GELU = {1, 0, 0}, CLAMPED = {2, 1.702f, 1.5f};
+
+template <typename T> static void apart(const std::string &type, Act act) {
   unsigned seed = 1;
   struct Rows { uint32_t rows, width, room; size_t skew; };
-  for (auto [rows, width, room, skew] : std::vector<Rows>{{2, 2048, 0, 0}, {1, 1, 0, 0}, {1, 2050, 0, 0}, {3, 777, 0, 1}, {2, 2500, 0, 3}, {3, 96, 16, 0}, {2, 40, 3, 0}}) {
+  for (auto [rows, width, room, skew] : std::vector<Rows>{{2, 2048, 0, 0}, {1, 3, 0, 0}, {1, 2050, 0, 0}, {3, 777, 0, 1}, {2, 2500, 0, 3}, {3, 96, 16, 0}, {2, 40, 3, 0}}) {
     const size_t n = static_cast<size_t>(rows) * width;
-    const uint32_t apart = width + room;
+    const uint32_t stride = width + room;
     host::Buffer<T> g(check::randn<T>(n, seed++, 3), skew), u(check::randn<T>(n, seed++), skew), dy(check::randn<T>(n, seed++), skew),
-        y(static_cast<size_t>(rows) * apart, skew), dg(y.size(), skew), du(n, skew), h(n, skew);
+        y(static_cast<size_t>(rows) * stride, skew), dg(y.size(), skew), du(n, skew), h(n, skew);
     const std::vector<double> gs = values(g), us = values(u), ds = values(dy);
     std::vector<double> want(n), wg(n), wu(n);
     for (size_t i = 0; i < n; i++) {
-      const double s = 1 / (1 + exp(-gs[i]));
-      want[i] = gs[i] * s * us[i], wu[i] = ds[i] * gs[i] * s, wg[i] = ds[i] * us[i] * s * (1 + gs[i] * (1 - s));
+      const auto [value, of_gate, of_up] = act.of(gs[i], us[i]);
+      want[i] = value, wg[i] = ds[i] * of_gate, wu[i] = ds[i] * of_up;
     }
     const size_t each = VECTOR<T> * THREADS;
     const Dim blocks = grid(rows, (width + each - 1) / each);
     T *no = nullptr;
-    call("swiglu_forward_" + type, blocks, THREADS, g.at(), u.at(), y.at(), width, apart);
-    check::close("y", compact(y, width, apart), want, check::BAR<T>);
+    call("swiglu_forward_" + type, blocks, THREADS, g.at(), u.at(), y.at(), width, stride, width, 1u, 0u, act.kind, act.alpha, act.limit);
+    check::close("y", compact(y, width, stride), want, check::BAR<T>);
+    const auto backward = [&](T *dy, T *dg, T *du, T *h, uint32_t of_gate, uint32_t of_up) {
+      call("swiglu_backward_" + type, blocks, THREADS, g.at(), u.at(), dy, dg, du, h, width, of_gate, of_up, width, 1u, 0u, act.kind, act.alpha, act.limit);
+    };
     for (bool again : {false, true}) {
-      call("swiglu_backward_" + type, blocks, THREADS, g.at(), u.at(), dy.at(), dg.at(), du.at(), again ? h.at() : no, width, apart, width);
-      check::close("dgate", compact(dg, width, apart), wg, check::BAR<T>), check::close("dup", du, wu, check::BAR<T>);
+      backward(dy.at(), dg.at(), du.at(), again ? h.at() : no, stride, width);
+      check::close("dgate", compact(dg, width, stride), wg, check::BAR<T>), check::close("dup", du, wu, check::BAR<T>);
     }
     check::close("h", h, want, check::BAR<T>);
     // in place over dy, and with padded rows of dup
-    call("swiglu_backward_" + type, blocks, THREADS, g.at(), u.at(), dy.at(), du.at(), dg.at(), dy.at(), width, width, apart);
-    check::close("dgate", du, wg, check::BAR<T>), check::close("dup", compact(dg, width, apart), wu, check::BAR<T>), check::close("h", dy, want, check::BAR<T>);
+    backward(dy.at(), du.at(), dg.at(), dy.at(), width, stride);
+    check::close("dgate", du, wg, check::BAR<T>), check::close("dup", compact(dg, width, stride), wu, check::BAR<T>), check::close("h", dy, want, check::BAR<T>);
   }
 }
 
-TEST(swiglu_in_f32) { swiglu<float>("f32"); }
-TEST(swiglu_in_bf16) { swiglu<bf16>("bf16"); }
-TEST(swiglu_in_f16) { swiglu<f16>("f16"); }
+// Rows of gate and up: halves, or values in turn.
+template <typename T> static void joint(const std::string &type, Act act) {
+  unsigned seed = 100;
+  struct Rows { uint32_t rows, width; size_t skew; };
+  for (auto [rows, width, skew] : std::vector<Rows>{{2, 2048, 0}, {3, 33, 0}, {2, 40, 1}})
+    for (bool in_turn : {false, true}) {
+      const size_t n = static_cast<size_t>(rows) * width;
+      const uint32_t step = in_turn ? 2 : 1, beside = in_turn ? 1 : width;
+      host::Buffer<T> x(check::randn<T>(2 * n, seed++, 2), skew), dy(check::randn<T>(n, seed++), skew), y(n, skew), dx(2 * n, skew), h(n, skew);
+      const std::vector<double> xs = values(x), ds = values(dy);
+      std::vector<double> want(n), wx(2 * n);
+      for (size_t i = 0; i < n; i++) {
+        const size_t at = i / width * 2 * width + i % width * step;
+        const auto [value, of_gate, of_up] = act.of(xs[at], xs[at + beside]);
+        want[i] = value, wx[at] = ds[i] * of_gate, wx[at + beside] = ds[i] * of_up;
+      }
+      const size_t each = VECTOR<T> * THREADS;
+      const Dim blocks = grid(rows, (width + each - 1) / each);
+      T *no = nullptr;
+      call("swiglu_forward_" + type, blocks, THREADS, x.at(), no, y.at(), width, width, 2 * width, step, beside, act.kind, act.alpha, act.limit);
+      check::close("y", y, want, check::BAR<T>);
+      call("swiglu_backward_" + type, blocks, THREADS, x.at(), no, dy.at(), dx.at(), no, h.at(), width, 2 * width, 0u, 2 * width, step, beside, act.kind, act.alpha,
+           act.limit);
+      check::close("dx", dx, wx, check::BAR<T>), check::close("h", h, want, check::BAR<T>);
+    }
+}
 
-// silu is 0, not NaN, if e^-x overflows.
+template <typename T> static void all(const std::string &type) {
+  for (Act act : {SILU, GELU, CLAMPED}) apart<T>(type, act), joint<T>(type, act);
+}
+
+TEST(swiglu_in_f32) { all<float>("f32"); }
+TEST(swiglu_in_bf16) { all<bf16>("bf16"); }
+TEST(swiglu_in_f16) { all<f16>("f16"); }
+
+// silu is 0, not NaN, if e^-x overflows; so is gelu.
 TEST(large_gates_stay_numbers) {
-  host::Buffer<float> g(std::vector<float>{-200, 200, 0, -1e30f}), u(std::vector<float>{1, 1, 1, 1}), y(4);
-  LAUNCH(swiglu_forward_f32, {1}, 0, g.at(), u.at(), y.at(), 4, 4);
-  check::close("y", y, {0, 200, 0, 0}, 1e-6);
+  host::Buffer<float> g(std::vector<float>{-200, 200, 0, -1e9f}), u(std::vector<float>{1, 1, 1, 1}), y(4);
+  for (uint32_t kind : {0u, 1u}) {
+    call("swiglu_forward_f32", grid(1), THREADS, g.at(), u.at(), y.at(), 4u, 4u, 4u, 1u, 0u, kind, 0.0f, 0.0f);
+    check::close("y", y, {0, 200, 0, 0}, 1e-6);
+  }
 }

@@ -8,7 +8,7 @@ use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapters::{self, PeftConfig, Selection};
+use ft_engine::adapters::{self, PeftConfig, Selection, peft};
 use ft_engine::model::Config;
 use ft_recipe::Recipe;
 use std::path::{Path, PathBuf};
@@ -26,16 +26,24 @@ impl Resolved {
     /// Selects the trained modules with `select`, after a check of config and recipe.
     ///
     /// # Errors
-    /// Router losses without routers; a score head of another task; errors of `select`.
+    /// As [`check_model`]; a score head of another task; errors of `select`.
     pub fn new(
         recipe: &Recipe,
         config: Config,
         select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
-        check_routers(recipe, &config)?;
-        check_context(recipe, &config)?;
+        check_model(recipe, &config)?;
+        check_experts(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
+        if recipe.parallel.expert > 1 && peft::needs_neutral(&selection) {
+            let place = recipe.place("parallel.expert");
+            return Err(Error::Ignored(format!(
+                "{place}: not built yet: parallel.expert with dora in some rules and not in others\n  hint: dora in \
+                    every rule or in none"
+            ))
+            .into());
+        }
         Ok(Self { config, selection })
     }
 
@@ -66,12 +74,20 @@ impl Resolved {
     }
 }
 
-/// Refuses router losses for models without routers.
+/// Refuses router losses for models without routers, and splits over tokens of layers with a state.
 ///
 /// # Errors
-/// A coefficient is not 0.
-pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+/// A coefficient is not 0; `parallel.context` above 1 with linear attention.
+pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let r = &recipe.router;
+    if config.delta.is_some() && recipe.parallel.context > 1 {
+        let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
+        return Err(Error::Ignored(format!(
+            "{place}: parallel.context = {}: not built for linear attention, of which {family} has layers\n  hint: \
+             parallel.context = 1",
+            recipe.parallel.context
+        )));
+    }
     let losses = [("router.aux_loss", r.aux_loss), ("router.z_loss", r.z_loss)];
     match losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0) {
         Some((key, value)) => {
@@ -84,20 +100,26 @@ pub fn check_routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
-/// Refuses context parallelism over layers whose state runs from token to token.
+/// Refuses ranks that the experts of the model do not divide by.
 ///
 /// # Errors
-/// `parallel.context` is not 1.
-pub fn check_context(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    let ranks = recipe.parallel.context;
-    if ranks == 1 || config.delta.is_none() {
-        return Ok(());
+/// A model without experts; a number of them that does not divide.
+fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let (ranks, place) = (recipe.parallel.expert, recipe.place("parallel.expert"));
+    let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.expert = {ranks}: {why}")));
+    match &config.moe {
+        _ if ranks == 1 => Ok(()),
+        None => refuse(format!("{} has no experts\n  hint: leave it out", config.family.model_type)),
+        Some(moe) if moe.experts.is_multiple_of(ranks) => Ok(()),
+        Some(moe) => {
+            let near: Vec<String> =
+                (1..=moe.experts).filter(|n| moe.experts.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+            let (n, near) = (moe.experts, near.join(", "));
+            refuse(format!(
+                "the model has {n} experts a layer, which do not divide by it\n  hint: one of {near}"
+            ))
+        }
     }
-    let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
-    Err(Error::Ignored(format!(
-        "{place}: not built yet: parallel.context = {ranks} over the linear attention of {family}, whose state would \
-         travel from rank to rank\n  hint: parallel.context=1, and parallel.data for more ranks"
-    )))
 }
 
 /// The config with the head of the recipe's task.

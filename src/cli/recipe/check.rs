@@ -103,8 +103,7 @@ impl Check<'_> {
             self.sources();
             return found;
         };
-        self.keep(job::check_routers(recipe, config));
-        self.keep(job::check_context(recipe, config));
+        self.keep(job::check_model(recipe, config));
         // without rules, the adapter determines the trained modules
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));

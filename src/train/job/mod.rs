@@ -12,6 +12,6 @@ pub mod rows;
 pub mod sources;
 
 pub use device::{device, dtype, one_device};
-pub use ft_plan::resolve::{check_context, check_routers, with_head};
+pub use ft_plan::resolve::{check_model, with_head};
 pub use job::Job;
 pub use lookup::{adapter, added, config, facts, model, samples, selection, tokenizer};

@@ -16,7 +16,7 @@ use ft_data::hub::Settings;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
-use ft_engine::quant;
+use ft_engine::quant::{self, MXFP4_BLOCK};
 use ft_kernels::Machine;
 use ft_recipe::{Comm, Launch, Meeting, Quantize, Recipe, Weights};
 use serde_json::{Map, Value, json};
@@ -141,7 +141,11 @@ impl HostPlan {
             let mut bytes = 0;
             for (m, _) in s.modules.iter().filter(|(m, _)| !(s.tied && m.group == Group::Head)) {
                 let n = m.weight_values() as u64;
-                bytes += of(n, four_bit && quant::applies_to(m)) + of(m.bias().unwrap_or(0) as u64, false);
+                bytes += match m.is_mxfp4() {
+                    true => n / 2 + n / MXFP4_BLOCK as u64,
+                    false => of(n, four_bit && quant::applies_to(m)),
+                };
+                bytes += of(m.bias().unwrap_or(0) as u64, false);
                 bytes += m.name.len() as u64 + ENTRY;
             }
             bytes

@@ -4,6 +4,7 @@ use ft_engine::adapters::{Selection, TrainedPart};
 use ft_engine::params::buffers::layout::wide_units;
 use ft_engine::params::buffers::moments::{self, is_large};
 use ft_engine::params::buffers::projected::Projection;
+use ft_engine::quant::MXFP4_BLOCK;
 use ft_kernels::Machine;
 use ft_recipe::{Method, Optimizer, Recipe};
 
@@ -16,6 +17,11 @@ const NF4_NESTED: u64 = 256;
 pub(super) fn nf4_values(n: u64) -> [u64; 3] {
     let blocks = n.div_ceil(NF4_BLOCK);
     [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
+}
+
+/// Like [`nf4_values`] for a weight that the checkpoint holds in MXFP4.
+pub(super) fn mxfp4_values(n: u64) -> [u64; 3] {
+    [n.div_ceil(2), n.div_ceil(MXFP4_BLOCK as u64), 1]
 }
 
 /// Bytes of NF4 codes and of all scales for `n` values of one tensor.

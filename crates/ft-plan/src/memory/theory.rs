@@ -16,6 +16,9 @@ use serde::Serialize;
 /// Bits per NF4 parameter: 64 values a block, double quantization over 256 blocks.
 pub const NF4_BITS: f64 = 4.0 + 8.0 / 64.0 + 32.0 / (64.0 * 256.0);
 
+/// Bits per MXFP4 parameter: 32 values share an 8-bit power of two.
+pub const MXFP4_BITS: f64 = 4.0 + 8.0 / 32.0;
+
 /// Bytes on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Theory {
@@ -28,7 +31,7 @@ pub struct Theory {
     pub moments: u64,
     /// Sum of the four.
     pub total: u64,
-    /// bf16 or NF4 weights of frozen parameters.
+    /// bf16, NF4 or MXFP4 weights of frozen parameters.
     pub frozen: u64,
 }
 
@@ -38,7 +41,7 @@ impl Theory {
         let trained: u64 = s.parts().iter().map(|t| t.elements() as u64).sum();
         let head = s.modules.iter().find(|(m, _)| m.group == Group::Head).map(|(_, c)| *c);
         let full = |c: &Choice| matches!(c, Choice::Full { .. });
-        let (mut plain, mut quantized) = (0u64, 0u64);
+        let (mut plain, mut bits) = (0u64, 0f64);
         for (m, c) in &s.modules {
             let tied_twice = s.tied && m.group == Group::Head;
             let trains =
@@ -52,7 +55,7 @@ impl Theory {
             };
             let n = m.weight_values() as u64;
             if is_quantized(m, c, quantize) {
-                quantized += n;
+                bits += n as f64 * if m.is_mxfp4() { MXFP4_BITS } else { NF4_BITS };
                 plain += bias;
             } else {
                 plain += n + bias;
@@ -67,7 +70,7 @@ impl Theory {
             name if name.projects() => s.parts().iter().map(|t| optimizer_bytes(o, t, s.layers)).sum(),
             name => trained * if name.eight_bit() { 2 } else { 8 },
         };
-        let frozen = 2 * plain + (quantized as f64 * NF4_BITS / 8.0).round() as u64;
+        let frozen = 2 * plain + (bits / 8.0).round() as u64;
         let mut t = Self {
             weights: each(2 * trained, 3),
             gradients: each(2 * trained, 2),

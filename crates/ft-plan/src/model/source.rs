@@ -32,6 +32,11 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["meta-llama/Meta-Llama-3-70B", "meta-llama/Meta-Llama-3-70B-Instruct"] => "llama-3-70b",
     &["meta-llama/Llama-3.3-70B-Instruct"] => "llama-3.3-70b",
     &["mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"] => "mixtral-8x7b",
+    &["openai/gpt-oss-20b"] => "gpt-oss-20b",
+    &["openai/gpt-oss-120b"] => "gpt-oss-120b",
+    &["google/gemma-3-4b-it", "google/gemma-3-4b-pt"] => "gemma-3-4b",
+    &["google/gemma-3-12b-it", "google/gemma-3-12b-pt"] => "gemma-3-12b",
+    &["google/gemma-3-27b-it", "google/gemma-3-27b-pt"] => "gemma-3-27b",
 ];
 
 /// File name and text of a built-in config.

@@ -4,17 +4,24 @@
 
 constexpr int THREADS = 256; // same as in crates/ft-kernels/src/attention/sinks/mod.rs
 
-// Blocks: queries in x, heads in y. o *= e^(lse - lse'), with lse' = ln(e^lse + e^sink).
+// Blocks: 32 queries in x, heads in y; a lane computes the factor of a query, all lanes scale its row.
+// o *= e^(lse - lse'), with lse' = ln(e^lse + e^sink).
 template <typename T>
 DEVICE void forward(const T *sinks, uint32_t tokens, uint32_t channels, uint32_t apart, T *o, float *lse) {
-  const uint32_t t = blockIdx.x, h = blockIdx.y;
-  const size_t at = static_cast<size_t>(h) * tokens + t;
-  const float own = lse[at], d = load(sinks + h) - own;
-  const float factor = 1.0f / (1.0f + expf(d));
-  T *row = o + static_cast<size_t>(t) * apart + h * channels;
-  for (uint32_t i = threadIdx.x; i < channels; i += WARP) store(row + i, load(row + i) * factor);
-  __syncwarp();
-  if (threadIdx.x == 0) lse[at] = own + (d > 0.0f ? d + log1pf(expf(-d)) : log1pf(expf(d)));
+  const uint32_t first = blockIdx.x * WARP, h = blockIdx.y, own = first + threadIdx.x;
+  const uint32_t last = tokens - first < WARP ? tokens - first : WARP;
+  float factor = 1.0f;
+  if (own < tokens) {
+    float *sum = lse + static_cast<size_t>(h) * tokens + own;
+    const float before = *sum, d = load(sinks + h) - before;
+    factor = 1.0f / (1.0f + expf(d));
+    *sum = before + (d > 0.0f ? d + log1pf(expf(-d)) : log1pf(expf(d)));
+  }
+  for (uint32_t q = 0; q < last; q++) {
+    const float by = __shfl_sync(ALL, factor, q);
+    T *row = o + static_cast<size_t>(first + q) * apart + h * channels;
+    for (uint32_t i = threadIdx.x; i < channels; i += WARP) store(row + i, load(row + i) * by);
+  }
 }
 
 // A block a head: grad = - sum over queries of e^(sink - lse') d_o . o.
