@@ -194,7 +194,10 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         return exit(&[usage(e.to_string())]);
     }
     let outcome = match cli.verb {
-        Verb::Run(args) => computing(|| run::run(&args)),
+        Verb::Run(args) => match computing(|| run::run(&args)) {
+            Ok(code) => return code,
+            Err(e) => Err(e),
+        },
         Verb::Check(args) => return exit(&check::run(&args)),
         Verb::Data(args) => return exit(&data::run(&args)),
         Verb::Eval(args) => computing(|| eval::run(&args)),
@@ -223,7 +226,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
 
 /// Runs a subcommand on a thread of the compute pool, so that parallel work starts without waking another
 /// thread. Under limits it runs on the caller's thread, because each thread reserves address space.
-fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Result<()> {
+fn computing<T: Send>(verb: impl FnOnce() -> ft_base::Result<T> + Send) -> ft_base::Result<T> {
     if is_limited() {
         return verb();
     }

@@ -574,7 +574,7 @@ fn a_rank_with_some_tokens_holds_what_its_plan_says() -> Result<()> {
         }
         let (start, step) = (event(dir.path(), "start")?, event(dir.path(), "step")?);
         for (planned, came) in
-            [("wire_bytes_a_step", "wire_bytes"), ("wire_bytes_of_keys", "wire_bytes_of_keys")]
+            [("wire_bytes_a_step", "wire_bytes"), ("wire_bytes_exchanged", "wire_bytes_exchanged")]
         {
             let planned = start["plan"][planned].as_f64().with_context(|| format!("no {planned}"))?;
             let came = step[came].as_f64().with_context(|| format!("no {came}"))?;

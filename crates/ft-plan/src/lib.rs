@@ -11,6 +11,7 @@
 //! inference/  memory for `ft chat`, and for the server of `serve.devices`
 //! search/     fastest execution that fits
 //! plan/       the plan of a recipe;   hints: changes that would make it fit
+//! layouts/    plans of all layouts of ranks, by predicted time
 //! resolve     config and selection of a recipe, shared with runs
 //! report/     text and JSON
 //! ```
@@ -24,6 +25,7 @@
 mod error;
 mod host;
 mod inference;
+mod layouts;
 mod memory;
 mod model;
 mod plan;
@@ -41,6 +43,7 @@ pub use error::Error;
 pub use ft_kernels::Machine;
 pub use host::{Capacity, HostPlan, beside_device, budget, card, card_names};
 pub use inference::{InferenceMemory, InferenceModel, Server};
+pub use layouts::{Candidate, Devices, Layout, Layouts, Limit, Link, layouts_of_recipe};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};
 pub use model::{Target, machine, source, stored};
 pub use plan::{Hint, Plan, allocations, of_recipe, of_recipe_in};

@@ -8,7 +8,7 @@ use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapters::{self, PeftConfig, Selection};
+use ft_engine::adapters::{self, PeftConfig, Selection, peft};
 use ft_engine::model::Config;
 use ft_recipe::Recipe;
 use std::path::{Path, PathBuf};
@@ -33,8 +33,17 @@ impl Resolved {
         select: impl FnOnce(&Config) -> ft_base::Result<Selection>,
     ) -> ft_base::Result<Self> {
         check_model(recipe, &config)?;
+        check_experts(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
+        if recipe.parallel.expert > 1 && peft::needs_neutral(&selection) {
+            let place = recipe.place("parallel.expert");
+            return Err(Error::Ignored(format!(
+                "{place}: not built yet: parallel.expert with dora in some rules and not in others\n  hint: dora in \
+                    every rule or in none"
+            ))
+            .into());
+        }
         Ok(Self { config, selection })
     }
 
@@ -88,6 +97,28 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             )))
         }
         None => Ok(()),
+    }
+}
+
+/// Refuses ranks that the experts of the model do not divide by.
+///
+/// # Errors
+/// A model without experts; a number of them that does not divide.
+fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let (ranks, place) = (recipe.parallel.expert, recipe.place("parallel.expert"));
+    let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.expert = {ranks}: {why}")));
+    match &config.moe {
+        _ if ranks == 1 => Ok(()),
+        None => refuse(format!("{} has no experts\n  hint: leave it out", config.family.model_type)),
+        Some(moe) if moe.experts.is_multiple_of(ranks) => Ok(()),
+        Some(moe) => {
+            let near: Vec<String> =
+                (1..=moe.experts).filter(|n| moe.experts.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+            let (n, near) = (moe.experts, near.join(", "));
+            refuse(format!(
+                "the model has {n} experts a layer, which do not divide by it\n  hint: one of {near}"
+            ))
+        }
     }
 }
 

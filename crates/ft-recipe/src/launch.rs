@@ -31,12 +31,13 @@ pub struct Launch {
     pub meeting: Meeting,
 }
 
-/// Rendezvous host of ranks on one machine.
-const LOOPBACK: &str = "127.0.0.1";
 /// Default rendezvous ports of Slurm jobs: (first port, count). The job and step numbers select one.
 const PORTS: (u64, u64) = (20_000, 10_000);
 
 impl Launch {
+    /// Rendezvous host of ranks on one machine.
+    pub const LOOPBACK: &str = "127.0.0.1";
+
     /// The environment variables that mark a process as one of several.
     pub const VARIABLES: [&str; 5] =
         ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
@@ -68,7 +69,7 @@ impl Launch {
         // If all ranks are on this machine, none but this machine can reach them.
         let launch = |ranks: Ranks, meeting| match meeting {
             Meeting::At(_, port) if env.of_machine() == Some(ranks.world) => {
-                Ok(Some(ranks.meeting(Meeting::At(LOOPBACK.into(), port))))
+                Ok(Some(ranks.meeting(Meeting::At(Self::LOOPBACK.into(), port))))
             }
             meeting => Ok(Some(ranks.meeting(meeting))),
         };
@@ -125,14 +126,14 @@ impl Ranks {
 }
 
 /// Environment variables, by name.
-struct Environment<'a>(&'a dyn Fn(&str) -> Option<String>);
+pub(crate) struct Environment<'a>(pub(crate) &'a dyn Fn(&str) -> Option<String>);
 
 impl Environment<'_> {
-    fn number(&self, key: &str) -> Option<usize> {
+    pub(crate) fn number(&self, key: &str) -> Option<usize> {
         self.0(key)?.trim().parse().ok()
     }
 
-    fn of_machine(&self) -> Option<usize> {
+    pub(crate) fn of_machine(&self) -> Option<usize> {
         let names = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
         // "8" or "8(x2)"; the first number is for the first machine.
         let slurm = || {
@@ -142,8 +143,8 @@ impl Environment<'_> {
         names.iter().find_map(|k| self.number(k)).or_else(slurm)
     }
 
-    fn port(&self) -> Option<u16> {
-        self.number("MASTER_PORT").and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0)
+    pub(crate) fn port(&self, key: &str) -> Option<u16> {
+        self.number(key).and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0)
     }
 
     /// The ranks in these variables; `None` for a process that is alone.
@@ -159,7 +160,7 @@ impl Environment<'_> {
 
     /// The rendezvous of torchrun.
     fn torchrun(&self) -> Option<Meeting> {
-        let (host, port) = self.0("MASTER_ADDR").zip(self.port())?;
+        let (host, port) = self.0("MASTER_ADDR").zip(self.port("MASTER_PORT"))?;
         // torchrun itself listens on this port.
         let taken = self.0("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
         Some(match port.checked_add(u16::from(taken)) {
@@ -189,7 +190,7 @@ impl Environment<'_> {
             let (job, step) = (self.number("SLURM_JOB_ID")?, self.number("SLURM_STEP_ID").unwrap_or(0));
             u16::try_from(PORTS.0 + (job as u64 + step as u64) % PORTS.1).ok()
         };
-        match host.zip(self.port().or_else(by_job)) {
+        match host.zip(self.port("MASTER_PORT").or_else(by_job)) {
             Some((host, port)) => Meeting::At(host, port),
             None => Meeting::Nowhere("srun has told no host and no job: set MASTER_ADDR and MASTER_PORT"),
         }
@@ -198,18 +199,26 @@ impl Environment<'_> {
 
 impl Parallel {
     /// Number of ranks that are threads of this process.
-    pub fn local(&self) -> u64 {
+    pub fn in_process(&self) -> u64 {
         match self.comm {
             Comm::Mpi => 1,
-            Comm::Auto | Comm::Nccl if Launch::of_env().is_some() => 1,
+            Comm::Auto | Comm::Nccl if self.local.is_some() || Launch::of_env().is_some() => 1,
             _ => self.ranks(),
         }
     }
 
-    /// Compute threads per rank, for a process with `all` threads. Ranks in one process share the
-    /// threads evenly.
+    /// Number of ranks that share the processors and the host memory that this process sees: its own, or those of
+    /// the processes that it is to start. A process under a launcher has its own part already.
+    pub fn sharing(&self) -> u64 {
+        match self.local {
+            Some(local) if Launch::of_env().is_none() => local as u64,
+            _ => self.in_process(),
+        }
+    }
+
+    /// Compute threads per rank, for `all` threads that the ranks share evenly.
     pub fn threads(&self, all: usize) -> usize {
-        (all / self.local().max(1) as usize).max(1)
+        (all / self.sharing().max(1) as usize).max(1)
     }
 }
 

@@ -12,6 +12,7 @@
 //! load    files, texts and built-in recipes -> `Recipe`
 //! import  configurations of other toolkits -> recipes
 //! launch  multi-process launch, from environment variables
+//! nodes   processes that `ft run` starts itself
 //! ```
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
@@ -23,6 +24,7 @@ mod import;
 pub mod keys;
 mod launch;
 mod load;
+mod nodes;
 mod output;
 mod syntax;
 
@@ -36,5 +38,6 @@ pub use keys::INDEX as MAX_RANK;
 pub use keys::*;
 pub use launch::{Launch, Meeting};
 pub use load::{Error, SHIPPED, Shipped, loose_value};
+pub use nodes::{Refused, Start};
 pub use output::{page, schema};
 pub use syntax::{Diagnostic, Problems};

@@ -5,10 +5,11 @@ use crate::cli::console::{print, print_wrapped};
 use crate::cli::quickstart;
 use crate::infer::usage;
 use crate::train::{self, job, sources};
+use clap::builder::PossibleValuesParser;
 use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_plan::{Target, card, card_names, rates, resolve};
+use ft_plan::{Devices, Link, Target, card, card_names, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -25,6 +26,16 @@ pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Plan every layout over this many devices, and print the fastest that fit: memory, bytes, time, recipe lines
+    #[arg(long, value_name = "N", conflicts_with = "verbose", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    devices: Option<u32>,
+    /// With --devices: the class of the links between them (nvlink 200 GB/s, pcie 20, tcp 1; pcie by default)
+    #[arg(long, value_name = "CLASS", requires = "devices", value_parser = link_names())]
+    link: Option<String>,
+}
+
+fn link_names() -> PossibleValuesParser {
+    PossibleValuesParser::new(Link::NAMES.map(|(name, _)| name))
 }
 
 /// Prints the plan of a recipe; returns an error if it does not fit.
@@ -48,6 +59,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         (None, Device::Cpu) => Target::default(),
         (None, Device::Cuda) => here.unwrap_or(Target::from(true)),
     };
+    if let Some(count) = args.devices {
+        return layouts(args, &recipe, target, count as usize);
+    }
     let cuda = target.cuda;
     notes.extend(train::carries_nothing(&recipe, cuda).map(|(what, _)| format!("ft run: {what}")));
     let (plan, found) = ft_plan::of_recipe(&recipe, target)?;
@@ -66,6 +80,19 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         print_wrapped(&(text + &details))?;
     }
     if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }
+}
+
+/// Prints the fastest layouts over `count` devices.
+fn layouts(args: &Args, recipe: &Recipe, target: Target, count: usize) -> ft_base::Result<()> {
+    let named = args.link.as_deref().and_then(|word| Link::NAMES.into_iter().find(|(name, _)| *name == word));
+    let devices = Devices { count, link: named.map_or(Link::Pcie, |(_, link)| link) };
+    let found = ft_plan::layouts_of_recipe(recipe, target, devices)?;
+    if args.json {
+        print(&format!("{:#}\n", found.json()))?;
+    } else {
+        print_wrapped(&found.text())?;
+    }
+    found.refusal().map_or(Ok(()), |e| Err(e.into()))
 }
 
 /// A card for `--gpu`, by name or by its memory in gigabytes: its name, if known, and the value of `memory.budget`.

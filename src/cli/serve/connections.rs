@@ -40,7 +40,7 @@ pub(super) async fn serve(listener: TcpListener, router: Router, limits: Limits,
             let slot = tokio::select! {
                 biased;
                 slot = slots.clone().acquire_owned() => slot,
-                () = open.make_room() => return,
+                () = open.make_room(limits.idle_time) => return,
             };
             let Ok(slot) = slot else { return };
             let client = open.add();
@@ -84,19 +84,23 @@ impl Open {
         client
     }
 
-    /// Asks the connection that has been idle for longest to leave, once there is one. Never returns.
-    async fn make_room(&self) {
+    /// Asks the connection that has been idle for longest to leave, once one has been for `time`. Never returns.
+    async fn make_room(&self, time: Duration) {
         loop {
             let idle = |c: &Arc<Client>| {
                 let State { since, busy, .. } = *c.state();
                 (!busy).then(|| (since, c.clone()))
             };
             let longest = self.clients().iter().filter_map(idle).min_by_key(|(since, _)| *since);
-            if let Some((_, client)) = longest {
-                client.leave.notify_one();
-                return std::future::pending().await;
+            match longest.map(|(since, client)| (time.saturating_sub(since.elapsed()), client)) {
+                Some((rest, client)) if rest.is_zero() => {
+                    client.leave.notify_one();
+                    return std::future::pending().await;
+                }
+                // its request may be on the way
+                Some((rest, _)) => sleep(rest).await,
+                None => self.idle.notified().await,
             }
-            self.idle.notified().await;
         }
     }
 }
@@ -197,6 +201,7 @@ async fn converse(
     let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
     let mut last = None;
     tokio::select! {
+        biased;
         // a broken connection is the client's affair
         _ = connection.as_mut() => return,
         _ = ended.changed() => {}

@@ -63,7 +63,7 @@ fn ask(client: &mut std::net::TcpStream, head: &str, answer: &str) {
 
 #[test]
 fn further_connections_wait_for_a_slot() {
-    let limits = Limits { connections: 2, ..Limits::default() };
+    let limits = Limits { connections: 2, idle_time: Duration::from_secs(3600), ..Limits::default() };
     let (begun, begins) = mpsc::channel();
     let (go, gone) = tokio::sync::watch::channel(());
     let handler = move || {
@@ -94,7 +94,9 @@ fn further_connections_wait_for_a_slot() {
 #[test]
 fn idle_connections_make_room() {
     let hour = Duration::from_secs(3600);
-    let limits = Limits { connections: 3, header_time: hour, end_time: QUICK, ..Limits::default() };
+    let none = Duration::ZERO;
+    let limits =
+        Limits { connections: 3, header_time: hour, idle_time: none, end_time: QUICK, ..Limits::default() };
     served(limits, hello(), |address| {
         let mut first = connect(address);
         ask(&mut first, "", "hello");

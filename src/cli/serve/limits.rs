@@ -13,6 +13,8 @@ pub(super) struct Limits {
     pub header_bytes: usize,
     /// Time for the headers of a request to arrive, and time that a connection may be idle.
     pub header_time: Duration,
+    /// Time that a connection is idle before it makes room for another one.
+    pub idle_time: Duration,
     /// Bytes of a body.
     pub body_bytes: usize,
     /// Bytes of all bodies that arrive, wait, or are answered.
@@ -35,6 +37,7 @@ impl Default for Limits {
             headers: 64,
             header_bytes: 16 << 10,
             header_time: seconds(20),
+            idle_time: seconds(1),
             body_bytes: 2 << 20,
             bodies_bytes: 16 << 20,
             body_time: seconds(30),

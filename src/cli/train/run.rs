@@ -1,5 +1,6 @@
 //! `ft run`: trains as a recipe says.
 
+use super::processes;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::infer::usage;
@@ -27,14 +28,18 @@ pub struct Args {
     accept_change: Vec<String>,
 }
 
-/// Trains, and prints the folder of the result.
-pub fn run(args: &Args) -> ft_base::Result<()> {
+/// Trains, and prints the folder of the result; or starts the processes that do. Returns the exit code.
+pub fn run(args: &Args) -> ft_base::Result<u8> {
+    processes::follow_parent();
     Launch::check().map_err(usage)?;
     if Launch::of_env().is_some_and(|l| l.rank > 0) {
         // rank 0 prints the same messages
         hush();
     }
     let recipe = args.recipe.load()?;
+    if let Some(start) = processes::wanted(&recipe)? {
+        return processes::start(&start);
+    }
     let options = Options {
         resume: args.resume,
         overwrite: args.overwrite,
@@ -44,11 +49,12 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         observer: None,
     };
     match train::run(recipe, &options)? {
-        Outcome::Done { result } => print(&format!("{}\n", result.display())),
-        Outcome::Followed => Ok(()),
+        Outcome::Done { result } => print(&format!("{}\n", result.display()))?,
+        Outcome::Followed => {}
         Outcome::Already { result } => {
             tell("this run is finished already");
-            print(&format!("{}\n", result.display()))
+            print(&format!("{}\n", result.display()))?;
         }
     }
+    Ok(0)
 }

@@ -133,7 +133,8 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let (mut values, mut moments) = (Vec::new(), Vec::new());
     let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
     for ((t, slot), listed) in params.tensors.iter().zip(&params.slots).zip(&listed) {
-        let flat = params.flat(slot)?;
+        // An expert of another rank.
+        let Ok(flat) = params.flat(slot) else { continue };
         // Replicated values are written by one rank only.
         let mine = common(&flat.part, &slot.range());
         if mine.is_empty() {
@@ -206,7 +207,7 @@ fn each_weight(
     if have != want {
         return Err(unusable(dir, format!("holds {have} trained tensors, this run has {want}")).into());
     }
-    for (i, t) in params.tensors.iter().enumerate() {
+    for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
         // Only the local part is read.
         let mine = params.mine(i)?;
         let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
@@ -232,7 +233,7 @@ pub fn load_weights(dir: &Path, params: &Params) -> ft_base::Result<()> {
 pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
     each_weight(dir, &weights(dir)?, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))?;
-    for (i, _) in params.tensors.iter().enumerate() {
+    for i in (0..params.tensors.len()).filter(|i| params.is_here(*i)) {
         let slot = &params.slots[i];
         if let Some(p) = params.projected(i) {
             for (entry, to) in entries(params, i).iter().zip(projected_views(p)?) {

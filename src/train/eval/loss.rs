@@ -11,7 +11,7 @@ use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
 use ft_engine::ranks::{self, At, Comm};
-use ft_engine::walk::{Execution, Hooks, NoHooks, Outline, Walk, visit};
+use ft_engine::walk::{Execution, Hooks, NoHooks, Walk};
 use ft_kernels::loss;
 use ft_kernels::tensor::Real;
 use ft_recipe::Part;
@@ -115,7 +115,7 @@ pub fn evaluate(
                 sums.push([losses.total()?, divergences.total()?].map(f64::to_bits));
             }
             None => {
-                visit::pass(Outline::of(decoder).forward(), hooks, &mut |_| Ok(()))?;
+                Walk::chosen(decoder, None, execution).hooks(hooks).serve_forward()?;
                 sums.extend(mine.map(|_| [0f64.to_bits(); 2]));
             }
         }

@@ -179,7 +179,7 @@ impl MemoryMonitor {
             "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
             "host": p.space.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
-            "ranks": p.ranks, "wire_bytes_a_step": p.wire, "wire_bytes_of_keys": p.wire_keys, "budget": p.budget,
+            "ranks": p.ranks, "wire_bytes_a_step": p.wire, "wire_bytes_exchanged": p.exchanged, "budget": p.budget,
             "host_bytes_before_loading": self.before.1,
         })
     }

@@ -16,14 +16,14 @@ use std::path::Path;
 pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
     if job.selection.everything_full() {
         let files = layout::open(&job.config, dir)?;
-        for (i, t) in params.tensors.iter().enumerate() {
+        for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
             let mine = params.mine(i)?;
             params.set_from(i, mine.start, &files.part(&t.name, mine, DType::F32, &Device::Cpu)?)?;
         }
         return Ok(());
     }
     let read = Adapter::open(dir)?;
-    for (i, t) in params.tensors.iter().enumerate() {
+    for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
         match read.get(&params.exported_tensor(i))? {
             Some(held) => match params.trained_of(i, &held)? {
                 Some(value) => params.set(i, &value)?,

@@ -64,7 +64,7 @@ pub fn write(
         let read = Adapter::open(&out)?;
         same_choices(&target, &selection, &Selection::from_peft(&job.config, &read.config)?)?;
     }
-    if params.is_split() {
+    if params.needs_others() {
         command::announce(cx.comm, &Command::ReadBack(out.clone()))?;
     }
     read_back(job, params, &out)?;

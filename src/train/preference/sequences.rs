@@ -6,7 +6,7 @@ use ft_data::{Dataset, Micro};
 use ft_engine::model::Decoder;
 use ft_engine::model::batch::Distillation;
 use ft_engine::ranks::At;
-use ft_engine::walk::{Execution, Hooks, Outline, Walk, visit};
+use ft_engine::walk::{Execution, Hooks, Walk};
 use ft_kernels::loss;
 
 /// Number of micro-batches per rank between exchanges.
@@ -102,7 +102,7 @@ impl Scorer<'_> {
     fn one(&self, own: &OwnMicro<'_>) -> ft_base::Result<Vec<f64>> {
         if own.whole.targets.is_empty() || own.is_empty() {
             // all ranks make a pass in every turn
-            visit::pass(Outline::of(self.decoder).forward(), self.hooks, &mut |_| Ok(()))?;
+            Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks).serve_forward()?;
             return Ok(Vec::new());
         }
         let batch = own.batch(&self.decoder.config, ((0, 0), None), None, self.device)?;

@@ -50,7 +50,7 @@ pub fn check(job: &Job) -> Result<(), Error> {
         let what = "not built yet: dropout in adapters of experts on a GPU, with ranks that split the tokens of a row";
         return fail("parallel.context", what.into(), "parallel.context=1, or lora.dropout=0");
     }
-    let (ranks, here) = (p.ranks(), p.local());
+    let (ranks, here) = (p.ranks(), p.in_process());
     if !cuda || ranks == 1 {
         return Ok(());
     }

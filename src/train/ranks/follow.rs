@@ -15,7 +15,7 @@ use crate::train::step::{Gather, Stop, TrainContext, finite};
 use ft_base::memory::place;
 use ft_engine::load::Base;
 use ft_engine::ranks::{self, Comm};
-use ft_engine::walk::{Outline, Times, visit};
+use ft_engine::walk::{Times, Walk};
 use ft_recipe::Part;
 use std::time::Duration;
 
@@ -82,7 +82,7 @@ fn execute(
             finite::check_weights(params, comm, step)?;
             save(cx, &dir)
         }
-        Command::Forward => visit::pass(Outline::of(decoder).forward(), gather, &mut |_| Ok(())),
+        Command::Forward => Walk::chosen(decoder, None, &inputs.execution).hooks(gather).serve_forward(),
         Command::ReadBack(dir) => output::read_back(job, params, &dir),
         Command::Load(dir) => load_checkpoint(params, &dir, comm),
         Command::End => Ok(()),

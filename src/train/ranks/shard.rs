@@ -37,7 +37,8 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
         gemm::make_slabs();
     }
     let p = &job.recipe.parallel;
-    let split = Split { mesh: Mesh::of(p), rank: comm.rank(), zero: p.zero };
+    let experts = job.config.moe.as_ref().map_or(0, |m| m.experts);
+    let split = Split { mesh: Mesh::of(p), rank: comm.rank(), zero: p.zero, experts };
     let loaded = job.load_shard(base, true, split, comm)?;
     comm.barrier(LOADED)?;
     Ok(loaded)

@@ -17,6 +17,11 @@ pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
     if recipe.run.device != ft_recipe::Device::Auto {
         ranks::check_comm(&recipe, recipe.run.device == ft_recipe::Device::Cuda)?;
     }
+    if recipe.parallel.local.is_some() && launch.is_none() && recipe.parallel.ranks() > 1 {
+        let hint = "leave it out: ranks are then threads; or `ft run`";
+        let why = "parallel.local: only `ft run` starts processes, and this is another program";
+        return Err(Error::Usage(format!("{}: {why}\n  hint: {hint}", recipe.place("parallel.local"))).into());
+    }
     match (recipe.parallel.comm, &launch) {
         (ft_recipe::Comm::Threads, Some(Launch { world, .. })) => {
             let hint = format!("leave parallel.comm out, and parallel.data={world}; or no launcher");

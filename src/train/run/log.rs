@@ -42,14 +42,17 @@ pub struct RunLog {
 /// Cost of a step.
 pub struct StepTime {
     pub seconds: f64,
-    /// Bytes received from other ranks before the step; and of these, keys and values.
+    /// Bytes received from other ranks before the step; and of these, within layers: keys and values, rows of
+    /// experts.
     pub received: [u64; 2],
 }
 
 impl StepTime {
-    /// Bytes that this rank has received from other ranks so far; and of these, keys and values.
+    /// Bytes that this rank has received from other ranks so far; and of these, within layers: keys and values, rows of
+    /// experts.
     pub fn received(comm: &dyn Comm) -> [u64; 2] {
-        [comm.received().total(), comm.received().along(Axis::Context)]
+        let of = |axis| comm.received().along(axis);
+        [comm.received().total(), of(Axis::Context) + of(Axis::Expert)]
     }
 }
 
@@ -206,10 +209,11 @@ impl RunLog {
         }
         add_metrics(&mut event, &output.metrics);
         if cx.comm.world() > 1 {
-            let [all, keys] = StepTime::received(cx.comm);
+            let [all, exchanged] = StepTime::received(cx.comm);
             event["wire_bytes"] = json!(all - time.received[0]);
-            if cx.job.recipe.parallel.context > 1 {
-                event["wire_bytes_of_keys"] = json!(keys - time.received[1]);
+            let p = &cx.job.recipe.parallel;
+            if p.context > 1 || p.expert > 1 {
+                event["wire_bytes_exchanged"] = json!(exchanged - time.received[1]);
             }
         }
         if let Some(scale) = cx.loss_scale.get() {

@@ -48,7 +48,7 @@ pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), 
     }
     let trains = match (cuda, Launch::of_env()) {
         (false, _) => 0,
-        (true, None) => recipe.parallel.local() as usize,
+        (true, None) => recipe.parallel.in_process() as usize,
         (true, Some(launch)) => Launch::of_machine().unwrap_or(launch.world),
     };
     let count = cuda::count();

@@ -15,7 +15,7 @@ use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::sink::Sink;
 use ft_engine::optim;
 use ft_engine::ranks::{At, Comm};
-use ft_engine::walk::{Load, Outline, RouterLosses, Routing, Times, Walk, visit};
+use ft_engine::walk::{Load, RouterLosses, Routing, Times, Walk};
 use ft_kernels::{Tensor, loss};
 use ft_recipe::Part;
 use serde_json::{Map, Value, json};
@@ -174,7 +174,8 @@ impl TrainContext<'_> {
                     losses.keep(all, &own.micro().weights)?;
                 }
             } else {
-                visit::pass(Outline::of(decoder).training(lowest), reduce, &mut |_| Ok(()))?;
+                let mut walk = Walk::chosen(decoder, lowest, &self.execution).hooks(reduce);
+                walk.serve_train((seed, input.step), sink)?;
             }
             reduce.end()?;
             #[cfg(test)]

@@ -75,7 +75,7 @@ fn not_finite<'p>(
     finite: &dyn Fn(&Flat, &Range<usize>) -> candle_core::Result<bool>,
 ) -> ft_base::Result<Vec<&'p str>> {
     let mut mine = Vec::new();
-    for (i, slot) in params.slots.iter().enumerate() {
+    for (i, slot) in params.slots.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
         if !finite(params.flat(slot)?, &slot.range())? {
             mine.push(i as u64);
         }

@@ -6,7 +6,7 @@
 use super::command::{self, Command};
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
-use ft_engine::ranks::Comm;
+use ft_engine::ranks::{Comm, Group};
 use ft_engine::walk::{Hooks, Outline, Visit};
 use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;
@@ -18,6 +18,8 @@ pub struct Gather<'a> {
     outline: Outline,
     params: &'a Params,
     comm: &'a dyn Comm,
+    /// Ranks that split the experts, if they do.
+    experts: Option<Group<'a>>,
     /// Units on the device, with their pending transfers.
     here: RefCell<BTreeMap<usize, Vec<Arrival>>>,
 }
@@ -25,7 +27,8 @@ pub struct Gather<'a> {
 impl<'a> Gather<'a> {
     /// Creates a gatherer for passes in which all ranks take part.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
-        Self { outline: Outline::of(decoder), params, comm, here: RefCell::default() }
+        let experts = params.split.experts_group(comm);
+        Self { outline: Outline::of(decoder), params, comm, experts, here: RefCell::default() }
     }
 
     /// Releases all units except `needed`.
@@ -42,6 +45,10 @@ impl<'a> Gather<'a> {
 }
 
 impl Hooks for Gather<'_> {
+    fn experts(&self) -> Option<&dyn Comm> {
+        self.experts.as_ref().map(|group| group as &dyn Comm)
+    }
+
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         if !self.params.is_gathered() {
             return Ok(());
@@ -84,7 +91,11 @@ impl<'a> LeaderGather<'a> {
 
 impl Hooks for LeaderGather<'_> {
     fn begin(&self) -> ft_base::Result<()> {
-        if self.0.params.is_split() { command::announce(self.0.comm, &Command::Forward) } else { Ok(()) }
+        if self.0.params.needs_others() { command::announce(self.0.comm, &Command::Forward) } else { Ok(()) }
+    }
+
+    fn experts(&self) -> Option<&dyn Comm> {
+        self.0.experts()
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {

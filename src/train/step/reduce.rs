@@ -183,6 +183,10 @@ impl<'a> Reduce<'a> {
 }
 
 impl Hooks for Reduce<'_> {
+    fn experts(&self) -> Option<&dyn Comm> {
+        self.gather.experts()
+    }
+
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.arrive(visit, next)
     }

@@ -7,7 +7,7 @@ use super::config::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTre
 use super::delta::{DeltaNet, Parameter, Projections};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
-use super::feed_forward::{Mixture, Shared};
+use super::feed_forward::{Mixture, Owned, Shared};
 use super::head::Head;
 use super::layer::{FeedForward, Layer};
 use super::linear::Rows;
@@ -19,6 +19,7 @@ use super::pass::sink::Slot;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::tensor::Real;
+use std::ops::Range;
 
 /// Source of a model's tensors: files, random numbers, or the buffers of trained tensors.
 pub trait Weights {
@@ -44,6 +45,10 @@ pub trait Weights {
     /// Run lengths of identical experts; a single expert is built per run. All 1 except in a plan.
     fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         vec![1; experts.len()]
+    }
+    /// The experts of a layer that are here, if ranks split them, with this rank's part; `None` for all.
+    fn own(&self, _: &[MlpTree], _unit: usize) -> Option<(Range<usize>, Owned)> {
+        None
     }
     /// LoRA of the embedding, if any.
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>>;
@@ -104,11 +109,15 @@ impl Decoder {
         base
     }
 
-    /// Every linear with its module, in the order of the forward pass.
+    /// Every linear with its module, in the order of the forward pass; of experts that ranks split, those of this one.
     pub fn linears(&self) -> Vec<(Module, &Linear)> {
         let own = self.layers.iter().flat_map(Layer::linears).chain([&self.head.linear]);
-        let linears = modules(&self.config).into_iter().filter(|m| matches!(m.kind, Kind::Linear { .. }));
-        linears.zip(own).collect()
+        let here = |m: &Module| match (m.layer.and_then(|l| self.layers.get(l)).map(|l| &l.mlp), m.expert) {
+            (Some(FeedForward::Mixture(mixture)), Some(e)) => mixture.has(e),
+            _ => true,
+        };
+        let linears = modules(&self.config).into_iter();
+        linears.filter(|m| matches!(m.kind, Kind::Linear { .. }) && here(m)).zip(own).collect()
     }
 }
 
@@ -250,6 +259,8 @@ impl<'a> Builder<'a> {
         let mlp = match (&t.mlp, &c.moe) {
             (FeedForwardTree::Mixture { router, experts, shared }, Some(moe)) => {
                 let router = self.linear(router)?;
+                let own = self.weights.own(experts, l + 1);
+                let experts = own.as_ref().map_or(&experts[..], |(range, _)| &experts[range.clone()]);
                 let alike = self.weights.alike(experts);
                 let (mut built, mut from) = (Vec::new(), 0);
                 for n in &alike {
@@ -261,7 +272,7 @@ impl<'a> Builder<'a> {
                     None => None,
                 };
                 let mixture = Mixture::new(router, (built, alike), shared, moe.top_k, moe.normalise);
-                FeedForward::Mixture(Box::new(mixture))
+                FeedForward::Mixture(Box::new(mixture.owned(own.map(|(_, owned)| owned))))
             }
             (FeedForwardTree::Mixture { .. }, None) => {
                 return Err(

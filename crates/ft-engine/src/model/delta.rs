@@ -197,6 +197,9 @@ impl DeltaNet {
         ctx: &Context,
         mut state: Option<&mut State>,
     ) -> Result<(Tensor, Saved)> {
+        if ctx.across.is_some() {
+            candle_core::bail!("linear attention over the ranks of a context group: refused by the plan");
+        }
         let (projected, linears) = self.projections.forward(x, ctx, self.heads)?;
         let qkv = conv::forward(&projected.qkv, &self.conv.value, &ctx.seqs, state.as_deref_mut())?;
         let o = rule::forward(&self.inputs(&qkv, &projected), &ctx.seqs, state)?;

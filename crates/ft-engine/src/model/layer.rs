@@ -95,7 +95,7 @@ impl FeedForward {
                 Saved::Dense(s)
             }
             (FeedForward::Mixture(b), Saved::Mixture(mut s)) => {
-                b.restore(&mut s, &x.values()?)?;
+                b.restore(&mut s, &x.values()?, ctx)?;
                 Saved::Mixture(s)
             }
             _ => candle_core::bail!("{OTHER}"),

@@ -82,9 +82,7 @@ impl Flat {
         let states = shard.held(len, 1);
         let same = dtype == DType::F32 && what.offload == what.offload_weights;
         let replicated = !shard.is_split() && (same || shard.stage == 0 || wide);
-        // If layers use some master weights directly, the whole unit keeps them.
-        let keeps_all = what.rounding.is_none() || dtype == DType::F32 || wide;
-        let kept = if keeps_all { 0..len } else { layout.large_full..layout.adapters };
+        let kept = layout.kept(what.rounding.is_some(), dtype, wide);
         let master = match (same, replicated) {
             (true, _) => compute.held.clone(),
             (_, true) => Held::zeros(kept.clone(), home)?,

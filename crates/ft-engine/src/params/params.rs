@@ -23,6 +23,7 @@ use ft_kernels::cpu::is_native;
 use ft_kernels::crossing::Arrival;
 use ft_kernels::tensor::Real;
 use ft_kernels::vacant::vacate;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,6 +37,9 @@ pub struct Params {
     pub slots: Vec<Slot>,
     /// Flat buffers, first those of whole tensors by unit, then those of split experts; `None` if nothing trains.
     pub flats: Vec<Option<Flat>>,
+    /// Compute dtype, and elements with master weights by flat buffer, those of other ranks too.
+    dtype: DType,
+    kept: Vec<Range<usize>>,
     /// Frozen weights by unit, if sharded or offloaded; otherwise empty.
     pub frozen: Vec<Vec<Buffer>>,
     /// Whether master weights and moments are on the host.
@@ -68,23 +72,23 @@ impl Params {
         what: Allocate,
     ) -> Result<Self> {
         let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
-        let kinds = what.split.kinds();
-        let place = |t: &Trained| {
-            let kind = what.split.kind(t);
-            kinds.iter().position(|k| *k == kind).unwrap_or(0) * units + t.unit
-        };
-        let (slots, layouts) = layout(&tensors, (units, kinds.len() * units), projection, place);
+        let place = |t: &Trained| what.split.flat(t, units);
+        let (slots, layouts) = layout(&tensors, (units, what.split.flats(units)), projection, place);
+        let wide: BTreeSet<usize> =
+            slots.iter().filter(|s| tensors[s.index].part == Part::Magnitude).map(|s| s.flat).collect();
+        let kept = layouts
+            .iter()
+            .enumerate()
+            .map(|(i, l)| l.kept(what.rounding.is_some(), dtype, wide.contains(&i)));
+        let kept = kept.collect();
         let home = if what.offload { &Device::Cpu } else { device };
         let flat = |(number, layout): (usize, FlatLayout)| {
-            if layout.len == 0 {
-                return Ok(None);
-            }
+            let Some(of) = what.split.held(number, units).filter(|_| layout.len > 0) else { return Ok(None) };
             let own = || slots.iter().filter(move |s| s.flat == number);
-            let wide = own().any(|s| tensors[s.index].part == Part::Magnitude);
+            let wide = wide.contains(&number);
             let is_projected = |s: &&Slot| what.train && projection.takes_tensor(&tensors[s.index], units);
             let projected = own().filter(is_projected);
             let projected = projected.map(|s| Projected::new(s.index, (s.rows, s.cols), projection, home));
-            let of = (number % units, kinds[number / units]);
             let place = Placement { of, number, wide, dtype, device, home };
             Flat::new(layout, place, what, projected.collect::<Result<_>>()?).map(Some)
         };
@@ -93,6 +97,8 @@ impl Params {
             tensors,
             slots,
             flats,
+            dtype,
+            kept,
             frozen: vec![Vec::new(); units],
             offloaded: what.offload,
             weights_offloaded: what.offload_weights,
@@ -123,6 +129,11 @@ impl Params {
         all.filter(move |(_, f)| f.unit == unit)
     }
 
+    /// Whether this rank holds the buffer of a tensor: that of an expert may be of another rank.
+    pub fn is_here(&self, index: usize) -> bool {
+        self.flat(&self.slots[index]).is_ok()
+    }
+
     /// Index of a trained tensor by name.
     pub fn find(&self, name: &str) -> Option<usize> {
         self.tensors.iter().position(|t| t.name == name)
@@ -149,6 +160,11 @@ impl Params {
     /// Whether compute weights are sharded (ZeRO stage 3).
     pub fn is_split(&self) -> bool {
         self.split.shard(FlatKind::Whole).is_split()
+    }
+
+    /// Whether a forward pass of this rank alone needs the other ranks: for split weights, or for their experts.
+    pub fn needs_others(&self) -> bool {
+        self.is_split() || self.split.own().is_some()
     }
 
     /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
@@ -203,7 +219,7 @@ impl Params {
     /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
         let whole = |u: &Flat| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
-        self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+        self.split.own().is_none() && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
     /// Dtype of a tensor's authoritative values: f32 with master weights.
@@ -212,8 +228,9 @@ impl Params {
     /// As [`Params::flat`].
     pub fn stored(&self, index: usize) -> Result<DType> {
         let slot = &self.slots[index];
-        let flat = self.flat(slot)?;
-        Ok(if flat.keeps(&slot.range()) { DType::F32 } else { flat.compute.whole.dtype() })
+        let Some(kept) = self.kept.get(slot.flat) else { candle_core::bail!("no buffers for {slot:?}") };
+        let keeps = kept.start <= slot.offset && slot.range().end <= kept.end;
+        Ok(if keeps { DType::F32 } else { self.dtype })
     }
 
     /// View of a tensor's gradient.

@@ -10,6 +10,7 @@ mod execution;
 mod finite;
 pub mod generate;
 mod routing;
+mod serve;
 #[cfg(test)]
 mod tests;
 mod times;

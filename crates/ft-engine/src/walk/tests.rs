@@ -27,6 +27,7 @@ use std::path::PathBuf;
 
 mod composed;
 mod context;
+mod experts;
 mod families;
 mod four_bit;
 mod four_bit_full;

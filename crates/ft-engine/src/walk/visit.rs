@@ -1,6 +1,7 @@
 //! The visits of a pass over the units, and hooks around visits.
 
 use crate::model::Decoder;
+use crate::ranks::Comm;
 use ft_base::memory::place::Phase;
 use std::collections::BTreeSet;
 
@@ -79,6 +80,11 @@ pub trait Hooks {
     /// A lost rank.
     fn begin(&self) -> ft_base::Result<()> {
         Ok(())
+    }
+
+    /// Ranks that split the experts of mixtures, if they do. Layers exchange rows with them.
+    fn experts(&self) -> Option<&dyn Comm> {
+        None
     }
 
     /// Called before a visit; `next` is the visit after it.

@@ -4,10 +4,12 @@ use super::execution::{Dequantize, Execution, Inputs, Recomputed};
 use super::routing::{RouterLosses, Routing};
 use super::times::{Part, Times};
 use super::visit::{Hooks, NoHooks, Outline, Pass};
+use crate::model::batch::Context;
 use crate::model::head::{Head, Objective};
 use crate::model::layer::{self, Layer, Level};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
+use crate::ranks::Comm;
 use candle_core::{Device, Result};
 use ft_base::memory::place::{self, Phase};
 use ft_kernels::Tensor;
@@ -53,9 +55,9 @@ pub(super) type Watch<'a> = &'a mut dyn FnMut(Option<Phase>, usize);
 
 /// The walk over one model.
 pub struct Walk<'a> {
-    decoder: &'a Decoder,
+    pub(super) decoder: &'a Decoder,
     /// Lowest unit that trains; `None` when nothing does.
-    lowest: Option<usize>,
+    pub(super) lowest: Option<usize>,
     /// Recomputed layers.
     recompute: Recomputed,
     /// Dequantization of 4-bit weights in recomputed layers.
@@ -65,7 +67,7 @@ pub struct Walk<'a> {
     #[cfg(test)]
     watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
-    hooks: &'a dyn Hooks,
+    pub(super) hooks: &'a dyn Hooks,
     /// Location of the inputs of recomputed layers.
     inputs: Inputs,
     router_losses: RouterLosses,
@@ -177,7 +179,7 @@ impl<'a> Walk<'a> {
 
     /// Records the unit for memory and error reports: 0 is the embedding, then the layers, then the head.
     /// `None` continues the current phase.
-    fn at(&mut self, phase: Option<Phase>, unit: usize) {
+    pub(super) fn at(&mut self, phase: Option<Phase>, unit: usize) {
         match phase {
             Some(phase) => place::enter(phase, unit),
             None => place::at_unit(unit),
@@ -188,10 +190,20 @@ impl<'a> Walk<'a> {
         }
     }
 
+    /// Recompute level of layer `l`; `None` below the lowest trained unit.
+    pub(super) fn kept_level(&self, l: usize) -> Option<Level> {
+        let lowest = self.lowest.filter(|lowest| l + 1 >= *lowest)?;
+        Some(self.recompute.level(l - lowest.saturating_sub(1)))
+    }
+
+    /// The cause of an error: a collective inside a layer fails because a rank is lost.
+    pub(super) fn cause(&self, e: ft_base::Error) -> ft_base::Error {
+        self.hooks.experts().and_then(Comm::lost).map_or(e, Into::into)
+    }
+
     /// State to save of layer `l`; `None` for layers below the lowest trained unit.
     fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
-        let Some(lowest) = self.lowest.filter(|lowest| l + 1 >= *lowest) else { return Ok(None) };
-        let level = self.recompute.level(l - lowest.saturating_sub(1));
+        let Some(level) = self.kept_level(l) else { return Ok(None) };
         let rest = saved.keep(level);
         // the topmost layer is needed first in the backward pass and stays on the device
         let parks = self.inputs.on_host && level > Level::None && l + 1 < self.decoder.layers.len();
@@ -200,8 +212,8 @@ impl<'a> Walk<'a> {
     }
 
     /// Runs layer `l` forward and records its routing.
-    fn layer(&mut self, l: usize, x: &Tensor, batch: &Batch) -> Result<(Tensor, layer::Saved)> {
-        let (y, saved) = self.decoder.layers[l].forward(x, &batch.context, None, None)?;
+    fn layer(&mut self, l: usize, x: &Tensor, context: &Context<'_>) -> Result<(Tensor, layer::Saved)> {
+        let (y, saved) = self.decoder.layers[l].forward(x, context, None, None)?;
         if let Some(routed) = saved.routed() {
             self.routing.note(l, routed, self.router_losses)?;
         }
@@ -211,12 +223,18 @@ impl<'a> Walk<'a> {
     /// Forward and backward pass of one micro-batch. Returns the loss of each target, the cross-entropy if it has a
     /// teacher; adds the gradients of `scale * sum(weights * losses)` and of the router losses to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
+        let outcome = self.train_all(batch, scale, sink);
+        outcome.map_err(|e| self.cause(e))
+    }
+
+    fn train_all(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
+        let context = batch.context.among(self.hooks.experts());
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.hooks)?;
         let device = decoder.embedding.table.real()?.device();
         self.lap(Part::Data)?;
         self.routing = Routing::default();
-        let (x, mut kept) = self.forward_saving(&mut pass, batch)?;
+        let (x, mut kept) = self.forward_saving(&mut pass, batch, &context)?;
         self.lap(Part::Forward)?;
 
         self.arrive(&pass)?;
@@ -237,18 +255,18 @@ impl<'a> Walk<'a> {
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
             let below = l.checked_sub(1).filter(|b| Some(b + 1) >= self.lowest).map(|b| &decoder.layers[b]);
-            let rank = below.map_or(0, |b| b.fused_rank_back(dy.all(), &batch.context));
+            let rank = below.map_or(0, |b| b.fused_rank_back(dy.all(), &context));
             let Some(Some(Saved { x, level, rest })) = kept.pop() else { return Ok(out.losses) };
             self.arrive(&pass)?;
             let x = x.take(device)?;
             prefetch(&mut kept, device)?;
             let dequantized = dequantized_layer(layer, self.dequantize, level, rest.routing().as_deref())?;
             let layer = dequantized.as_ref().unwrap_or(layer);
-            let saved = layer.recompute(&x, &batch.context, level, rest)?;
+            let saved = layer.recompute(&x, &context, level, rest)?;
             if level > Level::None {
                 self.lap(Part::Recompute)?;
             }
-            dy = layer.backward((&x, saved), &dy, &batch.context, sink, balance.as_ref(), rank)?;
+            dy = layer.backward((&x, saved), &dy, &context, sink, balance.as_ref(), rank)?;
             drop((dequantized, x));
             pass.leave()?;
             self.lap(Part::Backward)?;
@@ -268,6 +286,7 @@ impl<'a> Walk<'a> {
         &mut self,
         pass: &mut Pass<'_>,
         batch: &Batch,
+        context: &Context<'_>,
     ) -> ft_base::Result<(Tensor, Vec<Option<Saved>>)> {
         let decoder = self.decoder;
         let mut kept: Vec<Option<Saved>> = Vec::with_capacity(decoder.layers.len());
@@ -276,7 +295,7 @@ impl<'a> Walk<'a> {
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(pass)?;
-            let (y, saved) = self.layer(l, &x, batch)?;
+            let (y, saved) = self.layer(l, &x, context)?;
             if let Some(Some(below)) = kept.last_mut() {
                 below.x.gone()?;
             }
@@ -293,6 +312,16 @@ impl<'a> Walk<'a> {
         batch: &Batch,
         head: impl FnOnce(&Self, &Tensor) -> Result<R>,
     ) -> ft_base::Result<R> {
+        let outcome = self.forward_all(batch, head);
+        outcome.map_err(|e| self.cause(e))
+    }
+
+    fn forward_all<R>(
+        &mut self,
+        batch: &Batch,
+        head: impl FnOnce(&Self, &Tensor) -> Result<R>,
+    ) -> ft_base::Result<R> {
+        let context = batch.context.among(self.hooks.experts());
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).forward(), self.hooks)?;
         self.routing = Routing::default();
@@ -301,7 +330,7 @@ impl<'a> Walk<'a> {
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(&pass)?;
-            x = self.layer(l, &x, batch)?.0;
+            x = self.layer(l, &x, &context)?.0;
             pass.leave()?;
         }
         self.arrive(&pass)?;

@@ -28,7 +28,7 @@ pub fn budget(
         };
         // 5% stay free for other processes; on CUDA each rank has a device, on the CPU ranks share the
         // host
-        let sharing = if machine.cuda { 1 } else { recipe.parallel.local() };
+        let sharing = if machine.cuda { 1 } else { recipe.parallel.sharing() };
         Some((free / 20 * 19).saturating_sub(beside) / sharing)
     })
 }
@@ -37,7 +37,7 @@ pub fn budget(
 pub(super) fn local(r: &Recipe, machine: Machine) -> u64 {
     // more devices than one server has means several machines
     let devices = |n: u64| if n > DEVICES { n.min(DEVICES.max(cuda::count() as u64)) } else { n };
-    if machine.cuda { devices(r.parallel.local()) } else { r.parallel.local() }
+    if machine.cuda { devices(r.parallel.sharing()) } else { r.parallel.sharing() }
 }
 
 /// Host bytes a rank may use besides its CUDA device and the server; `None` on the CPU, or if host memory

@@ -27,8 +27,8 @@ pub(super) struct FrozenValues {
 #[derive(Default)]
 pub(super) struct Frozen {
     pub device: Bytes,
-    /// Bytes by unit, unsharded.
-    pub unit_bytes: Vec<u64>,
+    /// Bytes and values by flat buffer, unsharded.
+    pub flat_bytes: Vec<u64>,
     pub values: Vec<FrozenValues>,
     /// Bytes of base-derived LoRA factors.
     pub initial_factors: u64,
@@ -53,15 +53,15 @@ struct Stored {
 impl Frozen {
     /// Adds up the modules of a selection.
     pub fn new(c: &Setup<'_>) -> Self {
-        let units = c.units();
+        let flats = c.flats();
         let mut out = Self {
-            unit_bytes: vec![0; units],
-            values: vec![FrozenValues::default(); units],
-            normed: vec![false; units],
+            flat_bytes: vec![0; flats],
+            values: vec![FrozenValues::default(); flats],
+            normed: vec![false; c.units()],
             ..Self::default()
         };
         let own = |m: &Module| !(c.selection.tied && m.group == Group::Head);
-        for (m, choice) in c.selection.modules.iter().filter(|(m, _)| own(m)) {
+        for (m, choice) in c.selection.modules.iter().filter(|(m, _)| own(m) && c.ranks.has(m)) {
             out.add(c, m, choice);
         }
         out
@@ -79,14 +79,14 @@ impl Frozen {
     }
 
     fn add(&mut self, c: &Setup<'_>, m: &Module, choice: &Choice) {
-        let (n, bias, unit) = (m.weight_values() as u64, m.bias().unwrap_or(0) as u64, c.unit(m));
+        let (n, bias, flat) = (m.weight_values() as u64, m.bias().unwrap_or(0) as u64, c.flat(m));
         if c.machine.cuda && m.expert.is_some() {
             // entry in the layer's expert table
             self.device.add(component(m.group), table::BYTES as u64);
         }
         let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
-        self.normed[unit] |= dora;
-        let ranks = if c.is_split() { c.ranks.stage } else { 1 };
+        self.normed[c.unit(m)] |= dora;
+        let ranks = if c.is_split() { c.copies(flat) } else { 1 };
         self.piece = self.piece.max((4 + c.width()) * n.div_ceil(ranks));
         if matches!(choice, Choice::Full { .. }) {
             // f32 value on the way into the buffer, and its rounded copy
@@ -95,18 +95,18 @@ impl Frozen {
             self.high = self.high.max(self.loaded + value + rounded);
             return;
         }
-        let rows = if dora { c.placed(m.rows() as u64) } else { 0 };
+        let rows = if dora { c.placed(flat, m.rows() as u64) } else { 0 };
         let Stored { bytes, constants, quantized } = self.weight(c, m, choice);
-        self.values[unit].f32s += rows;
-        self.values[unit].compute += c.placed(bias);
+        self.values[flat].f32s += rows;
+        self.values[flat].compute += c.placed(flat, bias);
         let factors = self.factors(c, m, choice);
         let made_in_f32 = !c.machine.computes_in_f32() && c.recipe.model.weights == Weights::Random;
         if (made_in_f32 || quantized || factors > 0) && !c.machine.cuda {
             let copies = if factors > 0 { 8 * n } else { 4 * n };
             self.high = self.high.max(self.loaded + copies + bytes);
         }
-        let bytes = bytes + c.width() * c.placed(bias) + 4 * rows;
-        self.unit_bytes[unit] += bytes + constants;
+        let bytes = bytes + c.width() * c.placed(flat, bias) + 4 * rows;
+        self.flat_bytes[flat] += bytes + constants;
         self.device.add(component(m.group), c.ranks.share(m, bytes, 3));
         self.device.add(Component::QuantConstants, c.ranks.share(m, constants, 3));
         self.loaded += bytes + constants;
@@ -114,10 +114,11 @@ impl Frozen {
 
     /// The weight of a frozen module.
     fn weight(&mut self, c: &Setup<'_>, m: &Module, choice: &Choice) -> Stored {
-        let (n, values) = (m.weight_values() as u64, &mut self.values[c.unit(m)]);
+        let (n, flat) = (m.weight_values() as u64, c.flat(m));
+        let values = &mut self.values[flat];
         if is_quantized(m, choice, c.recipe.model.quantize) {
             let counts = if m.is_mxfp4() { mxfp4_values(n) } else { nf4_values(n) };
-            let [codes, blocks, groups] = counts.map(|values| c.placed(values));
+            let [codes, blocks, groups] = counts.map(|values| c.placed(flat, values));
             values.u8s += codes + blocks;
             values.f32s += groups;
             return Stored { bytes: codes, constants: blocks + 4 * groups, quantized: true };
@@ -132,12 +133,12 @@ impl Frozen {
                 bytes
             }
             _ if !from_base(c, m, choice) && stays_stored(m, choice, c.machine) => {
-                values.halves += c.placed(n);
-                c.machine.frozen() * c.placed(n)
+                values.halves += c.placed(flat, n);
+                c.machine.frozen() * c.placed(flat, n)
             }
             _ => {
-                values.compute += c.placed(n);
-                c.width() * c.placed(n)
+                values.compute += c.placed(flat, n);
+                c.width() * c.placed(flat, n)
             }
         };
         Stored { bytes, constants: 0, quantized: false }

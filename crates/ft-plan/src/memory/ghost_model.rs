@@ -1,5 +1,6 @@
 //! GhostModel-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
 
+use super::shares::own;
 use candle_core::DType;
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::decoder::Builder;
@@ -44,14 +45,14 @@ type Kind<'a> = (Vec<&'a Choice>, bool, LayerAttention, bool);
 
 impl GhostModel {
     /// Builds the model from a config and a module selection. `weights` is the quantization of linear
-    /// layers and whether frozen matrices are stored with room for their adapters; `tensor` and `stages`
-    /// are the tensor-parallel and pipeline world sizes.
+    /// layers and whether frozen matrices are stored with room for their adapters; `tensor`, `stages`
+    /// and `experts` are the tensor-parallel, pipeline and expert-parallel world sizes.
     pub fn new(
         config: &Config,
         selection: &Selection,
         weights: (Quantize, bool),
         machine: Machine,
-        (tensor, stages): (usize, usize),
+        (tensor, stages, experts): (usize, usize, usize),
     ) -> ft_base::Result<Self> {
         let ledger = Ledger::new(machine);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
@@ -68,7 +69,10 @@ impl GhostModel {
         }
         let ghosts = |list: &[usize]| {
             let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
-            Ghosts::new(&ledger, dtype, execution, weights)
+            let own = own(selection, experts).map(|range| (range, experts));
+            let mut ghosts = Ghosts::new(&ledger, dtype, execution, weights);
+            ghosts.own = own;
+            ghosts
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =
             (Vec::new(), Vec::new(), Vec::new());

@@ -20,10 +20,10 @@ pub(super) struct Setup<'a> {
 
 impl<'a> Setup<'a> {
     pub fn new(recipe: &'a Recipe, selection: &'a Selection, machine: Machine) -> Self {
-        let trained = selection.parts();
+        let (trained, ranks) = (selection.parts(), Ranks::of(recipe, selection));
         let rounded = rounded(recipe, selection, machine, &trained);
-        let trained = trained.into_iter().zip(rounded).collect();
-        Self { recipe, selection, machine, ranks: Ranks::of(recipe, selection.layers), trained }
+        let trained = trained.into_iter().zip(rounded).filter(|(t, _)| ranks.has(t.module)).collect();
+        Self { recipe, selection, machine, ranks, trained }
     }
 
     /// Bytes of a value in the compute dtype.
@@ -39,6 +39,32 @@ impl<'a> Setup<'a> {
     /// Unit of a module.
     pub fn unit(&self, m: &Module) -> usize {
         m.unit(self.selection.layers)
+    }
+
+    /// Number of flat buffers: one a unit, and where ranks split the experts, one more for those of this rank.
+    pub fn flats(&self) -> usize {
+        self.units() * if self.ranks.expert > 1 { 2 } else { 1 }
+    }
+
+    /// Flat buffer of a module.
+    pub fn flat(&self, m: &Module) -> usize {
+        let apart = self.ranks.expert > 1 && m.expert.is_some();
+        self.unit(m) + if apart { self.units() } else { 0 }
+    }
+
+    /// Flat buffers of a unit.
+    pub fn flats_of(&self, unit: usize) -> impl Iterator<Item = usize> {
+        (unit..self.flats()).step_by(self.units())
+    }
+
+    /// Adds up the flat buffers of each unit.
+    pub fn by_unit(&self, of: impl Fn(usize) -> u64) -> Vec<u64> {
+        (0..self.units()).map(|u| self.flats_of(u).map(&of).sum()).collect()
+    }
+
+    /// Ranks that hold copies of a flat buffer.
+    pub fn copies(&self, flat: usize) -> u64 {
+        if flat < self.units() { self.ranks.stage } else { self.ranks.replicas }
     }
 
     pub fn offloads(&self, what: Offload) -> bool {
@@ -70,19 +96,24 @@ impl<'a> Setup<'a> {
         self.recipe.weights_come_and_go()
     }
 
-    /// Length of a frozen tensor in its buffer: gathered ones start at aligned offsets.
-    pub fn placed(&self, values: u64) -> u64 {
-        if self.is_gathered() { values.next_multiple_of(ALIGN as u64) } else { values }
+    /// Whether a flat buffer is gathered for a visit. Experts of one owner are not.
+    pub fn comes(&self, flat: usize) -> bool {
+        self.is_gathered() && (self.offloads(Offload::Params) || self.copies(flat) > 1)
     }
 
-    /// Values of rank 0 in a buffer of `values`.
-    pub fn own(&self, values: u64) -> u64 {
-        let shard = Shard { rank: 0, ranks: self.ranks.stage as usize, stage: self.ranks.zero };
+    /// Length of a frozen tensor in its buffer: gathered ones start at aligned offsets.
+    pub fn placed(&self, flat: usize, values: u64) -> u64 {
+        if self.comes(flat) { values.next_multiple_of(ALIGN as u64) } else { values }
+    }
+
+    /// Values of the first rank in a flat buffer of `values`.
+    pub fn own(&self, flat: usize, values: u64) -> u64 {
+        let shard = Shard { rank: 0, ranks: self.copies(flat) as usize, stage: self.ranks.zero };
         shard.part(values as usize).len() as u64
     }
 
     /// Bytes received from the other ranks for a buffer of `values` of `size` bytes each.
-    pub fn received(&self, values: u64, size: u64) -> u64 {
-        size * (values - self.own(values))
+    pub fn received(&self, flat: usize, values: u64, size: u64) -> u64 {
+        size * (values - self.own(flat, values))
     }
 }

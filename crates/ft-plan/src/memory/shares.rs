@@ -1,7 +1,9 @@
 //! Shares of a rank in the model, by kind of parallelism.
 
+use ft_engine::adapters::Selection;
 use ft_engine::model::modules::{Group, Module};
 use ft_recipe::Recipe;
+use std::ops::Range;
 
 /// World sizes by kind of parallelism.
 pub(super) struct Ranks {
@@ -9,22 +11,33 @@ pub(super) struct Ranks {
     pub(super) stage: u64,
     pub(super) zero: u8,
     pub(super) tensor: u64,
-    expert: u64,
+    /// Ranks that split the experts, and those that hold the same ones.
+    pub(super) expert: u64,
+    pub(super) replicas: u64,
+    /// Experts of the rank with the most that trains, if ranks split them.
+    pub(super) own: Option<Range<usize>>,
     pipeline: u64,
     layers: u64,
 }
 
 impl Ranks {
-    pub(super) fn of(r: &Recipe, layers: usize) -> Self {
-        let p = &r.parallel;
+    pub(super) fn of(r: &Recipe, selection: &Selection) -> Self {
+        let (p, layers) = (&r.parallel, selection.layers);
         Self {
             stage: p.stage(),
             zero: p.zero,
             tensor: p.tensor as u64,
             expert: p.expert as u64,
+            replicas: p.stage() / (p.expert as u64).max(1),
+            own: own(selection, p.expert),
             pipeline: p.pipeline as u64,
             layers: layers as u64,
         }
+    }
+
+    /// Whether the rank holds a module.
+    pub(super) fn has(&self, m: &Module) -> bool {
+        m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
     }
 
     /// This rank's share of a module's `bytes`, sharded from ZeRO stage `stage` on over the ranks that hold copies.
@@ -32,10 +45,16 @@ impl Ranks {
     pub(super) fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
         let whole = matches!(m.group, Group::Norms | Group::Recurrence | Group::Sinks);
         let by = match m.expert {
+            Some(_) if self.expert > 1 => {
+                if self.zero >= stage {
+                    self.replicas
+                } else {
+                    1
+                }
+            }
             _ if self.zero >= stage => self.stage,
-            Some(_) => self.expert,
-            None if whole => 1,
-            None => self.tensor,
+            None if !whole => self.tensor,
+            _ => 1,
         };
         let mine = bytes.div_ceil(by);
         if self.pipeline > 1 && m.layer.is_some() {
@@ -43,4 +62,22 @@ impl Ranks {
         }
         mine
     }
+}
+
+/// The experts of the rank that trains the most values of them; the first of several.
+pub(super) fn own(selection: &Selection, ranks: usize) -> Option<Range<usize>> {
+    let experts = selection.modules.iter().filter_map(|(m, _)| m.expert).max().map_or(0, |e| e + 1);
+    if ranks <= 1 {
+        return None;
+    }
+    let n = experts / ranks;
+    let mut trained = vec![0u64; ranks];
+    for part in selection.parts() {
+        if let Some(sum) = part.module.expert.and_then(|e| trained.get_mut(e / n.max(1))) {
+            *sum += part.elements() as u64;
+        }
+    }
+    let most = trained.iter().copied().max().unwrap_or(0);
+    let member = trained.iter().position(|n| *n == most).unwrap_or(0);
+    Some(member * n..(member + 1) * n)
 }

@@ -103,16 +103,19 @@ impl ModelStates {
         let mut staging_on_host = 0;
         if crosses {
             // staging for new values; with CUDA two host pieces in each direction
-            let own = |longest: u64| longest.div_ceil(if c.ranks.zero >= 1 { c.ranks.stage } else { 1 });
-            let piece = |longest: u64, most: usize| c.width() * own(longest).min(most as u64);
-            let all = longest(&trained.lens);
+            let own = |lens: &[u64]| {
+                let parts = |flat| if c.ranks.zero >= 1 { c.copies(flat) } else { 1 };
+                lens.iter().enumerate().map(|(flat, n)| n.div_ceil(parts(flat))).max().unwrap_or(0)
+            };
+            let piece = |lens: &[u64], most: usize| c.width() * own(lens).min(most as u64);
+            let all = &trained.lens;
             [self.staging, staging_on_host] = if c.states_on_host() {
-                let bare = trained.lens.iter().zip(&trained.kept).map(|(all, kept)| all - kept).max();
-                let there = piece(bare.unwrap_or(0), STAGED);
+                let bare: Vec<u64> = all.iter().zip(&trained.kept).map(|(all, kept)| all - kept).collect();
+                let there = piece(&bare, STAGED);
                 [there, 2 * (4 + c.width()) * own(all).min(STAGED as u64) + there]
             } else {
                 // on the CPU weights without master weights are updated in place
-                let updated = if c.machine.cuda { all } else { longest(&trained.kept) };
+                let updated = if c.machine.cuda { all } else { &trained.kept };
                 [if c.one_copy() { 0 } else { piece(updated, PIECE) }; 2]
             };
         }
@@ -127,27 +130,27 @@ impl ModelStates {
 
     /// Weights that are gathered for a visit, from other ranks or the host.
     fn gathered_weights(&mut self, c: &Setup<'_>, frozen: &Frozen, trained: &TrainedBytes) {
-        let units = 0..c.units();
         if c.is_split() {
-            let received = |u: usize| {
-                let v = frozen.values[u];
+            let received = |flat: usize| {
+                let v = frozen.values[flat];
                 let apart = if c.machine.computes_in_f32() {
-                    c.received(v.compute + v.f32s, 4)
+                    c.received(flat, v.compute + v.f32s, 4)
                 } else {
-                    c.received(v.compute, c.width()) + c.received(v.f32s, 4)
+                    c.received(flat, v.compute, c.width()) + c.received(flat, v.f32s, 4)
                 };
-                let wide = c.received(trained.wide_values(c, u), 4);
-                let bytes = c.received(v.u8s, 1) + c.received(v.halves, 2) + apart;
-                bytes + c.received(trained.lens[u], c.width()) + wide
+                let wide = c.received(flat, trained.wide_values(c, flat), 4);
+                let bytes = c.received(flat, v.u8s, 1) + c.received(flat, v.halves, 2) + apart;
+                bytes + c.received(flat, trained.lens[flat], c.width()) + wide
             };
-            self.received = units.clone().map(received).collect();
+            self.received = c.by_unit(received);
         }
         if c.is_gathered() {
-            let flight = |u: usize| {
-                let bytes = frozen.unit_bytes[u] + c.width() * trained.lens[u];
-                (bytes + 4 * trained.wide_values(c, u)).div_ceil(c.ranks.tensor)
+            let flight = |flat: usize| {
+                let bytes = frozen.flat_bytes[flat] + c.width() * trained.lens[flat];
+                let all = bytes + 4 * trained.wide_values(c, flat);
+                if c.comes(flat) { all.div_ceil(c.ranks.tensor) } else { 0 }
             };
-            self.flight = units.map(flight).collect();
+            self.flight = c.by_unit(flight);
             self.load_transient = frozen.gathered_transient(read_buffers(c), &self.flight);
         }
         if c.weights_on_host() {
@@ -162,31 +165,33 @@ impl ModelStates {
     /// Gradients of a micro-batch, and their reduction: see `train/reduce.rs` and `optim`, reduce-scatter,
     /// then all-gather.
     fn reductions(&mut self, c: &Setup<'_>, trained: &TrainedBytes) {
-        let (lens, ranks, zero) = (&trained.lens, c.ranks.stage, c.ranks.zero);
+        let (lens, zero) = (&trained.lens, c.ranks.zero);
         self.updates = c.recipe.optimizer.in_backward;
-        if ranks > 1 || self.updates {
-            self.live = lens.iter().map(|n| 4 * n).collect();
+        if c.ranks.stage > 1 || self.updates {
+            self.live = c.by_unit(|flat| 4 * lens[flat]);
             self.tied = c.selection.tied_in_full() || c.selection.tied_in_rows();
         }
-        if ranks == 1 {
+        if c.ranks.stage == 1 {
             self.live_as = Component::Gradients;
             return;
         }
         self.live_as = Component::Communication;
-        let part = lens.iter().copied().max().unwrap_or(0).div_ceil(ranks);
+        let part = lens.iter().enumerate().map(|(flat, n)| n.div_ceil(c.copies(flat))).max().unwrap_or(0);
         let [sums, weights] = [zero < 2, (1..3).contains(&zero)].map(u64::from);
         // without gradient buffers the reduced shard is an extra copy
         let sums_here = if self.updates { 1 } else { sums };
         self.sent = [4 * part * sums_here, c.width() * part * weights];
         // shards received from the other ranks (`comm/devices.rs`)
-        let summed: Vec<u64> = lens.iter().map(|n| 4 * c.own(*n) * (ranks - 1)).collect();
-        let taken = |size: u64| lens.iter().map(|n| c.received(*n, size)).sum::<u64>();
-        let wide = trained.wide.iter().filter(|_| !c.one_copy()).map(|u| c.received(lens[*u], 4));
-        self.wire =
-            [summed.iter().sum::<u64>() + taken(4) * sums, (taken(c.width()) + wide.sum::<u64>()) * weights];
+        let summed = |flat: usize| 4 * c.own(flat, lens[flat]) * (c.copies(flat) - 1);
+        let all: u64 = (0..lens.len()).map(summed).sum();
+        let taken =
+            |size: u64| lens.iter().enumerate().map(|(flat, n)| c.received(flat, *n, size)).sum::<u64>();
+        let wide =
+            trained.wide.iter().filter(|_| !c.one_copy()).map(|flat| c.received(*flat, lens[*flat], 4));
+        self.wire = [all + taken(4) * sums, (taken(c.width()) + wide.sum::<u64>()) * weights];
         if c.machine.cuda {
-            self.summed = summed;
-            self.shards = lens.iter().map(|n| if zero < 2 { 4 * c.own(*n) } else { 0 }).collect();
+            self.summed = c.by_unit(summed);
+            self.shards = c.by_unit(|flat| if zero < 2 { 4 * c.own(flat, lens[flat]) } else { 0 });
         }
     }
 
@@ -194,7 +199,7 @@ impl ModelStates {
     fn process(&mut self, c: &Setup<'_>) {
         let parallel = &c.recipe.parallel;
         self.host.push(("process", PROCESS));
-        if parallel.local() == 1 && parallel.ranks() > 1 && !c.machine.cuda {
+        if parallel.in_process() == 1 && parallel.ranks() > 1 && !c.machine.cuda {
             // between processes: send and receive buffers of one round
             self.host.push(("communication_buffers", 2 * 4 * ROUND as u64));
         }

@@ -12,11 +12,11 @@ use std::collections::BTreeSet;
 /// Trained tensors, with the gaps of their alignment.
 #[derive(Default)]
 pub(super) struct TrainedBytes {
-    /// Values by unit.
+    /// Values by flat buffer.
     pub lens: Vec<u64>,
-    /// Values with master weights, by unit.
+    /// Values with master weights, by flat buffer.
     pub kept: Vec<u64>,
-    /// Units with layers that read the f32 master weights.
+    /// Flat buffers with layers that read the f32 master weights.
     pub wide: BTreeSet<usize>,
     /// Weights trained in full, and adapters, in the compute dtype.
     pub full: u64,
@@ -31,9 +31,9 @@ pub(super) struct TrainedBytes {
 impl TrainedBytes {
     pub fn new(c: &Setup<'_>) -> Self {
         let mut out = Self {
-            lens: vec![0; c.units()],
-            kept: vec![0; c.units()],
-            wide: wide_units(c.trained.iter().map(|(t, _)| (c.unit(t.module), t.part))),
+            lens: vec![0; c.flats()],
+            kept: vec![0; c.flats()],
+            wide: wide_units(c.trained.iter().map(|(t, _)| (c.flat(t.module), t.part))),
             ..Self::default()
         };
         for (t, rounded) in &c.trained {
@@ -46,9 +46,9 @@ impl TrainedBytes {
     }
 
     fn add(&mut self, c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) {
-        let (m, unit) = (t.module, c.unit(t.module));
+        let (m, flat) = (t.module, c.flat(t.module));
         let n = t.elements().next_multiple_of(ALIGN) as u64;
-        self.lens[unit] += n;
+        self.lens[flat] += n;
         let weights = c.ranks.share(m, c.width() * n, 3);
         match t.part.method() {
             Method::Lora => self.adapters += weights,
@@ -56,8 +56,8 @@ impl TrainedBytes {
         }
         self.gradients += c.ranks.share(m, 4 * n, 2);
         if !rounded {
-            self.kept[unit] += n;
-            let from = if self.wide.contains(&unit) { 3 } else { 1 };
+            self.kept[flat] += n;
+            let from = if self.wide.contains(&flat) { 3 } else { 1 };
             self.master += if c.one_copy() { 0 } else { c.ranks.share(m, 4 * n, from) };
         }
         // alignment gaps have moments too
@@ -66,9 +66,9 @@ impl TrainedBytes {
         self.projecting = self.projecting.max(projecting(c, t, rounded));
     }
 
-    /// Bytes of the f32 copy that layers of a unit read; 0 if the compute weights are f32.
-    pub fn wide_values(&self, c: &Setup<'_>, unit: usize) -> u64 {
-        if c.machine.computes_in_f32() || !self.wide.contains(&unit) { 0 } else { self.lens[unit] }
+    /// Values of a flat buffer's f32 copy that layers read; 0 if the compute weights are f32.
+    pub fn wide_values(&self, c: &Setup<'_>, flat: usize) -> u64 {
+        if c.machine.computes_in_f32() || !self.wide.contains(&flat) { 0 } else { self.lens[flat] }
     }
 }
 

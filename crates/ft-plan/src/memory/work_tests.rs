@@ -31,7 +31,7 @@ fn works<R>(
     );
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
-    let shape = GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1))?;
+    let shape = GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1, 1))?;
     let run = StepInputs {
         shape: &shape,
         states: &ModelStates::default(),

@@ -92,7 +92,7 @@ fn hint(change: &Change, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Op
 fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capacity<'_>) -> Option<Plan> {
     let width = dtype(recipe.model.dtype, i.machine.cuda).size_in_bytes() as u64;
     let stored = if recipe.model.weights == Weights::Random { width } else { i.machine.stored };
-    let threads = match recipe.parallel.local() == i.recipe.parallel.local() {
+    let threads = match recipe.parallel.sharing() == i.recipe.parallel.sharing() {
         true => i.machine.threads,
         // ranks run as threads of one process and split its CPU threads
         false => recipe.parallel.threads(i.machine.threads as usize) as u64,

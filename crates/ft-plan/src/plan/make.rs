@@ -35,16 +35,17 @@ impl Plan {
         }
         if let Some(server) = &server {
             // ranks of a machine share one server
-            host.push(("server", server.on_host.div_ceil(p.local())));
+            host.push(("server", server.on_host.div_ceil(p.in_process())));
         }
         let unit = (d.execution.micro_rows * p.data).max(1);
         let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
         let keys = micro_batches * prepared.keys(&d.workload, &d.execution)?;
         Ok(Self {
             ranks: p.ranks(),
-            local: p.local(),
+            local: p.in_process(),
             wire: prepared.wire(micro_batches) + keys,
-            wire_keys: keys,
+            exchanged: keys,
+            exposed: prepared.exposed() + keys,
             machine: i.machine,
             parameters: prepared.states.parameters,
             budget: i.budget,

@@ -10,4 +10,5 @@ mod recipe;
 pub(crate) use crate::resolve::selection_without_weights as select;
 pub use make::allocations;
 pub use plan::{Hint, Plan};
+pub(crate) use recipe::Model;
 pub use recipe::{of_recipe, of_recipe_in};

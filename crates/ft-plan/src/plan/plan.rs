@@ -22,8 +22,11 @@ pub struct Plan {
     pub local: u64,
     /// Tensor bytes received by a rank per step.
     pub wire: u64,
-    /// Of these, keys, values and their gradients, of ranks with segments of the same rows.
-    pub wire_keys: u64,
+    /// Bytes of `wire` that are exchanged within layers: keys and values over parts of the same rows, rows of experts,
+    /// and their gradients.
+    pub exchanged: u64,
+    /// Bytes of `wire` that no arithmetic hides: those exchanged within layers, and weights after an update.
+    pub exposed: u64,
     pub machine: Machine,
     /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),

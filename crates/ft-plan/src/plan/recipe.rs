@@ -4,6 +4,7 @@ use super::plan::Plan;
 use crate::host::Capacity;
 use crate::model::{Target, machine, source};
 use crate::resolve::{self, Resolved};
+use crate::search::Inputs;
 use crate::workload::{Known, Workload, Workloads, check_steps};
 use ft_recipe::Recipe;
 
@@ -25,27 +26,76 @@ pub fn of_recipe_in(
     target: impl Into<Target>,
     room: &Capacity<'_>,
 ) -> ft_base::Result<(Plan, source::Found)> {
-    let mut found = source::find(recipe)?;
-    let resolved = Resolved::new(recipe, found.config.clone(), |config| {
-        resolve::selection_without_weights(recipe, config)
-    })?;
-    let (config, selection) = (&resolved.config, &resolved.selection);
-    found.notes.extend_from_slice(&selection.notes);
-    let known = Known::find(recipe, found.dir.as_deref(), &found.config);
-    let workloads = &match &known {
-        Some(known) => Workloads::new(|r| known.workload(r)),
-        None => Workloads::new(Workload::of_recipe),
-    };
-    let steps = workloads.of(recipe, recipe.run.micro_rows.count()).steps;
-    steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
-    let place = (target.into(), found.dir.as_deref());
-    let inputs = Resolved::inputs(recipe, (config, selection), place, workloads, room.host)?;
-    let mut plan = Plan::new(&inputs)?;
-    plan.advise(&inputs, room);
-    plan.space.model(recipe, config, selection, found.weights);
-    if known.is_none() {
-        plan.space.tokens(recipe);
+    let model = Model::find(recipe)?;
+    let plan = model.advised(recipe, target.into(), room)?;
+    Ok((plan, model.found))
+}
+
+/// The model of a recipe, as far as it is known without weights.
+pub(crate) struct Model {
+    pub found: source::Found,
+    pub resolved: Resolved,
+    /// Lengths of samples, if data were measured.
+    known: Option<Known>,
+}
+
+impl Model {
+    pub fn find(recipe: &Recipe) -> ft_base::Result<Self> {
+        let mut found = source::find(recipe)?;
+        let resolved = Resolved::new(recipe, found.config.clone(), |config| {
+            resolve::selection_without_weights(recipe, config)
+        })?;
+        found.notes.extend_from_slice(&resolved.selection.notes);
+        let known = Known::find(recipe, found.dir.as_deref(), &found.config);
+        Ok(Self { found, resolved, known })
     }
-    plan.look(recipe, room);
-    Ok((plan, found))
+
+    fn workloads(&self) -> Workloads<'_> {
+        match &self.known {
+            Some(known) => Workloads::new(|r| known.workload(r)),
+            None => Workloads::new(Workload::of_recipe),
+        }
+    }
+
+    fn inputs<'a>(
+        &'a self,
+        recipe: &'a Recipe,
+        target: Target,
+        workloads: &'a Workloads<'a>,
+        room: &Capacity<'_>,
+    ) -> ft_base::Result<Inputs<'a>> {
+        let (config, selection) = (&self.resolved.config, &self.resolved.selection);
+        Resolved::inputs(
+            recipe,
+            (config, selection),
+            (target, self.found.dir.as_deref()),
+            workloads,
+            room.host,
+        )
+    }
+
+    /// The whole plan of the recipe that the model was found for.
+    fn advised(&self, recipe: &Recipe, target: Target, room: &Capacity<'_>) -> ft_base::Result<Plan> {
+        let workloads = self.workloads();
+        let steps = workloads.of(recipe, recipe.run.micro_rows.count()).steps;
+        steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
+        let inputs = self.inputs(recipe, target, &workloads, room)?;
+        let mut plan = Plan::new(&inputs)?;
+        plan.advise(&inputs, room);
+        plan.space.model(recipe, inputs.config, inputs.selection, self.found.weights);
+        if self.known.is_none() {
+            plan.space.tokens(recipe);
+        }
+        plan.look(recipe, room);
+        Ok(plan)
+    }
+
+    /// The plan of a recipe that selects the same modules of the same model, against the memory of device and host.
+    pub fn plan(&self, recipe: &Recipe, target: Target, room: &Capacity<'_>) -> ft_base::Result<Plan> {
+        let workloads = self.workloads();
+        let inputs = self.inputs(recipe, target, &workloads, room)?;
+        let mut plan = Plan::new(&inputs)?;
+        plan.space.look(recipe, inputs.machine, plan.total(), room);
+        Ok(plan)
+    }
 }

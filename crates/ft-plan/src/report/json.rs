@@ -23,7 +23,7 @@ impl Plan {
         let mut out = json!({
             "ranks": self.ranks,
             "wire_bytes_a_step": self.wire,
-            "wire_bytes_of_keys": self.wire_keys,
+            "wire_bytes_exchanged": self.exchanged,
             "parameters": {"total": total, "trainable": trainable},
             "device": device,
             "learning_rates": self.learning_rates,

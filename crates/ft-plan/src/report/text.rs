@@ -242,9 +242,9 @@ impl Plan {
     /// Other ranks, the server, the host, and the estimate of the literature.
     fn write_others(&self, s: &mut String) -> fmt::Result {
         if self.ranks > 1 {
-            let keys = match self.wire_keys {
+            let keys = match self.exchanged {
                 0 => String::new(),
-                n => format!("; {} of them keys, values and their gradients", bytes(n)),
+                n => format!("; {} of them exchanged within layers", bytes(n)),
             };
             writeln!(s, "ranks       {} come to each from the others in a step{keys}", bytes(self.wire))?;
         }

@@ -47,7 +47,7 @@ impl<'a> Prepared<'a> {
         let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
         let states = ModelStates::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
         let quantize = inputs.recipe.model.quantize;
-        let split = (p.tensor, p.pipeline);
+        let split = (p.tensor, p.pipeline, p.expert);
         let weights = (quantize, inputs.recipe.has_rooms());
         let shape = GhostModel::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
         if inputs.recipe.memory.dequantize == ft_recipe::Dequantize::PerLayer
@@ -114,7 +114,7 @@ impl<'a> Prepared<'a> {
         if ranks == 1 {
             return (t, None);
         }
-        let windows = self.inputs.config.windows.iter().copied();
+        let windows = self.inputs.config.attention.iter().map(|a| a.window);
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
         (own, Some(segments))
     }
@@ -148,9 +148,10 @@ impl<'a> Prepared<'a> {
         Simulation::new(run, heads)
     }
 
-    /// Bytes of keys, values and their gradients received by a rank of a context group per micro-batch.
+    /// Bytes that a rank receives within layers, per micro-batch: keys and values over segments, rows of experts.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
-        if self.inputs.recipe.parallel.context == 1 {
+        let p = &self.inputs.recipe.parallel;
+        if (p.context, p.expert) == (1, 1) {
             return Ok(0);
         }
         let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);
@@ -164,6 +165,11 @@ impl<'a> Prepared<'a> {
         let each = |v| outline.needs([v]).into_iter().filter_map(|u| s.received.get(u)).sum::<u64>();
         let gathered: u64 = outline.training(self.shape.lowest).into_iter().map(each).sum();
         (s.wire[0] + gathered) * micro_batches + s.wire[1]
+    }
+
+    /// Bytes of [`Self::wire`] that no arithmetic hides.
+    pub fn exposed(&self) -> u64 {
+        self.states.wire[1]
     }
 
     /// Host bytes of offloaded layer inputs; 0 on the CPU.

@@ -10,7 +10,6 @@ use std::collections::BTreeSet;
 const NOT_BUILT: &[(&str, Option<&str>)] = &[
     ("parallel.tensor", None),
     ("parallel.pipeline", None),
-    ("parallel.expert", None),
     #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Some("mpi")),
 ];

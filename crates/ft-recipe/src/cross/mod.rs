@@ -2,6 +2,7 @@
 
 mod context;
 mod data;
+mod experts;
 mod idle;
 mod optimizer;
 mod preference;
@@ -28,6 +29,7 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.optimizer(recipe);
     x.in_backward(recipe);
     x.galore(recipe);
+    x.experts(recipe);
     x.log(recipe);
     x.idle(recipe);
 }

@@ -412,11 +412,15 @@ table! {
         tensor: usize = RANKS, Toml("1");
         /// Pipeline stages.
         pipeline: usize = RANKS, Toml("1");
-        /// Expert parallel ranks.
+        /// Ranks that split the experts of a mixture, in blocks of neighbours. They are among those of the other axes, and rows
+        /// travel to them.
         expert: usize = RANKS, Toml("1");
         /// Ranks that split the tokens of a row, for rows that do not fit on one: each has its segments, and gets the keys and
         /// values that these see. Cuts are at multiples of 128 tokens.
         context: usize = RANKS, Toml("1");
+        /// Processes that `ft run` starts on this machine, one a device, in place of threads: all ranks, or with NNODES and
+        /// NODE_RANK (PET_NNODES and PET_NODE_RANK; JOB_COMPLETION_INDEX) this machine's part of them. Not beside a launcher.
+        local: Option<usize> = RANKS, Absent("none on one machine: ranks are threads; on several ranks / NNODES");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
         /// Seconds that a collective may take; processes wait for one another at the start for a minute at least.

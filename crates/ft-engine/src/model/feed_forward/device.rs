@@ -18,7 +18,9 @@ use std::sync::{Arc, PoisonError};
 impl Mixture {
     /// Whether the experts are computed together.
     pub(super) fn is_grouped(&self, on: On<'_>, dtype: DType) -> bool {
-        !on.is_cpu() && self.top_k <= route::cuda::MOST && grouped::supports(&self.experts, dtype)
+        // Rows that have travelled have no place in their micro-batch, by which the kernel draws.
+        let draws = self.owned.is_some_and(|o| o.drops);
+        !on.is_cpu() && !draws && self.top_k <= route::cuda::MOST && grouped::supports(&self.experts, dtype)
     }
 
     /// Whether grouped products read the experts' 4-bit codes directly, even if the rest of the layer is
@@ -27,7 +29,7 @@ impl Mixture {
         self.is_grouped(on, dtype) && self.experts.iter().flat_map(Mlp::linears).any(Linear::is_packed)
     }
 
-    fn grouped_experts(&self, dtype: DType) -> Result<Arc<GroupedExperts>> {
+    pub(super) fn grouped_experts(&self, dtype: DType) -> Result<Arc<GroupedExperts>> {
         let mut grouped = self.grouped.lock().unwrap_or_else(PoisonError::into_inner);
         // Gathered or offloaded weights return at other addresses.
         let moves = moves();
@@ -57,6 +59,10 @@ impl Mixture {
             None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
         };
         let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
+        if self.owned.is_some() {
+            let rows = sorted.gather(x)?;
+            return self.recompute_away(x, rows, ctx, ((groups, probs, lse, gates), router));
+        }
         let out = self.grouped_experts(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
         let experts = SavedExperts::Grouped(Box::new(out));
@@ -72,15 +78,22 @@ impl Mixture {
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
         let routed = s.routed().map(|r| r.1);
-        let (Some(routed), Some(sorted), SavedExperts::Grouped(saved)) =
-            (routed, s.groups.sorted(), s.experts)
-        else {
-            candle_core::bail!("{OTHER}")
-        };
-        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        let (Some(routed), Some(sorted)) = (routed, s.groups.sorted()) else { candle_core::bail!("{OTHER}") };
         // Outputs are replaced by their gradients in place.
-        let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
-        let dx = self.grouped_experts(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
+        let (dgates, dx) = match s.experts {
+            SavedExperts::Grouped(saved) => {
+                let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
+                (dgates, self.grouped_backward(*saved, ctx, sorted, sink)?)
+            }
+            SavedExperts::Away(mut away) => {
+                let Some(out) = away.out.take() else { candle_core::bail!("{OTHER}") };
+                let dgates = sorted.scale(&out, &s.gates, dy)?;
+                let dx = self.backward_away(*away, Some(out), ctx, sink)?;
+                let Some(dx) = dx else { candle_core::bail!("{OTHER}") };
+                (dgates, dx)
+            }
+            SavedExperts::PerExpert(..) => candle_core::bail!("{OTHER}"),
+        };
         let shared = match (&self.shared, s.shared) {
             (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
             _ => None,
@@ -91,5 +104,17 @@ impl Mixture {
         let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
         let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
         dx + own.to_dtype(dy.dtype())?
+    }
+
+    /// Backward pass of all experts; gradients of their outputs are in `saved.out`.
+    pub(super) fn grouped_backward(
+        &self,
+        saved: grouped::Saved,
+        ctx: &Context,
+        sorted: &Sorted,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
+        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        self.grouped_experts(saved.out.dtype())?.backward(saved, ctx, sorted, sink)
     }
 }

@@ -1,12 +1,13 @@
 //! Passes of a mixture.
 
+use super::away::{self, Owned};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
 use super::types::{GroupedCache, Mixture, OTHER, Saved, SavedExperts};
 use crate::model::linear::Linear;
 use crate::model::pass::batch::Context;
 use crate::model::pass::sink::Sink;
-use candle_core::Result;
+use candle_core::{DType, Result};
 use ft_kernels::dispatch::{self, ExpertRows, Groups};
 use ft_kernels::padded::Padded;
 use ft_kernels::route::{self, Balance, RouterOutput};
@@ -24,13 +25,19 @@ impl Mixture {
         top_k: usize,
         normalise: bool,
     ) -> Self {
-        Self { router, experts, copies, shared, top_k, normalise, grouped: Arc::default() }
+        Self { router, experts, copies, shared, top_k, normalise, owned: None, grouped: Arc::default() }
+    }
+
+    /// The mixture with experts that ranks split: its own are these.
+    pub fn owned(self, owned: Option<Owned>) -> Self {
+        Self { owned, ..self }
     }
 
     /// A copy with dequantized 4-bit matrices of the experts with tokens.
     pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
         // Experts computed together have no runs here: grouped products dequantize on the fly.
         let (mut experts, mut grouped) = (self.experts.clone(), Arc::clone(&self.grouped));
+        let groups = groups.computed();
         for run in groups.runs() {
             experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].dequantized())?;
             grouped = Arc::default();
@@ -76,13 +83,23 @@ impl Mixture {
             (SavedExperts::Grouped(e), Some(sorted)) => {
                 sorted.combine(&e.out, Some(&s.gates), shared.as_ref())?
             }
-            (SavedExperts::PerExpert(_, out), None) => {
-                let y = s.groups.combine(out, Some(&s.gates), x.dtype())?;
-                shared.map_or(Ok(y.clone()), |shared| y + shared)?
-            }
+            (SavedExperts::PerExpert(_, out), None) => self.combine(&s, out, shared, x.dtype())?,
+            (SavedExperts::Away(away), _) => self.combine_away(&s, away, shared, x.dtype())?,
             _ => candle_core::bail!("{OTHER}"),
         };
         Ok((y, s))
+    }
+
+    /// Outputs of the experts times their gates, plus that of the shared expert.
+    pub(super) fn combine(
+        &self,
+        s: &Saved,
+        out: &[Tensor],
+        shared: Option<Tensor>,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let y = s.groups.combine(out, Some(&s.gates), dtype)?;
+        shared.map_or(Ok(y.clone()), |shared| y + shared)
     }
 
     /// Recomputes the saved activations: the forward pass without the final sum over experts.
@@ -105,18 +122,11 @@ impl Mixture {
         };
         let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
         let rows = groups.gather(x)?;
-        let one = |run: ExpertRows| -> Result<_> {
-            let ctx = self.context(ctx, &groups, &run);
-            self.experts[run.expert].forward(&Padded::of(&rows.narrow(0, run.start, run.rows)?)?, &ctx)
-        };
-        let (runs, on) = (groups.runs(), x.device());
-        let one = |run: ExpertRows| groups.times(&run, on, || one(run));
-        let done: Vec<(Tensor, mlp::Saved)> = if dispatch::side_by_side(groups.busy(), on) {
-            dispatch::each(on, runs, |r| r.rows, one)?
-        } else {
-            runs.into_iter().map(one).collect::<Result<_>>()?
-        };
-        let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
+        if self.owned.is_some() {
+            let of = (groups, probs, lse, gates);
+            return self.recompute_away(x, rows, ctx, (of, router));
+        }
+        let (out, experts) = self.each_forward(&groups, &rows, |run| self.context(ctx, &groups, run))?;
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
         Ok(Saved {
             groups,
@@ -129,17 +139,75 @@ impl Mixture {
         })
     }
 
-    /// Whether the backward pass needs the input.
+    /// Experts one by one, or side by side, on `rows` sorted by expert: outputs and saved activations of each run.
+    pub(super) fn each_forward<'a>(
+        &self,
+        groups: &Groups,
+        rows: &Tensor,
+        context: impl Fn(&ExpertRows) -> Cow<'a, Context<'a>> + Sync,
+    ) -> Result<(Vec<Tensor>, Vec<mlp::Saved>)> {
+        let one = |run: ExpertRows| -> Result<_> {
+            let x = Padded::of(&rows.narrow(0, run.start, run.rows)?)?;
+            self.experts[run.expert].forward(&x, &context(&run))
+        };
+        let (runs, on) = (groups.runs(), rows.device());
+        let one = |run: ExpertRows| groups.times(&run, on, || one(run));
+        let done: Vec<(Tensor, mlp::Saved)> = if dispatch::side_by_side(groups.busy(), on) {
+            dispatch::each(on, runs, |r| r.rows, one)?
+        } else {
+            runs.into_iter().map(one).collect::<Result<_>>()?
+        };
+        Ok(done.into_iter().unzip())
+    }
+
+    /// Backward pass of [`Mixture::each_forward`]; `dout` are gradients of the outputs of a run.
+    pub(super) fn each_backward<'a>(
+        &self,
+        (groups, saved): (&Groups, Vec<mlp::Saved>),
+        dout: impl Fn(&ExpertRows) -> Result<Tensor> + Sync,
+        context: impl Fn(&ExpertRows) -> Cow<'a, Context<'a>> + Sync,
+        on: On<'_>,
+        sink: &Sink<'_>,
+    ) -> Result<Vec<Tensor>> {
+        for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
+            self.experts[e].linears().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        }
+        let work: Vec<(ExpertRows, mlp::Saved)> = groups.runs().into_iter().zip(saved).collect();
+        let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
+            groups.times(&run, on, || {
+                self.experts[run.expert].backward(saved, &Padded::of(&dout(&run)?)?, &context(&run), sink)
+            })
+        };
+        if !dispatch::side_by_side(groups.busy(), on) {
+            return work.into_iter().map(|w| one(w, sink)).collect();
+        }
+        let one = |w| {
+            let own = Sink::collecting();
+            Ok((one(w, &own)?, own.collected()))
+        };
+        let done = dispatch::each(on, work, |(r, _)| r.rows, one)?;
+        let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
+        sink.add_all(later.into_iter().flatten())?;
+        Ok(dx)
+    }
+
+    /// Whether the backward pass needs the input. Experts of other ranks may.
     pub fn needs_input(&self) -> bool {
-        self.linears().any(Linear::needs_input)
+        self.owned.is_some() || self.linears().any(Linear::needs_input)
     }
 
     /// Restores the input `x` and the expert inputs gathered from it.
-    pub fn restore(&self, s: &mut Saved, x: &Tensor) -> Result<()> {
+    pub fn restore(&self, s: &mut Saved, x: &Tensor, ctx: &Context) -> Result<()> {
         if self.router.needs_input() {
             s.router.x = Some(upcast(x)?);
         }
-        if self.experts.iter().any(Mlp::needs_input) {
+        if let SavedExperts::Away(away) = &mut s.experts {
+            let rows = match s.groups.sorted() {
+                Some(sorted) => sorted.gather(x)?,
+                None => s.groups.gather(x)?,
+            };
+            self.restore_away(away, Some(rows), ctx)?;
+        } else if self.experts.iter().any(Mlp::needs_input) {
             match (&mut s.experts, s.groups.sorted()) {
                 (SavedExperts::Grouped(saved), Some(sorted)) => saved.x = Some(sorted.gather(x)?),
                 (SavedExperts::PerExpert(saved, _), None) => {
@@ -168,37 +236,32 @@ impl Mixture {
         sink: &Sink<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
-        if matches!(s.experts, SavedExperts::Grouped(_)) {
+        if s.groups.sorted().is_some() {
             return self.backward_grouped(s, dy, ctx, sink, balance);
         }
-        let SavedExperts::PerExpert(saved, out) = s.experts else { candle_core::bail!("{OTHER}") };
-        let groups = &s.groups;
-        let dgates = groups.dots(&out, dy)?;
-        drop(out);
-        let runs = groups.runs();
-        for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
-            self.experts[e].linears().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
-        }
-        let work: Vec<(ExpertRows, mlp::Saved)> = runs.into_iter().zip(saved).collect();
-        let on = dy.device();
-        let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
-            groups.times(&run, on, || {
-                let ctx = self.context(ctx, groups, &run);
-                let dout = groups.gather_scaled(dy, &s.gates, &run)?;
-                self.experts[run.expert].backward(saved, &Padded::of(&dout)?, &ctx, sink)
-            })
-        };
-        let dx: Vec<Tensor> = if dispatch::side_by_side(groups.busy(), on) {
-            let one = |w| {
-                let own = Sink::collecting();
-                Ok((one(w, &own)?, own.collected()))
-            };
-            let done = dispatch::each(on, work, |(r, _)| r.rows, one)?;
-            let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
-            sink.add_all(later.into_iter().flatten())?;
-            dx
-        } else {
-            work.into_iter().map(|w| one(w, sink)).collect::<Result<_>>()?
+        let groups = Arc::clone(&s.groups);
+        let (dgates, dx) = match s.experts {
+            SavedExperts::PerExpert(saved, out) => {
+                let dgates = groups.dots(&out, dy)?;
+                drop(out);
+                let dout = |run: &ExpertRows| groups.gather_scaled(dy, &s.gates, run);
+                let context = |run: &ExpertRows| self.context(ctx, &groups, run);
+                (dgates, self.each_backward((&groups, saved), dout, context, dy.device(), sink)?)
+            }
+            SavedExperts::Away(away) => {
+                let parts = away.parts(&groups)?;
+                let dgates = groups.dots(&parts, dy)?;
+                drop(parts);
+                let rows = groups.gather_scaled(dy, &s.gates, &groups.whole())?;
+                #[cfg(test)]
+                let rows = match away::FAULT.get() {
+                    Some(away::Fault::Gates) => groups.gather(dy)?,
+                    _ => rows,
+                };
+                let dx = self.backward_away(*away, Some(rows), ctx, sink)?;
+                (dgates, away::parts(dx.as_ref(), &groups)?)
+            }
+            SavedExperts::Grouped(_) => candle_core::bail!("{OTHER}"),
         };
         let mut dx = groups.combine(&dx, None, dy.dtype())?;
         if let (Some(shared), Some(saved)) = (&self.shared, s.shared) {
@@ -223,12 +286,18 @@ impl Mixture {
         groups: &Groups,
         run: &ExpertRows,
     ) -> Cow<'a, Context<'b>> {
-        let mut linears = self.experts[run.expert].linears();
-        let drops = linears.any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
         match ctx.dropout {
-            Some(_) if drops && run.alike == 1.0 => Cow::Owned(ctx.for_tokens(groups.tokens_of(run))),
+            Some(_) if self.drops(run.expert) && run.alike == 1.0 => {
+                Cow::Owned(ctx.for_tokens(groups.tokens_of(run)))
+            }
             _ => Cow::Borrowed(ctx),
         }
+    }
+
+    /// Whether an expert has dropout.
+    pub(super) fn drops(&self, expert: usize) -> bool {
+        let mut linears = self.experts[expert].linears();
+        linears.any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0))
     }
 }
 

@@ -13,8 +13,11 @@
 //! unsupported by grouped products (DoRA, for example) run one after another, with routing lists on the
 //! host.
 //!
+//! Experts may be split over ranks (`away`): rows travel to the owners of their experts and back.
+//!
 //! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate.
 
+mod away;
 mod device;
 mod grouped;
 mod mixture;
@@ -22,6 +25,9 @@ pub mod mlp;
 mod shared;
 mod types;
 
+#[cfg(test)]
+pub use away::{FAULT, Fault};
+pub use away::{Like, Owned, Served};
 pub use mlp::Mlp;
 pub use shared::Shared;
 pub use types::{Mixture, Saved};

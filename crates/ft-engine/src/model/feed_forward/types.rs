@@ -1,5 +1,6 @@
 //! A mixture and its saved activations.
 
+use super::away::{self, Owned};
 use super::grouped::{self, GroupedExperts};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
@@ -26,6 +27,8 @@ pub struct Mixture {
     pub top_k: usize,
     /// Whether a token's gates are normalized to sum to one.
     pub normalise: bool,
+    /// Which experts these are, if ranks split them; otherwise all.
+    pub(super) owned: Option<Owned>,
     /// Pointer tables for the grouped products, built on first use, with the value of
     /// [`moves`](ft_kernels::vacant::moves) they were built at: weights may move later.
     pub(super) grouped: GroupedCache,
@@ -56,6 +59,8 @@ pub(super) enum SavedExperts {
     PerExpert(Vec<mlp::Saved>, Vec<Tensor>),
     /// Of all experts, computed together.
     Grouped(Box<grouped::Saved>),
+    /// Of ranks that split them.
+    Away(Box<away::Saved>),
 }
 
 impl Saved {
@@ -65,6 +70,7 @@ impl Saved {
         match &mut self.experts {
             SavedExperts::PerExpert(saved, _) => saved.iter_mut().for_each(mlp::Saved::drop_inputs),
             SavedExperts::Grouped(saved) => saved.x = None,
+            SavedExperts::Away(away) => away.drop_inputs(),
         }
         if let Some(shared) = &mut self.shared {
             shared.mlp.drop_inputs();

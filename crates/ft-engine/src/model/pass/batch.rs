@@ -5,6 +5,7 @@ use super::across::Across;
 use super::across::Fault;
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
+use crate::ranks::Comm;
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
@@ -13,6 +14,7 @@ use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,6 +26,16 @@ pub struct DropoutKey {
     pub step: u64,
     /// Index, within the step, of the first row of a linear's input.
     pub first_row: usize,
+}
+
+/// Ranks that split the experts of mixtures.
+#[derive(Clone, Copy)]
+pub struct Peers<'a>(pub &'a dyn Comm);
+
+impl fmt::Debug for Peers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.0.rank(), self.0.world())
+    }
 }
 
 /// Tables of a rotary embedding for the tokens of a micro-batch.
@@ -49,9 +61,16 @@ pub struct Context<'a> {
     /// The token of each row, within an expert or a segment, so that dropout depends on the token alone. `None`
     /// means row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
+    /// Ranks that split the experts, if they do.
+    pub experts: Option<Peers<'a>>,
 }
 
-impl Context<'_> {
+impl<'a> Context<'a> {
+    /// The same context among ranks that split the experts.
+    pub fn among(&self, experts: Option<&'a dyn Comm>) -> Self {
+        Self { experts: experts.map(Peers), ..self.clone() }
+    }
+
     /// The same context for a subset of the tokens.
     pub fn for_tokens(&self, tokens: &[u32]) -> Self {
         let rows = match &self.rows {
@@ -186,7 +205,7 @@ impl<'a> Batch<'a> {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context { seqs, across: None, ropes, dropout, rows: None },
+            context: Context { seqs, across: None, ropes, dropout, rows: None, experts: None },
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
@@ -295,6 +314,7 @@ impl<'a> Batch<'a> {
                 ropes: ropes.iter().map(tables).collect(),
                 dropout,
                 rows: None,
+                experts: None,
             },
             target_rows: list(count),
             targets: list(count),

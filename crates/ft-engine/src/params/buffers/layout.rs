@@ -5,8 +5,10 @@ use super::projected::Projection;
 use super::shard::ALIGN;
 use crate::adapters::{Part, Trained};
 use crate::model::sink::Slot;
+use candle_core::DType;
 use ft_recipe::Method;
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// Ends of the kinds of tensors in a buffer. The order makes each property a contiguous range: large
 /// tensors, adapter tensors, projected tensors.
@@ -20,6 +22,14 @@ pub(crate) struct FlatLayout {
     pub plain: usize,
     /// Length in elements.
     pub len: usize,
+}
+
+impl FlatLayout {
+    /// Elements with master weights. Without them (`rounding`), large half-precision tensors that train in full are the
+    /// only copy, unless layers use some master weights directly (`wide`): then the buffer keeps all.
+    pub fn kept(&self, rounding: bool, dtype: DType, wide: bool) -> Range<usize> {
+        if !rounding || dtype == DType::F32 || wide { 0..self.len } else { self.large_full..self.adapters }
+    }
 }
 
 /// Assigns slots to all tensors, in the buffer that `flat` names for each of `units` units.

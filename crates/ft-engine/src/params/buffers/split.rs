@@ -1,11 +1,13 @@
-//! Which ranks hold copies of a buffer, sum its gradient, and split its states.
+//! Ranks that hold copies of a buffer, sum the gradient, and split the states.
 
 use super::shard::Shard;
 use crate::adapters::Trained;
+use crate::model::modules::Module;
 use crate::ranks::{Axis, Comm, Group, Mesh};
+use std::ops::Range;
 
-/// FlatKind of a flat buffer, by the ranks that hold copies of its tensors. Each buffer is split exactly over these, so
-/// that the sum over the world of the squares of each rank's part counts every value once.
+/// Kind of a flat buffer, by the ranks with copies of its tensors. A buffer is split exactly over these: a sum of
+/// squares over the parts of all ranks counts every value once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FlatKind {
     /// Whole tensors: all ranks of a stage hold copies.
@@ -23,11 +25,13 @@ pub struct Split {
     pub rank: usize,
     /// ZeRO stage.
     pub zero: u8,
+    /// Experts of a mixture layer; 0 without.
+    pub experts: usize,
 }
 
 impl Default for Split {
     fn default() -> Self {
-        Self { mesh: Mesh::ONE, rank: 0, zero: 0 }
+        Self { mesh: Mesh::ONE, rank: 0, zero: 0, experts: 0 }
     }
 }
 
@@ -41,14 +45,48 @@ impl FlatKind {
 }
 
 impl Split {
-    /// FlatKind of a trained tensor. Kinds whose groups are equal are one.
-    pub fn kind(&self, t: &Trained) -> FlatKind {
-        if t.expert.is_some() && self.mesh.expert > 1 { FlatKind::Expert } else { FlatKind::Whole }
+    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then those of experts by owner and unit.
+    pub fn flat(&self, t: &Trained, units: usize) -> usize {
+        match t.expert.filter(|_| self.mesh.expert > 1) {
+            Some(e) => (1 + e / self.own_experts().max(1)) * units + t.unit,
+            None => t.unit,
+        }
     }
 
-    /// Kinds of buffers on this mesh, in order.
-    pub fn kinds(&self) -> &'static [FlatKind] {
-        if self.mesh.expert > 1 { &[FlatKind::Whole, FlatKind::Expert] } else { &[FlatKind::Whole] }
+    /// Number of flat buffers of all ranks, of `units` units.
+    pub fn flats(&self, units: usize) -> usize {
+        if self.mesh.expert > 1 { (1 + self.mesh.expert) * units } else { units }
+    }
+
+    /// Unit and kind of a flat buffer; `None` if another rank holds it.
+    pub fn held(&self, number: usize, units: usize) -> Option<(usize, FlatKind)> {
+        let unit = number % units.max(1);
+        match (number / units.max(1)).checked_sub(1) {
+            None => Some((unit, FlatKind::Whole)),
+            Some(member) if member == self.member() => Some((unit, FlatKind::Expert)),
+            Some(_) => None,
+        }
+    }
+
+    /// Experts of a layer on each rank.
+    fn own_experts(&self) -> usize {
+        self.experts / self.mesh.expert.max(1)
+    }
+
+    /// Index of this rank among those that split the experts.
+    fn member(&self) -> usize {
+        self.mesh.coordinates(self.rank).expert
+    }
+
+    /// The experts of a layer that this rank holds; `None` for all.
+    pub fn own(&self) -> Option<Range<usize>> {
+        let (n, at) = (self.own_experts(), self.member());
+        (self.mesh.expert > 1).then(|| at * n..(at + 1) * n)
+    }
+
+    /// Kind of the buffers of a module's frozen tensors.
+    pub fn kind_of(&self, m: &Module) -> FlatKind {
+        if m.expert.is_some() && self.mesh.expert > 1 { FlatKind::Expert } else { FlatKind::Whole }
     }
 
     /// Sharding of the buffers of a kind, and this rank's share.
@@ -56,6 +94,11 @@ impl Split {
         let all = self.mesh.members(kind.axis(), self.rank);
         let rank = all.iter().position(|r| *r == self.rank).unwrap_or(0);
         Shard { rank, ranks: all.len(), stage: if all.len() > 1 { self.zero } else { 0 } }
+    }
+
+    /// Ranks that split the experts with this one, if they do. `comm` are all ranks.
+    pub fn experts_group<'a>(&self, comm: &'a dyn Comm) -> Option<Group<'a>> {
+        (self.mesh.expert > 1).then(|| Group::new(comm, &self.mesh, Axis::Expert))
     }
 
     /// Ranks that hold copies of the buffers of a kind. `comm` are all ranks.

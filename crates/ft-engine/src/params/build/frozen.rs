@@ -26,8 +26,8 @@ pub struct FrozenUnit<'a> {
     /// Unit of the walk.
     pub unit: usize,
     device: &'a Device,
-    /// Buffers with the number of values placed so far.
-    buffers: Vec<(Tensor, usize)>,
+    /// Buffers with the number of values placed so far, and the ranks that hold copies.
+    buffers: Vec<(Tensor, usize, FlatKind)>,
     unread: Vec<(Place, LazyVector<'a>)>,
 }
 
@@ -38,23 +38,23 @@ impl<'a> FrozenUnit<'a> {
     }
 
     /// Reserves space for a vector and returns a view.
-    pub fn place(&mut self, dtype: DType, len: usize) -> Result<(Place, Tensor)> {
-        let buffer = match self.buffers.iter().position(|(b, _)| b.dtype() == dtype) {
+    pub fn place(&mut self, kind: FlatKind, dtype: DType, len: usize) -> Result<(Place, Tensor)> {
+        let buffer = match self.buffers.iter().position(|(b, _, k)| b.dtype() == dtype && *k == kind) {
             Some(buffer) => buffer,
             None => {
-                self.buffers.push((vacant(MOST, dtype, self.device)?, 0));
+                self.buffers.push((vacant(MOST, dtype, self.device)?, 0, kind));
                 self.buffers.len() - 1
             }
         };
-        let (all, used) = &mut self.buffers[buffer];
+        let (all, used, _) = &mut self.buffers[buffer];
         let (start, view) = (*used, all.narrow(0, *used, len)?);
         *used = (start + len).next_multiple_of(ALIGN);
         Ok((Place { buffer, start, len }, view))
     }
 
     /// Places a vector to be read by [`FrozenUnit::end`]; returns a view.
-    pub fn later(&mut self, unread: LazyVector<'a>) -> Result<Tensor> {
-        let (place, view) = self.place(unread.dtype, unread.len)?;
+    pub fn later(&mut self, kind: FlatKind, unread: LazyVector<'a>) -> Result<Tensor> {
+        let (place, view) = self.place(kind, unread.dtype, unread.len)?;
         self.unread.push((place, unread));
         Ok(view)
     }
@@ -64,8 +64,9 @@ impl<'a> FrozenUnit<'a> {
     /// # Errors
     /// Read errors.
     pub fn end(self, what: Allocate) -> ft_base::Result<Vec<Buffer>> {
-        let apart =
-            |(all, used): &(Tensor, usize)| Buffer::apart(all.narrow(0, 0, *used)?, FlatKind::Whole, what);
+        let apart = |(all, used, kind): &(Tensor, usize, FlatKind)| {
+            Buffer::apart(all.narrow(0, 0, *used)?, *kind, what)
+        };
         let buffers: Vec<Buffer> = self.buffers.iter().map(apart).collect::<Result<_>>()?;
         for (place, unread) in self.unread {
             let held = &buffers[place.buffer].held;

@@ -3,6 +3,7 @@
 use crate::adapters::{Choice, peft};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
+use crate::model::feed_forward::Owned;
 use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
@@ -15,6 +16,7 @@ use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Machine, Tensor};
 use ft_recipe::{LoraSpec, Quantize};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Length of the buffer that all shape-only gradients share.
@@ -51,6 +53,8 @@ pub struct Ghosts<'a> {
     pub choices: HashMap<&'a str, Choice>,
     /// Quantization of decoder linears.
     pub quantize: Quantize,
+    /// The experts of this rank and the ranks that split them, if they do.
+    pub own: Option<(Range<usize>, usize)>,
     /// Whether weights reside on a CUDA device, so that dense ones get spare columns for adapters.
     rooms: bool,
     used: usize,
@@ -65,7 +69,7 @@ impl<'a> Ghosts<'a> {
         (quantize, stays): (Quantize, bool),
     ) -> Self {
         let rooms = stays && ledger.machine().cuda;
-        Self { ledger, dtype, choices: choices.collect(), quantize, rooms, used: 0 }
+        Self { ledger, dtype, choices: choices.collect(), quantize, own: None, rooms, used: 0 }
     }
 
     /// Gradient buffers for a model with these weights, by unit.
@@ -173,6 +177,16 @@ impl Weights for Ghosts<'_> {
         let (index, values) = (self.ghost(count, DType::U32), self.ghost((count, m.cols()), self.dtype));
         let slot = Some(self.slot(count, m.cols()));
         Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
+    }
+
+    fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
+        let (range, ranks) = self.own.clone()?;
+        let linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
+        let drops = linears
+            .into_iter()
+            .any(|m| matches!(self.choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
+        let owned = Owned { ranks, experts: experts.len(), first: range.start, drops, unit };
+        Some((range, owned))
     }
 
     /// Run lengths of adjacent experts with equal choices.

@@ -9,12 +9,13 @@ use crate::load::{self, FourBit};
 use crate::model::Decoder;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
+use crate::model::feed_forward::Owned;
 use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Kind, MlpTree, Module};
 use crate::model::sink::Slot;
 use crate::params::Params;
-use crate::params::buffers::{FlatKind, Shard};
+use crate::params::buffers::Shard;
 use crate::quant::{BLOCK, CodeTables, LazyVector};
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device};
@@ -91,13 +92,19 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
+    /// Whether the frozen tensors of a module are gathered for a visit. Experts of a single owner stay where they are.
+    fn is_apart(&self, m: &Module) -> bool {
+        let split = self.params.split;
+        self.split.is_some() && (self.params.weights_offloaded || split.shard(split.kind_of(m)).is_split())
+    }
+
     /// Reads this rank's part of the finished unit.
     fn complete(&mut self) -> ft_base::Result<()> {
         let Some(split) = self.split.take() else { return Ok(()) };
         let unit = split.unit;
         self.params.frozen[unit] = split.end(self.b.allocate)?;
         let norms = std::mem::take(&mut self.norms);
-        if norms.is_empty() {
+        if norms.is_empty() && !self.others_norm(unit) {
             return Ok(());
         }
         // A tied head uses the embedding's table.
@@ -111,6 +118,20 @@ impl<'a> Loader<'a> {
         }
         units.clone().try_for_each(|u| self.params.release(u))?;
         Ok(())
+    }
+
+    /// Whether ranks with other experts gather the unit for row norms.
+    fn others_norm(&self, unit: usize) -> bool {
+        let adapted =
+            |c: &Choice| matches!(c, Choice::Lora { spec, .. } if spec.dora || self.b.adapter.is_some());
+        let layers = self.b.base.config.layers;
+        self.params.split.own().is_some()
+            && self
+                .b
+                .selection
+                .modules
+                .iter()
+                .any(|(m, c)| m.expert.is_some() && m.unit(layers) == unit && adapted(c))
     }
 
     /// Computes the row norms of a gathered weight: sets DoRA's magnitude, or validates the adapter.
@@ -175,14 +196,14 @@ impl<'a> Loader<'a> {
     /// Loads the weight of a linear in 4 bits.
     fn blocks(&mut self, m: &Module, how: FourBit) -> ft_base::Result<QuantizedMatrix> {
         let of = (m, self.number(m));
-        let blocks = match &mut self.split {
+        let (ranks, apart) = (self.params.split, self.is_apart(m));
+        let kind = ranks.kind_of(m);
+        let blocks = match self.split.as_mut().filter(|_| apart) {
             Some(split) => {
-                let ranks = self.params.split;
-                let group = ranks.group(self.b.ranks(), FlatKind::Whole);
-                let shard = ranks.shard(FlatKind::Whole);
+                let (group, shard) = (ranks.group(self.b.ranks(), kind), ranks.shard(kind));
                 let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, &group);
                 let unread = self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?;
-                unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(u)?))?
+                unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(kind, u)?))?
             }
             None => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
         };
@@ -197,7 +218,8 @@ impl<'a> Loader<'a> {
             Part::Weight if self.choice(m).leaves_weight() => b.base.frozen_dtype(m, b.dtype, b.device),
             _ => b.dtype,
         };
-        let Some(split) = &mut self.split else {
+        let (kind, apart) = (self.params.split.kind_of(m), self.is_apart(m));
+        let Some(split) = self.split.as_mut().filter(|_| apart) else {
             let flat = self.base(m, part, 0..len, dtype, b.device)?;
             return Ok(flat.reshape(shape)?.into());
         };
@@ -206,7 +228,7 @@ impl<'a> Loader<'a> {
             let bias = part == Part::Bias;
             b.base.part((&module, number), bias, false, elements, dtype, &Device::Cpu)
         };
-        let view = split.later(LazyVector { dtype, len, read: Box::new(read) })?;
+        let view = split.later(kind, LazyVector { dtype, len, read: Box::new(read) })?;
         self.was_read(m, part == Part::Bias, false);
         Ok(view.reshape(shape)?)
     }
@@ -349,11 +371,12 @@ impl Weights for Loader<'_> {
             stream: self.number(m),
             dora: None,
         };
-        if let Some(split) = &mut self.split {
+        let (kind, apart) = (self.params.split.kind_of(m), self.is_apart(m));
+        if let Some(split) = self.split.as_mut().filter(|_| apart) {
             // The weight is not in memory yet.
             let mut dora = None;
             if let Some(i) = self.tensors.get(&(m.name.clone(), Part::Magnitude)) {
-                let (place, row_squares) = split.place(DType::F32, weight.dims()?.0)?;
+                let (place, row_squares) = split.place(kind, DType::F32, weight.dims()?.0)?;
                 lora.dora = Some(Dora {
                     magnitude: self.params.wide_view(*i)?.unsqueeze(0)?,
                     slot: self.slot(*i),
@@ -414,6 +437,17 @@ impl Weights for Loader<'_> {
         let index = Real::from_slice(ids.as_slice(), rows, self.b.device)?.into();
         let slot = self.slot(i);
         Ok(Some(Rows { ids, index, values: self.params.view(i)?, slot }))
+    }
+
+    fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
+        let range = self.b.allocate.split.own()?;
+        let linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
+        let drops = linears
+            .into_iter()
+            .any(|m| matches!(self.choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
+        let ranks = self.b.allocate.split.mesh.expert;
+        let owned = Owned { ranks, experts: experts.len(), first: range.start, drops, unit };
+        Some((range, owned))
     }
 
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {

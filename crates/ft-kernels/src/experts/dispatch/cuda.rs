@@ -87,6 +87,13 @@ impl Sorted {
         unsafe { launch.run(grid) }
     }
 
+    /// Rows of each expert, and if asked for the token of each row: waits for the device.
+    pub fn on_host(&self, tokens: bool) -> Result<(Vec<u32>, Vec<u32>)> {
+        let starts = self.starts.real()?.to_vec1::<u32>()?;
+        let counts = starts.windows(2).map(|w| w[1] - w[0]).collect();
+        Ok((counts, if tokens { self.token.real()?.to_vec1()? } else { Vec::new() }))
+    }
+
     /// Total rows of all experts, n.
     pub fn rows(&self) -> usize {
         self.tokens * self.top_k

@@ -13,12 +13,15 @@
 //! | `mod` | host lists and operations on them: on CPU slices, and composed for other devices |
 //! | `each` | experts in parallel on CPU threads |
 //! | `cuda` | device lists |
+//! | `travel` | rows between ranks that own experts |
 
 mod cuda;
 mod each;
+mod travel;
 
 pub use self::cuda::Sorted;
 pub use self::each::{each, side_by_side};
+pub use self::travel::{Departure, Travel, ranges};
 
 use crate::Tensor;
 use crate::cpu::blocks::{Values, by_blocks, ghosts, written};
@@ -33,7 +36,7 @@ use half::bf16;
 use half::vec::HalfBitsVecExt;
 use rayon::prelude::*;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Tokens sorted by expert.
 #[derive(Debug, Default)]
@@ -58,6 +61,8 @@ pub struct Groups {
     spread: Option<PlannedRouting>,
     /// Device lists; if set, the host lists are empty.
     sorted: Option<Sorted>,
+    /// Travel of the rows to their experts, if ranks split these. Set once, with the first pass.
+    travel: OnceLock<Arc<Travel>>,
 }
 
 /// Planned routing of tokens to experts.
@@ -193,6 +198,63 @@ impl Groups {
         self.sorted.as_ref()
     }
 
+    /// The travel of the rows, or that of `make` for the first pass.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn travel(&self, make: impl FnOnce() -> Result<Travel>) -> Result<Arc<Travel>> {
+        match self.travel.get() {
+            Some(travel) => Ok(Arc::clone(travel)),
+            None => {
+                let new = Arc::new(make()?);
+                Ok(Arc::clone(self.travel.get_or_init(|| new)))
+            }
+        }
+    }
+
+    /// Rows of each expert, and if asked for the token of each row, on the host. Device lists are copied.
+    pub fn on_host(&self, tokens: bool) -> Result<(Vec<u32>, Vec<u32>)> {
+        let Some(sorted) = &self.sorted else {
+            return Ok((
+                self.counts().map(|n| n as u32).collect(),
+                if tokens { self.token.clone() } else { Vec::new() },
+            ));
+        };
+        sorted.on_host(tokens)
+    }
+
+    /// In a plan: rows for the `own` experts of this rank, as many as leave it; `alike` as in [`Groups::choose`].
+    pub fn arriving(
+        &self,
+        own: usize,
+        alike: &[usize],
+        ledger: &crate::Ledger,
+        dtype: Option<DType>,
+    ) -> Result<Self> {
+        let n = self.sorted.as_ref().map_or(self.tokens * self.top_k, Sorted::rows);
+        // Uneven routing brings more rows to some ranks: half as many again.
+        let n = if ledger.skewed() { n + n / 2 } else { n };
+        if let Some(dtype) = dtype {
+            let chosen = Tensor::from(Ghost::new(ledger, (n, 1), DType::U32));
+            return Ok(Self::on_device(Sorted::new(&chosen, own, dtype)?));
+        }
+        let each = n as f64 / own.max(1) as f64;
+        let rows = each.ceil() as usize;
+        let spread: Vec<f64> = alike.iter().map(|a| *a as f64 * each / rows.max(1) as f64).collect();
+        let mut starts = vec![0; alike.len() + 1];
+        (0..alike.len()).for_each(|i| starts[i + 1] = starts[i] + rows);
+        let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
+        let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
+        let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
+        let spread = Some(PlannedRouting { alike: spread, busy: own, _lists: held });
+        Ok(Self { tokens: n, top_k: 1, starts, index, spread, ..Self::default() })
+    }
+
+    /// The rows that the experts of this rank compute: its own, or those that have travelled to it.
+    pub fn computed(&self) -> &Groups {
+        self.travel.get().map_or(self, |t| &t.here)
+    }
+
     /// Runs `f` for one expert's rows; ghosts record the cost `alike` times.
     pub fn times<R>(&self, run: &ExpertRows, on: On<'_>, f: impl FnOnce() -> R) -> R {
         match on {
@@ -258,7 +320,8 @@ impl Groups {
         self.gather_composed(x, gates, run, self.index()?)
     }
 
-    fn whole(&self) -> ExpertRows {
+    /// All rows, as those of one expert.
+    pub fn whole(&self) -> ExpertRows {
         ExpertRows { expert: 0, start: 0, rows: self.tokens * self.top_k, alike: 1.0 }
     }
 

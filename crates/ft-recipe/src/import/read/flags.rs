@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// Words that begin the trainer's own flags: those before are the launcher's.
 const PROGRAMS: [&str; 3] = ["trl", "llamafactory-cli", "tune"];
 /// Scripts of TRL with the task as their name.
-const SCRIPTS: [&str; 8] = ["dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward", "gkd"];
+const SCRIPTS: [&str; 9] = ["dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward", "reward_modeling", "gkd"];
 /// Variables of the environment that a trainer reads.
 const VARIABLES: [&str; 2] = ["MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"];
 

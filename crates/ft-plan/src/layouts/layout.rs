@@ -1,0 +1,75 @@
+//! Layouts of ranks over the axes of `[parallel]`.
+
+use serde::Serialize;
+
+/// Numbers of ranks by axis, and the ZeRO stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Layout {
+    /// Ranks that split the rows.
+    pub data: usize,
+    /// Ranks that split the tokens of a row.
+    pub context: usize,
+    /// Ranks that split the experts; they are among those of the other axes.
+    pub expert: usize,
+    /// ZeRO stage.
+    pub zero: u8,
+}
+
+impl Layout {
+    /// All layouts of `devices` ranks, for a model with so many `experts` a layer (0 for none).
+    pub fn all(devices: usize, experts: usize) -> Vec<Self> {
+        let stages = if devices == 1 { 0..=0 } else { 0..=3 };
+        let experts: Vec<usize> = divisors(devices).filter(|e| *e == 1 || experts.max(1) % e == 0).collect();
+        let mut all = Vec::new();
+        for context in divisors(devices) {
+            for expert in &experts {
+                all.extend(stages.clone().map(|zero| Self {
+                    data: devices / context,
+                    context,
+                    expert: *expert,
+                    zero,
+                }));
+            }
+        }
+        all
+    }
+
+    /// The keys that differ from their defaults, with values.
+    pub fn keys(&self) -> Vec<(&'static str, usize)> {
+        let all = [("data", self.data), ("context", self.context), ("expert", self.expert)];
+        let mut keys: Vec<_> = all.into_iter().filter(|(_, n)| *n > 1).collect();
+        if self.zero > 0 {
+            keys.push(("zero", self.zero.into()));
+        }
+        keys
+    }
+
+    /// All keys in command-line form, those of other layouts set back.
+    pub fn settings(&self) -> Vec<String> {
+        let Self { data, context, expert, zero } = self;
+        let axes = [("data", *data), ("context", *context), ("expert", *expert), ("zero", (*zero).into())];
+        axes.iter().map(|(key, n)| format!("parallel.{key}={n}")).collect()
+    }
+}
+
+fn divisors(n: usize) -> impl Iterator<Item = usize> {
+    (1..=n).filter(move |d| n.is_multiple_of(*d))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_divide_the_devices_and_the_experts() {
+        let of = |devices, experts| Layout::all(devices, experts);
+        assert_eq!(of(1, 0), [Layout { data: 1, context: 1, expert: 1, zero: 0 }]);
+        assert_eq!(of(6, 0).len(), 4 * 4);
+        // 12 experts divide by 1, 2, 4 of the divisors of 8
+        assert_eq!(of(8, 12).len(), 4 * 3 * 4);
+        assert!(of(8, 12).iter().all(|l| l.data * l.context == 8 && 12 % l.expert == 0));
+        let l = Layout { data: 4, context: 1, expert: 2, zero: 3 };
+        assert_eq!(l.keys(), [("data", 4), ("expert", 2), ("zero", 3)]);
+        assert_eq!(l.settings().len(), 4);
+    }
+}
