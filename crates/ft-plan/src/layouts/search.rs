@@ -5,6 +5,7 @@ use super::predict::{Candidate, Link, sort, time};
 use crate::host::Capacity;
 use crate::model::{Target, machine};
 use crate::plan::{Model, Plan};
+use crate::resolve::check_model;
 use crate::time::rates;
 use ft_kernels::Machine;
 use ft_recipe::{MicroRows, Recipe};
@@ -99,6 +100,9 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     };
     for layout in Layout::all(found.devices.count, experts) {
         match applied(recipe, layout) {
+            Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
+                found.refuse("parallel.context is not built for linear attention".into());
+            }
             Ok((with, beside)) => {
                 let plan = model.plan(&with, target, &room)?;
                 found.add(layout, beside, &plan);
