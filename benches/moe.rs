@@ -10,6 +10,7 @@ use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
 use ft::kernel::gemm::pairs;
 use ft::kernel::padded::Padded;
+use ft::kernel::swiglu::Glu;
 use ft::kernel::{Real, Tensor};
 use ft::model::batch::Context;
 use ft::model::feed_forward::Mixture;
@@ -44,7 +45,7 @@ impl Maker {
     }
 
     fn slot(&mut self, rows: usize, cols: usize) -> Slot {
-        let s = Slot { index: self.slots.len(), unit: 0, offset: self.len, rows, cols };
+        let s = Slot { index: self.slots.len(), flat: 0, offset: self.len, rows, cols };
         self.slots.push(s);
         self.len += rows * cols;
         s
@@ -68,8 +69,9 @@ impl Maker {
     fn mlp(&mut self, width: usize, inner: usize) -> Result<Mlp> {
         Ok(Mlp {
             gate: self.linear(inner, width)?,
-            up: self.linear(inner, width)?,
+            up: Some(self.linear(inner, width)?),
             down: self.linear(width, inner)?,
+            glu: Glu::default(),
         })
     }
 
@@ -92,9 +94,8 @@ fn time(f: impl FnOnce() -> Result<()>) -> Result<Duration> {
 fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> {
     let (tokens, width, experts, top_k, inner) = sizes;
     let cpu = &Device::Cpu;
-    let table = Tensor::zeros((tokens, 1), DType::F32, cpu)?;
     let seqs = Sequences::new(&[tokens], 0, cpu)?;
-    let ctx = Context { seqs, cos: table.clone(), sin: table, dropout: None, rows: None };
+    let ctx = Context { seqs, across: None, ropes: Vec::new(), dropout: None, rows: None, experts: None };
     let (x, dy) = (random((tokens, width), 1.0, dtype)?, random((tokens, width), 1.0, dtype)?);
 
     let mut make = Maker::new(dtype, full);

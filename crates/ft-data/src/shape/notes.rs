@@ -140,7 +140,7 @@ impl Notes {
         let is_key = |kind: &&(Note, usize, Place)| matches!(kind.0, Note::RowKey { .. });
         let has = |label| self.kinds.iter().any(|kind| kind.0 == Note::Rated(label));
         let both = has(true) && has(false);
-        let is_told = |kind: &&_| !is_key(kind) && !(both && matches!(kind.0, Note::Rated(_)));
+        let is_told = |kind: &&_| !(is_key(kind) || both && matches!(kind.0, Note::Rated(_)));
         let others = self.kinds.iter().filter(is_told).map(told);
         let keys: Vec<_> = self.kinds.iter().filter(is_key).collect();
         let keys = match keys.as_slice() {

@@ -128,7 +128,7 @@ fn mxfp4(files: &mut TensorFiles, fused: &Fused, (o, i): (usize, usize)) -> Resu
     let [codes, scales] = MXFP4_PARTS;
     for (last, shape) in [(codes, vec![experts, o, blocks, 16]), (scales, vec![experts, o, blocks])] {
         let name = format!("{}_{last}", fused.name);
-        if !files.info(&name).is_some_and(|info| info.shape == shape) {
+        if files.info(&name).is_none_or(|info| info.shape != shape) {
             continue;
         }
         let own = shape[1..].to_vec();

@@ -2,7 +2,7 @@
 //!
 //! transformers 5 can write `mlp.experts.gate_up_proj` `[e, 2f, d]` (per expert: gate rows, then up rows),
 //! `mlp.experts.down_proj` `[e, d, f]` and the router as `mlp.gate.weight`, regardless of the family's own
-//! names. [`open`] presents both layouts alike: one tensor per module, under the module's name. [`write`] writes a
+//! names. [`open`] presents both layouts alike: one tensor per module, under the module's name. [`write()`] writes a
 //! model in the layout that it was read in.
 
 use super::fused;

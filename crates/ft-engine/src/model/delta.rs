@@ -12,6 +12,7 @@ use ft_kernels::padded::Padded;
 
 /// Projections of the input.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "one a layer")]
 pub enum Projections {
     /// Queries, keys and values `[d]` -> `[c]`, z `[d]` -> `[h v]`, rates b and decays a `[d]` -> `[h]`.
     Split { qkv: Linear, z: Linear, b: Linear, a: Linear },

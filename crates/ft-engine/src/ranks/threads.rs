@@ -497,7 +497,7 @@ mod tests {
                     whole &= values(t) == values(&sent(*r, me)?);
                 }
                 let bytes: usize = into.iter().map(|(_, t)| 4 * t.elem_count()).sum();
-                whole &= c.received().along(Axis::World) as usize % bytes == 0;
+                whole &= (c.received().along(Axis::World) as usize).is_multiple_of(bytes);
             }
             c.all_gather_bytes(SUM, &[], true)?;
             Ok(whole)

@@ -19,7 +19,8 @@ impl Layout {
     /// All layouts of `devices` ranks, for a model with so many `experts` a layer (0 for none).
     pub fn all(devices: usize, experts: usize) -> Vec<Self> {
         let stages = if devices == 1 { 0..=0 } else { 0..=3 };
-        let experts: Vec<usize> = divisors(devices).filter(|e| *e == 1 || experts.max(1) % e == 0).collect();
+        let experts: Vec<usize> =
+            divisors(devices).filter(|e| *e == 1 || experts.max(1).is_multiple_of(*e)).collect();
         let mut all = Vec::new();
         for context in divisors(devices) {
             for expert in &experts {

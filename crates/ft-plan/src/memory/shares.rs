@@ -45,13 +45,8 @@ impl Ranks {
     pub(super) fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
         let whole = matches!(m.group, Group::Norms | Group::Recurrence | Group::Sinks);
         let by = match m.expert {
-            Some(_) if self.expert > 1 => {
-                if self.zero >= stage {
-                    self.replicas
-                } else {
-                    1
-                }
-            }
+            Some(_) if self.expert > 1 && self.zero >= stage => self.replicas,
+            Some(_) if self.expert > 1 => 1,
             _ if self.zero >= stage => self.stage,
             None if !whole => self.tensor,
             _ => 1,

@@ -44,6 +44,9 @@ const HEADS: &[(&str, &[&str])] = &[
     ("qwen3.5-9b-qlora", &["48GB", "24GB"]),
     ("qwen3.5-27b-qlora", &["48GB", "24GB"]),
     ("qwen3.5-35b-a3b-qlora", &["48GB"]),
+    ("gemma-3-12b-qlora", &["24GB", "48GB"]),
+    ("gemma-3-27b-qlora", &["48GB", "24GB"]),
+    ("gpt-oss-20b-lora", &["24GB", "48GB"]),
 ];
 
 /// The command in a header prints the line below it, on a machine without the card and the rows.

@@ -98,11 +98,8 @@ pub fn predict(m: Machine, work: f64) -> Option<Range> {
     };
     let (rate, spread, sheet) = measured.or_else(estimated)?;
     let middle = work / rate;
-    (rate > 0.0 && middle.is_finite()).then(|| Range {
-        low: middle * (1.0 - spread),
-        high: middle * (1.0 + spread),
-        sheet,
-    })
+    let range = Range { low: middle * (1.0 - spread), high: middle * (1.0 + spread), sheet };
+    (rate > 0.0 && middle.is_finite()).then_some(range)
 }
 
 #[cfg(test)]

@@ -50,6 +50,9 @@ pub const SHIPPED: &[Shipped] = shipped![
     "qwen3.5-9b-qlora",
     "qwen3.5-27b-qlora",
     "qwen3.5-35b-a3b-qlora",
+    "gemma-3-12b-qlora",
+    "gemma-3-27b-qlora",
+    "gpt-oss-20b-lora",
 ];
 
 impl Shipped {

@@ -143,8 +143,8 @@ fn checked(
             "its buffers are compressed, which ft does not read; write it uncompressed, or as Parquet".into(),
         );
     }
-    let lengths = batch.buffers().into_iter().flatten().map(|b| usize::try_from(b.length()).ok());
-    let all = lengths.fold(Some(0usize), |sum, length| sum?.checked_add(length?));
+    let mut lengths = batch.buffers().into_iter().flatten().map(|b| usize::try_from(b.length()).ok());
+    let all = lengths.try_fold(0usize, |sum, length| sum.checked_add(length?));
     match all {
         Some(all) if all <= body => Ok(batch),
         _ => Err(format!("the buffers of a batch are longer than its {body} bytes")),

@@ -215,7 +215,7 @@ impl Adapter {
     /// A or B of an expert's linear, from the tensor of all experts.
     fn slice_of(&self, t: &Trained, key: &str) -> ft_base::Result<Tensor> {
         let place = t.fused.as_ref().and_then(|f| Some((f.expert, f.parameter.slice.as_ref()?)));
-        let Some((expert, slice)) = place else { return Ok(self.tensors.tensor(key)?) };
+        let Some((expert, slice)) = place else { return self.tensors.tensor(key) };
         let mut held = self.fused.lock().unwrap_or_else(PoisonError::into_inner);
         if !held.contains_key(key) {
             // The parameters of a layer have two tensors each.

@@ -215,6 +215,7 @@ pub struct MlpTree {
 
 /// Feed-forward part of a layer.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "one a layer")]
 pub enum FeedForwardTree {
     /// One SwiGLU.
     Dense(MlpTree),

@@ -394,7 +394,7 @@ impl Keys<'_> {
         if q.string("quant_method")? != Some("fp8") {
             return Ok(None);
         }
-        for key in q.raw.keys().filter(|k| !FP8.contains(&k.as_str())) {
+        if let Some(key) = q.raw.keys().find(|k| !FP8.contains(&k.as_str())) {
             return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
         }
         if let Some(other) = q.string("fmt")?.filter(|f| *f != "e4m3") {

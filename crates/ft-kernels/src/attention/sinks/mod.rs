@@ -49,7 +49,7 @@ pub fn forward(saved: &Saved, sinks: &Tensor) -> Result<()> {
     let launch = launch.with(args![sinks, t, c, saved.o.stride(), o, &saved.lse])?;
     // SAFETY: o has t rows of h c values with its stride, lse is [h, t], as checked by `sizes`; one warp for
     // 32 queries of a head.
-    unsafe { launch.run(Grid::new(t.div_ceil(WARP), WARP).by(h)) }
+    unsafe { launch.run(Grid::new(t.div_ceil(WARP as usize), WARP).by(h)) }
 }
 
 /// Gradient of the sinks `[1, h]` from the gradient `d_o` `[t, h, c]` of the output, after [`forward`].

@@ -42,7 +42,7 @@ pub fn forward<T: Float>(x: &Tensor, w: &Tensor, seqs: Option<&Sequences>) -> Re
         return Ok(y);
     }
     let places = seqs.map_or_else(|| places(&[t]), |s| places(&s.docs));
-    let (x, w) = (Values::<T>::of(x)?, by_distance(&*view::<T>(w)?, c, taps));
+    let (x, w) = (Values::<T>::of(x)?, by_distance(&view::<T>(w)?, c, taps));
     let ([y], _) = written::<T, _, 1>(like, ROWS * c, |from, out| {
         let mut room = Vec::new();
         out.each(c, |at, [y]| {
@@ -74,7 +74,7 @@ pub fn backward<T: Float>(
         return Ok((dx, dw));
     }
     let (x, dy, places) = (Values::<T>::of(x)?, Values::<T>::of(dy)?, places(&seqs.docs));
-    let w = by_distance(&*view::<T>(w)?, c, taps);
+    let w = by_distance(&view::<T>(w)?, c, taps);
     let ([dx], partial) = written::<T, _, 1>(like, ROWS * c, |from, out| {
         let (first, mut room, mut dw) =
             (from / c, Vec::new(), vec![T::zero(); if want_dw { taps * c } else { 0 }]);

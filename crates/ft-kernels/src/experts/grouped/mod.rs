@@ -70,7 +70,7 @@ fn shared_of_products(dtype: DType, rows: usize) -> usize {
 pub fn shared_memory(kernel: &str) -> usize {
     match kernel.strip_prefix("grouped_") {
         Some(rest) if rest.starts_with("one") => 2 * 2048,
-        Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") => 0,
+        Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") || rest.starts_with("bias") => 0,
         Some(rest) if rest.starts_with("gradient") => shared(DType::BF16, COLUMNS),
         Some(rest) => shared_of_products(DType::BF16, if rest.starts_with("few") { 32 } else { COLUMNS }),
         _ => 0,
