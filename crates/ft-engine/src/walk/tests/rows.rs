@@ -3,7 +3,7 @@
 use super::*;
 use ft_recipe::Recipe;
 
-const IDS: [u32; 5] = [77, 9, 3, 4, 127];
+const IDS: [u32; 5] = [77, 9, 3, 4, 111];
 
 /// Gradients equal the matching rows of the table gradients, including both uses of a tied table; logits
 /// reflect the new rows.
