@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::kernel::cuda;
 use ft::ranks::{self, At, Comm};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// Returns true if there are `count` devices and NCCL; otherwise prints a note.
@@ -106,6 +107,41 @@ fn processes_have_the_bits_of_threads() {
             let got = processes(&w, ranks, "processes", &[&set[..], &[&zero]].concat());
             assert!(got == want, "{set:?}: {ranks} processes, {zero}");
         }
+    }
+}
+
+/// Tokens of a row and experts over devices: the same bits at every stage, in threads and processes, and results of one
+/// device.
+#[test]
+fn tokens_and_experts_over_devices() {
+    if !devices(4) {
+        return;
+    }
+    let packed = ["data.pack=true", "data.max_length=384", "run.batch_rows=2"];
+    for (rules, axis, set) in [(LORA, "context", &packed[..]), (MIXTURE, "expert", &["memory.recompute=2"])] {
+        let w = split::world(rules);
+        if axis == "context" {
+            w.config("tiny", json!({"max_position_embeddings": 384}));
+        }
+        let set = [set, &["model.dtype=f32", "run.steps=2", "--overwrite"]].concat();
+        let over = |zero: u8| [format!("parallel.{axis}=2"), format!("parallel.zero={zero}")];
+        let run = |name: &str, data: usize, zero: u8| {
+            let over = over(zero);
+            bits(&w, data, name, &[&set[..], &[&over[0], &over[1]]].concat())
+        };
+        let want = run("threads", 2, 0);
+        assert!(run("stage-3", 2, 3) == want, "{axis}: other bits at stage 3");
+        let over = over(3);
+        let both = [&set[..], &[&over[0], &over[1]]].concat();
+        let count = if axis == "context" { 4 } else { 2 };
+        let numbers: Vec<usize> = (0..count).collect();
+        for r in all(launch(&w, &numbers, count, &args(&own("processes", 2), &both))) {
+            assert_eq!(r.code, 0, "{axis}: {}", r.err);
+        }
+        assert!(ends(&w, "processes") == want, "{axis}: other bits in processes");
+        let one = bits(&w, 1, "one", &set);
+        let far = apart(&want[0], &one[0]);
+        assert!(far <= 1e-5, "{axis}: {far:.1e} from one device");
     }
 }
 

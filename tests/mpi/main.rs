@@ -13,6 +13,7 @@ mod split;
 mod world;
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use split::{CASES, LATE, MIXTURE, ends};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -77,6 +78,26 @@ fn processes_have_the_bits_of_threads() {
             let logs = (1..ranks).filter(|r| w.path(&run).join(format!("rank-{r}.log")).is_file());
             assert_eq!(logs.count(), ranks - 1);
         }
+    }
+}
+
+/// Tokens of a row and experts over processes, with the bits of threads.
+#[test]
+fn tokens_and_experts_have_the_bits_of_threads() {
+    let packed = ["data.pack=true", "data.max_length=384", "run.batch_rows=2", "parallel.context=2"];
+    let experts = ["memory.recompute=2", "parallel.expert=2"];
+    for (rules, data, ranks, set) in [(FULL, 1, 2, &packed[..]), (MIXTURE, 2, 2, &experts)] {
+        let w = split::world(rules);
+        if rules == FULL {
+            w.config("tiny", json!({"max_position_embeddings": 384}));
+        }
+        let data = format!("parallel.data={data}");
+        let set = [set, &[&*data, "run.steps=2"]].concat();
+        w.ok(&[&["run", "r.toml", "run.output=threads"], &set[..]].concat());
+        let args = [&["run", "r.toml", "run.output=processes", "parallel.comm=mpi"], &set[..]].concat();
+        let r = ran(mpirun(&w, ranks, &args).output().expect("mpirun is there"));
+        assert_eq!(r.code, 0, "{set:?}: {}", r.err);
+        assert!(ends(&w, "processes") == ends(&w, "threads"), "{set:?}");
     }
 }
 
