@@ -33,8 +33,8 @@ pub struct Reduce<'a> {
     /// Buffers with gradients, in the order of the backward walk. Empty on one rank, because the sink holds
     /// the sums.
     flats: Vec<(usize, &'a Flat)>,
-    /// Number of buffers reduced in the current micro-batch.
-    done: Cell<usize>,
+    /// Lowest unit reduced in the current micro-batch; at first, the number of units.
+    lowest: Cell<usize>,
     /// Pending reductions, oldest first.
     open: RefCell<VecDeque<Open<'a>>>,
     /// Pending all-gather of a reduced gradient, below ZeRO stage 2.
@@ -45,6 +45,7 @@ pub struct Reduce<'a> {
 
 /// A pending reduction.
 struct Open<'a> {
+    unit: usize,
     arrival: Arrival,
     /// Buffers and local sum of replicated gradients; the sum is all-gathered afterwards.
     part: Option<(&'a Flat, Tensor)>,
@@ -77,7 +78,7 @@ impl<'a> Reduce<'a> {
             comm,
             sink,
             flats,
-            done: Cell::new(0),
+            lowest: Cell::new(params.frozen.len()),
             open: RefCell::default(),
             gathered: RefCell::default(),
             gather,
@@ -104,15 +105,20 @@ impl<'a> Reduce<'a> {
     /// Lost rank.
     pub fn end(&self) -> ft_base::Result<()> {
         self.down_to(0)?;
-        self.done.set(0);
-        self.close(0)
+        self.lowest.set(self.params.frozen.len());
+        self.close(None)
     }
 
-    /// Reduces the remaining units from the last one down to `unit`.
+    /// Reduces the remaining units from the last one down to `unit`. On a device, the reductions of a unit overlap with
+    /// the visit of the next one and complete after it. They complete by unit, not by buffer: ranks differ in the
+    /// experts whose buffers they hold, and must agree on the order of the collectives of all.
     fn down_to(&self, unit: usize) -> ft_base::Result<()> {
-        while let Some((number, flat)) = self.flats.get(self.done.get()).filter(|(_, f)| f.unit >= unit) {
-            self.sum(*number, flat)?;
-            self.done.set(self.done.get() + 1);
+        for unit in (unit..self.lowest.get()).rev() {
+            for (number, flat) in self.flats.iter().filter(|(_, f)| f.unit == unit) {
+                self.sum(*number, flat)?;
+            }
+            self.close(Some(unit))?;
+            self.lowest.set(unit);
         }
         Ok(())
     }
@@ -146,24 +152,23 @@ impl<'a> Reduce<'a> {
         let Some(Held { values, .. }) = &flat.grads else { return Ok(()) };
         let (at, group) = (At::unit(SUM, flat.unit), self.params.split.group(self.comm, flat.kind));
         let open = if flat.shard.stage >= 2 {
-            Open { arrival: group.reduce_scatter(at, mine, flat.part.clone(), values)?, part: None }
+            let arrival = group.reduce_scatter(at, mine, flat.part.clone(), values)?;
+            Open { unit: flat.unit, arrival, part: None }
         } else {
             // Every rank sums one part, and the parts are then all-gathered.
             let part: Tensor =
                 values.narrow(0, flat.part.start, flat.part.len())?.real()?.force_contiguous()?.into();
             let arrival = group.reduce_scatter(at, mine, flat.part.clone(), &part)?;
-            Open { arrival, part: Some((flat, part)) }
+            Open { unit: flat.unit, arrival, part: Some((flat, part)) }
         };
-        // On a device, this reduction overlaps with the next visit.
-        let stays = usize::from(!values.device().is_cpu());
         self.open.borrow_mut().push_back(open);
-        self.close(stays)
+        if values.device().is_cpu() { self.close(None) } else { Ok(()) }
     }
 
-    /// Completes the oldest pending reductions, until `stay` are left.
-    fn close(&self, stay: usize) -> ft_base::Result<()> {
-        while self.open.borrow().len() > stay {
-            let Some(Open { arrival, part }) = self.open.borrow_mut().pop_front() else { break };
+    /// Completes the pending reductions, except those of the unit `keep`.
+    fn close(&self, keep: Option<usize>) -> ft_base::Result<()> {
+        while self.open.borrow().front().is_some_and(|open| Some(open.unit) != keep) {
+            let Some(Open { arrival, part, .. }) = self.open.borrow_mut().pop_front() else { break };
             arrival.wait()?;
             if let Some((flat, part)) = part
                 && let Some(Held { values, .. }) = &flat.grads
@@ -175,7 +180,7 @@ impl<'a> Reduce<'a> {
                 self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), Arrival::wait)?;
             }
         }
-        if stay == 0 {
+        if keep.is_none() {
             self.gathered.borrow_mut().take().map_or(Ok(()), Arrival::wait)?;
         }
         Ok(())

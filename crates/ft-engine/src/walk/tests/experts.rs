@@ -118,7 +118,10 @@ impl<'a> Setting<'a> {
             started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
         })?;
         let mut all: Step = (Vec::new(), vec![None; came[0].1.len()]);
-        for (losses, grads) in came {
+        // In the order of the micro-batches, as on one rank.
+        let mut by_micro: Vec<_> = micros.iter().zip(came).collect();
+        by_micro.sort_by_key(|(which, _)| **which);
+        for (_, (losses, grads)) in by_micro {
             all.0.extend(losses);
             for (to, from) in all.1.iter_mut().zip(grads) {
                 match (to, from) {
