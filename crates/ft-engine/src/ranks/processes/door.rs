@@ -52,10 +52,11 @@ impl Door {
         Self { listener, key, callers: VecDeque::new(), most: world + SPARE, strangers: None }
     }
 
-    /// The port.
+    /// The port, for a launcher that tells it to the other ranks.
     ///
     /// # Errors
     /// I/O errors.
+    #[cfg(any(test, feature = "mpi"))]
     pub fn port(&self) -> Result<u16, String> {
         self.listener.local_addr().map(|a| a.port()).map_err(|e| e.to_string())
     }
