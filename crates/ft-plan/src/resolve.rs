@@ -103,7 +103,7 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 /// Refuses ranks that the experts of the model do not divide by.
 ///
 /// # Errors
-/// A model without experts; a number of them that does not divide.
+/// A model without experts; a number of experts not divisible by the ranks.
 fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.expert, recipe.place("parallel.expert"));
     let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.expert = {ranks}: {why}")));

@@ -207,8 +207,8 @@ impl Parallel {
         }
     }
 
-    /// Number of ranks that share the processors and the host memory that this process sees: its own, or those of
-    /// the processes that it is to start. A process under a launcher has its own part already.
+    /// Number of ranks on the processors and the host memory of this process: its own, or all of the processes to
+    /// start. A process under a launcher has its own part already.
     pub fn sharing(&self) -> u64 {
         match self.local {
             Some(local) if Launch::of_env().is_none() => local as u64,

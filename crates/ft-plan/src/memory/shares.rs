@@ -11,7 +11,7 @@ pub(super) struct Ranks {
     pub(super) stage: u64,
     pub(super) zero: u8,
     pub(super) tensor: u64,
-    /// Ranks that split the experts, and those that hold the same ones.
+    /// Ranks of an expert group, and replicas of an expert.
     pub(super) expert: u64,
     pub(super) replicas: u64,
     /// Experts of the rank with the most that trains, if ranks split them.

@@ -275,21 +275,7 @@ pub const FAMILIES: &[Family] = &[
         o_bias: Bias::Key("attention_bias"),
         qk_norm: QkNorms::Heads,
         window: Window::AlwaysIf,
-        experts: Some(Experts {
-            block: "mlp",
-            names: ["gate_proj", "up_proj", "down_proj"],
-            joint: None,
-            bias: false,
-            router: "gate",
-            count_key: "num_experts",
-            width_key: "moe_intermediate_size",
-            dense_layers: true,
-            always_normalise: false,
-            default_normalise: false,
-            fused: false,
-            default_top_k: 8,
-            shared_key: None,
-        }),
+        experts: Some(Experts { shared_key: None, ..QWEN_EXPERTS }),
         ..DENSE
     },
     Family {
@@ -297,21 +283,7 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Qwen2MoeForCausalLM",
         qkv_bias: Bias::Unless("qkv_bias"),
         window: Window::FromLayer,
-        experts: Some(Experts {
-            block: "mlp",
-            names: ["gate_proj", "up_proj", "down_proj"],
-            joint: None,
-            bias: false,
-            router: "gate",
-            count_key: "num_experts",
-            width_key: "moe_intermediate_size",
-            dense_layers: true,
-            always_normalise: false,
-            default_normalise: false,
-            fused: false,
-            default_top_k: 4,
-            shared_key: Some("shared_expert_intermediate_size"),
-        }),
+        experts: Some(Experts { default_top_k: 4, ..QWEN_EXPERTS }),
         ..DENSE
     },
     Family {
@@ -406,7 +378,7 @@ pub const FAMILIES: &[Family] = &[
             always_normalise: true,
             fused: true,
             default_top_k: 8,
-            ..SHARED_EXPERT
+            ..QWEN_EXPERTS
         }),
         ..GATED_DELTA
     },
@@ -414,7 +386,7 @@ pub const FAMILIES: &[Family] = &[
         model_type: "qwen3_next",
         architecture: "Qwen3NextForCausalLM",
         delta: Some(DeltaProjections::Interleaved),
-        experts: Some(Experts { default_top_k: 10, default_normalise: true, ..SHARED_EXPERT }),
+        experts: Some(Experts { default_top_k: 10, default_normalise: true, ..QWEN_EXPERTS }),
         ..GATED_DELTA
     },
 ];
@@ -432,8 +404,8 @@ const GATED_DELTA: Family = Family {
     ..DENSE
 };
 
-/// Qwen's experts beside a shared one.
-const SHARED_EXPERT: Experts = Experts {
+/// Qwen's experts, with a shared one.
+const QWEN_EXPERTS: Experts = Experts {
     block: "mlp",
     names: ["gate_proj", "up_proj", "down_proj"],
     joint: None,

@@ -250,7 +250,7 @@ impl Groups {
         Ok(Self { tokens: n, top_k: 1, starts, index, spread, ..Self::default() })
     }
 
-    /// The rows that the experts of this rank compute: its own, or those that have travelled to it.
+    /// Input rows of the experts on this rank: local rows, or the received ones after travel.
     pub fn computed(&self) -> &Groups {
         self.travel.get().map_or(self, |t| &t.here)
     }
