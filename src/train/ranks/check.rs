@@ -36,7 +36,8 @@ pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
 /// Checks that this machine can run the ranks of the recipe.
 ///
 /// # Errors
-/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA; dropout in experts on CUDA with context parallelism.
+/// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA; dropout in experts on CUDA with
+/// context parallelism.
 pub fn check(job: &Job) -> Result<(), Error> {
     let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
     let fail = |key: &str, what: String, hint: &str| {
