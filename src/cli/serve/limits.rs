@@ -27,6 +27,8 @@ pub(super) struct Limits {
     pub queue: usize,
     /// Time for answers to end after a signal.
     pub end_time: Duration,
+    /// Further time for replicas to come to the end of a token.
+    pub replica_time: Duration,
 }
 
 impl Default for Limits {
@@ -44,6 +46,7 @@ impl Default for Limits {
             unread_time: seconds(30),
             queue: 64,
             end_time: seconds(1),
+            replica_time: Duration::from_millis(500),
         }
     }
 }

@@ -18,8 +18,8 @@
 //! too, the device counts as broken or occupied: the replica stops with a warning while the rest continue.
 //! The server ends with the last replica.
 //!
-//! A signal closes the port and the queue. Answers break off, connections have a second, and the process
-//! ends without waiting for a replica.
+//! A signal closes the port and the queue. Answers break off at the next token; connections and replicas have a
+//! limited time, and the process ends even if a replica still computes.
 
 mod api;
 mod connections;
@@ -40,6 +40,7 @@ use crate::infer::{Follower, Model, ModelOptions, Replica, device, usage};
 use crate::log::unix_time;
 use crate::train;
 use crate::train::signals::Signals;
+use ft_base::ExitCode;
 use ft_base::terminal::tell;
 use job::ReplicaStatus;
 use limits::Limits;
@@ -146,7 +147,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         let _ = over.send(answer(replicas, &shared));
         let _ = end.try_send(());
     };
-    std::thread::Builder::new().name("replicas".into()).spawn(work).map_err(fail)?;
+    let replicas = std::thread::Builder::new().name("replicas".into()).spawn(work).map_err(fail)?;
     let web = http::start(listener, state, ending).map_err(fail)?;
     print(&format!("http://{local}/v1\n"))?;
     if !args.until_eof {
@@ -156,10 +157,18 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         // the panic hook has reported it
         return Err(usage("the server ended"));
     }
-    outcome.try_recv().unwrap_or(Ok(()))?;
-    match signals.seen() {
+    let answered = outcome.recv_timeout(Limits::default().replica_time);
+    let ended = match signals.seen() {
         Some((name, code)) => Err(train::Error::Signal { name, saved: "while serving".into(), code }.into()),
         None => Ok(()),
+    };
+    match answered {
+        Ok(answered) => {
+            let _ = replicas.join();
+            answered.and(ended)
+        }
+        // a replica still computes
+        Err(_) => ExitCode::of(super::exit(ended.err().as_slice())).end_process(),
     }
 }
 

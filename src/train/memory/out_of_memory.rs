@@ -50,7 +50,7 @@ fn failed(wanted: u64) -> ! {
         None => wanted_of(wanted, "", free),
     };
     tell(&format!("error: {text}"));
-    std::process::exit(ExitCode::DoesNotFit as i32)
+    ExitCode::DoesNotFit.end_process()
 }
 
 fn wanted_of(wanted: u64, what: &str, free: Option<u64>) -> String {

@@ -88,6 +88,6 @@ fn follow_on_device(inputs: &RunInputs, base: &Base, comm: &dyn Comm) -> ft_base
 fn exit_if_first_hangs(e: &ft_base::Error) {
     if let Some(lost) = e.of::<ranks::Error>().filter(|l| l.hangs && l.rank == 0) {
         tell(&format!("error: {lost}"));
-        std::process::exit(lost.code as i32);
+        lost.code.end_process();
     }
 }

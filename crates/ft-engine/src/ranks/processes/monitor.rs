@@ -397,7 +397,7 @@ impl Monitor {
                         ft_base::terminal::to_terminal();
                         tell(&format!("error: {e}"));
                     }
-                    std::process::exit(e.code as i32);
+                    e.code.end_process();
                 }
                 continue;
             }
