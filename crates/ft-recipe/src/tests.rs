@@ -569,3 +569,20 @@ fn candle_is_no_dependency() {
     let packages = String::from_utf8(out.stdout).unwrap();
     assert!(packages.contains("ft-base") && !packages.contains("candle"), "{packages}");
 }
+
+#[test]
+fn a_layout_can_be_left_to_the_plan() {
+    let text = |parallel: &str| format!("{parallel}\n{SMALL}");
+    let auto = |parallel: &str, set: &[&str]| {
+        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+        Recipe::parse(&text(parallel), "r.toml", &set).map(|r| (r.auto_layout, r.parallel.data))
+    };
+    assert_eq!(auto("parallel = \"auto\"", &[]).expect("a recipe"), (true, 1));
+    assert_eq!(auto("", &["parallel=auto"]).expect("a recipe"), (true, 1));
+    assert_eq!(auto("parallel = { data = 2 }", &[]).expect("a recipe"), (false, 2));
+    let e = auto("parallel = \"all\"", &[]).expect_err("a word").to_string();
+    assert!(e.contains("parallel takes a table, not the string \"all\"") && e.contains("or \"auto\""), "{e}");
+    let mut chosen = Recipe::parse(&text("parallel = \"auto\""), "r.toml", &[]).expect("a recipe");
+    chosen.adopt_layout(&["parallel.data=2".into(), "parallel.zero=1".into()]).expect("a layout");
+    assert_eq!((chosen.auto_layout, chosen.parallel.data, chosen.parallel.zero), (false, 2, 1));
+}

@@ -97,6 +97,7 @@ fn betas(list: &[Node], path: &str) -> Result<[f64; 2], Rejection> {
 /// A hint for a value of another kind.
 fn other_kind(kind: Kind, value: &Value, path: &str) -> Option<String> {
     match (kind, value) {
+        (Kind::Table(_), Value::Text(_)) if path == "parallel" => Some("or \"auto\"".into()),
         (Kind::Tables(_), Value::Table(_)) => Some(format!("a list of tables has two brackets: [[{path}]]")),
         (Kind::Tables(keys), Value::Text(s)) if keys.iter().any(|k| k.name == "source") => {
             Some(format!("write [{{ source = {} }}]", quote(s)))

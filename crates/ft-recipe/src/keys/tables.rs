@@ -63,7 +63,8 @@ table! {
         optimizer: Optimizer = Table(Optimizer::KEYS), Toml("{}");
         /// What is kept, recomputed and moved.
         memory: Memory = Table(Memory::KEYS), Toml("{}");
-        /// How ranks share the work.
+        /// How ranks share the work. In place of the table, `parallel = "auto"` takes the fastest layout that `ft plan --devices`
+        /// finds for the started processes, or for the CUDA devices of this machine.
         parallel: Parallel = Table(Parallel::KEYS), Toml("{}");
         /// A server beside the training.
         serve: Serve = Table(Serve::KEYS), Toml("{}");
@@ -79,6 +80,8 @@ table! {
         /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
         /// them.
         pub not_built: Vec<Diagnostic>,
+        /// `parallel = "auto"`, with a layout still to be chosen; `parallel` has the defaults.
+        pub auto_layout: bool,
     }
 }
 

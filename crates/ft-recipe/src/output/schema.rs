@@ -10,6 +10,10 @@ use serde_json::{Map, Value, json};
 /// The schema covers single keys. Constraints across keys, or for a model, are checked by `ft check`.
 pub fn schema() -> Value {
     let mut schema = table(Recipe::KEYS);
+    if let Some(parallel) = schema.get_mut("properties").and_then(|p| p.get_mut("parallel")) {
+        parallel["type"] = json!(["object", "string"]);
+        parallel["pattern"] = json!("^auto$");
+    }
     schema.insert("$schema".into(), "http://json-schema.org/draft-07/schema#".into());
     schema.insert("title".into(), "Recipe of ft".into());
     schema.insert("description".into(), "What to fine-tune, on what, and how.".into());
