@@ -8,7 +8,7 @@ use ft_engine::model::embedding::Embedding;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
-use ft_engine::model::{Config, LayerAttention};
+use ft_engine::model::{Config, LayerAttention, Units};
 use ft_engine::params::build::ghost::Ghosts;
 use ft_engine::walk::Outline;
 use ft_kernels::{Ledger, Machine, Tensor};
@@ -119,7 +119,8 @@ impl GhostModel {
     /// Determines the visits of the walk's passes.
     pub fn outline(&self) -> Outline {
         let e = &self.embedding;
-        Outline { layers: self.of.len(), tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
+        let (layers, units) = (self.of.len(), Units::all(self.of.len()));
+        Outline { layers, units, tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
     }
 
     /// Layers walked backward.
