@@ -43,8 +43,8 @@ pub struct StepInputs<'a> {
     pub skewed: bool,
     /// Segments of training and evaluation micro-batches on this rank of a context group.
     pub context: [Option<Segments>; 2],
-    /// Pipeline stages, also the number of micro-batches in flight.
-    pub stages: u64,
+    /// Micro-batches of the stage between their forward and their backward pass.
+    pub flying: u64,
 }
 
 /// Segments of a micro-batch on a rank of a context group.

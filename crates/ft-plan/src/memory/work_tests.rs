@@ -31,7 +31,8 @@ fn works<R>(
     );
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
-    let shape = GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1, 1))?;
+    let shape =
+        GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1), Units::all(config.layers))?;
     let run = StepInputs {
         shape: &shape,
         states: &ModelStates::default(),
@@ -42,7 +43,7 @@ fn works<R>(
         skewed: false,
         neftune: 0.0,
         prefers: false,
-        stages: 1,
+        flying: 1,
         context: [None, None],
     };
     let parts = Simulation::new(run, heads)?;
