@@ -201,8 +201,14 @@ fn what_stages_cannot_do_is_refused() {
         (&["parallel.pipeline=2", "log.samples=['a']"], "log.samples with parallel.pipeline"),
         (&["parallel.pipeline=2", "optimizer.name=galore"], "optimizer.name with parallel.pipeline"),
     ] {
-        for verb in ["run", "plan", "check"] {
-            let r = w.ft(&[&[verb, "r.toml", "run.output=none"][..], set].concat());
+        // The number of layers is in the model's config, which ft check does not read.
+        let verbs: &[&str] = if says.ends_with("in all") || says.starts_with("the model") {
+            &["run", "plan"]
+        } else {
+            &["run", "plan", "check"]
+        };
+        for verb in verbs {
+            let r = w.ft(&[&[*verb, "r.toml", "run.output=none"][..], set].concat());
             assert!(
                 r.code == 2 && r.err.contains(says) && r.err.contains("hint: "),
                 "{verb} {set:?}: {}",

@@ -4,7 +4,7 @@ use super::{GhostModel, ModelStates, Settings, Simulation, StepInputs};
 use crate::time::{CostModel, Work};
 use crate::workload::Tokens;
 use ft_engine::adapters::Selection;
-use ft_engine::model::Config;
+use ft_engine::model::{Config, Units};
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
 use ft_kernels::Machine;
 use ft_recipe::{Quantize, Recipe};

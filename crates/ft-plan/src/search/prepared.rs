@@ -176,6 +176,11 @@ impl<'a> Prepared<'a> {
         if self.shape.goes_down() { above.min(self.micro_batches(micro_rows)) } else { 1 }
     }
 
+    /// Time of a step over that of its micro-batches.
+    pub(super) fn waits(&self, micro_rows: usize) -> f64 {
+        1.0 + (self.inputs.recipe.parallel.pipeline - 1) as f64 / self.micro_batches(micro_rows).max(1) as f64
+    }
+
     /// Bytes of hidden states and gradients that a rank receives from the stages beside it, per micro-batch.
     fn passed(&self, w: &Workload) -> u64 {
         let (s, tokens) = (&self.shape, self.part(w.train).0.tokens);
