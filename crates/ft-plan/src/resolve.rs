@@ -143,8 +143,8 @@ fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             p.pipeline
         ),
         sum => format!(
-            "{}: stages of {sum} layers in all, and the model has {layers}\n  hint: leave it out, and layers are cut by \
-             their work",
+            "{}: stages of {sum} layers in all, and the model has {layers}\n  hint: leave it out: layers \
+             are cut by their work",
             recipe.place("parallel.stages")
         ),
     }))

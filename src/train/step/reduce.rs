@@ -90,8 +90,7 @@ impl<'a> Reduce<'a> {
         }
     }
 
-    /// Sums of squares of this rank's shard of the gradients, by the number of the buffer; `None` without updates in the
-    /// backward pass.
+    /// Sums of squares of this rank's shard of the gradients, by buffer; `None` without updates in the backward pass.
     ///
     /// # Errors
     /// Device errors.

@@ -189,8 +189,7 @@ impl Plan {
         self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total, built: true }));
     }
 
-    /// Work of a rank's step, with the time that stages of a pipeline wait. Time is this divided by the rate measured by
-    /// `ft bench`.
+    /// Work of a rank's step, with the wait of stages of a pipeline. Time is this divided by the rate of `ft bench`.
     pub fn step_work(&self) -> f64 {
         let ahead = self.pipeline.as_ref().map_or(0, |p| p.stages.len() as u64 - 1);
         self.work.total() * (self.micro_batches + ahead) as f64

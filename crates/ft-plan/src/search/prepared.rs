@@ -190,8 +190,8 @@ impl<'a> Prepared<'a> {
         hidden * (u64::from(below) + u64::from(above))
     }
 
-    /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts, hidden
-    /// states of other stages.
+    /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,
+    /// hidden states of other stages.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
         if (p.context, p.expert) == (1, 1) {

@@ -166,11 +166,10 @@ impl<'b> StageStep<'_, 'b, '_> {
         Ok(())
     }
 
-    /// Exchanges what two micro-batches pass on with the stage above or below.
+    /// Exchanges hidden states and gradients of two micro-batches with the stage above or below.
     fn exchange(&mut self, above: bool, passed: Passed, got: &mut Collected) -> ft_base::Result<()> {
         let own = |turn: Option<usize>| turn.filter(|turn| self.own(*turn).is_some());
         let (up, down) = (own(passed.up), own(passed.down));
-        // What leaves this rank, and what comes.
         let (leaves, comes) = if above { (up, down) } else { (down, up) };
         let trains = self.trains[usize::from(!above)];
         let mut out = None;

@@ -83,10 +83,11 @@ impl<'a> Loader<'a> {
         Ok(loader)
     }
 
-    /// Moves on to a module; entering a new unit completes the previous one.
+    /// Moves on to a module of this rank; entering a new unit completes the previous one.
     fn come_to(&mut self, m: &Module) -> ft_base::Result<()> {
         let unit = m.unit(self.b.base.config.layers);
-        if self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+        if self.is_here(m) && self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit)
+        {
             self.complete()?;
             self.split = Some(FrozenUnit::new(unit, self.b.device));
         }
@@ -163,11 +164,12 @@ impl<'a> Loader<'a> {
     }
 
     fn choice(&self, m: &Module) -> Choice {
-        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
+        let number = self.numbers.get(&m.name).filter(|_| self.is_here(m));
+        number.map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.tensors.get(&(m.name.clone(), part)).copied()
+        self.tensors.get(&(m.name.clone(), part)).copied().filter(|_| self.is_here(m))
     }
 
     /// Finishes the last unit and the progress bar.
@@ -370,9 +372,6 @@ impl Weights for Loader<'_> {
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
-        if !self.is_here(m) {
-            return Ok(None);
-        }
         self.come_to(m)?;
         let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let own = self.tensors.get(&(m.a_of().to_string(), Part::A)).copied();
@@ -436,7 +435,7 @@ impl Weights for Loader<'_> {
     }
 
     fn rows(&mut self, m: &Module) -> ft_base::Result<Option<Rows>> {
-        let Some(i) = self.part(m, Part::Rows).filter(|_| self.is_here(m)) else { return Ok(None) };
+        let Some(i) = self.part(m, Part::Rows) else { return Ok(None) };
         let (ids, t) = (self.b.selection.tokens.of(&m.name), &self.params.tensors[i]);
         let (rows, cols) = (t.shape[0], m.cols());
         if ids.len() != rows {
@@ -472,9 +471,6 @@ impl Weights for Loader<'_> {
     }
 
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {
-        if !self.is_here(m) {
-            return Ok(None);
-        }
         let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
