@@ -134,6 +134,9 @@ impl<'a> Simulation<'a> {
         let kinds = kinds.collect::<Result<Vec<LayerVisits>>>()?;
         let mut states = run.states.device.clone();
         states.add(Component::Batch, run.orders);
+        if run.keeps_ends() {
+            states.add(run.states.live_as, run.states.ends);
+        }
         let embedding = |t: Tokens, train: bool| {
             let batch = run.batch(t, train)?;
             run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
@@ -280,7 +283,8 @@ impl<'a> Simulation<'a> {
             at.crossing = 0;
         }
         if let Some(usage) = &self.embedding_backward {
-            at.live = self.live(0) + states.on_its_way(0);
+            let ends = if self.run.keeps_ends() { 0 } else { states.ends };
+            at.live = self.live(0) + states.on_its_way(0) + ends;
             let left = at.next(flights);
             f(at.visit(0, usage));
             f(self.summing(at, 0, left));

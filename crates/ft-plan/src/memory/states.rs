@@ -43,6 +43,9 @@ pub struct ModelStates {
     /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
     /// gradient, sent to all ranks.
     pub shards: Vec<u64>,
+    /// Gradient bytes of a table that the first and the last stage share: they live from the first gradient of a step to
+    /// its end, in `live_as`.
+    pub ends: u64,
     /// Component of `live`.
     pub live_as: Component,
     /// Whether units are updated in the backward pass.
@@ -182,8 +185,7 @@ impl ModelStates {
         if c.ranks.stage > 1 || self.updates {
             self.live = c.by_unit(|flat| if c.is_ends(flat) { 0 } else { 4 * lens[flat] });
             if c.ranks.ends.is_some() {
-                // summed at the end of the step
-                self.device.add(Component::Gradients, 4 * lens[0]);
+                self.ends = 4 * lens[0];
             }
             self.tied = c.selection.tied_in_full() || c.selection.tied_in_rows();
         }

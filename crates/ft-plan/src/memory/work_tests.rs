@@ -44,6 +44,7 @@ fn works<R>(
         neftune: 0.0,
         prefers: false,
         flying: 1,
+        more: false,
         context: [None, None],
     };
     let parts = Simulation::new(run, heads)?;

@@ -160,6 +160,7 @@ impl<'a> Prepared<'a> {
             prefers: r.task.has_objective(),
             skewed: false,
             flying: self.flying(w.micro_rows),
+            more: self.micro_batches(w.micro_rows) > self.flying(w.micro_rows),
         };
         Simulation::new(run, heads)
     }
