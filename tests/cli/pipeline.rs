@@ -144,10 +144,14 @@ fn planned_bytes_are_those_that_come() {
         bits(&w, "run", &with(&own, &["parallel.stages=[2, 1]"]));
         let start = &w.events("run", "start")[0];
         assert_eq!(start["mesh"], if data == 1 { "pipeline 2" } else { "pipeline 2 x data 2" });
-        let planned = start["plan"]["wire_bytes_a_step"].as_f64().expect("planned");
-        let came = w.events("run", "step")[0]["wire_bytes"].as_f64().expect("counted");
-        let far = came / planned - 1.0;
-        assert!(far.abs() <= 0.01, "{own:?}: {planned} planned, {came} came");
+        for (planned, came) in
+            [("wire_bytes_a_step", "wire_bytes"), ("wire_bytes_exchanged", "wire_bytes_exchanged")]
+        {
+            let planned = start["plan"][planned].as_f64().expect("planned");
+            let came = w.events("run", "step")[0][came].as_f64().expect("counted");
+            let far = came / planned - 1.0;
+            assert!(far.abs() <= 0.01, "{own:?}: {planned} planned, {came} came");
+        }
     }
     let told = w.ok(&[&["plan", "r.toml"][..], &with(&layout(1, 2, 0), &[])].concat()).out;
     assert!(
