@@ -43,8 +43,8 @@ pub struct ModelStates {
     /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
     /// gradient, sent to all ranks.
     pub shards: Vec<u64>,
-    /// Gradient bytes of a table that the first and the last stage share: they live from the first gradient of a step to
-    /// its end, in `live_as`.
+    /// Gradient bytes of a table that the first and the last stage share: they live from the first gradient of a step
+    /// to its end, in `live_as`.
     pub ends: u64,
     /// Component of `live`.
     pub live_as: Component,
