@@ -38,6 +38,21 @@ impl<'a> Ranks<'a> {
         self.mesh.data
     }
 
+    /// Number of pipeline stages.
+    pub fn stages(&self) -> usize {
+        self.mesh.pipeline
+    }
+
+    /// Number of ranks of a stage.
+    pub fn in_stage(&self) -> usize {
+        self.mesh.ranks() / self.mesh.pipeline.max(1)
+    }
+
+    /// Pipeline stage of this rank.
+    pub fn stage(&self) -> usize {
+        self.mesh.coordinates(self.comm.rank()).pipeline
+    }
+
     /// Index of this rank's micro-batch in a turn.
     pub fn own(&self) -> usize {
         self.mesh.coordinates(self.comm.rank()).data
@@ -107,8 +122,7 @@ impl<'a> OwnMicro<'a> {
         let m = self.micro();
         let own = [m.ids.len()];
         let host = if self.part.is_some() { HostBatch { docs: &own, ..host(m) } } else { host(m) };
-        let batch = Batch::new(config, host, first, random, device)?;
-        let batch = distill::taught(batch, m, by, device)?;
+        let batch = distill::taught(Batch::new(config, host, first, random, device)?, m, by, device)?;
         Ok(match &self.part {
             Some((part, across)) => batch.among(across, part.tokens.clone(), part.targets.clone()),
             None => batch,
