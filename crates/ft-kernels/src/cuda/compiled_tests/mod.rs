@@ -135,11 +135,13 @@ fn tables() -> [String; 2] {
     let kernels: BTreeMap<_, _> =
         sources(&root).par_iter().with_max_len(1).flat_map_iter(of_source).collect();
     let mut out = String::from(
-        "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, 8.9, 9.0\n\
+        "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, \
+         8.9, 9.0\n\
          # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
     );
     let mut hot = String::from(
-        "# kernel; of its loop on tensor cores, on 8.0, 8.6, 8.9, 9.0: instructions/HMMA/LDSM:cycles of a warp at the bound\n\
+        "# kernel; of its loop on tensor cores, on 8.0, 8.6, 8.9, 9.0: instructions/HMMA/LDSM:cycles of a warp at the \
+         bound\n\
          # (CUDA 13.0; no HMMA under a predicate; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
     );
     for (name, k) in kernels {
