@@ -141,7 +141,7 @@ impl TrainContext<'_> {
         let router = self.router_times(share * factor);
         let mut routings = Vec::new();
         let ranks = self.ranks();
-        let (context, mut unsaid) = (ranks.context(), Tally::default());
+        let (context, mut unsaid) = (ranks.of_tokens(), Tally::default());
         for turn in batches.all.chunks(ranks.at_once()) {
             check_stop(comm, stop)?;
             let mut own = None;

@@ -26,4 +26,4 @@ pub use config::{
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{across, batch, sink};
+pub use pass::{across, batch, cut, sink};

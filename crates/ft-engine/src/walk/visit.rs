@@ -87,6 +87,12 @@ pub trait Hooks {
         None
     }
 
+    /// In a pass of the first rank alone: the ranks that cut matrices with it, if they do. They take part, without tokens
+    /// of their own.
+    fn lone(&self) -> Option<&dyn Comm> {
+        None
+    }
+
     /// Called before a visit; `next` is the visit after it.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ mod preference;
 mod rules;
 mod run;
 mod scores;
+mod tensor;
 
 use crate::check::Checker;
 use crate::keys::Recipe;
@@ -30,6 +31,7 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.in_backward(recipe);
     x.galore(recipe);
     x.experts(recipe);
+    x.tensor(recipe);
     x.log(recipe);
     x.idle(recipe);
 }
