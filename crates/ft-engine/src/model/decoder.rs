@@ -16,6 +16,7 @@ use super::mixer::Mixer;
 use super::norm::Norm;
 use super::pass::batch::{Batch, HostBatch};
 use super::pass::sink::Slot;
+use super::units::Units;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::tensor::Real;
@@ -24,6 +25,10 @@ use std::ops::Range;
 /// Source of a model's tensors: files, random numbers, or the buffers of trained tensors.
 pub trait Weights {
     fn dtype(&self) -> DType;
+    /// The units to build, if not all.
+    fn units(&self) -> Option<Units> {
+        None
+    }
     /// Weight of a module in the compute dtype, and the gradient slot if trained in full. A frozen matrix
     /// may stay in half precision: [`kept`].
     ///
@@ -66,6 +71,8 @@ pub trait Weights {
 #[derive(Clone, Debug)]
 pub struct Decoder {
     pub config: Config,
+    /// Units with weights; those of other units have a shape only.
+    pub units: Units,
     pub embedding: Embedding,
     /// Decoder layers, from the bottom.
     pub layers: Vec<Layer>,
@@ -76,12 +83,13 @@ impl Decoder {
     /// Builds a model, asking `weights` for one tensor after another in the order of the forward pass.
     pub fn build(config: &Config, weights: &mut dyn Weights) -> ft_base::Result<Self> {
         let tree = Tree::of(config);
+        let units = weights.units().unwrap_or(Units::all(config.layers));
         let mut b = Builder::new(config, weights);
         let (embedding, table) = b.embedding(&tree.embedding)?;
         let layers =
             tree.layers.iter().enumerate().map(|(l, t)| b.layer(l, t)).collect::<ft_base::Result<_>>()?;
         let head = b.head(&tree.norm, &tree.head, Some(table))?;
-        Ok(Self { config: config.clone(), embedding, layers, head })
+        Ok(Self { config: config.clone(), units, embedding, layers, head })
     }
 
     /// Logits `[t, v]` (f32) for a few tokens of one document, with a single layer in memory at a time.

@@ -20,6 +20,7 @@ pub mod linear;
 pub mod mixer;
 pub mod norm;
 mod pass;
+mod units;
 
 pub use config::{
     Biases, Config, Delta, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope,
@@ -27,3 +28,4 @@ pub use config::{
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
 pub use pass::{across, batch, cut, sink};
+pub use units::Units;

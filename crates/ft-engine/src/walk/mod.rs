@@ -9,6 +9,7 @@
 mod execution;
 mod finite;
 pub mod generate;
+mod pass;
 mod routing;
 mod serve;
 #[cfg(test)]
@@ -19,6 +20,7 @@ mod walker;
 
 pub use execution::{Dequantize, Execution, Inputs, Recomputed};
 pub use finite::{NotFinite, finite};
+pub use pass::Pass;
 pub use routing::{HostRouting, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 pub use visit::{Hooks, NoHooks, Outline, Visit};

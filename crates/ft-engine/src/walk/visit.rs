@@ -1,6 +1,6 @@
 //! The visits of a pass over the units, and hooks around visits.
 
-use crate::model::Decoder;
+use crate::model::{Decoder, Units};
 use crate::ranks::Comm;
 use ft_base::memory::place::Phase;
 use std::collections::BTreeSet;
@@ -26,6 +26,8 @@ impl Visit {
 pub struct Outline {
     /// Number of layers.
     pub layers: usize,
+    /// Units to visit.
+    pub units: Units,
     /// The head shares the table of the embedding.
     pub tied: bool,
     /// The embedding trains.
@@ -38,7 +40,8 @@ impl Outline {
     /// Reads the outline of a model.
     pub fn of(d: &Decoder) -> Self {
         let lora = d.embedding.lora.is_some();
-        Self { layers: d.layers.len(), tied: d.config.tied, embedding: d.embedding.trains(), lora }
+        let (layers, units) = (d.layers.len(), d.units);
+        Self { layers, units, tied: d.config.tied, embedding: d.embedding.trains(), lora }
     }
 
     /// Visits of a training pass down to unit `lowest`. Forward and backward pass of the head are computed in
@@ -48,12 +51,13 @@ impl Outline {
         let up = (0..head).map(|unit| Visit { phase: Some(Phase::Forward), unit });
         let first = lowest.map_or(head, |u| u.max(1));
         let down = std::iter::once(head).chain((first..head).rev()).chain(self.embedding.then_some(0));
-        up.chain(down.map(|unit| Visit { phase: Some(Phase::Backward), unit })).collect()
+        let down = down.map(|unit| Visit { phase: Some(Phase::Backward), unit });
+        up.chain(down).filter(|v| self.units.has(v.unit)).collect()
     }
 
     /// Visits of a forward pass.
     pub fn forward(self) -> Vec<Visit> {
-        (0..=self.layers + 1).map(|unit| Visit { phase: None, unit }).collect()
+        (self.units.first..self.units.end).map(|unit| Visit { phase: None, unit }).collect()
     }
 
     /// Units with weights used in the visits.
@@ -122,14 +126,14 @@ impl Hooks for NoHooks {
 }
 
 /// An iteration over the visits of a pass.
-pub struct Pass<'a> {
+pub struct Visits<'a> {
     visits: Vec<Visit>,
     /// Index of the next or current visit.
     at: usize,
     hooks: &'a dyn Hooks,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> Visits<'a> {
     /// Starts a pass.
     ///
     /// # Errors
@@ -169,7 +173,7 @@ pub fn pass(
     hooks: &dyn Hooks,
     f: &mut dyn FnMut(usize) -> ft_base::Result<()>,
 ) -> ft_base::Result<()> {
-    let mut pass = Pass::begin(visits, hooks)?;
+    let mut pass = Visits::begin(visits, hooks)?;
     while let Some(visit) = pass.arrive()? {
         f(visit.unit)?;
         pass.leave()?;

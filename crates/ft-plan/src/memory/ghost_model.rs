@@ -8,7 +8,7 @@ use ft_engine::model::embedding::Embedding;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
-use ft_engine::model::{Config, LayerAttention};
+use ft_engine::model::{Config, LayerAttention, Units};
 use ft_engine::params::build::ghost::Ghosts;
 use ft_engine::walk::Outline;
 use ft_kernels::{Ledger, Machine, Tensor};
@@ -119,7 +119,8 @@ impl GhostModel {
     /// Determines the visits of the walk's passes.
     pub fn outline(&self) -> Outline {
         let e = &self.embedding;
-        Outline { layers: self.of.len(), tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
+        let (layers, units) = (self.of.len(), Units::all(self.of.len()));
+        Outline { layers, units, tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
     }
 
     /// Layers walked backward.
@@ -132,19 +133,11 @@ fn walked(lowest: Option<usize>, layers: usize) -> usize {
     lowest.map_or(0, |u| (layers + 1).saturating_sub(u.max(1)))
 }
 
-/// Config of one rank's shard under tensor parallelism over `ranks`.
+/// Config with the heads and the width of one rank of a tensor group.
 fn part(config: &Config, ranks: usize) -> Config {
     let mut c = config.clone();
-    c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);
-    let own = [&mut c.kv_heads, &mut c.intermediate, &mut c.vocab];
-    own.into_iter().for_each(|n| *n = n.div_ceil(ranks));
-    if let Some(delta) = &mut c.delta {
-        let each = delta.heads.each();
-        delta.heads.keys = delta.heads.keys.div_ceil(ranks);
-        delta.heads.values = delta.heads.keys * each;
-    }
-    if let Some(moe) = &mut c.moe {
-        (moe.width, moe.shared) = (moe.width.div_ceil(ranks), moe.shared.div_ceil(ranks));
+    for n in [&mut c.heads, &mut c.kv_heads, &mut c.intermediate] {
+        *n /= ranks;
     }
     c
 }

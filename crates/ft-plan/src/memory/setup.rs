@@ -2,9 +2,9 @@
 
 use super::optimizer::rounded;
 use super::shares::Ranks;
-use ft_engine::adapters::{Selection, TrainedPart};
+use ft_engine::adapters::{Part, Selection, TrainedPart};
 use ft_engine::model::modules::Module;
-use ft_engine::params::buffers::{ALIGN, Shard};
+use ft_engine::params::buffers::{ALIGN, Shard, is_cut};
 use ft_kernels::Machine;
 use ft_recipe::{Offload, Recipe};
 
@@ -41,14 +41,14 @@ impl<'a> Setup<'a> {
         m.unit(self.selection.layers)
     }
 
-    /// Number of flat buffers: one a unit, and where ranks split the experts, one more for those of this rank.
+    /// Number of flat buffers: one a unit, and where ranks split experts or matrices, one more for those of this rank.
     pub fn flats(&self) -> usize {
-        self.units() * if self.ranks.expert > 1 { 2 } else { 1 }
+        self.units() * if self.ranks.expert.max(self.ranks.tensor) > 1 { 2 } else { 1 }
     }
 
-    /// Flat buffer of a module.
-    pub fn flat(&self, m: &Module) -> usize {
-        let apart = self.ranks.expert > 1 && m.expert.is_some();
+    /// Flat buffer of a part of a module.
+    pub fn flat(&self, m: &Module, part: Part) -> usize {
+        let apart = self.ranks.expert > 1 && m.expert.is_some() || self.ranks.tensor > 1 && is_cut(m, part);
         self.unit(m) + if apart { self.units() } else { 0 }
     }
 

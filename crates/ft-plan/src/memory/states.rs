@@ -4,6 +4,7 @@ use super::component::{Bytes, Component};
 use super::frozen::Frozen;
 use super::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
 use super::setup::Setup;
+use super::shares::cut;
 use super::trained::TrainedBytes;
 use ft_engine::adapters::Selection;
 use ft_engine::model::modules::Group;
@@ -63,10 +64,12 @@ pub struct ModelStates {
 impl ModelStates {
     /// Computes the static bytes of a rank; `parameters` is the model's total.
     pub fn new(recipe: &Recipe, selection: &Selection, machine: Machine, parameters: u64) -> Self {
-        let c = Setup::new(recipe, selection, machine);
+        let whole = Setup::new(recipe, selection, machine);
+        let own = (whole.ranks.tensor > 1).then(|| cut(selection, recipe.parallel.tensor));
+        let c = Setup::new(recipe, own.as_ref().unwrap_or(selection), machine);
         let frozen = Frozen::new(&c);
         let trained = TrainedBytes::new(&c);
-        let count = c.trained.iter().map(|(t, _)| t.elements() as u64).sum();
+        let count = whole.trained.iter().map(|(t, _)| t.elements() as u64).sum();
         let mut out =
             Self { parameters: (parameters, count), projecting: trained.projecting, ..Self::default() };
         out.weights_and_gradients(&c, &frozen, &trained);
@@ -77,7 +80,7 @@ impl ModelStates {
         let context = if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads) };
         out.device.add(Component::Context, context);
         out.process(&c);
-        out.saving(&c, count);
+        out.saving(&whole, count);
         out
     }
 
@@ -148,7 +151,7 @@ impl ModelStates {
             let flight = |flat: usize| {
                 let bytes = frozen.flat_bytes[flat] + c.width() * trained.lens[flat];
                 let all = bytes + 4 * trained.wide_values(c, flat);
-                if c.comes(flat) { all.div_ceil(c.ranks.tensor) } else { 0 }
+                if c.comes(flat) { all } else { 0 }
             };
             self.flight = c.by_unit(flight);
             self.load_transient = frozen.gathered_transient(read_buffers(c), &self.flight);
@@ -226,7 +229,7 @@ impl ModelStates {
         let stored = if whole_model { c.width() } else { 4 };
         let read = pieces(c, stored * largest.min(READ_PIECE / 4));
         // sharded master weights are read back from the checkpoint; an adapter's all at once
-        let sharded = c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
+        let sharded = c.ranks.tensor > 1 || c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
         let together = c.ranks.stage > 1 && sharded && !whole_model;
         let values = if together { 4 * count + read } else { 0 };
         // read into host memory

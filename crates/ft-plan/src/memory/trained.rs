@@ -33,7 +33,7 @@ impl TrainedBytes {
         let mut out = Self {
             lens: vec![0; c.flats()],
             kept: vec![0; c.flats()],
-            wide: wide_units(c.trained.iter().map(|(t, _)| (c.flat(t.module), t.part))),
+            wide: wide_units(c.trained.iter().map(|(t, _)| (c.flat(t.module, t.part), t.part))),
             ..Self::default()
         };
         for (t, rounded) in &c.trained {
@@ -46,7 +46,8 @@ impl TrainedBytes {
     }
 
     fn add(&mut self, c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) {
-        let (m, flat) = (t.module, c.flat(t.module));
+        let flat = c.flat(t.module, t.part);
+        let m = (t.module, c.copies(flat));
         let n = t.elements().next_multiple_of(ALIGN) as u64;
         self.lens[flat] += n;
         let weights = c.ranks.share(m, c.width() * n, 3);

@@ -44,6 +44,7 @@ fn works<R>(
         prefers: false,
         stages: 1,
         context: [None, None],
+        tensor: (1, [Tokens::default(); 2]),
     };
     let parts = Simulation::new(run, heads)?;
     Ok(look(&|levels| parts.work(levels)))

@@ -34,6 +34,20 @@ pub fn cut_module(m: &Module, ranks: usize) -> Module {
     Module { kind, ..m.clone() }
 }
 
+/// [`Piece::group`] of the weight of a module as [`cut_module`] makes it.
+pub fn group_of(m: &Module, block: usize, group: usize) -> usize {
+    match cut_of(m.last(), Part::Weight).filter(|_| m.expert.is_none()) {
+        Some(0) => group_within(m.weight_values() / block.max(1), group),
+        Some(_) => group_within(m.cols() / block.max(1), group),
+        None => group,
+    }
+}
+
+/// The largest power of two up to `group` that divides `blocks`.
+fn group_within(blocks: usize, group: usize) -> usize {
+    if blocks > 0 { group.min(1 << blocks.trailing_zeros()) } else { group }
+}
+
 /// Rows or columns of a tensor, or all of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
@@ -82,8 +96,7 @@ impl Piece {
     /// Scales of a group that lies within one of `group` scales of the whole tensor, with a scale for every `block`
     /// values: the largest power of two that divides the consecutive blocks of the piece.
     pub fn group(&self, block: usize, group: usize) -> usize {
-        let blocks = self.run() / block.max(1);
-        if self.cut.is_some() && blocks > 0 { group.min(1 << blocks.trailing_zeros()) } else { group }
+        if self.cut.is_some() { group_within(self.run() / block.max(1), group) } else { group }
     }
 
     /// Dimension that is cut, if any.
