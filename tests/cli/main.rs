@@ -52,6 +52,7 @@ mod sources;
 mod split;
 mod stale;
 mod stops;
+mod tensor;
 mod terminal;
 mod text;
 mod tokens;

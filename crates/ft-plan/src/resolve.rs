@@ -150,6 +150,13 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     ))
 }
 
+/// Whether so many ranks can cut the matrices of a model.
+pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
+    let with = recipe.with(&[format!("parallel.tensor={ranks}"), "parallel.context=1".into()]);
+    let fits = |r: Recipe| check_tensor(&r, &of.config).is_ok() && check_adapters(&r, &of.selection).is_ok();
+    with.is_ok_and(fits)
+}
+
 /// Refuses DoRA where ranks cut matrices: its norms are of whole rows.
 ///
 /// # Errors
