@@ -43,6 +43,22 @@ dora = true
 modules = ["mlp", "head"]
 "#;
 
+/// LoRA with dropout, drawn by the column of the whole input.
+pub const CUT: &str = r#"
+[lora]
+rank = 3
+dropout = 0.2
+[[train]]
+modules = ["attention"]
+[[train]]
+modules = ["mlp"]
+rank = 2
+rslora = true
+[[train]]
+modules = ["norms"]
+method = "full"
+"#;
+
 /// Rules and settings for ranks in processes.
 pub const CASES: [(&str, &[&str]); 4] = [
     (FULL, &[]),

@@ -1,26 +1,10 @@
 //! Matrices over ranks (`parallel.tensor`): results agree with one rank, and do not depend on sharding or transport.
 
-use super::split::{self, LATE, apart, ends, gradients, gradients_apart, launch};
+use super::split::{self, CUT, LATE, apart, ends, gradients, gradients_apart, launch};
 use super::world::{Dice, FULL, World, recipe};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-
-/// LoRA with dropout: drawn by the column of the whole input.
-const ADAPTERS: &str = r#"
-[lora]
-rank = 3
-dropout = 0.2
-[[train]]
-modules = ["attention"]
-[[train]]
-modules = ["mlp"]
-rank = 2
-rslora = true
-[[train]]
-modules = ["norms"]
-method = "full"
-"#;
 
 const QUANTIZED: &str = r#"
 quantize = "nf4"
@@ -75,7 +59,7 @@ fn families() -> [(&'static str, Value); 5] {
         (FULL, json!({})),
         (FULL, biases.clone()),
         (FULL, gemma),
-        (ADAPTERS, biases),
+        (CUT, biases),
         (QUANTIZED, json!({"tie_word_embeddings": true})),
     ]
 }
@@ -113,7 +97,7 @@ fn gradients_are_those_of_one_rank() {
 fn matrices_over_ranks_train_as_whole_ones() {
     for (rules, set) in [
         (FULL, &["memory.recompute=1"][..]),
-        (ADAPTERS, &["memory.recompute=norms", "data.neftune=5"]),
+        (CUT, &["memory.recompute=norms", "data.neftune=5"]),
         (QUANTIZED, &["memory.offload=['optimizer']"]),
     ] {
         let w = world(rules, Value::Null);
@@ -139,7 +123,7 @@ fn matrices_over_ranks_train_as_whole_ones() {
 /// A checkpoint is of logical tensors: one of any layout goes on in any other.
 #[test]
 fn a_run_goes_on_in_another_layout() {
-    for rules in [FULL, ADAPTERS] {
+    for rules in [FULL, CUT] {
         let w = world(rules, Value::Null);
         let one = bits(&w, "one", &[]);
         let layouts = [layout(1, 1, 0), layout(1, 2, 0), layout(2, 2, 3), layout(1, 4, 1)];
@@ -158,7 +142,7 @@ fn a_run_goes_on_in_another_layout() {
 /// Planned bytes are those that come.
 #[test]
 fn planned_bytes_are_those_that_come() {
-    for (rules, data, tensor, zero) in [(FULL, 1, 2, 0), (ADAPTERS, 2, 2, 3), (QUANTIZED, 1, 4, 0)] {
+    for (rules, data, tensor, zero) in [(FULL, 1, 2, 0), (CUT, 2, 2, 3), (QUANTIZED, 1, 4, 0)] {
         let w = world(rules, Value::Null);
         let mut dice = Dice(3);
         let mut row = || format!("{}\n", json!({"input_ids": (0..32).map(|_| dice.below(64)).collect::<Vec<_>>()}));
@@ -177,7 +161,7 @@ fn planned_bytes_are_those_that_come() {
 /// Processes have the bits of threads. One that dies is named, and ends all with exit code 7.
 #[test]
 fn processes_train_as_threads_and_a_lost_one_is_named() {
-    let w = world(ADAPTERS, Value::Null);
+    let w = world(CUT, Value::Null);
     let own = layout(1, 2, 0);
     let want = bits(&w, "threads", &with(&own, &[]));
     let short = with(&own, &["run.output=processes"]);
@@ -201,7 +185,7 @@ fn processes_train_as_threads_and_a_lost_one_is_named() {
 /// What ranks cannot cut is refused by name, by plan, check and run.
 #[test]
 fn what_cannot_be_cut_is_refused() {
-    let w = world(ADAPTERS, Value::Null);
+    let w = world(CUT, Value::Null);
     for (config, set, says) in [
         (json!({}), &["parallel.tensor=3"][..], "1, 2, 4"),
         (json!({"num_key_value_heads": 2}), &["parallel.tensor=4"], "1, 2"),
