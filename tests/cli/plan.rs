@@ -468,14 +468,20 @@ fn cut_matrices_take_what_their_plan_says() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
     let mut biased = config("llama", false);
-    (biased["model_type"], biased["attention_bias"], biased["mlp_bias"]) = (json!("llama"), json!(true), json!(true));
+    (biased["model_type"], biased["attention_bias"], biased["mlp_bias"]) =
+        (json!("llama"), json!(true), json!(true));
     biased["architectures"] = json!(["LlamaForCausalLM"]);
     let (full_rows, data) = ([512; 8], "parallel.data=2");
     let cases: &[(&Value, &str, &[usize], &[&str])] = &[
         (&qwen3, FULL, &full_rows, &[CUT, "memory.recompute=none"]),
         (&tied, LORA, &full_rows, &[CUT, NF4, "model.dtype=bf16", "memory.recompute=all"]),
         (&biased, LORA, &full_rows, &[CUT, NORMS, "lora.dropout=0.1"]),
-        (&tied, FULL, &full_rows, &[CUT, data, "parallel.zero=3", "model.dtype=bf16", "memory.recompute=all"]),
+        (
+            &tied,
+            FULL,
+            &full_rows,
+            &[CUT, data, "parallel.zero=3", "model.dtype=bf16", "memory.recompute=all"],
+        ),
         (&qwen3, FULL, &full_rows, &[CUT, data, "parallel.zero=2", FEED_FORWARD]),
         (&biased, LORA, &full_rows, &["parallel.tensor=4", "memory.recompute=1", LOAD]),
     ];

@@ -145,7 +145,8 @@ fn planned_bytes_are_those_that_come() {
     for (rules, data, tensor, zero) in [(FULL, 1, 2, 0), (CUT, 2, 2, 3), (QUANTIZED, 1, 4, 0)] {
         let w = world(rules, Value::Null);
         let mut dice = Dice(3);
-        let mut row = || format!("{}\n", json!({"input_ids": (0..32).map(|_| dice.below(64)).collect::<Vec<_>>()}));
+        let mut row =
+            || format!("{}\n", json!({"input_ids": (0..32).map(|_| dice.below(64)).collect::<Vec<_>>()}));
         w.write("rows.jsonl", (0..24).map(|_| row()).collect::<String>());
         for recompute in ["memory.recompute=none", "memory.recompute=norms", "memory.recompute=all"] {
             let own = layout(data, tensor, zero);
@@ -179,7 +180,10 @@ fn processes_train_as_threads_and_a_lost_one_is_named() {
     kill_process(Pid::from_raw(processes[1].id() as i32).expect("a number"), Signal::KILL).expect("killed");
     let ended = split::all(processes);
     let says = &ended[0].err;
-    assert!(ended[0].code == 7 && says.contains("rank 1 of 2") && says.contains("its process is gone"), "{says}");
+    assert!(
+        ended[0].code == 7 && says.contains("rank 1 of 2") && says.contains("its process is gone"),
+        "{says}"
+    );
 }
 
 /// What ranks cannot cut is refused by name, by plan, check and run.
@@ -205,10 +209,18 @@ fn what_cannot_be_cut_is_refused() {
         let mut all = json!({"num_key_value_heads": 4});
         all.as_object_mut().expect("an object").extend(config.as_object().cloned().expect("an object"));
         w.config("tiny", all);
-        let tensor = if set.iter().any(|s| s.starts_with("parallel.tensor")) { &[][..] } else { &["parallel.tensor=2"] };
+        let tensor = if set.iter().any(|s| s.starts_with("parallel.tensor")) {
+            &[][..]
+        } else {
+            &["parallel.tensor=2"]
+        };
         for verb in ["plan", "check", "run"] {
             let r = w.ft(&[&[verb, "r.toml", "run.output=none"][..], set, tensor].concat());
-            assert!(r.code == 2 && r.err.contains(says) && r.err.contains("hint: "), "{verb} {set:?}: {}", r.err);
+            assert!(
+                r.code == 2 && r.err.contains(says) && r.err.contains("hint: "),
+                "{verb} {set:?}: {}",
+                r.err
+            );
         }
     }
     assert!(!w.path("none").exists());

@@ -127,7 +127,9 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     };
     if let Some(what) = not_built {
         let hint = if config.moe.is_some() { "parallel.expert" } else { "parallel.zero = 3" };
-        return refuse(format!("not built yet: {what}, as {family} has\n  hint: {hint}, and parallel.tensor = 1"));
+        return refuse(format!(
+            "not built yet: {what}, as {family} has\n  hint: {hint}, and parallel.tensor = 1"
+        ));
     }
     let (heads, width) = (config.kv_heads, config.intermediate);
     let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
@@ -142,7 +144,8 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
         return Ok(());
     }
     let near: Vec<String> = (1..=heads).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
-    let blocks = if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
+    let blocks =
+        if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
     refuse(format!(
         "the model has {heads} key heads and a feed-forward width of {width}, which do not divide by it{blocks}\n  \
          hint: one of {}",

@@ -111,7 +111,9 @@ impl<'a> LazyMatrix<'a> {
     /// # Errors
     /// A piece that ends within a block.
     pub fn cut(self, name: &str, piece: &Piece) -> ft_base::Result<Self> {
-        let (true, &[rows, cols]) = (piece.dim().is_some(), piece.shape().as_slice()) else { return Ok(self) };
+        let (true, &[rows, cols]) = (piece.dim().is_some(), piece.shape().as_slice()) else {
+            return Ok(self);
+        };
         let (Some(blocks), Some(pairs)) = (piece.by(self.block), piece.by(2)) else {
             return Err(Error::Cut { name: name.into(), rows, cols, block: self.block }.into());
         };
@@ -121,7 +123,8 @@ impl<'a> LazyMatrix<'a> {
             LazyScales::Nested { codes, factors, map, group, offset } => {
                 let own = piece.group(self.block, group);
                 let all = (factors.read)(0..factors.len)?.to_vec1::<f32>()?;
-                let of = |g: usize| blocks.ranges(g * own..g * own + 1).first().map_or(0, |r| r.start / group);
+                let of =
+                    |g: usize| blocks.ranges(g * own..g * own + 1).first().map_or(0, |r| r.start / group);
                 let factors = (0..n.div_ceil(own)).filter_map(|g| all.get(of(g)).copied()).collect();
                 let (codes, factors) = (codes.cut(&blocks), LazyVector::of(factors));
                 LazyScales::Nested { codes, factors, map, group: own, offset }

@@ -91,8 +91,8 @@ pub trait Hooks {
         None
     }
 
-    /// In a pass of the first rank alone: the ranks that cut matrices with it, if they do. They take part, without tokens
-    /// of their own.
+    /// In a pass of the first rank alone: the ranks that cut matrices with it, if they do. They take part, without
+    /// tokens of their own.
     fn lone(&self) -> Option<&dyn Comm> {
         None
     }

@@ -45,8 +45,12 @@ impl Layout {
 
     /// The keys that differ from their defaults, with values.
     pub fn keys(&self) -> Vec<(&'static str, usize)> {
-        let all =
-            [("data", self.data), ("context", self.context), ("tensor", self.tensor), ("expert", self.expert)];
+        let all = [
+            ("data", self.data),
+            ("context", self.context),
+            ("tensor", self.tensor),
+            ("expert", self.expert),
+        ];
         let mut keys: Vec<_> = all.into_iter().filter(|(_, n)| *n > 1).collect();
         if self.zero > 0 {
             keys.push(("zero", self.zero.into()));

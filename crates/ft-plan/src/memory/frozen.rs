@@ -79,7 +79,8 @@ impl Frozen {
     }
 
     fn add(&mut self, c: &Setup<'_>, m: &Module, choice: &Choice) {
-        let (n, bias, flat) = (m.weight_values() as u64, m.bias().unwrap_or(0) as u64, c.flat(m, Part::Weight));
+        let (n, bias, flat) =
+            (m.weight_values() as u64, m.bias().unwrap_or(0) as u64, c.flat(m, Part::Weight));
         if c.machine.cuda && m.expert.is_some() {
             // entry in the layer's expert table
             self.device.add(component(m.group), table::BYTES as u64);

@@ -42,7 +42,8 @@ impl Change {
 type Kind = Vec<Change>;
 
 impl Plan {
-    /// Adds hints to a plan over its device's budget, and to one with cut matrices; `room` has the machine's host memory.
+    /// Adds hints to a plan over its device's budget, and to one with cut matrices; `room` has the machine's host
+    /// memory.
     pub fn advise(&mut self, i: &Inputs<'_>, room: &Capacity<'_>) {
         self.hints.extend(fewer_bytes(self, i, room));
         if self.fits_device() {

@@ -150,8 +150,8 @@ impl<'a> Prepared<'a> {
         Simulation::new(run, heads)
     }
 
-    /// Bytes that a rank receives within layers, per micro-batch: keys and values over segments, rows of experts, tokens
-    /// and sums of cut matrices.
+    /// Bytes that a rank receives within layers, per micro-batch: keys and values over segments, rows of experts,
+    /// tokens and sums of cut matrices.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
         if (p.context, p.expert, p.tensor) == (1, 1, 1) {

@@ -68,7 +68,8 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
             let ((a, sa), (b, sb)) = (take(), take());
             let stream = 10 * e + j as u64;
             let weight = Weight::Dense(randn(stream + 100, (o, i), DType::F64)?);
-            let lora = Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, columns: None, dora: None };
+            let lora =
+                Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, columns: None, dora: None };
             linears.push(Linear {
                 weight,
                 bias: None,

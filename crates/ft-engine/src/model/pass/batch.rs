@@ -249,8 +249,8 @@ impl<'a> Batch<'a> {
         Self { context, target_numbers: targets, ..self }
     }
 
-    /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of its
-    /// tokens and targets in the micro-batch.
+    /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of
+    /// its tokens and targets in the micro-batch.
     pub fn cut(self, cut: Cut<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let context = Context { cut: Some(Arc::new(cut)), rows, ..self.context };

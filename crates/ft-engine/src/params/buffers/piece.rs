@@ -189,8 +189,9 @@ mod tests {
                 assert_eq!(own.dims(), piece.shape());
                 let own = own.flatten_all()?.to_vec1::<u32>()?;
                 for range in [0..n, 3..n - 2, n..n] {
-                    let read =
-                        piece.read(range.clone(), |r| Ok(flat.narrow(0, r.start, r.len())?))?.to_vec1::<u32>()?;
+                    let read = piece
+                        .read(range.clone(), |r| Ok(flat.narrow(0, r.start, r.len())?))?
+                        .to_vec1::<u32>()?;
                     assert_eq!(read, own[range]);
                 }
                 own.iter().for_each(|i| seen[*i as usize] += 1);

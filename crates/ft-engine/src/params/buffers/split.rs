@@ -49,8 +49,8 @@ impl FlatKind {
 }
 
 impl Split {
-    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then pieces by unit, or tensors of experts
-    /// by owner and unit.
+    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then pieces by unit, or tensors of
+    /// experts by owner and unit.
     pub fn flat(&self, t: &Trained, units: usize) -> usize {
         match t.expert.filter(|_| self.mesh.expert > 1) {
             Some(e) => (1 + e / self.own_experts().max(1)) * units + t.unit,

@@ -1,8 +1,8 @@
 //! Losses and gradients of every tensor when ranks cut matrices, against one rank.
 
 use super::*;
-use crate::model::family::QkNorms;
 use crate::model::cut::{Cut, Fault, parts};
+use crate::model::family::QkNorms;
 use crate::params::buffers::Split;
 use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
 use ft_base::error::ExitCode;
@@ -166,9 +166,11 @@ fn every_fault_is_noticed() -> Result<()> {
             mlp.down.lora.iter_mut().for_each(|l| l.columns = None);
         }
     };
-    for (setting, fault, alter) in
-        [(&full, Some(Fault::Sum), (|_| ()) as Alter), (&full, Some(Fault::Mean), |_| ()), (&low, None, columns)]
-    {
+    for (setting, fault, alter) in [
+        (&full, Some(Fault::Sum), (|_| ()) as Alter),
+        (&full, Some(Fault::Mean), |_| ()),
+        (&low, None, columns),
+    ] {
         let all = parts(setting.micro()?.ids.len(), 2);
         let [far, _] = setting.apart(&all, fault, alter)?;
         assert!(far > 1e-4, "{fault:?}: {far:.1e} from one rank");
