@@ -27,6 +27,7 @@ mod local;
 mod nested;
 mod offload;
 mod optimizers;
+mod pipeline;
 mod plan;
 mod preference;
 mod push;

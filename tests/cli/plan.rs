@@ -565,6 +565,37 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     Ok(())
 }
 
+/// With layers over ranks, the rank with the most allocates what the plan says, to 1%. Weights and states of each of two
+/// equal stages are half of those of one rank, to 2%.
+#[test]
+fn a_stage_holds_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, tied, moe) = (config("qwen3", false), config("qwen3", true), mixture());
+    let (rows, all) = ([512; 8], FULL.replace("\"mlp\"", "\"experts\", \"router\""));
+    let cases: [(&Value, &str, &[usize], &[&str]); 6] = [
+        (&qwen3, FULL, &rows, &["parallel.pipeline=2", "memory.recompute=none"]),
+        (&tied, FULL, &rows, &["parallel.pipeline=2", "parallel.data=2", "parallel.zero=1"]),
+        (&qwen3, LORA, &rows, &["parallel.pipeline=3", NF4, "memory.recompute=all"]),
+        (&moe, &all, &rows, &["parallel.pipeline=2", "memory.recompute=1", "router.aux_loss=0.01"]),
+        (&qwen3, LORA, &rows, &["parallel.pipeline=2", "parallel.data=2", "parallel.zero=3"]),
+        (&tied, FULL, &rows, &["parallel.pipeline=6", "model.dtype=bf16", NORMS]),
+    ];
+    let cases = cases.map(|(config, rules, rows, set)| {
+        (config, rules, rows, [set, &["memory.budget=2GiB", "run.micro_rows=1"]].concat())
+    });
+    within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])?;
+    let states = |set: &[&str]| -> Result<f64> {
+        run(dir.path(), &qwen3, FULL, &rows, &[set, &["memory.budget=2GiB"]].concat())?;
+        let planned = event(dir.path(), "end")?["memory"]["planned"].clone();
+        let parts = ["frozen_weights", "weights_that_train", "gradients", "master_weights", "moments"];
+        Ok(parts.iter().filter_map(|part| planned[part].as_f64()).sum())
+    };
+    let (one, two) = (states(&[])?, states(&["parallel.pipeline=2", "parallel.stages=[3, 3]"])?);
+    let far = 2.0 * two / one - 1.0;
+    ensure!(far.abs() <= 0.02, "{two} of {one} on each of two ranks");
+    Ok(())
+}
+
 /// With the tokens of a row over ranks, memory and traffic agree with the plan to 1%: keys and values go to the ranks
 /// whose queries see them, and their gradients back.
 #[test]

@@ -147,6 +147,22 @@ fn tokens_experts_and_matrices_over_devices() {
     }
 }
 
+/// Layers over devices: the bits of one stage, at every stage of ZeRO.
+#[test]
+fn layers_over_devices() {
+    if !devices(4) {
+        return;
+    }
+    let w = split::world(FULL);
+    w.config("tiny", json!({"tie_word_embeddings": false}));
+    let set = ["model.dtype=f32", "run.steps=2", "memory.recompute=1", "--overwrite"];
+    for (data, zero) in [(2, "parallel.zero=3"), (1, "parallel.zero=0")].into_iter().take(few(1)) {
+        let want = bits(&w, data, "one", &set);
+        let got = bits(&w, data, "stages", &[&set[..], &["parallel.pipeline=2", zero]].concat());
+        assert!(got == want, "{data} data ranks, {zero}: other bits than one stage");
+    }
+}
+
 /// Processes started by `mpirun` have separate devices, too.
 #[test]
 #[cfg(feature = "mpi")]

@@ -46,7 +46,7 @@ pub use inference::{InferenceMemory, InferenceModel, Server};
 pub use layouts::{Candidate, Devices, Layout, Layouts, Limit, Link, layouts_of_recipe};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};
 pub use model::{Target, machine, source, stored};
-pub use plan::{Hint, Plan, allocations, of_recipe, of_recipe_in};
+pub use plan::{Hint, Pipelined, Plan, allocations, of_recipe, of_recipe_in};
 pub use resolve::Resolved;
 pub use search::{Inputs, Reasons, SearchResult};
 pub use time::rates;

@@ -12,6 +12,7 @@ use ft_engine::adapters::{self, Choice, PeftConfig, Selection, peft};
 use ft_engine::model::Config;
 use ft_engine::model::family::QkNorms;
 use ft_engine::model::modules::Module;
+use ft_engine::model::units::cut;
 use ft_engine::quant::BLOCK;
 use ft_recipe::{Quantize, Recipe};
 use std::path::{Path, PathBuf};
@@ -37,12 +38,16 @@ impl Resolved {
     ) -> ft_base::Result<Self> {
         check_model(recipe, &config)?;
         check_experts(recipe, &config)?;
+        check_stages(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
-        if recipe.parallel.expert > 1 && peft::needs_neutral(&selection) {
-            let place = recipe.place("parallel.expert");
+        let p = &recipe.parallel;
+        let split = [("parallel.expert", p.expert), ("parallel.pipeline", p.pipeline)];
+        let split = split.iter().find(|(_, ranks)| *ranks > 1);
+        if let Some((key, _)) = split.filter(|_| peft::needs_neutral(&selection)) {
+            let place = recipe.place(key);
             return Err(Error::Ignored(format!(
-                "{place}: not built yet: parallel.expert with dora in some rules and not in others\n  hint: dora in \
+                "{place}: not built yet: {key} with dora in some rules and not in others\n  hint: dora in \
                     every rule or in none"
             ))
             .into());
@@ -196,6 +201,29 @@ fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             ))
         }
     }
+}
+
+/// Refuses stages that do not divide the layers of the model.
+///
+/// # Errors
+/// More stages than layers; `parallel.stages` of another number of layers.
+fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let (p, layers) = (&recipe.parallel, config.layers);
+    if cut(config, p.pipeline, &p.stages).is_some() {
+        return Ok(());
+    }
+    Err(Error::Ignored(match p.stages.iter().sum::<usize>() {
+        0 => format!(
+            "{}: parallel.pipeline = {}: the model has {layers} layers\n  hint: at most {layers}",
+            recipe.place("parallel.pipeline"),
+            p.pipeline
+        ),
+        sum => format!(
+            "{}: stages of {sum} layers in all, and the model has {layers}\n  hint: leave it out: layers \
+             are cut by their work",
+            recipe.place("parallel.stages")
+        ),
+    }))
 }
 
 /// The config with the head of the recipe's task.

@@ -7,7 +7,7 @@
 use super::inputs::RunInputs;
 use super::shard::{load, load_checkpoint, other_reference, ready, save};
 use crate::train::Error;
-use crate::train::eval::evaluate;
+use crate::train::eval::{evaluate, stage_logits};
 use crate::train::job::Job;
 use crate::train::output;
 use crate::train::step::command::{self, Command};
@@ -89,6 +89,7 @@ fn execute(
                 None => walk.serve_forward(),
             }
         }
+        Command::Probe(of) => stage_logits(cx, gather, &of).map(drop),
         Command::ReadBack(dir) => output::read_back(job, params, &dir),
         Command::Load(dir) => load_checkpoint(params, &dir, comm),
         Command::End => Ok(()),

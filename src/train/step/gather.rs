@@ -7,7 +7,7 @@ use super::command::{self, Command};
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
 use ft_engine::ranks::{Comm, Group};
-use ft_engine::walk::{Hooks, Outline, Visit};
+use ft_engine::walk::{Hooks, Outline, Stage, Visit};
 use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
@@ -20,6 +20,8 @@ pub struct Gather<'a> {
     comm: &'a dyn Comm,
     /// Ranks that split the experts, if they do.
     experts: Option<Group<'a>>,
+    /// Neighbours of this rank's stage, if ranks split the layers.
+    stage: Option<Stage<'a>>,
     /// Units on the device, with their pending transfers.
     here: RefCell<BTreeMap<usize, Vec<Arrival>>>,
 }
@@ -28,7 +30,8 @@ impl<'a> Gather<'a> {
     /// Creates a gatherer for passes in which all ranks take part.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let experts = params.split.experts_group(comm);
-        Self { outline: Outline::of(decoder), params, comm, experts, here: RefCell::default() }
+        let stage = Stage::of(decoder, &params.split, comm);
+        Self { outline: Outline::of(decoder), params, comm, experts, stage, here: RefCell::default() }
     }
 
     /// Releases all units except `needed`.
@@ -47,6 +50,10 @@ impl<'a> Gather<'a> {
 impl Hooks for Gather<'_> {
     fn experts(&self) -> Option<&dyn Comm> {
         self.experts.as_ref().map(|group| group as &dyn Comm)
+    }
+
+    fn stage(&self) -> Option<&Stage<'_>> {
+        self.stage.as_ref()
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {

@@ -40,6 +40,21 @@ impl<'a> Ranks<'a> {
         self.mesh.data
     }
 
+    /// Number of pipeline stages.
+    pub fn stages(&self) -> usize {
+        self.mesh.pipeline
+    }
+
+    /// Number of ranks of a stage.
+    pub fn in_stage(&self) -> usize {
+        self.mesh.ranks() / self.mesh.pipeline.max(1)
+    }
+
+    /// Pipeline stage of this rank.
+    pub fn stage(&self) -> usize {
+        self.mesh.coordinates(self.comm.rank()).pipeline
+    }
+
     /// Index of this rank's micro-batch in a turn.
     pub fn own(&self) -> usize {
         self.mesh.coordinates(self.comm.rank()).data

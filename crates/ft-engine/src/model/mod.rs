@@ -20,7 +20,7 @@ pub mod linear;
 pub mod mixer;
 pub mod norm;
 mod pass;
-mod units;
+pub mod units;
 
 pub use config::{
     Biases, Config, Delta, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope,

@@ -167,9 +167,10 @@ impl Params {
         self.split.shard(FlatKind::Whole).is_split()
     }
 
-    /// Whether a forward pass of this rank alone needs the other ranks: for split weights, pieces, or experts.
+    /// Whether a forward pass of this rank alone needs the other ranks: for split weights, pieces, experts, or layers.
     pub fn needs_others(&self) -> bool {
-        self.is_split() || self.split.own().is_some() || self.split.mesh.tensor > 1
+        let split = self.split.own().is_some() || self.split.units.is_some() || self.split.mesh.tensor > 1;
+        self.is_split() || split
     }
 
     /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
@@ -237,8 +238,8 @@ impl Params {
     /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
         let whole = |u: &Flat| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
-        let all_here = self.split.own().is_none() && self.split.mesh.tensor == 1;
-        all_here && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+        let split = self.split.own().is_some() || self.split.units.is_some() || self.split.mesh.tensor > 1;
+        !split && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
     /// Dtype of a tensor's authoritative values: f32 with master weights.
@@ -325,12 +326,12 @@ impl Params {
 
     /// As [`Params::zero_grads`], but if the sink can overwrite leftovers of an earlier step, returns the
     /// slots to overwrite instead of zeroing them.
-    pub fn new_sums(&self) -> Result<&[Slot]> {
+    pub fn new_sums(&self) -> Result<Vec<Slot>> {
         let mut grads = self.flats.iter().flatten().filter_map(|u| u.grads.as_ref());
         if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
-            return Ok(&self.slots);
+            return Ok(self.slots.iter().filter(|s| self.flat(s).is_ok()).copied().collect());
         }
-        self.zero_grads().map(|()| &[][..])
+        self.zero_grads().map(|()| Vec::new())
     }
 
     /// Number of trained values.

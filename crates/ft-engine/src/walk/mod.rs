@@ -12,6 +12,7 @@ pub mod generate;
 mod pass;
 mod routing;
 mod serve;
+mod stage;
 #[cfg(test)]
 mod tests;
 mod times;
@@ -21,7 +22,8 @@ mod walker;
 pub use execution::{Dequantize, Execution, Inputs, Recomputed};
 pub use finite::{NotFinite, finite};
 pub use pass::Pass;
-pub use routing::{HostRouting, Load, RouterLosses, Routing, dead, entropy, peak};
+pub use routing::{HostRouting, Load, RouterLosses, Routing, Total, dead, entropy, peak};
+pub use stage::{Crossing, Stage};
 pub use times::{Part, Times};
 pub use visit::{Hooks, NoHooks, Outline, Visit};
 pub use walker::{Walk, dequantized_layer};

@@ -2,13 +2,13 @@
 
 use super::routing::Routing;
 use super::times::Part;
-use super::visit::{Outline, Visits};
+use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
-use crate::model::Batch;
 use crate::model::batch::Context;
 use crate::model::head::Output;
 use crate::model::layer::{self, Level};
 use crate::model::sink::Sink;
+use crate::model::{Batch, Decoder};
 use candle_core::{Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Parked;
@@ -41,18 +41,29 @@ pub struct Pass<'a> {
     pub routing: Routing,
 }
 
-impl<'a> Walk<'a> {
-    /// Begins the pass of a micro-batch in training.
+impl<'a> Pass<'a> {
+    /// Begins the pass of a micro-batch down to unit `lowest`.
     ///
     /// # Errors
     /// A lost rank.
-    pub fn begin(&mut self) -> ft_base::Result<Pass<'a>> {
-        let visits = Visits::begin(Outline::of(self.decoder).training(self.lowest), self.hooks)?;
-        self.lap(Part::Data)?;
-        let kept = Vec::with_capacity(self.decoder.units.own_layers().len());
-        Ok(Pass { visits, kept, routing: Routing::default() })
+    pub fn begin(decoder: &Decoder, lowest: Option<usize>, hooks: &'a dyn Hooks) -> ft_base::Result<Self> {
+        let visits = Visits::begin(Outline::of(decoder).training(lowest), hooks)?;
+        let visits = if decoder.units.has_head() { visits } else { visits.pausing() };
+        let kept = Vec::with_capacity(decoder.units.own_layers().len());
+        Ok(Self { visits, kept, routing: Routing::default() })
     }
 
+    /// Makes the visits up to the backward pass, then those of the backward pass, on a rank without rows; on a stage
+    /// with the head all at once.
+    ///
+    /// # Errors
+    /// A lost rank.
+    pub fn skip(&mut self) -> ft_base::Result<()> {
+        self.visits.skip()
+    }
+}
+
+impl Walk<'_> {
     /// State to save of layer `l`; `None` for layers below the lowest trained unit.
     fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
         let Some(level) = self.kept_level(l) else { return Ok(None) };
@@ -91,6 +102,7 @@ impl<'a> Walk<'a> {
     ) -> ft_base::Result<Tensor> {
         let context = batch.context.among(self.hooks.experts());
         let decoder = self.decoder;
+        self.lap(Part::Data)?;
         let mut x = match below {
             Some(x) => x,
             None => {
@@ -201,7 +213,7 @@ impl<'a> Walk<'a> {
     }
 
     fn train_all(&mut self, batch: &Batch<'_>, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
-        let mut pass = self.begin()?;
+        let mut pass = Pass::begin(self.decoder, self.lowest, self.hooks)?;
         let x = self.up(&mut pass, batch, None)?;
         let out = self.head(&mut pass, batch, x, (scale, sink))?;
         self.divergences = out.divergences;

@@ -1,5 +1,6 @@
 //! The visits of a pass over the units, and hooks around visits.
 
+use super::stage::Stage;
 use crate::model::{Decoder, Units};
 use crate::ranks::Comm;
 use ft_base::memory::place::Phase;
@@ -97,6 +98,11 @@ pub trait Hooks {
         None
     }
 
+    /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbours.
+    fn stage(&self) -> Option<&Stage<'_>> {
+        None
+    }
+
     /// Called before a visit; `next` is the visit after it.
     ///
     /// # Errors
@@ -130,6 +136,8 @@ pub struct Visits<'a> {
     visits: Vec<Visit>,
     /// Index of the next or current visit.
     at: usize,
+    /// Number of visits before a pause, in which other passes run.
+    pause: usize,
     hooks: &'a dyn Hooks,
 }
 
@@ -140,7 +148,7 @@ impl<'a> Visits<'a> {
     /// See [`Hooks::begin`].
     pub fn begin(visits: Vec<Visit>, hooks: &'a dyn Hooks) -> ft_base::Result<Self> {
         hooks.begin()?;
-        Ok(Self { visits, at: 0, hooks })
+        Ok(Self { visits, at: 0, pause: usize::MAX, hooks })
     }
 
     /// Starts the next visit; `None` after the last one.
@@ -149,8 +157,30 @@ impl<'a> Visits<'a> {
     /// See [`Hooks::arrive`].
     pub fn arrive(&self) -> ft_base::Result<Option<Visit>> {
         let visit = self.visits.get(self.at).copied();
-        visit.map_or(Ok(()), |v| self.hooks.arrive(v, self.visits.get(self.at + 1).copied()))?;
+        visit.map_or(Ok(()), |v| self.hooks.arrive(v, self.next(self.at + 1)))?;
         Ok(visit)
+    }
+
+    /// The visit `at`, if no pause precedes it.
+    fn next(&self, at: usize) -> Option<Visit> {
+        self.visits.get(at).copied().filter(|_| at != self.pause)
+    }
+
+    /// Pauses after the forward visits.
+    pub fn pausing(self) -> Self {
+        Self { pause: self.visits.iter().filter(|v| !v.is_backward()).count(), ..self }
+    }
+
+    /// Makes the visits up to the pause or the end without a computation, on a rank without rows.
+    ///
+    /// # Errors
+    /// See [`Hooks::arrive`].
+    pub fn skip(&mut self) -> ft_base::Result<()> {
+        let until = if self.at < self.pause { self.pause } else { usize::MAX };
+        while self.at < until && self.arrive()?.is_some() {
+            self.leave()?;
+        }
+        Ok(())
     }
 
     /// Ends the current visit.
@@ -160,7 +190,7 @@ impl<'a> Visits<'a> {
     pub fn leave(&mut self) -> ft_base::Result<()> {
         let visit = self.visits.get(self.at).copied();
         self.at += 1;
-        visit.map_or(Ok(()), |v| self.hooks.leave(v, self.visits.get(self.at).copied()))
+        visit.map_or(Ok(()), |v| self.hooks.leave(v, self.next(self.at)))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::execution::{Dequantize, Execution, Inputs, Recomputed};
 use super::routing::{RouterLosses, Routing};
+use super::stage::Crossing;
 use super::times::{Part, Times};
 use super::visit::{Hooks, NoHooks, Outline, Visits};
 use crate::model::cut;
@@ -181,12 +182,12 @@ impl<'a> Walk<'a> {
         self.hooks.experts().and_then(Comm::lost).map_or(e, Into::into)
     }
 
-    /// Forward pass to the final hidden states `[t, d]`, then `head` on them.
+    /// Forward pass to the final hidden states `[t, d]`, then `head` on them; `None` on a stage without the head.
     fn forward<R>(
         &mut self,
         batch: &Batch,
         head: impl FnOnce(&Self, &Tensor) -> Result<R>,
-    ) -> ft_base::Result<R> {
+    ) -> ft_base::Result<Option<R>> {
         let outcome = self.forward_all(batch, head);
         outcome.map_err(|e| self.cause(e))
     }
@@ -195,25 +196,35 @@ impl<'a> Walk<'a> {
         &mut self,
         batch: &Batch,
         head: impl FnOnce(&Self, &Tensor) -> Result<R>,
-    ) -> ft_base::Result<R> {
+    ) -> ft_base::Result<Option<R>> {
         let decoder = self.decoder;
         let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
         let lone = self.hooks.lone().map(|comm| cut::lead(comm, &batch.context)).transpose()?;
         let context = lone.as_ref().unwrap_or(&batch.context).among(self.hooks.experts());
         let mut routing = Routing::default();
-        self.arrive(&pass)?;
-        let mut x = decoder.embedding.forward(&batch.ids)?;
-        pass.leave()?;
-        for l in 0..decoder.layers.len() {
+        let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
+            Some(stage) => stage.receive(batch.tokens)?,
+            None => {
+                self.arrive(&pass)?;
+                let x = decoder.embedding.forward(&batch.ids)?;
+                pass.leave()?;
+                x
+            }
+        };
+        for l in decoder.units.own_layers() {
             self.arrive(&pass)?;
             x = self.layer(l, &x, &context, &mut routing)?.0;
             pass.leave()?;
         }
         self.routing = routing;
+        if let Some(stage) = self.hooks.stage().filter(|_| !decoder.units.has_head()) {
+            stage.exchange(true, Crossing { out: Some(&x), into: None })?;
+            return Ok(None);
+        }
         self.arrive(&pass)?;
         let out = head(self, &x)?;
         pass.leave()?;
-        Ok(out)
+        Ok(Some(out))
     }
 
     /// Takes part in a forward pass of the first rank alone; `comm` are the ranks that cut matrices with it.
@@ -223,29 +234,42 @@ impl<'a> Walk<'a> {
     pub fn follow(&mut self, comm: &dyn Comm) -> ft_base::Result<()> {
         let decoder = self.decoder;
         let batch = cut::follow(comm, &decoder.config, decoder.embedding.table.real()?.device())?;
-        self.forward(&batch, |_, _| Ok(()))
+        self.forward(&batch, |_, _| Ok(())).map(drop)
     }
 
-    /// Final hidden states `[t, d]`, the input of the head.
+    /// Final hidden states `[t, d]`, the input of the head. Of a whole model.
     pub fn hidden(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
-        self.forward(batch, |_, x| Ok(x.clone()))
+        self.forward(batch, |_, x| Ok(x.clone()))?.ok_or_else(no_head)
     }
 
-    /// Loss of each target, forward only.
+    /// Loss of each target, forward only; none on a stage without the head.
     pub fn eval(&mut self, batch: &Batch) -> ft_base::Result<Vec<Tensor>> {
         let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
-        let out = self.forward(batch, losses)?;
+        let out = self.forward(batch, losses)?.unwrap_or_default();
         self.divergences = out.divergences;
         Ok(out.losses)
     }
 
     /// The most probable tokens at each target: see [`Head::top`].
     pub fn top(&mut self, batch: &Batch, most: (usize, usize)) -> ft_base::Result<Vec<Vec<(u32, f32)>>> {
-        self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))
+        Ok(self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))?.unwrap_or_default())
     }
 
     /// Logits of every token, `[t, v]` in f32.
     pub fn logits(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
+        self.stage_logits(batch)?.ok_or_else(no_head)
+    }
+
+    /// As [`Walk::logits`], with all stages; `None` on a stage without the head.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn stage_logits(&mut self, batch: &Batch) -> ft_base::Result<Option<Tensor>> {
         self.forward(batch, |w, x| w.decoder.head.logits(x, &batch.context))
     }
+}
+
+/// A pass asked for the head's output of a stage without the head.
+fn no_head() -> ft_base::Error {
+    candle_core::Error::Msg("a stage without the head: a bug in ft".into()).into()
 }

@@ -85,6 +85,7 @@ pub struct Layouts {
 pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> ft_base::Result<Layouts> {
     let model = Model::find(recipe)?;
     let room = Capacity::of(machine(recipe, target));
+    let layers = model.resolved.config.layers;
     let experts = model.resolved.config.moe.as_ref().map_or(0, |m| m.experts);
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
@@ -99,7 +100,7 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
         refused: Vec::new(),
     };
     let cuts = |n: usize| cuts(recipe, &model.resolved, n);
-    for layout in Layout::all(found.devices.count, experts, cuts) {
+    for layout in Layout::all(found.devices.count, layers, experts, cuts) {
         match applied(recipe, layout) {
             Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
                 found.refuse("parallel.context is not built for linear attention".into());

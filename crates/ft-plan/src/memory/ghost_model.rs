@@ -36,6 +36,8 @@ pub struct GhostModel {
     pub tied: bool,
     /// Gradient buffers by unit, as `Sink` takes them.
     pub grads: Vec<Option<Tensor>>,
+    /// Units of the planned stage.
+    pub units: Units,
     /// Lowest unit that trains; `None` if nothing does.
     pub lowest: Option<usize>,
 }
@@ -45,14 +47,15 @@ type Kind<'a> = (Vec<&'a Choice>, bool, LayerAttention, bool);
 
 impl GhostModel {
     /// Builds the model from a config and a module selection. `weights` is the quantization of linear
-    /// layers and whether frozen matrices are stored with room for their adapters; `tensor`, `stages`
-    /// and `experts` are the tensor-parallel, pipeline and expert-parallel world sizes.
+    /// layers and whether frozen matrices are stored with room for their adapters; `tensor` and `experts`
+    /// are the tensor-parallel and expert-parallel world sizes, `units` those of the planned stage.
     pub fn new(
         config: &Config,
         selection: &Selection,
         weights: (Quantize, bool),
         machine: Machine,
-        (tensor, stages, experts): (usize, usize, usize),
+        (tensor, experts): (usize, usize),
+        units: Units,
     ) -> ft_base::Result<Self> {
         let ledger = Ledger::new(machine);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
@@ -92,14 +95,7 @@ impl GhostModel {
         let (embedding, table) = Builder::new(c, &mut ghosts(&first)).embedding(&table)?;
         let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
         let trains = |(_, choice): &&(Module, Choice)| *choice != Choice::Freeze;
-        let mut lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
-        if stages > 1 {
-            let mine = of.len().div_ceil(stages);
-            // a stage keeps the top layers: count the walked ones from the top
-            let walked = walked(lowest, of.len()).min(mine);
-            of.drain(..of.len() - mine);
-            lowest = lowest.map(|u| if u == 0 { 0 } else { mine + 1 - walked });
-        }
+        let lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
         let grads = Ghosts::grads(&ledger);
         Ok(Self {
             ledger,
@@ -112,6 +108,7 @@ impl GhostModel {
             head,
             tied: config.tied,
             grads,
+            units,
             lowest,
         })
     }
@@ -119,18 +116,25 @@ impl GhostModel {
     /// Determines the visits of the walk's passes.
     pub fn outline(&self) -> Outline {
         let e = &self.embedding;
-        let (layers, units) = (self.of.len(), Units::all(self.of.len()));
+        let (layers, units) = (self.of.len(), self.units);
         Outline { layers, units, tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
+    }
+
+    /// Number and kind of each layer of the stage.
+    pub fn own(&self) -> impl DoubleEndedIterator<Item = (usize, &usize)> {
+        self.units.own_layers().filter_map(|l| Some((l, self.of.get(l)?)))
     }
 
     /// Layers walked backward.
     pub fn walked(&self) -> usize {
-        walked(self.lowest, self.of.len())
+        let own = self.units.own_layers();
+        self.lowest.map_or(0, |u| own.end.saturating_sub(u.saturating_sub(1).max(own.start)))
     }
-}
 
-fn walked(lowest: Option<usize>, layers: usize) -> usize {
-    lowest.map_or(0, |u| (layers + 1).saturating_sub(u.max(1)))
+    /// Whether the stage has a backward pass.
+    pub fn goes_down(&self) -> bool {
+        self.lowest.is_some_and(|u| u < self.units.end)
+    }
 }
 
 /// Config with the heads and the width of one rank of a tensor group.

@@ -1,7 +1,8 @@
 //! Shares of a rank in the model, by kind of parallelism.
 
 use ft_engine::adapters::Selection;
-use ft_engine::model::modules::Module;
+use ft_engine::model::Units;
+use ft_engine::model::modules::{Group, Module};
 use ft_engine::params::buffers::cut_module;
 use ft_recipe::Recipe;
 use std::ops::Range;
@@ -17,13 +18,17 @@ pub(super) struct Ranks {
     pub(super) replicas: u64,
     /// Experts of the rank with the most that trains, if ranks split them.
     pub(super) own: Option<Range<usize>>,
-    pipeline: u64,
-    layers: u64,
+    /// Units of the stage.
+    units: Units,
+    tied: bool,
+    /// Ranks of the first and the last stage, if these share a table that trains.
+    pub(super) ends: Option<u64>,
 }
 
 impl Ranks {
-    pub(super) fn of(r: &Recipe, selection: &Selection) -> Self {
-        let (p, layers) = (&r.parallel, selection.layers);
+    pub(super) fn of(r: &Recipe, selection: &Selection, units: Units) -> Self {
+        let p = &r.parallel;
+        let shared = selection.tied && selection.parts().iter().any(|t| t.module.group == Group::Embedding);
         Self {
             stage: p.stage(),
             zero: p.zero,
@@ -31,24 +36,22 @@ impl Ranks {
             expert: p.expert as u64,
             replicas: p.stage() / (p.expert as u64).max(p.tensor as u64).max(1),
             own: own(selection, p.expert),
-            pipeline: p.pipeline as u64,
-            layers: layers as u64,
+            units,
+            tied: selection.tied,
+            ends: (p.pipeline > 1 && shared).then(|| 2 * p.stage()),
         }
     }
 
     /// Whether the rank holds a module.
     pub(super) fn has(&self, m: &Module) -> bool {
-        m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
+        let unit = m.unit(self.units.layers);
+        let here = self.units.has(unit) || self.tied && unit == 0 && self.units.has_head();
+        here && m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
     }
 
-    /// This rank's share of a module's `bytes`, sharded from ZeRO stage `stage` on over the `copies` that ranks hold.
-    /// With a pipeline this is the largest stage: its share of the layers, plus both ends of the model.
-    pub(super) fn share(&self, (m, copies): (&Module, u64), bytes: u64, stage: u8) -> u64 {
-        let mine = bytes.div_ceil(if self.zero >= stage { copies } else { 1 });
-        if self.pipeline > 1 && m.layer.is_some() {
-            return mine * self.layers.div_ceil(self.pipeline) / self.layers.max(1);
-        }
-        mine
+    /// This rank's share of `bytes`, sharded from ZeRO stage `stage` on over the `copies` that ranks hold.
+    pub(super) fn share(&self, copies: u64, bytes: u64, stage: u8) -> u64 {
+        bytes.div_ceil(if self.zero >= stage { copies } else { 1 })
     }
 }
 

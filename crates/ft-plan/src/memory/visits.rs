@@ -46,8 +46,10 @@ pub struct StepInputs<'a> {
     pub context: [Option<Segments>; 2],
     /// Ranks of a tensor group, and whole training and evaluation micro-batches.
     pub tensor: (usize, [Tokens; 2]),
-    /// Pipeline stages, also the number of micro-batches in flight.
-    pub stages: u64,
+    /// Micro-batches of the stage between their forward and their backward pass.
+    pub flying: u64,
+    /// Whether a step has more.
+    pub more: bool,
 }
 
 /// Segments of a micro-batch on a rank of a context group.
@@ -162,6 +164,12 @@ impl BackwardVisit {
 impl StepInputs<'_> {
     pub(super) fn machine(&self) -> Machine {
         self.shape.ledger.machine()
+    }
+
+    /// Whether gradients of a table of the first and the last stage live through all passes: on the last stage from the
+    /// head on, on the first one from its first backward pass on.
+    pub(super) fn keeps_ends(&self) -> bool {
+        self.shape.units.has_head() || self.more
     }
 
     /// Gathered weight bytes during each visit of a pass, and after it.

@@ -2,10 +2,9 @@
 
 use super::plan::{Hint, Plan};
 use crate::host::{Capacity, sum};
-use crate::inference::Server;
 use crate::model::dtype;
 use crate::resolve::check_model;
-use crate::search::{Inputs, Prepared, choose};
+use crate::search::Inputs;
 use crate::units::bytes;
 use crate::workload::{Workload, Workloads};
 use ft_engine::adapters::Selection;
@@ -110,10 +109,7 @@ fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capaci
     });
     let workloads = if after == before { i.workloads } else { &other };
     let inputs = Inputs { recipe, selection, machine, workloads, ..*i };
-    let prepared = Prepared::new(&inputs).ok()?;
-    let decision = choose(&prepared).ok()?;
-    let server = Server::of(recipe, i.config, selection, machine.stored).ok()?;
-    let mut plan = Plan::of(&inputs, &prepared, decision, server).ok()?;
+    let mut plan = Plan::new(&inputs).ok()?;
     plan.space.look(recipe, machine, plan.total(), room);
     (plan.fits_device() && plan.space.host_fits()).then_some(plan)
 }

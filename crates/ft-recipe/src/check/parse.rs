@@ -31,6 +31,7 @@ pub(super) fn parse(kind: Kind, value: &Value, path: &str) -> Result<Checked, Re
         (Kind::Tokens, Value::List(list)) => values::tokens(list, path).map(Checked::Tokens),
         (Kind::Layers, v) => values::layers(v).map(Checked::Layers),
         (Kind::Experts, v) => values::experts(v).map(Checked::Experts),
+        (Kind::Counts, Value::List(list)) => values::counts(list).map(Checked::Counts),
         (Kind::Betas, Value::List(list)) => betas(list, path).map(Checked::Pair),
         (Kind::Bytes, v) => values::bytes(v, path).map(Checked::Int),
         (Kind::Recompute, Value::Text(s)) => {

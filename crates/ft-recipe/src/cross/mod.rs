@@ -5,6 +5,7 @@ mod data;
 mod experts;
 mod idle;
 mod optimizer;
+mod pipeline;
 mod preference;
 mod rules;
 mod run;
@@ -31,6 +32,7 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.in_backward(recipe);
     x.galore(recipe);
     x.experts(recipe);
+    x.pipeline(recipe);
     x.tensor(recipe);
     x.log(recipe);
     x.idle(recipe);

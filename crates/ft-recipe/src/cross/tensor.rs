@@ -19,6 +19,12 @@ impl Cross<'_, '_> {
                 "parallel.context = 1",
             ),
             (
+                "parallel.pipeline",
+                recipe.parallel.pipeline > 1,
+                "stages and cut matrices are apart",
+                "one of the two, with parallel.data",
+            ),
+            (
                 "generate.samples",
                 recipe.generate.samples > 0,
                 generates,

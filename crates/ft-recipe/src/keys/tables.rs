@@ -10,8 +10,8 @@ use super::sets::*;
 use super::words::*;
 use crate::syntax::Diagnostic;
 use Kind::{
-    Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
-    Table, Tables, Text, Texts, Tokens, Word, Words,
+    Anything, Betas, Bool, Bytes, Counts, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number,
+    Strings, Table, Tables, Text, Texts, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use ft_base::error::Place;
@@ -411,8 +411,11 @@ table! {
         /// Ranks that cut the matrices of a layer: heads of attention, and columns of the feed-forward. Number of key heads and
         /// feed-forward width divide by it.
         tensor: usize = RANKS, Toml("1");
-        /// Pipeline stages.
+        /// Pipeline stages: each has consecutive layers, and micro-batches pass through all. The first has the embedding, the
+        /// last the head.
         pipeline: usize = RANKS, Toml("1");
+        /// Layers of each pipeline stage, from the bottom; empty cuts by the work of the layers and of the head.
+        stages: Vec<usize> = Counts, Toml("[]");
         /// Ranks that split the experts of a mixture, in blocks of neighbours. They are among those of the other axes, and rows
         /// travel to them.
         expert: usize = RANKS, Toml("1");

@@ -97,6 +97,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         }),
         Kind::Layers => indices(r"^(all|\d+|\d+-\d*|-\d+:)$"),
         Kind::Experts => indices(r"^(all|\d+|\d+-\d*)$"),
+        Kind::Counts => json!({ "type": "array", "items": { "type": "integer", "minimum": 1 } }),
         Kind::Betas => json!({
             "type": "array", "minItems": 2, "maxItems": 2,
             "items": { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },

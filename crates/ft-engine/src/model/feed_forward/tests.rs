@@ -103,7 +103,7 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
     let (slots, len) = slots();
     // leftovers of an earlier step are overwritten or zeroed
     let grads = vec![Some(Tensor::full(7.0f64, len, &Device::Cpu)?)];
-    let sink = Sink::new(&grads, slots.len()).over(&slots);
+    let sink = Sink::new(&grads, slots.len()).over(slots.clone());
     let (_, saved) = m.forward(&x, &ctx, Some(Arc::clone(&groups)))?;
     assert_eq!(saved.groups.expert, groups.expert, "a routing that is given is taken over");
     let dx = m.backward(saved, &dy, &ctx, &sink, None)?;

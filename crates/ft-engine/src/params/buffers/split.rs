@@ -3,6 +3,7 @@
 use super::piece::{Piece, is_cut};
 use super::shard::Shard;
 use crate::adapters::{Part, Trained};
+use crate::model::Units;
 use crate::model::modules::Module;
 use crate::ranks::{Axis, Comm, Group, Mesh};
 use std::ops::Range;
@@ -18,6 +19,9 @@ pub enum FlatKind {
     Expert,
     /// Rows or columns of matrices that ranks cut: ranks with the same index along the tensor axis hold copies.
     Cut,
+    /// The table that embedding and head share, if these are on different stages: the ranks of both hold copies. It is
+    /// never gathered in a pass; its states alone are split.
+    Ends,
 }
 
 /// Place of a rank on the mesh, and the ZeRO stage. One rank by default.
@@ -30,11 +34,15 @@ pub struct Split {
     pub zero: u8,
     /// Experts of a mixture layer; 0 without.
     pub experts: usize,
+    /// Units of this rank's stage; `None` for all.
+    pub units: Option<Units>,
+    /// Whether embedding and head share a table.
+    pub tied: bool,
 }
 
 impl Default for Split {
     fn default() -> Self {
-        Self { mesh: Mesh::ONE, rank: 0, zero: 0, experts: 0 }
+        Self { mesh: Mesh::ONE, rank: 0, zero: 0, experts: 0, units: None, tied: false }
     }
 }
 
@@ -44,6 +52,7 @@ impl FlatKind {
             FlatKind::Whole => Axis::Stage,
             FlatKind::Expert => Axis::ExpertReplica,
             FlatKind::Cut => Axis::Replica,
+            FlatKind::Ends => Axis::Ends,
         }
     }
 }
@@ -92,11 +101,29 @@ impl Split {
     pub fn held(&self, number: usize, units: usize) -> Option<(usize, FlatKind)> {
         let unit = number % units.max(1);
         match (number / units.max(1)).checked_sub(1) {
+            None if !self.has(unit) => None,
+            None if unit == 0 && self.has_ends() => Some((unit, FlatKind::Ends)),
             None => Some((unit, FlatKind::Whole)),
             Some(_) if self.mesh.expert == 1 => Some((unit, FlatKind::Cut)),
             Some(member) if member == self.member() => Some((unit, FlatKind::Expert)),
             Some(_) => None,
         }
+    }
+
+    /// Whether this rank holds the tensors of a unit. A head that shares the embedding's table holds both.
+    pub fn has(&self, unit: usize) -> bool {
+        let shares = |u: Units| self.tied && unit == 0 && u.has_head();
+        self.units.is_none_or(|u| u.has(unit) || shares(u))
+    }
+
+    /// Whether embedding and head share a table on different stages.
+    fn has_ends(&self) -> bool {
+        self.tied && self.mesh.pipeline > 1
+    }
+
+    /// Ranks of this rank's stage.
+    pub fn stage(&self) -> usize {
+        self.mesh.ranks() / self.mesh.pipeline.max(1)
     }
 
     /// Experts of a layer on each rank.
@@ -128,7 +155,8 @@ impl Split {
     pub fn shard(&self, kind: FlatKind) -> Shard {
         let all = self.mesh.members(kind.axis(), self.rank);
         let rank = all.iter().position(|r| *r == self.rank).unwrap_or(0);
-        Shard { rank, ranks: all.len(), stage: if all.len() > 1 { self.zero } else { 0 } }
+        let most = if kind == FlatKind::Ends { 1 } else { 3 };
+        Shard { rank, ranks: all.len(), stage: if all.len() > 1 { self.zero.min(most) } else { 0 } }
     }
 
     /// Ranks that split the experts with this one, if they do. `comm` are all ranks.

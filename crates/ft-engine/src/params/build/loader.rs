@@ -6,7 +6,6 @@ use super::check::{check_full, four_bit};
 use super::frozen::{FrozenUnit, Place};
 use crate::adapters::{Choice, Part, peft};
 use crate::load::{self, FourBit};
-use crate::model::Decoder;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::Owned;
@@ -14,6 +13,7 @@ use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Kind, MlpTree, Module};
 use crate::model::sink::Slot;
+use crate::model::{Decoder, Units};
 use crate::params::Params;
 use crate::params::buffers::{FlatKind, Piece, Shard};
 use crate::quant::{BLOCK, CodeTables, LazyVector};
@@ -26,6 +26,7 @@ use ft_kernels::crossing::Arrival;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Real;
+use ft_kernels::vacant::vacant;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -82,14 +83,20 @@ impl<'a> Loader<'a> {
         Ok(loader)
     }
 
-    /// Moves on to a module; entering a new unit completes the previous one.
+    /// Moves on to a module of this rank; entering a new unit completes the previous one.
     fn come_to(&mut self, m: &Module) -> ft_base::Result<()> {
         let unit = m.unit(self.b.base.config.layers);
-        if self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+        if self.is_here(m) && self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit)
+        {
             self.complete()?;
             self.split = Some(FrozenUnit::new(unit, self.b.device));
         }
         Ok(())
+    }
+
+    /// Whether this rank holds the tensors of a module: those of another stage have a shape only.
+    fn is_here(&self, m: &Module) -> bool {
+        self.params.split.has(m.unit(self.b.base.config.layers))
     }
 
     /// Kind of the buffers of a frozen part of a module, and whether they are gathered for a visit. Tensors of a single
@@ -159,11 +166,12 @@ impl<'a> Loader<'a> {
     }
 
     fn choice(&self, m: &Module) -> Choice {
-        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
+        let number = self.numbers.get(&m.name).filter(|_| self.is_here(m));
+        number.map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.tensors.get(&(m.name.clone(), part)).copied()
+        self.tensors.get(&(m.name.clone(), part)).copied().filter(|_| self.is_here(m))
     }
 
     /// Finishes the last unit and the progress bar.
@@ -242,6 +250,11 @@ impl<'a> Loader<'a> {
 
     /// Loads a tensor of the base: frozen, or trained in its buffer.
     fn tensor(&mut self, m: &Module, part: Part) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        if !self.is_here(m) {
+            let piece = self.params.split.piece(m, part);
+            let flat = vacant(piece.elements(), self.b.dtype, self.b.device)?;
+            return Ok((flat.reshape(piece.shape())?, None));
+        }
         self.come_to(m)?;
         let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part)?, None)) };
         match self.adapter_value(i)? {
@@ -337,11 +350,19 @@ impl Weights for Loader<'_> {
         self.b.dtype
     }
 
+    fn units(&self) -> Option<Units> {
+        self.params.split.units
+    }
+
     fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
         self.tensor(m, Part::Weight)
     }
 
     fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        if !self.is_here(m) {
+            let (weight, slot) = self.weight(m)?;
+            return Ok((Weight::Dense(weight), slot));
+        }
         self.come_to(m)?;
         match four_bit(self.b.base, m, &self.choice(m)) {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
