@@ -52,20 +52,20 @@ impl TrainContext<'_> {
     ) -> ft_base::Result<()> {
         let (ranks, batches) = (self.ranks(), passes.batches);
         let Some(stage) = passes.reduce.stage() else { return Ok(()) };
-        let sums = |at: &mut (usize, usize), (_, size): &(&[usize], ft_data::Size)| {
-            let before = *at;
-            *at = (at.0 + size.tokens, at.1 + size.targets);
-            Some(before)
+        let mut sum = (0, 0);
+        let before = |(_, size): &(&[usize], ft_data::Size)| {
+            let at = sum;
+            sum = (at.0 + size.tokens, at.1 + size.targets);
+            at
         };
-        let first = batches.all.iter().scan((0, 0), |at, one| sums(at, one)).collect();
+        let first = batches.all.iter().map(before).collect();
         let (units, lowest) = (self.model.decoder.units, self.model.params.lowest_unit());
         let trains = [units.end, units.first].map(|above| lowest.is_some_and(|l| l < above));
         // The load-balancing loss needs the decisions of all stages in each.
         let lowest_stage = match trains {
-            _ if router.any() => 0,
-            [_, true] => 0,
-            [true, false] => ranks.stage(),
-            [false, false] => ranks.stage() + 1,
+            [_, below] if below || router.any() => 0,
+            [true, _] => ranks.stage(),
+            [false, _] => ranks.stage() + 1,
         };
         let turns = batches.all.len().div_ceil(ranks.at_once());
         let list = schedule(ranks.stages(), ranks.stage(), turns, lowest_stage);
