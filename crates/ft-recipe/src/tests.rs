@@ -265,7 +265,8 @@ fn keys_without_effect_are_told() {
 fn plans_see_what_runs_refuse() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("r.toml");
-    std::fs::write(&path, format!("{SMALL}[parallel]\ncomm = \"mpi\"\n[memory]\nbudget = \"48GiB\"\n")).unwrap();
+    std::fs::write(&path, format!("{SMALL}[parallel]\ncomm = \"mpi\"\n[memory]\nbudget = \"48GiB\"\n"))
+        .unwrap();
     assert_eq!(Recipe::load(&path, &[]).unwrap_err().problems().len(), 1);
     let plan = Recipe::load_for_plan(&path, &[]).unwrap();
     assert_eq!(plan.memory.budget, Some(48 << 30));
