@@ -53,6 +53,7 @@ mod sources;
 mod split;
 mod stale;
 mod stops;
+mod tensor;
 mod terminal;
 mod text;
 mod tokens;

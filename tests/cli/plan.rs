@@ -98,6 +98,7 @@ const ALL_AT_ONCE: &[&str] =
 const PARAMS: &str = "memory.offload=['params']";
 const ACTIVATIONS: &str = "memory.offload=['activations']";
 const ON_HOST: &str = "memory.offload=['optimizer', 'params', 'activations']";
+const CUT: &str = "parallel.tensor=2";
 const NF4: &str = "model.quantize=nf4";
 const NORMS: &str = "memory.recompute=norms";
 const FEED_FORWARD: &str = "memory.recompute=feed_forward";
@@ -459,6 +460,32 @@ fn gpt_oss_and_gemma_take_what_their_plans_say() -> Result<()> {
         (&gemma, LORA, &full_rows, &[NORMS, "lora.dora=true", "model.dtype=bf16"]),
     ];
     within_a_percent(dir.path(), cases)
+}
+
+/// Cut matrices take what the plan says on the rank with the most. The first two cases, all in the nightly tier.
+#[test]
+fn cut_matrices_take_what_their_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
+    let mut biased = config("llama", false);
+    (biased["model_type"], biased["attention_bias"], biased["mlp_bias"]) =
+        (json!("llama"), json!(true), json!(true));
+    biased["architectures"] = json!(["LlamaForCausalLM"]);
+    let (full_rows, data) = ([512; 8], "parallel.data=2");
+    let cases: &[(&Value, &str, &[usize], &[&str])] = &[
+        (&qwen3, FULL, &full_rows, &[CUT, "memory.recompute=none"]),
+        (&tied, LORA, &full_rows, &[CUT, NF4, "model.dtype=bf16", "memory.recompute=all"]),
+        (&biased, LORA, &full_rows, &[CUT, NORMS, "lora.dropout=0.1"]),
+        (
+            &tied,
+            FULL,
+            &full_rows,
+            &[CUT, data, "parallel.zero=3", "model.dtype=bf16", "memory.recompute=all"],
+        ),
+        (&qwen3, FULL, &full_rows, &[CUT, data, "parallel.zero=2", FEED_FORWARD]),
+        (&biased, LORA, &full_rows, &["parallel.tensor=4", "memory.recompute=1", LOAD]),
+    ];
+    within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])
 }
 
 /// Memory and traffic per rank agree with the plan to 1%. Sharded states, gradients and weights shrink in

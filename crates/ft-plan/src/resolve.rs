@@ -8,10 +8,13 @@ use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapters::{self, PeftConfig, Selection, peft};
+use ft_engine::adapters::{self, Choice, PeftConfig, Selection, peft};
 use ft_engine::model::Config;
+use ft_engine::model::family::QkNorms;
+use ft_engine::model::modules::Module;
 use ft_engine::model::units::cut;
-use ft_recipe::Recipe;
+use ft_engine::quant::BLOCK;
+use ft_recipe::{Quantize, Recipe};
 use std::path::{Path, PathBuf};
 
 pub use crate::model::{dtype, source_path, unknown_keys};
@@ -93,6 +96,7 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             recipe.parallel.context
         )));
     }
+    check_tensor(recipe, config)?;
     let losses = [("router.aux_loss", r.aux_loss), ("router.z_loss", r.z_loss)];
     match losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0) {
         Some((key, value)) => {
@@ -102,6 +106,78 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             )))
         }
         None => Ok(()),
+    }
+}
+
+/// Refuses matrices that do not divide over the ranks that cut them, and layers that are not built for it.
+///
+/// # Errors
+/// `parallel.tensor` above 1 with experts, linear attention, norms over all heads, or with another number of heads,
+/// width, or 4-bit blocks.
+fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
+    if ranks == 1 {
+        return Ok(());
+    }
+    let family = config.family.model_type;
+    let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.tensor = {ranks}: {why}")));
+    let not_built = if config.delta.is_some() {
+        Some("linear attention")
+    } else if config.moe.is_some() {
+        Some("mixtures of experts")
+    } else if config.family.qk_norm == QkNorms::Whole {
+        Some("norms over the queries and keys of all heads")
+    } else {
+        None
+    };
+    if let Some(what) = not_built {
+        let hint = if config.moe.is_some() { "parallel.expert" } else { "parallel.zero = 3" };
+        return refuse(format!(
+            "not built yet: {what}, as {family} has\n  hint: {hint}, and parallel.tensor = 1"
+        ));
+    }
+    let (heads, width) = (config.kv_heads, config.intermediate);
+    let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
+    let (d, inner) = (config.hidden, config.heads * config.head_dim);
+    let in_blocks = |n: usize| {
+        let rows = [inner, config.kv_heads * config.head_dim, width].map(|rows| rows / n * d);
+        rows.into_iter().chain([inner / n, width / n]).all(|values| values.is_multiple_of(BLOCK))
+    };
+    let divides = |n: usize| heads.is_multiple_of(n) && width.is_multiple_of(n);
+    let fits = |n: usize| divides(n) && (!quantized || in_blocks(n));
+    if fits(ranks) {
+        return Ok(());
+    }
+    let near: Vec<String> = (1..=heads).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
+    let blocks =
+        if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
+    refuse(format!(
+        "the model has {heads} key heads and a feed-forward width of {width}, which do not divide by it{blocks}\n  \
+         hint: one of {}",
+        if near.is_empty() { "1".into() } else { near.join(", ") }
+    ))
+}
+
+/// Whether so many ranks can cut the matrices of a model.
+pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
+    let with = recipe.with(&[format!("parallel.tensor={ranks}"), "parallel.context=1".into()]);
+    let fits = |r: Recipe| check_tensor(&r, &of.config).is_ok() && check_adapters(&r, &of.selection).is_ok();
+    with.is_ok_and(fits)
+}
+
+/// Refuses DoRA where ranks cut matrices: its norms are of whole rows.
+///
+/// # Errors
+/// A module with DoRA and `parallel.tensor` above 1.
+fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
+    let dora = |(_, choice): &(Module, Choice)| matches!(choice, Choice::Lora { spec, .. } if spec.dora);
+    match selection.modules.iter().find(|m| dora(m)) {
+        Some((m, _)) if recipe.parallel.tensor > 1 => Err(Error::Ignored(format!(
+            "{}: not built yet: parallel.tensor with DoRA, as of {}\n  hint: lora.dora = false, or parallel.tensor = 1",
+            recipe.place("parallel.tensor"),
+            m.name
+        ))),
+        _ => Ok(()),
     }
 }
 
@@ -207,6 +283,7 @@ pub fn selection(
         return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     selection.check_learning_rates(recipe)?;
+    check_adapters(recipe, &selection)?;
     Ok(selection)
 }
 

@@ -81,7 +81,7 @@ pub fn evaluate(
         return Ok(Evaluation { loss, targets, metrics });
     }
     let Scorer { decoder, ranks, hooks, execution, device, distillation } = *scorer;
-    let (comm, context) = (ranks.comm, ranks.context());
+    let (comm, context) = (ranks.comm, ranks.of_tokens());
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());

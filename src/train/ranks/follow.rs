@@ -82,7 +82,13 @@ fn execute(
             finite::check_weights(params, comm, step)?;
             save(cx, &dir)
         }
-        Command::Forward => Walk::chosen(decoder, None, &inputs.execution).hooks(gather).serve_forward(),
+        Command::Forward => {
+            let mut walk = Walk::chosen(decoder, None, &inputs.execution).hooks(gather);
+            match params.split.tensor_group(comm).filter(|group| group.members().contains(&0)) {
+                Some(group) => walk.follow(&group),
+                None => walk.serve_forward(),
+            }
+        }
         Command::Probe(of) => stage_logits(cx, gather, &of).map(drop),
         Command::ReadBack(dir) => output::read_back(job, params, &dir),
         Command::Load(dir) => load_checkpoint(params, &dir, comm),

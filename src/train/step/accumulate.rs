@@ -176,7 +176,7 @@ impl TrainContext<'_> {
         let (decoder, lowest) = (&self.model.decoder, self.model.params.lowest_unit());
         let (seed, neftune) = (self.job.recipe.run.seed, self.job.recipe.data.neftune);
         let (factor, ranks) = (self.loss_factor(), self.ranks());
-        let (context, mut unsaid, mut first) = (ranks.context(), Tally::default(), (0, 0));
+        let (context, mut unsaid, mut first) = (ranks.of_tokens(), Tally::default(), (0, 0));
         for turn in batches.all.chunks(ranks.at_once()) {
             check_stop(self.comm, stop)?;
             let mut own = None;

@@ -87,29 +87,38 @@ impl Drop for Gather<'_> {
 
 /// As [`Gather`], for forward passes of the first rank alone. Announces every pass to the other ranks, so
 /// they can send their shards.
-pub struct LeaderGather<'a>(Gather<'a>);
+pub struct LeaderGather<'a> {
+    all: Gather<'a>,
+    /// Ranks that cut matrices with the first, if they do.
+    tensor: Option<Group<'a>>,
+}
 
 impl<'a> LeaderGather<'a> {
     /// Creates a gatherer for passes of the first rank.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
-        Self(Gather::new(decoder, params, comm))
+        Self { all: Gather::new(decoder, params, comm), tensor: params.split.tensor_group(comm) }
     }
 }
 
 impl Hooks for LeaderGather<'_> {
     fn begin(&self) -> ft_base::Result<()> {
-        if self.0.params.needs_others() { command::announce(self.0.comm, &Command::Forward) } else { Ok(()) }
+        let (params, comm) = (self.all.params, self.all.comm);
+        if params.needs_others() { command::announce(comm, &Command::Forward) } else { Ok(()) }
     }
 
     fn experts(&self) -> Option<&dyn Comm> {
-        self.0.experts()
+        self.all.experts()
+    }
+
+    fn lone(&self) -> Option<&dyn Comm> {
+        self.tensor.as_ref().map(|group| group as &dyn Comm)
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.arrive(visit, next)
+        self.all.arrive(visit, next)
     }
 
     fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.leave(visit, next)
+        self.all.leave(visit, next)
     }
 }

@@ -55,6 +55,14 @@ pub trait Weights {
     fn own(&self, _: &[MlpTree], _unit: usize) -> Option<(Range<usize>, Owned)> {
         None
     }
+    /// Heads on this rank, of `all` of a layer.
+    fn heads(&self, all: usize) -> usize {
+        all
+    }
+    /// Whether this rank adds the bias of a module: of a product over cut columns, one rank does.
+    fn adds_bias(&self, _: &Module) -> bool {
+        true
+    }
     /// LoRA of the embedding, if any.
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>>;
 }
@@ -188,7 +196,7 @@ impl<'a> Builder<'a> {
         let (bias, bias_slot) = match m.bias() {
             Some(_) => {
                 let (b, slot) = self.weights.bias(m)?;
-                (Some(b), slot)
+                if self.weights.adds_bias(m) { (Some(b), slot) } else { (None, None) }
             }
             None => (None, None),
         };
@@ -214,8 +222,8 @@ impl<'a> Builder<'a> {
                     None => None,
                 },
                 sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
-                heads: c.heads,
-                kv_heads: c.kv_heads,
+                heads: self.weights.heads(c.heads),
+                kv_heads: self.weights.heads(c.kv_heads),
                 head_dim: c.head_dim,
                 scale: c.attention[l].scale,
                 rope: c.attention[l].rope,

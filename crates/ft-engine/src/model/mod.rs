@@ -27,5 +27,5 @@ pub use config::{
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{across, batch, sink};
+pub use pass::{across, batch, cut, sink};
 pub use units::Units;

@@ -28,6 +28,11 @@ impl<'a> Group<'a> {
         Self { comm, axis, me: members.iter().position(|r| *r == rank).unwrap_or(0), members: members.into() }
     }
 
+    /// Kind of the group.
+    pub fn axis(&self) -> Axis {
+        self.axis
+    }
+
     /// Ranks of the members in the world.
     pub fn members(&self) -> &[usize] {
         &self.members

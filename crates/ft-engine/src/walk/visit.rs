@@ -92,6 +92,12 @@ pub trait Hooks {
         None
     }
 
+    /// In a pass of the first rank alone: the ranks that cut matrices with it, if they do. They take part, without
+    /// tokens of their own.
+    fn lone(&self) -> Option<&dyn Comm> {
+        None
+    }
+
     /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbours.
     fn stage(&self) -> Option<&Stage<'_>> {
         None

@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn the_fastest_go_first_and_of_equals_the_smallest() {
         let of = |data, zero, seconds, memory| Candidate {
-            layout: Layout { data, pipeline: 1, context: 1, expert: 1, zero },
+            layout: Layout { data, pipeline: 1, context: 1, tensor: 1, expert: 1, zero },
             beside: Vec::new(),
             memory,
             wire_bytes_a_step: 0,

@@ -5,7 +5,7 @@ use super::predict::{Candidate, sort, time};
 use crate::host::Capacity;
 use crate::model::{Target, machine};
 use crate::plan::{Model, Plan};
-use crate::resolve::check_model;
+use crate::resolve::{check_model, cuts};
 use crate::time::links::Link;
 use crate::time::rates;
 use ft_kernels::Machine;
@@ -115,7 +115,8 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
         least: None,
         refused: Vec::new(),
     };
-    for layout in Layout::all(found.devices.count, layers, experts) {
+    let cuts = |n: usize| cuts(recipe, &model.resolved, n);
+    for layout in Layout::all(found.devices.count, layers, experts, cuts) {
         match applied(recipe, layout) {
             Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
                 found.refuse("parallel.context is not built for linear attention".into());

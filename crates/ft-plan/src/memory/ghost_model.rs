@@ -137,19 +137,11 @@ impl GhostModel {
     }
 }
 
-/// Config of one rank's shard under tensor parallelism over `ranks`.
+/// Config with the heads and the width of one rank of a tensor group.
 fn part(config: &Config, ranks: usize) -> Config {
     let mut c = config.clone();
-    c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);
-    let own = [&mut c.kv_heads, &mut c.intermediate, &mut c.vocab];
-    own.into_iter().for_each(|n| *n = n.div_ceil(ranks));
-    if let Some(delta) = &mut c.delta {
-        let each = delta.heads.each();
-        delta.heads.keys = delta.heads.keys.div_ceil(ranks);
-        delta.heads.values = delta.heads.keys * each;
-    }
-    if let Some(moe) = &mut c.moe {
-        (moe.width, moe.shared) = (moe.width.div_ceil(ranks), moe.shared.div_ceil(ranks));
+    for n in [&mut c.heads, &mut c.kv_heads, &mut c.intermediate] {
+        *n /= ranks;
     }
     c
 }

@@ -2,10 +2,10 @@
 
 use super::optimizer::rounded;
 use super::shares::Ranks;
-use ft_engine::adapters::{Selection, TrainedPart};
+use ft_engine::adapters::{Part, Selection, TrainedPart};
 use ft_engine::model::Units;
 use ft_engine::model::modules::Module;
-use ft_engine::params::buffers::{ALIGN, Shard};
+use ft_engine::params::buffers::{ALIGN, Shard, is_cut};
 use ft_kernels::Machine;
 use ft_recipe::{Offload, Recipe};
 
@@ -42,14 +42,14 @@ impl<'a> Setup<'a> {
         m.unit(self.selection.layers)
     }
 
-    /// Number of flat buffers: one a unit, and where ranks split the experts, one more for those of this rank.
+    /// Number of flat buffers: one a unit, and where ranks split experts or matrices, one more for those of this rank.
     pub fn flats(&self) -> usize {
-        self.units() * if self.ranks.expert > 1 { 2 } else { 1 }
+        self.units() * if self.ranks.expert.max(self.ranks.tensor) > 1 { 2 } else { 1 }
     }
 
-    /// Flat buffer of a module.
-    pub fn flat(&self, m: &Module) -> usize {
-        let apart = self.ranks.expert > 1 && m.expert.is_some();
+    /// Flat buffer of a part of a module.
+    pub fn flat(&self, m: &Module, part: Part) -> usize {
+        let apart = self.ranks.expert > 1 && m.expert.is_some() || self.ranks.tensor > 1 && is_cut(m, part);
         self.unit(m) + if apart { self.units() } else { 0 }
     }
 
@@ -68,13 +68,13 @@ impl<'a> Setup<'a> {
         self.ranks.ends.is_some() && flat == 0
     }
 
-    /// This rank's share of the trained `bytes` of a module: see [`Ranks::share`]. A buffer of the first and the last
-    /// stage has states in parts only.
-    pub fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
-        match self.ranks.ends.filter(|_| self.is_ends(self.flat(m))) {
+    /// This rank's share of the trained `bytes` of a flat buffer: see [`Ranks::share`]. A buffer of the first and the
+    /// last stage has states in parts only.
+    pub fn share(&self, flat: usize, bytes: u64, stage: u8) -> u64 {
+        match self.ranks.ends.filter(|_| self.is_ends(flat)) {
             Some(ends) if stage == 1 && self.ranks.zero >= 1 => bytes.div_ceil(ends),
             Some(_) => bytes,
-            None => self.ranks.share(m, bytes, stage),
+            None => self.ranks.share(self.copies(flat), bytes, stage),
         }
     }
 

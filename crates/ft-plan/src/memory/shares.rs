@@ -3,6 +3,7 @@
 use ft_engine::adapters::Selection;
 use ft_engine::model::Units;
 use ft_engine::model::modules::{Group, Module};
+use ft_engine::params::buffers::cut_module;
 use ft_recipe::Recipe;
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ pub(super) struct Ranks {
     pub(super) stage: u64,
     pub(super) zero: u8,
     pub(super) tensor: u64,
-    /// Ranks of an expert group, and replicas of an expert.
+    /// Ranks of an expert group, and replicas of an expert or of a piece of a matrix.
     pub(super) expert: u64,
     pub(super) replicas: u64,
     /// Experts of the rank with the most that trains, if ranks split them.
@@ -33,7 +34,7 @@ impl Ranks {
             zero: p.zero,
             tensor: p.tensor as u64,
             expert: p.expert as u64,
-            replicas: p.stage() / (p.expert as u64).max(1),
+            replicas: p.stage() / (p.expert as u64).max(p.tensor as u64).max(1),
             own: own(selection, p.expert),
             units,
             tied: selection.tied,
@@ -48,18 +49,16 @@ impl Ranks {
         here && m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
     }
 
-    /// This rank's share of a module's `bytes`, sharded from ZeRO stage `stage` on over the ranks that hold copies.
-    pub(super) fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
-        let whole = matches!(m.group, Group::Norms | Group::Recurrence | Group::Sinks);
-        let by = match m.expert {
-            Some(_) if self.expert > 1 && self.zero >= stage => self.replicas,
-            Some(_) if self.expert > 1 => 1,
-            _ if self.zero >= stage => self.stage,
-            None if !whole => self.tensor,
-            _ => 1,
-        };
-        bytes.div_ceil(by)
+    /// This rank's share of `bytes`, sharded from ZeRO stage `stage` on over the `copies` that ranks hold.
+    pub(super) fn share(&self, copies: u64, bytes: u64, stage: u8) -> u64 {
+        bytes.div_ceil(if self.zero >= stage { copies } else { 1 })
     }
+}
+
+/// The selection with the dimensions that modules have on a rank.
+pub(super) fn cut(selection: &Selection, ranks: usize) -> Selection {
+    let modules = selection.modules.iter().map(|(m, choice)| (cut_module(m, ranks), *choice));
+    Selection { modules: modules.collect(), ..selection.clone() }
 }
 
 /// The experts of the rank that trains the most values of them; the first of several.

@@ -141,10 +141,11 @@ impl<'a> Simulation<'a> {
             let batch = run.batch(t, train)?;
             run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
         };
-        let batch = |t: Tokens, context: Option<&Segments>| -> Usage {
+        let batch = |t: Tokens, context: Option<&Segments>, whole: Option<Tokens>| -> Usage {
             let mut bytes = Bytes::default();
             bytes.add(Component::Batch, context.map_or(0, |s| s.lists));
             let cuda = run.machine().cuda;
+            bytes.add(Component::Batch, whole.map_or(0, |all| all.beside(t, &s.ropes, cuda)));
             bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), &s.ropes, cuda));
             bytes.into()
         };
@@ -153,7 +154,7 @@ impl<'a> Simulation<'a> {
         Ok(Self {
             states: states.into(),
             skewed,
-            batch: batch(run.train, run.context[0].as_ref()),
+            batch: batch(run.train, run.context[0].as_ref(), run.whole(0)),
             embedding: embedding(run.train, true)?,
             embedding_backward: (s.embedding.trains() && s.units.has_embedding())
                 .then(|| run.embedding_backward())
@@ -163,11 +164,11 @@ impl<'a> Simulation<'a> {
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
             eval: run
                 .eval
-                .map(|t| embedding(t, false).map(|e| (batch(t, run.context[1].as_ref()), e)))
+                .map(|t| embedding(t, false).map(|e| (batch(t, run.context[1].as_ref(), run.whole(1)), e)))
                 .transpose()?,
             answer: run
                 .answers
-                .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None), e)))
+                .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None, None), e)))
                 .transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
             optimizer: run

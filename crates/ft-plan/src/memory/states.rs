@@ -4,6 +4,7 @@ use super::component::{Bytes, Component};
 use super::frozen::Frozen;
 use super::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
 use super::setup::Setup;
+use super::shares::cut;
 use super::trained::TrainedBytes;
 use ft_engine::adapters::Selection;
 use ft_engine::model::Units;
@@ -72,13 +73,15 @@ impl ModelStates {
         machine: Machine,
         (parameters, units): (u64, Units),
     ) -> Self {
-        let c = Setup::new(recipe, selection, machine, units);
+        let whole = Setup::new(recipe, selection, machine, units);
+        let own = (whole.ranks.tensor > 1).then(|| cut(selection, recipe.parallel.tensor));
+        let c = Setup::new(recipe, own.as_ref().unwrap_or(selection), machine, units);
         let frozen = Frozen::new(&c);
         let trained = TrainedBytes::new(&c);
         let stages = recipe.parallel.pipeline > 1;
         let count = match stages {
             true => selection.parts().iter().map(|t| t.elements() as u64).sum(),
-            false => c.trained.iter().map(|(t, _)| t.elements() as u64).sum(),
+            false => whole.trained.iter().map(|(t, _)| t.elements() as u64).sum(),
         };
         let mut out =
             Self { parameters: (parameters, count), projecting: trained.projecting, ..Self::default() };
@@ -90,7 +93,7 @@ impl ModelStates {
         let context = if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads) };
         out.device.add(Component::Context, context);
         out.process(&c);
-        out.saving(&c, count);
+        out.saving(&whole, count);
         out
     }
 
@@ -163,7 +166,7 @@ impl ModelStates {
                 let own = if c.is_ends(flat) && !c.weights_on_host() { 0 } else { trained.lens[flat] };
                 let bytes = frozen.flat_bytes[flat] + c.width() * own;
                 let all = bytes + 4 * trained.wide_values(c, flat);
-                if c.comes(flat) { all.div_ceil(c.ranks.tensor) } else { 0 }
+                if c.comes(flat) { all } else { 0 }
             };
             self.flight = c.by_unit(flight);
             self.load_transient = frozen.gathered_transient(read_buffers(c), &self.flight);
@@ -273,7 +276,7 @@ impl ModelStates {
         let stored = if whole_model { c.width() } else { 4 };
         let read = pieces(c, stored * largest.min(READ_PIECE / 4));
         // sharded master weights are read back from the checkpoint; an adapter's all at once
-        let sharded = c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
+        let sharded = c.ranks.tensor > 1 || c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
         let shards = c.ranks.stage > 1 && sharded || c.recipe.parallel.pipeline > 1;
         let together = shards && !whole_model;
         let values = if together { 4 * count + read } else { 0 };

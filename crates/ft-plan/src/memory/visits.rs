@@ -7,6 +7,7 @@ use crate::workload::Tokens;
 use candle_core::{DType, Result};
 use ft_engine::model::Batch;
 use ft_engine::model::across::Across;
+use ft_engine::model::cut::Cut;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::sink::Sink;
@@ -43,6 +44,8 @@ pub struct StepInputs<'a> {
     pub skewed: bool,
     /// Segments of training and evaluation micro-batches on this rank of a context group.
     pub context: [Option<Segments>; 2],
+    /// Ranks of a tensor group, and whole training and evaluation micro-batches.
+    pub tensor: (usize, [Tokens; 2]),
     /// Micro-batches of the stage between their forward and their backward pass.
     pub flying: u64,
     /// Whether a step has more.
@@ -187,6 +190,24 @@ impl StepInputs<'_> {
         Ok(self.shape.ledger.take().into())
     }
 
+    /// The whole micro-batch of training (0) or evaluation (1) on a rank of a tensor group.
+    pub(super) fn whole(&self, which: usize) -> Option<Tokens> {
+        (self.tensor.0 > 1).then(|| self.tensor.1[which])
+    }
+
+    /// A micro-batch in layers, for training or evaluation.
+    fn in_layers(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
+        let mut batch = self.batch(t, train)?;
+        let (which, (ranks, whole)) = (usize::from(!train), &self.tensor);
+        batch.context.across = self.context[which].as_ref().map(|s| &*s.across);
+        if *ranks > 1 {
+            let all = self.batch(whole[which], train)?.context;
+            let cut = Cut::planned(whole[which].tokens as usize, *ranks, all);
+            batch.context.cut = Some(Arc::new(cut));
+        }
+        Ok(batch)
+    }
+
     /// A micro-batch, for training or evaluation.
     pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
         let s = self.shape;
@@ -221,9 +242,7 @@ impl StepInputs<'_> {
     /// Runs the visits of `Walk::train` and `Walk::eval` for one layer kind.
     pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<LayerVisits> {
         let (ledger, t) = (&self.shape.ledger, self.train);
-        let mut batch = self.batch(t, true)?;
-        let [of_train, of_eval] = self.context.each_ref().map(|s| s.as_ref().map(|s| &*s.across));
-        batch.context.across = of_train;
+        let batch = self.in_layers(t, true)?;
         let ctx = &batch.context;
         let taken = || -> Usage {
             let mut full: Usage = ledger.take().into();
@@ -265,13 +284,11 @@ impl StepInputs<'_> {
         };
         let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
-        let eval = |t, across| {
-            let mut batch = self.batch(t, false)?;
-            batch.context.across = across;
+        let eval = |t: Tokens, batch: Batch<'_>| {
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
-        let answer = self.answers.map(|a| eval(a.part, None)).transpose()?;
-        let eval = self.eval.map(|t| eval(t, of_eval)).transpose()?;
+        let answer = self.answers.map(|a| eval(a.part, self.batch(a.part, false)?)).transpose()?;
+        let eval = self.eval.map(|t| eval(t, self.in_layers(t, false)?)).transpose()?;
         Ok(LayerVisits { own, forward, ways, eval, answer })
     }
 

@@ -46,6 +46,7 @@ fn works<R>(
         flying: 1,
         more: false,
         context: [None, None],
+        tensor: (1, [Tokens::default(); 2]),
     };
     let parts = Simulation::new(run, heads)?;
     Ok(look(&|levels| parts.work(levels)))

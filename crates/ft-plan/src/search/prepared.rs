@@ -126,9 +126,10 @@ impl<'a> Prepared<'a> {
 
     /// This rank's part of a micro-batch, and its segments under context parallelism.
     fn part(&self, t: Tokens) -> (Tokens, Option<Segments>) {
-        let ranks = self.inputs.recipe.parallel.context;
+        let p = &self.inputs.recipe.parallel;
+        let ranks = p.context;
         if ranks == 1 {
-            return (t, None);
+            return (if p.tensor > 1 { t.cut(p.tensor) } else { t }, None);
         }
         let windows = self.inputs.config.attention.iter().map(|a| a.window);
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
@@ -153,6 +154,7 @@ impl<'a> Prepared<'a> {
             train,
             eval,
             context: [of_train, of_eval.flatten()],
+            tensor: (r.parallel.tensor, [w.train, w.eval.unwrap_or(w.train)]),
             answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
@@ -192,10 +194,10 @@ impl<'a> Prepared<'a> {
     }
 
     /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,
-    /// hidden states of other stages.
+    /// hidden states of other stages, tokens and sums of cut matrices.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
-        if (p.context, p.expert) == (1, 1) {
+        if (p.context, p.expert, p.tensor) == (1, 1, 1) {
             return Ok(self.passed(w));
         }
         let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);

@@ -10,6 +10,7 @@ mod preference;
 mod rules;
 mod run;
 mod scores;
+mod tensor;
 
 use crate::check::Checker;
 use crate::keys::Recipe;
@@ -32,6 +33,7 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.galore(recipe);
     x.experts(recipe);
     x.pipeline(recipe);
+    x.tensor(recipe);
     x.log(recipe);
     x.idle(recipe);
 }

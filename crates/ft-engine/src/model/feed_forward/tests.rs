@@ -19,7 +19,7 @@ fn context(first_row: usize) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
     let seqs = Sequences::new(&[T], 0, d)?;
-    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None, experts: None })
+    Ok(Context { seqs, across: None, cut: None, ropes: Vec::new(), dropout, rows: None, experts: None })
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.
@@ -68,7 +68,8 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
             let ((a, sa), (b, sb)) = (take(), take());
             let stream = 10 * e + j as u64;
             let weight = Weight::Dense(randn(stream + 100, (o, i), DType::F64)?);
-            let lora = Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, dora: None };
+            let lora =
+                Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, columns: None, dora: None };
             linears.push(Linear {
                 weight,
                 bias: None,

@@ -2,4 +2,5 @@
 
 pub mod across;
 pub mod batch;
+pub mod cut;
 pub mod sink;
