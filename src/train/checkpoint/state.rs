@@ -161,7 +161,11 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
             if own.start == 0 {
                 for (entry, held) in listed.iter().zip(projected_views(p)?) {
                     let held = held.real()?.flatten_all()?;
-                    moments.push((entry.name.as_str(), vec![0..held.elem_count()], held));
+                    moments.push((
+                        entry.name.as_str(),
+                        std::iter::once(0..held.elem_count()).collect(),
+                        held,
+                    ));
                 }
             }
             continue;

@@ -116,7 +116,7 @@ impl<'a> OwnMicro<'a> {
         let targets = parts.iter().map(|part| part.targets.clone()).collect();
         let mut own = parts.swap_remove(group.rank());
         if own.tokens.is_empty() && !whole.ids.is_empty() {
-            own = Segments { targets: Vec::new(), ..whole.part(&[0..1]) };
+            own = Segments { targets: Vec::new(), ..whole.part(std::slice::from_ref(&(0..1))) };
             own.micro.targets.clear();
             own.micro.weights.clear();
             own.micro.teacher.ids.clear();
