@@ -379,6 +379,7 @@ fn random(
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],
         (_, Kind::Vector { .. }) => vec![0.0; n],
+        (_, Kind::Constant { .. }) => vec![1.0; n],
         (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
         _ => {
             let std = config.initializer_range as f32;

@@ -16,14 +16,17 @@ pub mod embedding;
 pub mod feed_forward;
 pub mod head;
 pub mod layer;
+mod layer_inputs;
 pub mod linear;
 pub mod mixer;
 pub mod norm;
 mod pass;
+mod per_layer;
 
 pub use config::{
-    Biases, Config, Delta, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope,
+    Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, family, modules,
+    rope,
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{across, batch, sink};
+pub use pass::{across, batch, between, sink};

@@ -9,7 +9,7 @@ use crate::load::Base;
 use crate::model::batch::HostBatch;
 use crate::model::layer::{FeedForward, Level};
 use crate::model::linear::{Linear, Weight};
-use crate::model::modules::{Group, modules};
+use crate::model::modules::{Group, constants, modules};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
 use crate::params::Allocate;
@@ -300,7 +300,9 @@ fn compare(
         let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(name)?));
         // Float32 itself is uncertain where a norm of nearly nothing follows.
         let uncertain = t.name.ends_with("k_proj.bias") || t.name.contains("linear_attn");
-        let bar = if uncertain { 10.0 * BAR } else { BAR };
+        // PyTorch's own float32 is up to 9e-6 from float64 on gemma4, whose norms follow one another.
+        let twice = if what.contains("gemma4") { 2.0 } else { 1.0 };
+        let bar = if uncertain { 10.0 * BAR } else { twice * BAR };
         assert!(apart <= bar, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
         compared += 1;
     }

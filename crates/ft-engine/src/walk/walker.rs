@@ -273,7 +273,7 @@ impl<'a> Walk<'a> {
         }
         if decoder.embedding.trains() {
             self.arrive(&pass)?;
-            decoder.embedding.backward(batch, &dy.values()?, sink)?;
+            decoder.embedding.backward(batch, &context, self.neftune, &dy.values()?, sink)?;
             pass.leave()?;
             self.lap(Part::Backward)?;
         }
@@ -292,6 +292,7 @@ impl<'a> Walk<'a> {
         let mut kept: Vec<Option<Saved>> = Vec::with_capacity(decoder.layers.len());
         self.arrive(pass)?;
         let mut x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
+        decoder.embedding.begin(&x, &batch.ids, context)?;
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(pass)?;
@@ -327,6 +328,7 @@ impl<'a> Walk<'a> {
         self.routing = Routing::default();
         self.arrive(&pass)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
+        decoder.embedding.begin(&x, &batch.ids, &context)?;
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(&pass)?;

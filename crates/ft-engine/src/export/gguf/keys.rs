@@ -73,6 +73,12 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             put("rope.scaling.type", "linear".into());
             put("rope.scaling.factor", number(factor));
         }
+        Scaling::Proportional { .. } => {
+            return refuse(
+                "rope_parameters",
+                "proportional; llama.cpp's scaling for this family is not built",
+            );
+        }
         Scaling::Llama3 { .. } if arch != "llama" => {
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));
         }

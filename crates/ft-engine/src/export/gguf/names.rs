@@ -56,12 +56,12 @@ pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
             return refuse(format!("layer {l}"), "not built yet: the export of linear attention to GGUF");
         };
         put(name("attn_q"), vec![q], Some(config.heads), false);
-        put(name("attn_k"), vec![k], Some(config.kv_heads), false);
-        put(name("attn_v"), vec![v], None, false);
+        put(name("attn_k"), k.into_iter().collect(), Some(config.kv_heads), false);
+        put(name("attn_v"), v.into_iter().collect(), None, false);
         put(name("attn_output"), vec![o], None, false);
         if let Some((q, k)) = qk_norm {
             put(name("attn_q_norm"), vec![q], None, true);
-            put(name("attn_k_norm"), vec![k], None, true);
+            put(name("attn_k_norm"), k.into_iter().collect(), None, true);
         }
         put(name("ffn_norm"), layer.mlp_norm.into_iter().collect(), None, true);
         match layer.mlp {

@@ -1,5 +1,6 @@
 //! Table of model families. Adding a family with the common decoder layer touches this file alone.
 
+use super::by_layer;
 use ft_kernels::swiglu::Joint;
 
 /// How a family decides on a bias.
@@ -161,6 +162,9 @@ pub struct Family {
     pub score_key: Option<&'static str>,
     /// Base of the rotary embedding of sliding layers, if they have one of their own.
     pub sliding_theta: Option<f64>,
+    /// Whether layers differ as Gemma 4's do: per-layer inputs, keys and values of earlier layers, head sizes by type of
+    /// layer, factors on the outputs. Values are normalized, and scores are not scaled.
+    pub by_layer: bool,
     /// Layers without positions: each of this number by default, or where `no_rope_layers` has 0.
     pub no_rope_interval: Option<usize>,
     /// Default of `tie_word_embeddings`.
@@ -198,6 +202,7 @@ const DENSE: Family = Family {
     scales_embedding: false,
     score_key: None,
     sliding_theta: None,
+    by_layer: false,
     no_rope_interval: None,
     default_tied: false,
     reads: &[],
@@ -361,6 +366,25 @@ pub const FAMILIES: &[Family] = &[
         sliding_theta: Some(10_000.0),
         default_tied: true,
         reads: &["query_pre_attn_scalar", "final_logit_softcapping"],
+        ..DENSE
+    },
+    Family {
+        model_type: "gemma4_text",
+        architecture: "Gemma4ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        nested: Some(("gemma4", "Gemma4ForConditionalGeneration")),
+        norms: SANDWICH,
+        qk_norm: QkNorms::Heads,
+        gate: GateFunction::GeluTanh,
+        scales_embedding: true,
+        window: Window::Pattern(6),
+        default_head_dim: Some(256),
+        default_theta: 1_000_000.0,
+        sliding_theta: Some(10_000.0),
+        by_layer: true,
+        default_tied: true,
+        reads: by_layer::READ,
         ..DENSE
     },
     Family {

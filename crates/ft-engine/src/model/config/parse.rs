@@ -92,15 +92,13 @@ impl Config {
             }
             _ => keys.size("intermediate_size", INNER)?,
         };
+        let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
         let ropes = match family.sliding_theta {
             None => {
                 let rotary = rotary_of(&keys, family, head_dim)?;
                 vec![Rope::parse(&keys, family.default_theta, max_positions, rotary)?]
             }
-            Some(sliding) => {
-                let thetas = [family.default_theta, sliding];
-                Rope::parse_by_type(&keys, thetas, max_positions, [head_dim; 2])?
-            }
+            Some(sliding) => keys.ropes_by_layer(family, sliding, &attention, max_positions)?,
         };
         let config = Self {
             family,
@@ -117,12 +115,14 @@ impl Config {
             scores,
             ropes,
             max_positions,
-            attention: keys.attention(family, layers, head_dim)?,
+            attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
             logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
             biases,
             delta: keys.delta(family, layers)?,
+            layer_inputs: keys.layer_inputs(family)?,
+            double_wide: keys.flag("use_double_wide_mlp")? == Some(true),
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: whole.four_bit()?,
@@ -141,7 +141,10 @@ impl Config {
     fn check_size(&self, keys: &Keys<'_>) -> Result<()> {
         let of = |n: usize| n as u128;
         let (d, layers) = (of(self.hidden), of(self.layers));
-        let inner = of(self.heads + 2 * self.kv_heads) * of(self.head_dim);
+        let inner = self.attention.iter().map(|a| of(self.heads + 2 * a.kv_heads) * of(a.head_dim)).max();
+        let inner = inner.unwrap_or(0);
+        let inputs = self.layer_inputs.map_or(0, |i| of(i.width));
+        let rows = self.layer_inputs.map_or(0, |i| of(i.vocab));
         let (sparse, width, all, used, shared) = match &self.moe {
             None => (0, 0, 0, 0, 0),
             Some(m) => {
@@ -157,7 +160,7 @@ impl Config {
                 (of(sparse), of(m.width), of(m.experts), of(m.top_k), of(m.shared))
             }
         };
-        let dense = (layers - sparse) * of(self.intermediate);
+        let dense = (layers - sparse) * of(self.intermediate) * if self.double_wide { 2 } else { 1 };
         let linear = self.delta.as_ref().map_or(0, |l| {
             let each = of(l.heads.channels()) + 2 * of(l.heads.value_width()) + 2 * of(l.heads.values);
             of(l.is_linear.iter().filter(|is| **is).count()) * each
@@ -173,6 +176,7 @@ impl Config {
             ),
             ("num_hidden_layers", 4 * layers * d, 8 * layers * d),
             ("linear_num_value_heads", linear * (d + 64), 2 * linear),
+            ("hidden_size_per_layer_input", layers * inputs * (rows + 3 * d), 4 * layers * inputs),
         ];
         let parameters: u128 = parts.iter().map(|p| p.1).sum();
         let values: u128 = parts.iter().map(|p| p.2).sum();

@@ -1,12 +1,13 @@
 //! Lists of known config keys, and the keys with rules of their own: unsupported features, 4-bit weights,
 //! sliding windows, experts.
 
+use super::by_layer;
 use super::error::Result;
 use super::family::{Family, GateFunction, Window};
 use super::keys::Keys;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
 use super::rope::LAYER_TYPES;
-use super::types::{Config, LayerAttention, Moe};
+use super::types::{Config, KeySource, LayerAttention, Moe};
 use ft_base::store::json::short;
 use ft_kernels::swiglu::{Activation, Glu};
 use serde_json::{Map, Value};
@@ -143,6 +144,12 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("use_bidirectional_attention", 0.0),
     ("use_mrope", 0.0),
     ("use_qk_norm", f64::NAN),
+    ("num_kv_shared_layers", 0.0),
+    ("hidden_size_per_layer_input", 0.0),
+    ("attention_k_eq_v", 0.0),
+    ("enable_moe_block", 0.0),
+    ("use_double_wide_mlp", 0.0),
+    ("per_layer_config", f64::NAN),
     ("mrope_section", f64::NAN),
 ];
 
@@ -198,7 +205,10 @@ const ROPE: &[&str] = &[
 
 /// Whether a top-level key is in one of the lists above.
 fn knows(key: &str) -> bool {
-    HARMLESS.contains(&key) || READ.contains(&key) || UNSUPPORTED.iter().any(|(k, _)| *k == key)
+    HARMLESS.contains(&key)
+        || READ.contains(&key)
+        || by_layer::READ.contains(&key)
+        || UNSUPPORTED.iter().any(|(k, _)| *k == key)
 }
 
 impl Keys<'_> {
@@ -261,6 +271,7 @@ impl Keys<'_> {
                 _ => {}
             }
         }
+        self.refuse_by_layer(family)?;
         const GATE: &str = "attn_output_gate";
         if family.gated && self.flag(GATE)? == Some(false) {
             return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
@@ -357,7 +368,7 @@ impl Keys<'_> {
         &self,
         family: &Family,
         layers: usize,
-        head_dim: usize,
+        (heads, kv_heads, head_dim): (usize, usize, usize),
     ) -> Result<Vec<LayerAttention>> {
         let divisor = match family.score_key {
             Some(key) => self.number(key, 1e-6..=1e9)?.unwrap_or(head_dim as f64),
@@ -368,8 +379,16 @@ impl Keys<'_> {
             window,
             rope: rotates.then_some(usize::from(family.sliding_theta.is_some() && window.is_some())),
             scale: 1.0 / divisor.sqrt(),
+            head_dim,
+            kv_heads,
+            keys: KeySource::Own,
         };
-        Ok(self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect())
+        let mut all: Vec<LayerAttention> =
+            self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect();
+        if family.by_layer {
+            self.by_layer(heads, &mut all)?;
+        }
+        Ok(all)
     }
 
     /// For every layer, whether positions enter it.

@@ -1,5 +1,6 @@
-//! Input and gradients of a pass: the micro-batch and the sink.
+//! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the sink.
 
 pub mod across;
 pub mod batch;
+pub mod between;
 pub mod sink;
