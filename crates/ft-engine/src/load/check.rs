@@ -31,7 +31,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 continue;
             }
             match files.info(&name) {
-                None if (config.tied && m.group == Group::Head) || m.is_score() => {}
+                None if (config.tied && m.group == Group::Head) || m.is_score() || m.is_constant() => {}
                 None => problems.push(format!("{name}: missing ({shape:?})")),
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));

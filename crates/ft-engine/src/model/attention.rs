@@ -41,6 +41,10 @@ pub struct Attention {
     pub window: Option<usize>,
     /// Whether the sigmoid of a gate multiplies the output before `o`.
     pub gated: bool,
+    /// Whether `q` makes keys and values too: `[d]` -> `[h c + 2 g c]`.
+    pub joint: bool,
+    /// Whether the rotary embedding pairs neighboring channels.
+    pub rotates_neighbors: bool,
     /// Norm of the heads of values, with a weight of ones, if the family has it.
     pub v_norm: Option<Norm>,
     /// Number of the layer.
@@ -102,6 +106,19 @@ fn flat(x: &Tensor) -> Result<Tensor> {
         &[t, h, c] => x.reshape((t, h * c)),
         _ => Ok(x.clone()),
     }
+}
+
+/// Moves neighboring channels `[t, h, c]` that rotate together half of the rotated channels apart, as the kernel pairs
+/// them, or back. Queries and keys move alike, so that their products stay the same.
+fn neighbors_apart(x: &Tensor, tables: &Tables, back: bool) -> Result<Tensor> {
+    let ((t, h, c), half) = (x.dims3()?, tables.cos.dim(1)?);
+    let pairs = if back { (t, h, 2, half) } else { (t, h, half, 2) };
+    let moved = x.narrow(2, 0, 2 * half)?.contiguous()?.reshape(pairs)?.transpose(2, 3)?.contiguous()?;
+    let moved = moved.reshape((t, h, 2 * half))?;
+    if c == 2 * half {
+        return Ok(moved);
+    }
+    Tensor::cat(&[moved, x.narrow(2, 2 * half, c - 2 * half)?.contiguous()?], 2)
 }
 
 impl Attention {
@@ -203,10 +220,12 @@ impl Attention {
                 [normed(&n.q, q)?, normed(n.k.as_ref().unwrap_or(&n.q), k)?]
             }
         };
-        match self.tables(ctx)? {
-            Some(t) => rope::forward(q, k, self.norms(), &t.cos, &t.sin),
-            None => Ok([q, k]),
-        }
+        let Some(t) = self.tables(ctx)? else { return Ok([q, k]) };
+        let [q, k] = match self.rotates_neighbors {
+            true => [neighbors_apart(&q, t, false)?, neighbors_apart(&k, t, false)?],
+            false => [q, k],
+        };
+        rope::forward(q, k, self.norms(), &t.cos, &t.sin)
     }
 
     /// Backward pass of [`Attention::both_rotated`]: gradients of queries and keys as rows, with room for `ranks`.
@@ -231,7 +250,16 @@ impl Attention {
                     n.q.give(wq, sink)?;
                     n.k.iter().try_for_each(|n| n.give(wk.clone(), sink))?;
                 }
-                rotated
+                match (self.rotates_neighbors, rotated) {
+                    (false, rotated) => rotated,
+                    (true, [dq, dk]) => {
+                        let back = |d: Padded, heads: usize| {
+                            let by_head = d.values()?.reshape(((), heads, self.head_dim))?;
+                            rows(&neighbors_apart(&by_head, t, true)?)
+                        };
+                        [back(dq, self.heads)?, back(dk, self.kv_heads)?]
+                    }
+                }
             }
         };
         let (Some(n), Some([q, k])) = (self.apart(), before) else { return Ok([dq, dk]) };
@@ -241,6 +269,16 @@ impl Attention {
         };
         let of_k = n.k.as_ref().map_or(Ok(dk.clone()), |n| back(n, k, dk))?;
         Ok([back(&n.q, q, dq)?, of_k])
+    }
+
+    /// Queries, keys and values `[t, heads, c]` from a row of all three.
+    fn split(&self, y: &Tensor) -> Result<[Tensor; 3]> {
+        let (t, c) = (y.dim(0)?, self.head_dim);
+        let part = |first: usize, heads: usize| -> Result<Tensor> {
+            y.narrow(1, first * c, heads * c)?.contiguous()?.reshape((t, heads, c))
+        };
+        let (h, g) = (self.heads, self.kv_heads);
+        Ok([part(0, h)?, part(h, g)?, part(h + g, g)?])
     }
 
     /// Values from those before their norm.
@@ -285,20 +323,29 @@ impl Attention {
             let (y, saved) = linear.forward_padded(x, ctx)?;
             Ok((y.reshape((t, heads, c))?, saved))
         };
-        let (q, gate, qs) = if self.gated {
+        let (mut joint, mut gate) = (None, None);
+        let (q, qs) = if self.gated {
             let (y, saved) = self.q.forward_padded(x, ctx)?;
-            let (q, gate) = gate::split(&y, self.heads)?;
-            (q, Some(gate), saved)
+            let (q, of_q) = gate::split(&y, self.heads)?;
+            gate = Some(of_q);
+            (q, saved)
+        } else if self.joint {
+            let (y, saved) = self.q.forward_padded(x, ctx)?;
+            let [q, k, v] = self.split(&y)?;
+            joint = Some((k, v));
+            (q, saved)
         } else {
-            let (q, saved) = by_head(&self.q, self.heads)?;
-            (q, None, saved)
+            by_head(&self.q, self.heads)?
         };
         let of = |linear: &Option<Linear>| -> Result<(Option<Tensor>, linear::Saved)> {
             let Some(linear) = linear else { return Ok((None, linear::Saved::default())) };
             by_head(linear, self.kv_heads).map(|(y, saved)| (Some(y), saved))
         };
-        let (k, ks) = of(&self.k)?;
-        let (v, vs) = of(&self.v)?;
+        let (mut k, ks) = of(&self.k)?;
+        let (mut v, vs) = of(&self.v)?;
+        if let Some(both) = joint {
+            (k, v) = (Some(both.0), Some(both.1));
+        }
         let v_before = v.or_else(|| k.clone());
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
         let [q, k] = self.rotated((q, k), ctx)?;
@@ -347,6 +394,7 @@ impl Attention {
         let d_o = d_o.reshape((t, self.heads, c))?;
         let rank = |l: &Option<Linear>| l.as_ref().map_or(0, |l| l.fused_rank_back(&d_o, ctx));
         let (rq, rk) = (self.q.fused_rank_back(&d_o, ctx), if self.v.is_some() { rank(&self.k) } else { 0 });
+        let (rq, rk) = if self.rotates_neighbors || self.joint { (0, 0) } else { (rq, rk) };
         let rv = if self.v_norm.is_none() && !self.lends { rank(&self.v) } else { 0 };
         if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
             let sinks = sinks.to_dtype(q.dtype())?;
@@ -372,6 +420,11 @@ impl Attention {
             None => dq,
             Some(d_gate) => gate::join(&dq, &d_gate, self.heads)?,
         };
+        if let (true, Some([dk, dv])) = (self.joint, &d_keys) {
+            let all = Padded::of(&Tensor::cat(&[dq.values()?, dk.values()?, dv.values()?], 1)?)?;
+            drop((dq, d_keys));
+            return self.q.backward_padded(&qs, &all, ctx, sink, None);
+        }
         let mut dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
         drop(dq);
         let Some([dk, dv]) = d_keys else { return Ok(dx) };
@@ -413,7 +466,7 @@ impl Attention {
         }
         let before = before.and_then(|(q, k)| Some([q, k?]));
         let [dq, mut dk] = self.rotated_back(before.as_ref(), [dq, dk], ctx, ranks, sink)?;
-        if self.v.is_none() {
+        if self.v.is_none() && !self.joint {
             dk = Padded::of(&(dk.values()? + dv.values()?)?)?;
         }
         Ok((dq, Some([dk, dv])))

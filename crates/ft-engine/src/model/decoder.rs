@@ -1,9 +1,9 @@
 //! The whole decoder: embedding, layers, head.
 
 use super::attention::{Attention, QkNorm};
-use super::config::Config;
 use super::config::family::{DeltaProjections, QkNorms};
 use super::config::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, modules};
+use super::config::{Config, KeySource};
 use super::delta::{DeltaNet, Parameter, Projections};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
@@ -283,6 +283,8 @@ impl<'a> Builder<'a> {
             window: own.window,
             gated: c.family.gated,
             layer: l,
+            joint: own.keys == KeySource::WithQueries,
+            rotates_neighbors: c.family.rotates_neighbors,
             producer: own.producer(),
             lends: c.lends_keys(l),
         })

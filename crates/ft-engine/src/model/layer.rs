@@ -411,7 +411,8 @@ impl Layer {
         Ok((y, Saved { attn, mlp, mlp_out, per_layer }))
     }
 
-    /// The layer's output from the residual stream after the feed-forward part: with the layer's inputs, times the factor.
+    /// The layer's output from the residual stream after the feed-forward part: with the layer's inputs, times the
+    /// factor.
     fn finish(&self, x: Tensor, ctx: &Context) -> Result<(Tensor, Option<Box<per_layer::Saved>>)> {
         let (x, saved) = match &self.per_layer {
             None => (x, None),

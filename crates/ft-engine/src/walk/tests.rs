@@ -550,6 +550,31 @@ fn order_of_the_walk() -> Result<()> {
     Ok(())
 }
 
+/// The most likely tokens, one after another with a KV cache, are those of full forward passes.
+#[test]
+fn greedy_tokens_are_those_of_the_whole_sequence() -> Result<()> {
+    let most =
+        |logits: &[f64]| logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i as u32);
+    for c in &cases()? {
+        let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
+        let mut ids: Vec<u32> = (0..9).map(|i| (5 * i + 2) % c.config.vocab as u32).collect();
+        let mut reader = super::generate::Reader::new(&d, CPU);
+        let mut next = most(&values(&reader.read_document(&ids)?.into()));
+        for _ in 0..8 {
+            let positions: Vec<u32> = (0..ids.len() as u32).collect();
+            let docs = [ids.len()];
+            let host =
+                HostBatch { ids: &ids, positions: &positions, docs: &docs, targets: &[], weights: &[] };
+            let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
+            let last = values(&whole.real()?.get(ids.len() - 1)?.into());
+            assert_eq!(next, most(&last), "{} after {ids:?}", c.name());
+            ids.extend(next);
+            next = most(&values(&reader.read(&ids[ids.len() - 1..])?.into()));
+        }
+    }
+    Ok(())
+}
+
 /// Generation with a KV cache gives the logits of a full forward pass.
 #[test]
 fn cached_generation_is_the_whole_sequence() -> Result<()> {

@@ -327,8 +327,8 @@ impl<'a> Simulation<'a> {
         f(Point { unit, cache, ..Point::new(Phase::Evaluate, logits) });
     }
 
-    /// Embedding and layers of a forward pass without gradients; `layers` has the visit of each kind. With `lends`, layers
-    /// hand on their keys.
+    /// Embedding and layers of a forward pass without gradients; `layers` has the visit of each kind. With `lends`,
+    /// layers hand on their keys.
     fn layers_forward<'p>(
         &'p self,
         at: &mut Point<'p>,

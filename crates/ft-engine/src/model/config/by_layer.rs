@@ -55,7 +55,11 @@ impl Keys<'_> {
             return Ok(None);
         }
         let width = self.count("hidden_size_per_layer_input", HIDDEN)?.unwrap_or(256);
-        let vocab = self.some("vocab_size_per_layer_input", VOCAB)?.unwrap_or(262_144);
+        const ROWS: &str = "vocab_size_per_layer_input";
+        let (vocab, tokens) = (self.some(ROWS, VOCAB)?.unwrap_or(262_144), self.size("vocab_size", VOCAB)?);
+        if width > 0 && vocab < tokens {
+            return Err(self.bad(ROWS, format!("{vocab}; a row for each of {tokens} tokens is wanted")));
+        }
         Ok((width > 0).then_some(LayerInputs { width, vocab }))
     }
 

@@ -185,6 +185,11 @@ impl Module {
         matches!(self.kind, Kind::Vector { .. } | Kind::Constant { .. })
     }
 
+    /// Whether the weight is a constant, which is one where a checkpoint lacks it.
+    pub fn is_constant(&self) -> bool {
+        matches!(self.kind, Kind::Constant { .. })
+    }
+
     /// Number of values of the weight.
     pub fn weight_values(&self) -> usize {
         self.rows() * self.cols()
@@ -371,8 +376,12 @@ impl LayerTree {
         let (d, f) = (c.hidden, c.intermediate_of(l));
         let own = &c.attention[l];
         let (q, kv) = (c.heads * own.head_dim, own.kv_heads * own.head_dim);
-        let (has_k, has_v) = (own.producer().is_none(), own.keys == KeySource::Own);
-        let of_q = if c.family.gated { 2 * q } else { q };
+        let (has_k, has_v) =
+            (matches!(own.keys, KeySource::Own | KeySource::Joint), own.keys == KeySource::Own);
+        let (of_q, name_of_q) = match own.keys {
+            KeySource::WithQueries => (q + 2 * kv, "qkv_proj"),
+            _ => (if c.family.gated { 2 * q } else { q }, "q_proj"),
+        };
         let module = |name: Arguments<'_>, kind, group| {
             let name = format!("{}.layers.{l}.{name}", c.body);
             Module { name, kind, group, layer: Some(l), expert: None, parameter: None }
@@ -407,7 +416,7 @@ impl LayerTree {
             mixer: match c.delta_of(l) {
                 Some(delta) => delta_tree(delta, d, module),
                 None => MixerTree::Attention {
-                    q: attn("q_proj", of_q, d, c.biases.qkv),
+                    q: attn(name_of_q, of_q, d, c.biases.qkv),
                     k: has_k.then(|| attn("k_proj", kv, d, c.biases.qkv)),
                     v: has_v.then(|| attn("v_proj", kv, d, c.biases.qkv)),
                     o: attn("o_proj", d, q, c.biases.o),
@@ -446,6 +455,7 @@ impl LayerTree {
                     }
                 }
                 _ => {
+                    let names = if c.family.joint_mlp { ["gate_up_proj", "", "down_proj"] } else { names };
                     FeedForwardTree::Dense(mlp(format_args!("mlp"), names, f, c.biases.mlp, Group::Mlp, None))
                 }
             },

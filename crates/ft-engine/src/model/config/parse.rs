@@ -1,10 +1,10 @@
 //! Parsing of a config.
 
 use super::error::{Error, Result};
-use super::family::{Bias, FAMILIES, Family, find, find_nested};
+use super::family::{Bias, FAMILIES, Family, PARTIAL, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
-use super::rope::Rope;
+use super::rope::{Rope, Scaling};
 use super::spelling::default_body;
 use super::types::{Biases, Config, classifier};
 use ft_base::store;
@@ -96,10 +96,16 @@ impl Config {
         let ropes = match family.sliding_theta {
             None => {
                 let rotary = rotary_of(&keys, family, head_dim)?;
-                vec![Rope::parse(&keys, family.default_theta, max_positions, rotary)?]
+                let rope = Rope::parse(&keys, family.default_theta, max_positions, rotary)?;
+                if family.joint_qkv && rope.scaling != Scaling::Default {
+                    let why = format!("{} is built without scaling", family.model_type);
+                    return Err(keys.bad("rope_scaling", why));
+                }
+                vec![rope]
             }
             Some(sliding) => keys.ropes_by_layer(family, sliding, &attention, max_positions)?,
         };
+        let mxfp4 = whole.mxfp4(family)?;
         let config = Self {
             family,
             body: default_body(raw.contains_key(Self::TEXT)),
@@ -126,7 +132,8 @@ impl Config {
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: whole.four_bit()?,
-            mxfp4: whole.mxfp4(family)?,
+            mxfp4: mxfp4 == Some(false),
+            decodes_mxfp4: mxfp4 == Some(true),
             fp8: whole.fp8()?,
             unknown: whole.unknown(),
             raw: Map::new(),
@@ -238,14 +245,14 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
 
 /// Rotated channels of a head: a share of them, in `rope_parameters` or beside it.
 fn rotary_of(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
-    const KEY: &str = "partial_rotary_factor";
+    const KEY: &str = PARTIAL;
     let table = keys.table("rope_parameters")?;
     let named = match &table {
         Some(t) => t.number(KEY, 0.0..=1.0)?.or(keys.number(KEY, 0.0..=1.0)?),
         None => keys.number(KEY, 0.0..=1.0)?,
     };
     let rotary = (head_dim as f64 * named.unwrap_or(family.default_rotary)) as usize;
-    let built = family.default_rotary < 1.0 || rotary == head_dim;
+    let built = family.default_rotary < 1.0 || rotary == head_dim || family.reads.contains(&KEY);
     if rotary == 0 || !rotary.is_multiple_of(2) || !built {
         let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
         let what = if built { "an even number" } else { "all" };

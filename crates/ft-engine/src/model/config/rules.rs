@@ -39,6 +39,7 @@ const HARMLESS: &[&str] = &[
     "model_type",
     "output_attentions",
     "output_hidden_states",
+    "original_max_position_embeddings",
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
@@ -293,11 +294,11 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// Reads `quantization_config`: whether the experts are in MXFP4.
-    pub(super) fn mxfp4(&self, family: &Family) -> Result<bool> {
-        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+    /// Reads `quantization_config`: if the experts are in MXFP4, whether they are read as values.
+    pub(super) fn mxfp4(&self, family: &Family) -> Result<Option<bool>> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(None) };
         if q.string("quant_method")? != Some(MXFP4) {
-            return Ok(false);
+            return Ok(None);
         }
         for key in q.raw.keys() {
             // Modules to leave as they are: the tensors say which are in MXFP4.
@@ -309,7 +310,7 @@ impl Keys<'_> {
             let why = format!("{MXFP4}; not built yet for {}", family.model_type);
             return Err(q.bad("quant_method", why));
         }
-        Ok(true)
+        Ok(Some(q.flag("dequantize")? == Some(true)))
     }
 
     /// Reads `quantization_config`: whether weights are 4-bit in the format of bitsandbytes.
@@ -381,7 +382,7 @@ impl Keys<'_> {
             scale: 1.0 / divisor.sqrt(),
             head_dim,
             kv_heads,
-            keys: KeySource::Own,
+            keys: if family.joint_qkv { KeySource::WithQueries } else { KeySource::Own },
         };
         let mut all: Vec<LayerAttention> =
             self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect();

@@ -61,6 +61,8 @@ pub struct Config {
     pub layer_inputs: Option<LayerInputs>,
     /// Whether dense feed-forward layers are twice as wide where keys and values are an earlier layer's.
     pub double_wide: bool,
+    /// Whether the checkpoint holds its experts in MXFP4, which are read as values.
+    pub decodes_mxfp4: bool,
     /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
     pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
@@ -91,6 +93,8 @@ pub enum KeySource {
     /// Projections of this layer.
     #[default]
     Own,
+    /// The projection that makes queries too.
+    WithQueries,
     /// The projection of this layer's keys, for both: values are normalized keys without positions.
     Joint,
     /// The keys and values of this earlier layer, as that uses them.
@@ -111,7 +115,7 @@ impl LayerAttention {
     pub fn producer(&self) -> Option<usize> {
         match self.keys {
             KeySource::Of(l) => Some(l),
-            KeySource::Own | KeySource::Joint => None,
+            KeySource::Own | KeySource::WithQueries | KeySource::Joint => None,
         }
     }
 }

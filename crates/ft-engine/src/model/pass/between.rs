@@ -26,8 +26,8 @@ struct State {
 }
 
 impl Between {
-    /// State of a pass in a plan, which counts it elsewhere: per-layer inputs, with whether their gradient is wanted, and
-    /// keys and values of a layer, whose gradients later layers have given.
+    /// State of a pass in a plan, which counts it elsewhere: per-layer inputs, with whether their gradient is wanted,
+    /// and keys and values of a layer, whose gradients later layers have given.
     pub fn ghost(inputs: Option<(Tensor, bool)>, keys: Option<(usize, [Tensor; 2])>) -> Self {
         let mut state = State::default();
         if let Some((all, wants)) = inputs {

@@ -150,7 +150,7 @@ fn segments_have_the_gradients_of_one_rank() -> Result<()> {
             setting.recompute = [0.into(), FEED_FORWARD, usize::MAX.into()][i];
             let far = setting.apart(all, None)?;
             // Two float32 results of gemma4 are each up to 9e-6 from float64's, as PyTorch's are.
-            let [most, norm] = if case.name() == "gemma4" { [2e-5, 1e-5] } else { [5e-6, 1e-6] };
+            let [most, norm] = if case.name().starts_with("gemma4") { [2e-5, 1e-5] } else { [5e-6, 1e-6] };
             assert!(far[0] <= most && far[1] <= norm, "{}, {all:?}: {far:?} from one rank", case.name());
         }
     }
