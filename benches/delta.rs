@@ -7,7 +7,8 @@
 
 use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
-use ft::kernel::delta::{Heads, Inputs, rule};
+use ft::kernel::delta::Heads;
+use ft::kernel::delta::rule::{self, Inputs};
 use ft::kernel::{Real, Tensor};
 use std::time::Instant;
 
@@ -28,6 +29,7 @@ fn median(mut v: Vec<f64>) -> f64 {
 }
 
 fn main() -> Result<()> {
+    ft_base::memory::keep_within(1 << 32);
     let rounds = std::env::args().filter_map(|a| a.parse().ok()).next().unwrap_or(7);
     for [t, keys, values, key_dim, value_dim] in SHAPES {
         let heads = Heads { keys, values, key_dim, value_dim };

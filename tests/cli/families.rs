@@ -62,7 +62,7 @@ fn chat_the_server_and_evaluation_say_the_same() {
         };
         let text: String = text.chars().map(seen).collect();
         assert_eq!(text.trim_end(), said.trim_end(), "{family}");
-        assert_eq!(s.interrupt(), Some(0), "{family}");
+        s.interrupt();
         let row = json!({"messages": [
             {"role": "user", "content": question}, {"role": "assistant", "content": said.trim_end()}
         ]});
@@ -75,6 +75,7 @@ fn chat_the_server_and_evaluation_say_the_same() {
             "model.weights=load",
             "generate.samples=1",
             "generate.max_new_tokens=6",
+            "data.max_length=256",
             "data.eval=[{ source = \"asked.jsonl\", format = \"messages\" }]",
         ]);
         let scored: Value = serde_json::from_str(&scored.out).expect("JSON");
