@@ -212,7 +212,7 @@ fn dropouts(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let ones = r(5, &[130, 96])?.affine(0.0, 1.0)?;
     for (what, x) in [("dropout", &ones), ("dropout, odd width", &ones.narrow(1, 0, 55)?.force_contiguous()?)]
     {
-        let (mask, _) = dropout::mask(stream, dropout::Rows::From { first: 5 }, 0.25, x)?;
+        let (mask, _) = dropout::mask(stream, (dropout::Rows::From { first: 5 }, (0, x.dim(1)?)), 0.25, x)?;
         out.push((what.into(), mask.of(x)?));
         out.push((format!("{what}, added"), mask.add(x.clone(), x.clone())?));
     }

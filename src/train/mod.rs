@@ -16,6 +16,7 @@
 //! bench, merge build on these.
 //! ```
 
+mod auto_layout;
 pub mod bench;
 pub mod checkpoint;
 mod classify;
@@ -37,6 +38,7 @@ pub mod step;
 #[cfg(test)]
 mod tests;
 
+pub use auto_layout::choose as choose_layout;
 pub use distill::{TeacherFiles, TeacherModel, check as check_taught, write_teacher};
 pub use error::Error;
 pub use eval::{add_to, evaluate_loaded, score, scores_line};

@@ -1,9 +1,7 @@
 //! Experts over ranks (`parallel.expert`): results agree with one rank, and do not depend on sharding.
 
-use super::split::{self, apart, ends};
+use super::split::{self, apart, ends, gradients, gradients_apart};
 use super::world::{Dice, World, recipe};
-use candle_core::{DType, Device};
-use ft::files::TensorFiles;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -91,18 +89,6 @@ fn with<'a>(layout: &'a [String; 3], set: &[&'a str]) -> Vec<&'a str> {
     layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
 }
 
-/// First moments after one step, by tensor: gradients times a constant.
-fn gradients(w: &World, run: &str) -> Vec<(String, candle_core::Tensor)> {
-    let newest = w.checkpoints(run).pop().expect("a checkpoint");
-    let path = w.path(&format!("{run}/checkpoints/{newest}/optimizer.safetensors"));
-    let files = TensorFiles::open_file(&path).expect("moments");
-    let mut names: Vec<String> =
-        files.names().map(|n| n.to_string()).filter(|n| n.ends_with(".exp_avg")).collect();
-    names.sort();
-    let get = |n: String| (n.clone(), files.tensor(&n, DType::F32, &Device::Cpu).expect("values"));
-    names.into_iter().map(get).collect()
-}
-
 /// Gradients of every tensor and their norm are those of one rank, in every layout.
 #[test]
 fn gradients_are_those_of_one_rank() {
@@ -123,22 +109,7 @@ fn gradients_are_those_of_one_rank() {
             bits(&w, &run, &[&with(&own, set)[..], &one_step, &["--overwrite"]].concat());
             let far = (norm(&run) / norm("one") - 1.0).abs();
             assert!(far <= 1e-6, "{rules}{own:?}: the norm is {far:.1e} apart");
-            let mut sums = [0.0; 2];
-            for ((name, a), (other, b)) in gradients(&w, &run).iter().zip(&want) {
-                assert_eq!(name, other);
-                let squares = |t: candle_core::Result<candle_core::Tensor>| {
-                    let sum = t.and_then(|t| t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>());
-                    sum.expect("a number")
-                };
-                let (apart, all) = (squares(a - b), squares(Ok(b.clone())));
-                // A norm of 16 values takes the rounding of sums over all tokens.
-                assert!(
-                    apart.sqrt() <= 5e-6 * all.sqrt(),
-                    "{rules}{own:?} {set:?}: {name}: {apart:.1e} of {all:.1e}"
-                );
-                sums = [sums[0] + apart, sums[1] + all];
-            }
-            let far = (sums[0] / sums[1]).sqrt();
+            let far = gradients_apart(&gradients(&w, &run), &want, &format!("{rules}{own:?} {set:?}"));
             assert!(far <= 1e-6, "{rules}{own:?} {set:?}: all gradients are {far:.1e} apart");
         }
     }

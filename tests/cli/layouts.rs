@@ -1,5 +1,6 @@
 //! `ft plan --devices N`: layouts of ranks, by predicted time.
 
+use super::split::{all, launch};
 use super::world::{FULL, World, recipe};
 use serde_json::Value;
 
@@ -28,9 +29,11 @@ fn layouts_are_plans_in_the_order_of_time() {
         assert!(lines.starts_with("[parallel]\n") && layout["limited_by"].is_string(), "{layout}");
     }
     let text = w.ok(&[&["plan"][..], &args, &["--devices", "8"]].concat()).out;
-    for words in
-        ["layouts fit 8 CUDA cards of 22.35 GiB", "PCIe links: 20 GB a second", "[parallel]\ndata = "]
-    {
+    for words in [
+        "layouts fit 8 CUDA cards of 22.35 GiB",
+        "links of 20.0 GB a second to each device (assumed for PCIe links)",
+        "[parallel]\ndata = ",
+    ] {
         assert!(text.contains(words), "{words:?}: {text}");
     }
 }
@@ -72,4 +75,45 @@ fn layouts_of_the_cpu_share_the_host() {
         reasons.iter().any(|r| r["reason"].as_str().is_some_and(|r| r.contains("batch_rows = 4"))),
         "{found:#}"
     );
+}
+
+/// `parallel = "auto"` is the plan's first choice for the started processes: on the screen and in the resolved recipe.
+#[test]
+fn the_fastest_layout_is_taken_and_written() {
+    let w = World::new();
+    w.config("tiny", serde_json::json!({}));
+    w.write("r.toml", recipe(FULL));
+    w.write("auto.toml", format!("parallel = \"auto\"\n{}", recipe(FULL)));
+    let best = json(&w, &["r.toml", "--devices", "2"])["layouts"][0]["set"].clone();
+    let said =
+        format!("auto.toml:1:12: parallel = \"auto\" is {}: links of ", best.as_str().expect("settings"));
+    let set = ["run", "auto.toml", "run.output=o", "run.steps=1"];
+    let ranks = all(launch(&w, &[0, 1], 2, &set));
+    assert!(ranks.iter().all(|r| r.code == 0) && ranks[0].err.contains(&said), "{said}: {}", ranks[0].err);
+    let written = String::from_utf8(w.read("o/recipe.toml")).expect("text");
+    let table = &toml::from_str::<toml::Table>(&written).expect("a recipe")["parallel"];
+    for set in best.as_str().into_iter().flat_map(|set| set.split(' ')) {
+        if let Some((key, n)) = set.strip_prefix("parallel.").and_then(|set| set.split_once('=')) {
+            assert_eq!(table[key].as_integer(), n.parse().ok(), "{key}: {written}");
+        }
+    }
+    // alone on the CPU
+    let alone = w.ok(&["run", "auto.toml", "run.output=p", "run.steps=1"]);
+    assert!(alone.err.contains("parallel = \"auto\" is one rank"), "{}", alone.err);
+}
+
+#[test]
+fn measured_links_are_those_of_later_plans() {
+    let w = World::new();
+    w.config("tiny", serde_json::json!({}));
+    w.write("r.toml", recipe(FULL));
+    let measured: Value =
+        serde_json::from_str(&w.ok(&["bench", "--ranks", "2", "--json"]).out).expect("JSON");
+    assert!(
+        measured["gather"].as_f64() > Some(0.0) && measured["exchange"].as_f64() > Some(0.0),
+        "{measured}"
+    );
+    assert_eq!(json(&w, &["r.toml", "--devices", "2"])["link"], measured);
+    let named = json(&w, &["r.toml", "--devices", "2", "--link", "tcp"]);
+    assert_eq!(named["link"]["gather"], 1e9);
 }

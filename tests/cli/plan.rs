@@ -98,6 +98,7 @@ const ALL_AT_ONCE: &[&str] =
 const PARAMS: &str = "memory.offload=['params']";
 const ACTIVATIONS: &str = "memory.offload=['activations']";
 const ON_HOST: &str = "memory.offload=['optimizer', 'params', 'activations']";
+const CUT: &str = "parallel.tensor=2";
 const NF4: &str = "model.quantize=nf4";
 const NORMS: &str = "memory.recompute=norms";
 const FEED_FORWARD: &str = "memory.recompute=feed_forward";
@@ -461,6 +462,32 @@ fn gpt_oss_and_gemma_take_what_their_plans_say() -> Result<()> {
     within_a_percent(dir.path(), cases)
 }
 
+/// Cut matrices take what the plan says on the rank with the most. The first two cases, all in the nightly tier.
+#[test]
+fn cut_matrices_take_what_their_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
+    let mut biased = config("llama", false);
+    (biased["model_type"], biased["attention_bias"], biased["mlp_bias"]) =
+        (json!("llama"), json!(true), json!(true));
+    biased["architectures"] = json!(["LlamaForCausalLM"]);
+    let (full_rows, data) = ([512; 8], "parallel.data=2");
+    let cases: &[(&Value, &str, &[usize], &[&str])] = &[
+        (&qwen3, FULL, &full_rows, &[CUT, "memory.recompute=none"]),
+        (&tied, LORA, &full_rows, &[CUT, NF4, "model.dtype=bf16", "memory.recompute=all"]),
+        (&biased, LORA, &full_rows, &[CUT, NORMS, "lora.dropout=0.1"]),
+        (
+            &tied,
+            FULL,
+            &full_rows,
+            &[CUT, data, "parallel.zero=3", "model.dtype=bf16", "memory.recompute=all"],
+        ),
+        (&qwen3, FULL, &full_rows, &[CUT, data, "parallel.zero=2", FEED_FORWARD]),
+        (&biased, LORA, &full_rows, &["parallel.tensor=4", "memory.recompute=1", LOAD]),
+    ];
+    within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])
+}
+
 /// Per-layer inputs, keys and values of earlier layers, sizes by layer; trained down to the embedding, or not.
 #[test]
 fn gemma_4_takes_what_its_plan_says() -> Result<()> {
@@ -580,6 +607,37 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     }
     eprintln!("{table}");
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
+/// With layers over ranks, the rank with the most allocates what the plan says, to 1%. Weights and states of each of two
+/// equal stages are half of those of one rank, to 2%.
+#[test]
+fn a_stage_holds_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, tied, moe) = (config("qwen3", false), config("qwen3", true), mixture());
+    let (rows, all) = ([512; 8], FULL.replace("\"mlp\"", "\"experts\", \"router\""));
+    let cases: [(&Value, &str, &[usize], &[&str]); 6] = [
+        (&qwen3, FULL, &rows, &["parallel.pipeline=2", "memory.recompute=none"]),
+        (&tied, FULL, &rows, &["parallel.pipeline=2", "parallel.data=2", "parallel.zero=1"]),
+        (&qwen3, LORA, &rows, &["parallel.pipeline=3", NF4, "memory.recompute=all"]),
+        (&moe, &all, &rows, &["parallel.pipeline=2", "memory.recompute=1", "router.aux_loss=0.01"]),
+        (&qwen3, LORA, &rows, &["parallel.pipeline=2", "parallel.data=2", "parallel.zero=3"]),
+        (&tied, FULL, &rows, &["parallel.pipeline=6", "model.dtype=bf16", NORMS]),
+    ];
+    let cases = cases.map(|(config, rules, rows, set)| {
+        (config, rules, rows, [set, &["memory.budget=2GiB", "run.micro_rows=1"]].concat())
+    });
+    within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])?;
+    let states = |set: &[&str]| -> Result<f64> {
+        run(dir.path(), &qwen3, FULL, &rows, &[set, &["memory.budget=2GiB"]].concat())?;
+        let planned = event(dir.path(), "end")?["memory"]["planned"].clone();
+        let parts = ["frozen_weights", "weights_that_train", "gradients", "master_weights", "moments"];
+        Ok(parts.iter().filter_map(|part| planned[part].as_f64()).sum())
+    };
+    let (one, two) = (states(&[])?, states(&["parallel.pipeline=2", "parallel.stages=[3, 3]"])?);
+    let far = 2.0 * two / one - 1.0;
+    ensure!(far.abs() <= 0.02, "{two} of {one} on each of two ranks");
     Ok(())
 }
 

@@ -1,6 +1,8 @@
 //! Helpers for tests of sharding.
 
 use super::world::{FULL, LORA, Ran, World, ran, recipe};
+use candle_core::{DType, Device, Tensor};
+use ft::files::TensorFiles;
 use serde_json::{Value, json};
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
@@ -39,6 +41,22 @@ modules = ["attention"]
 dora = true
 [[train]]
 modules = ["mlp", "head"]
+"#;
+
+/// LoRA with dropout, drawn by the column of the whole input.
+pub const CUT: &str = r#"
+[lora]
+rank = 3
+dropout = 0.2
+[[train]]
+modules = ["attention"]
+[[train]]
+modules = ["mlp"]
+rank = 2
+rslora = true
+[[train]]
+modules = ["norms"]
+method = "full"
 "#;
 
 /// Rules and settings for ranks in processes.
@@ -88,6 +106,38 @@ pub fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
     let result = ["adapter/adapter_model.safetensors", "model/model.safetensors"];
     let result = result.into_iter().find(|r| w.path(run).join(r).is_file()).expect("a result");
     vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
+}
+
+/// First moments after one step, by tensor: gradients times a constant.
+pub fn gradients(w: &World, run: &str) -> Vec<(String, Tensor)> {
+    let newest = w.checkpoints(run).pop().expect("a checkpoint");
+    let path = w.path(&format!("{run}/checkpoints/{newest}/optimizer.safetensors"));
+    let files = TensorFiles::open_file(&path).expect("moments");
+    let mut names: Vec<String> =
+        files.names().map(|n| n.to_string()).filter(|n| n.ends_with(".exp_avg")).collect();
+    names.sort();
+    let get = |n: String| (n.clone(), files.tensor(&n, DType::F32, &Device::Cpu).expect("values"));
+    names.into_iter().map(get).collect()
+}
+
+/// Relative L2 distance of all gradients together. Those of a tensor are within 5e-6.
+#[track_caller]
+pub fn gradients_apart(got: &[(String, Tensor)], want: &[(String, Tensor)], what: &str) -> f64 {
+    assert!(!want.is_empty() && got.len() == want.len(), "{what}");
+    let squares = |t: candle_core::Result<Tensor>| {
+        let sum = t.and_then(|t| t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>());
+        sum.expect("a number")
+    };
+    let mut sums = [0.0; 2];
+    for ((name, a), (other, b)) in got.iter().zip(want) {
+        assert_eq!(name, other, "{what}");
+        let (apart, all) = (squares(a - b), squares(Ok(b.clone())));
+        // A norm of 16 values takes the rounding of sums over all tokens; softmax nearly cancels that of a key's bias.
+        let bar = if name.contains("k_proj.bias") { 1e-3 } else { 5e-6 };
+        assert!(apart.sqrt() <= bar * all.sqrt(), "{what}: {name}: {apart:.1e} of {all:.1e}");
+        sums = [sums[0] + apart, sums[1] + all];
+    }
+    (sums[0] / sums[1]).sqrt()
 }
 
 /// Relative L2 distance of the f32 values in two files of the same layout.

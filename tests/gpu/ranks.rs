@@ -1,6 +1,6 @@
 //! Several devices, as threads or processes: the same bits at every ZeRO stage; lost ranks.
 
-use super::split::{self, ADAPTERS, LATE, MIXTURE, all, apart, ends, launch, launch_with};
+use super::split::{self, ADAPTERS, CUT, LATE, MIXTURE, all, apart, ends, launch, launch_with};
 use super::world::{FULL, LORA, Ran, World, few, ran};
 use candle_core::{DType, Device, Tensor};
 use ft::kernel::cuda;
@@ -110,15 +110,17 @@ fn processes_have_the_bits_of_threads() {
     }
 }
 
-/// Tokens of a row and experts over devices: the same bits at every stage, in threads and processes, and results of one
+/// Tokens of a row, experts and matrices over devices: the same bits at every stage, in threads and processes, and results of one
 /// device.
 #[test]
-fn tokens_and_experts_over_devices() {
+fn tokens_experts_and_matrices_over_devices() {
     if !devices(4) {
         return;
     }
     let packed = ["data.pack=true", "data.max_length=384", "run.batch_rows=2"];
-    for (rules, axis, set) in [(LORA, "context", &packed[..]), (MIXTURE, "expert", &["memory.recompute=2"])] {
+    let recompute = &["memory.recompute=2"][..];
+    let cases = [(LORA, "context", &packed[..]), (MIXTURE, "expert", recompute), (CUT, "tensor", recompute)];
+    for (rules, axis, set) in cases {
         let w = split::world(rules);
         if axis == "context" {
             w.config("tiny", json!({"max_position_embeddings": 384}));
@@ -133,7 +135,7 @@ fn tokens_and_experts_over_devices() {
         assert!(run("stage-3", 2, 3) == want, "{axis}: other bits at stage 3");
         let over = over(3);
         let both = [&set[..], &[&over[0], &over[1]]].concat();
-        let count = if axis == "context" { 4 } else { 2 };
+        let count = if axis == "expert" { 2 } else { 4 };
         let numbers: Vec<usize> = (0..count).collect();
         for r in all(launch(&w, &numbers, count, &args(&own("processes", 2), &both))) {
             assert_eq!(r.code, 0, "{axis}: {}", r.err);
@@ -142,6 +144,22 @@ fn tokens_and_experts_over_devices() {
         let one = bits(&w, 1, "one", &set);
         let far = apart(&want[0], &one[0]);
         assert!(far <= 1e-5, "{axis}: {far:.1e} from one device");
+    }
+}
+
+/// Layers over devices: the bits of one stage, at every stage of ZeRO.
+#[test]
+fn layers_over_devices() {
+    if !devices(4) {
+        return;
+    }
+    let w = split::world(FULL);
+    w.config("tiny", json!({"tie_word_embeddings": false}));
+    let set = ["model.dtype=f32", "run.steps=2", "memory.recompute=1", "--overwrite"];
+    for (data, zero) in [(2, "parallel.zero=3"), (1, "parallel.zero=0")].into_iter().take(few(1)) {
+        let want = bits(&w, data, "one", &set);
+        let got = bits(&w, data, "stages", &[&set[..], &["parallel.pipeline=2", zero]].concat());
+        assert!(got == want, "{data} data ranks, {zero}: other bits than one stage");
     }
 }
 

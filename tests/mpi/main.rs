@@ -14,7 +14,7 @@ mod world;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
-use split::{CASES, LATE, MIXTURE, ends};
+use split::{CASES, CUT, LATE, MIXTURE, ends};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use world::{Dice, FT, FULL, Ran, World, kills, ran};
@@ -83,10 +83,13 @@ fn processes_have_the_bits_of_threads() {
 
 /// Tokens of a row and experts over processes, with the bits of threads.
 #[test]
-fn tokens_and_experts_have_the_bits_of_threads() {
+fn tokens_experts_and_matrices_have_the_bits_of_threads() {
     let packed = ["data.pack=true", "data.max_length=384", "run.batch_rows=2", "parallel.context=2"];
     let experts = ["memory.recompute=2", "parallel.expert=2"];
-    for (rules, data, ranks, set) in [(FULL, 1, 2, &packed[..]), (MIXTURE, 2, 2, &experts)] {
+    let matrices = ["memory.recompute=1", "parallel.tensor=2"];
+    for (rules, data, ranks, set) in
+        [(FULL, 1, 2, &packed[..]), (MIXTURE, 2, 2, &experts), (CUT, 1, 2, &matrices)]
+    {
         let w = split::world(rules);
         if rules == FULL {
             w.config("tiny", json!({"max_position_embeddings": 384}));

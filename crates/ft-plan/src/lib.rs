@@ -6,7 +6,7 @@
 //! ```text
 //! model/      config from a folder, the hub's cache, or built in;   workload/   tokens of micro-batches
 //! memory/     model states of a rank, visits of the engine's own modules on ghosts, the simulated run
-//! time/       FLOPs and other costs of a step;   rates: throughput measured by `ft bench`
+//! time/       FLOPs and other costs of a step;   rates, links: measured by `ft bench`
 //! host/       host memory, disks, shared memory: required and available bytes
 //! inference/  memory for `ft chat`, and for the server of `serve.devices`
 //! search/     fastest execution that fits
@@ -43,11 +43,11 @@ pub use error::Error;
 pub use ft_kernels::Machine;
 pub use host::{Capacity, HostPlan, beside_device, budget, card, card_names};
 pub use inference::{InferenceMemory, InferenceModel, Server};
-pub use layouts::{Candidate, Devices, Layout, Layouts, Limit, Link, layouts_of_recipe};
+pub use layouts::{Candidate, Devices, Layout, Layouts, Limit, layouts_of_recipe};
 pub use memory::{Allocation, Bytes, Component, Peak, Phase, Theory};
 pub use model::{Target, machine, source, stored};
-pub use plan::{Hint, Plan, allocations, of_recipe, of_recipe_in};
+pub use plan::{Hint, Pipelined, Plan, allocations, of_recipe, of_recipe_in};
 pub use resolve::Resolved;
 pub use search::{Inputs, Reasons, SearchResult};
-pub use time::rates;
+pub use time::{links, rates};
 pub use workload::{Tokens, Workload, Workloads, check_steps};

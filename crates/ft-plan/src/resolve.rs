@@ -8,9 +8,13 @@ use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapters::{self, PeftConfig, Selection, peft};
+use ft_engine::adapters::{self, Choice, PeftConfig, Selection, peft};
 use ft_engine::model::Config;
-use ft_recipe::Recipe;
+use ft_engine::model::family::QkNorms;
+use ft_engine::model::modules::Module;
+use ft_engine::model::units::cut;
+use ft_engine::quant::BLOCK;
+use ft_recipe::{Quantize, Recipe};
 use std::path::{Path, PathBuf};
 
 pub use crate::model::{dtype, source_path, unknown_keys};
@@ -34,12 +38,16 @@ impl Resolved {
     ) -> ft_base::Result<Self> {
         check_model(recipe, &config)?;
         check_experts(recipe, &config)?;
+        check_stages(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
-        if recipe.parallel.expert > 1 && peft::needs_neutral(&selection) {
-            let place = recipe.place("parallel.expert");
+        let p = &recipe.parallel;
+        let split = [("parallel.expert", p.expert), ("parallel.pipeline", p.pipeline)];
+        let split = split.iter().find(|(_, ranks)| *ranks > 1);
+        if let Some((key, _)) = split.filter(|_| peft::needs_neutral(&selection)) {
+            let place = recipe.place(key);
             return Err(Error::Ignored(format!(
-                "{place}: not built yet: parallel.expert with dora in some rules and not in others\n  hint: dora in \
+                "{place}: not built yet: {key} with dora in some rules and not in others\n  hint: dora in \
                     every rule or in none"
             ))
             .into());
@@ -77,7 +85,8 @@ impl Resolved {
 /// Refuses router losses for models without routers, and splits over tokens of layers with a state.
 ///
 /// # Errors
-/// A coefficient is not 0; `parallel.context` above 1 with linear attention.
+/// A coefficient is not 0; `parallel.context` above 1 with linear attention; `parallel.pipeline` above 1 with layers that
+/// share state; as of `check_tensor`.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let r = &recipe.router;
     if config.delta.is_some() && recipe.parallel.context > 1 {
@@ -88,6 +97,15 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             recipe.parallel.context
         )));
     }
+    if config.family.by_layer && recipe.parallel.pipeline > 1 {
+        let (place, family) = (recipe.place("parallel.pipeline"), config.family.model_type);
+        return Err(Error::Ignored(format!(
+            "{place}: parallel.pipeline = {}: not built for {family}, whose layers share inputs, keys and values\n  \
+             hint: parallel.pipeline = 1",
+            recipe.parallel.pipeline
+        )));
+    }
+    check_tensor(recipe, config)?;
     let losses = [("router.aux_loss", r.aux_loss), ("router.z_loss", r.z_loss)];
     match losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0) {
         Some((key, value)) => {
@@ -97,6 +115,82 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             )))
         }
         None => Ok(()),
+    }
+}
+
+/// Refuses matrices that do not divide over the ranks that cut them, and layers that are not built for it.
+///
+/// # Errors
+/// `parallel.tensor` above 1 with experts, linear attention, norms over all heads, or with another number of heads,
+/// width, or 4-bit blocks.
+fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
+    if ranks == 1 {
+        return Ok(());
+    }
+    let family = config.family.model_type;
+    let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.tensor = {ranks}: {why}")));
+    let not_built = if config.delta.is_some() {
+        Some("linear attention")
+    } else if config.moe.is_some() {
+        Some("mixtures of experts")
+    } else if config.family.qk_norm == QkNorms::Whole {
+        Some("norms over the queries and keys of all heads")
+    } else if config.family.by_layer {
+        Some("layers that share inputs, keys and values")
+    } else if config.family.joint_qkv || config.family.joint_mlp {
+        Some("queries, keys and values, or gate and up, in one matrix")
+    } else {
+        None
+    };
+    if let Some(what) = not_built {
+        let hint = if config.moe.is_some() { "parallel.expert" } else { "parallel.zero = 3" };
+        return refuse(format!(
+            "not built yet: {what}, as {family} has\n  hint: {hint}, and parallel.tensor = 1"
+        ));
+    }
+    let (heads, width) = (config.kv_heads, config.intermediate);
+    let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
+    let (d, inner) = (config.hidden, config.heads * config.head_dim);
+    let in_blocks = |n: usize| {
+        let rows = [inner, config.kv_heads * config.head_dim, width].map(|rows| rows / n * d);
+        rows.into_iter().chain([inner / n, width / n]).all(|values| values.is_multiple_of(BLOCK))
+    };
+    let divides = |n: usize| heads.is_multiple_of(n) && width.is_multiple_of(n);
+    let fits = |n: usize| divides(n) && (!quantized || in_blocks(n));
+    if fits(ranks) {
+        return Ok(());
+    }
+    let near: Vec<String> = (1..=heads).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
+    let blocks =
+        if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
+    refuse(format!(
+        "the model has {heads} key heads and a feed-forward width of {width}, which do not divide by it{blocks}\n  \
+         hint: one of {}",
+        if near.is_empty() { "1".into() } else { near.join(", ") }
+    ))
+}
+
+/// Whether so many ranks can cut the matrices of a model.
+pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
+    let with = recipe.with(&[format!("parallel.tensor={ranks}"), "parallel.context=1".into()]);
+    let fits = |r: Recipe| check_tensor(&r, &of.config).is_ok() && check_adapters(&r, &of.selection).is_ok();
+    with.is_ok_and(fits)
+}
+
+/// Refuses DoRA where ranks cut matrices: its norms are of whole rows.
+///
+/// # Errors
+/// A module with DoRA and `parallel.tensor` above 1.
+fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
+    let dora = |(_, choice): &(Module, Choice)| matches!(choice, Choice::Lora { spec, .. } if spec.dora);
+    match selection.modules.iter().find(|m| dora(m)) {
+        Some((m, _)) if recipe.parallel.tensor > 1 => Err(Error::Ignored(format!(
+            "{}: not built yet: parallel.tensor with DoRA, as of {}\n  hint: lora.dora = false, or parallel.tensor = 1",
+            recipe.place("parallel.tensor"),
+            m.name
+        ))),
+        _ => Ok(()),
     }
 }
 
@@ -120,6 +214,29 @@ fn check_experts(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             ))
         }
     }
+}
+
+/// Refuses stages that do not divide the layers of the model.
+///
+/// # Errors
+/// More stages than layers; `parallel.stages` of another number of layers.
+fn check_stages(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    let (p, layers) = (&recipe.parallel, config.layers);
+    if cut(config, p.pipeline, &p.stages).is_some() {
+        return Ok(());
+    }
+    Err(Error::Ignored(match p.stages.iter().sum::<usize>() {
+        0 => format!(
+            "{}: parallel.pipeline = {}: the model has {layers} layers\n  hint: at most {layers}",
+            recipe.place("parallel.pipeline"),
+            p.pipeline
+        ),
+        sum => format!(
+            "{}: stages of {sum} layers in all, and the model has {layers}\n  hint: leave it out: layers \
+             are cut by their work",
+            recipe.place("parallel.stages")
+        ),
+    }))
 }
 
 /// The config with the head of the recipe's task.
@@ -179,6 +296,7 @@ pub fn selection(
         return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     selection.check_learning_rates(recipe)?;
+    check_adapters(recipe, &selection)?;
     Ok(selection)
 }
 

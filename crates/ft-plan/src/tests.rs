@@ -193,7 +193,7 @@ fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
             let head = p.execution.head_rows as u64;
             let workloads = Workloads::new(Workload::of_recipe);
             let inputs = sweep.inputs(&workloads, Some(budget));
-            let prepared = Prepared::new(&inputs)?;
+            let prepared = Prepared::new(&inputs, 0)?;
             let parts = prepared.simulate(prepared.workload(1), &[head])?;
             let of = |recompute| Settings {
                 recompute,

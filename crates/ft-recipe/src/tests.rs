@@ -192,7 +192,7 @@ fn bad_overrides() {
         &["run.seed=1\nkeep=3"],
         &["run.seed=1", "run.seed=2"],
         &["run.batch_rows=10", "run.micro_rows=4"],
-        &["parallel.tensor=2"],
+        &["parallel.tensor=2", "parallel.context=2"],
         &["optimizer.warmup_steps=1", "optimizer.warmup_ratio=0.1"],
         &["lora=3"],
     ];
@@ -260,16 +260,18 @@ fn keys_without_effect_are_told() {
     assert_eq!((r.idle(cpu).len(), r.idle(gpu).len()), (1, 0));
 }
 
+#[cfg(not(feature = "mpi"))]
 #[test]
 fn plans_see_what_runs_refuse() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("r.toml");
-    std::fs::write(&path, format!("{SMALL}[parallel]\ntensor = 2\n[memory]\nbudget = \"48GiB\"\n")).unwrap();
+    std::fs::write(&path, format!("{SMALL}[parallel]\ncomm = \"mpi\"\n[memory]\nbudget = \"48GiB\"\n"))
+        .unwrap();
     assert_eq!(Recipe::load(&path, &[]).unwrap_err().problems().len(), 1);
     let plan = Recipe::load_for_plan(&path, &[]).unwrap();
     assert_eq!(plan.memory.budget, Some(48 << 30));
     let said: Vec<&str> = plan.not_built.iter().map(|d| d.message.as_str()).collect();
-    assert_eq!(said, ["not built yet: parallel.tensor = 2"]);
+    assert_eq!(said, ["not built yet: parallel.comm = \"mpi\""]);
     assert!(Recipe::load_for_plan(&path, &["run.micro_rows=auto".into()]).unwrap().run.micro_rows.is_auto());
     // An unsupported key with its default value is accepted.
     assert!(small(&["parallel.data=1", "router.aux_loss=0", "data.train.0.weight=1"]).is_ok());
@@ -568,4 +570,21 @@ fn candle_is_no_dependency() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let packages = String::from_utf8(out.stdout).unwrap();
     assert!(packages.contains("ft-base") && !packages.contains("candle"), "{packages}");
+}
+
+#[test]
+fn a_layout_can_be_left_to_the_plan() {
+    let text = |parallel: &str| format!("{parallel}\n{SMALL}");
+    let auto = |parallel: &str, set: &[&str]| {
+        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+        Recipe::parse(&text(parallel), "r.toml", &set).map(|r| (r.auto_layout, r.parallel.data))
+    };
+    assert_eq!(auto("parallel = \"auto\"", &[]).expect("a recipe"), (true, 1));
+    assert_eq!(auto("", &["parallel=auto"]).expect("a recipe"), (true, 1));
+    assert_eq!(auto("parallel = { data = 2 }", &[]).expect("a recipe"), (false, 2));
+    let e = auto("parallel = \"all\"", &[]).expect_err("a word").to_string();
+    assert!(e.contains("parallel takes a table, not the string \"all\"") && e.contains("or \"auto\""), "{e}");
+    let mut chosen = Recipe::parse(&text("parallel = \"auto\""), "r.toml", &[]).expect("a recipe");
+    chosen.adopt_layout(&["parallel.data=2".into(), "parallel.zero=1".into()]).expect("a layout");
+    assert_eq!((chosen.auto_layout, chosen.parallel.data, chosen.parallel.zero), (false, 2, 1));
 }

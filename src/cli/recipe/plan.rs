@@ -9,7 +9,7 @@ use clap::builder::PossibleValuesParser;
 use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_plan::{Devices, Link, Target, card, card_names, rates, resolve};
+use ft_plan::{Devices, Target, card, card_names, links, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -29,13 +29,14 @@ pub struct Args {
     /// Plan every layout over this many devices, and print the fastest that fit: memory, bytes, time, recipe lines
     #[arg(long, value_name = "N", conflicts_with = "verbose", value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: Option<u32>,
-    /// With --devices: the class of the links between them (nvlink 200 GB/s, pcie 20, tcp 1; pcie by default)
+    /// With --devices: the class of the links between them (nvlink 200 GB/s, pcie 20, tcp 1); by default as
+    /// ft bench --ranks measured them, else pcie
     #[arg(long, value_name = "CLASS", requires = "devices", value_parser = link_names())]
     link: Option<String>,
 }
 
 fn link_names() -> PossibleValuesParser {
-    PossibleValuesParser::new(Link::NAMES.map(|(name, _)| name))
+    PossibleValuesParser::new(links::CLASSES.map(|(name, ..)| name))
 }
 
 /// Prints the plan of a recipe; returns an error if it does not fit.
@@ -53,6 +54,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // device presence affects free memory and rates only, not the plan
     let here = job::device(recipe.run.device).map(|d| Target::of(&d));
+    if args.devices.is_none() && planned.is_none() {
+        train::choose_layout(&mut recipe, None)?;
+    }
     let target = match (&planned, recipe.run.device) {
         (Some((card, _)), _) => Target { cuda: true, card: *card },
         (None, Device::Auto) => here.unwrap_or_default(),
@@ -84,8 +88,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 
 /// Prints the fastest layouts over `count` devices.
 fn layouts(args: &Args, recipe: &Recipe, target: Target, count: usize) -> ft_base::Result<()> {
-    let named = args.link.as_deref().and_then(|word| Link::NAMES.into_iter().find(|(name, _)| *name == word));
-    let devices = Devices { count, link: named.map_or(Link::Pcie, |(_, link)| link) };
+    let devices = Devices::new(count, target, args.link.as_deref());
     let found = ft_plan::layouts_of_recipe(recipe, target, devices)?;
     if args.json {
         print(&format!("{:#}\n", found.json()))?;

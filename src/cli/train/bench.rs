@@ -1,18 +1,28 @@
-//! `ft bench`: throughput and memory on synthetic rows.
+//! `ft bench`: throughput and memory on synthetic rows; rates of links.
 
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::train::bench;
 use ft_base::terminal::tell;
+use serde_json::Value;
+use std::path::PathBuf;
 
 /// Arguments of `ft bench`.
 #[derive(Debug, clap::Args)]
+#[command(
+    override_usage = "ft bench [OPTIONS] <RECIPE> [KEY=VALUE]...\n       ft bench [OPTIONS] --ranks <N>"
+)]
 pub struct Args {
     #[command(flatten)]
-    recipe: RecipeArgs,
+    recipe: Option<RecipeArgs>,
     /// Steps to measure, after one to warm up
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
+    /// In place of a recipe: measure the links between N ranks, with a CUDA device each, or threads; or the N processes
+    /// of a launcher. ft plan --devices and parallel = "auto" then use the rates
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
+    #[arg(conflicts_with_all = ["recipe", "steps"])]
+    ranks: Option<u32>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -20,10 +30,19 @@ pub struct Args {
 
 /// Runs the benchmark and prints the result.
 pub fn run(args: &Args) -> ft_base::Result<()> {
-    let recipe = args.recipe.load()?;
-    let measured = bench::run(recipe, args.steps as usize)?;
-    if let Some(path) = &measured.kept {
+    if let Some(recipe) = &args.recipe {
+        let measured = bench::run(recipe.load()?, args.steps as usize)?;
+        return show(args, measured.kept, &measured.json, measured.text);
+    }
+    // the parser asks for a recipe without it
+    let Some(ranks) = args.ranks else { return Ok(()) };
+    let link = bench::run_links(ranks as usize)?;
+    link.text.map_or(Ok(()), |text| show(args, link.kept, &link.json, text))
+}
+
+fn show(args: &Args, kept: Option<PathBuf>, json: &Value, text: String) -> ft_base::Result<()> {
+    if let Some(path) = kept {
         tell(&format!("the rate is kept in {} for plans", path.display()));
     }
-    print(&if args.json { format!("{:#}\n", measured.json) } else { measured.text })
+    print(&if args.json { format!("{json:#}\n") } else { text })
 }

@@ -10,9 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_engine::files::{SharedFile, TensorFiles};
 use ft_engine::params::Params;
-use ft_engine::params::buffers::common;
 use ft_engine::params::buffers::moments::Of;
 use ft_engine::params::buffers::projected::Projected;
+use ft_engine::params::buffers::{Piece, common};
 use ft_kernels::optimizer::BLOCK;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -48,6 +48,17 @@ struct Entry {
     shape: Vec<usize>,
     /// Elements of the trained tensor per element of this one.
     block: usize,
+}
+
+impl Entry {
+    /// Ranges of this tensor with `count` elements of a piece of the trained tensor, from its element `first` on.
+    fn ranges(&self, piece: &Piece, first: usize, count: usize) -> candle_core::Result<Vec<Range<usize>>> {
+        let first = first / self.block;
+        match piece.by(self.block) {
+            Some(piece) => Ok(piece.ranges(first..first + count)),
+            None => candle_core::bail!("{}: cut within a block of {}", self.name, self.block),
+        }
+    }
 }
 
 /// Optimizer tensors of a trained tensor: both moments, with scales if they are 8-bit codes, and the GaLore
@@ -132,7 +143,9 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let [weights, optimizer] = files(dir, params)?;
     let (mut values, mut moments) = (Vec::new(), Vec::new());
     let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
-    for ((t, slot), listed) in params.tensors.iter().zip(&params.slots).zip(&listed) {
+    for ((t, (slot, piece)), listed) in
+        params.tensors.iter().zip(params.slots.iter().zip(&params.pieces)).zip(&listed)
+    {
         // An expert of another rank.
         let Ok(flat) = params.flat(slot) else { continue };
         // Replicated values are written by one rank only.
@@ -140,21 +153,23 @@ pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
         if mine.is_empty() {
             continue;
         }
-        let first = mine.start - slot.offset;
+        let own = mine.start - slot.offset..mine.end - slot.offset;
         // Views: copied to the host only during the write.
-        values.push((t.name.as_str(), first, flat.values(mine.clone())?.real()?.clone()));
+        values.push((t.name.as_str(), piece.ranges(own.clone()), flat.values(mine.clone())?.real()?.clone()));
         if let Some(p) = params.projected(slot.index) {
             // Written whole, by the rank with the first element.
-            if first == 0 {
+            if own.start == 0 {
                 for (entry, held) in listed.iter().zip(projected_views(p)?) {
-                    moments.push((entry.name.as_str(), 0, held.real()?.flatten_all()?));
+                    let held = held.real()?.flatten_all()?;
+                    moments.push((entry.name.as_str(), vec![0..held.elem_count()], held));
                 }
             }
             continue;
         }
         let held = flat.moments.as_ref().map(|m| m.of(mine).map(views)).transpose()?;
         for (entry, held) in listed.iter().zip(held.into_iter().flatten()) {
-            moments.push((entry.name.as_str(), first / entry.block, held.real()?.clone()));
+            let ranges = entry.ranges(piece, own.start, held.elem_count())?;
+            moments.push((entry.name.as_str(), ranges, held.real()?.clone()));
         }
     }
     weights.write(values)?;
@@ -209,9 +224,9 @@ fn each_weight(
     }
     for (i, t) in params.tensors.iter().enumerate().filter(|(i, _)| params.is_here(*i)) {
         // Only the local part is read.
-        let mine = params.mine(i)?;
         let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
-        f(i, mine.start, &part(dir, files, &values, mine)?)?;
+        let (first, mine) = params.read_mine(i, |r| part(dir, files, &values, r))?;
+        f(i, first, &mine)?;
     }
     Ok(())
 }
@@ -247,8 +262,9 @@ pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
         for here in held.parts(&slot.range()).into_iter().filter(|r| !r.is_empty()) {
             let range = here.start - slot.offset..here.end - slot.offset;
             for (entry, to) in entries(params, i).iter().zip(views(held.of(here)?)) {
-                let first = range.start / entry.block;
-                let from = part(dir, &moments, entry, first..first + to.elem_count())?;
+                let ranges = entry.ranges(&params.pieces[i], range.start, to.elem_count())?;
+                let from = ranges.into_iter().map(|r| part(dir, &moments, entry, r));
+                let from = Tensor::cat(&from.collect::<ft_base::Result<Vec<Tensor>>>()?, 0)?;
                 let to = to.real()?;
                 to.slice_set(&from.to_device(to.device())?, 0, 0)?;
             }

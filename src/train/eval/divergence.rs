@@ -1,8 +1,8 @@
 //! Detection of diverged runs.
 
-use super::loss::probe;
+use super::loss::probe_of;
 use crate::train::Error;
-use crate::train::step::{LeaderGather, StepOutput, TrainContext, TrainedModel};
+use crate::train::step::{StepOutput, TrainContext};
 use candle_core::DType;
 use ft_data::Micro;
 use ft_kernels::to_host;
@@ -40,9 +40,7 @@ impl DivergenceCheck {
         if row.ids.is_empty() {
             return Ok(());
         }
-        let TrainedModel { decoder, params, .. } = cx.model;
-        let gather = LeaderGather::new(decoder, params, cx.comm);
-        let logits_tv = probe(decoder, &gather, &row, cx.device())?.to_dtype(DType::F32)?;
+        let logits_tv = probe_of(cx, &row)?.to_dtype(DType::F32)?;
         let logits_tv = to_host(&logits_tv)?.to_vec2::<f32>()?;
         let same = |row: &Vec<f32>| row.iter().all(|x| Some(x) == row.first());
         if logits_tv.iter().all(same) {

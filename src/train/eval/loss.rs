@@ -1,19 +1,24 @@
 //! Evaluation loss, and logits of a micro-batch.
 
+use crate::train::Error;
 use crate::train::classify::Classes;
 use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer, other};
-use crate::train::step::{OwnMicro, Ranks, Stop, check_stop, host};
-use candle_core::Device;
+use crate::train::step::command::{self, Command, Probed};
+use crate::train::step::{
+    Gather, LeaderGather, OwnMicro, Ranks, Stop, TrainContext, TrainedModel, check_stop, host,
+};
+use candle_core::{DType, Device};
 use ft_data::{Dataset, Micro, Size};
+use ft_engine::model::batch::HostBatch;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
 use ft_engine::ranks::{self, At, Comm};
 use ft_engine::walk::{Execution, Hooks, NoHooks, Walk};
-use ft_kernels::loss;
 use ft_kernels::tensor::Real;
+use ft_kernels::{Tensor, loss};
 use ft_recipe::Part;
 use serde_json::{Map, Value};
 
@@ -76,10 +81,12 @@ pub fn evaluate(
         return Ok(Evaluation { loss, targets, metrics });
     }
     let Scorer { decoder, ranks, hooks, execution, device, distillation } = *scorer;
-    let (comm, context) = (ranks.comm, ranks.context());
+    let (comm, context) = (ranks.comm, ranks.of_tokens());
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());
+    // Between two of these, stages of a pipeline work on several micro-batches at a time.
+    let (mut passed, apart) = (0usize, if ranks.stages() > 1 { 4 * ranks.stages() } else { 1 });
     loop {
         let turn: Vec<Vec<usize>> = micros.by_ref().take(ranks.at_once()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {
@@ -90,7 +97,10 @@ pub fn evaluate(
             let (loss, metrics) = distill::loss(distillation, loss, divergence);
             return Ok(Evaluation { loss, targets: all.targets, metrics });
         }
-        check_stop(comm, stop)?;
+        if passed.is_multiple_of(apart) {
+            check_stop(comm, stop)?;
+        }
+        passed += 1;
         let sizes = turn.iter().map(|rows| Size::of(data, rows));
         let sizes = sizes.collect::<Result<Vec<Size>, ft_data::Error>>()?;
         for size in &sizes {
@@ -136,4 +146,54 @@ fn add_losses(comm: &dyn Comm, sums: &mut Vec<[u64; 2]>, sum: [f64; 2]) -> ft_ba
 pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) -> ft_base::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
     Ok(Walk::new(decoder, None, 0).hooks(around).logits(&batch)?.real()?.clone())
+}
+
+/// Computes the logits `[t, v]` of all tokens in a micro-batch of the first rank, with the weights of all ranks.
+///
+/// # Errors
+/// Device errors; lost rank.
+pub fn probe_of(cx: &TrainContext<'_>, m: &Micro) -> ft_base::Result<Real> {
+    let TrainedModel { decoder, params, .. } = cx.model;
+    if cx.ranks().stages() == 1 {
+        return probe(decoder, &LeaderGather::new(decoder, params, cx.comm), m, cx.device());
+    }
+    let of = Probed { ids: m.ids.clone(), positions: m.positions.clone(), docs: m.docs.clone() };
+    command::announce(cx.comm, &Command::Probe(of.clone()))?;
+    let gather = Gather::new(decoder, params, cx.comm);
+    let none = || Error::Internal("the last stage sent no logits".into()).into();
+    stage_logits(cx, &gather, &of)?.ok_or_else(none)
+}
+
+/// A forward pass of all stages over the rows of the first rank. The first rank gets the logits.
+///
+/// # Errors
+/// Device errors; lost rank.
+pub fn stage_logits(
+    cx: &TrainContext<'_>,
+    gather: &Gather<'_>,
+    of: &Probed,
+) -> ft_base::Result<Option<Real>> {
+    let (decoder, ranks) = (&cx.model.decoder, cx.ranks());
+    let mut walk = Walk::new(decoder, None, 0).hooks(gather);
+    let Some(stage) = gather.stage().filter(|_| ranks.own() == 0) else {
+        return walk.serve_forward().map(|()| None);
+    };
+    let host =
+        HostBatch { ids: &of.ids, positions: &of.positions, docs: &of.docs, targets: &[], weights: &[] };
+    let batch = Batch::new(&decoder.config, host, (0, 0), None, cx.device())?;
+    let own = walk.stage_logits(&batch)?;
+    let (shape, last) = ((of.ids.len(), decoder.head.vocab), ranks.stages() - 1);
+    let (mut out, mut into, mut got) = (Vec::new(), Vec::new(), None);
+    match own {
+        Some(logits) => out.push((0, logits.flatten_all()?)),
+        None if ranks.stage() == 0 => {
+            let to = Tensor::zeros(shape, DType::F32, cx.device())?;
+            into.push((last, to.flatten_all()?));
+            got = Some(to);
+        }
+        None => return Ok(None),
+    }
+    let at = At::all("the logits of the last stage");
+    stage.group().exchange_among(&[0, last], at, &out, &into)?.wait()?;
+    Ok(got.map(|t| Ok::<_, ft_base::Error>(t.real()?.clone())).transpose()?)
 }

@@ -6,7 +6,7 @@ use super::logits::logits_apart;
 use super::read_back::{read_back, same_choices};
 use crate::report;
 use crate::train::Error;
-use crate::train::eval::probe;
+use crate::train::eval::probe_of;
 use crate::train::layout::{is_of_adapter, is_of_model, result_dir};
 use crate::train::step::command::{self, Command};
 use crate::train::step::{LeaderGather, TrainContext};
@@ -37,8 +37,7 @@ pub fn write(
     sample: &Micro,
 ) -> ft_base::Result<PathBuf> {
     let (job, decoder, params) = (cx.job, &cx.model.decoder, &cx.model.params);
-    let alone = LeaderGather::new(decoder, params, cx.comm);
-    let before = probe(decoder, &alone, sample, &job.device)?;
+    let before = probe_of(cx, sample)?;
     let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a \
         lower optimizer.lr, or run.clip";
     walk::finite(&before, "the trained model", hint)?;
@@ -54,6 +53,7 @@ pub fn write(
         let selection = job.selection.exported(params.initials.as_deref());
         let mut neutral = Vec::new();
         if peft::needs_neutral(&job.selection) {
+            let alone = LeaderGather::new(decoder, params, cx.comm);
             visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
                 neutral.extend(peft::neutral(&job.selection, decoder, unit)?);
                 Ok(())
@@ -70,7 +70,7 @@ pub fn write(
     read_back(job, params, &out)?;
     job.trained().save(&out, job.tokenizer.as_deref().and_then(|t| t.given_template()))?;
     report::leave_card(&out, dir, &job.recipe.name, &target)?;
-    let apart = logits_apart(&probe(decoder, &alone, sample, &job.device)?, &before)?;
+    let apart = logits_apart(&probe_of(cx, sample)?, &before)?;
     if apart > BAR {
         return Err(Error::Readback { path: target.display().to_string(), apart, bar: BAR }.into());
     }

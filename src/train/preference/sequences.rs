@@ -82,7 +82,7 @@ impl Scorer<'_> {
         each: &dyn Fn(usize),
     ) -> ft_base::Result<Vec<u64>> {
         let (turn, own) = (self.ranks.at_once(), self.ranks.own());
-        let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.context());
+        let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.of_tokens());
         for first in (0..count).step_by(turn) {
             check_stop(self.ranks.comm, stop)?;
             let m = if first + own < count { micro(first + own)? } else { Micro::default() };

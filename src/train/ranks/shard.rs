@@ -6,7 +6,7 @@ use crate::train::job::Job;
 use crate::train::preference::{ReferenceInputs, ReferenceScores};
 use crate::train::step::{TrainContext, TrainedModel};
 use ft_engine::load::Base;
-use ft_engine::model::Decoder;
+use ft_engine::model::{Decoder, units};
 use ft_engine::params::Params;
 use ft_engine::params::buffers::Split;
 use ft_engine::ranks::{At, Comm, Mesh};
@@ -38,7 +38,11 @@ pub fn load(job: &Job, base: &Base, comm: &dyn Comm) -> ft_base::Result<(Decoder
     }
     let p = &job.recipe.parallel;
     let experts = job.config.moe.as_ref().map_or(0, |m| m.experts);
-    let split = Split { mesh: Mesh::of(p), rank: comm.rank(), zero: p.zero, experts };
+    let mesh = Mesh::of(p);
+    let stages = units::cut(&job.config, p.pipeline, &p.stages).unwrap_or_default();
+    let units = stages.get(mesh.coordinates(comm.rank()).pipeline).copied().filter(|_| p.pipeline > 1);
+    let tied = job.config.tied;
+    let split = Split { mesh, rank: comm.rank(), zero: p.zero, experts, units, tied };
     let loaded = job.load_shard(base, true, split, comm)?;
     comm.barrier(LOADED)?;
     Ok(loaded)

@@ -3,7 +3,7 @@
 use super::lead::run_first;
 use super::options::{Options, Outcome};
 use super::processes;
-use crate::train::{Error, ranks};
+use crate::train::{Error, auto_layout, ranks};
 use ft_recipe::{Launch, Meeting, Recipe};
 
 /// Trains as the recipe says.
@@ -11,7 +11,7 @@ use ft_recipe::{Launch, Meeting, Recipe};
 /// # Errors
 /// Before the first step: errors of recipe, model or data. Later: full disk, non-finite loss, signal.
 /// Checkpoints written before the error remain valid.
-pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
+pub fn run(mut recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
     let launch = Launch::of_env();
     // An explicit device allows this check before other processes are contacted.
     if recipe.run.device != ft_recipe::Device::Auto {
@@ -38,6 +38,9 @@ pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
             Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("parallel.comm"))).into())
         }
         (ft_recipe::Comm::Mpi, _) | (_, Some(_)) => processes::run(recipe, options, launch.as_ref()),
-        _ => run_first(recipe, options, None),
+        _ => {
+            auto_layout::choose(&mut recipe, None)?;
+            run_first(recipe, options, None)
+        }
     }
 }

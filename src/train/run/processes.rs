@@ -8,11 +8,11 @@
 use super::lead::run_first;
 use super::options::{Options, Outcome};
 use super::signals::Signals;
-use crate::train::Error;
 use crate::train::job::Job;
 use crate::train::memory::{MemoryMonitor, limits, start_threads_beside};
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
 use crate::train::step::LossScale;
+use crate::train::{Error, auto_layout};
 use ft_base::memory;
 use ft_base::store::{self, RunLock};
 use ft_base::terminal;
@@ -75,7 +75,7 @@ struct Settings(Vec<(String, String)>);
 ///
 /// # Errors
 /// As [`super::run()`]; lost rank; number of processes different from the number of ranks in the recipe.
-pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
+pub fn run(mut recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
     // A process that fails to join must print its own error.
     let joined = processes::join(launch, timeout).inspect_err(|_| terminal::to_terminal());
@@ -88,6 +88,7 @@ pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_bas
         // Every rank runs on a new thread, with a thread pool of the rank.
         let rank = s.spawn(|| {
             let _threads = start_threads_beside(neighbours.on_processors)?;
+            auto_layout::agree(&mut recipe, &comm)?;
             check_count(&recipe, comm.world())?;
             if comm.rank() == 0 { lead(recipe, options, &comm) } else { follow(recipe, &comm) }
         });

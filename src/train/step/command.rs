@@ -15,12 +15,22 @@ pub enum Command {
     Save(u64, #[serde(with = "path_bytes")] PathBuf),
     /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
+    /// A forward pass of all pipeline stages; the first rank gets the logits.
+    Probe(Probed),
     /// Loading of the result in a folder, for the check after writing.
     ReadBack(#[serde(with = "path_bytes")] PathBuf),
     /// Loading of a checkpoint.
     Load(#[serde(with = "path_bytes")] PathBuf),
     /// End of the run.
     End,
+}
+
+/// Tokens of a micro-batch without targets, as in [`ft_data::Micro`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Probed {
+    pub ids: Vec<u32>,
+    pub positions: Vec<u32>,
+    pub docs: Vec<usize>,
 }
 
 const NEXT: At = At::all("what comes next");
@@ -72,6 +82,7 @@ mod tests {
             Command::Step(u64::MAX),
             Command::Evaluate,
             Command::Forward,
+            Command::Probe(Probed { ids: vec![7, 9], positions: vec![0, 1], docs: vec![2] }),
             Command::Save(7, odd.into()),
             Command::ReadBack(odd.into()),
             Command::Load(odd.into()),

@@ -7,7 +7,7 @@ use super::command::{self, Command};
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
 use ft_engine::ranks::{Comm, Group};
-use ft_engine::walk::{Hooks, Outline, Visit};
+use ft_engine::walk::{Hooks, Outline, Stage, Visit};
 use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
@@ -20,6 +20,8 @@ pub struct Gather<'a> {
     comm: &'a dyn Comm,
     /// Ranks that split the experts, if they do.
     experts: Option<Group<'a>>,
+    /// Neighbours of this rank's stage, if ranks split the layers.
+    stage: Option<Stage<'a>>,
     /// Units on the device, with their pending transfers.
     here: RefCell<BTreeMap<usize, Vec<Arrival>>>,
 }
@@ -28,7 +30,8 @@ impl<'a> Gather<'a> {
     /// Creates a gatherer for passes in which all ranks take part.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let experts = params.split.experts_group(comm);
-        Self { outline: Outline::of(decoder), params, comm, experts, here: RefCell::default() }
+        let stage = Stage::of(decoder, &params.split, comm);
+        Self { outline: Outline::of(decoder), params, comm, experts, stage, here: RefCell::default() }
     }
 
     /// Releases all units except `needed`.
@@ -47,6 +50,10 @@ impl<'a> Gather<'a> {
 impl Hooks for Gather<'_> {
     fn experts(&self) -> Option<&dyn Comm> {
         self.experts.as_ref().map(|group| group as &dyn Comm)
+    }
+
+    fn stage(&self) -> Option<&Stage<'_>> {
+        self.stage.as_ref()
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
@@ -80,29 +87,38 @@ impl Drop for Gather<'_> {
 
 /// As [`Gather`], for forward passes of the first rank alone. Announces every pass to the other ranks, so
 /// they can send their shards.
-pub struct LeaderGather<'a>(Gather<'a>);
+pub struct LeaderGather<'a> {
+    all: Gather<'a>,
+    /// Ranks that cut matrices with the first, if they do.
+    tensor: Option<Group<'a>>,
+}
 
 impl<'a> LeaderGather<'a> {
     /// Creates a gatherer for passes of the first rank.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
-        Self(Gather::new(decoder, params, comm))
+        Self { all: Gather::new(decoder, params, comm), tensor: params.split.tensor_group(comm) }
     }
 }
 
 impl Hooks for LeaderGather<'_> {
     fn begin(&self) -> ft_base::Result<()> {
-        if self.0.params.needs_others() { command::announce(self.0.comm, &Command::Forward) } else { Ok(()) }
+        let (params, comm) = (self.all.params, self.all.comm);
+        if params.needs_others() { command::announce(comm, &Command::Forward) } else { Ok(()) }
     }
 
     fn experts(&self) -> Option<&dyn Comm> {
-        self.0.experts()
+        self.all.experts()
+    }
+
+    fn lone(&self) -> Option<&dyn Comm> {
+        self.tensor.as_ref().map(|group| group as &dyn Comm)
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.arrive(visit, next)
+        self.all.arrive(visit, next)
     }
 
     fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.leave(visit, next)
+        self.all.leave(visit, next)
     }
 }

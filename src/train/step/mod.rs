@@ -6,7 +6,10 @@ mod context;
 pub mod finite;
 mod gather;
 mod loss_scale;
+mod micros;
+mod pipeline;
 mod reduce;
+mod sums;
 mod turn;
 mod update;
 

@@ -11,10 +11,10 @@ use super::gather::Gather;
 use candle_core::{DType, Device};
 use ft_engine::model::sink::Sink;
 use ft_engine::optim::{self, Optimizer};
-use ft_engine::params::buffers::Held;
+use ft_engine::params::buffers::{FlatKind, Held};
 use ft_engine::params::{Flat, Params};
 use ft_engine::ranks::{At, Comm};
-use ft_engine::walk::{Hooks, Visit};
+use ft_engine::walk::{Hooks, Stage, Visit};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
 use ft_kernels::optimizer::Squares;
@@ -30,9 +30,11 @@ pub struct Reduce<'a> {
     params: &'a Params,
     comm: &'a dyn Comm,
     sink: &'a Sink<'a>,
-    /// Buffers with gradients, in the order of the backward walk. Empty on one rank, because the sink holds
-    /// the sums.
+    /// Buffers with gradients, in the order of the backward walk. Empty on a single rank of a stage, because the sink
+    /// holds the sums.
     flats: Vec<(usize, &'a Flat)>,
+    /// Buffers that the first and the last stage share: summed once, at the end of the step.
+    ends: Vec<(usize, &'a Flat)>,
     /// Lowest unit reduced in the current micro-batch; at first, the number of units.
     lowest: Cell<usize>,
     /// Pending reductions, oldest first.
@@ -70,14 +72,16 @@ impl<'a> Reduce<'a> {
         sink: &'a Sink<'a>,
         update: Option<InBackward<'a>>,
     ) -> Self {
-        let comes = comm.world() > 1 || update.is_some();
+        let comes = params.split.stage() > 1 || update.is_some();
         let flats = (0..params.frozen.len()).rev().flat_map(|unit| params.of_unit(unit));
-        let flats = flats.filter(|_| comes).collect();
+        let (ends, flats): (Vec<_>, Vec<_>) = flats.partition(|(_, f)| f.kind == FlatKind::Ends);
+        let flats = if comes { flats } else { Vec::new() };
         Self {
             params,
             comm,
             sink,
             flats,
+            ends,
             lowest: Cell::new(params.frozen.len()),
             open: RefCell::default(),
             gathered: RefCell::default(),
@@ -86,17 +90,41 @@ impl<'a> Reduce<'a> {
         }
     }
 
-    /// Sum of squares of this rank's shard of all gradients; `None` without updates in the backward pass.
+    /// Sums of squares of this rank's shard of the gradients, by buffer; `None` without updates in the backward pass.
     ///
     /// # Errors
     /// Device errors.
-    pub fn squares(&self) -> candle_core::Result<Option<f64>> {
+    pub fn squares(&self) -> candle_core::Result<Option<Vec<(usize, f64)>>> {
         let Some(update) = &self.update else { return Ok(None) };
         let mut squares = update.squares.borrow_mut();
         // Sorted, to match the order of summation of a separate update.
         squares.sort_by_key(|(number, _)| *number);
-        let all: Vec<f64> = squares.drain(..).map(|(_, s)| s.read()).collect::<candle_core::Result<_>>()?;
-        Ok(Some(all.iter().sum()))
+        squares
+            .drain(..)
+            .map(|(number, s)| Ok((number, s.read()?)))
+            .collect::<candle_core::Result<_>>()
+            .map(Some)
+    }
+
+    /// Ends a step: sums the gradients of buffers that the first and the last stage share.
+    ///
+    /// # Errors
+    /// Lost rank; device errors.
+    pub fn end_step(&self) -> ft_base::Result<()> {
+        for (number, flat) in &self.ends {
+            let Some(Held { values, .. }) = &flat.grads else {
+                self.sum(*number, flat)?;
+                continue;
+            };
+            let group = self.params.split.group(self.comm, flat.kind);
+            let mine =
+                if self.params.split.stage() > 1 { self.sink.take(*number) } else { Some(values.clone()) };
+            let part = Tensor::zeros(flat.part.len(), DType::F32, values.real()?.device())?;
+            group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
+            let parts = flat.shard.parts(flat.len);
+            group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, values)?.wait()?;
+        }
+        Ok(())
     }
 
     /// Ends a micro-batch, or the turn of a rank without one: reduces all remaining units.
@@ -127,12 +155,13 @@ impl<'a> Reduce<'a> {
     fn for_update(&self, number: usize, flat: &Flat, device: &Device) -> ft_base::Result<Held> {
         let mine = self.sink.take(number);
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
-        if self.comm.world() == 1 {
+        let group = self.params.split.group(self.comm, flat.kind);
+        if group.world() == 1 {
             // No token reached the trained tensors of this buffer.
             let values = mine.map_or_else(|| zeros(flat.len), Ok)?;
             return Ok(Held { at: 0..flat.len, values });
         }
-        let (part, group) = (zeros(flat.part.len())?, self.params.split.group(self.comm, flat.kind));
+        let part = zeros(flat.part.len())?;
         group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
         if flat.shard.stage >= 1 {
             return Ok(Held { at: flat.part.clone(), values: part });
@@ -190,6 +219,10 @@ impl<'a> Reduce<'a> {
 impl Hooks for Reduce<'_> {
     fn experts(&self) -> Option<&dyn Comm> {
         self.gather.experts()
+    }
+
+    fn stage(&self) -> Option<&Stage<'_>> {
+        self.gather.stage()
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {

@@ -5,9 +5,11 @@ use candle_core::Device;
 use ft_data::{Micro, Segments, segments};
 use ft_engine::model::across::Across;
 use ft_engine::model::batch::{Distillation, HostBatch};
+use ft_engine::model::cut::{self, Cut};
 use ft_engine::model::{Batch, Config};
 use ft_engine::ranks::{self, At, Axis, Comm, Group, Mesh};
 use ft_recipe::Parallel;
+use std::ops::Range;
 
 /// Converts a micro-batch of a dataset to the input of the model.
 pub fn host(m: &Micro) -> HostBatch<'_> {
@@ -38,14 +40,30 @@ impl<'a> Ranks<'a> {
         self.mesh.data
     }
 
+    /// Number of pipeline stages.
+    pub fn stages(&self) -> usize {
+        self.mesh.pipeline
+    }
+
+    /// Number of ranks of a stage.
+    pub fn in_stage(&self) -> usize {
+        self.mesh.ranks() / self.mesh.pipeline.max(1)
+    }
+
+    /// Pipeline stage of this rank.
+    pub fn stage(&self) -> usize {
+        self.mesh.coordinates(self.comm.rank()).pipeline
+    }
+
     /// Index of this rank's micro-batch in a turn.
     pub fn own(&self) -> usize {
         self.mesh.coordinates(self.comm.rank()).data
     }
 
-    /// Ranks with segments of the same rows, if there are several.
-    pub fn context(&self) -> Option<Group<'a>> {
-        (self.mesh.context > 1).then(|| Group::new(self.comm, &self.mesh, Axis::Context))
+    /// Ranks with tokens of the same rows, if there are several: a context group or a tensor group.
+    pub fn of_tokens(&self) -> Option<Group<'a>> {
+        let axis = if self.mesh.tensor > 1 { Axis::Tensor } else { Axis::Context };
+        (self.mesh.context * self.mesh.tensor > 1).then(|| Group::new(self.comm, &self.mesh, axis))
     }
 
     /// An error of a pass, or the loss of a rank that it follows from.
@@ -63,23 +81,48 @@ impl<'a> Ranks<'a> {
     }
 }
 
-/// A micro-batch on one rank: the whole, or the segments of the rank in its context group.
+/// A micro-batch on one rank: the whole, or the tokens of the rank in its context group or tensor group.
 pub struct OwnMicro<'a> {
     pub whole: Micro,
-    part: Option<(Segments, Across<'a>)>,
+    part: Option<(Segments, Of<'a>)>,
     /// Targets of each rank with tokens, in order.
     targets: Vec<Vec<u32>>,
 }
 
+/// Ranks with tokens of the same micro-batch.
+enum Of<'a> {
+    Context(Box<Across<'a>>),
+    Tensor(&'a dyn Comm),
+}
+
 impl<'a> OwnMicro<'a> {
-    /// Divides a micro-batch over a context group, if there is one.
+    /// Divides a micro-batch over the ranks of a group, if there is one.
     pub fn new(whole: Micro, group: Option<&'a Group<'_>>) -> Self {
         let Some(group) = group else { return Self { whole, part: None, targets: Vec::new() } };
+        if group.axis() == Axis::Tensor {
+            return Self::cut(whole, group);
+        }
         let segments = segments(&whole.docs, group.world());
         let active = segments.iter().filter(|ranges| !ranges.is_empty());
         let targets = active.map(|ranges| whole.part(ranges).targets).collect();
         let across = Across::new(group, &whole.docs, segments);
-        Self { part: Some((whole.part(across.own()), across)), whole, targets }
+        Self { part: Some((whole.part(across.own()), Of::Context(Box::new(across)))), whole, targets }
+    }
+
+    /// Divides a micro-batch over a tensor group. A rank without tokens has one row that counts nowhere.
+    fn cut(whole: Micro, group: &'a Group<'_>) -> Self {
+        let of = |range: &Range<usize>| whole.part(std::slice::from_ref(range));
+        let mut parts: Vec<Segments> = cut::parts(whole.ids.len(), group.world()).iter().map(of).collect();
+        let targets = parts.iter().map(|part| part.targets.clone()).collect();
+        let mut own = parts.swap_remove(group.rank());
+        if own.tokens.is_empty() && !whole.ids.is_empty() {
+            own = Segments { targets: Vec::new(), ..whole.part(&[0..1]) };
+            own.micro.targets.clear();
+            own.micro.weights.clear();
+            own.micro.teacher.ids.clear();
+            own.micro.teacher.logits.clear();
+        }
+        Self { part: Some((own, Of::Tensor(group))), whole, targets }
     }
 
     /// Tokens and targets of this rank.
@@ -106,11 +149,19 @@ impl<'a> OwnMicro<'a> {
     ) -> ft_base::Result<Batch<'_>> {
         let m = self.micro();
         let own = [m.ids.len()];
-        let host = if self.part.is_some() { HostBatch { docs: &own, ..host(m) } } else { host(m) };
-        let batch = Batch::new(config, host, first, random, device)?;
+        let input = if self.part.is_some() { HostBatch { docs: &own, ..host(m) } } else { host(m) };
+        let batch = Batch::new(config, input, first, random, device)?;
         let batch = distill::taught(batch, m, by, device)?;
         Ok(match &self.part {
-            Some((part, across)) => batch.among(across, part.tokens.clone(), part.targets.clone()),
+            Some((part, Of::Context(across))) => {
+                batch.among(across, part.tokens.clone(), part.targets.clone())
+            }
+            Some((part, Of::Tensor(comm))) => {
+                let all = HostBatch { targets: &[], weights: &[], ..host(&self.whole) };
+                let all = Batch::new(config, all, first, random, device)?.context;
+                let cut = Cut::new(*comm, cut::parts(self.whole.ids.len(), comm.world()), all);
+                batch.cut(cut, part.tokens.clone(), part.targets.clone())
+            }
             None => batch,
         })
     }
@@ -121,9 +172,13 @@ impl<'a> OwnMicro<'a> {
     /// # Errors
     /// A lost rank.
     pub fn whole_losses(&self, own: Vec<f64>) -> ft_base::Result<Vec<f64>> {
-        let Some((_, across)) = &self.part else { return Ok(own) };
+        let Some((_, of)) = &self.part else { return Ok(own) };
         let bytes: Vec<u8> = own.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let all = across.all_gather_bytes(At::all("the losses of a micro-batch"), &bytes)?;
+        let at = At::all("the losses of a micro-batch");
+        let all = match of {
+            Of::Context(across) => across.all_gather_bytes(at, &bytes)?,
+            Of::Tensor(comm) => comm.all_gather_bytes(at, &bytes, true)?,
+        };
         let (count, values) =
             (self.whole.targets.len(), all.iter().map(Vec::len).sum::<usize>() / size_of::<f64>());
         let width = values / count.max(1);

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -302,29 +303,42 @@ impl SharedFile {
         file.write_all_at(&self.plan.header, 0).map_err(self.failed("write"))
     }
 
-    /// Writes ranges of tensors: name, first element, and values in order.
+    /// Writes ranges of tensors: name, element ranges, and the values of all ranges in order.
     ///
     /// # Errors
-    /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, or elements out of range.
-    pub fn write<'t>(&self, parts: impl IntoIterator<Item = (&'t str, usize, Tensor)>) -> Result<(), Error> {
+    /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, elements out of range, or another
+    /// number of values than elements.
+    pub fn write<'t>(
+        &self,
+        parts: impl IntoIterator<Item = (&'t str, Vec<Range<usize>>, Tensor)>,
+    ) -> Result<(), Error> {
         let file = reopen(&self.path)?;
-        for (name, first, values) in parts {
+        for (name, ranges, values) in parts {
             let found = self.at.get(name).map(|(from, i)| (*from, &self.plan.entries[*i]));
             let width = values.dtype().size_in_bytes() as u64;
-            let (start, end) = (first as u64 * width, (first + values.elem_count()) as u64 * width);
-            let place = found.filter(|(_, e)| values.dtype() == e.dtype && end <= e.bytes);
+            let end = ranges.iter().map(|r| r.end).max().unwrap_or(0) as u64 * width;
+            let all = ranges.iter().map(|r| r.len()).sum::<usize>() == values.elem_count();
+            let place = found.filter(|(_, e)| values.dtype() == e.dtype && end <= e.bytes && all);
             let Some((from, _)) = place else {
                 return Err(Error::Announced {
                     name: name.to_string(),
                     announced: found
                         .map_or("nothing".into(), |(_, e)| format!("{:?} {:?}", e.dtype, e.shape)),
-                    came: format!("{:?} {first}..{}", values.dtype(), first + values.elem_count()),
+                    came: format!("{:?} {ranges:?}, {} values", values.dtype(), values.elem_count()),
                 });
             };
-            let mut at = from + start;
-            stream(name, &values, &mut |bytes| {
-                file.write_all_at(bytes, at).map_err(self.failed("write"))?;
-                at += bytes.len() as u64;
+            let mut left = ranges.into_iter().map(|r| r.start as u64 * width..r.end as u64 * width);
+            let mut now = 0..0;
+            stream(name, &values, &mut |mut bytes| {
+                while !bytes.is_empty() {
+                    if now.is_empty() {
+                        now = left.find(|r| !r.is_empty()).unwrap_or(0..u64::MAX);
+                    }
+                    let n = (now.end - now.start).min(bytes.len() as u64);
+                    let (head, tail) = bytes.split_at(n as usize);
+                    file.write_all_at(head, from + now.start).map_err(self.failed("write"))?;
+                    (bytes, now.start) = (tail, now.start + n);
+                }
                 Ok(())
             })?;
         }

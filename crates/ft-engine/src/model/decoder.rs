@@ -18,6 +18,7 @@ use super::norm::Norm;
 use super::pass::batch::{Batch, HostBatch};
 use super::pass::sink::Slot;
 use super::per_layer::PerLayer;
+use super::units::Units;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::tensor::Real;
@@ -26,6 +27,10 @@ use std::ops::Range;
 /// Source of a model's tensors: files, random numbers, or the buffers of trained tensors.
 pub trait Weights {
     fn dtype(&self) -> DType;
+    /// The units to build, if not all.
+    fn units(&self) -> Option<Units> {
+        None
+    }
     /// Weight of a module in the compute dtype, and the gradient slot if trained in full. A frozen matrix
     /// may stay in half precision: [`kept`].
     ///
@@ -52,6 +57,14 @@ pub trait Weights {
     fn own(&self, _: &[MlpTree], _unit: usize) -> Option<(Range<usize>, Owned)> {
         None
     }
+    /// Heads on this rank, of `all` of a layer.
+    fn heads(&self, all: usize) -> usize {
+        all
+    }
+    /// Whether this rank adds the bias of a module: of a product over cut columns, one rank does.
+    fn adds_bias(&self, _: &Module) -> bool {
+        true
+    }
     /// LoRA of the embedding, if any.
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>>;
 }
@@ -60,6 +73,8 @@ pub trait Weights {
 #[derive(Clone, Debug)]
 pub struct Decoder {
     pub config: Config,
+    /// Units with weights; those of other units have a shape only.
+    pub units: Units,
     pub embedding: Embedding,
     /// Decoder layers, from the bottom.
     pub layers: Vec<Layer>,
@@ -70,12 +85,13 @@ impl Decoder {
     /// Builds a model, asking `weights` for one tensor after another in the order of the forward pass.
     pub fn build(config: &Config, weights: &mut dyn Weights) -> ft_base::Result<Self> {
         let tree = Tree::of(config);
+        let units = weights.units().unwrap_or(Units::all(config.layers));
         let mut b = Builder::new(config, weights);
         let (embedding, table) = b.embedding(&tree.embedding, tree.per_layer.as_ref())?;
         let layers =
             tree.layers.iter().enumerate().map(|(l, t)| b.layer(l, t)).collect::<ft_base::Result<_>>()?;
         let head = b.head(&tree.norm, &tree.head, Some(table))?;
-        Ok(Self { config: config.clone(), embedding, layers, head })
+        Ok(Self { config: config.clone(), units, embedding, layers, head })
     }
 
     /// Logits `[t, v]` (f32) for a few tokens of one document, with a single layer in memory at a time.
@@ -200,7 +216,7 @@ impl<'a> Builder<'a> {
         let (bias, bias_slot) = match m.bias() {
             Some(_) => {
                 let (b, slot) = self.weights.bias(m)?;
-                (Some(b), slot)
+                if self.weights.adds_bias(m) { (Some(b), slot) } else { (None, None) }
             }
             None => (None, None),
         };
@@ -275,8 +291,8 @@ impl<'a> Builder<'a> {
             v_norm: qk_norm.as_ref().filter(|_| normed).map(ones).transpose()?,
             qk_norm,
             sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
-            heads: c.heads,
-            kv_heads: own.kv_heads,
+            heads: self.weights.heads(c.heads),
+            kv_heads: self.weights.heads(own.kv_heads),
             head_dim: own.head_dim,
             scale: own.scale,
             rope: own.rope,

@@ -77,6 +77,14 @@ impl FeedForward {
         }
     }
 
+    /// Spare columns for the gradient of the output: see [`Linear::fused_rank_back`].
+    fn fused_rank_back(&self, like: &Tensor, ctx: &Context) -> usize {
+        match self {
+            FeedForward::Dense(b) => b.down.fused_rank_back(like, ctx),
+            FeedForward::Mixture(_) => 0,
+        }
+    }
+
     /// Restores the saved activations from the input `x` and the remains in `kept`; also returns the output if
     /// `wants_output` and it is computed on the way.
     fn restore(
@@ -298,9 +306,9 @@ impl Layer {
                 (mid, Some(normed), attn)
             }
             Some(Attended { mid, out, mut saved }) => {
-                let input = || self.input(&self.attn_norm, x, self.attn.fused_rank(x))?.values();
+                let input = || self.mixer_input(x, ctx)?.values();
                 let normed = self.attn.needs_input().then(input).transpose()?;
-                self.attn.restore(&mut saved, normed.as_ref(), ctx)?;
+                self.attn.restore(&mut saved, normed.as_ref(), ctx.whole())?;
                 drop(normed);
                 let mid = match (mid, &out, &self.attn_post) {
                     (Some(mid), ..) => mid,
@@ -308,16 +316,20 @@ impl Layer {
                     _ => candle_core::bail!("{OTHER}"),
                 };
                 let needed = level >= Level::FeedForward || self.mlp.needs_input();
-                let input = || self.input(&self.mlp_norm, &mid, self.mlp.fused_rank(x));
+                let input = || {
+                    let normed = self.input(&self.mlp_norm, &mid, ctx.room(self.mlp.fused_rank(x)))?;
+                    gathered(normed, ctx, |all| self.mlp.fused_rank(all))
+                };
                 let normed = needed.then(input).transpose()?;
                 (mid, normed, (out, saved))
             }
         };
         let wants_output = self.mlp_post.is_some() && kept.mlp_out.is_none();
         let (mlp_out, mlp) = match normed {
-            Some(normed) => self.mlp.restore(kept.mlp, &normed, ctx, wants_output)?,
+            Some(normed) => self.mlp.restore(kept.mlp, &normed, ctx.whole(), wants_output)?,
             None => (None, kept.mlp),
         };
+        let mlp_out = mlp_out.map(|m| scattered(m, ctx)).transpose()?;
         let mlp_out = kept.mlp_out.or(mlp_out);
         let per_layer = self.inputs_again(kept.per_layer, &mid, mlp_out.as_ref(), ctx)?;
         let (out, saved) = attn;
@@ -357,6 +369,12 @@ impl Layer {
         }
     }
 
+    /// The input of the mixer, of all tokens that it sees.
+    fn mixer_input(&self, x: &Tensor, ctx: &Context) -> Result<Padded> {
+        let normed = self.input(&self.attn_norm, x, ctx.room(self.attn.fused_rank(x)))?;
+        gathered(normed, ctx, |all| self.attn.fused_rank(all))
+    }
+
     /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved activations
     /// with attention's output, if that is normalized.
     fn attend(
@@ -365,29 +383,28 @@ impl Layer {
         ctx: &Context,
         cache: Option<&mut mixer::Cache>,
     ) -> Result<(Tensor, Padded, (Option<Tensor>, mixer::Saved))> {
-        let normed = self.input(&self.attn_norm, x, self.attn.fused_rank(x))?;
-        let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
+        let normed = self.mixer_input(x, ctx)?;
+        let (a, attn) = self.attn.forward(&normed, ctx.whole(), cache)?;
         drop(normed);
+        let a = scattered(a, ctx)?;
         let (a, out) = match &self.attn_post {
             Some(post) => (post.forward(&a)?, Some(a)),
             None => (a, None),
         };
         let (mid, normed) = match &self.mlp_norm {
-            Some(norm) => norm.forward_add(x, a, self.mlp.fused_rank(x))?,
+            Some(norm) => norm.forward_add(x, a, ctx.room(self.mlp.fused_rank(x)))?,
             None => {
                 let mid = (x + a)?;
                 (mid.clone(), Padded::of(&mid)?)
             }
         };
+        let normed = gathered(normed, ctx, |all| self.mlp.fused_rank(all))?;
         Ok((mid, normed, (out, attn)))
     }
 
     /// Spare columns for the gradient of the layer's output: see [`Linear::fused_rank_back`].
     pub fn fused_rank_back(&self, like: &Tensor, ctx: &Context) -> usize {
-        match &self.mlp {
-            FeedForward::Dense(b) if self.mlp_post.is_none() => b.down.fused_rank_back(like, ctx),
-            _ => 0,
-        }
+        if self.mlp_post.is_none() { ctx.room(self.mlp.fused_rank_back(like, ctx)) } else { 0 }
     }
 
     /// Forward pass: `[t, d]` -> `[t, d]`. `replay` is the routing of an earlier pass over the same tokens;
@@ -400,8 +417,9 @@ impl Layer {
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
         let (mid, normed, (out, saved)) = self.attend(x, ctx, cache)?;
-        let (m, mlp) = self.mlp.forward(&normed, ctx, replay)?;
+        let (m, mlp) = self.mlp.forward(&normed, ctx.whole(), replay)?;
         drop(normed);
+        let m = scattered(m, ctx)?;
         let (m, mlp_out) = match &self.mlp_post {
             Some(post) => (post.forward(&m)?, Some(m)),
             None => (m, None),
@@ -468,16 +486,41 @@ impl Layer {
         let dy = finished.as_ref().unwrap_or(dy);
         let d_mid = {
             let before = post_back(&self.mlp_post, s.mlp_out, dy, sink)?;
-            let dn = self.mlp.backward(s.mlp, before.as_ref().unwrap_or(dy), ctx, sink, balance)?;
+            let of = |all: &Tensor| self.mlp.fused_rank_back(all, ctx.whole());
+            let all = gathered(before.as_ref().unwrap_or(dy).clone(), ctx, of)?;
             drop(before);
+            let dn = self.mlp.backward(s.mlp, &all, ctx.whole(), sink, balance)?;
+            drop(all);
+            let dn = scattered(dn, ctx)?;
             let rank = if self.attn_post.is_none() { self.attn.fused_rank_back(&dn, ctx) } else { 0 };
+            let rank = ctx.room(rank);
             add_back(&self.mlp_norm, &mid, dn, dy, rank, sink)?
         };
         drop(mid);
         let before = post_back(&self.attn_post, out, &d_mid, sink)?;
-        let dn = self.attn.backward(saved, before.as_ref().unwrap_or(&d_mid), ctx, sink)?;
+        let of = |all: &Tensor| self.attn.fused_rank_back(all, ctx.whole());
+        let all = gathered(before.as_ref().unwrap_or(&d_mid).clone(), ctx, of)?;
         drop(before);
+        let dn = self.attn.backward(saved, &all, ctx.whole(), sink)?;
+        drop(all);
+        let dn = scattered(dn, ctx)?;
         add_back(&self.attn_norm, x, dn, &d_mid, rank, sink)
+    }
+}
+
+/// Rows of all tokens that a half sees, from those of this rank's; with `room` spare columns if gathered.
+fn gathered(own: Padded, ctx: &Context, room: impl Fn(&Tensor) -> usize) -> Result<Padded> {
+    let Some(cut) = &ctx.cut else { return Ok(own) };
+    let all = cut.gather(&own.values()?)?;
+    drop(own);
+    Padded::beside_room(&all, room(&all))
+}
+
+/// Rows of this rank's tokens, from a half's output of all tokens.
+fn scattered(all: Tensor, ctx: &Context) -> Result<Tensor> {
+    match &ctx.cut {
+        Some(cut) => cut.scatter(all),
+        None => Ok(all),
     }
 }
 

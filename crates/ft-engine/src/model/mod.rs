@@ -22,6 +22,7 @@ pub mod mixer;
 pub mod norm;
 mod pass;
 mod per_layer;
+pub mod units;
 
 pub use config::{
     Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, family, modules,
@@ -29,4 +30,5 @@ pub use config::{
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{across, batch, between, sink};
+pub use pass::{across, batch, between, cut, sink};
+pub use units::Units;

@@ -7,7 +7,7 @@ mod projected;
 mod schedule;
 mod update;
 
-pub use norm::{clip_factor, grad_squares};
+pub use norm::{clip_factor, grad_squares, squares_by_flat};
 pub use offload::{PIECE, STAGED};
 pub use optimizer::{At, Optimizer, Rate};
 pub use schedule::Schedule;

@@ -13,6 +13,18 @@ pub fn grad_squares(params: &Params) -> Result<f64> {
     sum_squares(&grads)
 }
 
+/// As [`grad_squares`], by the number of the flat buffer: sums over the buffers of several stages in the order of the
+/// numbers have the bits of one stage.
+///
+/// # Errors
+/// Device errors.
+pub fn squares_by_flat(params: &Params) -> Result<Vec<(usize, f64)>> {
+    let flats = params.flats.iter().enumerate().filter_map(|(i, f)| Some((i, f.as_ref()?)));
+    let of =
+        |(i, f): (usize, &Flat)| f.grads.as_ref().map(|g| Ok((i, sum_squares(&[g.of(f.part.clone())?])?)));
+    flats.filter_map(of).collect()
+}
+
 /// Factor that scales a gradient norm down to `clip` (0: no clipping), as in
 /// `torch.nn.utils.clip_grad_norm_`.
 pub fn clip_factor(norm: f64, clip: f64) -> f64 {

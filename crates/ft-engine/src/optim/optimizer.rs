@@ -55,7 +55,7 @@ impl Optimizer {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
             let peak = o.peak_lr(t.part.method());
             let factor = o.factor(t.lr_scale, t.part == Part::B);
-            let end = s.offset + t.elements();
+            let end = s.range().end;
             match groups.last_mut() {
                 Some(l) if (l.flat, l.peak, l.lr_scale, l.decays) == (s.flat, peak, factor, decays) => {
                     l.len = end - l.start;
@@ -63,7 +63,7 @@ impl Optimizer {
                 _ => groups.push(ParamGroup {
                     flat: s.flat,
                     start: s.offset,
-                    len: t.elements(),
+                    len: s.range().len(),
                     peak,
                     lr_scale: factor,
                     decays,

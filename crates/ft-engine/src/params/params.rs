@@ -11,7 +11,7 @@ use super::buffers::allocate::Allocate;
 use super::buffers::layout::{FlatLayout, layout};
 use super::buffers::moments::is_large;
 use super::buffers::projected::{Projected, Projection};
-use super::buffers::{Buffer, FlatKind, Split, common};
+use super::buffers::{Buffer, FlatKind, Piece, Split, common};
 use super::flat::{Flat, Placement};
 use crate::adapters::{Part, Trained};
 use crate::load::Initials;
@@ -35,7 +35,10 @@ pub struct Params {
     pub tensors: Vec<Trained>,
     /// Slot of each tensor.
     pub slots: Vec<Slot>,
-    /// Flat buffers, first those of whole tensors by unit, then those of split experts; `None` if nothing trains.
+    /// Piece of each tensor on this rank: the slot's contents.
+    pub pieces: Vec<Piece>,
+    /// Flat buffers, first those of whole tensors by unit, then those of pieces or of split experts; `None` if nothing
+    /// trains.
     pub flats: Vec<Option<Flat>>,
     /// Compute dtype, and elements with master weights by flat buffer, those of other ranks too.
     dtype: DType,
@@ -72,7 +75,8 @@ impl Params {
         what: Allocate,
     ) -> Result<Self> {
         let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
-        let place = |t: &Trained| what.split.flat(t, units);
+        let pieces: Vec<Piece> = tensors.iter().map(|t| what.split.piece_of(t)).collect();
+        let place = (|t: &Trained| what.split.flat(t, units), |i: usize| pieces[i].shape());
         let (slots, layouts) = layout(&tensors, (units, what.split.flats(units)), projection, place);
         let wide: BTreeSet<usize> =
             slots.iter().filter(|s| tensors[s.index].part == Part::Magnitude).map(|s| s.flat).collect();
@@ -96,6 +100,7 @@ impl Params {
         Ok(Self {
             tensors,
             slots,
+            pieces,
             flats,
             dtype,
             kept,
@@ -139,20 +144,20 @@ impl Params {
         self.tensors.iter().position(|t| t.name == name)
     }
 
-    /// View of the compute weights, in the shape used in files.
+    /// View of this rank's piece of the compute weights, in the shape used in files.
     pub fn view(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        slot.view(&self.flat(slot)?.compute.whole)?.reshape(self.tensors[index].shape.as_slice())
+        slot.view(&self.flat(slot)?.compute.whole)?.reshape(self.pieces[index].shape())
     }
 
     /// As [`Params::view`], but in f32 if master weights are on the device.
     pub fn wide_view(&self, index: usize) -> Result<Tensor> {
-        let (slot, shape) = (&self.slots[index], self.tensors[index].shape.as_slice());
+        let (slot, shape) = (&self.slots[index], self.pieces[index].shape());
         let flat = self.flat(slot)?;
         let here = flat.master.values.real()?.device().same_device(flat.compute.whole.real()?.device());
         match &flat.wide {
             Some(wide) => slot.view(&wide.whole)?.reshape(shape),
-            None if here && !flat.compute.is_apart() => flat.master.whole(slot, shape),
+            None if here && !flat.compute.is_apart() => flat.master.whole(slot, &shape),
             None => self.view(index),
         }
     }
@@ -162,9 +167,10 @@ impl Params {
         self.split.shard(FlatKind::Whole).is_split()
     }
 
-    /// Whether a forward pass of this rank alone needs the other ranks: for split weights, or for their experts.
+    /// Whether a forward pass of this rank alone needs the other ranks: for split weights, pieces, experts, or layers.
     pub fn needs_others(&self) -> bool {
-        self.is_split() || self.split.own().is_some()
+        let split = self.split.own().is_some() || self.split.units.is_some() || self.split.mesh.tensor > 1;
+        self.is_split() || split
     }
 
     /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
@@ -196,7 +202,7 @@ impl Params {
         self.gathered(unit).try_for_each(|b| vacate(&b.whole))
     }
 
-    /// Elements of a tensor to be set by this rank.
+    /// Elements of a tensor's piece to be set by this rank.
     ///
     /// # Errors
     /// As [`Params::flat`].
@@ -206,20 +212,34 @@ impl Params {
         Ok(if here.is_empty() { 0..0 } else { here.start - slot.offset..here.end - slot.offset })
     }
 
-    /// Authoritative values of a tensor: a view of the master weights, or of the compute weights if there
+    /// First element and values of [`Params::mine`]; `read` reads a range of the whole tensor as a vector.
+    ///
+    /// # Errors
+    /// As [`Params::flat`]; errors of `read`.
+    pub fn read_mine(
+        &self,
+        index: usize,
+        read: impl FnMut(Range<usize>) -> ft_base::Result<Real>,
+    ) -> ft_base::Result<(usize, Real)> {
+        let mine = self.mine(index)?;
+        Ok((mine.start, self.pieces[index].read(mine, read)?))
+    }
+
+    /// Authoritative values of a tensor's piece: a view of the master weights, or of the compute weights if there
     /// are none.
     ///
     /// # Errors
     /// A tensor only partly held by this rank.
     pub fn master(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        self.flat(slot)?.values(slot.range())?.reshape(self.tensors[index].shape.as_slice())
+        self.flat(slot)?.values(slot.range())?.reshape(self.pieces[index].shape())
     }
 
     /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
         let whole = |u: &Flat| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
-        self.split.own().is_none() && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+        let split = self.split.own().is_some() || self.split.units.is_some() || self.split.mesh.tensor > 1;
+        !split && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
     /// Dtype of a tensor's authoritative values: f32 with master weights.
@@ -233,14 +253,14 @@ impl Params {
         Ok(if keeps { DType::F32 } else { self.dtype })
     }
 
-    /// View of a tensor's gradient.
+    /// View of the gradient of a tensor's piece.
     ///
     /// # Errors
     /// As [`Params::master`].
     pub fn grad(&self, index: usize) -> Result<Option<Tensor>> {
         let slot = &self.slots[index];
         let grads = &self.flat(slot)?.grads;
-        grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
+        grads.as_ref().map(|g| g.whole(slot, &self.pieces[index].shape())).transpose()
     }
 
     /// GaLore state of a tensor, if the gradient is projected.
@@ -255,14 +275,14 @@ impl Params {
 
     /// Sets the locally held part of a tensor, in master and compute weights.
     pub fn set(&self, index: usize, value: &Real) -> Result<()> {
-        let slot = &self.slots[index];
-        if value.elem_count() != slot.rows * slot.cols {
-            candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
+        let (t, slot) = (&self.tensors[index], &self.slots[index]);
+        if value.elem_count() != t.elements() {
+            candle_core::bail!("{}: {:?} values into {:?}", t.name, value.shape(), slot);
         }
-        self.set_from(index, 0, value)
+        self.set_from(index, 0, &self.pieces[index].of(value)?)
     }
 
-    /// As [`Params::set`], for the values from element `first` of the tensor on.
+    /// Sets values of the piece of a tensor, from its element `first` on.
     pub fn set_from(&self, index: usize, first: usize, value: &Real) -> Result<()> {
         // CUDA rejects launches without elements.
         if value.elem_count() == 0 {
@@ -306,12 +326,12 @@ impl Params {
 
     /// As [`Params::zero_grads`], but if the sink can overwrite leftovers of an earlier step, returns the
     /// slots to overwrite instead of zeroing them.
-    pub fn new_sums(&self) -> Result<&[Slot]> {
+    pub fn new_sums(&self) -> Result<Vec<Slot>> {
         let mut grads = self.flats.iter().flatten().filter_map(|u| u.grads.as_ref());
         if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
-            return Ok(&self.slots);
+            return Ok(self.slots.iter().filter(|s| self.flat(s).is_ok()).copied().collect());
         }
-        self.zero_grads().map(|()| &[][..])
+        self.zero_grads().map(|()| Vec::new())
     }
 
     /// Number of trained values.

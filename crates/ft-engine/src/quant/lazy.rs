@@ -1,6 +1,8 @@
 //! A 4-bit weight read or quantized lazily, by ranges, for ranks that hold a part of it.
 
 use super::codebook::{CodeTables, Type};
+use super::error::Error;
+use crate::params::buffers::Piece;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 use ft_kernels::quantized::{QuantizedMatrix, Scales};
@@ -90,6 +92,45 @@ impl<'a> LazyMatrix<'a> {
     pub fn whole(self, compute: DType, books: &mut CodeTables) -> ft_base::Result<QuantizedMatrix> {
         let device = books.device().clone();
         self.placed(compute, books, &mut |u| Ok((u.read)(0..u.len)?.to_device(&device)?.into()))
+    }
+}
+
+impl<'a> LazyVector<'a> {
+    /// The piece of a vector, with `piece` in units of its elements.
+    fn cut(self, piece: &Piece) -> Self {
+        let (own, len) = (piece.clone(), piece.elements());
+        let read: ReadRange<'a> = Box::new(move |r| own.read(r, |r| (self.read)(r)));
+        Self { dtype: self.dtype, len, read }
+    }
+}
+
+impl<'a> LazyMatrix<'a> {
+    /// The rows or columns of a piece, with the same values. Groups of scales become as small as the piece asks for;
+    /// several have one factor.
+    ///
+    /// # Errors
+    /// A piece that ends within a block.
+    pub fn cut(self, name: &str, piece: &Piece) -> ft_base::Result<Self> {
+        let (true, &[rows, cols]) = (piece.dim().is_some(), piece.shape().as_slice()) else {
+            return Ok(self);
+        };
+        let (Some(blocks), Some(pairs)) = (piece.by(self.block), piece.by(2)) else {
+            return Err(Error::Cut { name: name.into(), rows, cols, block: self.block }.into());
+        };
+        let n = blocks.elements();
+        let scales = match self.scales {
+            LazyScales::Plain(scales) => LazyScales::Plain(scales.cut(&blocks)),
+            LazyScales::Nested { codes, factors, map, group, offset } => {
+                let own = piece.group(self.block, group);
+                let all = (factors.read)(0..factors.len)?.to_vec1::<f32>()?;
+                let of =
+                    |g: usize| blocks.ranges(g * own..g * own + 1).first().map_or(0, |r| r.start / group);
+                let factors = (0..n.div_ceil(own)).filter_map(|g| all.get(of(g)).copied()).collect();
+                let (codes, factors) = (codes.cut(&blocks), LazyVector::of(factors));
+                LazyScales::Nested { codes, factors, map, group: own, offset }
+            }
+        };
+        Ok(Self { dims: (rows, cols), packed: self.packed.cut(&pairs), scales, ..self })
     }
 }
 

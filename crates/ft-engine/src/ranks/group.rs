@@ -23,9 +23,14 @@ impl<'a> Group<'a> {
     pub fn new(comm: &'a dyn Comm, mesh: &Mesh, axis: Axis) -> Self {
         let (rank, members) = (comm.rank(), mesh.members(axis, comm.rank()));
         // All ranks hold copies: messages name no group.
-        let copies = matches!(axis, Axis::Stage | Axis::Replica | Axis::ExpertReplica);
+        let copies = matches!(axis, Axis::Stage | Axis::Replica | Axis::ExpertReplica | Axis::Ends);
         let axis = if copies && members.len() == comm.world() { Axis::World } else { axis };
         Self { comm, axis, me: members.iter().position(|r| *r == rank).unwrap_or(0), members: members.into() }
+    }
+
+    /// Kind of the group.
+    pub fn axis(&self) -> Axis {
+        self.axis
     }
 
     /// Ranks of the members in the world.

@@ -52,11 +52,16 @@ pub enum Axis {
     Expert,
     /// Ranks with copies of the same experts.
     ExpertReplica,
+    /// Ranks of all stages that pass on the same micro-batches.
+    Pipeline,
+    /// Ranks of the first and the last stage: they hold copies of a table that embedding and head share. The ranks
+    /// between them are a group too, and hold none.
+    Ends,
 }
 
 impl Axis {
     /// All kinds of groups.
-    pub const ALL: [Axis; 7] = [
+    pub const ALL: [Axis; 9] = [
         Axis::World,
         Axis::Stage,
         Axis::Replica,
@@ -64,6 +69,8 @@ impl Axis {
         Axis::Tensor,
         Axis::Expert,
         Axis::ExpertReplica,
+        Axis::Pipeline,
+        Axis::Ends,
     ];
 
     /// Name of the groups, in messages.
@@ -76,6 +83,8 @@ impl Axis {
             Axis::Tensor => "tensor group",
             Axis::Expert => "expert group",
             Axis::ExpertReplica => "expert replica group",
+            Axis::Pipeline => "pipeline group",
+            Axis::Ends => "first and last stage",
         }
     }
 }
@@ -116,6 +125,7 @@ impl Mesh {
         let in_group = |other: &usize| {
             let at = self.coordinates(*other);
             let stage = at.pipeline == own.pipeline;
+            let is_end = |p: Place| p.pipeline == 0 || p.pipeline + 1 == self.pipeline;
             let block = |r: usize| r % self.stage() / self.expert;
             match axis {
                 Axis::World => true,
@@ -125,6 +135,8 @@ impl Mesh {
                 Axis::Tensor => stage && (at.data, at.context) == (own.data, own.context),
                 Axis::Expert => stage && block(*other) == block(rank),
                 Axis::ExpertReplica => stage && at.expert == own.expert,
+                Axis::Pipeline => (at.data, at.context, at.tensor) == (own.data, own.context, own.tensor),
+                Axis::Ends => is_end(at) == is_end(own),
             }
         };
         (0..self.ranks()).filter(in_group).collect()
@@ -161,6 +173,8 @@ mod tests {
             (Axis::Tensor, vec![0, 1], vec![22, 23]),
             (Axis::Expert, vec![0, 1, 2, 3], vec![20, 21, 22, 23]),
             (Axis::ExpertReplica, vec![0, 4, 8], vec![15, 19, 23]),
+            (Axis::Pipeline, vec![0, 12], vec![11, 23]),
+            (Axis::Ends, (0..24).collect(), (0..24).collect()),
         ] {
             assert_eq!((at(axis, 0), at(axis, 23)), (first, last), "{axis:?}");
         }
@@ -192,6 +206,9 @@ mod tests {
                         Tensor => tensor,
                         Expert => expert,
                         ExpertReplica => data * context * tensor / expert,
+                        Pipeline => pipeline,
+                        Ends if pipeline == 3 => continue,
+                        Ends => mesh.ranks(),
                     };
                     assert!(groups.iter().all(|g| g.len() == size), "{mesh:?} {axis:?}");
                 }

@@ -1,7 +1,7 @@
 //! Token-by-token generation with a KV cache; adapters stay unmerged.
 
 use super::finite::finite;
-use super::visit::{Hooks, NoHooks, Outline, Pass};
+use super::visit::{Hooks, NoHooks, Outline, Visits};
 use crate::model::batch::{Context, HostBatch};
 use crate::model::mixer::Cache;
 use crate::model::{Batch, Decoder};
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
             // the head comes last
             visits.pop();
         }
-        let mut pass = Pass::begin(visits, self.hooks)?;
+        let mut pass = Visits::begin(visits, self.hooks)?;
         pass.arrive()?;
         let mut x = self.decoder.embedding.forward(&sent)?;
         self.decoder.embedding.begin(&x, &sent, &ctx)?;

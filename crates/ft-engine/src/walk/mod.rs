@@ -9,8 +9,10 @@
 mod execution;
 mod finite;
 pub mod generate;
+mod pass;
 mod routing;
 mod serve;
+mod stage;
 #[cfg(test)]
 mod tests;
 mod times;
@@ -19,7 +21,9 @@ mod walker;
 
 pub use execution::{Dequantize, Execution, Inputs, Recomputed};
 pub use finite::{NotFinite, finite};
-pub use routing::{HostRouting, Load, RouterLosses, Routing, dead, entropy, peak};
+pub use pass::Pass;
+pub use routing::{HostRouting, Load, RouterLosses, Routing, Total, dead, entropy, peak};
+pub use stage::{Crossing, Stage};
 pub use times::{Part, Times};
 pub use visit::{Hooks, NoHooks, Outline, Visit};
 pub use walker::{Walk, dequantized_layer};

@@ -20,7 +20,8 @@ pub struct RouterLosses {
 }
 
 impl RouterLosses {
-    fn any(&self) -> bool {
+    /// Whether any is not 0.
+    pub fn any(&self) -> bool {
         self.aux != 0.0 || self.z != 0.0
     }
 }
@@ -31,6 +32,31 @@ pub struct Routing {
     tokens: usize,
     layers: Vec<RouterOutput>,
     whole: Option<Whole>,
+    total: Option<Total>,
+}
+
+/// Token-expert pairs of a micro-batch over sparse layers, those of other stages too.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Total {
+    /// Number of sparse layers.
+    pub layers: usize,
+    /// Pairs by expert.
+    pub counts: Vec<u64>,
+}
+
+impl Total {
+    /// Numbers to send to another stage.
+    pub fn words(&self) -> Vec<u64> {
+        [self.layers as u64].into_iter().chain(self.counts.iter().copied()).collect()
+    }
+
+    /// The total of these numbers.
+    pub fn of(words: &[u64]) -> Self {
+        match words {
+            [layers, counts @ ..] => Self { layers: *layers as usize, counts: counts.to_vec() },
+            [] => Self::default(),
+        }
+    }
 }
 
 /// Routing of a micro-batch on all ranks of a context group.
@@ -63,6 +89,7 @@ pub struct HostRouting {
     tokens: usize,
     layers: Vec<Layer>,
     whole: Option<Whole>,
+    total: Option<Total>,
 }
 
 #[derive(Clone, Debug)]
@@ -132,7 +159,27 @@ impl Routing {
             Ok(Layer { layer: l.layer, counts, sums })
         };
         let layers = self.layers.iter().map(one).collect::<Result<_>>()?;
-        Ok(HostRouting { tokens: self.tokens, layers, whole: self.whole.clone() })
+        let (whole, total) = (self.whole.clone(), self.total.clone());
+        Ok(HostRouting { tokens: self.tokens, layers, whole, total })
+    }
+
+    /// Adds the decisions of this pass to those of the stages below.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn add_to(&self, below: Total) -> Result<Total> {
+        let mut total = below;
+        for (_, counts) in self.read()?.counts() {
+            total.layers += 1;
+            total.counts.resize(total.counts.len().max(counts.len()), 0);
+            total.counts.iter_mut().zip(counts).for_each(|(s, n)| *s += n);
+        }
+        Ok(total)
+    }
+
+    /// Sets the decisions of all stages, which the load-balancing loss is made of.
+    pub fn set_total(&mut self, total: Total) {
+        self.total = Some(total);
     }
 
     /// Adds up the decisions of a context group, which the load-balancing loss is made of. Collective.
@@ -176,9 +223,11 @@ impl Routing {
         if losses.aux == 0.0 {
             return Ok(Some(balance));
         }
-        let all_tokens = (tokens * self.layers.len()) as f64;
+        let layers = self.total.as_ref().map_or(self.layers.len(), |t| t.layers);
+        let all_tokens = (tokens * layers) as f64;
         let sums = self.on_device()?;
-        let on_device = |s: &&Tensor| self.whole.is_none() && s.dim(0).is_ok_and(|n| n == self.layers.len());
+        let here = self.whole.is_none() && self.total.is_none();
+        let on_device = |s: &&Tensor| here && s.dim(0).is_ok_and(|n| n == self.layers.len());
         if let Some(sums) = sums.as_ref().filter(on_device) {
             let experts = sums.dim(1)? / 2;
             let factor = losses.aux * experts as f64 / (all_tokens * all_tokens);
@@ -211,7 +260,7 @@ impl HostRouting {
 
     /// Number of tokens times number of sparse layers.
     fn all_tokens(&self) -> f64 {
-        (self.tokens() * self.layers.len()) as f64
+        (self.tokens() * self.total.as_ref().map_or(self.layers.len(), |t| t.layers)) as f64
     }
 
     /// Token-expert pairs of the micro-batch, by expert, of a layer.
@@ -224,6 +273,9 @@ impl HostRouting {
 
     /// Token-expert pairs per token of each expert, over all sparse layers: `f` of the load-balancing loss.
     fn share(&self) -> Vec<f64> {
+        if let Some(total) = &self.total {
+            return total.counts.iter().map(|n| *n as f64 / self.all_tokens()).collect();
+        }
         let experts = self.layers.first().map_or(0, |r| r.counts.len());
         (0..experts)
             .map(|e| {

@@ -1,7 +1,7 @@
 //! Passes of a rank without rows: it takes part in the collectives of every visit, and computes its experts on the
 //! rows of other ranks.
 
-use super::visit::{self, Outline, Pass};
+use super::visit::{self, Outline, Visits};
 use super::walker::Walk;
 use crate::model::batch::{Context, HostBatch};
 use crate::model::feed_forward::{Like, Mixture, Served};
@@ -62,7 +62,7 @@ impl Walk<'_> {
         let batch = Batch::new(&decoder.config, host, (0, 0), dropout, table.real()?.device())?;
         let context = batch.context.among(self.hooks.experts());
         let like = Like(decoder.config.hidden, decoder.embedding.dtype, table.device());
-        let mut pass = Pass::begin(visits, self.hooks)?;
+        let mut pass = Visits::begin(visits, self.hooks)?;
         let mut states: Vec<Option<State>> = decoder.layers.iter().map(|_| None).collect();
         while let Some(visit) = pass.arrive()? {
             self.at(visit.phase, visit.unit);

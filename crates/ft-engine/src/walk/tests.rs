@@ -34,6 +34,7 @@ mod four_bit_full;
 mod levels;
 mod rows;
 mod stored;
+mod tensor;
 mod timed;
 
 /// Tolerance of logits and gradients, relative L2. Ten times that for key biases, which softmax nearly

@@ -1,6 +1,7 @@
 //! The visits of a pass over the units, and hooks around visits.
 
-use crate::model::Decoder;
+use super::stage::Stage;
+use crate::model::{Decoder, Units};
 use crate::ranks::Comm;
 use ft_base::memory::place::Phase;
 use std::collections::BTreeSet;
@@ -26,6 +27,8 @@ impl Visit {
 pub struct Outline {
     /// Number of layers.
     pub layers: usize,
+    /// Units to visit.
+    pub units: Units,
     /// The head shares the table of the embedding.
     pub tied: bool,
     /// The embedding trains.
@@ -38,7 +41,8 @@ impl Outline {
     /// Reads the outline of a model.
     pub fn of(d: &Decoder) -> Self {
         let (embedding, uses_weights) = (d.embedding.trains(), d.embedding.uses_weights());
-        Self { layers: d.layers.len(), tied: d.config.tied, embedding, uses_weights }
+        let (layers, units) = (d.layers.len(), d.units);
+        Self { layers, units, tied: d.config.tied, embedding, uses_weights }
     }
 
     /// Visits of a training pass down to unit `lowest`. Forward and backward pass of the head are computed in
@@ -48,12 +52,13 @@ impl Outline {
         let up = (0..head).map(|unit| Visit { phase: Some(Phase::Forward), unit });
         let first = lowest.map_or(head, |u| u.max(1));
         let down = std::iter::once(head).chain((first..head).rev()).chain(self.embedding.then_some(0));
-        up.chain(down.map(|unit| Visit { phase: Some(Phase::Backward), unit })).collect()
+        let down = down.map(|unit| Visit { phase: Some(Phase::Backward), unit });
+        up.chain(down).filter(|v| self.units.has(v.unit)).collect()
     }
 
     /// Visits of a forward pass.
     pub fn forward(self) -> Vec<Visit> {
-        (0..=self.layers + 1).map(|unit| Visit { phase: None, unit }).collect()
+        (self.units.first..self.units.end).map(|unit| Visit { phase: None, unit }).collect()
     }
 
     /// Units with weights used in the visits.
@@ -87,6 +92,17 @@ pub trait Hooks {
         None
     }
 
+    /// In a pass of the first rank alone: the ranks that cut matrices with it, if they do. They take part, without
+    /// tokens of their own.
+    fn lone(&self) -> Option<&dyn Comm> {
+        None
+    }
+
+    /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbours.
+    fn stage(&self) -> Option<&Stage<'_>> {
+        None
+    }
+
     /// Called before a visit; `next` is the visit after it.
     ///
     /// # Errors
@@ -116,21 +132,23 @@ impl Hooks for NoHooks {
 }
 
 /// An iteration over the visits of a pass.
-pub struct Pass<'a> {
+pub struct Visits<'a> {
     visits: Vec<Visit>,
     /// Index of the next or current visit.
     at: usize,
+    /// Number of visits before a pause, in which other passes run.
+    pause: usize,
     hooks: &'a dyn Hooks,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> Visits<'a> {
     /// Starts a pass.
     ///
     /// # Errors
     /// See [`Hooks::begin`].
     pub fn begin(visits: Vec<Visit>, hooks: &'a dyn Hooks) -> ft_base::Result<Self> {
         hooks.begin()?;
-        Ok(Self { visits, at: 0, hooks })
+        Ok(Self { visits, at: 0, pause: usize::MAX, hooks })
     }
 
     /// Starts the next visit; `None` after the last one.
@@ -139,8 +157,30 @@ impl<'a> Pass<'a> {
     /// See [`Hooks::arrive`].
     pub fn arrive(&self) -> ft_base::Result<Option<Visit>> {
         let visit = self.visits.get(self.at).copied();
-        visit.map_or(Ok(()), |v| self.hooks.arrive(v, self.visits.get(self.at + 1).copied()))?;
+        visit.map_or(Ok(()), |v| self.hooks.arrive(v, self.next(self.at + 1)))?;
         Ok(visit)
+    }
+
+    /// The visit `at`, if no pause precedes it.
+    fn next(&self, at: usize) -> Option<Visit> {
+        self.visits.get(at).copied().filter(|_| at != self.pause)
+    }
+
+    /// Pauses after the forward visits.
+    pub fn pausing(self) -> Self {
+        Self { pause: self.visits.iter().filter(|v| !v.is_backward()).count(), ..self }
+    }
+
+    /// Makes the visits up to the pause or the end without a computation, on a rank without rows.
+    ///
+    /// # Errors
+    /// See [`Hooks::arrive`].
+    pub fn skip(&mut self) -> ft_base::Result<()> {
+        let until = if self.at < self.pause { self.pause } else { usize::MAX };
+        while self.at < until && self.arrive()?.is_some() {
+            self.leave()?;
+        }
+        Ok(())
     }
 
     /// Ends the current visit.
@@ -150,7 +190,7 @@ impl<'a> Pass<'a> {
     pub fn leave(&mut self) -> ft_base::Result<()> {
         let visit = self.visits.get(self.at).copied();
         self.at += 1;
-        visit.map_or(Ok(()), |v| self.hooks.leave(v, self.visits.get(self.at).copied()))
+        visit.map_or(Ok(()), |v| self.hooks.leave(v, self.next(self.at)))
     }
 }
 
@@ -163,7 +203,7 @@ pub fn pass(
     hooks: &dyn Hooks,
     f: &mut dyn FnMut(usize) -> ft_base::Result<()>,
 ) -> ft_base::Result<()> {
-    let mut pass = Pass::begin(visits, hooks)?;
+    let mut pass = Visits::begin(visits, hooks)?;
     while let Some(visit) = pass.arrive()? {
         f(visit.unit)?;
         pass.leave()?;

@@ -2,38 +2,18 @@
 
 use super::execution::{Dequantize, Execution, Inputs, Recomputed};
 use super::routing::{RouterLosses, Routing};
+use super::stage::Crossing;
 use super::times::{Part, Times};
-use super::visit::{Hooks, NoHooks, Outline, Pass};
-use crate::model::batch::Context;
+use super::visit::{Hooks, NoHooks, Outline, Visits};
+use crate::model::cut;
 use crate::model::head::{Head, Objective};
-use crate::model::layer::{self, Layer, Level};
-use crate::model::sink::Sink;
+use crate::model::layer::{Layer, Level};
 use crate::model::{Batch, Decoder};
 use crate::ranks::Comm;
-use candle_core::{Device, Result};
+use candle_core::Result;
 use ft_base::memory::place::{self, Phase};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::Parked;
 use ft_kernels::dispatch::Groups;
-use ft_kernels::padded::Padded;
-
-/// State of a layer between forward and backward.
-struct Saved {
-    /// Input of the layer.
-    x: Parked,
-    /// Recompute level.
-    level: Level,
-    /// Saved activations.
-    rest: layer::Saved,
-}
-
-/// Starts the transfer of the next layer input needed in the backward pass.
-fn prefetch(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
-    match kept.last_mut() {
-        Some(Some(next)) => next.x.come(device),
-        _ => Ok(()),
-    }
-}
 
 /// For a recomputed layer with 4-bit weights: a copy with dequantized weights, if `dequantize` is per layer.
 pub fn dequantized_layer(
@@ -61,20 +41,20 @@ pub struct Walk<'a> {
     /// Recomputed layers.
     recompute: Recomputed,
     /// Dequantization of 4-bit weights in recomputed layers.
-    dequantize: Dequantize,
+    pub(super) dequantize: Dequantize,
     /// Targets per logit chunk.
-    head_rows: usize,
+    pub(super) head_rows: usize,
     #[cfg(test)]
     watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
     pub(super) hooks: &'a dyn Hooks,
     /// Location of the inputs of recomputed layers.
-    inputs: Inputs,
-    router_losses: RouterLosses,
-    neftune: f64,
-    objective: Option<&'a mut Objective<'a>>,
-    routing: Routing,
-    divergences: Vec<Tensor>,
+    pub(super) inputs: Inputs,
+    pub(super) router_losses: RouterLosses,
+    pub(super) neftune: f64,
+    pub(super) objective: Option<&'a mut Objective<'a>>,
+    pub(super) routing: Routing,
+    pub(super) divergences: Vec<Tensor>,
 }
 
 impl<'a> Walk<'a> {
@@ -162,7 +142,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Starts the next visit of a pass.
-    fn arrive(&mut self, pass: &Pass<'_>) -> ft_base::Result<()> {
+    pub(super) fn arrive(&mut self, pass: &Visits<'_>) -> ft_base::Result<()> {
         if let Some(v) = pass.arrive()? {
             self.at(v.phase, v.unit);
         }
@@ -170,7 +150,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Adds the time since the last call to `part`.
-    fn lap(&mut self, part: Part) -> Result<()> {
+    pub(super) fn lap(&mut self, part: Part) -> Result<()> {
         match &mut self.times {
             Some(t) => t.lap(part, self.decoder.embedding.table.device()),
             None => Ok(()),
@@ -190,9 +170,10 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Recompute level of layer `l`; `None` below the lowest trained unit.
+    /// Recompute level of layer `l`, counted from the lowest layer here in the backward pass; `None` below the lowest
+    /// trained unit.
     pub(super) fn kept_level(&self, l: usize) -> Option<Level> {
-        let lowest = self.lowest.filter(|lowest| l + 1 >= *lowest)?;
+        let lowest = self.lowest.filter(|lowest| l + 1 >= *lowest)?.max(self.decoder.units.first);
         Some(self.recompute.level(l - lowest.saturating_sub(1)))
     }
 
@@ -201,118 +182,12 @@ impl<'a> Walk<'a> {
         self.hooks.experts().and_then(Comm::lost).map_or(e, Into::into)
     }
 
-    /// State to save of layer `l`; `None` for layers below the lowest trained unit.
-    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
-        let Some(level) = self.kept_level(l) else { return Ok(None) };
-        let rest = saved.keep(level);
-        // the topmost layer is needed first in the backward pass and stays on the device
-        let parks = self.inputs.on_host && level > Level::None && l + 1 < self.decoder.layers.len();
-        let x = if parks { Parked::leave(x.clone(), self.inputs.pin)? } else { Parked::here(x.clone()) };
-        Ok(Some(Saved { x, level, rest }))
-    }
-
-    /// Runs layer `l` forward and records its routing.
-    fn layer(&mut self, l: usize, x: &Tensor, context: &Context<'_>) -> Result<(Tensor, layer::Saved)> {
-        let (y, saved) = self.decoder.layers[l].forward(x, context, None, None)?;
-        if let Some(routed) = saved.routed() {
-            self.routing.note(l, routed, self.router_losses)?;
-        }
-        Ok((y, saved))
-    }
-
-    /// Forward and backward pass of one micro-batch. Returns the loss of each target, the cross-entropy if it has a
-    /// teacher; adds the gradients of `scale * sum(weights * losses)` and of the router losses to the sink.
-    pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
-        let outcome = self.train_all(batch, scale, sink);
-        outcome.map_err(|e| self.cause(e))
-    }
-
-    fn train_all(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
-        let context = batch.context.among(self.hooks.experts());
-        let decoder = self.decoder;
-        let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.hooks)?;
-        let device = decoder.embedding.table.real()?.device();
-        self.lap(Part::Data)?;
-        self.routing = Routing::default();
-        let (x, mut kept) = self.forward_saving(&mut pass, batch, &context)?;
-        self.lap(Part::Forward)?;
-
-        self.arrive(&pass)?;
-        let by = (scale, self.objective.as_deref_mut());
-        let out = decoder.head.train(&x, batch, self.head_rows, by, sink)?;
-        self.lap(Part::Head)?;
-        self.divergences = out.divergences;
-        drop(x);
-        pass.leave()?;
-        let Some(dy) = out.dx else { return Ok(out.losses) };
-        let mut dy = Padded::of(&dy)?;
-        // available only after the whole forward pass: the load-balancing loss
-        // couples the routers of all layers
-        if let Some(across) = batch.context.across {
-            self.routing.share(across, self.router_losses)?;
-        }
-        let balance = self.routing.balance(self.router_losses)?;
-
-        for (l, layer) in decoder.layers.iter().enumerate().rev() {
-            let below = l.checked_sub(1).filter(|b| Some(b + 1) >= self.lowest).map(|b| &decoder.layers[b]);
-            let rank = below.map_or(0, |b| b.fused_rank_back(dy.all(), &context));
-            let Some(Some(Saved { x, level, rest })) = kept.pop() else { return Ok(out.losses) };
-            self.arrive(&pass)?;
-            let x = x.take(device)?;
-            prefetch(&mut kept, device)?;
-            let dequantized = dequantized_layer(layer, self.dequantize, level, rest.routing().as_deref())?;
-            let layer = dequantized.as_ref().unwrap_or(layer);
-            let saved = layer.recompute(&x, &context, level, rest)?;
-            if level > Level::None {
-                self.lap(Part::Recompute)?;
-            }
-            dy = layer.backward((&x, saved), &dy, &context, sink, balance.as_ref(), rank)?;
-            drop((dequantized, x));
-            pass.leave()?;
-            self.lap(Part::Backward)?;
-        }
-        if decoder.embedding.trains() {
-            self.arrive(&pass)?;
-            decoder.embedding.backward(batch, &context, self.neftune, &dy.values()?, sink)?;
-            pass.leave()?;
-            self.lap(Part::Backward)?;
-        }
-        Ok(out.losses)
-    }
-
-    /// Forward pass of embedding and layers: returns the final hidden states `[t, d]` and the state of each
-    /// layer.
-    fn forward_saving(
-        &mut self,
-        pass: &mut Pass<'_>,
-        batch: &Batch,
-        context: &Context<'_>,
-    ) -> ft_base::Result<(Tensor, Vec<Option<Saved>>)> {
-        let decoder = self.decoder;
-        let mut kept: Vec<Option<Saved>> = Vec::with_capacity(decoder.layers.len());
-        self.arrive(pass)?;
-        let mut x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
-        decoder.embedding.begin(&x, &batch.ids, context)?;
-        pass.leave()?;
-        for l in 0..decoder.layers.len() {
-            self.arrive(pass)?;
-            let (y, saved) = self.layer(l, &x, context)?;
-            if let Some(Some(below)) = kept.last_mut() {
-                below.x.gone()?;
-            }
-            kept.push(self.keep(l, &x, saved)?);
-            x = y;
-            pass.leave()?;
-        }
-        Ok((x, kept))
-    }
-
-    /// Forward pass to the final hidden states `[t, d]`, then `head` on them.
+    /// Forward pass to the final hidden states `[t, d]`, then `head` on them; `None` on a stage without the head.
     fn forward<R>(
         &mut self,
         batch: &Batch,
         head: impl FnOnce(&Self, &Tensor) -> Result<R>,
-    ) -> ft_base::Result<R> {
+    ) -> ft_base::Result<Option<R>> {
         let outcome = self.forward_all(batch, head);
         outcome.map_err(|e| self.cause(e))
     }
@@ -321,46 +196,81 @@ impl<'a> Walk<'a> {
         &mut self,
         batch: &Batch,
         head: impl FnOnce(&Self, &Tensor) -> Result<R>,
-    ) -> ft_base::Result<R> {
-        let context = batch.context.among(self.hooks.experts());
+    ) -> ft_base::Result<Option<R>> {
         let decoder = self.decoder;
-        let mut pass = Pass::begin(Outline::of(decoder).forward(), self.hooks)?;
-        self.routing = Routing::default();
-        self.arrive(&pass)?;
-        let mut x = decoder.embedding.forward(&batch.ids)?;
-        decoder.embedding.begin(&x, &batch.ids, &context)?;
-        pass.leave()?;
-        for l in 0..decoder.layers.len() {
+        let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
+        let lone = self.hooks.lone().map(|comm| cut::lead(comm, &batch.context)).transpose()?;
+        let context = lone.as_ref().unwrap_or(&batch.context).among(self.hooks.experts());
+        let mut routing = Routing::default();
+        let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
+            Some(stage) => stage.receive(batch.tokens)?,
+            None => {
+                self.arrive(&pass)?;
+                let x = decoder.embedding.forward(&batch.ids)?;
+                decoder.embedding.begin(&x, &batch.ids, &context)?;
+                pass.leave()?;
+                x
+            }
+        };
+        for l in decoder.units.own_layers() {
             self.arrive(&pass)?;
-            x = self.layer(l, &x, &context)?.0;
+            x = self.layer(l, &x, &context, &mut routing)?.0;
             pass.leave()?;
+        }
+        self.routing = routing;
+        if let Some(stage) = self.hooks.stage().filter(|_| !decoder.units.has_head()) {
+            stage.exchange(true, Crossing { out: Some(&x), into: None })?;
+            return Ok(None);
         }
         self.arrive(&pass)?;
         let out = head(self, &x)?;
         pass.leave()?;
-        Ok(out)
+        Ok(Some(out))
     }
 
-    /// Final hidden states `[t, d]`, the input of the head.
+    /// Takes part in a forward pass of the first rank alone; `comm` are the ranks that cut matrices with it.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn follow(&mut self, comm: &dyn Comm) -> ft_base::Result<()> {
+        let decoder = self.decoder;
+        let batch = cut::follow(comm, &decoder.config, decoder.embedding.table.real()?.device())?;
+        self.forward(&batch, |_, _| Ok(())).map(drop)
+    }
+
+    /// Final hidden states `[t, d]`, the input of the head. Of a whole model.
     pub fn hidden(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
-        self.forward(batch, |_, x| Ok(x.clone()))
+        self.forward(batch, |_, x| Ok(x.clone()))?.ok_or_else(no_head)
     }
 
-    /// Loss of each target, forward only.
+    /// Loss of each target, forward only; none on a stage without the head.
     pub fn eval(&mut self, batch: &Batch) -> ft_base::Result<Vec<Tensor>> {
         let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
-        let out = self.forward(batch, losses)?;
+        let out = self.forward(batch, losses)?.unwrap_or_default();
         self.divergences = out.divergences;
         Ok(out.losses)
     }
 
     /// The most probable tokens at each target: see [`Head::top`].
     pub fn top(&mut self, batch: &Batch, most: (usize, usize)) -> ft_base::Result<Vec<Vec<(u32, f32)>>> {
-        self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))
+        Ok(self.forward(batch, |w, x| w.decoder.head.top(x, batch, w.head_rows, most))?.unwrap_or_default())
     }
 
     /// Logits of every token, `[t, v]` in f32.
     pub fn logits(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
+        self.stage_logits(batch)?.ok_or_else(no_head)
+    }
+
+    /// As [`Walk::logits`], with all stages; `None` on a stage without the head.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn stage_logits(&mut self, batch: &Batch) -> ft_base::Result<Option<Tensor>> {
         self.forward(batch, |w, x| w.decoder.head.logits(x, &batch.context))
     }
+}
+
+/// A pass asked for the head's output of a stage without the head.
+fn no_head() -> ft_base::Error {
+    candle_core::Error::Msg("a stage without the head: a bug in ft".into()).into()
 }

@@ -94,9 +94,10 @@ template <typename T> struct Cached {
 template <int D, int N, typename Rows>
 DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows) {
   constexpr int PIECES = D / 8;
+  static_assert(N * PIECES % THREADS == 0, "the same number of copies for each thread");
 #pragma unroll
-  for (int i = threadIdx.x; i < N * PIECES; i += THREADS) {
-    const int row = i / PIECES, piece = i % PIECES;
+  for (int n = 0; n < N * PIECES / THREADS; n++) {
+    const int i = n * THREADS + threadIdx.x, row = i / PIECES, piece = i % PIECES;
     const bool some = row < static_cast<int>(rows);
     cp_async_16(to + place<D>(row, piece), from[some ? row : 0] + piece * 8, some);
   }
@@ -111,14 +112,15 @@ DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t 
 // c [16, N] += a[row .. row + 16] b^T, where b has N rows; both are [.., D].
 template <typename T, int D, int N>
 DEVICE void product(float (&c)[N / 8][4], const unsigned char *a, int row, const unsigned char *b, int lane) {
+  const Corner<D> of_a = left<D>(row, 0, lane), of_b = right_transposed<D>(0, 0, lane);
 #pragma unroll
   for (int s = 0; s < D; s += 16) {
     uint32_t fa[4];
-    left<D>(fa, a, row, s, lane);
+    load(fa, a, of_a, 0, s);
 #pragma unroll
     for (int n = 0; n < N; n += 16) {
       uint32_t fb[4];
-      right_transposed<D>(fb, b, n, s, lane);
+      load(fb, b, of_b, n, s);
       mma<T>(c[n / 8], fa, fb[0], fb[1]);
       mma<T>(c[n / 8 + 1], fa, fb[2], fb[3]);
     }
@@ -128,6 +130,7 @@ DEVICE void product(float (&c)[N / 8][4], const unsigned char *a, int row, const
 // acc [16, W] += c [16, N] (rounded to T in registers) times columns col .. col + W of b [N, D].
 template <typename T, int D, int W, int N>
 DEVICE void add_product(float (&acc)[W / 8][4], const float (&c)[N / 8][4], const unsigned char *b, int col, int lane) {
+  const Corner<D> of_b = right<D>(0, col, lane);
 #pragma unroll
   for (int s = 0; s < N; s += 16) {
     const float(&lo)[4] = c[s / 8], (&hi)[4] = c[s / 8 + 1];
@@ -135,7 +138,7 @@ DEVICE void add_product(float (&acc)[W / 8][4], const float (&c)[N / 8][4], cons
 #pragma unroll
     for (int n = 0; n < W; n += 16) {
       uint32_t fb[4];
-      right<D>(fb, b, s, col + n, lane);
+      load_transposed(fb, b, of_b, s, n);
       mma<T>(acc[n / 8], fa, fb[0], fb[1]);
       mma<T>(acc[n / 8 + 1], fa, fb[2], fb[3]);
     }

@@ -27,6 +27,7 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}; // per lane: two rows, partial sums
   constexpr bool HELD = D <= 128; // whether the queries of a warp stay in registers
   uint32_t fq[HELD ? D / 16 : 1][4];
+  const Corner<D> of_q = left<D>(warp * 16, 0, lane), of_k = right_transposed<D>(0, 0, lane);
   for (uint32_t j = begin; j < end; j += KEYS) {
     copy_rows<D, KEYS>(sv, v.some(j, least(KEYS, end - j)), end - j);
     cp_async_commit();
@@ -37,13 +38,13 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
       if constexpr (HELD) {
         if (j == begin)
 #pragma unroll
-          for (int s = 0; s < D; s += 16) left<D>(fq[s / 16], sq, warp * 16, s, lane);
+          for (int s = 0; s < D; s += 16) load(fq[s / 16], sq, of_q, 0, s);
 #pragma unroll
         for (int s = 0; s < D; s += 16)
 #pragma unroll
           for (int n = 0; n < KEYS; n += 16) {
             uint32_t fk[4];
-            right_transposed<D>(fk, sk, n, s, lane);
+            load(fk, sk, of_k, n, s);
             mma<T>(p[n / 8], fq[s / 16], fk[0], fk[1]);
             mma<T>(p[n / 8 + 1], fq[s / 16], fk[2], fk[3]);
           }

@@ -10,6 +10,7 @@
 // launch bounds; on the host, a function launched by name in tests/cuda.
 #pragma once
 #include <stdint.h>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

@@ -13,7 +13,7 @@
 // Traffic of a block with 8192 bf16 values: 4096 bytes of codes and 16,384 bytes of output. Double
 // quantization in blocks of 64 adds 128 bytes of scale codes, in 8 half-used sectors, and 8 sectors of
 // absmax; the map takes 1024 bytes, as do the codebooks. So 20,610 of 23,040 bytes are useful: 89%.
-// Reaching copy bandwidth requires enough loads in flight; crates/ft-kernels/src/cuda/compiled_tests.rs checks
+// Reaching copy bandwidth requires enough loads in flight; crates/ft-kernels/src/cuda/compiled_tests checks
 // registers.
 #include "codes.cuh"
 

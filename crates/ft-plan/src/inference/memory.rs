@@ -8,7 +8,7 @@ use crate::units::bytes;
 use crate::workload::Workload;
 use candle_core::DType;
 use ft_engine::adapters::Selection;
-use ft_engine::model::Config;
+use ft_engine::model::{Config, Units};
 use ft_kernels::Machine;
 use ft_recipe::{Dtype, Quantize, Recipe};
 use std::fmt::Write;
@@ -61,7 +61,7 @@ impl InferenceMemory {
         keys.extend(of.dtype.map(|d| format!("model.dtype={}", d.word())));
         let recipe = Recipe::parse(NOTHING, "what a model takes", &keys)?;
         let machine = Machine { stored: of.stored, ..machine(&recipe, cuda) };
-        let s = ModelStates::new(&recipe, of.selection, machine, 0);
+        let s = ModelStates::new(&recipe, of.selection, machine, (0, Units::all(of.config.layers)));
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
         let token = c.cache_of_a_token(dtype);

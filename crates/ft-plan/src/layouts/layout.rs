@@ -7,8 +7,12 @@ use serde::Serialize;
 pub struct Layout {
     /// Ranks that split the rows.
     pub data: usize,
+    /// Stages of layers.
+    pub pipeline: usize,
     /// Ranks that split the tokens of a row.
     pub context: usize,
+    /// Ranks that cut matrices.
+    pub tensor: usize,
     /// Ranks that split the experts; they are among those of the other axes.
     pub expert: usize,
     /// ZeRO stage.
@@ -16,28 +20,47 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// All layouts of `devices` ranks, for a model with so many `experts` a layer (0 for none).
-    pub fn all(devices: usize, experts: usize) -> Vec<Self> {
-        let stages = if devices == 1 { 0..=0 } else { 0..=3 };
+    /// All layouts of `devices` ranks, for a model of so many `layers` with so many `experts` each (0 for none); `cuts`
+    /// tells numbers of ranks that can cut its matrices. Stages come with data alone, and so do cut matrices: the other
+    /// axes are not built with them.
+    pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
+        let stages = |ranks: usize| if ranks == 1 { 0..=0 } else { 0..=3 };
         let experts: Vec<usize> =
             divisors(devices).filter(|e| *e == 1 || experts.max(1).is_multiple_of(*e)).collect();
         let mut all = Vec::new();
         for context in divisors(devices) {
             for expert in &experts {
-                all.extend(stages.clone().map(|zero| Self {
+                all.extend(stages(devices).map(|zero| Self {
                     data: devices / context,
+                    pipeline: 1,
                     context,
+                    tensor: 1,
                     expert: *expert,
                     zero,
                 }));
             }
+        }
+        let plain = Self { data: devices, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
+        for pipeline in divisors(devices).filter(|n| *n > 1 && *n <= layers) {
+            let data = devices / pipeline;
+            all.extend(stages(data).map(|zero| Self { data, pipeline, zero, ..plain }));
+        }
+        for tensor in divisors(devices).filter(|n| *n > 1 && cuts(*n)) {
+            let data = devices / tensor;
+            all.extend(stages(devices).map(|zero| Self { data, tensor, zero, ..plain }));
         }
         all
     }
 
     /// The keys that differ from their defaults, with values.
     pub fn keys(&self) -> Vec<(&'static str, usize)> {
-        let all = [("data", self.data), ("context", self.context), ("expert", self.expert)];
+        let all = [
+            ("data", self.data),
+            ("pipeline", self.pipeline),
+            ("context", self.context),
+            ("tensor", self.tensor),
+            ("expert", self.expert),
+        ];
         let mut keys: Vec<_> = all.into_iter().filter(|(_, n)| *n > 1).collect();
         if self.zero > 0 {
             keys.push(("zero", self.zero.into()));
@@ -47,8 +70,15 @@ impl Layout {
 
     /// All keys in command-line form, those of other layouts set back.
     pub fn settings(&self) -> Vec<String> {
-        let Self { data, context, expert, zero } = self;
-        let axes = [("data", *data), ("context", *context), ("expert", *expert), ("zero", (*zero).into())];
+        let Self { data, pipeline, context, tensor, expert, zero } = *self;
+        let axes = [
+            ("data", data),
+            ("pipeline", pipeline),
+            ("context", context),
+            ("tensor", tensor),
+            ("expert", expert),
+            ("zero", zero.into()),
+        ];
         axes.iter().map(|(key, n)| format!("parallel.{key}={n}")).collect()
     }
 }
@@ -63,14 +93,16 @@ mod tests {
 
     #[test]
     fn layouts_divide_the_devices_and_the_experts() {
-        let of = |devices, experts| Layout::all(devices, experts);
-        assert_eq!(of(1, 0), [Layout { data: 1, context: 1, expert: 1, zero: 0 }]);
-        assert_eq!(of(6, 0).len(), 4 * 4);
+        let of = |devices, experts| Layout::all(devices, 3, experts, |n| n == 2 && experts == 0);
+        let plain = Layout { data: 1, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
+        assert_eq!(of(1, 0), [plain]);
+        // of the divisors of 6, 2 and 3 are stages of 3 layers; matrices over 2 ranks
+        assert_eq!(of(6, 0).len(), 4 * 4 + 2 * 4 + 4);
         // 12 experts divide by 1, 2, 4 of the divisors of 8
-        assert_eq!(of(8, 12).len(), 4 * 3 * 4);
-        assert!(of(8, 12).iter().all(|l| l.data * l.context == 8 && 12 % l.expert == 0));
-        let l = Layout { data: 4, context: 1, expert: 2, zero: 3 };
+        assert_eq!(of(8, 12).len(), 4 * 3 * 4 + 4);
+        assert!(of(8, 12).iter().all(|l| l.data * l.context * l.pipeline == 8 && 12 % l.expert == 0));
+        let l = Layout { data: 4, expert: 2, zero: 3, ..plain };
         assert_eq!(l.keys(), [("data", 4), ("expert", 2), ("zero", 3)]);
-        assert_eq!(l.settings().len(), 4);
+        assert_eq!(l.settings().len(), 6);
     }
 }

@@ -6,5 +6,5 @@ mod report;
 mod search;
 
 pub use layout::Layout;
-pub use predict::{Candidate, Limit, Link};
+pub use predict::{Candidate, Limit};
 pub use search::{Devices, Layouts, layouts_of_recipe};

@@ -1,39 +1,8 @@
 //! Predicted time of a step of a layout, and the order of layouts.
 
 use super::layout::Layout;
+use crate::time::links::Link;
 use serde::Serialize;
-
-/// A class of links between devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Link {
-    Nvlink,
-    Pcie,
-    Tcp,
-}
-
-impl Link {
-    /// Classes by name.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("nvlink", Self::Nvlink), ("pcie", Self::Pcie), ("tcp", Self::Tcp)];
-
-    /// Assumed bytes a second that a device receives.
-    pub fn rate(self) -> f64 {
-        match self {
-            Self::Nvlink => 200e9,
-            Self::Pcie => 20e9,
-            Self::Tcp => 1e9,
-        }
-    }
-
-    /// Name of the class.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Nvlink => "NVLink",
-            Self::Pcie => "PCIe",
-            Self::Tcp => "TCP",
-        }
-    }
-}
 
 /// Limit of a layout's speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -76,16 +45,17 @@ pub struct Candidate {
     pub how: String,
 }
 
-/// Seconds of a step, and the limit: transfers of `wire[0]` bytes run beside `compute` seconds of arithmetic, those of
-/// `wire[1]` bytes do not.
-pub fn time(compute: f64, wire: [u64; 2], link: Link) -> (f64, Limit) {
-    let [hidden, exposed] = wire.map(|bytes| bytes as f64 / link.rate());
+/// Seconds of a step, and the limit: transfers of `wire[0]` bytes run beside `compute` seconds of arithmetic if the
+/// devices have engines for them, those of `wire[1]` bytes do not.
+pub fn time(compute: f64, wire: [u64; 2], link: &Link, engines: bool) -> (f64, Limit) {
+    let (hidden, exposed) = (wire[0] as f64 / link.gather, wire[1] as f64 / link.exchange);
     let limit = match () {
         () if exposed > compute.max(hidden) => Limit::Exchanges,
         () if hidden > compute => Limit::Gathers,
         () => Limit::Compute,
     };
-    (compute.max(hidden) + exposed, limit)
+    let together = if engines { compute.max(hidden) } else { compute + hidden };
+    (together + exposed, limit)
 }
 
 /// Sorts by predicted time, fastest first. Of times within 1%, less memory goes first, then fewer bytes, then the
@@ -99,21 +69,25 @@ pub fn sort(all: &mut [Candidate]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::time::links::CLASSES;
 
     #[test]
     fn arithmetic_hides_gathers_and_nothing_hides_exchanges() {
         let gb = 1_000_000_000;
-        assert_eq!(time(2.0, [20 * gb, 0], Link::Pcie), (2.0, Limit::Compute));
-        assert_eq!(time(2.0, [60 * gb, 0], Link::Pcie), (3.0, Limit::Gathers));
-        assert_eq!(time(2.0, [20 * gb, 20 * gb], Link::Pcie), (3.0, Limit::Compute));
-        assert_eq!(time(2.0, [20 * gb, 60 * gb], Link::Pcie), (5.0, Limit::Exchanges));
-        assert_eq!(time(2.0, [60 * gb, 60 * gb], Link::Nvlink), (2.3, Limit::Compute));
+        let [nvlink, pcie, _] = CLASSES.map(Link::of_class);
+        assert_eq!(time(2.0, [20 * gb, 0], &pcie, true), (2.0, Limit::Compute));
+        assert_eq!(time(2.0, [60 * gb, 0], &pcie, true), (3.0, Limit::Gathers));
+        assert_eq!(time(2.0, [20 * gb, 20 * gb], &pcie, true), (3.0, Limit::Compute));
+        assert_eq!(time(2.0, [20 * gb, 60 * gb], &pcie, true), (5.0, Limit::Exchanges));
+        assert_eq!(time(2.0, [60 * gb, 60 * gb], &nvlink, true), (2.3, Limit::Compute));
+        // processors copy by themselves
+        assert_eq!(time(2.0, [20 * gb, 20 * gb], &pcie, false), (4.0, Limit::Compute));
     }
 
     #[test]
     fn the_fastest_go_first_and_of_equals_the_smallest() {
         let of = |data, zero, seconds, memory| Candidate {
-            layout: Layout { data, context: 1, expert: 1, zero },
+            layout: Layout { data, pipeline: 1, context: 1, tensor: 1, expert: 1, zero },
             beside: Vec::new(),
             memory,
             wire_bytes_a_step: 0,

@@ -8,11 +8,16 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 
 impl Candidate {
-    /// The settings in command-line form.
-    fn words(&self) -> String {
+    /// The settings that differ from those of one rank, in command-line form.
+    pub fn words(&self) -> String {
         let keys = self.layout.keys().into_iter().map(|(key, n)| format!("parallel.{key}={n}"));
         let all: Vec<String> = keys.chain(self.beside.iter().cloned()).collect();
         if all.is_empty() { "one rank".into() } else { all.join(" ") }
+    }
+
+    /// All settings in command-line form, those of other layouts set back.
+    pub fn settings(&self) -> Vec<String> {
+        self.layout.settings().into_iter().chain(self.beside.iter().cloned()).collect()
     }
 
     /// Lines of a recipe.
@@ -36,7 +41,7 @@ impl Layouts {
     /// Output of `ft plan --devices`.
     pub fn text(&self) -> String {
         let mut s = String::new();
-        let (n, link) = (self.devices.count, self.devices.link);
+        let n = self.devices.count;
         let device = if self.machine.cuda { "CUDA card" } else { "CPU rank" };
         let plural = if n == 1 { "" } else { "s" };
         let of = self.budget.map_or(String::new(), |b| format!(" of {}", bytes(b)));
@@ -59,9 +64,8 @@ impl Layouts {
         }
         let _ = writeln!(
             s,
-            "assumed     {} links: {:.0} GB a second to each device; arithmetic: {:.1} TFLOP a second ({})",
-            link.name(),
-            link.rate() / 1e9,
+            "rates       {}; arithmetic: {:.1} TFLOP a second ({})",
+            self.devices.words(),
             self.arithmetic.rate / 1e12,
             self.arithmetic.source
         );
@@ -91,7 +95,7 @@ impl Layouts {
             "devices": self.devices.count,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
             "budget": self.budget,
-            "link": {"class": self.devices.link.name(), "bytes_a_second": self.devices.link.rate()},
+            "link": self.devices.link,
             "arithmetic": self.arithmetic,
             "planned": self.planned,
             "fitting": self.fitting,

@@ -1,11 +1,12 @@
 //! Plans of all layouts of a recipe.
 
 use super::layout::Layout;
-use super::predict::{Candidate, Link, sort, time};
+use super::predict::{Candidate, sort, time};
 use crate::host::Capacity;
 use crate::model::{Target, machine};
 use crate::plan::{Model, Plan};
-use crate::resolve::check_model;
+use crate::resolve::{check_model, cuts};
+use crate::time::links::Link;
 use crate::time::rates;
 use ft_kernels::Machine;
 use ft_recipe::{MicroRows, Recipe};
@@ -24,8 +25,23 @@ const WORK: f64 = 1e15;
 pub struct Devices {
     /// Number of ranks, one a device.
     pub count: usize,
-    /// Class of the links between them.
+    /// The links between them.
     pub link: Link,
+}
+
+impl Devices {
+    /// So many devices, with links of a class, or without one as they were measured for such devices.
+    pub fn new(count: usize, target: Target, class: Option<&str>) -> Self {
+        Self { count, link: Link::find(class, target) }
+    }
+
+    /// The links in words.
+    pub fn words(&self) -> String {
+        let Link { gather, exchange, source } = &self.link;
+        let exchanges =
+            if gather == exchange { String::new() } else { format!(", {:.1} in exchanges", exchange / 1e9) };
+        format!("links of {:.1} GB a second to each device{exchanges} ({source})", gather / 1e9)
+    }
 }
 
 /// Rate of the arithmetic of a device, and the source of the number.
@@ -85,6 +101,7 @@ pub struct Layouts {
 pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> ft_base::Result<Layouts> {
     let model = Model::find(recipe)?;
     let room = Capacity::of(machine(recipe, target));
+    let layers = model.resolved.config.layers;
     let experts = model.resolved.config.moe.as_ref().map_or(0, |m| m.experts);
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
@@ -98,7 +115,8 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
         least: None,
         refused: Vec::new(),
     };
-    for layout in Layout::all(found.devices.count, experts) {
+    let cuts = |n: usize| cuts(recipe, &model.resolved, n);
+    for layout in Layout::all(found.devices.count, layers, experts, cuts) {
         match applied(recipe, layout) {
             Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
                 found.refuse("parallel.context is not built for linear attention".into());
@@ -145,7 +163,8 @@ impl Layouts {
         }
         self.fitting += 1;
         let wire = [plan.wire - plan.exposed, plan.exposed];
-        let (step_seconds, limit) = time(plan.step_work() / self.arithmetic.rate, wire, self.devices.link);
+        let compute = plan.step_work() / self.arithmetic.rate;
+        let (step_seconds, limit) = time(compute, wire, &self.devices.link, self.machine.cuda);
         self.best.push(Candidate {
             layout,
             beside,

@@ -1,9 +1,9 @@
 //! Frozen weights of a rank, in load order.
 
 use super::component::{Bytes, Component};
-use super::optimizer::{mxfp4_values, nf4_values};
+use super::optimizer::{mxfp4_values, nf4_values, nf4_values_of};
 use super::setup::Setup;
-use ft_engine::adapters::{Choice, initial};
+use ft_engine::adapters::{Choice, Part, initial};
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::params::build::ghost::{is_quantized, room, stays_stored};
 use ft_kernels::decompose;
@@ -79,7 +79,8 @@ impl Frozen {
     }
 
     fn add(&mut self, c: &Setup<'_>, m: &Module, choice: &Choice) {
-        let (n, bias, flat) = (m.weight_values() as u64, m.bias().unwrap_or(0) as u64, c.flat(m));
+        let (n, bias, flat) =
+            (m.weight_values() as u64, m.bias().unwrap_or(0) as u64, c.flat(m, Part::Weight));
         if c.machine.cuda && m.expert.is_some() {
             // entry in the layer's expert table
             self.device.add(component(m.group), table::BYTES as u64);
@@ -98,26 +99,34 @@ impl Frozen {
         let rows = if dora { c.placed(flat, m.rows() as u64) } else { 0 };
         let Stored { bytes, constants, quantized } = self.weight(c, m, choice);
         self.values[flat].f32s += rows;
-        self.values[flat].compute += c.placed(flat, bias);
+        let of_bias = c.flat(m, Part::Bias);
+        self.values[of_bias].compute += c.placed(of_bias, bias);
         let factors = self.factors(c, m, choice);
         let made_in_f32 = !c.machine.computes_in_f32() && c.recipe.model.weights == Weights::Random;
         if (made_in_f32 || quantized || factors > 0) && !c.machine.cuda {
             let copies = if factors > 0 { 8 * n } else { 4 * n };
             self.high = self.high.max(self.loaded + copies + bytes);
         }
-        let bytes = bytes + c.width() * c.placed(flat, bias) + 4 * rows;
+        let (bytes, bias) = (bytes + 4 * rows, c.width() * c.placed(of_bias, bias));
         self.flat_bytes[flat] += bytes + constants;
-        self.device.add(component(m.group), c.ranks.share(m, bytes, 3));
-        self.device.add(Component::QuantConstants, c.ranks.share(m, constants, 3));
-        self.loaded += bytes + constants;
+        self.flat_bytes[of_bias] += bias;
+        let copies = |flat| if flat < c.units() { c.ranks.stage } else { c.ranks.replicas };
+        let share = |flat, bytes| c.ranks.share(copies(flat), bytes, 3);
+        self.device.add(component(m.group), share(flat, bytes) + share(of_bias, bias));
+        self.device.add(Component::QuantConstants, share(flat, constants));
+        self.loaded += bytes + bias + constants;
     }
 
     /// The weight of a frozen module.
     fn weight(&mut self, c: &Setup<'_>, m: &Module, choice: &Choice) -> Stored {
-        let (n, flat) = (m.weight_values() as u64, c.flat(m));
+        let (n, flat) = (m.weight_values() as u64, c.flat(m, Part::Weight));
         let values = &mut self.values[flat];
         if is_quantized(m, choice, c.recipe.model.quantize) {
-            let counts = if m.is_mxfp4() { mxfp4_values(n) } else { nf4_values(n) };
+            let counts = match m.is_mxfp4() {
+                true => mxfp4_values(n),
+                false if c.ranks.tensor > 1 => nf4_values_of(m),
+                false => nf4_values(n),
+            };
             let [codes, blocks, groups] = counts.map(|values| c.placed(flat, values));
             values.u8s += codes + blocks;
             values.f32s += groups;

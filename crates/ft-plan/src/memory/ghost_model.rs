@@ -8,7 +8,7 @@ use ft_engine::model::embedding::Embedding;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
-use ft_engine::model::{Config, LayerAttention};
+use ft_engine::model::{Config, LayerAttention, Units};
 use ft_engine::params::build::ghost::Ghosts;
 use ft_engine::walk::Outline;
 use ft_kernels::{Ledger, Machine, Tensor};
@@ -36,6 +36,8 @@ pub struct GhostModel {
     pub tied: bool,
     /// Gradient buffers by unit, as `Sink` takes them.
     pub grads: Vec<Option<Tensor>>,
+    /// Units of the planned stage.
+    pub units: Units,
     /// Lowest unit that trains; `None` if nothing does.
     pub lowest: Option<usize>,
 }
@@ -46,14 +48,15 @@ type Kind<'a> = (Vec<&'a Choice>, bool, (LayerAttention, bool), bool);
 
 impl GhostModel {
     /// Builds the model from a config and a module selection. `weights` is the quantization of linear
-    /// layers and whether frozen matrices are stored with room for their adapters; `tensor`, `stages`
-    /// and `experts` are the tensor-parallel, pipeline and expert-parallel world sizes.
+    /// layers and whether frozen matrices are stored with room for their adapters; `tensor` and `experts`
+    /// are the tensor-parallel and expert-parallel world sizes, `units` those of the planned stage.
     pub fn new(
         config: &Config,
         selection: &Selection,
         weights: (Quantize, bool),
         machine: Machine,
-        (tensor, stages, experts): (usize, usize, usize),
+        (tensor, experts): (usize, usize),
+        units: Units,
     ) -> ft_base::Result<Self> {
         let ledger = Ledger::new(machine);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
@@ -94,14 +97,7 @@ impl GhostModel {
             Builder::new(c, &mut ghosts(&first)).embedding(&table, Tree::per_layer(c).as_ref())?;
         let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
         let trains = |(_, choice): &&(Module, Choice)| *choice != Choice::Freeze;
-        let mut lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
-        if stages > 1 {
-            let mine = of.len().div_ceil(stages);
-            // a stage keeps the top layers: count the walked ones from the top
-            let walked = walked(lowest, of.len()).min(mine);
-            of.drain(..of.len() - mine);
-            lowest = lowest.map(|u| if u == 0 { 0 } else { mine + 1 - walked });
-        }
+        let lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
         let grads = Ghosts::grads(&ledger);
         Ok(Self {
             ledger,
@@ -114,6 +110,7 @@ impl GhostModel {
             head,
             tied: config.tied,
             grads,
+            units,
             lowest,
         })
     }
@@ -122,33 +119,32 @@ impl GhostModel {
     pub fn outline(&self) -> Outline {
         let e = &self.embedding;
         let (embedding, uses_weights) = (e.trains(), e.uses_weights());
-        Outline { layers: self.of.len(), tied: self.tied, embedding, uses_weights }
+        Outline { layers: self.of.len(), units: self.units, tied: self.tied, embedding, uses_weights }
+    }
+
+    /// Number and kind of each layer of the stage.
+    pub fn own(&self) -> impl DoubleEndedIterator<Item = (usize, &usize)> {
+        self.units.own_layers().filter_map(|l| Some((l, self.of.get(l)?)))
     }
 
     /// Layers walked backward.
     pub fn walked(&self) -> usize {
-        walked(self.lowest, self.of.len())
+        let own = self.units.own_layers();
+        self.lowest.map_or(0, |u| own.end.saturating_sub(u.saturating_sub(1).max(own.start)))
+    }
+
+    /// Whether the stage has a backward pass.
+    pub fn goes_down(&self) -> bool {
+        self.lowest.is_some_and(|u| u < self.units.end)
     }
 }
 
-fn walked(lowest: Option<usize>, layers: usize) -> usize {
-    lowest.map_or(0, |u| (layers + 1).saturating_sub(u.max(1)))
-}
-
-/// Config of one rank's shard under tensor parallelism over `ranks`.
+/// Config with the heads and the width of one rank of a tensor group.
 fn part(config: &Config, ranks: usize) -> Config {
     let mut c = config.clone();
-    c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);
-    let own = [&mut c.kv_heads, &mut c.intermediate, &mut c.vocab];
     let by_layer = c.attention.iter_mut().map(|a| &mut a.kv_heads);
-    own.into_iter().chain(by_layer).for_each(|n| *n = n.div_ceil(ranks));
-    if let Some(delta) = &mut c.delta {
-        let each = delta.heads.each();
-        delta.heads.keys = delta.heads.keys.div_ceil(ranks);
-        delta.heads.values = delta.heads.keys * each;
-    }
-    if let Some(moe) = &mut c.moe {
-        (moe.width, moe.shared) = (moe.width.div_ceil(ranks), moe.shared.div_ceil(ranks));
+    for n in [&mut c.heads, &mut c.kv_heads, &mut c.intermediate].into_iter().chain(by_layer) {
+        *n /= ranks;
     }
     c
 }

@@ -1,6 +1,8 @@
 //! Bytes of quantized weights and of optimizer states.
 
 use ft_engine::adapters::{Selection, TrainedPart};
+use ft_engine::model::modules::Module;
+use ft_engine::params::buffers::group_of;
 use ft_engine::params::buffers::layout::wide_units;
 use ft_engine::params::buffers::moments::{self, is_large};
 use ft_engine::params::buffers::projected::Projection;
@@ -17,6 +19,12 @@ const NF4_NESTED: u64 = 256;
 pub(super) fn nf4_values(n: u64) -> [u64; 3] {
     let blocks = n.div_ceil(NF4_BLOCK);
     [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
+}
+
+/// Like [`nf4_values`] for the weight of a module with the dimensions of a rank that cuts it: groups are smaller.
+pub(super) fn nf4_values_of(m: &Module) -> [u64; 3] {
+    let [codes, blocks, _] = nf4_values(m.weight_values() as u64);
+    [codes, blocks, blocks.div_ceil(group_of(m, NF4_BLOCK as usize, NF4_NESTED as usize) as u64)]
 }
 
 /// Like [`nf4_values`] for a weight that the checkpoint holds in MXFP4.

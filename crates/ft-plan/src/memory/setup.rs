@@ -2,9 +2,10 @@
 
 use super::optimizer::rounded;
 use super::shares::Ranks;
-use ft_engine::adapters::{Selection, TrainedPart};
+use ft_engine::adapters::{Part, Selection, TrainedPart};
+use ft_engine::model::Units;
 use ft_engine::model::modules::Module;
-use ft_engine::params::buffers::{ALIGN, Shard};
+use ft_engine::params::buffers::{ALIGN, Shard, is_cut};
 use ft_kernels::Machine;
 use ft_recipe::{Offload, Recipe};
 
@@ -19,8 +20,8 @@ pub(super) struct Setup<'a> {
 }
 
 impl<'a> Setup<'a> {
-    pub fn new(recipe: &'a Recipe, selection: &'a Selection, machine: Machine) -> Self {
-        let (trained, ranks) = (selection.parts(), Ranks::of(recipe, selection));
+    pub fn new(recipe: &'a Recipe, selection: &'a Selection, machine: Machine, units: Units) -> Self {
+        let (trained, ranks) = (selection.parts(), Ranks::of(recipe, selection, units));
         let rounded = rounded(recipe, selection, machine, &trained);
         let trained = trained.into_iter().zip(rounded).filter(|(t, _)| ranks.has(t.module)).collect();
         Self { recipe, selection, machine, ranks, trained }
@@ -41,14 +42,14 @@ impl<'a> Setup<'a> {
         m.unit(self.selection.layers)
     }
 
-    /// Number of flat buffers: one a unit, and where ranks split the experts, one more for those of this rank.
+    /// Number of flat buffers: one a unit, and where ranks split experts or matrices, one more for those of this rank.
     pub fn flats(&self) -> usize {
-        self.units() * if self.ranks.expert > 1 { 2 } else { 1 }
+        self.units() * if self.ranks.expert.max(self.ranks.tensor) > 1 { 2 } else { 1 }
     }
 
-    /// Flat buffer of a module.
-    pub fn flat(&self, m: &Module) -> usize {
-        let apart = self.ranks.expert > 1 && m.expert.is_some();
+    /// Flat buffer of a part of a module.
+    pub fn flat(&self, m: &Module, part: Part) -> usize {
+        let apart = self.ranks.expert > 1 && m.expert.is_some() || self.ranks.tensor > 1 && is_cut(m, part);
         self.unit(m) + if apart { self.units() } else { 0 }
     }
 
@@ -62,8 +63,26 @@ impl<'a> Setup<'a> {
         (0..self.units()).map(|u| self.flats_of(u).map(&of).sum()).collect()
     }
 
+    /// Whether the first and the last stage share a flat buffer.
+    pub fn is_ends(&self, flat: usize) -> bool {
+        self.ranks.ends.is_some() && flat == 0
+    }
+
+    /// This rank's share of the trained `bytes` of a flat buffer: see [`Ranks::share`]. A buffer of the first and the
+    /// last stage has states in parts only.
+    pub fn share(&self, flat: usize, bytes: u64, stage: u8) -> u64 {
+        match self.ranks.ends.filter(|_| self.is_ends(flat)) {
+            Some(ends) if stage == 1 && self.ranks.zero >= 1 => bytes.div_ceil(ends),
+            Some(_) => bytes,
+            None => self.ranks.share(self.copies(flat), bytes, stage),
+        }
+    }
+
     /// Ranks that hold copies of a flat buffer.
     pub fn copies(&self, flat: usize) -> u64 {
+        if self.is_ends(flat) {
+            return self.ranks.ends.unwrap_or(1);
+        }
         if flat < self.units() { self.ranks.stage } else { self.ranks.replicas }
     }
 

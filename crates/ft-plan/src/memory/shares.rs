@@ -1,7 +1,9 @@
 //! Shares of a rank in the model, by kind of parallelism.
 
 use ft_engine::adapters::Selection;
+use ft_engine::model::Units;
 use ft_engine::model::modules::{Group, Module};
+use ft_engine::params::buffers::cut_module;
 use ft_recipe::Recipe;
 use std::ops::Range;
 
@@ -11,52 +13,52 @@ pub(super) struct Ranks {
     pub(super) stage: u64,
     pub(super) zero: u8,
     pub(super) tensor: u64,
-    /// Ranks of an expert group, and replicas of an expert.
+    /// Ranks of an expert group, and replicas of an expert or of a piece of a matrix.
     pub(super) expert: u64,
     pub(super) replicas: u64,
     /// Experts of the rank with the most that trains, if ranks split them.
     pub(super) own: Option<Range<usize>>,
-    pipeline: u64,
-    layers: u64,
+    /// Units of the stage.
+    units: Units,
+    tied: bool,
+    /// Ranks of the first and the last stage, if these share a table that trains.
+    pub(super) ends: Option<u64>,
 }
 
 impl Ranks {
-    pub(super) fn of(r: &Recipe, selection: &Selection) -> Self {
-        let (p, layers) = (&r.parallel, selection.layers);
+    pub(super) fn of(r: &Recipe, selection: &Selection, units: Units) -> Self {
+        let p = &r.parallel;
+        let shared = selection.tied && selection.parts().iter().any(|t| t.module.group == Group::Embedding);
         Self {
             stage: p.stage(),
             zero: p.zero,
             tensor: p.tensor as u64,
             expert: p.expert as u64,
-            replicas: p.stage() / (p.expert as u64).max(1),
+            replicas: p.stage() / (p.expert as u64).max(p.tensor as u64).max(1),
             own: own(selection, p.expert),
-            pipeline: p.pipeline as u64,
-            layers: layers as u64,
+            units,
+            tied: selection.tied,
+            ends: (p.pipeline > 1 && shared).then(|| 2 * p.stage()),
         }
     }
 
     /// Whether the rank holds a module.
     pub(super) fn has(&self, m: &Module) -> bool {
-        m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
+        let unit = m.unit(self.units.layers);
+        let here = self.units.has(unit) || self.tied && unit == 0 && self.units.has_head();
+        here && m.expert.is_none_or(|e| self.own.as_ref().is_none_or(|own| own.contains(&e)))
     }
 
-    /// This rank's share of a module's `bytes`, sharded from ZeRO stage `stage` on over the ranks that hold copies.
-    /// With a pipeline this is the largest stage: its share of the layers, plus both ends of the model.
-    pub(super) fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
-        let whole = matches!(m.group, Group::Norms | Group::Recurrence | Group::Sinks);
-        let by = match m.expert {
-            Some(_) if self.expert > 1 && self.zero >= stage => self.replicas,
-            Some(_) if self.expert > 1 => 1,
-            _ if self.zero >= stage => self.stage,
-            None if !whole => self.tensor,
-            _ => 1,
-        };
-        let mine = bytes.div_ceil(by);
-        if self.pipeline > 1 && m.layer.is_some() {
-            return mine * self.layers.div_ceil(self.pipeline) / self.layers.max(1);
-        }
-        mine
+    /// This rank's share of `bytes`, sharded from ZeRO stage `stage` on over the `copies` that ranks hold.
+    pub(super) fn share(&self, copies: u64, bytes: u64, stage: u8) -> u64 {
+        bytes.div_ceil(if self.zero >= stage { copies } else { 1 })
     }
+}
+
+/// The selection with the dimensions that modules have on a rank.
+pub(super) fn cut(selection: &Selection, ranks: usize) -> Selection {
+    let modules = selection.modules.iter().map(|(m, choice)| (cut_module(m, ranks), *choice));
+    Selection { modules: modules.collect(), ..selection.clone() }
 }
 
 /// The experts of the rank that trains the most values of them; the first of several.

@@ -138,6 +138,9 @@ impl<'a> Simulation<'a> {
         let kinds = kinds.collect::<Result<Vec<LayerVisits>>>()?;
         let mut states = run.states.device.clone();
         states.add(Component::Batch, run.orders);
+        if run.keeps_ends() {
+            states.add(run.states.live_as, run.states.ends);
+        }
         let embedding = |t: Tokens, train: bool| {
             let batch = run.batch(t, train)?;
             run.visit(|| {
@@ -145,10 +148,11 @@ impl<'a> Simulation<'a> {
                 s.embedding.begin(&x, &batch.ids, &batch.context)
             })
         };
-        let batch = |t: Tokens, context: Option<&Segments>| -> Usage {
+        let batch = |t: Tokens, context: Option<&Segments>, whole: Option<Tokens>| -> Usage {
             let mut bytes = Bytes::default();
             bytes.add(Component::Batch, context.map_or(0, |s| s.lists));
             let cuda = run.machine().cuda;
+            bytes.add(Component::Batch, whole.map_or(0, |all| all.beside(t, &s.ropes, cuda)));
             bytes.add(Component::Batch, Batch::bytes(t.attended(), t.of_targets(), &s.ropes, cuda));
             bytes.into()
         };
@@ -157,19 +161,21 @@ impl<'a> Simulation<'a> {
         Ok(Self {
             states: states.into(),
             skewed,
-            batch: batch(run.train, run.context[0].as_ref()),
+            batch: batch(run.train, run.context[0].as_ref(), run.whole(0)),
             embedding: embedding(run.train, true)?,
-            embedding_backward: s.embedding.trains().then(|| run.embedding_backward()).transpose()?,
+            embedding_backward: (s.embedding.trains() && s.units.has_embedding())
+                .then(|| run.embedding_backward())
+                .transpose()?,
             kinds,
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
             eval: run
                 .eval
-                .map(|t| embedding(t, false).map(|e| (batch(t, run.context[1].as_ref()), e)))
+                .map(|t| embedding(t, false).map(|e| (batch(t, run.context[1].as_ref(), run.whole(1)), e)))
                 .transpose()?,
             answer: run
                 .answers
-                .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None), e)))
+                .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None, None), e)))
                 .transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
             optimizer: run
@@ -181,9 +187,10 @@ impl<'a> Simulation<'a> {
         })
     }
 
-    /// Lowest layer walked backward.
+    /// Lowest layer of the stage that is walked backward.
     fn first(&self) -> usize {
-        self.run.shape.lowest.map_or(usize::MAX, |u| u.saturating_sub(1))
+        let shape = self.run.shape;
+        shape.lowest.map_or(usize::MAX, |u| u.max(shape.units.first).saturating_sub(1))
     }
 
     /// Recompute level of a layer; `None` if not walked backward.
@@ -206,7 +213,7 @@ impl<'a> Simulation<'a> {
     /// topmost (visited first in the backward pass).
     fn waits(&self, l: usize, settings: Settings) -> bool {
         let recomputed = self.level(l, settings) > Some(Level::None);
-        settings.inputs.on_host && recomputed && l + 1 < self.run.shape.of.len()
+        settings.inputs.on_host && recomputed && l + 1 < self.run.shape.units.own_layers().end
     }
 
     /// Bytes of the lower layer's input, in transfer while layer `l` is visited.
@@ -234,11 +241,17 @@ impl<'a> Simulation<'a> {
         f: &mut dyn FnMut(Point<'p>),
     ) -> Point<'p> {
         let mut at = Point::new(Phase::Forward, 0);
-        at.parts = [Some(&self.batch), Some(&self.embedding)];
-        at.next(flights);
-        f(at.visit(0, &self.embedding));
-        at.between = self.run.input_bytes(self.run.train);
-        for (l, kind) in self.run.shape.of.iter().enumerate() {
+        at.parts = [Some(&self.batch), None];
+        // other micro-batches of the pipeline, between their passes
+        let kept = self.run.shape.own().filter_map(|(l, _)| self.kept(l, settings));
+        let kept: u64 = kept.map(|k| k.total).sum();
+        at.waiting = (kept + self.batch.total) * self.run.flying.saturating_sub(1);
+        if self.run.shape.units.has_embedding() {
+            at.next(flights);
+            f(at.visit(0, &self.embedding));
+            at.between = self.run.input_bytes(self.run.train);
+        }
+        for (l, kind) in self.run.shape.own() {
             at.next(flights);
             at.crossing = self.crosses(l, settings);
             f(at.visit(l + 1, &self.kinds[*kind].forward));
@@ -248,11 +261,6 @@ impl<'a> Simulation<'a> {
             }
             at.kept = l + 1;
             at.kept_total += self.kept(l, settings).map_or(0, |k| k.total);
-        }
-        if self.run.stages > 1 {
-            let kept = (0..self.run.shape.of.len()).filter_map(|l| self.kept(l, settings));
-            let kept: u64 = kept.map(|k| k.bytes.get(Component::Activations)).sum();
-            at.waiting = (kept + self.input.total) * (self.run.stages - 1);
         }
         at
     }
@@ -266,15 +274,17 @@ impl<'a> Simulation<'a> {
     ) {
         let (count, states) = (self.run.shape.of.len(), self.run.states);
         at.phase = Phase::Backward;
-        let left = at.next(flights);
-        f(at.visit(count + 1, &self.heads[settings.head].0));
-        at.live = self.live(count + 1);
-        f(self.summing(at, count + 1, left));
+        if self.run.shape.units.has_head() {
+            let left = at.next(flights);
+            f(at.visit(count + 1, &self.heads[settings.head].0));
+            at.live = self.live(count + 1);
+            f(self.summing(at, count + 1, left));
+        }
         if self.run.shape.embedding.trains() {
             at.between += self.run.input_bytes(self.run.train);
         }
         let mut given = 0;
-        for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
+        for (l, kind) in self.run.shape.own().rev() {
             let Some(way) = self.way(l, settings) else { break };
             at.kept = l;
             at.kept_total -= self.kept(l, settings).map_or(0, |k| k.total);
@@ -292,7 +302,8 @@ impl<'a> Simulation<'a> {
             at.between += given;
         }
         if let Some(usage) = &self.embedding_backward {
-            at.live = self.live(0) + states.on_its_way(0);
+            let ends = if self.run.keeps_ends() { 0 } else { states.ends };
+            at.live = self.live(0) + states.on_its_way(0) + ends;
             let left = at.next(flights);
             f(at.visit(0, usage));
             f(self.summing(at, 0, left));
@@ -307,7 +318,8 @@ impl<'a> Simulation<'a> {
         at.parts[0] = Some(batch);
         self.layers_forward(&mut at, (embedding, eval, true), &layers, &mut flights, f);
         at.next(&mut flights);
-        if let Some(usage) = &self.heads[settings.head].2 {
+        let head = self.heads[settings.head].2.as_ref().filter(|_| self.run.shape.units.has_head());
+        if let Some(usage) = head {
             f(at.visit(self.run.shape.of.len() + 1, usage));
         }
     }
@@ -337,10 +349,12 @@ impl<'a> Simulation<'a> {
         flights: &mut Flights<'_>,
         f: &mut dyn FnMut(Point<'p>),
     ) {
-        at.next(flights);
-        f(at.visit(0, embedding));
-        at.between = self.run.input_bytes(t);
-        for (l, kind) in self.run.shape.of.iter().enumerate() {
+        if self.run.shape.units.has_embedding() {
+            at.next(flights);
+            f(at.visit(0, embedding));
+            at.between = self.run.input_bytes(t);
+        }
+        for (l, kind) in self.run.shape.own() {
             at.next(flights);
             if let Some(usage) = layers(*kind) {
                 f(at.visit(l + 1, usage));
@@ -431,12 +445,18 @@ impl Simulation<'_> {
     pub fn work(&self, settings: Settings) -> Work {
         let b = CostModel::of(self.run.machine());
         let (head, forward, _) = &self.heads[settings.head];
-        let (mut up, mut again, mut down) = (*forward, Cost::default(), head.cost);
-        down.add(*forward, -1.0);
-        up.add(self.embedding.cost, 1.0);
+        let units = self.run.shape.units;
+        let has_head = if units.has_head() { 1.0 } else { 0.0 };
+        let (mut up, mut again, mut down) = (Cost::default(), Cost::default(), Cost::default());
+        up.add(*forward, has_head);
+        down.add(head.cost, has_head);
+        down.add(*forward, -has_head);
+        if units.has_embedding() {
+            up.add(self.embedding.cost, 1.0);
+        }
         self.embedding_backward.iter().for_each(|e| down.add(e.cost, 1.0));
         let mut waiting = 0.0;
-        for (l, kind) in self.run.shape.of.iter().enumerate() {
+        for (l, kind) in self.run.shape.own() {
             let crossing = self.crosses(l, settings);
             let mut wait = |visit: [Cost; 3]| {
                 if crossing > 0 {
@@ -456,7 +476,7 @@ impl Simulation<'_> {
                 wait([none, *first, rest]);
             }
         }
-        let head = [forward.flops, head.cost.flops - forward.flops];
+        let head = [forward.flops, head.cost.flops - forward.flops].map(|flops| flops * has_head);
         Work { head, waiting, ..Work::of([up, again, down], b) }
     }
 
@@ -466,7 +486,7 @@ impl Simulation<'_> {
             let back = self.way(l, settings).map_or(0.0, |w| w.backward(settings.dequantize).0.cost.wire);
             self.kinds[*kind].forward.cost.wire + back
         };
-        self.run.shape.of.iter().enumerate().map(of).sum::<f64>() as u64
+        self.run.shape.own().map(of).sum::<f64>() as u64
     }
 
     /// All allocations; each kind appears once per place.

@@ -4,8 +4,10 @@ use super::component::{Bytes, Component};
 use super::frozen::Frozen;
 use super::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
 use super::setup::Setup;
+use super::shares::cut;
 use super::trained::TrainedBytes;
 use ft_engine::adapters::Selection;
+use ft_engine::model::Units;
 use ft_engine::model::modules::Group;
 use ft_engine::optim::{PIECE, STAGED};
 use ft_engine::ranks::ROUND;
@@ -42,6 +44,9 @@ pub struct ModelStates {
     /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
     /// gradient, sent to all ranks.
     pub shards: Vec<u64>,
+    /// Gradient bytes of a table that the first and the last stage share: they live from the first gradient of a step
+    /// to its end, in `live_as`.
+    pub ends: u64,
     /// Component of `live`.
     pub live_as: Component,
     /// Whether units are updated in the backward pass.
@@ -61,12 +66,23 @@ pub struct ModelStates {
 }
 
 impl ModelStates {
-    /// Computes the static bytes of a rank; `parameters` is the model's total.
-    pub fn new(recipe: &Recipe, selection: &Selection, machine: Machine, parameters: u64) -> Self {
-        let c = Setup::new(recipe, selection, machine);
+    /// Computes the static bytes of a rank of the stage with these units; `parameters` is the model's total.
+    pub fn new(
+        recipe: &Recipe,
+        selection: &Selection,
+        machine: Machine,
+        (parameters, units): (u64, Units),
+    ) -> Self {
+        let whole = Setup::new(recipe, selection, machine, units);
+        let own = (whole.ranks.tensor > 1).then(|| cut(selection, recipe.parallel.tensor));
+        let c = Setup::new(recipe, own.as_ref().unwrap_or(selection), machine, units);
         let frozen = Frozen::new(&c);
         let trained = TrainedBytes::new(&c);
-        let count = c.trained.iter().map(|(t, _)| t.elements() as u64).sum();
+        let stages = recipe.parallel.pipeline > 1;
+        let count = match stages {
+            true => selection.parts().iter().map(|t| t.elements() as u64).sum(),
+            false => whole.trained.iter().map(|(t, _)| t.elements() as u64).sum(),
+        };
         let mut out =
             Self { parameters: (parameters, count), projecting: trained.projecting, ..Self::default() };
         out.weights_and_gradients(&c, &frozen, &trained);
@@ -77,7 +93,7 @@ impl ModelStates {
         let context = if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads) };
         out.device.add(Component::Context, context);
         out.process(&c);
-        out.saving(&c, count);
+        out.saving(&whole, count);
         out
     }
 
@@ -140,15 +156,17 @@ impl ModelStates {
                 };
                 let wide = c.received(flat, trained.wide_values(c, flat), 4);
                 let bytes = c.received(flat, v.u8s, 1) + c.received(flat, v.halves, 2) + apart;
-                bytes + c.received(flat, trained.lens[flat], c.width()) + wide
+                let own = if c.is_ends(flat) { 0 } else { c.received(flat, trained.lens[flat], c.width()) };
+                bytes + own + wide
             };
             self.received = c.by_unit(received);
         }
         if c.is_gathered() {
             let flight = |flat: usize| {
-                let bytes = frozen.flat_bytes[flat] + c.width() * trained.lens[flat];
+                let own = if c.is_ends(flat) && !c.weights_on_host() { 0 } else { trained.lens[flat] };
+                let bytes = frozen.flat_bytes[flat] + c.width() * own;
                 let all = bytes + 4 * trained.wide_values(c, flat);
-                if c.comes(flat) { all.div_ceil(c.ranks.tensor) } else { 0 }
+                if c.comes(flat) { all } else { 0 }
             };
             self.flight = c.by_unit(flight);
             self.load_transient = frozen.gathered_transient(read_buffers(c), &self.flight);
@@ -168,30 +186,57 @@ impl ModelStates {
         let (lens, zero) = (&trained.lens, c.ranks.zero);
         self.updates = c.recipe.optimizer.in_backward;
         if c.ranks.stage > 1 || self.updates {
-            self.live = c.by_unit(|flat| 4 * lens[flat]);
+            self.live = c.by_unit(|flat| if c.is_ends(flat) { 0 } else { 4 * lens[flat] });
+            if c.ranks.ends.is_some() {
+                self.ends = 4 * lens[0];
+            }
             self.tied = c.selection.tied_in_full() || c.selection.tied_in_rows();
+        }
+        if c.ranks.ends.is_some() {
+            let gathered = if zero >= 1 { c.received(0, lens[0], c.width()) } else { 0 };
+            let summed = 4 * c.own(0, lens[0]) * (c.copies(0) - 1);
+            self.wire[1] = summed + c.received(0, lens[0], 4) + gathered;
         }
         if c.ranks.stage == 1 {
             self.live_as = Component::Gradients;
             return;
         }
         self.live_as = Component::Communication;
-        let part = lens.iter().enumerate().map(|(flat, n)| n.div_ceil(c.copies(flat))).max().unwrap_or(0);
+        let whole = |flat: &usize| !c.is_ends(*flat);
+        let part = lens
+            .iter()
+            .enumerate()
+            .filter(|(flat, _)| whole(flat))
+            .map(|(flat, n)| n.div_ceil(c.copies(flat)))
+            .max()
+            .unwrap_or(0);
         let [sums, weights] = [zero < 2, (1..3).contains(&zero)].map(u64::from);
         // without gradient buffers the reduced shard is an extra copy
         let sums_here = if self.updates { 1 } else { sums };
         self.sent = [4 * part * sums_here, c.width() * part * weights];
         // shards received from the other ranks (`comm/devices.rs`)
-        let summed = |flat: usize| 4 * c.own(flat, lens[flat]) * (c.copies(flat) - 1);
+        let summed = |flat: usize| {
+            if whole(&flat) { 4 * c.own(flat, lens[flat]) * (c.copies(flat) - 1) } else { 0 }
+        };
         let all: u64 = (0..lens.len()).map(summed).sum();
-        let taken =
-            |size: u64| lens.iter().enumerate().map(|(flat, n)| c.received(flat, *n, size)).sum::<u64>();
-        let wide =
-            trained.wide.iter().filter(|_| !c.one_copy()).map(|flat| c.received(*flat, lens[*flat], 4));
-        self.wire = [all + taken(4) * sums, (taken(c.width()) + wide.sum::<u64>()) * weights];
+        let taken = |size: u64| {
+            lens.iter()
+                .enumerate()
+                .filter(|(flat, _)| whole(flat))
+                .map(|(flat, n)| c.received(flat, *n, size))
+                .sum::<u64>()
+        };
+        let wide = trained
+            .wide
+            .iter()
+            .filter(|flat| whole(flat) && !c.one_copy())
+            .map(|flat| c.received(*flat, lens[*flat], 4));
+        self.wire[0] = all + taken(4) * sums;
+        self.wire[1] += (taken(c.width()) + wide.sum::<u64>()) * weights;
         if c.machine.cuda {
             self.summed = c.by_unit(summed);
-            self.shards = c.by_unit(|flat| if zero < 2 { 4 * c.own(flat, lens[flat]) } else { 0 });
+            self.shards =
+                c.by_unit(|flat| if zero < 2 && whole(&flat) { 4 * c.own(flat, lens[flat]) } else { 0 });
         }
     }
 
@@ -210,7 +255,12 @@ impl ModelStates {
 
     /// Buffers for checkpoints, and for the result and its check; `count` values train.
     fn saving(&mut self, c: &Setup<'_>, count: u64) {
-        let largest = c.trained.iter().map(|(t, _)| t.elements() as u64).max().unwrap_or(0);
+        let largest = c
+            .selection
+            .parts()
+            .into_iter()
+            .filter(|t| c.ranks.has(t.module) || c.recipe.parallel.pipeline > 1);
+        let largest = largest.map(|t| t.elements() as u64).max().unwrap_or(0);
         let whole_model = c.selection.everything_full();
         let lacks = c.recipe.lora.init.decomposition().is_some_and(Decomposition::changes_base);
         // one tensor at a time: read back, then rounded on the host
@@ -226,8 +276,9 @@ impl ModelStates {
         let stored = if whole_model { c.width() } else { 4 };
         let read = pieces(c, stored * largest.min(READ_PIECE / 4));
         // sharded master weights are read back from the checkpoint; an adapter's all at once
-        let sharded = c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
-        let together = c.ranks.stage > 1 && sharded && !whole_model;
+        let sharded = c.ranks.tensor > 1 || c.ranks.zero >= 3 || (c.ranks.zero >= 1 && !c.one_copy());
+        let shards = c.ranks.stage > 1 && sharded || c.recipe.parallel.pipeline > 1;
+        let together = shards && !whole_model;
         let values = if together { 4 * count + read } else { 0 };
         // read into host memory
         let [here, there] = if c.machine.cuda { [0, values] } else { [values, 0] };

@@ -33,7 +33,7 @@ impl TrainedBytes {
         let mut out = Self {
             lens: vec![0; c.flats()],
             kept: vec![0; c.flats()],
-            wide: wide_units(c.trained.iter().map(|(t, _)| (c.flat(t.module), t.part))),
+            wide: wide_units(c.trained.iter().map(|(t, _)| (c.flat(t.module, t.part), t.part))),
             ..Self::default()
         };
         for (t, rounded) in &c.trained {
@@ -46,23 +46,23 @@ impl TrainedBytes {
     }
 
     fn add(&mut self, c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) {
-        let (m, flat) = (t.module, c.flat(t.module));
+        let flat = c.flat(t.module, t.part);
         let n = t.elements().next_multiple_of(ALIGN) as u64;
         self.lens[flat] += n;
-        let weights = c.ranks.share(m, c.width() * n, 3);
+        let weights = c.share(flat, c.width() * n, 3);
         match t.part.method() {
             Method::Lora => self.adapters += weights,
             _ => self.full += weights,
         }
-        self.gradients += c.ranks.share(m, 4 * n, 2);
+        self.gradients += c.share(flat, 4 * n, 2);
         if !rounded {
             self.kept[flat] += n;
             let from = if self.wide.contains(&flat) { 3 } else { 1 };
-            self.master += if c.one_copy() { 0 } else { c.ranks.share(m, 4 * n, from) };
+            self.master += if c.one_copy() { 0 } else { c.share(flat, 4 * n, from) };
         }
         // alignment gaps have moments too
         let moments = optimizer_bytes_of(&c.recipe.optimizer, t, c.selection.layers, n);
-        self.moments += c.ranks.share(m, moments, 1);
+        self.moments += c.share(flat, moments, 1);
         self.projecting = self.projecting.max(projecting(c, t, rounded));
     }
 

@@ -10,6 +10,7 @@ use ft_engine::model::across::Across;
 use ft_engine::model::attention::Attention;
 use ft_engine::model::batch::Context;
 use ft_engine::model::between::Between;
+use ft_engine::model::cut::Cut;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::mixer::Mixer;
@@ -47,8 +48,12 @@ pub struct StepInputs<'a> {
     pub skewed: bool,
     /// Segments of training and evaluation micro-batches on this rank of a context group.
     pub context: [Option<Segments>; 2],
-    /// Pipeline stages, also the number of micro-batches in flight.
-    pub stages: u64,
+    /// Ranks of a tensor group, and whole training and evaluation micro-batches.
+    pub tensor: (usize, [Tokens; 2]),
+    /// Micro-batches of the stage between their forward and their backward pass.
+    pub flying: u64,
+    /// Whether a step has more.
+    pub more: bool,
 }
 
 /// Segments of a micro-batch on a rank of a context group.
@@ -173,6 +178,12 @@ impl StepInputs<'_> {
         self.shape.ledger.machine()
     }
 
+    /// Whether gradients of a table of the first and the last stage live through all passes: on the last stage from the
+    /// head on, on the first one from its first backward pass on.
+    pub(super) fn keeps_ends(&self) -> bool {
+        self.shape.units.has_head() || self.more
+    }
+
     /// Gathered weight bytes during each visit of a pass, and after it.
     pub(super) fn flights(&self, visits: &[Visit]) -> Vec<[u64; 2]> {
         let (outline, s) = (self.shape.outline(), self.states);
@@ -189,6 +200,24 @@ impl StepInputs<'_> {
         self.shape.ledger.take();
         f()?;
         Ok(self.shape.ledger.take().into())
+    }
+
+    /// The whole micro-batch of training (0) or evaluation (1) on a rank of a tensor group.
+    pub(super) fn whole(&self, which: usize) -> Option<Tokens> {
+        (self.tensor.0 > 1).then(|| self.tensor.1[which])
+    }
+
+    /// A micro-batch in layers, for training or evaluation.
+    fn in_layers(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
+        let mut batch = self.batch(t, train)?;
+        let (which, (ranks, whole)) = (usize::from(!train), &self.tensor);
+        batch.context.across = self.context[which].as_ref().map(|s| &*s.across);
+        if *ranks > 1 {
+            let all = self.batch(whole[which], train)?.context;
+            let cut = Cut::planned(whole[which].tokens as usize, *ranks, all);
+            batch.context.cut = Some(Arc::new(cut));
+        }
+        Ok(batch)
     }
 
     /// A micro-batch, for training or evaluation.
@@ -259,9 +288,7 @@ impl StepInputs<'_> {
     /// Runs the visits of `Walk::train` and `Walk::eval` for one layer kind.
     pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<LayerVisits> {
         let (ledger, t) = (&self.shape.ledger, self.train);
-        let mut batch = self.batch(t, true)?;
-        let [of_train, of_eval] = self.context.each_ref().map(|s| s.as_ref().map(|s| &*s.across));
-        batch.context.across = of_train;
+        let batch = self.in_layers(t, true)?;
         let context = || Context { between: self.between(Some(layer), t), ..batch.context.clone() };
         let taken = || -> Usage {
             let mut full: Usage = ledger.take().into();
@@ -303,13 +330,12 @@ impl StepInputs<'_> {
         };
         let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
-        let eval = |t, across| {
-            let mut batch = self.batch(t, false)?;
-            (batch.context.across, batch.context.between) = (across, self.between(Some(layer), t));
+        let eval = |t: Tokens, mut batch: Batch<'_>| {
+            batch.context.between = self.between(Some(layer), t);
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
-        let answer = self.answers.map(|a| eval(a.part, None)).transpose()?;
-        let eval = self.eval.map(|t| eval(t, of_eval)).transpose()?;
+        let answer = self.answers.map(|a| eval(a.part, self.batch(a.part, false)?)).transpose()?;
+        let eval = self.eval.map(|t| eval(t, self.in_layers(t, false)?)).transpose()?;
         Ok(LayerVisits { own, forward, ways, eval, answer })
     }
 

@@ -4,7 +4,7 @@ use super::{GhostModel, ModelStates, Settings, Simulation, StepInputs};
 use crate::time::{CostModel, Work};
 use crate::workload::Tokens;
 use ft_engine::adapters::Selection;
-use ft_engine::model::Config;
+use ft_engine::model::{Config, Units};
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
 use ft_kernels::Machine;
 use ft_recipe::{Quantize, Recipe};
@@ -31,7 +31,8 @@ fn works<R>(
     );
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
-    let shape = GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1, 1))?;
+    let shape =
+        GhostModel::new(&config, &selection, (quantize, true), machine, (1, 1), Units::all(config.layers))?;
     let run = StepInputs {
         shape: &shape,
         states: &ModelStates::default(),
@@ -42,8 +43,10 @@ fn works<R>(
         skewed: false,
         neftune: 0.0,
         prefers: false,
-        stages: 1,
+        flying: 1,
+        more: false,
         context: [None, None],
+        tensor: (1, [Tokens::default(); 2]),
     };
     let parts = Simulation::new(run, heads)?;
     Ok(look(&|levels| parts.work(levels)))

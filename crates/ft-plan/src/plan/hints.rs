@@ -2,9 +2,9 @@
 
 use super::plan::{Hint, Plan};
 use crate::host::{Capacity, sum};
-use crate::inference::Server;
 use crate::model::dtype;
-use crate::search::{Inputs, Prepared, choose};
+use crate::resolve::check_model;
+use crate::search::Inputs;
 use crate::units::bytes;
 use crate::workload::{Workload, Workloads};
 use ft_engine::adapters::Selection;
@@ -41,8 +41,10 @@ impl Change {
 type Kind = Vec<Change>;
 
 impl Plan {
-    /// Adds hints to a plan over its device's budget; `room` has the machine's host memory.
+    /// Adds hints to a plan over its device's budget, and to one with cut matrices; `room` has the machine's host
+    /// memory.
     pub fn advise(&mut self, i: &Inputs<'_>, room: &Capacity<'_>) {
+        self.hints.extend(fewer_bytes(self, i, room));
         if self.fits_device() {
             return;
         }
@@ -75,6 +77,7 @@ fn first(kind: &Kind, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Optio
 /// The hint of a change, if the run fits with it.
 fn hint(change: &Change, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint> {
     let recipe = i.recipe.with(&change.set).ok()?;
+    check_model(&recipe, i.config).ok()?;
     let rules = change.set.iter().any(|s| s.starts_with("train."));
     let selection = rules.then(|| Selection::from_rules(i.config, &recipe.train)).transpose().ok()?;
     let then = fitting(i, &recipe, selection.as_ref().unwrap_or(i.selection), room)?;
@@ -106,12 +109,22 @@ fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capaci
     });
     let workloads = if after == before { i.workloads } else { &other };
     let inputs = Inputs { recipe, selection, machine, workloads, ..*i };
-    let prepared = Prepared::new(&inputs).ok()?;
-    let decision = choose(&prepared).ok()?;
-    let server = Server::of(recipe, i.config, selection, machine.stored).ok()?;
-    let mut plan = Plan::of(&inputs, &prepared, decision, server).ok()?;
+    let mut plan = Plan::new(&inputs).ok()?;
     plan.space.look(recipe, machine, plan.total(), room);
     (plan.fits_device() && plan.space.host_fits()).then_some(plan)
+}
+
+/// Weights gathered by ZeRO-3 in place of cut matrices, if they fit and fewer bytes cross the links.
+fn fewer_bytes(plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint> {
+    let p = &i.recipe.parallel;
+    let data = p.data * p.tensor;
+    let set = ["parallel.tensor=1".into(), format!("parallel.data={data}"), "parallel.zero=3".into()];
+    let recipe = i.recipe.with(&set).ok().filter(|_| p.tensor > 1)?;
+    let then = fitting(i, &recipe, i.selection, room).filter(|then| then.wire < plan.wire)?;
+    let (change, total) = (Change::new(set, "weights are gathered layer by layer"), then.total());
+    let [now, less] = [plan.wire, then.wire].map(bytes);
+    let text = format!("{}: a rank receives {less} a step in place of {now}; {}", change.text(), change.cost);
+    Some(Hint { set: change.set, text, total, built: true })
 }
 
 /// Shipped recipes of the same model that fit, with the data of this one; those that train alike come first.

@@ -1,6 +1,6 @@
 //! Plans of a recipe and a known model.
 
-use super::plan::Plan;
+use super::plan::{Pipelined, Plan};
 use crate::host::HostPlan;
 use crate::inference::Server;
 use crate::memory::{Allocation, Settings, Theory, rounded};
@@ -14,13 +14,34 @@ impl Plan {
     /// # Errors
     /// Inconsistent sizes of the model or of a rank's shard.
     pub fn new(i: &Inputs<'_>) -> ft_base::Result<Self> {
-        let prepared = Prepared::new(i)?;
-        let decision = choose(&prepared)?;
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
-        Ok(Self::of(i, &prepared, decision, server)?)
+        let of_stage = |stage: usize| -> ft_base::Result<Self> {
+            let prepared = Prepared::new(i, stage)?;
+            let decision = choose(&prepared)?;
+            Ok(Self::of(i, &prepared, decision, server.clone())?)
+        };
+        let mut worst = of_stage(0)?;
+        let mut slowest = worst.work;
+        for stage in 1..i.recipe.parallel.pipeline {
+            let plan = of_stage(stage)?;
+            if plan.work.total() > slowest.total() {
+                slowest = plan.work;
+            }
+            if plan.needs() > worst.needs() {
+                worst = plan;
+            }
+        }
+        worst.work = slowest;
+        Ok(worst)
     }
 
-    pub(super) fn of(
+    /// What a stage needs, for comparison with others: all run by the settings of the one that needs the most.
+    fn needs(&self) -> (std::cmp::Reverse<usize>, usize, usize, u64) {
+        let (e, r) = (&self.execution, self.execution.recompute);
+        (std::cmp::Reverse(e.micro_rows), r.products(), r.layers(), self.total())
+    }
+
+    fn of(
         i: &Inputs<'_>,
         prepared: &Prepared<'_>,
         d: SearchResult,
@@ -37,8 +58,7 @@ impl Plan {
             // ranks of a machine share one server
             host.push(("server", server.on_host.div_ceil(p.in_process())));
         }
-        let unit = (d.execution.micro_rows * p.data).max(1);
-        let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
+        let micro_batches = prepared.micro_batches(d.execution.micro_rows);
         let keys = micro_batches * prepared.keys(&d.workload, &d.execution)?;
         Ok(Self {
             ranks: p.ranks(),
@@ -50,6 +70,7 @@ impl Plan {
             parameters: prepared.states.parameters,
             budget: i.budget,
             space: HostPlan::new(r, i.selection, i.machine, &d.workload, host),
+            pipeline: Pipelined::of(i, prepared, micro_batches, d.execution.micro_rows),
             server,
             mixture: i.config.moe.is_some(),
             layers: i.config.layers,
@@ -75,7 +96,7 @@ impl Plan {
 /// # Errors
 /// As [`Plan::new`].
 pub fn allocations(i: &Inputs<'_>, c: &Execution) -> ft_base::Result<Vec<Allocation>> {
-    let prepared = Prepared::new(i)?;
+    let prepared = Prepared::new(i, 0)?;
     let levels = Settings { recompute: c.recompute, inputs: c.inputs, dequantize: c.dequantize, head: 0 };
     Ok(prepared.simulate(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
 }

@@ -9,6 +9,6 @@ mod recipe;
 #[cfg(test)]
 pub(crate) use crate::resolve::selection_without_weights as select;
 pub use make::allocations;
-pub use plan::{Hint, Plan};
+pub use plan::{Hint, Pipelined, Plan};
 pub(crate) use recipe::Model;
 pub use recipe::{of_recipe, of_recipe_in};

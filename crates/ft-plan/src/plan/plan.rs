@@ -3,10 +3,11 @@
 use crate::host::{Capacity, HostPlan};
 use crate::inference::Server;
 use crate::memory::{Component, Peak, Theory, overhead};
-use crate::search::{self, Reasons};
+use crate::search::{self, Inputs, Prepared, Reasons};
 use crate::time::Work;
 use crate::units::bytes;
 use crate::workload::{ReferencePass, Workload};
+use ft_engine::model::units::cut;
 use ft_engine::params::LearningRate;
 use ft_engine::walk::Execution;
 use ft_kernels::Machine;
@@ -32,6 +33,8 @@ pub struct Plan {
     pub parameters: (u64, u64),
     /// Device peak of a rank.
     pub peak: Peak,
+    /// The planned stage, if ranks split the layers.
+    pub pipeline: Option<Pipelined>,
     /// Usable device bytes, if known.
     pub budget: Option<u64>,
     /// Host memory, disks and shared memory.
@@ -66,6 +69,52 @@ pub struct Plan {
     pub theory: Theory,
     /// Changes to make the run fit.
     pub hints: Vec<Hint>,
+}
+
+/// The stage of a pipeline that needs the most, and the time that stages wait.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Pipelined {
+    /// Layers of each stage, from the bottom.
+    pub stages: Vec<usize>,
+    /// The planned stage, which needs the most memory.
+    pub stage: usize,
+    /// Micro-batches between their forward and their backward pass on it.
+    pub in_flight: u64,
+    /// Share of a step in which a stage waits.
+    pub bubble: f64,
+    /// Micro-batches of a step with a bubble of 10%.
+    pub for_a_tenth: u64,
+}
+
+impl Pipelined {
+    pub(super) fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, micros: u64, rows: usize) -> Option<Self> {
+        let p = &i.recipe.parallel;
+        let all = cut(i.config, p.pipeline, &p.stages).filter(|_| p.pipeline > 1)?;
+        let ahead = p.pipeline as u64 - 1;
+        Some(Self {
+            stage: all.iter().position(|units| *units == prepared.units())?,
+            stages: all.iter().map(|units| units.own_layers().len()).collect(),
+            in_flight: prepared.flying(rows),
+            bubble: ahead as f64 / (micros + ahead) as f64,
+            for_a_tenth: 9 * ahead,
+        })
+    }
+
+    /// The stages, and the bubble of a step of so many micro-batches, in words.
+    pub fn words(&self, micros: u64) -> String {
+        let counts = self.stages.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+        let enough = match micros >= self.for_a_tenth {
+            true => String::new(),
+            false => format!("; {} micro-batches a step make it 10%", self.for_a_tenth),
+        };
+        format!(
+            "stages of {counts} layers; the memory is of stage {}, with {} micro-batches between their passes; stages \
+             wait {:.0}% of a step of {micros} micro-batches{enough}",
+            self.stage,
+            self.in_flight,
+            100.0 * self.bubble
+        )
+    }
 }
 
 /// A recipe change to make the run fit.
@@ -140,9 +189,10 @@ impl Plan {
         self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total, built: true }));
     }
 
-    /// Work of a rank's step. Time is this divided by the rate measured by `ft bench`.
+    /// Work of a rank's step, with the wait of stages of a pipeline. Time is this divided by the rate of `ft bench`.
     pub fn step_work(&self) -> f64 {
-        self.work.total() * self.micro_batches as f64
+        let ahead = self.pipeline.as_ref().map_or(0, |p| p.stages.len() as u64 - 1);
+        self.work.total() * (self.micro_batches + ahead) as f64
     }
 
     /// Upper bound on the tokens of a step over all ranks.

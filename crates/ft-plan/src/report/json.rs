@@ -50,6 +50,9 @@ impl Plan {
         if let Some(reference) = &self.reference {
             out["reference"] = reference.json(self.reference_time(range).map(|r| [r.low, r.high]));
         }
+        if let Some(p) = &self.pipeline {
+            out["pipeline"] = json!(p);
+        }
         if let Some(server) = &self.server {
             let devices: Vec<String> = server.devices.iter().map(|d| d.word()).collect();
             out["server"] =

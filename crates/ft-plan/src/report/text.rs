@@ -101,6 +101,9 @@ impl Plan {
             }
         }
         self.write_reference(s, range)?;
+        if let Some(p) = &self.pipeline {
+            writeln!(s, "pipeline    {}", p.words(self.micro_batches))?;
+        }
         match sum(&self.space.host) {
             0 => Ok(()),
             host => writeln!(s, "host        {} beside the device's", bytes(host)),

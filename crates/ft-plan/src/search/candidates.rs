@@ -103,6 +103,8 @@ pub(super) struct BatchSize<'p> {
     pub(super) simulation: Simulation<'p>,
     /// Simulation with mean-sized micro-batches; `None` if equal to the largest.
     pub(super) mean: Option<Simulation<'p>>,
+    /// Time of a step over that of its micro-batches: stages of a pipeline wait for one another.
+    waits: f64,
 }
 
 impl<'p> BatchSize<'p> {
@@ -119,12 +121,14 @@ impl<'p> BatchSize<'p> {
         let mean = Tokens { tokens: part(whole.tokens), targets: part(whole.targets), ..workload.train };
         let of = |train| p.simulate(Workload { train, eval: None, ..workload }, &open.heads);
         let mean = (mean != workload.train).then(|| of(mean)).transpose()?;
-        Ok(Self { rows, workload, simulation: p.simulate(workload, &open.heads)?, mean })
+        let (simulation, waits) = (p.simulate(workload, &open.heads)?, p.waits(rows));
+        Ok(Self { rows, workload, simulation, mean, waits })
     }
 
     /// Work per row and peak bytes of a combination.
     pub(super) fn weigh(&self, settings: Settings) -> Scored {
-        let work = self.mean.as_ref().unwrap_or(&self.simulation).work(settings).total() / self.rows as f64;
+        let work = self.mean.as_ref().unwrap_or(&self.simulation).work(settings).total();
+        let work = work * self.waits / self.rows as f64;
         let rank = if settings.inputs.on_host { work * (1.0 + MIN_SAVING) } else { work };
         Scored { settings, work, rank, total: self.simulation.total(settings) }
     }

@@ -8,6 +8,7 @@ use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
+use ft_engine::model::units::{Units, cut};
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
 use ft_recipe::Recipe;
@@ -34,22 +35,32 @@ pub struct Inputs<'a> {
 /// Plan state independent of the search: shapes and static bytes.
 pub struct Prepared<'a> {
     pub(super) inputs: &'a Inputs<'a>,
+    /// Number of the planned stage.
+    stage: usize,
     shape: GhostModel,
     pub states: ModelStates,
 }
 
 impl<'a> Prepared<'a> {
-    /// Builds the shape-only model and the static bytes.
-    pub fn new(inputs: &'a Inputs<'a>) -> ft_base::Result<Self> {
+    /// Builds the shape-only model of a pipeline stage, and the static bytes.
+    ///
+    /// # Errors
+    /// Inconsistent sizes; stages that do not divide the layers.
+    pub fn new(inputs: &'a Inputs<'a>, stage: usize) -> ft_base::Result<Self> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
         let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
-        let states = ModelStates::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
+        let units = cut(inputs.config, p.pipeline, &p.stages).and_then(|all| all.get(stage).copied());
+        let Some(units) = units else {
+            return Err(Error::Ignored(format!("there is no stage {stage} of the layers")).into());
+        };
+        let of = (parameters, units);
+        let states = ModelStates::new(inputs.recipe, inputs.selection, inputs.machine, of);
         let quantize = inputs.recipe.model.quantize;
-        let split = (p.tensor, p.pipeline, p.expert);
+        let split = (p.tensor, p.expert);
         let weights = (quantize, inputs.recipe.has_rooms());
-        let shape = GhostModel::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
+        let shape = GhostModel::new(inputs.config, inputs.selection, weights, inputs.machine, split, units)?;
         if inputs.recipe.memory.dequantize == ft_recipe::Dequantize::PerLayer
             && shape.kinds.iter().any(Layer::reads_codes)
         {
@@ -61,7 +72,12 @@ impl<'a> Prepared<'a> {
             ))
             .into());
         }
-        Ok(Self { inputs, shape, states })
+        Ok(Self { inputs, stage, shape, states })
+    }
+
+    /// Units of the stage.
+    pub fn units(&self) -> Units {
+        self.shape.units
     }
 
     /// Layers walked backward.
@@ -105,14 +121,15 @@ impl<'a> Prepared<'a> {
 
     /// Workload for micro-batches of `rows` rows.
     pub fn workload(&self, rows: usize) -> Workload {
-        self.inputs.workloads.of(self.inputs.recipe, rows)
+        Workload { micro_rows: rows, ..self.inputs.workloads.of(self.inputs.recipe, rows) }
     }
 
     /// This rank's part of a micro-batch, and its segments under context parallelism.
     fn part(&self, t: Tokens) -> (Tokens, Option<Segments>) {
-        let ranks = self.inputs.recipe.parallel.context;
+        let p = &self.inputs.recipe.parallel;
+        let ranks = p.context;
         if ranks == 1 {
-            return (t, None);
+            return (if p.tensor > 1 { t.cut(p.tensor) } else { t }, None);
         }
         let windows = self.inputs.config.attention.iter().map(|a| a.window);
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
@@ -137,22 +154,51 @@ impl<'a> Prepared<'a> {
             train,
             eval,
             context: [of_train, of_eval.flatten()],
+            tensor: (r.parallel.tensor, [w.train, w.eval.unwrap_or(w.train)]),
             answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
             neftune: r.data.neftune,
             prefers: r.task.has_objective(),
             skewed: false,
-            stages: r.parallel.pipeline as u64,
+            flying: self.flying(w.micro_rows),
+            more: self.micro_batches(w.micro_rows) > self.flying(w.micro_rows),
         };
         Simulation::new(run, heads)
     }
 
-    /// Bytes that a rank receives within layers, per micro-batch: keys and values over segments, rows of experts.
+    /// Micro-batches of a step on a rank, with so many rows each.
+    pub fn micro_batches(&self, micro_rows: usize) -> u64 {
+        let r = self.inputs.recipe;
+        r.run.batch_rows.div_ceil((micro_rows * r.parallel.data).max(1)) as u64
+    }
+
+    /// Micro-batches of the stage between their forward and their backward pass.
+    pub fn flying(&self, micro_rows: usize) -> u64 {
+        let above = (self.inputs.recipe.parallel.pipeline - self.stage) as u64;
+        if self.shape.goes_down() { above.min(self.micro_batches(micro_rows)) } else { 1 }
+    }
+
+    /// Time of a step over that of its micro-batches.
+    pub(super) fn waits(&self, micro_rows: usize) -> f64 {
+        1.0 + (self.inputs.recipe.parallel.pipeline - 1) as f64 / self.micro_batches(micro_rows).max(1) as f64
+    }
+
+    /// Bytes of hidden states and gradients that a rank receives from the stages beside it, per micro-batch.
+    fn passed(&self, w: &Workload) -> u64 {
+        let (s, tokens) = (&self.shape, self.part(w.train).0.tokens);
+        let hidden = tokens * (s.d * s.dtype.size_in_bytes()) as u64;
+        let below = !s.units.has_embedding();
+        let above = !s.units.has_head() && s.goes_down();
+        hidden * (u64::from(below) + u64::from(above))
+    }
+
+    /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,
+    /// hidden states of other stages, tokens and sums of cut matrices.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
-        if (p.context, p.expert) == (1, 1) {
-            return Ok(0);
+        if (p.context, p.expert, p.tensor) == (1, 1, 1) {
+            return Ok(self.passed(w));
         }
         let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);
         let settings = Settings { recompute, inputs, dequantize, head: 0 };

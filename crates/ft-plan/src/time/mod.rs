@@ -1,5 +1,7 @@
-//! Time of a step: FLOPs, other costs in equivalent FLOPs, throughput measured by `ft bench`.
+//! Time of a step: FLOPs, other costs in equivalent FLOPs, rates of arithmetic and of links measured by `ft bench`.
 
+mod kept;
+pub mod links;
 pub mod rates;
 mod work;
 

@@ -1,11 +1,13 @@
 //! Throughput measured by `ft bench` and stored for later plans, or estimated from a card's data sheet.
 
+use super::kept::Kept;
 use crate::host::{Sheet, sheet_of};
 use ft_base::store;
 use ft_kernels::Machine;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::path::PathBuf;
+
+const RATES: Kept = Kept("rates.json");
 
 /// Relative uncertainty of a step time predicted from a measured rate; plans print a range of ±30%.
 const SPREAD: f64 = 0.3;
@@ -41,11 +43,6 @@ pub struct Range {
     pub sheet: Option<&'static str>,
 }
 
-/// File of measured rates in the cache folder of `ft`.
-pub fn path() -> Option<PathBuf> {
-    Some(store::cache_folder()?.join("rates.json"))
-}
-
 fn key(m: Machine) -> String {
     let width = if m.computes_in_f32() { "f32" } else { "half" };
     match (m.cuda, m.card) {
@@ -55,16 +52,9 @@ fn key(m: Machine) -> String {
     }
 }
 
-fn read(path: &std::path::Path) -> BTreeMap<String, Rate> {
-    ft_base::store::read_plain_text(path, ft_base::store::LARGEST)
-        .ok()
-        .and_then(|t| serde_json::from_str(&t).ok())
-        .unwrap_or_default()
-}
-
 /// Rate measured on a machine of this kind, if any.
 pub fn find(m: Machine) -> Option<Rate> {
-    read(&path()?).remove(&key(m))
+    RATES.find(&key(m))
 }
 
 /// Stores a measured rate and returns the file, or `None` without a cache folder.
@@ -72,15 +62,7 @@ pub fn find(m: Machine) -> Option<Rate> {
 /// # Errors
 /// A cache folder or file that cannot be written.
 pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
-    let Some(path) = path() else { return Ok(None) };
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
-    }
-    let mut all = read(&path);
-    all.insert(key(m), rate);
-    let text = serde_json::to_string_pretty(&all).unwrap_or_default() + "\n";
-    store::write_atomic(&path, text.as_bytes())?;
-    Ok(Some(path))
+    RATES.save(key(m), rate)
 }
 
 /// FLOPs per second of large bf16 products on a card.

@@ -1,5 +1,6 @@
 //! Size of a micro-batch.
 
+use ft_engine::model::Batch;
 use ft_engine::model::across::Across;
 use ft_engine::model::batch::Targets;
 use ft_kernels::attention::Sizes as Attended;
@@ -58,6 +59,20 @@ impl Tokens {
         let whole = keys / longest.max(1);
         let rest = keys - whole * longest;
         std::iter::repeat_n(longest, whole).chain((rest > 0).then_some(rest)).collect()
+    }
+
+    /// The part of the rank with the most tokens among `ranks` ranks of a tensor group.
+    pub fn cut(self, ranks: usize) -> Self {
+        let tokens = self.tokens.div_ceil(ranks as u64).max(1);
+        Self { tokens, targets: self.targets.min(tokens), ..self }
+    }
+
+    /// Device bytes of the context of a whole micro-batch on a rank with the tokens `own` of it. On the CPU also of the
+    /// whole micro-batch on the host, and of the indices of the rank's tokens and targets in it.
+    pub fn beside(self, own: Self, ropes: &[usize], cuda: bool) -> u64 {
+        let context = Batch::bytes(self.attended(), Targets::default(), ropes, cuda) - 12 * self.tokens;
+        let host = 8 * self.tokens + 12 * self.targets + 8 * own.tokens + 4 * own.targets;
+        context + if cuda { 0 } else { host }
     }
 
     /// The part of the rank with the most tokens among `ranks` ranks of a context group, with its segments.

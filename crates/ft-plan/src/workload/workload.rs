@@ -19,6 +19,8 @@ pub struct Workload {
     pub train: Tokens,
     /// The largest evaluation micro-batch.
     pub eval: Option<Tokens>,
+    /// Rows of a micro-batch; 0 until the plan knows them.
+    pub micro_rows: usize,
     /// Optimizer steps, if known.
     pub steps: Option<u64>,
     /// Measured training data. Without it, rows are assumed full and all tokens supervised.
@@ -167,6 +169,7 @@ impl Workload {
             Length::Epochs(_) => None,
         };
         Self {
+            micro_rows: 0,
             train,
             eval: (r.data.evaluates() || r.task.has_reference()).then_some(train),
             steps,
@@ -214,7 +217,7 @@ impl Workload {
             train = sizes.of_longest(micro)?;
         }
         let epoch = Some(Epoch { resident, held_out, ..sizes.epoch() });
-        Ok(Self { train, eval, steps: Some(batches.steps() as u64), epoch })
+        Ok(Self { train, eval, micro_rows: 0, steps: Some(batches.steps() as u64), epoch })
     }
 
     /// Whether sample lengths are known.

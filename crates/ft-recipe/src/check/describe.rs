@@ -22,6 +22,7 @@ pub(crate) fn expected(kind: Kind) -> String {
         Kind::Tokens => "a list of strings and numbers".into(),
         Kind::Layers => "\"all\", a range such as \"0-5\", or a list of numbers".into(),
         Kind::Experts => "\"all\", a range such as \"0-3\", or a list of numbers".into(),
+        Kind::Counts => "a list of whole numbers from 1".into(),
         Kind::Betas => "two numbers from 0 to below 1".into(),
         Kind::Bytes => "a size such as \"48GiB\"".into(),
         Kind::Recompute => {

@@ -31,6 +31,7 @@ pub(super) fn parse(kind: Kind, value: &Value, path: &str) -> Result<Checked, Re
         (Kind::Tokens, Value::List(list)) => values::tokens(list, path).map(Checked::Tokens),
         (Kind::Layers, v) => values::layers(v).map(Checked::Layers),
         (Kind::Experts, v) => values::experts(v).map(Checked::Experts),
+        (Kind::Counts, Value::List(list)) => values::counts(list).map(Checked::Counts),
         (Kind::Betas, Value::List(list)) => betas(list, path).map(Checked::Pair),
         (Kind::Bytes, v) => values::bytes(v, path).map(Checked::Int),
         (Kind::Recompute, Value::Text(s)) => {
@@ -97,6 +98,7 @@ fn betas(list: &[Node], path: &str) -> Result<[f64; 2], Rejection> {
 /// A hint for a value of another kind.
 fn other_kind(kind: Kind, value: &Value, path: &str) -> Option<String> {
     match (kind, value) {
+        (Kind::Table(_), Value::Text(_)) if path == "parallel" => Some("or \"auto\"".into()),
         (Kind::Tables(_), Value::Table(_)) => Some(format!("a list of tables has two brackets: [[{path}]]")),
         (Kind::Tables(keys), Value::Text(s)) if keys.iter().any(|k| k.name == "source") => {
             Some(format!("write [{{ source = {} }}]", quote(s)))

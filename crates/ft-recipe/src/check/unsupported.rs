@@ -8,8 +8,6 @@ use std::collections::BTreeSet;
 
 /// Keys rejected by `ft run`, with a word that is not supported, or `None` for any value but the default.
 const NOT_BUILT: &[(&str, Option<&str>)] = &[
-    ("parallel.tensor", None),
-    ("parallel.pipeline", None),
     #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Some("mpi")),
 ];

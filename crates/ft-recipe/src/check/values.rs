@@ -47,6 +47,12 @@ pub(crate) fn experts(value: &Value) -> Result<IndexSet, Rejection> {
     }
 }
 
+/// Parses a list of counts from 1.
+pub(super) fn counts(list: &[Node]) -> Result<Vec<usize>, Rejection> {
+    let count = |n: &Node| single(&n.value).filter(|n| *n > 0).ok_or_else(Rejection::default);
+    list.iter().map(count).collect()
+}
+
 fn indices(value: &Value, what: &str, takes: &str) -> Result<IndexSet, Rejection> {
     let hint = || format!("{what} takes {takes}");
     match value {

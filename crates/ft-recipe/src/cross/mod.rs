@@ -5,10 +5,12 @@ mod data;
 mod experts;
 mod idle;
 mod optimizer;
+mod pipeline;
 mod preference;
 mod rules;
 mod run;
 mod scores;
+mod tensor;
 
 use crate::check::Checker;
 use crate::keys::Recipe;
@@ -30,6 +32,8 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.in_backward(recipe);
     x.galore(recipe);
     x.experts(recipe);
+    x.pipeline(recipe);
+    x.tensor(recipe);
     x.log(recipe);
     x.idle(recipe);
 }

@@ -17,6 +17,7 @@ pub(crate) enum Checked {
     Strings(BTreeMap<String, String>),
     Layers(Option<LayerSet>),
     Experts(IndexSet),
+    Counts(Vec<usize>),
     Pair([f64; 2]),
     Recompute(Recompute),
     Tokens(Vec<Token>),

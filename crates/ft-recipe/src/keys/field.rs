@@ -77,6 +77,7 @@ plain! {
     String: Text(s) => s.clone(), s => quote(s);
     PathBuf: Text(s) => PathBuf::from(s), p => quote(&p.to_string_lossy());
     Vec<String>: Texts(list) => list.clone(), list => list_of(list.iter());
+    Vec<usize>: Counts(list) => list.clone(), list => format!("{list:?}");
     [f64; 2]: Pair(pair) => *pair, pair => format!("[{:?}, {:?}]", pair[0], pair[1]);
     Json: Json(map) => map.clone(), map => object(map);
     BTreeMap<String, String>: Strings(map) => map.clone(),

@@ -57,6 +57,8 @@ pub enum Kind {
     Layers,
     /// `train.experts`.
     Experts,
+    /// A list of integers from 1.
+    Counts,
     /// Two numbers in [0, 1).
     Betas,
     /// A size in bytes, such as `"48GiB"`.

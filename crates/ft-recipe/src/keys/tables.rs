@@ -10,8 +10,8 @@ use super::sets::*;
 use super::words::*;
 use crate::syntax::Diagnostic;
 use Kind::{
-    Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
-    Table, Tables, Text, Texts, Tokens, Word, Words,
+    Anything, Betas, Bool, Bytes, Counts, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number,
+    Strings, Table, Tables, Text, Texts, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use ft_base::error::Place;
@@ -63,7 +63,8 @@ table! {
         optimizer: Optimizer = Table(Optimizer::KEYS), Toml("{}");
         /// What is kept, recomputed and moved.
         memory: Memory = Table(Memory::KEYS), Toml("{}");
-        /// How ranks share the work.
+        /// How ranks share the work. In place of the table, `parallel = "auto"` takes the fastest layout that `ft plan --devices`
+        /// finds for the started processes, or for the CUDA devices of this machine.
         parallel: Parallel = Table(Parallel::KEYS), Toml("{}");
         /// A server beside the training.
         serve: Serve = Table(Serve::KEYS), Toml("{}");
@@ -79,6 +80,8 @@ table! {
         /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
         /// them.
         pub not_built: Vec<Diagnostic>,
+        /// `parallel = "auto"`, with a layout still to be chosen; `parallel` has the defaults.
+        pub auto_layout: bool,
     }
 }
 
@@ -408,10 +411,14 @@ table! {
         data: usize = RANKS, Toml("1");
         /// ZeRO stage.
         zero: u8 = Int(0, 3), Toml("0");
-        /// Tensor parallel ranks.
+        /// Ranks that cut the matrices of a layer: heads of attention, and columns of the feed-forward. Number of key heads and
+        /// feed-forward width divide by it.
         tensor: usize = RANKS, Toml("1");
-        /// Pipeline stages.
+        /// Pipeline stages: each has consecutive layers, and micro-batches pass through all. The first has the embedding, the
+        /// last the head.
         pipeline: usize = RANKS, Toml("1");
+        /// Layers of each pipeline stage, from the bottom; empty cuts by the work of the layers and of the head.
+        stages: Vec<usize> = Counts, Toml("[]");
         /// Ranks that split the experts of a mixture, in blocks of neighbours. They are among those of the other axes, and rows
         /// travel to them.
         expert: usize = RANKS, Toml("1");

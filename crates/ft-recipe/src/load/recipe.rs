@@ -7,7 +7,7 @@ use crate::check::values::is_name;
 use crate::check::{Checker, find_unsupported, meant, nearest};
 use crate::cross;
 use crate::keys::{Recipe, Section};
-use crate::syntax::{Diagnostic, Problems, SourceText, Span, apply_overrides, read};
+use crate::syntax::{Diagnostic, Problems, SourceText, Span, Table, Value, apply_overrides, read};
 use ft_base::error::Place;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -89,9 +89,11 @@ impl Recipe {
         }
         let (mut root, syntax) = read(&texts);
         let from_command_line = apply_overrides(&mut root, &texts, meant);
+        let auto_layout = take_auto(&mut root);
         let mut checker = Checker { texts: &texts, problems: from_command_line, bad: Default::default() };
         let section = checker.root(&root);
         let mut recipe = Recipe::typed(&section, &texts, path);
+        recipe.auto_layout = auto_layout;
         recipe.changed = cross::changed(&root);
         cross::check(&mut checker, &root, &recipe);
         let refused = find_unsupported(&root, &texts, &checker.bad);
@@ -129,6 +131,16 @@ impl Recipe {
             }
         }
         Ok(r)
+    }
+
+    /// Takes `[parallel]` and `run.micro_rows` from these settings, in place of `parallel = "auto"`.
+    ///
+    /// # Errors
+    /// As [`Recipe::with`].
+    pub fn adopt_layout(&mut self, set: &[String]) -> Result<(), Error> {
+        let with = self.with(set)?;
+        (self.parallel, self.run.micro_rows, self.auto_layout) = (with.parallel, with.run.micro_rows, false);
+        Ok(())
     }
 
     /// Converts the checked recipe and fills in values derived from other keys.
@@ -176,6 +188,18 @@ impl Recipe {
         let as_is = expand_home(written);
         let beside = self.folder.join(&as_is);
         if !as_is.exists() && beside.exists() { beside } else { as_is }
+    }
+}
+
+/// Replaces `parallel = "auto"` by an empty table; returns true if it stood there.
+fn take_auto(root: &mut Table) -> bool {
+    let parallel = root.0.iter_mut().find(|e| e.key == "parallel").map(|e| &mut e.node.value);
+    match parallel {
+        Some(value) if matches!(&*value, Value::Text(s) if s == "auto") => {
+            *value = Value::Table(Table::default());
+            true
+        }
+        _ => false,
     }
 }
 

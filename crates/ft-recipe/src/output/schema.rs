@@ -10,6 +10,10 @@ use serde_json::{Map, Value, json};
 /// The schema covers single keys. Constraints across keys, or for a model, are checked by `ft check`.
 pub fn schema() -> Value {
     let mut schema = table(Recipe::KEYS);
+    if let Some(parallel) = schema.get_mut("properties").and_then(|p| p.get_mut("parallel")) {
+        parallel["type"] = json!(["object", "string"]);
+        parallel["pattern"] = json!("^auto$");
+    }
     schema.insert("$schema".into(), "http://json-schema.org/draft-07/schema#".into());
     schema.insert("title".into(), "Recipe of ft".into());
     schema.insert("description".into(), "What to fine-tune, on what, and how.".into());
@@ -97,6 +101,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         }),
         Kind::Layers => indices(r"^(all|\d+|\d+-\d*|-\d+:)$"),
         Kind::Experts => indices(r"^(all|\d+|\d+-\d*)$"),
+        Kind::Counts => json!({ "type": "array", "items": { "type": "integer", "minimum": 1 } }),
         Kind::Betas => json!({
             "type": "array", "minItems": 2, "maxItems": 2,
             "items": { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },

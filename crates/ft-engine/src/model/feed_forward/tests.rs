@@ -20,7 +20,16 @@ fn context(first_row: usize) -> Result<Context<'static>> {
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
     let seqs = Sequences::new(&[T], 0, d)?;
     let between = std::sync::Arc::default();
-    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None, experts: None, between })
+    Ok(Context {
+        seqs,
+        across: None,
+        cut: None,
+        ropes: Vec::new(),
+        dropout,
+        rows: None,
+        experts: None,
+        between,
+    })
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.
@@ -69,7 +78,8 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
             let ((a, sa), (b, sb)) = (take(), take());
             let stream = 10 * e + j as u64;
             let weight = Weight::Dense(randn(stream + 100, (o, i), DType::F64)?);
-            let lora = Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, dora: None };
+            let lora =
+                Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, columns: None, dora: None };
             linears.push(Linear {
                 weight,
                 bias: None,
@@ -103,7 +113,7 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
     let (slots, len) = slots();
     // leftovers of an earlier step are overwritten or zeroed
     let grads = vec![Some(Tensor::full(7.0f64, len, &Device::Cpu)?)];
-    let sink = Sink::new(&grads, slots.len()).over(&slots);
+    let sink = Sink::new(&grads, slots.len()).over(slots.clone());
     let (_, saved) = m.forward(&x, &ctx, Some(Arc::clone(&groups)))?;
     assert_eq!(saved.groups.expert, groups.expert, "a routing that is given is taken over");
     let dx = m.backward(saved, &dy, &ctx, &sink, None)?;

@@ -27,6 +27,8 @@ pub struct Lora {
     pub dropout: f64,
     /// Index of this linear's dropout stream.
     pub stream: u64,
+    /// First input column and number of all columns, if ranks cut them: dropout depends on the column alone.
+    pub columns: Option<(usize, usize)>,
     pub dora: Option<Dora>,
 }
 
@@ -69,7 +71,8 @@ impl Lora {
             Some(list) => dropout::Rows::These { first: d.first_row, list },
             None => dropout::Rows::From { first: d.first_row },
         };
-        dropout::mask(stream, rows, self.dropout, x).map(Some)
+        let columns = self.columns.unwrap_or((0, x.dim(1)?));
+        dropout::mask(stream, (rows, columns), self.dropout, x).map(Some)
     }
 }
 

@@ -18,7 +18,16 @@ fn context(dropout: bool) -> Result<Context<'static>> {
     let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
     let seqs = Sequences::new(&[T], 0, d)?;
     let between = std::sync::Arc::default();
-    Ok(Context { seqs, across: None, ropes: Vec::new(), dropout, rows: None, experts: None, between })
+    Ok(Context {
+        seqs,
+        across: None,
+        cut: None,
+        ropes: Vec::new(),
+        dropout,
+        rows: None,
+        experts: None,
+        between,
+    })
 }
 
 /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.
@@ -61,6 +70,7 @@ fn linear(kind: &str) -> Result<Linear> {
             scale: 0.7,
             dropout: if kind.contains("dropout") { 0.4 } else { 0.0 },
             stream: 1,
+            columns: None,
             dora: kind.contains("dora").then_some(dora),
         }),
         rows: None,
@@ -221,6 +231,7 @@ fn factors_are_not_rounded_to_half_precision() -> Result<()> {
                     scale: 4.0 / 3.0,
                     dropout: if kind.contains("dropout") { 0.1 } else { 0.0 },
                     stream: 1,
+                    columns: None,
                     dora: kind.contains("dora").then_some(dora),
                 }),
             };

@@ -4,6 +4,7 @@ use super::across::Across;
 #[cfg(test)]
 use super::across::Fault;
 use super::between::Between;
+use super::cut::Cut;
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
 use crate::ranks::Comm;
@@ -55,6 +56,8 @@ pub struct Context<'a> {
     pub seqs: Sequences,
     /// Segments over the ranks of a context group, in place of `seqs`.
     pub across: Option<&'a Across<'a>>,
+    /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
+    pub cut: Option<Arc<Cut<'a>>>,
     /// Rotary embeddings of the model, in the order of its config.
     pub ropes: Vec<Tables>,
     /// Dropout key in training; `None` disables dropout.
@@ -72,6 +75,21 @@ impl<'a> Context<'a> {
     /// The same context for a new pass, among ranks that split the experts.
     pub fn among(&self, experts: Option<&'a dyn Comm>) -> Self {
         Self { experts: experts.map(Peers), between: Arc::default(), ..self.clone() }
+    }
+
+    /// Context of all tokens, for blocks with cut matrices.
+    pub fn whole(&self) -> &Self {
+        self.cut.as_ref().map_or(self, |cut| cut.whole())
+    }
+
+    /// Spare columns of a tensor that a block takes: none if it is gathered first.
+    pub fn room(&self, rank: usize) -> usize {
+        if self.cut.is_some() { 0 } else { rank }
+    }
+
+    /// Lengths of the documents of the micro-batch.
+    fn docs(&self) -> &[usize] {
+        self.across.map_or(&self.whole().seqs.docs[..], Across::docs)
     }
 
     /// The same context for a subset of the tokens.
@@ -211,6 +229,7 @@ impl<'a> Batch<'a> {
             context: Context {
                 seqs,
                 across: None,
+                cut: None,
                 ropes,
                 dropout,
                 rows: None,
@@ -240,6 +259,14 @@ impl<'a> Batch<'a> {
         };
         let context = Context { across: Some(across), rows, ..self.context };
         Self { context, target_numbers: targets, ..self }
+    }
+
+    /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of
+    /// its tokens and targets in the micro-batch.
+    pub fn cut(self, cut: Cut<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+        let rows = self.context.dropout.map(|_| Arc::new(tokens));
+        let context = Context { cut: Some(Arc::new(cut)), rows, ..self.context };
+        Self { context, target_numbers: Some(targets), ..self }
     }
 
     /// The context of the targets `of`, whose rows are numbered within the step.
@@ -289,7 +316,7 @@ impl<'a> Batch<'a> {
             None => Ok(x),
             Some(key) => {
                 let stream = Stream::new(key.seed, Purpose::Noise, key.step, 0);
-                let docs = self.context.across.map_or(&self.context.seqs.docs[..], Across::docs);
+                let docs = self.context.docs();
                 let tokens = self.context.rows.as_ref().map(|rows| rows.as_slice());
                 noise::add(&x, stream, (key.first_row, tokens), docs, alpha)
             }
@@ -322,6 +349,7 @@ impl<'a> Batch<'a> {
             context: Context {
                 seqs,
                 across: None,
+                cut: None,
                 ropes: ropes.iter().map(tables).collect(),
                 dropout,
                 rows: None,

@@ -3,4 +3,5 @@
 pub mod across;
 pub mod batch;
 pub mod between;
+pub mod cut;
 pub mod sink;

@@ -85,8 +85,8 @@ impl<'a> Sink<'a> {
 
     /// Marks slots with values from an earlier step. The first gradient of a slot overwrites them;
     /// [`Sink::settle`] zeroes slots without a gradient.
-    pub fn over(self, stale: &[Slot]) -> Self {
-        Self { stale: RefCell::new(stale.iter().map(|s| (s.index, *s)).collect()), ..self }
+    pub fn over(self, stale: Vec<Slot>) -> Self {
+        Self { stale: RefCell::new(stale.into_iter().map(|s| (s.index, s)).collect()), ..self }
     }
 
     /// Whether this is the first gradient over values of an earlier step; clears the mark.

@@ -32,12 +32,13 @@ impl FlatLayout {
     }
 }
 
-/// Assigns slots to all tensors, in the buffer that `flat` names for each of `units` units.
+/// Assigns slots to all tensors, in the buffer that `flat` names for each of `units` units; `shape` is that of a tensor
+/// on this rank.
 pub(crate) fn layout(
     tensors: &[Trained],
     (units, flats): (usize, usize),
     how: Projection,
-    flat: impl Fn(&Trained) -> usize,
+    (flat, shape): (impl Fn(&Trained) -> usize, impl Fn(usize) -> Vec<usize>),
 ) -> (Vec<Slot>, Vec<FlatLayout>) {
     let mut layouts = vec![FlatLayout::default(); flats];
     let mut slots = Vec::with_capacity(tensors.len());
@@ -52,11 +53,12 @@ pub(crate) fn layout(
         [|u| &mut u.large_full, |u| &mut u.large, |u| &mut u.adapters, |u| &mut u.plain];
     for number in 0..5 {
         for (index, t) in tensors.iter().enumerate().filter(|(_, t)| kind(t) == number) {
-            let cols = *t.shape.last().unwrap_or(&1);
-            let rows = t.elements() / cols.max(1);
+            let shape = shape(index);
+            let (cols, elements) = (*shape.last().unwrap_or(&1), shape.iter().product::<usize>());
+            let rows = elements / cols.max(1);
             let flat = flat(t);
             let offset = layouts[flat].len;
-            layouts[flat].len = (offset + t.elements()).next_multiple_of(ALIGN);
+            layouts[flat].len = (offset + elements).next_multiple_of(ALIGN);
             slots.push(Slot { index, flat, offset, rows, cols });
         }
         if let Some(end) = ends.get(number) {

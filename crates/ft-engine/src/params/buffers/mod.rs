@@ -4,10 +4,12 @@ pub(super) mod allocate;
 mod buffer;
 pub mod layout;
 pub mod moments;
+mod piece;
 pub mod projected;
 mod shard;
 mod split;
 
 pub use buffer::{Buffer, Held};
+pub use piece::{Piece, cut_module, group_of, is_cut};
 pub use shard::{ALIGN, Shard, common};
 pub use split::{FlatKind, Split};

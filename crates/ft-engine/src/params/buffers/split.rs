@@ -1,7 +1,9 @@
 //! Ranks that hold copies of a buffer, sum the gradient, and split the states.
 
+use super::piece::{Piece, is_cut};
 use super::shard::Shard;
-use crate::adapters::Trained;
+use crate::adapters::{Part, Trained};
+use crate::model::Units;
 use crate::model::modules::Module;
 use crate::ranks::{Axis, Comm, Group, Mesh};
 use std::ops::Range;
@@ -15,6 +17,11 @@ pub enum FlatKind {
     Whole,
     /// Tensors of experts that ranks split: the replicas of an expert hold copies.
     Expert,
+    /// Rows or columns of matrices that ranks cut: ranks with the same index along the tensor axis hold copies.
+    Cut,
+    /// The table that embedding and head share, if these are on different stages: the ranks of both hold copies. It is
+    /// never gathered in a pass; its states alone are split.
+    Ends,
 }
 
 /// Place of a rank on the mesh, and the ZeRO stage. One rank by default.
@@ -27,11 +34,15 @@ pub struct Split {
     pub zero: u8,
     /// Experts of a mixture layer; 0 without.
     pub experts: usize,
+    /// Units of this rank's stage; `None` for all.
+    pub units: Option<Units>,
+    /// Whether embedding and head share a table.
+    pub tied: bool,
 }
 
 impl Default for Split {
     fn default() -> Self {
-        Self { mesh: Mesh::ONE, rank: 0, zero: 0, experts: 0 }
+        Self { mesh: Mesh::ONE, rank: 0, zero: 0, experts: 0, units: None, tied: false }
     }
 }
 
@@ -40,32 +51,79 @@ impl FlatKind {
         match self {
             FlatKind::Whole => Axis::Stage,
             FlatKind::Expert => Axis::ExpertReplica,
+            FlatKind::Cut => Axis::Replica,
+            FlatKind::Ends => Axis::Ends,
         }
     }
 }
 
 impl Split {
-    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then those of experts by owner and unit.
+    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then pieces by unit, or tensors of
+    /// experts by owner and unit.
     pub fn flat(&self, t: &Trained, units: usize) -> usize {
         match t.expert.filter(|_| self.mesh.expert > 1) {
             Some(e) => (1 + e / self.own_experts().max(1)) * units + t.unit,
+            None if self.piece_of(t).dim().is_some() => units + t.unit,
             None => t.unit,
         }
     }
 
+    /// Index along the tensor axis, and number of ranks.
+    pub fn place(&self) -> (usize, usize) {
+        (self.mesh.coordinates(self.rank).tensor, self.mesh.tensor)
+    }
+
+    /// This rank's piece of a trained tensor.
+    pub fn piece_of(&self, t: &Trained) -> Piece {
+        Piece::of_trained(t, self.place())
+    }
+
+    /// This rank's piece of a part of a module.
+    pub fn piece(&self, m: &Module, part: Part) -> Piece {
+        Piece::of_module(m, part, self.place())
+    }
+
+    /// Whether this rank adds the bias of a module: of a product over cut columns, one rank does.
+    pub fn adds_bias(&self, m: &Module) -> bool {
+        self.piece(m, Part::Weight).dim() != Some(1) || self.place().0 == 0
+    }
+
     /// Number of flat buffers of all ranks, of `units` units.
     pub fn flats(&self, units: usize) -> usize {
-        if self.mesh.expert > 1 { (1 + self.mesh.expert) * units } else { units }
+        match (self.mesh.expert, self.mesh.tensor) {
+            (1, 1) => units,
+            (1, _) => 2 * units,
+            (experts, _) => (1 + experts) * units,
+        }
     }
 
     /// Unit and kind of a flat buffer; `None` if another rank holds it.
     pub fn held(&self, number: usize, units: usize) -> Option<(usize, FlatKind)> {
         let unit = number % units.max(1);
         match (number / units.max(1)).checked_sub(1) {
+            None if !self.has(unit) => None,
+            None if unit == 0 && self.has_ends() => Some((unit, FlatKind::Ends)),
             None => Some((unit, FlatKind::Whole)),
+            Some(_) if self.mesh.expert == 1 => Some((unit, FlatKind::Cut)),
             Some(member) if member == self.member() => Some((unit, FlatKind::Expert)),
             Some(_) => None,
         }
+    }
+
+    /// Whether this rank holds the tensors of a unit. A head that shares the embedding's table holds both.
+    pub fn has(&self, unit: usize) -> bool {
+        let shares = |u: Units| self.tied && unit == 0 && u.has_head();
+        self.units.is_none_or(|u| u.has(unit) || shares(u))
+    }
+
+    /// Whether embedding and head share a table on different stages.
+    fn has_ends(&self) -> bool {
+        self.tied && self.mesh.pipeline > 1
+    }
+
+    /// Ranks of this rank's stage.
+    pub fn stage(&self) -> usize {
+        self.mesh.ranks() / self.mesh.pipeline.max(1)
     }
 
     /// Experts of a layer on each rank.
@@ -84,21 +142,31 @@ impl Split {
         (self.mesh.expert > 1).then(|| at * n..(at + 1) * n)
     }
 
-    /// Kind of the buffers of a module's frozen tensors.
-    pub fn kind_of(&self, m: &Module) -> FlatKind {
-        if m.expert.is_some() && self.mesh.expert > 1 { FlatKind::Expert } else { FlatKind::Whole }
+    /// Kind of the buffers of a frozen part of a module.
+    pub fn kind_of(&self, m: &Module, part: Part) -> FlatKind {
+        match m.expert {
+            Some(_) if self.mesh.expert > 1 => FlatKind::Expert,
+            None if self.mesh.tensor > 1 && is_cut(m, part) => FlatKind::Cut,
+            _ => FlatKind::Whole,
+        }
     }
 
     /// Sharding of the buffers of a kind, and this rank's share.
     pub fn shard(&self, kind: FlatKind) -> Shard {
         let all = self.mesh.members(kind.axis(), self.rank);
         let rank = all.iter().position(|r| *r == self.rank).unwrap_or(0);
-        Shard { rank, ranks: all.len(), stage: if all.len() > 1 { self.zero } else { 0 } }
+        let most = if kind == FlatKind::Ends { 1 } else { 3 };
+        Shard { rank, ranks: all.len(), stage: if all.len() > 1 { self.zero.min(most) } else { 0 } }
     }
 
     /// Ranks that split the experts with this one, if they do. `comm` are all ranks.
     pub fn experts_group<'a>(&self, comm: &'a dyn Comm) -> Option<Group<'a>> {
         (self.mesh.expert > 1).then(|| Group::new(comm, &self.mesh, Axis::Expert))
+    }
+
+    /// Ranks that cut matrices with this one, if they do. `comm` are all ranks.
+    pub fn tensor_group<'a>(&self, comm: &'a dyn Comm) -> Option<Group<'a>> {
+        (self.mesh.tensor > 1).then(|| Group::new(comm, &self.mesh, Axis::Tensor))
     }
 
     /// Ranks that hold copies of the buffers of a kind. `comm` are all ranks.

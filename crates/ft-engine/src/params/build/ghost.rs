@@ -159,7 +159,7 @@ impl Weights for Ghosts<'_> {
             row_squares: self.ghost(o, DType::F32),
         });
         let (scale, dropout) = (peft::scale(&spec), spec.dropout);
-        Ok(Some(Lora { a, b, slots: Some(slots), scale, dropout, stream: 0, dora }))
+        Ok(Some(Lora { a, b, slots: Some(slots), scale, dropout, stream: 0, columns: None, dora }))
     }
 
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {

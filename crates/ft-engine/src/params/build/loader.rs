@@ -6,7 +6,6 @@ use super::check::{check_full, four_bit};
 use super::frozen::{FrozenUnit, Place};
 use crate::adapters::{Choice, Part, peft};
 use crate::load::{self, FourBit};
-use crate::model::Decoder;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::Owned;
@@ -14,8 +13,9 @@ use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Kind, MlpTree, Module};
 use crate::model::sink::Slot;
+use crate::model::{Decoder, Units};
 use crate::params::Params;
-use crate::params::buffers::Shard;
+use crate::params::buffers::{FlatKind, Piece, Shard};
 use crate::quant::{BLOCK, CodeTables, LazyVector};
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device};
@@ -26,6 +26,7 @@ use ft_kernels::crossing::Arrival;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Real;
+use ft_kernels::vacant::vacant;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -82,20 +83,28 @@ impl<'a> Loader<'a> {
         Ok(loader)
     }
 
-    /// Moves on to a module; entering a new unit completes the previous one.
+    /// Moves on to a module of this rank; entering a new unit completes the previous one.
     fn come_to(&mut self, m: &Module) -> ft_base::Result<()> {
         let unit = m.unit(self.b.base.config.layers);
-        if self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+        if self.is_here(m) && self.params.is_gathered() && self.split.as_ref().is_none_or(|s| s.unit != unit)
+        {
             self.complete()?;
             self.split = Some(FrozenUnit::new(unit, self.b.device));
         }
         Ok(())
     }
 
-    /// Whether the frozen tensors of a module are gathered for a visit. Experts of a single owner stay where they are.
-    fn is_apart(&self, m: &Module) -> bool {
-        let split = self.params.split;
-        self.split.is_some() && (self.params.weights_offloaded || split.shard(split.kind_of(m)).is_split())
+    /// Whether this rank holds the tensors of a module: those of another stage have a shape only.
+    fn is_here(&self, m: &Module) -> bool {
+        self.params.split.has(m.unit(self.b.base.config.layers))
+    }
+
+    /// Kind of the buffers of a frozen part of a module, and whether they are gathered for a visit. Tensors of a single
+    /// owner stay where they are.
+    fn kind(&self, m: &Module, part: Part) -> (FlatKind, bool) {
+        let (split, offloaded) = (self.params.split, self.params.weights_offloaded);
+        let kind = split.kind_of(m, part);
+        (kind, self.split.is_some() && (offloaded || split.shard(kind).is_split()))
     }
 
     /// Reads this rank's part of the finished unit.
@@ -157,11 +166,12 @@ impl<'a> Loader<'a> {
     }
 
     fn choice(&self, m: &Module) -> Choice {
-        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
+        let number = self.numbers.get(&m.name).filter(|_| self.is_here(m));
+        number.map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.tensors.get(&(m.name.clone(), part)).copied()
+        self.tensors.get(&(m.name.clone(), part)).copied().filter(|_| self.is_here(m))
     }
 
     /// Finishes the last unit and the progress bar.
@@ -178,17 +188,18 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Reads a range of a base tensor as a vector on `device`.
+    /// Reads a range of this rank's piece of a base tensor as a vector on `device`.
     fn base(
         &self,
         m: &Module,
         part: Part,
-        elements: Range<usize>,
+        (piece, elements): (&Piece, Range<usize>),
         dtype: DType,
         device: &Device,
     ) -> ft_base::Result<Real> {
         let (bias, full) = (part == Part::Bias, matches!(self.choice(m), Choice::Full { .. }));
-        let t = self.b.base.part((m, self.number(m)), bias, full, elements, dtype, device)?;
+        let of = (m, self.number(m));
+        let t = piece.read(elements, |r| self.b.base.part(of, bias, full, r, dtype, device))?;
         self.was_read(m, bias, full);
         Ok(t)
     }
@@ -196,15 +207,18 @@ impl<'a> Loader<'a> {
     /// Loads the weight of a linear in 4 bits.
     fn blocks(&mut self, m: &Module, how: FourBit) -> ft_base::Result<QuantizedMatrix> {
         let of = (m, self.number(m));
-        let (ranks, apart) = (self.params.split, self.is_apart(m));
-        let kind = ranks.kind_of(m);
+        let (ranks, (kind, apart)) = (self.params.split, self.kind(m, Part::Weight));
+        let piece = ranks.piece(m, Part::Weight);
+        // All ranks with any part of the weight share the computation of its scales.
+        let with = if kind == FlatKind::Cut { FlatKind::Whole } else { kind };
+        let (group, shard) = (ranks.group(self.b.ranks(), with), ranks.shard(with));
+        let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, &group);
+        let unread = || self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?.cut(&m.name, &piece);
         let blocks = match self.split.as_mut().filter(|_| apart) {
             Some(split) => {
-                let (group, shard) = (ranks.group(self.b.ranks(), kind), ranks.shard(kind));
-                let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, &group);
-                let unread = self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?;
-                unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(kind, u)?))?
+                unread()?.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(kind, u)?))?
             }
+            None if piece.dim().is_some() => unread()?.whole(self.b.dtype, &mut self.books)?,
             None => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
         };
         self.was_read(m, false, false);
@@ -212,21 +226,22 @@ impl<'a> Loader<'a> {
     }
 
     /// Loads a frozen tensor: a separate one, or a view if frozen weights are sharded or offloaded.
-    fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> ft_base::Result<Tensor> {
-        let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
+    fn frozen(&mut self, m: &Module, part: Part) -> ft_base::Result<Tensor> {
+        let piece = self.params.split.piece(m, part);
+        let (shape, len, b, number) = (piece.shape(), piece.elements(), self.b, self.number(m));
         let dtype = match part {
             Part::Weight if self.choice(m).leaves_weight() => b.base.frozen_dtype(m, b.dtype, b.device),
             _ => b.dtype,
         };
-        let (kind, apart) = (self.params.split.kind_of(m), self.is_apart(m));
+        let (kind, apart) = self.kind(m, part);
         let Some(split) = self.split.as_mut().filter(|_| apart) else {
-            let flat = self.base(m, part, 0..len, dtype, b.device)?;
+            let flat = self.base(m, part, (&piece, 0..len), dtype, b.device)?;
             return Ok(flat.reshape(shape)?.into());
         };
         let module = m.clone();
         let read = move |elements| {
             let bias = part == Part::Bias;
-            b.base.part((&module, number), bias, false, elements, dtype, &Device::Cpu)
+            piece.read(elements, |r| b.base.part((&module, number), bias, false, r, dtype, &Device::Cpu))
         };
         let view = split.later(kind, LazyVector { dtype, len, read: Box::new(read) })?;
         self.was_read(m, part == Part::Bias, false);
@@ -235,15 +250,21 @@ impl<'a> Loader<'a> {
 
     /// Loads a tensor of the base: frozen, or trained in its buffer.
     fn tensor(&mut self, m: &Module, part: Part) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        if !self.is_here(m) {
+            let piece = self.params.split.piece(m, part);
+            let flat = vacant(piece.elements(), self.b.dtype, self.b.device)?;
+            return Ok((flat.reshape(piece.shape())?, None));
+        }
         self.come_to(m)?;
-        let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-        let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part, &shape)?, None)) };
+        let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part)?, None)) };
         match self.adapter_value(i)? {
             Some(t) => self.params.set(i, &t)?,
             None => {
                 let mine = self.params.mine(i)?;
-                let values = self.base(m, part, mine.clone(), DType::F32, self.params.home(i)?)?;
-                self.params.set_from(i, mine.start, &values)?;
+                let first = mine.start;
+                let of = (&self.params.pieces[i], mine);
+                let values = self.base(m, part, of, DType::F32, self.params.home(i)?)?;
+                self.params.set_from(i, first, &values)?;
             }
         }
         Ok((self.params.view(i)?, self.slot(i)))
@@ -284,6 +305,13 @@ impl<'a> Loader<'a> {
         }
     }
 
+    /// First of this rank's input columns of a linear, and the number of all, if they are cut.
+    fn columns(&self, m: &Module) -> Option<(usize, usize)> {
+        let piece = self.params.split.piece(m, Part::Weight);
+        let own = piece.shape().last().copied().unwrap_or(0);
+        (piece.dim() == Some(1)).then(|| (self.params.split.place().0 * own, m.cols()))
+    }
+
     /// Gradient slot of a trained tensor, in training.
     fn slot(&self, index: usize) -> Option<Slot> {
         self.b.allocate.train.then_some(self.params.slots[index])
@@ -322,11 +350,19 @@ impl Weights for Loader<'_> {
         self.b.dtype
     }
 
+    fn units(&self) -> Option<Units> {
+        self.params.split.units
+    }
+
     fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
         self.tensor(m, Part::Weight)
     }
 
     fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        if !self.is_here(m) {
+            let (weight, slot) = self.weight(m)?;
+            return Ok((Weight::Dense(weight), slot));
+        }
         self.come_to(m)?;
         match four_bit(self.b.base, m, &self.choice(m)) {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
@@ -351,6 +387,14 @@ impl Weights for Loader<'_> {
         self.tensor(m, Part::Bias)
     }
 
+    fn heads(&self, all: usize) -> usize {
+        all / self.params.split.mesh.tensor
+    }
+
+    fn adds_bias(&self, m: &Module) -> bool {
+        self.params.split.adds_bias(m)
+    }
+
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
         self.come_to(m)?;
         let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
@@ -369,9 +413,10 @@ impl Weights for Loader<'_> {
             scale,
             dropout: spec.dropout,
             stream: self.number(m),
+            columns: self.columns(m),
             dora: None,
         };
-        let (kind, apart) = (self.params.split.kind_of(m), self.is_apart(m));
+        let (kind, apart) = self.kind(m, Part::Weight);
         if let Some(split) = self.split.as_mut().filter(|_| apart) {
             // The weight is not in memory yet.
             let mut dora = None;

@@ -90,7 +90,7 @@ impl<'a> Setting<'a> {
         let rank = |comm: ranks::Threads| -> Result<Step> {
             place::follow();
             FAULT.set(fault);
-            let split = Split { mesh, rank: comm.rank(), zero: 0, experts };
+            let split = Split { mesh, rank: comm.rank(), zero: 0, experts, ..Split::default() };
             let allocate = Allocate { train: true, split, ..Allocate::default() };
             let (d, p) = Build::new(&self.base, &self.selection).allocate(allocate).among(&comm).run()?;
             let grads = p.grads();

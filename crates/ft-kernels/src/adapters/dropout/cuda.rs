@@ -19,6 +19,8 @@ pub struct Drawn {
     first: usize,
     /// Row numbers `[rows]` u32, if not consecutive.
     list: Option<Tensor>,
+    /// First column, and number of all columns.
+    columns: (usize, usize),
     /// Elements with a 24-bit number below this are dropped.
     threshold: u32,
     /// Factor on kept elements.
@@ -32,12 +34,18 @@ pub fn threshold(p: f64) -> u32 {
 
 impl Drawn {
     /// A mask for rows of `x` with drop probability `p`.
-    pub fn new(stream: Stream, rows: Rows<'_>, p: f64, keep: f32, x: &Tensor) -> Result<Self> {
+    pub fn new(
+        stream: Stream,
+        (rows, columns): (Rows<'_>, (usize, usize)),
+        p: f64,
+        keep: f32,
+        x: &Tensor,
+    ) -> Result<Self> {
         let (first, list) = match rows {
             Rows::From { first } => (first, None),
             Rows::These { first, list } => (first, Some(Tensor::from_slice(list, list.len(), x.device())?)),
         };
-        Ok(Self { stream, first, list, threshold: threshold(p), keep })
+        Ok(Self { stream, first, list, columns, threshold: threshold(p), keep })
     }
 
     /// `x * mask` for `x` `[rows, width]`, plus `add` if given.
@@ -70,7 +78,7 @@ impl Drawn {
         let launch = Launch::of(&x, compiled!(DROPOUT), "dropout")?;
         let launch = launch.with(args![Argument::Rows(&x), add.as_ref(), self.list.as_ref(), &y, width])?;
         let launch = launch.with(args![apart, self.first as u64, self.keep, key0, key1, high0, high1])?;
-        let launch = launch.with(args![self.threshold])?;
+        let launch = launch.with(args![self.threshold, self.columns.0, self.columns.1])?;
         let parts = (width * x.dtype().size_in_bytes()).div_ceil(16 * THREADS);
         // SAFETY: x, `add` and y have `rows` rows of `width` values, as checked above; `apart` is the row
         // stride of x; the list has `rows` numbers.

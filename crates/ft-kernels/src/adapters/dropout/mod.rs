@@ -40,12 +40,17 @@ impl Mask {
 }
 
 /// Creates a mask for `x` `[rows, width]` in the dtype of `x`, with values 0 and one other value, and a
-/// factor: the product is 0 or `1 / (1 - p)`. Element (r, c) depends only on the stream and on
-/// `(number of row r) * width + c`.
+/// factor: the product is 0 or `1 / (1 - p)`. `columns` are the first column and the number of all columns, of which
+/// `x` has `width`. Element (r, c) depends only on the stream and on `(number of row r) * all + first + c`.
 ///
 /// The factor is 1, except in half precision: there the mask is 0 or 1, because `1 / (1 - p)` would be
 /// rounded.
-pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask, f64)> {
+pub fn mask(
+    stream: Stream,
+    (rows, columns): (Rows<'_>, (usize, usize)),
+    p: f64,
+    x: &Tensor,
+) -> Result<(Mask, f64)> {
     let (count, width) = x.dims2()?;
     let keep = 1.0 / (1.0 - p);
     let (keep, factor) = match x.dtype() {
@@ -53,7 +58,7 @@ pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask,
         _ => (keep as f32, 1.0),
     };
     if !is_cpu(x) {
-        return Ok((Mask::Drawn(cuda::Drawn::new(stream, rows, p, keep, x)?), factor));
+        return Ok((Mask::Drawn(cuda::Drawn::new(stream, (rows, columns), p, keep, x)?), factor));
     }
     if let Some(g) = x.ghost() {
         let wide = Tensor::from(Ghost::new(g.ledger(), (count, width), DType::F32));
@@ -61,7 +66,7 @@ pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask,
     }
     let mut m = vec![0f32; count * width];
     m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
-        let base = rows.number(r) as u64 * width as u64;
+        let base = rows.number(r) as u64 * columns.1 as u64 + columns.0 as u64;
         stream.uniforms(base, width, |c, u| row[c] = if f64::from(u) < p { 0.0 } else { keep });
     });
     Ok((Mask::Stored(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
@@ -78,7 +83,7 @@ mod tests {
         let s = Stream::new(5, Purpose::Dropout, 3, 1);
         let x = |rows, dtype| Tensor::ones((rows, 50), dtype, &Device::Cpu);
         let mask = |s, rows, p, x: &Tensor| -> Result<(Tensor, f64)> {
-            let (m, factor) = super::mask(s, rows, p, x)?;
+            let (m, factor) = super::mask(s, (rows, (0, 50)), p, x)?;
             Ok((m.of(x)?, factor))
         };
         let all = Rows::From { first: 0 };
@@ -96,6 +101,11 @@ mod tests {
         let these = Rows::These { first: 100, list: &[7, 3] };
         let picked = mask(s, these, 0.3, &x(2, DType::F32)?)?.0.to_vec2::<f32>()?;
         assert_eq!((&v[107 * 50..][..50], &v[103 * 50..][..50]), (&picked[0][..], &picked[1][..]));
+        // some columns of 50
+        let part = Tensor::ones((200, 13), DType::F32, &Device::Cpu)?;
+        let part = super::mask(s, (all, (31, 50)), 0.3, &part)?.0.of(&part)?;
+        let same = part.to_vec2::<f32>()?.into_iter().zip(whole.to_vec2::<f32>()?);
+        assert!(same.into_iter().all(|(part, whole)| part == whole[31..44]));
         Ok(())
     }
 }

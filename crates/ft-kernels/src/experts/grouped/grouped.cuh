@@ -37,6 +37,10 @@ struct alignas(16) Expert {
   uint32_t unused;
 };
 
+// Number of a 16-bit type as `source`, and the other one.
+template <typename T> DEVICE constexpr uint32_t own_source() { return std::is_same<T, bf16>::value ? 1 : 2; }
+template <typename T> using Other = typename std::conditional<std::is_same<T, bf16>::value, f16, bf16>::type;
+
 DEVICE float rounded_to(uint32_t source, float x) {
   return source == 0 ? x : source == 1 ? rounded<bf16>(x) : rounded<f16>(x);
 }

@@ -159,9 +159,9 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     if (!whole_right) return bring_slowly();
     unsigned char *to = right + stage * STAGE_RIGHT;
 #pragma unroll
-    for (int i = threadIdx.x; i < COLS * 4; i += THREADS) {
+    for (int n = 0; n < COLS * 4 / THREADS; n++) {
       uint32_t row, piece, deep, col;
-      const uint64_t from = piece_of(i, row, piece, deep, col);
+      const uint64_t from = piece_of(n * THREADS + threadIdx.x, row, piece, deep, col);
       const bool some = deep < f.depth && col < outer;
       cp_async_16(to + right_place<TRANSPOSED>(row, piece), f.right + (some ? from : 0), some);
     }
@@ -351,10 +351,12 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   DEVICE uint4 dequantized(uint32_t word, float entry, float scale, uint32_t source) const {
     float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float code = __shfl_sync(ALL, entry, static_cast<int>(word >> (8 * (i / 2) + (i % 2 ? 0 : 4))), 16);
-      v[i] = rounded_to(source, __fmul_rn(code, scale));
-    }
+    for (int i = 0; i < 8; i++)
+      v[i] = __fmul_rn(__shfl_sync(ALL, entry, static_cast<int>(word >> (8 * (i / 2) + (i % 2 ? 0 : 4))), 16), scale);
+    // one branch a word, not one a value; values of T are their own rounding
+    if (source == 3 - own_source<T>())
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] = rounded<Other<T>>(v[i]);
     return make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
   }
 
@@ -394,18 +396,13 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   SHARED_BYTES(shared);
   const Rows tile = rows_at(tiles, starts, blockIdx.x, ROWS);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * BESIDE * COLS;
+  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, col0 = blockIdx.y * BESIDE * COLS;
   if (col0 >= outer) return;
   const uint32_t tiles_left = (outer - col0 + COLS - 1) / COLS, beside = tiles_left < BESIDE ? tiles_left : BESIDE;
   Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));
   load_constants(held, p.experts + tile.expert, p.more != nullptr ? p.more + tile.expert : nullptr, !p.low);
-  const Expert &e = held[0].expert;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp within the tile
-  const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
 
   Loader<T, TRANSPOSED, ROWS, AHEAD, BESIDE> loader(p, tile, outer, col0, beside, shared);
-  const unsigned char *const left_tiles = loader.left, *const right_tiles = loader.right;
   float acc[BESIDE][H / 16][W / 8][4] = {};
   const int stages = static_cast<int>(loader.stages());
   uint32_t left_stage = 0, column = 0;
@@ -418,29 +415,36 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
     loader.begin();
     cp_async_commit();
     if (step >= 0) {
-      const unsigned char *const a = left_tiles + (BESIDE == 1 ? step % STAGES : static_cast<int>(left_stage)) * ROWS * DEPTH * 2, *const b = right_tiles + step % STAGES * STAGE_RIGHT;
+      const int s = step % STAGES;
+      const unsigned char *const a = shared + (BESIDE == 1 ? s : static_cast<int>(left_stage)) * ROWS * DEPTH * 2;
+      const unsigned char *const b = shared + STAGES * ROWS * DEPTH * 2 + s * STAGE_RIGHT;
+      // offsets are computed in each stage: held through the loop they would spill
+      const int thread = opaque(threadIdx.x), own_lane = thread % WARP, own_warp = thread / WARP;
+      const int row = own_warp % DOWN * H, col = own_warp / DOWN * W;
+      const auto of_a = left<DEPTH>(row, 0, own_lane);
+      const auto of_b = [&] {
+        if constexpr (TRANSPOSED) return right_transposed<DEPTH>(col, 0, own_lane);
+        else return right<COLS>(0, col, own_lane);
+      }();
       // accumulators need compile-time indices to stay in registers
 #pragma unroll
       for (uint32_t c = 0; c < BESIDE; c++)
         if (BESIDE == 1 || column == c) {
-          const int cols = some_cols - static_cast<int>(c) * COLS;
-#pragma unroll
+          // operands past the edges are zeros
+#pragma unroll(TRANSPOSED ? 2 : 1)
           for (int k = 0; k < DEPTH; k += 16) {
             uint32_t fa[H / 16][4];
 #pragma unroll
-            for (int m = 0; m < H; m += 16) left<DEPTH>(fa[m / 16], a, row + m, k, lane);
+            for (int m = 0; m < H; m += 16) load(fa[m / 16], a, of_a, m, k);
 #pragma unroll
             for (int n = 0; n < W; n += 16) {
-              if (n < cols) {
-                uint32_t fb[4];
-                if constexpr (TRANSPOSED) right_transposed<DEPTH>(fb, b, col + n, k, lane);
-                else right<COLS>(fb, b, k, col + n, lane);
+              uint32_t fb[4];
+              if constexpr (TRANSPOSED) load(fb, b, of_b, n, k);
+              else load_transposed(fb, b, of_b, k, n);
 #pragma unroll
-                for (int m = 0; m < H; m += 16)
-                  if (m < some_rows) {
-                    mma<T>(acc[c][m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
-                    mma<T>(acc[c][m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
-                  }
+              for (int m = 0; m < H; m += 16) {
+                mma<T>(acc[c][m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
+                mma<T>(acc[c][m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
               }
             }
           }
@@ -451,10 +455,14 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   }
 
   // through shared memory, to store whole lines
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp within the tile
+  const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
   cp_async_wait<0>();
   __syncthreads();
   unsigned char *const own = shared + warp * H * W * 2;
-  const float scale = p.low ? e.scale : 1.0f;
+  const uint32_t stride = p.low ? p.ranks : p.outer;
+  const float scale = p.low ? held[0].expert.scale : 1.0f;
   const bool whole = stride % 8 == 0 && is_aligned(out);
 #pragma unroll
   for (uint32_t c = 0; c < BESIDE; c++) {
@@ -508,6 +516,7 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   if (to.at == NOWHERE || first == end || row0 >= to.rows || col0 >= to.cols) return;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = warp % 4 * H, col = warp / 4 * W;
   const uint32_t some_rows = to.rows - row0, some_cols = to.cols - col0;
+  const auto of_a = left_transposed<COLS>(0, row, lane), of_b = right<COLS>(0, col, lane);
   a += row0, b += col0;
   const bool whole_a = a_stride % 8 == 0 && some_rows % 8 == 0 && is_aligned(a);
   const bool whole_b = b_stride % 8 == 0 && some_cols % 8 == 0 && is_aligned(b);
@@ -532,18 +541,15 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
     for (int k = 0; k < DEPTH; k += 16) {
       uint32_t fa[H / 16][4];
 #pragma unroll
-      for (int m = 0; m < H; m += 16) left_transposed<COLS>(fa[m / 16], ta, k, row + m, lane);
+      for (int m = 0; m < H; m += 16) load_transposed(fa[m / 16], ta, of_a, k, m);
 #pragma unroll
       for (int c = 0; c < W; c += 16) {
-        if (col + c < static_cast<int>(some_cols)) {
-          uint32_t fb[4];
-          right<COLS>(fb, tb, k, col + c, lane);
+        uint32_t fb[4];
+        load_transposed(fb, tb, of_b, k, c);
 #pragma unroll
-          for (int m = 0; m < H; m += 16)
-            if (row + m < static_cast<int>(some_rows)) {
-              mma<T>(acc[m / 16][c / 8], fa[m / 16], fb[0], fb[1]);
-              mma<T>(acc[m / 16][c / 8 + 1], fa[m / 16], fb[2], fb[3]);
-            }
+        for (int m = 0; m < H; m += 16) {
+          mma<T>(acc[m / 16][c / 8], fa[m / 16], fb[0], fb[1]);
+          mma<T>(acc[m / 16][c / 8 + 1], fa[m / 16], fb[2], fb[3]);
         }
       }
     }

@@ -1,15 +1,19 @@
-//! Compares compiler statistics of the CUDA kernels with the table tests/cuda/kernels.txt: registers, and
-//! resident blocks per SM, on the supported GPU architectures. Register spills and local-memory arrays
-//! fail immediately.
+//! Compares compiler statistics of the CUDA kernels with two tables, on the supported GPU architectures:
+//! tests/cuda/kernels.txt with registers and resident blocks per SM, tests/cuda/loops.txt with the instructions of
+//! each loop on tensor cores and its bound. Register spills, local-memory arrays and tensor-core instructions under a
+//! predicate fail immediately.
 //!
 //! ```text
 //! cargo test --release --lib -- --ignored as_compiled            with nvcc of CUDA 13.0 in PATH or CUDA_HOME
-//! FT_TABLES=write cargo test --release --lib -- --ignored as_compiled      writes the table
+//! FT_TABLES=write cargo test --release --lib -- --ignored as_compiled      writes the tables
 //! ```
 //!
 //! As in build.rs: first PTX for 8.0, then machine code from the PTX.
 
+mod loops;
+
 use crate::{attention, grouped};
+use loops::Loop;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -29,6 +33,7 @@ struct Kernel {
     /// Static shared memory.
     shared: usize,
     registers: [usize; CARDS.len()],
+    loops: [Option<Loop>; CARDS.len()],
 }
 
 impl Kernel {
@@ -93,7 +98,8 @@ fn read(text: &str, card: usize, kernels: &mut BTreeMap<String, Kernel>) {
     }
 }
 
-fn table() -> String {
+/// The tables of kernels and of loops.
+fn tables() -> [String; 2] {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("crates/ft-kernels/src");
     let of_source = |source: &PathBuf| {
         let dir = tempfile::tempdir().expect("a folder");
@@ -104,8 +110,18 @@ fn table() -> String {
         run(nvcc.arg("-o").arg(&ptx).arg(source));
         for (i, (card, ..)) in CARDS.iter().enumerate() {
             let mut ptxas = tool("ptxas");
-            ptxas.args(["-v", "-O3", &format!("-arch=sm_{card}"), "-o"]).arg(dir.path().join("out"));
+            let cubin = dir.path().join("out.cubin");
+            ptxas.args(["-v", "-O3", &format!("-arch=sm_{card}"), "-o"]).arg(&cubin);
             read(&run(ptxas.arg(&ptx)), i, &mut kernels);
+            for (name, hot) in loops::of(&cubin) {
+                let lost = (hot.predicated, hot.lost);
+                assert!(
+                    lost.0 == 0,
+                    "{name} on {card}: {} tensor-core instructions under a predicate",
+                    lost.0
+                );
+                kernels.entry(name).or_default().loops[i] = Some(hot);
+            }
         }
         let text = std::fs::read_to_string(&ptx).expect("PTX");
         for entry in text.split(".entry ").skip(1) {
@@ -119,10 +135,20 @@ fn table() -> String {
     let kernels: BTreeMap<_, _> =
         sources(&root).par_iter().with_max_len(1).flat_map_iter(of_source).collect();
     let mut out = String::from(
-        "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, 8.9, 9.0\n\
-         # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests.rs)\n",
+        "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, \
+         8.9, 9.0\n\
+         # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
+    );
+    let mut hot = String::from(
+        "# kernel; of its loop on tensor cores, on 8.0, 8.6, 8.9, 9.0: instructions/HMMA/LDSM:cycles of a warp at the \
+         bound\n\
+         # (CUDA 13.0; no HMMA under a predicate; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
     );
     for (name, k) in kernels {
+        if k.loops.iter().any(Option::is_some) {
+            let words = k.loops.iter().enumerate().map(|(card, l)| l.map_or("-".into(), |l| l.words(card)));
+            writeln!(hot, "{name} {}", words.collect::<Vec<_>>().join(" ")).expect("a string");
+        }
         let dynamic = attention::shared_memory(&name)
             + grouped::shared_memory(&name)
             + crate::delta::rule::shared_memory(&name);
@@ -134,7 +160,7 @@ fn table() -> String {
         }
         out.push('\n');
     }
-    out
+    [out, hot]
 }
 
 /// Checks by Little's law whether 4-bit dequantization has enough bytes in flight to reach memory
@@ -146,7 +172,7 @@ fn table() -> String {
 fn decoding_has_enough_on_the_way() {
     let cards =
         [("A100", 2039.0, 108.0), ("A6000", 768.0, 84.0), ("L40S", 864.0, 142.0), ("H200", 4800.0, 132.0)];
-    let table = include_str!("../../../../tests/cuda/kernels.txt");
+    let table = include_str!("../../../../../tests/cuda/kernels.txt");
     let mut kernels = 0;
     for line in table.lines().filter(|l| l.starts_with("dequantize_")) {
         let words: Vec<_> = line.split(' ').collect();
@@ -172,18 +198,44 @@ fn decoding_has_enough_on_the_way() {
 #[ignore = "needs nvcc; .ci/run runs it"]
 fn kernels_as_compiled_are_those_of_the_table() {
     let version = run(tool("nvcc").arg("--version"));
-    let made = table();
-    let at = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/cuda/kernels.txt");
-    if std::env::var_os("FT_TABLES").is_some_and(|v| v == "write") {
-        std::fs::write(&at, &made).expect("the table");
+    for (name, made) in ["kernels", "loops"].into_iter().zip(tables()) {
+        let at =
+            Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/cuda")).join(format!("{name}.txt"));
+        if std::env::var_os("FT_TABLES").is_some_and(|v| v == "write") {
+            std::fs::write(&at, &made).expect("the table");
+        }
+        let kept = std::fs::read_to_string(&at).unwrap_or_default();
+        if version.contains("release 13.0") {
+            let differs: Vec<_> = made.lines().filter(|l| !kept.lines().any(|k| k == *l)).collect();
+            assert!(
+                made == kept,
+                "tests/cuda/{name}.txt: FT_TABLES=write writes it again; new are\n{}",
+                differs.join("\n")
+            );
+        }
     }
-    let kept = std::fs::read_to_string(&at).unwrap_or_default();
-    if version.contains("release 13.0") {
-        let differs: Vec<_> = made.lines().filter(|l| !kept.lines().any(|k| k == *l)).collect();
-        assert!(
-            made == kept,
-            "tests/cuda/kernels.txt: FT_TABLES=write writes it again; new are\n{}",
-            differs.join("\n")
-        );
+}
+
+/// Instructions for each tensor-core instruction, at most, on every card; measured figures are in tests/cuda/loops.txt.
+#[test]
+fn hot_loops_stay_lean() {
+    let limits = [
+        ("attention_forward_bf16_128 ", 6.5),
+        ("attention_backward_q_bf16_128 ", 5.5),
+        ("attention_backward_kv_bf16_128 ", 5.5),
+        ("grouped_gradient_bf16 ", 9.0),
+    ];
+    let table = include_str!("../../../../../tests/cuda/loops.txt");
+    for (kernel, most) in limits {
+        let line = table.lines().find_map(|l| l.strip_prefix(kernel)).expect("a line of the table");
+        for card in line.split(' ') {
+            let mut numbers = card.split(['/', ':']).map(|n| n.parse::<f64>().unwrap_or(0.0));
+            let (all, tensor) = (numbers.next().unwrap_or(0.0), numbers.next().unwrap_or(0.0));
+            assert!(
+                tensor > 0.0 && all / tensor <= most,
+                "{kernel}{card}: {:.2}, at most {most}",
+                all / tensor
+            );
+        }
     }
 }

@@ -1,0 +1,205 @@
+//! Tensor parallelism: matrices over the ranks of a group, and the tokens of a micro-batch around them.
+//!
+//! The residual stream is split by tokens. Before a block with cut matrices, ranks gather the tokens of all; the block
+//! computes its heads or its columns on them; after it, every rank adds the partial sums of its own tokens, in rank
+//! order, in f32 (Korthikanti et al., 2022). The backward pass does the same with gradients.
+
+use super::batch::{Batch, Context, HostBatch};
+use crate::model::config::Config;
+use crate::ranks::{At, Comm};
+use candle_core::{DType, Device, Result};
+use ft_base::memory::place;
+use ft_kernels::ledger::Cost;
+use ft_kernels::{Tensor, gemm};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Tokens of a micro-batch over a tensor group.
+pub struct Cut<'a> {
+    /// Ranks of the group; `None` in a plan.
+    comm: Option<&'a dyn Comm>,
+    /// This rank in the group.
+    me: usize,
+    /// Tokens of each rank, end to end. A rank without tokens has one row that no other sees.
+    parts: Vec<Range<usize>>,
+    /// Context of all tokens.
+    whole: Context<'a>,
+    /// A fault that tests must notice.
+    #[cfg(test)]
+    pub fault: Option<Fault>,
+}
+
+/// Faults of tensor parallelism, for tests of the tests.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Partial sums of other ranks are not added.
+    Sum,
+    /// Partial sums are averaged.
+    Mean,
+    /// The rank is lost in the second layer.
+    Lost,
+}
+
+/// Even ranges of `tokens` tokens over `ranks` ranks, in order.
+pub fn parts(tokens: usize, ranks: usize) -> Vec<Range<usize>> {
+    (0..ranks).map(|r| tokens * r / ranks..tokens * (r + 1) / ranks).collect()
+}
+
+impl<'a> Cut<'a> {
+    /// Tokens by rank of the tensor group `comm`, with the context of all.
+    pub fn new(comm: &'a dyn Comm, parts: Vec<Range<usize>>, whole: Context<'a>) -> Self {
+        Self::with(Some(comm), comm.rank(), parts, whole)
+    }
+
+    /// As [`Cut::new`], of the rank with the most tokens in a plan.
+    pub fn planned(tokens: usize, ranks: usize, whole: Context<'a>) -> Self {
+        Self::with(None, ranks - 1, parts(tokens, ranks), whole)
+    }
+
+    fn with(comm: Option<&'a dyn Comm>, me: usize, parts: Vec<Range<usize>>, whole: Context<'a>) -> Self {
+        Self {
+            comm,
+            me,
+            parts,
+            whole,
+            #[cfg(test)]
+            fault: None,
+        }
+    }
+
+    /// Context of all tokens.
+    pub fn whole(&self) -> &Context<'a> {
+        &self.whole
+    }
+
+    /// Tokens of this rank.
+    fn own(&self) -> Range<usize> {
+        self.parts[self.me].clone()
+    }
+
+    /// Tokens of all ranks.
+    fn tokens(&self) -> usize {
+        self.parts.last().map_or(0, |r| r.end)
+    }
+
+    /// Ranks with tokens, without this one.
+    fn peers(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
+        self.parts.iter().enumerate().filter(|(r, part)| *r != self.me && !part.is_empty())
+    }
+
+    fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
+        let Some(comm) = self.comm else {
+            let bytes = into.iter().map(|(_, t)| (t.elem_count() * t.dtype().size_in_bytes()) as f64).sum();
+            if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {
+                ledger.work(Cost { wire: bytes, ..Cost::default() });
+            }
+            return Ok(());
+        };
+        #[cfg(test)]
+        if self.fault == Some(Fault::Lost) && place::now().1 == 2 {
+            candle_core::bail!("a fault of a test");
+        }
+        let at = At::unit(what, place::now().1);
+        let sent = comm.exchange(at, out, into).and_then(|arrival| Ok(arrival.wait()?));
+        sent.map_err(candle_core::Error::wrap)
+    }
+
+    /// Rows of all ranks' tokens, from those of this rank's: `[own, d]` -> `[t, d]`. Collective.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn gather(&self, own: &Tensor) -> Result<Tensor> {
+        let (mine, (rows, d)) = (self.own(), own.dims2()?);
+        let own = own.contiguous()?;
+        let all = Tensor::zeros((self.tokens(), d), own.dtype(), own.device())?;
+        if mine.len() == rows {
+            all.narrow(0, mine.start, rows)?.slice_set(&own, 0, 0)?;
+        }
+        let to = (0..self.parts.len()).filter(|r| *r != self.me && !mine.is_empty());
+        let out: Vec<_> = to.map(|r| (r, own.clone())).collect();
+        let view = |(r, part): (usize, &Range<usize>)| Ok((r, all.narrow(0, part.start, part.len())?));
+        let into = self.peers().map(view).collect::<Result<Vec<_>>>()?;
+        self.exchange("the gathering of tokens", &out, &into)?;
+        Ok(all)
+    }
+
+    /// Sums over the ranks of the rows of this rank's tokens: `[t, d]` -> `[own, d]`. Collective.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn scatter(&self, partial: Tensor) -> Result<Tensor> {
+        let (mine, (_, d)) = (self.own(), partial.dims2()?);
+        let (dtype, partial) = (partial.dtype(), partial.contiguous()?);
+        let view = |(r, part): (usize, &Range<usize>)| Ok((r, partial.narrow(0, part.start, part.len())?));
+        let out = self.peers().map(view).collect::<Result<Vec<_>>>()?;
+        let froms = (0..self.parts.len()).filter(|r| *r != self.me && !mine.is_empty());
+        let room = |r| Ok((r, Tensor::zeros((mine.len(), d), dtype, partial.device())?));
+        let into = froms.map(room).collect::<Result<Vec<_>>>()?;
+        self.exchange("the sum of partial products", &out, &into)?;
+        drop(out);
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let sum = Tensor::zeros((mine.len().max(1), d), wide, partial.device())?;
+        if mine.is_empty() {
+            return sum.to_dtype(dtype);
+        }
+        let own = partial.narrow(0, mine.start, mine.len())?;
+        for rank in 0..self.parts.len() {
+            let came = into.iter().find(|(r, _)| *r == rank).map(|(_, t)| t);
+            #[cfg(test)]
+            let came = came.filter(|_| self.fault != Some(Fault::Sum));
+            match came {
+                Some(part) => gemm::acc(&sum, part)?,
+                None if rank == self.me => gemm::acc(&sum, &own)?,
+                None => {}
+            }
+        }
+        #[cfg(test)]
+        if self.fault == Some(Fault::Mean) {
+            return sum.affine(1.0 / self.parts.len() as f64, 0.0)?.to_dtype(dtype);
+        }
+        drop((own, partial, into));
+        sum.to_dtype(dtype)
+    }
+}
+
+const DOCUMENTS: At = At::all("the documents of a pass of the first rank");
+
+/// Tokens by rank of a pass of the first rank alone.
+fn lone(docs: &[usize], ranks: usize) -> Vec<Range<usize>> {
+    let tokens: usize = docs.iter().sum();
+    (0..ranks).map(|r| if r == 0 { 0..tokens } else { tokens..tokens }).collect()
+}
+
+/// Context of a pass of the first rank alone, on that rank. `comm` is its tensor group. Collective, with [`follow`].
+///
+/// # Errors
+/// A lost rank.
+pub fn lead<'a>(comm: &'a dyn Comm, whole: &Context<'a>) -> ft_base::Result<Context<'a>> {
+    comm.broadcast_object(DOCUMENTS, &whole.seqs.docs.to_vec())?;
+    let cut = Cut::new(comm, lone(&whole.seqs.docs, comm.world()), whole.clone());
+    Ok(Context { cut: Some(Arc::new(cut)), ..whole.clone() })
+}
+
+/// Input of a pass of the first rank alone, on another rank of its tensor group: one row that counts nowhere.
+///
+/// # Errors
+/// A lost rank; device errors.
+pub fn follow<'a>(comm: &'a dyn Comm, config: &Config, device: &Device) -> ft_base::Result<Batch<'a>> {
+    let docs: Vec<usize> = comm.receive_object(DOCUMENTS)?.unwrap_or_default();
+    let positions: Vec<u32> = docs.iter().flat_map(|n| 0..*n as u32).collect();
+    let ids = vec![0; positions.len()];
+    let batch = |ids: &[u32], positions: &[u32], docs: &[usize]| {
+        let host = HostBatch { ids, positions, docs, targets: &[], weights: &[] };
+        Batch::new(config, host, (0, 0), None, device)
+    };
+    let whole = batch(&ids, &positions, &docs)?.context;
+    let cut = Cut::new(comm, lone(&docs, comm.world()), whole);
+    Ok(batch(&[0], &[0], &[1])?.cut(cut, vec![0], Vec::new()))
+}
+
+impl std::fmt::Debug for Cut<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "tokens {:?}, of rank {}", self.parts, self.me)
+    }
+}

@@ -1,0 +1,239 @@
+//! A micro-batch in training: up through the units of a rank, the head, and down again.
+
+use super::routing::Routing;
+use super::times::Part;
+use super::visit::{Hooks, Outline, Visits};
+use super::walker::{Walk, dequantized_layer};
+use crate::model::batch::Context;
+use crate::model::between::Between;
+use crate::model::head::Output;
+use crate::model::layer::{self, Level};
+use crate::model::sink::Sink;
+use crate::model::{Batch, Decoder};
+use candle_core::{Device, Result};
+use ft_kernels::Tensor;
+use ft_kernels::crossing::Parked;
+use ft_kernels::padded::Padded;
+use std::sync::Arc;
+
+/// State of a layer between forward and backward.
+struct Saved {
+    /// Input of the layer.
+    x: Parked,
+    /// Recompute level.
+    level: Level,
+    /// Saved activations.
+    rest: layer::Saved,
+}
+
+/// Starts the transfer of the next layer input needed in the backward pass.
+fn prefetch(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
+    match kept.last_mut() {
+        Some(Some(next)) => next.x.come(device),
+        _ => Ok(()),
+    }
+}
+
+/// A micro-batch between its forward and its backward pass.
+pub struct Pass<'a> {
+    visits: Visits<'a>,
+    /// State of each layer passed upwards, from the bottom; `None` below the lowest trained unit.
+    kept: Vec<Option<Saved>>,
+    /// Routing decisions.
+    pub routing: Routing,
+    /// State between layers.
+    between: Arc<Between>,
+}
+
+impl<'a> Pass<'a> {
+    /// Begins the pass of a micro-batch down to unit `lowest`.
+    ///
+    /// # Errors
+    /// A lost rank.
+    pub fn begin(decoder: &Decoder, lowest: Option<usize>, hooks: &'a dyn Hooks) -> ft_base::Result<Self> {
+        let visits = Visits::begin(Outline::of(decoder).training(lowest), hooks)?;
+        let visits = if decoder.units.has_head() { visits } else { visits.pausing() };
+        let kept = Vec::with_capacity(decoder.units.own_layers().len());
+        Ok(Self { visits, kept, routing: Routing::default(), between: Arc::default() })
+    }
+
+    /// Makes the visits up to the backward pass, then those of the backward pass, on a rank without rows; on a stage
+    /// with the head all at once.
+    ///
+    /// # Errors
+    /// A lost rank.
+    pub fn skip(&mut self) -> ft_base::Result<()> {
+        self.visits.skip()
+    }
+}
+
+impl<'a> Walk<'a> {
+    /// The context of both directions of a pass.
+    fn context<'b>(&self, pass: &Pass<'_>, batch: &Batch<'b>) -> Context<'b>
+    where
+        'a: 'b,
+    {
+        Context { between: Arc::clone(&pass.between), ..batch.context.among(self.hooks.experts()) }
+    }
+
+    /// State to save of layer `l`; `None` for layers below the lowest trained unit.
+    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
+        let Some(level) = self.kept_level(l) else { return Ok(None) };
+        let rest = saved.keep(level);
+        // the topmost layer is needed first in the backward pass and stays on the device
+        let parks = self.inputs.on_host && level > Level::None && l + 1 < self.decoder.units.own_layers().end;
+        let x = if parks { Parked::leave(x.clone(), self.inputs.pin)? } else { Parked::here(x.clone()) };
+        Ok(Some(Saved { x, level, rest }))
+    }
+
+    /// Runs layer `l` forward and records its routing.
+    pub(super) fn layer(
+        &self,
+        l: usize,
+        x: &Tensor,
+        context: &Context<'_>,
+        routing: &mut Routing,
+    ) -> Result<(Tensor, layer::Saved)> {
+        let (y, saved) = self.decoder.layers[l].forward(x, context, None, None)?;
+        if let Some(routed) = saved.routed() {
+            routing.note(l, routed, self.router_losses)?;
+        }
+        Ok((y, saved))
+    }
+
+    /// Forward pass of embedding and layers: returns the hidden states `[t, d]` above them. `below` are those below
+    /// the lowest layer, on a rank without the embedding.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn up(
+        &mut self,
+        pass: &mut Pass<'_>,
+        batch: &Batch<'_>,
+        below: Option<Tensor>,
+    ) -> ft_base::Result<Tensor> {
+        let context = self.context(pass, batch);
+        let decoder = self.decoder;
+        self.lap(Part::Data)?;
+        let mut x = match below {
+            Some(x) => x,
+            None => {
+                self.arrive(&pass.visits)?;
+                let x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
+                decoder.embedding.begin(&x, &batch.ids, &context)?;
+                pass.visits.leave()?;
+                x
+            }
+        };
+        for l in decoder.units.own_layers() {
+            self.arrive(&pass.visits)?;
+            let (y, saved) = self.layer(l, &x, &context, &mut pass.routing)?;
+            if let Some(Some(below)) = pass.kept.last_mut() {
+                below.x.gone()?;
+            }
+            pass.kept.push(self.keep(l, &x, saved)?);
+            x = y;
+            pass.visits.leave()?;
+        }
+        self.lap(Part::Forward)?;
+        Ok(x)
+    }
+
+    /// The head, forward and backward, on the final hidden states `x` `[t, d]`.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn head(
+        &mut self,
+        pass: &mut Pass<'_>,
+        batch: &Batch<'_>,
+        x: Tensor,
+        (scale, sink): (f64, &Sink<'_>),
+    ) -> ft_base::Result<Output> {
+        self.arrive(&pass.visits)?;
+        let by = (scale, self.objective.as_deref_mut());
+        let out = self.decoder.head.train(&x, batch, self.head_rows, by, sink)?;
+        self.lap(Part::Head)?;
+        drop(x);
+        pass.visits.leave()?;
+        Ok(out)
+    }
+
+    /// Backward pass of layers and embedding, from the gradient `dy` `[t, d]` above them. Returns the gradient below
+    /// the lowest layer, on a rank without the embedding.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn down(
+        &mut self,
+        pass: &mut Pass<'_>,
+        batch: &Batch<'_>,
+        dy: &Tensor,
+        sink: &Sink<'_>,
+    ) -> ft_base::Result<Option<Tensor>> {
+        let context = self.context(pass, batch);
+        let decoder = self.decoder;
+        let device = decoder.embedding.table.real()?.device();
+        let mut dy = Padded::of(dy)?;
+        // available only after the whole forward pass: the load-balancing loss
+        // couples the routers of all layers
+        if let Some(across) = batch.context.across {
+            pass.routing.share(across, self.router_losses)?;
+        }
+        let balance = pass.routing.balance(self.router_losses)?;
+
+        let own = decoder.units.own_layers();
+        for l in own.clone().rev() {
+            let layer = &decoder.layers[l];
+            let is_here = |b: &usize| own.contains(b) && Some(b + 1) >= self.lowest;
+            let below = l.checked_sub(1).filter(is_here).map(|b| &decoder.layers[b]);
+            let rank = below.map_or(0, |b| b.fused_rank_back(dy.all(), &context));
+            let Some(Some(Saved { x, level, rest })) = pass.kept.pop() else { return Ok(None) };
+            self.arrive(&pass.visits)?;
+            let x = x.take(device)?;
+            prefetch(&mut pass.kept, device)?;
+            let dequantized = dequantized_layer(layer, self.dequantize, level, rest.routing().as_deref())?;
+            let layer = dequantized.as_ref().unwrap_or(layer);
+            let saved = layer.recompute(&x, &context, level, rest)?;
+            if level > Level::None {
+                self.lap(Part::Recompute)?;
+            }
+            dy = layer.backward((&x, saved), &dy, &context, sink, balance.as_ref(), rank)?;
+            drop((dequantized, x));
+            pass.visits.leave()?;
+            self.lap(Part::Backward)?;
+        }
+        if !decoder.units.has_embedding() {
+            return dy.values().map(Some).map_err(Into::into);
+        }
+        if decoder.embedding.trains() {
+            self.arrive(&pass.visits)?;
+            decoder.embedding.backward(batch, &context, self.neftune, &dy.values()?, sink)?;
+            pass.visits.leave()?;
+            self.lap(Part::Backward)?;
+        }
+        Ok(None)
+    }
+
+    /// Forward and backward pass of one micro-batch. Returns the loss of each target, the cross-entropy if it has a
+    /// teacher; adds the gradients of `scale * sum(weights * losses)` and of the router losses to the sink.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn train(&mut self, batch: &Batch<'_>, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
+        let outcome = self.train_all(batch, scale, sink);
+        outcome.map_err(|e| self.cause(e))
+    }
+
+    fn train_all(&mut self, batch: &Batch<'_>, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
+        let mut pass = Pass::begin(self.decoder, self.lowest, self.hooks)?;
+        let x = self.up(&mut pass, batch, None)?;
+        let out = self.head(&mut pass, batch, x, (scale, sink))?;
+        self.divergences = out.divergences;
+        if let Some(dy) = out.dx {
+            self.down(&mut pass, batch, &dy, sink)?;
+        }
+        self.routing = pass.routing;
+        Ok(out.losses)
+    }
+}

@@ -1,0 +1,219 @@
+//! Losses and gradients of every tensor when ranks cut matrices, against one rank.
+
+use super::*;
+use crate::model::cut::{Cut, Fault, parts};
+use crate::model::family::QkNorms;
+use crate::params::buffers::Split;
+use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
+use ft_base::error::ExitCode;
+use ft_base::memory::place;
+use ft_data::Micro;
+use std::ops::Range;
+use std::time::Duration;
+
+/// Seed and step of dropout and noise.
+const RANDOM: Option<(u64, u64)> = Some((5, 3));
+/// Alters the layers of every rank.
+type Alter = fn(&mut Decoder);
+
+struct Setting<'a> {
+    case: &'a Case,
+    base: Base,
+    selection: Selection,
+    recompute: Recomputed,
+}
+
+/// Loss, and the gradient of each tensor.
+type Step = (f64, Vec<Vec<f64>>);
+
+impl<'a> Setting<'a> {
+    fn new(case: &'a Case, selection: Selection) -> Self {
+        Self { case, base: case.base.clone(), selection, recompute: 0.into() }
+    }
+
+    fn micro(&self) -> Result<Micro> {
+        let Rows { ids, positions, docs, targets, .. } = Rows::packed(self.case)?;
+        Ok(Micro { ids, positions, docs, targets, ..Micro::default() })
+    }
+
+    fn input(&self, m: &Micro, docs: &[usize]) -> Result<Batch<'static>> {
+        let host =
+            HostBatch { ids: &m.ids, positions: &m.positions, docs, targets: &m.targets, weights: &[] };
+        Ok(Batch::new(&self.case.config, host, (40, 7), RANDOM, CPU)?)
+    }
+
+    fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
+        let grads = p.grads();
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let losses = Walk::new(d, p.lowest_unit(), self.recompute).neftune(5.0).train(batch, 1.0, &sink)?;
+        sink.settle(None)?;
+        let loss = if batch.target_count == 0 { 0.0 } else { loss::total(&losses)? };
+        let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
+        Ok((loss, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+    }
+
+    fn on_one(&self) -> Result<Step> {
+        let (d, p) = build(&self.base, &self.selection, None)?;
+        let m = self.micro()?;
+        self.walk(&d, &p, &self.input(&m, &m.docs)?)
+    }
+
+    /// A pass of the rank `comm` of a tensor group with these tokens by rank.
+    fn pass(
+        &self,
+        comm: &dyn Comm,
+        (d, p): (&Decoder, &Params),
+        (all, fault): (&[Range<usize>], Option<Fault>),
+    ) -> Result<Step> {
+        let (m, own) = (self.micro()?, all[comm.rank()].clone());
+        let part = m.part(&[if own.is_empty() { 0..1 } else { own.clone() }]);
+        let targets = if own.is_empty() { Vec::new() } else { part.micro.targets };
+        let micro = Micro { targets, ..part.micro };
+        let mut cut = Cut::new(comm, all.to_vec(), self.input(&m, &m.docs)?.context);
+        cut.fault = fault;
+        let batch = self.input(&micro, &[micro.ids.len()])?;
+        let numbers = if own.is_empty() { Vec::new() } else { part.targets };
+        self.walk(d, p, &batch.cut(cut, part.tokens, numbers))
+    }
+
+    /// Sums over the ranks of losses and gradients; pieces in their places.
+    fn on_many(&self, all: &[Range<usize>], fault: Option<Fault>, alter: Alter) -> Result<Step> {
+        let mesh = Mesh { tensor: all.len(), ..Mesh::ONE };
+        let rank = |comm: ranks::Threads| -> Result<(Step, Params)> {
+            place::follow();
+            let split = Split { mesh, rank: comm.rank(), ..Split::default() };
+            let allocate = Allocate { train: true, split, ..Allocate::default() };
+            let (mut d, p) = Build::new(&self.base, &self.selection).allocate(allocate).among(&comm).run()?;
+            alter(&mut d);
+            let step = self.pass(&comm, (&d, &p), (all, fault))?;
+            comm.all_gather_bytes(At::all("the end"), &[], true)?;
+            Ok((step, p))
+        };
+        let came = std::thread::scope(|s| {
+            let rank = &rank;
+            let group = ranks::group(all.len(), Duration::from_secs(100)).into_iter();
+            let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
+            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
+        })?;
+        let whole: Vec<usize> = self.selection.trained().iter().map(|t| t.elements()).collect();
+        let mut sum = (0.0, whole.iter().map(|n| vec![0.0; *n]).collect::<Vec<_>>());
+        for ((loss, grads), p) in came {
+            sum.0 += loss;
+            for ((to, from), piece) in sum.1.iter_mut().zip(&grads).zip(&p.pieces) {
+                let places = piece.ranges(0..from.len()).into_iter().flatten();
+                places.zip(from).for_each(|(at, x)| to[at] += x);
+            }
+        }
+        Ok(sum)
+    }
+
+    /// The largest relative distance from one rank of a tensor's gradient; and of the loss, or of all gradients together.
+    fn apart(&self, all: &[Range<usize>], fault: Option<Fault>, alter: Alter) -> Result<[f64; 2]> {
+        let (want, got) = (self.on_one()?, self.on_many(all, fault, alter)?);
+        let mut most = 0_f64;
+        for ((got, want), t) in got.1.iter().zip(&want.1).zip(self.selection.trained()) {
+            // Softmax nearly cancels the gradient of a key bias.
+            let far = if want.iter().any(|x| *x != 0.0) { distance(got, want) } else { 0.0 };
+            most = most.max(if t.name.ends_with("k_proj.bias") { far / 10.0 } else { far });
+        }
+        let together = distance(&got.1.concat(), &want.1.concat());
+        Ok([most, together.max((got.0 - want.0).abs() / want.0)])
+    }
+}
+
+/// Cases with layers that ranks can cut.
+fn dense() -> Result<Vec<Case>> {
+    let mut all = cases()?;
+    let plain = |c: &Config| c.delta.is_none() && c.moe.is_none() && c.family.qk_norm != QkNorms::Whole;
+    all.retain(|c| plain(&c.config) && c.config.kv_heads % 2 == 0 && c.config.intermediate % 2 == 0);
+    Ok(all)
+}
+
+/// Even parts, uneven ones, and a rank without tokens.
+fn cuts(tokens: usize) -> [Vec<Range<usize>>; 3] {
+    [parts(tokens, 2), vec![0..5, 5..tokens], vec![0..tokens, tokens..tokens]]
+}
+
+/// In full, and adapters with dropout and noise on embeddings, at every level of recompute.
+#[test]
+fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
+    for case in dense()? {
+        let groups = [Group::Attention, Group::Mlp, Group::Head];
+        for selection in [everything(&case.config), adapters(&case.config, false, &groups)] {
+            let mut setting = Setting::new(&case, selection);
+            for (i, all) in cuts(setting.micro()?.ids.len()).iter().enumerate() {
+                setting.recompute = [NORMS, FEED_FORWARD, usize::MAX.into()][i];
+                let far = setting.apart(all, None, |_| ())?;
+                assert!(far[0] <= 5e-6 && far[1] <= 1e-6, "{}, {all:?}: {far:?} from one rank", case.name());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Each fault is noticed by the comparison above: sums that are not added or are averaged; dropout by the column on the
+/// rank; a bias of a product over columns that is added by no rank.
+#[test]
+fn every_fault_is_noticed() -> Result<()> {
+    let all = dense()?;
+    let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
+    let case = find("qwen3-dense")?;
+    let full = Setting::new(case, everything(&case.config));
+    let low = Setting::new(case, adapters(&case.config, false, &[Group::Attention, Group::Mlp]));
+    let columns: Alter = |d| {
+        for layer in &mut d.layers {
+            let FeedForward::Dense(mlp) = &mut layer.mlp else { continue };
+            mlp.down.lora.iter_mut().for_each(|l| l.columns = None);
+        }
+    };
+    for (setting, fault, alter) in [
+        (&full, Some(Fault::Sum), (|_| ()) as Alter),
+        (&full, Some(Fault::Mean), |_| ()),
+        (&low, None, columns),
+    ] {
+        let all = parts(setting.micro()?.ids.len(), 2);
+        let [far, _] = setting.apart(&all, fault, alter)?;
+        assert!(far > 1e-4, "{fault:?}: {far:.1e} from one rank");
+    }
+    Ok(())
+}
+
+/// A rank that is lost during an exchange is named by all others, with the layer and the group of its last collective.
+#[test]
+fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
+    let all = dense()?;
+    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let setting = Setting::new(case, everything(&case.config));
+    let mesh = Mesh { data: 2, tensor: 2, ..Mesh::ONE };
+    let tokens = parts(setting.micro()?.ids.len(), 2);
+    let rank = |comm: ranks::Threads| -> Option<ranks::Error> {
+        place::follow();
+        let split = Split { mesh, rank: comm.rank(), ..Split::default() };
+        let allocate = Allocate { train: true, split, ..Allocate::default() };
+        let of = Build::new(&setting.base, &setting.selection).allocate(allocate).among(&comm).run();
+        let (d, p) = of.ok()?;
+        let group = Ranks::new(&comm, &mesh, Axis::Tensor);
+        let fault = (comm.rank() == 3).then_some(Fault::Lost);
+        if setting.pass(&group, (&d, &p), (&tokens, fault)).is_ok() {
+            // The ranks of the other group have got this far.
+            comm.all_gather_bytes(At::all("the end"), &[], true).err()?;
+        }
+        comm.lost()
+    };
+    let lost = std::thread::scope(|s| {
+        let rank = &rank;
+        let group = ranks::group(4, Duration::from_secs(100)).into_iter();
+        let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
+        started.into_iter().map(|t| t.join().expect("no panic")).collect::<Vec<_>>()
+    });
+    for (i, lost) in lost.iter().enumerate().take(3) {
+        let lost = lost.as_ref().with_context(|| format!("rank {i} has not heard of it"))?;
+        let at = "the sum of partial products of unit 1 (tensor group 2-3)";
+        assert_eq!(
+            (lost.rank, lost.code, lost.at.to_string().as_str()),
+            (3, ExitCode::LostRank, at),
+            "{lost}"
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! `ft bench --ranks`: rates of the links between ranks.
+
+use crate::train::Error;
+use crate::train::job::device;
+use candle_core::{DType, Device};
+use ft_base::terminal::{hush, to_terminal};
+use ft_engine::ranks::{self, At, Comm, processes};
+use ft_kernels::{Tensor, cuda};
+use ft_plan::{Target, links::Link};
+use ft_recipe::{Device as DeviceName, Launch};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+const GATHER: At = At::all("the timed gather");
+const EXCHANGE: At = At::all("the timed exchange");
+const AGREE: At = At::all("the measured rates");
+
+/// f32 elements of a rank: 64 MiB, as a layer's weights.
+const ELEMENTS: usize = 16 << 20;
+/// Timed calls of each kind; the median counts.
+const CALLS: usize = 7;
+/// Limit of a collective.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Rates of the links between ranks.
+#[derive(Debug)]
+pub struct MeasuredLink {
+    /// Output of `ft bench --ranks --json`.
+    pub json: Value,
+    /// Output of `ft bench --ranks`; `None` on ranks other than the first.
+    pub text: Option<String>,
+    /// File of the rates, read by later plans.
+    pub kept: Option<PathBuf>,
+}
+
+/// Times gathers and pairwise exchanges of 64 MiB a rank between `ranks` ranks: the processes of a launcher, else
+/// threads with a CUDA device each, or on the CPU. Keeps the rates for plans of such devices.
+///
+/// # Errors
+/// Fewer devices or another number of processes than ranks; a lost rank; a cache folder that cannot be written.
+pub fn run(ranks: usize) -> ft_base::Result<MeasuredLink> {
+    Launch::check().map_err(Error::Usage)?;
+    let (link, target, rank) = match Launch::of_env() {
+        Some(launch) => among_processes(ranks, &launch)?,
+        None => among_threads(ranks)?,
+    };
+    let words = |rate: f64| format!("{:.2} GB a second", rate / 1e9);
+    let text = format!(
+        "{} to each of {ranks} ranks in gathers, {} in exchanges ({})\n",
+        words(link.gather),
+        words(link.exchange),
+        link.source
+    );
+    let json = json!(link);
+    let kept = if rank == 0 { link.save(target)? } else { None };
+    Ok(MeasuredLink { json, text: (rank == 0).then_some(text), kept })
+}
+
+fn among_processes(ranks: usize, launch: &Launch) -> ft_base::Result<(Link, Target, usize)> {
+    if launch.rank > 0 {
+        hush();
+    }
+    let (comm, _) = processes::join(Some(launch), TIMEOUT).inspect_err(|_| to_terminal())?;
+    let outcome = (|| {
+        if comm.world() != ranks {
+            let why = format!("--ranks {ranks}: {} processes were started", comm.world());
+            return Err(Error::Usage(format!("{why}\n  hint: --ranks {}", comm.world())).into());
+        }
+        let device = device(DeviceName::Auto)?;
+        let link = ranks::on_device(&comm, &device, TIMEOUT, |comm| measure(comm, &device, "processes"))?;
+        Ok((link, Target::of(&device), comm.rank()))
+    })();
+    match &outcome {
+        Ok(_) => comm.leave(),
+        Err(e) => comm.fail(e),
+    }
+    outcome
+}
+
+fn among_threads(ranks: usize) -> ft_base::Result<(Link, Target, usize)> {
+    let count = cuda::count();
+    if count > 0 && count < ranks {
+        let why = format!("--ranks {ranks}: there are {count} CUDA devices, one for a rank");
+        return Err(Error::Usage(format!("{why}\n  hint: CUDA_VISIBLE_DEVICES= measures the CPU")).into());
+    }
+    let open = |rank| if count == 0 { Ok(Device::Cpu) } else { cuda::open(rank).map_err(Error::Device) };
+    let rank = |comm: ranks::Threads| -> ft_base::Result<(Link, Target)> {
+        let device = open(comm.rank())?;
+        let link = ranks::on_device(&comm, &device, TIMEOUT, |comm| measure(comm, &device, "threads"));
+        link.map(|link| (link, Target::of(&device))).inspect_err(|e| comm.fail(e))
+    };
+    let outcomes: Vec<_> = std::thread::scope(|s| {
+        let threads: Vec<_> =
+            ranks::group(ranks, TIMEOUT).into_iter().map(|comm| s.spawn(move || rank(comm))).collect();
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p))).collect()
+    });
+    let mut first = None;
+    for outcome in outcomes {
+        first.get_or_insert(outcome?);
+    }
+    let (link, target) = first.ok_or_else(|| Error::Usage("--ranks is a number from 2 on".into()))?;
+    Ok((link, target, 0))
+}
+
+/// Rates that the slowest rank sees.
+fn measure(comm: &dyn Comm, device: &Device, how: &str) -> ft_base::Result<Link> {
+    let (rank, world) = (comm.rank(), comm.world());
+    let zeros = |n: usize| candle_core::Tensor::zeros(n, DType::F32, device).map(Tensor::from);
+    let (mine, other, all) = (zeros(ELEMENTS)?, zeros(ELEMENTS)?, zeros(world * ELEMENTS)?);
+    let ranges: Vec<_> = (0..world).map(|r| r * ELEMENTS..(r + 1) * ELEMENTS).collect();
+    let gather = || Ok(comm.all_gather(GATHER, mine.clone(), &ranges, &all)?.wait()?);
+    // each rank sends to the next one
+    let (next, before) = ((rank + 1) % world, (rank + world - 1) % world);
+    let (out, into) = ([(next, mine.clone())], [(before, other)]);
+    let exchange = || Ok(comm.exchange(EXCHANGE, &out, &into)?.wait()?);
+    let bytes = (ELEMENTS * DType::F32.size_in_bytes()) as f64;
+    let own = [
+        (world - 1) as f64 * bytes / median(comm, device, &gather)?,
+        bytes / median(comm, device, &exchange)?,
+    ];
+    let rates: Vec<[f64; 2]> = comm.all_gather_object(AGREE, &own)?;
+    let slowest = |i: usize| rates.iter().map(|r| r[i]).fold(f64::INFINITY, f64::min);
+    let source = format!("measured by ft bench --ranks {world}, {how}");
+    Ok(Link { gather: slowest(0), exchange: slowest(1), source })
+}
+
+/// Median seconds of a call, after one to warm up. All ranks begin each call together.
+fn median(comm: &dyn Comm, device: &Device, call: &dyn Fn() -> ft_base::Result<()>) -> ft_base::Result<f64> {
+    let mut times = Vec::with_capacity(CALLS);
+    for _ in 0..=CALLS {
+        device.synchronize()?;
+        comm.barrier(AGREE)?;
+        let start = Instant::now();
+        call()?;
+        device.synchronize()?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.remove(0);
+    times.sort_by(f64::total_cmp);
+    Ok(times[CALLS / 2].max(f64::MIN_POSITIVE))
+}

@@ -1,0 +1,224 @@
+//! Layers over ranks (`parallel.pipeline`): the bits of one stage, in every layout, and its memory and bytes as planned.
+
+use super::split::{self, MIXTURE, apart, ends};
+use super::world::{FULL, World, nightly, recipe};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// LoRA with dropout, DoRA everywhere.
+const LORA: &str = r#"
+[lora]
+rank = 2
+dropout = 0.2
+dora = true
+[[train]]
+modules = ["attention", "mlp"]
+"#;
+
+/// The upper layers alone: stages below them have no backward pass.
+const UPPER: &str = r#"
+[lora]
+rank = 2
+[[train]]
+modules = ["attention"]
+layers = [2]
+"#;
+
+/// Four micro-batches a step and two in the last one, with clipping that bites.
+fn world(rules: &str, config: Value) -> World {
+    let w = World::new();
+    let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": true});
+    w.config("tiny", if rules == MIXTURE { mixture } else { config });
+    let run = "epochs = 1.15\nsave_every = 4\nkeep = 9\nclip = 0.5";
+    let text = recipe(rules).replace("steps = 6", run).replace("micro_rows = 2", "micro_rows = 1");
+    w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
+    w
+}
+
+#[track_caller]
+fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    w.ok(&[&["run", "r.toml", "--overwrite", &format!("run.output={run}")][..], set].concat());
+    ends(w, run)
+}
+
+fn layout(data: usize, pipeline: usize, zero: u8) -> Vec<String> {
+    let axes = [("data", data), ("pipeline", pipeline), ("zero", zero.into())];
+    axes.iter().map(|(key, n)| format!("parallel.{key}={n}")).collect()
+}
+
+fn with<'a>(layout: &'a [String], set: &[&'a str]) -> Vec<&'a str> {
+    layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
+}
+
+fn losses(w: &World, run: &str) -> Vec<[u64; 2]> {
+    let number = |e: &Value, key: &str| e[key].as_f64().expect("a number").to_bits();
+    w.events(run, "step").iter().map(|e| ["loss", "grad_norm"].map(|key| number(e, key))).collect()
+}
+
+/// Result, states, losses and norms have the bits of one stage with the same data ranks, at every ZeRO stage; evaluation
+/// too. The last step has two micro-batches.
+#[test]
+fn stages_have_the_bits_of_one() {
+    for (rules, set) in [
+        (FULL, &["memory.recompute=1", "data.neftune=5"][..]),
+        (LORA, &["model.quantize=nf4", "memory.recompute=norms"]),
+        (MIXTURE, &["memory.offload=['optimizer']"]),
+        (UPPER, &["model.dtype=bf16", "parallel.stages=[2, 1]"]),
+    ] {
+        let w = world(rules, json!({}));
+        for data in [1, 2] {
+            let alone: Vec<&str> = set.iter().copied().filter(|s| !s.contains("stages")).collect();
+            let want = bits(&w, "one", &with(&layout(data, 1, 0), &alone));
+            let layouts = [(2, 0), (3, 0), (2, 1), (2, 2), (2, 3)].into_iter();
+            let layouts = layouts
+                .filter(|(p, zero)| (*p == 2 || !rules.contains("layers")) && (*zero == 0 || data == 2));
+            for (pipeline, zero) in layouts.filter(|(p, zero)| nightly() || (p + usize::from(*zero)) % 3 != 1)
+            {
+                let own = layout(data, pipeline, zero);
+                assert!(bits(&w, "run", &with(&own, set)) == want, "{rules}{own:?}");
+                assert_eq!(losses(&w, "run"), losses(&w, "one"), "{rules}{own:?}");
+                assert_eq!(split::evals(&w, "run"), split::evals(&w, "one"), "{rules}{own:?}");
+            }
+        }
+    }
+}
+
+/// A table that embedding and head share: its gradient is the sum of both ends.
+#[test]
+fn a_table_of_both_ends_trains_as_one() {
+    let w = world(FULL, json!({"tie_word_embeddings": true}));
+    for data in [1, 2] {
+        let want = bits(&w, "one", &with(&layout(data, 1, 0), &[]));
+        let mut first = None;
+        for zero in [0, 1, 3] {
+            let own = layout(data, 3, zero);
+            let got = bits(&w, "run", &with(&own, &["parallel.stages=[1, 1, 1]"]));
+            for (a, b) in got.iter().zip(&want) {
+                let far = apart(a, b);
+                assert!(far <= 1e-5, "{own:?}: {far:.1e}");
+            }
+            let first = first.get_or_insert_with(|| got.clone());
+            assert!(got == *first, "{own:?}");
+        }
+    }
+}
+
+/// Weights updated in the backward pass of the only micro-batch; several are refused.
+#[test]
+fn updates_in_the_backward_pass_take_one_micro_batch() {
+    let w = world(FULL, json!({}));
+    let set = ["optimizer.in_backward=true", "run.clip=0", "run.epochs=1", "run.micro_rows=4"];
+    let want = bits(&w, "one", &set);
+    assert!(bits(&w, "run", &with(&layout(1, 2, 0), &set)) == want);
+    let several = [&set[..3], &["run.micro_rows=1", "run.output=none"]].concat();
+    let r = w.ft(&[&["run", "r.toml"][..], &with(&layout(1, 2, 0), &several)].concat());
+    assert!(r.code == 2 && r.err.contains("optimizer.in_backward"), "{}", r.err);
+}
+
+/// A checkpoint is of logical tensors: one of any layout goes on in any other, with the bits of the same data ranks.
+#[test]
+fn a_run_goes_on_in_another_layout() {
+    let w = world(FULL, json!({}));
+    let want = bits(&w, "one", &[]);
+    for (from, to) in [(2, 1), (1, 3), (3, 2)] {
+        let (from, to) = (layout(1, from, 0), layout(1, to, 0));
+        bits(&w, "run", &with(&from, &[]));
+        for name in &w.checkpoints("run")[1..] {
+            std::fs::remove_dir_all(w.path(&format!("run/checkpoints/{name}"))).expect("removed");
+        }
+        w.ok(&[&["run", "r.toml", "--resume", "run.output=run"][..], &with(&to, &[])].concat());
+        assert!(ends(&w, "run") == want, "{from:?} to {to:?}");
+    }
+}
+
+/// Bytes that come are those of the plan; the plan tells the bubble and what makes it small.
+#[test]
+fn planned_bytes_are_those_that_come() {
+    let w = world(FULL, json!({}));
+    let row = |n: usize| format!("{}\n", json!({"input_ids": vec![n % 64; 16], "labels": vec![n % 64; 16]}));
+    w.write("rows.jsonl", (0..40).map(row).collect::<String>());
+    for (data, zero) in [(1, 0), (2, 0), (2, 3)] {
+        let own = layout(data, 2, zero);
+        bits(&w, "run", &with(&own, &["parallel.stages=[2, 1]"]));
+        let start = &w.events("run", "start")[0];
+        assert_eq!(start["mesh"], if data == 1 { "pipeline 2" } else { "pipeline 2 x data 2" });
+        for (planned, came) in
+            [("wire_bytes_a_step", "wire_bytes"), ("wire_bytes_exchanged", "wire_bytes_exchanged")]
+        {
+            let planned = start["plan"][planned].as_f64().expect("planned");
+            let came = w.events("run", "step")[0][came].as_f64().expect("counted");
+            let far = came / planned - 1.0;
+            assert!(far.abs() <= 0.01, "{own:?}: {planned} planned, {came} came");
+        }
+    }
+    let told = w.ok(&[&["plan", "r.toml"][..], &with(&layout(1, 2, 0), &[])].concat()).out;
+    assert!(
+        told.contains("wait 20% of a step of 4 micro-batches; 9 micro-batches a step make it 10%"),
+        "{told}"
+    );
+}
+
+/// A process that dies is named with its last exchange, and ends all with exit code 7.
+#[test]
+fn a_lost_stage_is_named() {
+    let w = world(FULL, json!({}));
+    let own = layout(1, 2, 0);
+    let long = with(&own, &["run.save_every=2", "run.epochs=4000", "run.output=lost"]);
+    let processes = split::launch(&w, &[0, 1], 2, &[&["run", "r.toml"][..], &long].concat());
+    let end = Instant::now() + split::LATE;
+    while w.checkpoints("lost").is_empty() {
+        assert!(Instant::now() < end, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    kill_process(Pid::from_raw(processes[1].id() as i32).expect("a number"), Signal::KILL).expect("killed");
+    let ended = split::all(processes);
+    let said = &ended[0].err;
+    assert_eq!(ended[0].code, 7, "{said}");
+    assert!(said.contains("rank 1 of 2") && said.contains("its process is gone"), "{said}");
+}
+
+/// Processes have the bits of threads.
+#[test]
+fn stages_in_processes_have_the_same_bits() {
+    let w = world(LORA, json!({}));
+    let want = bits(&w, "one", &with(&layout(2, 1, 0), &[]));
+    let own = layout(2, 2, 2);
+    let args = [&["run", "r.toml", "run.output=run"][..], &with(&own, &[])].concat();
+    for ran in split::all(split::launch(&w, &[0, 1, 2, 3], 4, &args)) {
+        assert_eq!(ran.code, 0, "{}", ran.err);
+    }
+    assert!(ends(&w, "run") == want);
+}
+
+/// What is not built for stages is refused by name, by plan, check and run.
+#[test]
+fn what_stages_cannot_do_is_refused() {
+    let w = world(FULL, json!({}));
+    for (set, says) in [
+        (&["parallel.pipeline=4"][..], "the model has 3 layers"),
+        (&["parallel.pipeline=2", "parallel.stages=[1, 1]"], "stages of 2 layers in all"),
+        (&["parallel.pipeline=2", "parallel.stages=[3]"], "stages has 1 entries for pipeline = 2"),
+        (&["parallel.pipeline=2", "parallel.context=2"], "parallel.context with parallel.pipeline"),
+        (&["parallel.pipeline=2", "generate.samples=2"], "generate.samples with parallel.pipeline"),
+        (&["parallel.pipeline=2", "log.samples=['a']"], "log.samples with parallel.pipeline"),
+        (&["parallel.pipeline=2", "optimizer.name=galore"], "optimizer.name with parallel.pipeline"),
+    ] {
+        // The number of layers is in the model's config, which ft check does not read.
+        let verbs: &[&str] = if says.ends_with("in all") || says.starts_with("the model") {
+            &["run", "plan"]
+        } else {
+            &["run", "plan", "check"]
+        };
+        for verb in verbs {
+            let r = w.ft(&[&[*verb, "r.toml", "run.output=none"][..], set].concat());
+            assert!(
+                r.code == 2 && r.err.contains(says) && r.err.contains("hint: "),
+                "{verb} {set:?}: {}",
+                r.err
+            );
+        }
+    }
+    assert!(!w.path("none").exists());
+}
