@@ -316,3 +316,40 @@ fn what_llama_cpp_computes_otherwise_is_refused() {
     let r = w.ok(&["export", &reference("qwen2-sliding/model"), "--to", "gguf", "--out", "s"]);
     assert!(r.err.contains("sliding windows"), "{}", r.err);
 }
+
+/// Norms behind the blocks, over the whole width; and what llama.cpp has otherwise is refused by its key.
+#[test]
+fn later_families_have_llama_cpps_names_or_are_refused() {
+    let w = World::new();
+    let fixture = |family: &str| repository().join("tests/fixtures/families").join(family).join("model");
+    let export = |family: &str| {
+        let model = fixture(family).display().to_string();
+        w.ft(&["export", &model, "--to", "gguf", "--out", family, "--dtype", "f32"])
+    };
+    let r = export("olmo2");
+    assert_eq!(r.code, 0, "{}", r.err);
+    let mut g = Gguf::open(&w, "olmo2/model.gguf");
+    assert_eq!(g.text("general.architecture"), "olmo2");
+    let files = tensors(fixture("olmo2").join("model.safetensors"));
+    for (theirs, ours) in [
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("post_ffw_norm", "post_feedforward_layernorm"),
+        ("ffn_down", "mlp.down_proj"),
+    ] {
+        let want = get(&files, &format!("model.layers.1.{ours}.weight"));
+        same(&g.tensor(&format!("blk.1.{theirs}.weight")), &want, ours);
+    }
+    for (family, key) in [
+        ("smollm3", "no_rope_layers"),
+        ("gemma3", "layer_types"),
+        ("gemma4", "model_type gemma4_text"),
+        ("glm4", "model_type glm4"),
+        ("phi3", "model_type phi3"),
+    ] {
+        let r = export(family);
+        assert!(r.code != 0 && r.err.contains(key), "{family}: {}", r.err);
+    }
+}

@@ -11,6 +11,7 @@ mod daily;
 mod distill;
 mod docs;
 mod experts;
+mod families;
 mod first;
 mod four_bit;
 mod four_bit_verbs;

@@ -63,6 +63,7 @@ fn adapters_merge_and_runs_resume() {
         ("families/qwen35-dense/model", DENSE),
         ("families/qwen35-moe/model", MIXTURE),
         ("families/qwen3-next/model", MIXTURE),
+        ("families/gemma4/model", DENSE),
         ("fp8/model", DENSE),
     ] {
         let (w, model) = world(case, rules);

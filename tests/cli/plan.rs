@@ -488,6 +488,51 @@ fn cut_matrices_take_what_their_plan_says() -> Result<()> {
     within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])
 }
 
+/// Per-layer inputs, keys and values of earlier layers, sizes by layer; trained down to the embedding, or not.
+#[test]
+fn gemma_4_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let full_rows = [512; 8];
+    let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
+    let mut gemma = config("qwen3", true);
+    for (key, value) in [
+        ("architectures", json!(["Gemma4ForCausalLM"])),
+        ("model_type", json!("gemma4_text")),
+        ("hidden_activation", json!("gelu_pytorch_tanh")),
+        ("num_hidden_layers", json!(6)),
+        (
+            "layer_types",
+            json!([
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention"
+            ]),
+        ),
+        ("global_head_dim", json!(96)),
+        ("sliding_window", json!(128)),
+        ("num_kv_shared_layers", json!(3)),
+        ("hidden_size_per_layer_input", json!(32)),
+        ("vocab_size_per_layer_input", gemma["vocab_size"].clone()),
+        ("use_double_wide_mlp", json!(true)),
+        ("final_logit_softcapping", json!(30.0)),
+    ] {
+        gemma[key] = value;
+    }
+    let all = FULL.replace("\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"", "\"/.*/\"");
+    let upper = "[[train]]\nmodules = [\"attention\"]\nlayers = \"-2:\"\n";
+    let cases: &[(&Value, &str, &[usize], &[&str])] = &[
+        (&gemma, &all, &full_rows, &["memory.recompute=none"]),
+        (&gemma, &all, &ragged, &["memory.recompute=all"]),
+        (&gemma, LORA, &ragged, &[NF4, FEED_FORWARD]),
+        (&gemma, LORA, &full_rows, &[NORMS, "model.dtype=bf16"]),
+        (&gemma, upper, &full_rows, &["memory.recompute=none"]),
+    ];
+    within_a_percent(dir.path(), cases)
+}
+
 /// Memory and traffic per rank agree with the plan to 1%. Sharded states, gradients and weights shrink in
 /// proportion to the number of ranks.
 #[test]

@@ -8,7 +8,7 @@ struct Rotation {
   uint32_t rotated = 0; // channels, if not all
 };
 static const std::vector<Rotation> CASES = {{9, 5, 2, 128, 4}, {3, 2, 1, 96, 4}, {2, 3, 3, 10, 4}, {5, 1, 2, 256, 5}, {13, 4, 2, 16, 8},
-                                            {5, 2, 1, 256, 4, 64}, {3, 2, 2, 12, 2, 4}, {2, 1, 1, 10, 2, 6}};
+                                            {5, 2, 1, 256, 4, 64}, {5, 2, 1, 512, 3}, {2, 1, 2, 262, 2}, {3, 2, 2, 12, 2, 4}, {2, 1, 1, 10, 2, 6}};
 
 struct Part2 {
   std::vector<double> y, dx, dw;
@@ -51,9 +51,10 @@ template <typename T> static void rotations(const std::string &type) {
     for (bool norms : {false, true}) {
       const uint32_t half = r.c / 2, rotated = r.rotated ? r.rotated / 2 : half, lanes = [&] {
         uint32_t n = 1;
-        while (n * N < half) n *= 2;
+        while (n * (r.c > 256 ? 8 : PACK) < half) n *= 2;
         return n;
       }();
+      const std::string kind = (r.c > 256 ? "wide_" : "") + type;
       const size_t nq = static_cast<size_t>(r.tokens) * r.heads * r.c, nk = static_cast<size_t>(r.tokens) * r.kv_heads * r.c;
       std::vector<float> angles = check::randn<float>(static_cast<size_t>(r.tokens) * rotated, seed++), cosines, sines;
       for (float a : angles) cosines.push_back(std::cos(a)), sines.push_back(std::sin(a));
@@ -75,11 +76,11 @@ template <typename T> static void rotations(const std::string &type) {
       T *no = nullptr;
       float *none = nullptr;
       const Dim tokens = grid((r.tokens + WARPS - 1) / WARPS, 2);
-      call("rope_forward_" + type, tokens, WARPS * WARP, q.at(), k.at(), norms ? wq.at() : no, norms ? wk.at() : no, cos.at(), sin.at(), yq.at(), yk.at(),
+      call("rope_forward_" + kind, tokens, WARPS * WARP, q.at(), k.at(), norms ? wq.at() : no, norms ? wk.at() : no, cos.at(), sin.at(), yq.at(), yk.at(),
            r.tokens, r.heads, r.kv_heads, half, rotated, lanes, 1.0f, eq, ek, wide, narrow, plus);
       check::close("q", yq, rq.y, check::BAR<T>), check::close("k", yk, rk.y, check::BAR<T>);
       if (!norms) {
-        call("rope_forward_" + type, tokens, WARPS * WARP, dyq.at(), dyk.at(), no, no, cos.at(), sin.at(), dq.at(), dk.at(), r.tokens, r.heads, r.kv_heads,
+        call("rope_forward_" + kind, tokens, WARPS * WARP, dyq.at(), dyk.at(), no, no, cos.at(), sin.at(), dq.at(), dk.at(), r.tokens, r.heads, r.kv_heads,
              half, rotated, lanes, -1.0f, eq, ek, far, narrow, plus);
         check::close("dq", compact(dq, wide, far), rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
         continue;
@@ -87,7 +88,7 @@ template <typename T> static void rotations(const std::string &type) {
       const size_t blocks = (r.tokens + r.per - 1) / r.per;
       host::Buffer<float> partial(2 * blocks * r.c);
       for (bool weights : {false, true}) {
-        call("rope_backward_" + type, grid(blocks, 2), WARPS * WARP, q.at(), k.at(), wq.at(), wk.at(), cos.at(), sin.at(), dyq.at(), dyk.at(), dq.at(),
+        call("rope_backward_" + kind, grid(blocks, 2), WARPS * WARP, q.at(), k.at(), wq.at(), wk.at(), cos.at(), sin.at(), dyq.at(), dyk.at(), dq.at(),
              dk.at(), weights ? partial.at() : none, r.tokens, r.heads, r.kv_heads, half, rotated, lanes, r.per, eq, ek, far, narrow, plus);
         check::close("dq", compact(dq, wide, far), rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
       }

@@ -85,7 +85,8 @@ impl Resolved {
 /// Refuses router losses for models without routers, and splits over tokens of layers with a state.
 ///
 /// # Errors
-/// A coefficient is not 0; `parallel.context` above 1 with linear attention.
+/// A coefficient is not 0; `parallel.context` above 1 with linear attention; `parallel.pipeline` above 1 with layers that
+/// share state; as of `check_tensor`.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let r = &recipe.router;
     if config.delta.is_some() && recipe.parallel.context > 1 {
@@ -94,6 +95,14 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             "{place}: parallel.context = {}: not built for linear attention, of which {family} has layers\n  hint: \
              parallel.context = 1",
             recipe.parallel.context
+        )));
+    }
+    if config.family.by_layer && recipe.parallel.pipeline > 1 {
+        let (place, family) = (recipe.place("parallel.pipeline"), config.family.model_type);
+        return Err(Error::Ignored(format!(
+            "{place}: parallel.pipeline = {}: not built for {family}, whose layers share inputs, keys and values\n  \
+             hint: parallel.pipeline = 1",
+            recipe.parallel.pipeline
         )));
     }
     check_tensor(recipe, config)?;
@@ -127,6 +136,10 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
         Some("mixtures of experts")
     } else if config.family.qk_norm == QkNorms::Whole {
         Some("norms over the queries and keys of all heads")
+    } else if config.family.by_layer {
+        Some("layers that share inputs, keys and values")
+    } else if config.family.joint_qkv || config.family.joint_mlp {
+        Some("queries, keys and values, or gate and up, in one matrix")
     } else {
         None
     };

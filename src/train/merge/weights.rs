@@ -18,7 +18,7 @@ use ft_engine::adapters::{Choice, Part, Selection, Trained, tensor_name};
 use ft_engine::files::TensorFiles;
 use ft_engine::load::Base;
 use ft_engine::model::Config;
-use ft_engine::model::modules::{Group, Kind, Module};
+use ft_engine::model::modules::{Group, Kind, Module, constants};
 use ft_engine::quant::MergeCost;
 use ft_engine::quant::{self, CodeTables};
 use ft_kernels::gemm::matmul_acc;
@@ -105,6 +105,13 @@ impl<'a> Merge<'a> {
                 merge.order.push(name.clone());
                 merge.sources.insert(name, source);
             }
+        }
+        // Read for the comparison; the file has them as they are.
+        for m in constants(config) {
+            let name = m.weight_name();
+            let dtype = merge.dtype_of(if merge.base.lacks(&m) { &table } else { &name })?;
+            let (choice, base) = (Choice::Freeze, name.clone());
+            merge.sources.insert(name, Source { module: m, choice, part: Part::Weight, base, dtype });
         }
         Ok(merge)
     }
@@ -231,6 +238,7 @@ impl<'a> Merge<'a> {
                 let codes = self.base.codes((&s.module, 0), how, DType::F32, &mut CodeTables::new(cpu)?)?;
                 Ok(codes.dequantize()?.to_dtype(dtype)?.real()?.clone())
             }
+            None if s.module.is_constant() && self.base.lacks(&s.module) => Ok(Tensor::ones(1, dtype, cpu)?),
             None => Ok(self.files.tensor(&s.base, dtype, cpu)?),
         }
     }

@@ -4,6 +4,7 @@ mod convert;
 mod folder;
 mod gguf;
 mod header;
+mod mxfp4;
 mod read;
 mod write;
 

@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-use super::{Error, convert, header};
+use super::{Error, convert, header, mxfp4};
 use ft_base::store::hash::{self, StreamHasher};
 use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
 
@@ -93,6 +93,8 @@ pub struct TensorFiles {
     cuts: Vec<Cut>,
     /// Scales of 8-bit tensors: see [`TensorFiles::scale`].
     scales: BTreeMap<String, Scale>,
+    /// Blocks and scales of tensors read from MXFP4: see [`TensorFiles::decode`].
+    decoded: BTreeMap<String, [(String, TensorInfo); 2]>,
     /// Hash state per file, if hashed while reading; `None` for files with a cached hash.
     passing: OnceLock<Vec<Option<StreamHasher>>>,
 }
@@ -186,6 +188,7 @@ impl TensorFiles {
             metadata: BTreeMap::new(),
             cuts: Vec::new(),
             scales: BTreeMap::new(),
+            decoded: BTreeMap::new(),
             passing: OnceLock::new(),
         }
     }
@@ -280,6 +283,27 @@ impl TensorFiles {
         if let Some(info) = self.tensors.remove(scale) {
             self.scales.insert(name.to_string(), Scale { name: scale.to_string(), info, block });
         }
+        true
+    }
+
+    /// Presents the MXFP4 tensors `blocks` `[o, i / 32, 16]` and `scales` `[o, i / 32]`, u8, as the matrix `name`
+    /// `[o, i]` in BF16, which has every value. Returns whether both are there, with matching shapes.
+    pub fn decode(&mut self, name: &str, [blocks, scales]: [&str; 2]) -> bool {
+        let [of_blocks, of_scales] = [blocks, scales].map(|n| self.tensors.get(n).cloned());
+        let (Some(of_blocks), Some(of_scales)) = (of_blocks, of_scales) else { return false };
+        let (&[o, n, half], true) = (of_blocks.shape.as_slice(), of_scales.dtype == Dtype::U8) else {
+            return false;
+        };
+        if of_blocks.dtype != Dtype::U8 || 2 * half != mxfp4::BLOCK || of_scales.shape != [o, n] {
+            return false;
+        }
+        let shape = vec![o, n * mxfp4::BLOCK];
+        let bytes = (2 * shape[0] * shape[1]) as u64;
+        let info = TensorInfo { dtype: Dtype::BF16, shape, place: 0..bytes, ..of_blocks.clone() };
+        [blocks, scales].iter().for_each(|n| drop(self.tensors.remove(*n)));
+        self.tensors.insert(name.to_string(), info);
+        let parts = [(blocks.to_string(), of_blocks), (scales.to_string(), of_scales)];
+        self.decoded.insert(name.to_string(), parts);
         true
     }
 
@@ -514,10 +538,37 @@ impl TensorFiles {
 
     /// Fills `buffer` from byte `offset` of the tensor.
     fn fill(&self, name: &str, info: &TensorInfo, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        if let Some(parts) = self.decoded.get(name) {
+            return self.fill_decoded(parts, offset, buffer);
+        }
         match (info.transposed, info.shape.as_slice()) {
             (true, &[rows, cols]) => self.fill_transposed(name, info, (rows, cols), offset, buffer),
             _ => self.fill_from(name, info, info.place.start + offset, buffer),
         }
+    }
+
+    /// Fills `buffer` with values in BF16 from those in MXFP4. `offset` and the length are whole values.
+    fn fill_decoded(
+        &self,
+        parts: &[(String, TensorInfo); 2],
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), Error> {
+        let (first, end) = (offset as usize / 2, (offset as usize + buffer.len()) / 2);
+        let bytes = |(name, info): &(String, TensorInfo), r: Range<usize>| -> Result<Vec<u8>, Error> {
+            let mut out = vec![0; r.len()];
+            self.fill(name, info, r.start as u64, &mut out)?;
+            Ok(out)
+        };
+        let codes = bytes(&parts[0], first / 2..end.div_ceil(2))?;
+        let scales = bytes(&parts[1], first / mxfp4::BLOCK..end.div_ceil(mxfp4::BLOCK))?;
+        for (at, value) in (first..end).zip(buffer.chunks_exact_mut(2)) {
+            let byte = codes[at / 2 - first / 2];
+            let code = if at % 2 == 0 { byte & 15 } else { byte >> 4 };
+            let scale = scales[at / mxfp4::BLOCK - first / mxfp4::BLOCK];
+            value.copy_from_slice(&mxfp4::value(code, scale).to_le_bytes());
+        }
+        Ok(())
     }
 
     /// Fills `buffer` from byte `at` of a tensor's file.

@@ -86,9 +86,10 @@ impl Base {
         Self { seed, ..self }
     }
 
-    /// Whether a module is a score head that the checkpoint lacks.
+    /// Whether a module is a score head or a constant that the checkpoint lacks.
     pub fn lacks(&self, m: &Module) -> bool {
-        m.is_score() && self.read_for(true).is_some_and(|files| files.info(&m.weight_name()).is_none())
+        (m.is_score() || m.is_constant())
+            && self.read_for(true).is_some_and(|files| files.info(&m.weight_name()).is_none())
     }
 
     /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
@@ -379,6 +380,7 @@ fn random(
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],
         (_, Kind::Vector { .. }) => vec![0.0; n],
+        (_, Kind::Constant { .. }) => vec![1.0; n],
         (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
         _ => {
             let std = config.initializer_range as f32;

@@ -2,8 +2,8 @@
 
 use super::error::Error;
 use crate::files::TensorFiles;
-use crate::model::modules::{Group, modules};
-use crate::model::{Config, is_apart};
+use crate::model::Config;
+use crate::model::modules::{Group, constants, modules};
 use crate::quant;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> {
     let mut problems = Vec::new();
     let mut expected = BTreeSet::new();
-    for m in modules(config) {
+    for m in modules(config).into_iter().chain(constants(config)) {
         let mut want = vec![(m.weight_name(), m.weight_shape())];
         if let Some(n) = m.bias() {
             want.push((m.bias_name(), vec![n]));
@@ -31,7 +31,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 continue;
             }
             match files.info(&name) {
-                None if (config.tied && m.group == Group::Head) || m.is_score() => {}
+                None if (config.tied && m.group == Group::Head) || m.is_score() || m.is_constant() => {}
                 None => problems.push(format!("{name}: missing ({shape:?})")),
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
@@ -52,7 +52,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     }
     for name in files.names() {
         // Buffers saved by old versions of transformers.
-        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") && !is_apart(name) {
+        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") && !config.passes(name) {
             problems.push(format!("{name}: unexpected"));
         }
     }

@@ -7,7 +7,7 @@
 
 use super::fused;
 use crate::files::{Cut, TensorFiles, write_folder};
-use crate::model::{Config, is_apart};
+use crate::model::Config;
 use candle_core::{DType, Tensor};
 use ft_base::store::{self};
 use serde_json::{Map, Value};
@@ -24,7 +24,7 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     if let Some(block) = config.fp8 {
         const SCALE: &str = "_scale_inv";
         let scales: Vec<String> =
-            files.names().filter(|n| n.ends_with(SCALE) && !is_apart(n)).map(String::from).collect();
+            files.names().filter(|n| n.ends_with(SCALE) && !config.passes(n)).map(String::from).collect();
         for scale in scales {
             // One that does not fit stays a tensor, which the check finds unexpected.
             files.scale(scale.trim_end_matches(SCALE), &scale, block);
@@ -93,7 +93,7 @@ pub fn write(
     let parts: HashSet<&String> = joined.values().flat_map(|(cut, _)| &cut.parts).collect();
     entries.retain(|(name, ..)| !parts.contains(name));
     entries.extend(joined.values().map(|(cut, dtype)| (cut.name.clone(), *dtype, cut.shape.clone())));
-    let apart: HashSet<&str> = files.names().filter(|n| is_apart(n)).collect();
+    let apart: HashSet<&str> = files.names().filter(|n| model.passes(n)).collect();
     for name in &apart {
         entries.push((name.to_string(), files.dtype_of(name)?, files.get(name)?.shape.clone()));
     }

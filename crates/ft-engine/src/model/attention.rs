@@ -19,10 +19,10 @@ use ft_kernels::{gate, rope};
 pub struct Attention {
     /// Queries: `[d]` -> `[h c]`; with a gate `[h 2c]`, per head the query, then the gate.
     pub q: Linear,
-    /// Keys: `[d]` -> `[g c]`.
-    pub k: Linear,
-    /// Values: `[d]` -> `[g c]`.
-    pub v: Linear,
+    /// Keys: `[d]` -> `[g c]`; `None` where they are an earlier layer's.
+    pub k: Option<Linear>,
+    /// Values: `[d]` -> `[g c]`; `None` where they are an earlier layer's, or keys before their norm.
+    pub v: Option<Linear>,
     /// Output: `[h c]` -> `[d]`.
     pub o: Linear,
     /// RMSNorm of queries and keys, if the family has them.
@@ -41,13 +41,26 @@ pub struct Attention {
     pub window: Option<usize>,
     /// Whether the sigmoid of a gate multiplies the output before `o`.
     pub gated: bool,
+    /// Whether `q` makes keys and values too: `[d]` -> `[h c + 2 g c]`.
+    pub joint: bool,
+    /// Whether the rotary embedding pairs neighboring channels.
+    pub rotates_neighbors: bool,
+    /// Norm of the heads of values, with a weight of ones, if the family has it.
+    pub v_norm: Option<Norm>,
+    /// Number of the layer.
+    pub layer: usize,
+    /// The earlier layer whose keys and values this one uses.
+    pub producer: Option<usize>,
+    /// Whether later layers use the keys and values of this one.
+    pub lends: bool,
 }
 
 /// RMSNorm of queries and keys.
 #[derive(Clone, Debug)]
 pub struct QkNorm {
     pub q: Norm,
-    pub k: Norm,
+    /// Absent with the keys.
+    pub k: Option<Norm>,
     /// Whether a norm covers the whole width `[h c]`; otherwise each head `[c]`.
     pub whole: bool,
 }
@@ -57,14 +70,20 @@ pub struct QkNorm {
 pub struct Saved {
     linears: [linear::Saved; 4],
     /// Queries and keys before their norms; `None` without norms.
-    before_norm: Option<(Tensor, Tensor)>,
+    before_norm: Option<Projected>,
+    /// Values before their norm.
+    v_before: Option<Tensor>,
     /// Queries and keys as attention uses them: normalized and rotated.
     rotated: Option<[Tensor; 2]>,
-    v: Tensor,
+    /// Values; `None` if recomputed from those before the norm.
+    v: Option<Tensor>,
     out: Outputs,
     /// Gate `[t, h c]`.
     gate: Option<Tensor>,
 }
+
+/// Queries `[t, h c]` by head, and keys unless they are an earlier layer's.
+type Projected = (Tensor, Option<Tensor>);
 
 impl Saved {
     /// Drops the activations restored by [`Attention::restore`]: the input, and rotated queries and keys if
@@ -74,6 +93,9 @@ impl Saved {
         self.linears[..3].iter_mut().for_each(|l| l.x = None);
         if self.before_norm.is_some() {
             self.rotated = None;
+        }
+        if self.v_before.is_some() {
+            self.v = None;
         }
     }
 }
@@ -86,27 +108,42 @@ fn flat(x: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Moves neighboring channels `[t, h, c]` that rotate together half of the rotated channels apart, as the kernel pairs
+/// them, or back. Queries and keys move alike, so that their products stay the same.
+fn neighbors_apart(x: &Tensor, tables: &Tables, back: bool) -> Result<Tensor> {
+    let ((t, h, c), half) = (x.dims3()?, tables.cos.dim(1)?);
+    let pairs = if back { (t, h, 2, half) } else { (t, h, half, 2) };
+    let moved = x.narrow(2, 0, 2 * half)?.contiguous()?.reshape(pairs)?.transpose(2, 3)?.contiguous()?;
+    let moved = moved.reshape((t, h, 2 * half))?;
+    if c == 2 * half {
+        return Ok(moved);
+    }
+    Tensor::cat(&[moved, x.narrow(2, 2 * half, c - 2 * half)?.contiguous()?], 2)
+}
+
 impl Attention {
-    /// Query, key, value and output projections.
-    pub fn linears(&self) -> [&Linear; 4] {
-        [&self.q, &self.k, &self.v, &self.o]
+    /// Query, key, value and output projections, of those that the layer has.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.inner().chain([&self.o])
+    }
+
+    /// The linears of the input.
+    fn inner(&self) -> impl Iterator<Item = &Linear> {
+        std::iter::once(&self.q).chain(&self.k).chain(&self.v)
     }
 
     /// As [`Attention::linears`], to change them.
-    pub fn linears_mut(&mut self) -> [&mut Linear; 4] {
-        [&mut self.q, &mut self.k, &mut self.v, &mut self.o]
+    pub fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        std::iter::once(&mut self.q).chain(&mut self.k).chain(&mut self.v).chain([&mut self.o])
     }
 
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
-        let [q, k, v, o] = self.linears();
-        Ok(Self {
-            q: q.dequantized()?,
-            k: k.dequantized()?,
-            v: v.dequantized()?,
-            o: o.dequantized()?,
-            ..self.clone()
-        })
+        let mut copy = self.clone();
+        for linear in copy.linears_mut() {
+            *linear = linear.dequantized()?;
+        }
+        Ok(copy)
     }
 
     fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
@@ -119,8 +156,14 @@ impl Attention {
         let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(q) });
         let out = match (cache, ctx.across) {
             (Some(cache), _) => {
-                cache.add(k, v)?;
-                attention::forward_cached(q, cache, &how, rank).map(Outputs::one)
+                let lent = self.producer.map(|l| ctx.between.cache(l)).transpose()?;
+                if lent.is_none() {
+                    cache.add(k, v)?;
+                }
+                if self.lends {
+                    ctx.between.lend_cache(self.layer, cache);
+                }
+                attention::forward_cached(q, lent.as_ref().unwrap_or(cache), &how, rank).map(Outputs::one)
             }
             (None, Some(across)) => across.forward([q, k, v], &how, rank),
             (None, None) => attention::forward(q, k, v, &how, rank).map(Outputs::one),
@@ -141,10 +184,10 @@ impl Attention {
         }
     }
 
-    /// Norms computed together with the rotation: those of single heads.
+    /// Norms computed together with the rotation: those of single heads. Without keys, both are the queries'.
     fn norms(&self) -> Option<rope::Norms<'_>> {
         let QkNorm { q, k, .. } = self.qk_norm.as_ref().filter(|n| !n.whole && self.rope.is_some())?;
-        Some(rope::Norms { q: q.scale(), k: k.scale() })
+        Some(rope::Norms { q: q.scale(), k: k.as_ref().unwrap_or(q).scale() })
     }
 
     /// Norms computed on their own, with the shapes that they see.
@@ -153,7 +196,19 @@ impl Attention {
     }
 
     /// Queries and keys as attention uses them, from those before their norms.
-    fn rotated(&self, [q, k]: [Tensor; 2], ctx: &Context) -> Result<[Tensor; 2]> {
+    fn rotated(&self, (q, k): Projected, ctx: &Context) -> Result<[Tensor; 2]> {
+        let Some(producer) = self.producer else {
+            let Some(k) = k else { candle_core::bail!("attention without keys") };
+            return self.both_rotated([q, k], ctx);
+        };
+        // The kernel takes two: the first head stands in for keys.
+        let stand_in = q.narrow(1, 0, 1)?.contiguous()?;
+        let [q, _] = self.both_rotated([q, stand_in], ctx)?;
+        let [k, _] = ctx.between.keys(producer)?;
+        Ok([q, k])
+    }
+
+    fn both_rotated(&self, [q, k]: [Tensor; 2], ctx: &Context) -> Result<[Tensor; 2]> {
         let [q, k] = match self.apart() {
             None => [q, k],
             Some(n) => {
@@ -162,19 +217,21 @@ impl Attention {
                     let x = if n.whole { flat(&x)? } else { x };
                     norm.forward(&x)?.reshape(shape)
                 };
-                [normed(&n.q, q)?, normed(&n.k, k)?]
+                [normed(&n.q, q)?, normed(n.k.as_ref().unwrap_or(&n.q), k)?]
             }
         };
-        match self.tables(ctx)? {
-            Some(t) => rope::forward(q, k, self.norms(), &t.cos, &t.sin),
-            None => Ok([q, k]),
-        }
+        let Some(t) = self.tables(ctx)? else { return Ok([q, k]) };
+        let [q, k] = match self.rotates_neighbors {
+            true => [neighbors_apart(&q, t, false)?, neighbors_apart(&k, t, false)?],
+            false => [q, k],
+        };
+        rope::forward(q, k, self.norms(), &t.cos, &t.sin)
     }
 
-    /// Backward pass of [`Attention::rotated`]: gradients of queries and keys as rows, with room for `ranks`.
+    /// Backward pass of [`Attention::both_rotated`]: gradients of queries and keys as rows, with room for `ranks`.
     fn rotated_back(
         &self,
-        before: Option<&(Tensor, Tensor)>,
+        before: Option<&[Tensor; 2]>,
         [dq, dk]: [Tensor; 2],
         ctx: &Context,
         ranks: [usize; 2],
@@ -182,45 +239,75 @@ impl Attention {
     ) -> Result<[Padded; 2]> {
         let rows = |t: &Tensor| Padded::of(&flat(t)?);
         let want = self.norms().and(self.qk_norm.as_ref());
-        let want = want.map_or([false; 2], |n| [&n.q, &n.k].map(|n| n.slot.is_some()));
+        let trains = |n: &Norm| n.slot.is_some();
+        let want = want.map_or([false; 2], |n| [trains(&n.q), n.k.as_ref().is_some_and(trains)]);
         let [dq, dk] = match self.tables(ctx)? {
             None => [rows(&dq)?, rows(&dk)?],
             Some(t) => {
-                let before = before.zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
+                let before = before.zip(self.norms()).map(|([q, k], norms)| (q, k, norms));
                 let (rotated, [wq, wk]) = rope::backward(before, &t.cos, &t.sin, dq, dk, want, ranks)?;
                 if let Some(n) = self.norms().and(self.qk_norm.as_ref()) {
                     n.q.give(wq, sink)?;
-                    n.k.give(wk, sink)?;
+                    n.k.iter().try_for_each(|n| n.give(wk.clone(), sink))?;
                 }
-                rotated
+                match (self.rotates_neighbors, rotated) {
+                    (false, rotated) => rotated,
+                    (true, [dq, dk]) => {
+                        let back = |d: Padded, heads: usize| {
+                            let by_head = d.values()?.reshape(((), heads, self.head_dim))?;
+                            rows(&neighbors_apart(&by_head, t, true)?)
+                        };
+                        [back(dq, self.heads)?, back(dk, self.kv_heads)?]
+                    }
+                }
             }
         };
-        let (Some(n), Some((q, k))) = (self.apart(), before) else { return Ok([dq, dk]) };
+        let (Some(n), Some([q, k])) = (self.apart(), before) else { return Ok([dq, dk]) };
         let back = |norm: &Norm, x: &Tensor, dy: Padded| {
             let x = if n.whole { flat(x)? } else { x.clone() };
             rows(&norm.backward(&x, &dy.values()?.reshape(x.shape())?, sink)?)
         };
-        Ok([back(&n.q, q, dq)?, back(&n.k, k, dk)?])
+        let of_k = n.k.as_ref().map_or(Ok(dk.clone()), |n| back(n, k, dk))?;
+        Ok([back(&n.q, q, dq)?, of_k])
+    }
+
+    /// Queries, keys and values `[t, heads, c]` from a row of all three.
+    fn split(&self, y: &Tensor) -> Result<[Tensor; 3]> {
+        let (t, c) = (y.dim(0)?, self.head_dim);
+        let part = |first: usize, heads: usize| -> Result<Tensor> {
+            y.narrow(1, first * c, heads * c)?.contiguous()?.reshape((t, heads, c))
+        };
+        let (h, g) = (self.heads, self.kv_heads);
+        Ok([part(0, h)?, part(h, g)?, part(h + g, g)?])
+    }
+
+    /// Values from those before their norm.
+    fn normed_values(&self, v: &Tensor) -> Result<Tensor> {
+        self.v_norm.as_ref().map_or_else(|| Ok(v.clone()), |n| n.forward(v))
     }
 
     /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
     pub fn fused_rank(&self, x: &Tensor) -> usize {
-        [&self.q, &self.k, &self.v].into_iter().map(|l| l.fused_rank(x)).max().unwrap_or(0)
+        self.inner().map(|l| l.fused_rank(x)).max().unwrap_or(0)
     }
 
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
-        [&self.q, &self.k, &self.v].into_iter().any(Linear::needs_input)
+        self.inner().any(Linear::needs_input)
     }
 
     /// Restores the activations dropped by [`Saved::drop_inputs`]: the input `x` if needed, and rotated
     /// queries and keys.
     pub fn restore(&self, s: &mut Saved, x: Option<&Tensor>, ctx: &Context) -> Result<()> {
-        for (l, s) in self.linears().into_iter().zip(&mut s.linears[..3]) {
-            s.x = x.and_then(|x| l.input(x));
+        let linears = [Some(&self.q), self.k.as_ref(), self.v.as_ref()];
+        for (l, s) in linears.into_iter().zip(&mut s.linears[..3]) {
+            s.x = x.and_then(|x| l?.input(x));
         }
-        if let (None, Some((q, k))) = (&s.rotated, &s.before_norm) {
-            s.rotated = Some(self.rotated([q.clone(), k.clone()], ctx)?);
+        if let (None, Some(before)) = (&s.rotated, &s.before_norm) {
+            s.rotated = Some(self.rotated(before.clone(), ctx)?);
+        }
+        if let (None, Some(v)) = (&s.v, &s.v_before) {
+            s.v = Some(self.normed_values(v)?);
         }
         Ok(())
     }
@@ -236,18 +323,41 @@ impl Attention {
             let (y, saved) = linear.forward_padded(x, ctx)?;
             Ok((y.reshape((t, heads, c))?, saved))
         };
-        let (q, gate, qs) = if self.gated {
+        let (mut joint, mut gate) = (None, None);
+        let (q, qs) = if self.gated {
             let (y, saved) = self.q.forward_padded(x, ctx)?;
-            let (q, gate) = gate::split(&y, self.heads)?;
-            (q, Some(gate), saved)
+            let (q, of_q) = gate::split(&y, self.heads)?;
+            gate = Some(of_q);
+            (q, saved)
+        } else if self.joint {
+            let (y, saved) = self.q.forward_padded(x, ctx)?;
+            let [q, k, v] = self.split(&y)?;
+            joint = Some((k, v));
+            (q, saved)
         } else {
-            let (q, saved) = by_head(&self.q, self.heads)?;
-            (q, None, saved)
+            by_head(&self.q, self.heads)?
         };
-        let (k, ks) = by_head(&self.k, self.kv_heads)?;
-        let (v, vs) = by_head(&self.v, self.kv_heads)?;
+        let of = |linear: &Option<Linear>| -> Result<(Option<Tensor>, linear::Saved)> {
+            let Some(linear) = linear else { return Ok((None, linear::Saved::default())) };
+            by_head(linear, self.kv_heads).map(|(y, saved)| (Some(y), saved))
+        };
+        let (mut k, ks) = of(&self.k)?;
+        let (mut v, vs) = of(&self.v)?;
+        if let Some(both) = joint {
+            (k, v) = (Some(both.0), Some(both.1));
+        }
+        let v_before = v.or_else(|| k.clone());
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
-        let [q, k] = self.rotated([q, k], ctx)?;
+        let [q, k] = self.rotated((q, k), ctx)?;
+        let v = match (&v_before, self.producer) {
+            (Some(v), _) => self.normed_values(v)?,
+            (None, Some(l)) => ctx.between.keys(l)?[1].clone(),
+            (None, None) => candle_core::bail!("attention without values"),
+        };
+        if self.lends {
+            ctx.between.lend_keys(self.layer, [k.clone(), v.clone()]);
+        }
+        let v_before = v_before.filter(|_| self.v_norm.is_some());
         let out = self.attend([&q, &k, &v], ctx, cache)?;
         let (y, os) = match &gate {
             None => self.o.forward_padded(&out.o, ctx)?,
@@ -258,7 +368,8 @@ impl Attention {
                 (y, os)
             }
         };
-        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out, gate }))
+        let (linears, rotated, v) = ([qs, ks, vs, os], Some([q, k]), Some(v));
+        Ok((y, Saved { linears, before_norm, v_before, rotated, v, out, gate }))
     }
 
     /// Backward pass: returns the gradient of the input.
@@ -266,7 +377,9 @@ impl Attention {
         let (t, _) = dy.dims();
         let c = self.head_dim;
         let [qs, ks, vs, mut os] = s.linears;
-        let Some([q, k]) = s.rotated else { candle_core::bail!("backward without queries and keys") };
+        let (Some([q, k]), Some(v)) = (s.rotated, s.v) else {
+            candle_core::bail!("backward without queries, keys and values")
+        };
         if let Some(gate) = s.gate.as_ref().filter(|_| self.o.needs_input()) {
             os.x = Some(gate::forward(&s.out.o, gate)?);
         }
@@ -279,7 +392,10 @@ impl Attention {
             }
         };
         let d_o = d_o.reshape((t, self.heads, c))?;
-        let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.fused_rank_back(&d_o, ctx));
+        let rank = |l: &Option<Linear>| l.as_ref().map_or(0, |l| l.fused_rank_back(&d_o, ctx));
+        let (rq, rk) = (self.q.fused_rank_back(&d_o, ctx), if self.v.is_some() { rank(&self.k) } else { 0 });
+        let (rq, rk) = if self.rotates_neighbors || self.joint { (0, 0) } else { (rq, rk) };
+        let rv = if self.v_norm.is_none() && !self.lends { rank(&self.v) } else { 0 };
         if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
             let sinks = sinks.to_dtype(q.dtype())?;
             for (rows, part) in s.out.parts() {
@@ -289,23 +405,70 @@ impl Attention {
         }
         let (how, out) = (self.causal(ctx), s.out);
         let (dq, dk, dv) = match ctx.across {
-            Some(across) => across.backward([&q, &k, &s.v, &d_o], out, &how, rv)?,
+            Some(across) => across.backward([&q, &k, &v, &d_o], out, &how, rv)?,
             None => {
-                let gradients = attention::backward(&q, &k, &s.v, out.whole()?, &d_o, &how, rv)?;
+                let gradients = attention::backward(&q, &k, &v, out.whole()?, &d_o, &how, rv)?;
                 drop(out);
                 gradients
             }
         };
-        drop((d_o, q, k, s.v, os));
+        drop((d_o, q, k, v, os));
         let rq = if d_gate.is_some() { 0 } else { rq };
-        let [dq, dk] = self.rotated_back(s.before_norm.as_ref(), [dq, dk], ctx, [rq, rk], sink)?;
-        drop(s.before_norm);
+        let kept = (s.before_norm, s.v_before);
+        let (dq, d_keys) = self.projected_back(kept, [dq, dk], dv, ctx, [rq, rk], sink)?;
         let dq = match d_gate {
             None => dq,
             Some(d_gate) => gate::join(&dq, &d_gate, self.heads)?,
         };
-        let dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
-        let dx = self.k.backward_padded(&ks, &dk, ctx, sink, Some(dx))?;
-        self.v.backward_padded(&vs, &dv, ctx, sink, Some(dx))
+        if let (true, Some([dk, dv])) = (self.joint, &d_keys) {
+            let all = Padded::of(&Tensor::cat(&[dq.values()?, dk.values()?, dv.values()?], 1)?)?;
+            drop((dq, d_keys));
+            return self.q.backward_padded(&qs, &all, ctx, sink, None);
+        }
+        let mut dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
+        drop(dq);
+        let Some([dk, dv]) = d_keys else { return Ok(dx) };
+        for (linear, saved, d) in [(&self.k, &ks, dk), (&self.v, &vs, dv)] {
+            if let Some(linear) = linear {
+                dx = linear.backward_padded(saved, &d, ctx, sink, Some(dx))?;
+            }
+        }
+        Ok(dx)
+    }
+
+    /// Gradients of the projections from those of queries, keys and values as attention uses them. Those of an earlier
+    /// layer's keys and values go there.
+    fn projected_back(
+        &self,
+        (before, v_before): (Option<Projected>, Option<Tensor>),
+        [dq, dk]: [Tensor; 2],
+        dv: Padded,
+        ctx: &Context,
+        ranks: [usize; 2],
+        sink: &Sink<'_>,
+    ) -> Result<(Padded, Option<[Padded; 2]>)> {
+        if let Some(producer) = self.producer {
+            let (dv, one) = (dv.values()?.reshape(dk.shape())?, |x: &Tensor| x.narrow(1, 0, 1)?.contiguous());
+            ctx.between.give_keys(producer, [dk, dv])?;
+            let before = before.map(|(q, _)| Ok::<_, candle_core::Error>([one(&q)?, q])).transpose()?;
+            let before = before.map(|[stand_in, q]| [q, stand_in]);
+            let d_one = one(&dq)?;
+            let [dq, _] = self.rotated_back(before.as_ref(), [dq, d_one], ctx, [ranks[0], 0], sink)?;
+            return Ok((dq, None));
+        }
+        let (mut dk, mut dv) = (dk, dv);
+        if let Some([of_k, of_v]) = self.lends.then(|| ctx.between.take_keys(self.layer)).flatten() {
+            dv = Padded::of(&(dv.values()? + flat(&of_v)?)?)?;
+            dk = (dk + of_k)?;
+        }
+        if let (Some(norm), Some(v)) = (&self.v_norm, v_before) {
+            dv = Padded::of(&flat(&norm.backward(&v, &dv.values()?.reshape(v.shape())?, sink)?)?)?;
+        }
+        let before = before.and_then(|(q, k)| Some([q, k?]));
+        let [dq, mut dk] = self.rotated_back(before.as_ref(), [dq, dk], ctx, ranks, sink)?;
+        if self.v.is_none() && !self.joint {
+            dk = Padded::of(&(dk.values()? + dv.values()?)?)?;
+        }
+        Ok((dq, Some([dk, dv])))
     }
 }

@@ -1,21 +1,23 @@
 //! The whole decoder: embedding, layers, head.
 
 use super::attention::{Attention, QkNorm};
-use super::config::Config;
 use super::config::family::{DeltaProjections, QkNorms};
 use super::config::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, modules};
+use super::config::{Config, KeySource};
 use super::delta::{DeltaNet, Parameter, Projections};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
 use super::feed_forward::{Mixture, Owned, Shared};
 use super::head::Head;
 use super::layer::{FeedForward, Layer};
+use super::layer_inputs::LayerInputs;
 use super::linear::Rows;
 use super::linear::{Linear, Lora, Weight};
 use super::mixer::Mixer;
 use super::norm::Norm;
 use super::pass::batch::{Batch, HostBatch};
 use super::pass::sink::Slot;
+use super::per_layer::PerLayer;
 use super::units::Units;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
@@ -85,7 +87,7 @@ impl Decoder {
         let tree = Tree::of(config);
         let units = weights.units().unwrap_or(Units::all(config.layers));
         let mut b = Builder::new(config, weights);
-        let (embedding, table) = b.embedding(&tree.embedding)?;
+        let (embedding, table) = b.embedding(&tree.embedding, tree.per_layer.as_ref())?;
         let layers =
             tree.layers.iter().enumerate().map(|(l, t)| b.layer(l, t)).collect::<ft_base::Result<_>>()?;
         let head = b.head(&tree.norm, &tree.head, Some(table))?;
@@ -105,7 +107,10 @@ impl Decoder {
         let batch = Batch::new(config, host, (0, 0), None, device)?;
         let tree = Tree::of(config);
         let mut b = Builder::new(config, weights);
-        let mut x_td = b.embedding(&tree.embedding)?.0.forward(&batch.ids)?;
+        let embedding = b.embedding(&tree.embedding, tree.per_layer.as_ref())?.0;
+        let mut x_td = embedding.forward(&batch.ids)?;
+        embedding.begin(&x_td, &batch.ids, &batch.context)?;
+        drop(embedding);
         for (l, t) in tree.layers.iter().enumerate() {
             x_td = b.layer(l, t)?.forward(&x_td, &batch.context, None, None)?.0;
         }
@@ -120,6 +125,7 @@ impl Decoder {
     pub fn without_adapters(&self) -> Self {
         let mut base = self.clone();
         base.embedding.lora = None;
+        base.embedding.layer_inputs.iter_mut().for_each(|i| i.projection.lora = None);
         base.layers.iter_mut().for_each(Layer::remove_adapters);
         base.head.linear.lora = None;
         base
@@ -127,7 +133,8 @@ impl Decoder {
 
     /// Every linear with its module, in the order of the forward pass; of experts that ranks split, those of this one.
     pub fn linears(&self) -> Vec<(Module, &Linear)> {
-        let own = self.layers.iter().flat_map(Layer::linears).chain([&self.head.linear]);
+        let own = self.embedding.linears().chain(self.layers.iter().flat_map(Layer::linears));
+        let own = own.chain([&self.head.linear]);
         let here = |m: &Module| match (m.layer.and_then(|l| self.layers.get(l)).map(|l| &l.mlp), m.expert) {
             (Some(FeedForward::Mixture(mixture)), Some(e)) => mixture.has(e),
             _ => true,
@@ -168,12 +175,25 @@ impl<'a> Builder<'a> {
     }
 
     /// Builds the embedding; also returns the table for a tied head.
-    pub fn embedding(&mut self, m: &Module) -> ft_base::Result<(Embedding, Table)> {
+    pub fn embedding(
+        &mut self,
+        m: &Module,
+        per_layer: Option<&[Module; 3]>,
+    ) -> ft_base::Result<(Embedding, Table)> {
         let (table, slot, rows) = self.table(m)?;
         let lora = self.weights.embedding_lora(m)?;
         let (dtype, scale) = (self.weights.dtype(), self.config.embedding_scale);
-        let embedding = Embedding { table: table.clone(), dtype, scale, slot, lora, rows: rows.clone() };
+        let layer_inputs = per_layer.map(|m| self.layer_inputs(m).map(Box::new)).transpose()?;
+        let own = rows.clone();
+        let embedding = Embedding { table: table.clone(), dtype, scale, slot, lora, rows: own, layer_inputs };
         Ok((embedding, (table, slot, rows)))
+    }
+
+    fn layer_inputs(&mut self, [table, projection, norm]: &[Module; 3]) -> ft_base::Result<LayerInputs> {
+        let (table, slot) = self.weights.weight(table)?;
+        let (projection, norm) = (self.linear(projection)?, self.norm(norm)?);
+        let (hidden, dtype) = (self.config.hidden, self.weights.dtype());
+        Ok(LayerInputs { table, slot, projection, norm, hidden, dtype })
     }
 
     fn table(&mut self, m: &Module) -> ft_base::Result<Table> {
@@ -209,27 +229,7 @@ impl<'a> Builder<'a> {
     fn mixer(&mut self, l: usize, t: &MixerTree) -> ft_base::Result<Mixer> {
         let c = self.config;
         Ok(match t {
-            MixerTree::Attention { q, k, v, o, qk_norm, sinks } => Mixer::Attention(Box::new(Attention {
-                q: self.linear(q)?,
-                k: self.linear(k)?,
-                v: self.linear(v)?,
-                o: self.linear(o)?,
-                qk_norm: match qk_norm {
-                    Some((q, k)) => {
-                        let whole = c.family.qk_norm == QkNorms::Whole;
-                        Some(QkNorm { q: self.norm(q)?, k: self.norm(k)?, whole })
-                    }
-                    None => None,
-                },
-                sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
-                heads: self.weights.heads(c.heads),
-                kv_heads: self.weights.heads(c.kv_heads),
-                head_dim: c.head_dim,
-                scale: c.attention[l].scale,
-                rope: c.attention[l].rope,
-                window: c.attention[l].window,
-                gated: c.family.gated,
-            })),
+            MixerTree::Attention { .. } => Mixer::Attention(Box::new(self.attention(l, t)?)),
             MixerTree::Delta { projections, conv, a_log, bias, norm, out } => {
                 let Some(delta) = c.delta_of(l) else {
                     let why = format!("layer {l} has linear attention and its config none");
@@ -257,6 +257,52 @@ impl<'a> Builder<'a> {
                 let (out, heads) = (self.linear(out)?, delta.heads);
                 Mixer::Delta(Box::new(DeltaNet { projections, out, conv, a_log, bias, norm, heads }))
             }
+        })
+    }
+
+    /// Builds the attention of layer `l`.
+    fn attention(&mut self, l: usize, t: &MixerTree) -> ft_base::Result<Attention> {
+        let MixerTree::Attention { q, k, v, o, qk_norm, sinks } = t else {
+            return Err(candle_core::Error::Msg(format!("layer {l} has no attention")).into());
+        };
+        let (c, own) = (self.config, &self.config.attention[l]);
+        let q = self.linear(q)?;
+        let mut optional = |m: &Option<Module>| m.as_ref().map(|m| self.linear(m)).transpose();
+        let (k, v) = (optional(k)?, optional(v)?);
+        let o = self.linear(o)?;
+        let qk_norm = match qk_norm {
+            Some((q, k)) => {
+                let whole = c.family.qk_norm == QkNorms::Whole;
+                Some(QkNorm { q: self.norm(q)?, k: self.optional(k)?, whole })
+            }
+            None => None,
+        };
+        // A weight of ones: the norm of values has none.
+        let ones = |n: &QkNorm| -> ft_base::Result<Norm> {
+            let weight = Tensor::ones(own.head_dim, self.weights.dtype(), n.q.weight.device())?;
+            Ok(Norm { weight, slot: None, eps: c.eps, plus: 0.0 })
+        };
+        let normed = c.family.by_layer && own.producer().is_none();
+        Ok(Attention {
+            q,
+            k,
+            v,
+            o,
+            v_norm: qk_norm.as_ref().filter(|_| normed).map(ones).transpose()?,
+            qk_norm,
+            sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
+            heads: self.weights.heads(c.heads),
+            kv_heads: self.weights.heads(own.kv_heads),
+            head_dim: own.head_dim,
+            scale: own.scale,
+            rope: own.rope,
+            window: own.window,
+            gated: c.family.gated,
+            layer: l,
+            joint: own.keys == KeySource::WithQueries,
+            rotates_neighbors: c.family.rotates_neighbors,
+            producer: own.producer(),
+            lends: c.lends_keys(l),
         })
     }
 
@@ -298,7 +344,14 @@ impl<'a> Builder<'a> {
             (FeedForwardTree::Dense(mlp), _) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
         };
         let mlp_post = self.optional(&t.mlp_post)?;
-        Ok(Layer { attn_norm, attn, attn_post, mlp_norm, mlp, mlp_post })
+        let per_layer = t.per_layer.as_ref().map(|m| self.per_layer(l, m).map(Box::new)).transpose()?;
+        let scalar = t.scalar.as_ref().map(|m| self.parameter(m)).transpose()?;
+        Ok(Layer { attn_norm, attn, attn_post, mlp_norm, mlp, mlp_post, per_layer, scalar })
+    }
+
+    fn per_layer(&mut self, layer: usize, [gate, out, norm]: &[Module; 3]) -> ft_base::Result<PerLayer> {
+        let (gate, projection, norm) = (self.linear(gate)?, self.linear(out)?, self.norm(norm)?);
+        Ok(PerLayer { layer, gate, projection, norm, glu: self.config.glu })
     }
 
     fn mlp(&mut self, t: &MlpTree) -> ft_base::Result<Mlp> {

@@ -1,7 +1,8 @@
 //! The token embedding: frozen, trained in full or by row, or with LoRA.
 
-use super::linear::Rows;
-use super::pass::batch::Batch;
+use super::layer_inputs::LayerInputs;
+use super::linear::{Linear, Rows};
+use super::pass::batch::{Batch, Context};
 use super::pass::sink::{Sink, Slot};
 use candle_core::{DType, Result};
 use ft_kernels::{Tensor, embed, gemm, upcast};
@@ -20,6 +21,8 @@ pub struct Embedding {
     pub lora: Option<EmbeddingLora>,
     /// Rows trained on their own, for new tokens.
     pub rows: Option<Rows>,
+    /// Inputs of the layers, if the model has per-layer inputs.
+    pub layer_inputs: Option<Box<LayerInputs>>,
 }
 
 /// LoRA on the table: `table + s (B A)^T`, A `[r, v]`, B `[d, r]`.
@@ -39,6 +42,25 @@ impl Embedding {
         self.slot.is_some()
             || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
             || self.rows.as_ref().is_some_and(|r| r.slot.is_some())
+            || self.layer_inputs.as_ref().is_some_and(|i| i.trains())
+    }
+
+    /// Linears, in the order of the forward pass.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.layer_inputs.iter().map(|i| &i.projection)
+    }
+
+    /// Whether the backward pass uses weights: a plain table's gradient does not depend on the table.
+    pub fn uses_weights(&self) -> bool {
+        self.lora.is_some() || self.layer_inputs.is_some()
+    }
+
+    /// Starts a pass: hands the layers their inputs, made from `ids` `[t]` and their embeddings `x` `[t, d]`.
+    pub fn begin(&self, x: &Tensor, ids: &Tensor, ctx: &Context) -> Result<()> {
+        match &self.layer_inputs {
+            None => Ok(()),
+            Some(inputs) => inputs.forward(x, ids, ctx, self.trains()),
+        }
     }
 
     /// Embeddings `[t, d]` of `ids` `[t]`.
@@ -53,17 +75,28 @@ impl Embedding {
 
     /// `x` times the factor on the embeddings.
     fn scaled(&self, x: Tensor) -> Result<Tensor> {
-        let scale = match self.dtype {
-            DType::BF16 => half::bf16::from_f64(self.scale).to_f64(),
-            DType::F16 => half::f16::from_f64(self.scale).to_f64(),
-            _ => self.scale,
-        };
-        if scale == 1.0 { Ok(x) } else { x * scale }
+        scaled(x, self.scale, self.dtype)
     }
 
-    /// Adds the gradients of trained tensors to the sink.
-    pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
-        let (ids, dy) = (&batch.ids, &self.scaled(dy.clone())?);
+    /// Adds the gradients of trained tensors to the sink, given the gradient of the embeddings; `noise` as in
+    /// [`Batch::noisy`].
+    pub fn backward(
+        &self,
+        batch: &Batch,
+        ctx: &Context,
+        noise: f64,
+        dy: &Tensor,
+        sink: &Sink<'_>,
+    ) -> Result<()> {
+        let through = match &self.layer_inputs {
+            None => None,
+            Some(inputs) => {
+                let x = || batch.noisy(self.forward(&batch.ids)?, noise);
+                inputs.backward(batch, ctx, &x, sink)?
+            }
+        };
+        let dy = through.map_or_else(|| Ok(dy.clone()), |d| dy + d)?;
+        let (ids, dy) = (&batch.ids, &self.scaled(dy)?);
         if let Some(slot) = self.slot {
             sink.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
         }
@@ -77,6 +110,16 @@ impl Embedding {
         }
         Ok(())
     }
+}
+
+/// `x` times a factor that is rounded to the compute dtype.
+pub(super) fn scaled(x: Tensor, scale: f64, dtype: DType) -> Result<Tensor> {
+    let scale = match dtype {
+        DType::BF16 => half::bf16::from_f64(scale).to_f64(),
+        DType::F16 => half::f16::from_f64(scale).to_f64(),
+        _ => scale,
+    };
+    if scale == 1.0 { Ok(x) } else { x * scale }
 }
 
 impl EmbeddingLora {

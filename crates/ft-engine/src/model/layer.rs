@@ -1,6 +1,7 @@
 //! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`. Some families normalize the
 //! outputs too, or instead.
 
+use super::delta::Parameter;
 use super::feed_forward::mlp::{self, Mlp};
 use super::feed_forward::{self, Mixture};
 use super::linear::Linear;
@@ -8,6 +9,7 @@ use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
 use super::pass::sink::Sink;
+use super::per_layer::{self, PerLayer};
 use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::Groups;
@@ -27,6 +29,10 @@ pub struct Layer {
     pub mlp: FeedForward,
     /// Norm of the feed-forward part's output.
     pub mlp_post: Option<Norm>,
+    /// Use of the layer's inputs, if the model has per-layer inputs.
+    pub per_layer: Option<Box<PerLayer>>,
+    /// Factor `[1]` on the output, if the family has one.
+    pub scalar: Option<Parameter>,
 }
 
 /// Feed-forward part of a layer.
@@ -161,6 +167,8 @@ pub struct Saved {
     mlp: FeedForwardSaved,
     /// Output of the feed-forward part `[t, d]`, if it is normalized; `None` if recomputed.
     mlp_out: Option<Tensor>,
+    /// `None` if recomputed, or without per-layer inputs.
+    per_layer: Option<Box<per_layer::Saved>>,
 }
 
 /// Saved activations of the attention half.
@@ -190,8 +198,10 @@ impl Saved {
         if level >= Level::FeedForward {
             self.mlp = FeedForwardSaved::Dropped(self.routing());
             self.mlp_out = None;
+            self.per_layer = None;
         }
         if level >= Level::Norms {
+            self.per_layer.iter_mut().for_each(|s| s.drop_inputs());
             if let Some(Attended { mid, out, saved }) = &mut self.attn {
                 saved.drop_inputs();
                 if out.is_some() {
@@ -233,6 +243,7 @@ impl Layer {
             FeedForward::Dense(b) => all.extend(b.linears()),
             FeedForward::Mixture(b) => all.extend(b.linears()),
         }
+        all.extend(self.per_layer.iter().flat_map(|p| p.linears()));
         all
     }
 
@@ -243,7 +254,8 @@ impl Layer {
             FeedForward::Dense(b) => b.linears_mut().collect(),
             FeedForward::Mixture(b) => b.linears_mut(),
         };
-        own.chain(of_mlp).for_each(|linear| linear.lora = None);
+        let inputs = self.per_layer.iter_mut().flat_map(|p| p.linears_mut());
+        own.chain(of_mlp).chain(inputs).for_each(|linear| linear.lora = None);
     }
 
     /// Whether a matrix is 4-bit and dequantized in every product.
@@ -279,7 +291,8 @@ impl Layer {
             }
         };
         let attn = if level == Level::Full { self.attn.dequantized()? } else { self.attn.clone() };
-        Ok(Self { attn, mlp, ..self.clone() })
+        let per_layer = self.per_layer.as_ref().map(|p| p.dequantized().map(Box::new)).transpose()?;
+        Ok(Self { attn, mlp, per_layer, ..self.clone() })
     }
 
     /// Rebuilds the full saved activations from `kept`, the result of [`Saved::keep`].
@@ -317,9 +330,35 @@ impl Layer {
             None => (None, kept.mlp),
         };
         let mlp_out = mlp_out.map(|m| scattered(m, ctx)).transpose()?;
+        let mlp_out = kept.mlp_out.or(mlp_out);
+        let per_layer = self.inputs_again(kept.per_layer, &mid, mlp_out.as_ref(), ctx)?;
         let (out, saved) = attn;
         let attn = Some(Attended { mid: Some(mid), out, saved });
-        Ok(Saved { attn, mlp, mlp_out: kept.mlp_out.or(mlp_out) })
+        Ok(Saved { attn, mlp, mlp_out, per_layer })
+    }
+
+    /// Rebuilds the activations of the layer's inputs, if it has them.
+    fn inputs_again(
+        &self,
+        kept: Option<Box<per_layer::Saved>>,
+        mid: &Tensor,
+        mlp_out: Option<&Tensor>,
+        ctx: &Context,
+    ) -> Result<Option<Box<per_layer::Saved>>> {
+        let Some(inputs) = &self.per_layer else { return Ok(None) };
+        let x = || match (&self.mlp_post, mlp_out) {
+            (Some(post), Some(m)) => mid + post.forward(m)?,
+            _ => candle_core::bail!("{OTHER}"),
+        };
+        match kept {
+            None => Ok(Some(Box::new(inputs.recompute(&x()?, ctx)?))),
+            Some(mut saved) => {
+                if inputs.needs_input() {
+                    inputs.restore(&mut saved, &x()?);
+                }
+                Ok(Some(saved))
+            }
+        }
     }
 
     /// The input of a half, with `rank` spare columns if normalized.
@@ -385,7 +424,50 @@ impl Layer {
             Some(post) => (post.forward(&m)?, Some(m)),
             None => (m, None),
         };
-        Ok(((&mid + m)?, Saved { attn: Some(Attended { mid: Some(mid), out, saved }), mlp, mlp_out }))
+        let (y, per_layer) = self.finish((&mid + m)?, ctx)?;
+        let attn = Some(Attended { mid: Some(mid), out, saved });
+        Ok((y, Saved { attn, mlp, mlp_out, per_layer }))
+    }
+
+    /// The layer's output from the residual stream after the feed-forward part: with the layer's inputs, times the
+    /// factor.
+    fn finish(&self, x: Tensor, ctx: &Context) -> Result<(Tensor, Option<Box<per_layer::Saved>>)> {
+        let (x, saved) = match &self.per_layer {
+            None => (x, None),
+            Some(inputs) => {
+                let (y, saved) = inputs.forward(&x, ctx)?;
+                (y, Some(Box::new(saved)))
+            }
+        };
+        Ok((self.scaled(x)?, saved))
+    }
+
+    /// `x` times the factor on the output.
+    fn scaled(&self, x: Tensor) -> Result<Tensor> {
+        match &self.scalar {
+            None => Ok(x),
+            Some(s) => x.broadcast_mul(&s.value.to_dtype(x.dtype())?),
+        }
+    }
+
+    /// Backward pass of [`Layer::finish`], if it does anything.
+    fn finish_back(
+        &self,
+        saved: Option<Box<per_layer::Saved>>,
+        dy: &Padded,
+        ctx: &Context,
+        sink: &Sink<'_>,
+    ) -> Result<Option<Padded>> {
+        if self.scalar.is_none() && self.per_layer.is_none() {
+            return Ok(None);
+        }
+        let dy = self.scaled(dy.values()?)?;
+        let dx = match (&self.per_layer, saved) {
+            (None, _) => dy,
+            (Some(inputs), Some(saved)) => inputs.backward(*saved, &dy, ctx, sink)?,
+            (Some(_), None) => candle_core::bail!("{OTHER}"),
+        };
+        Ok(Some(Padded::of(&dx)?))
     }
 
     /// Backward pass: returns the gradient of the input `x`, with `rank` spare columns. `balance` adds the
@@ -400,6 +482,8 @@ impl Layer {
         rank: usize,
     ) -> Result<Padded> {
         let Some(Attended { mid: Some(mid), out, saved }) = s.attn else { candle_core::bail!("{OTHER}") };
+        let finished = self.finish_back(s.per_layer, dy, ctx, sink)?;
+        let dy = finished.as_ref().unwrap_or(dy);
         let d_mid = {
             let before = post_back(&self.mlp_post, s.mlp_out, dy, sink)?;
             let of = |all: &Tensor| self.mlp.fused_rank_back(all, ctx.whole());

@@ -64,7 +64,7 @@ impl Mixer {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
         match self {
-            Mixer::Attention(a) => a.linears().into(),
+            Mixer::Attention(a) => a.linears().collect(),
             Mixer::Delta(d) => d.linears(),
         }
     }
@@ -72,7 +72,7 @@ impl Mixer {
     /// As [`Mixer::linears`], to change them.
     pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
         match self {
-            Mixer::Attention(a) => a.linears_mut().into(),
+            Mixer::Attention(a) => a.linears_mut().collect(),
             Mixer::Delta(d) => d.linears_mut(),
         }
     }

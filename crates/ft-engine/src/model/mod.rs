@@ -16,16 +16,19 @@ pub mod embedding;
 pub mod feed_forward;
 pub mod head;
 pub mod layer;
+mod layer_inputs;
 pub mod linear;
 pub mod mixer;
 pub mod norm;
 mod pass;
+mod per_layer;
 pub mod units;
 
 pub use config::{
-    Biases, Config, Delta, Error, Keys, LayerAttention, Moe, Result, family, is_apart, modules, rope,
+    Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, family, modules,
+    rope,
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{across, batch, cut, sink};
+pub use pass::{across, batch, between, cut, sink};
 pub use units::Units;

@@ -129,6 +129,7 @@ impl<'a> Reader<'a> {
         let mut pass = Visits::begin(visits, self.hooks)?;
         pass.arrive()?;
         let mut x = self.decoder.embedding.forward(&sent)?;
+        self.decoder.embedding.begin(&x, &sent, &ctx)?;
         pass.leave()?;
         for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
             pass.arrive()?;

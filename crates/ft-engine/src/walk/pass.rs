@@ -5,6 +5,7 @@ use super::times::Part;
 use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
 use crate::model::batch::Context;
+use crate::model::between::Between;
 use crate::model::head::Output;
 use crate::model::layer::{self, Level};
 use crate::model::sink::Sink;
@@ -13,6 +14,7 @@ use candle_core::{Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Parked;
 use ft_kernels::padded::Padded;
+use std::sync::Arc;
 
 /// State of a layer between forward and backward.
 struct Saved {
@@ -39,6 +41,8 @@ pub struct Pass<'a> {
     kept: Vec<Option<Saved>>,
     /// Routing decisions.
     pub routing: Routing,
+    /// State between layers.
+    between: Arc<Between>,
 }
 
 impl<'a> Pass<'a> {
@@ -50,7 +54,7 @@ impl<'a> Pass<'a> {
         let visits = Visits::begin(Outline::of(decoder).training(lowest), hooks)?;
         let visits = if decoder.units.has_head() { visits } else { visits.pausing() };
         let kept = Vec::with_capacity(decoder.units.own_layers().len());
-        Ok(Self { visits, kept, routing: Routing::default() })
+        Ok(Self { visits, kept, routing: Routing::default(), between: Arc::default() })
     }
 
     /// Makes the visits up to the backward pass, then those of the backward pass, on a rank without rows; on a stage
@@ -63,7 +67,15 @@ impl<'a> Pass<'a> {
     }
 }
 
-impl Walk<'_> {
+impl<'a> Walk<'a> {
+    /// The context of both directions of a pass.
+    fn context<'b>(&self, pass: &Pass<'_>, batch: &Batch<'b>) -> Context<'b>
+    where
+        'a: 'b,
+    {
+        Context { between: Arc::clone(&pass.between), ..batch.context.among(self.hooks.experts()) }
+    }
+
     /// State to save of layer `l`; `None` for layers below the lowest trained unit.
     fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
         let Some(level) = self.kept_level(l) else { return Ok(None) };
@@ -100,7 +112,7 @@ impl Walk<'_> {
         batch: &Batch<'_>,
         below: Option<Tensor>,
     ) -> ft_base::Result<Tensor> {
-        let context = batch.context.among(self.hooks.experts());
+        let context = self.context(pass, batch);
         let decoder = self.decoder;
         self.lap(Part::Data)?;
         let mut x = match below {
@@ -108,6 +120,7 @@ impl Walk<'_> {
             None => {
                 self.arrive(&pass.visits)?;
                 let x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
+                decoder.embedding.begin(&x, &batch.ids, &context)?;
                 pass.visits.leave()?;
                 x
             }
@@ -158,7 +171,7 @@ impl Walk<'_> {
         dy: &Tensor,
         sink: &Sink<'_>,
     ) -> ft_base::Result<Option<Tensor>> {
-        let context = batch.context.among(self.hooks.experts());
+        let context = self.context(pass, batch);
         let decoder = self.decoder;
         let device = decoder.embedding.table.real()?.device();
         let mut dy = Padded::of(dy)?;
@@ -195,7 +208,7 @@ impl Walk<'_> {
         }
         if decoder.embedding.trains() {
             self.arrive(&pass.visits)?;
-            decoder.embedding.backward(batch, &dy.values()?, sink)?;
+            decoder.embedding.backward(batch, &context, self.neftune, &dy.values()?, sink)?;
             pass.visits.leave()?;
             self.lap(Part::Backward)?;
         }

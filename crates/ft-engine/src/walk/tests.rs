@@ -9,7 +9,7 @@ use crate::load::Base;
 use crate::model::batch::HostBatch;
 use crate::model::layer::{FeedForward, Level};
 use crate::model::linear::{Linear, Weight};
-use crate::model::modules::{Group, modules};
+use crate::model::modules::{Group, constants, modules};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
 use crate::params::Allocate;
@@ -301,7 +301,9 @@ fn compare(
         let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(name)?));
         // Float32 itself is uncertain where a norm of nearly nothing follows.
         let uncertain = t.name.ends_with("k_proj.bias") || t.name.contains("linear_attn");
-        let bar = if uncertain { 10.0 * BAR } else { BAR };
+        // PyTorch's own float32 is up to 9e-6 from float64 on gemma4, whose norms follow one another.
+        let twice = if what.contains("gemma4") { 2.0 } else { 1.0 };
+        let bar = if uncertain { 10.0 * BAR } else { twice * BAR };
         assert!(apart <= bar, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
         compared += 1;
     }
@@ -546,6 +548,31 @@ fn order_of_the_walk() -> Result<()> {
     let mut watch = |phase, unit| seen += &written(phase, unit);
     Walk::new(&d, None, 0).watched(&mut watch).eval(&batch)?;
     assert_eq!(seen, "0 1 2 3 ");
+    Ok(())
+}
+
+/// The most likely tokens, one after another with a KV cache, are those of full forward passes.
+#[test]
+fn greedy_tokens_are_those_of_the_whole_sequence() -> Result<()> {
+    let most =
+        |logits: &[f64]| logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i as u32);
+    for c in &cases()? {
+        let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
+        let mut ids: Vec<u32> = (0..9).map(|i| (5 * i + 2) % c.config.vocab as u32).collect();
+        let mut reader = super::generate::Reader::new(&d, CPU);
+        let mut next = most(&values(&reader.read_document(&ids)?.into()));
+        for _ in 0..8 {
+            let positions: Vec<u32> = (0..ids.len() as u32).collect();
+            let docs = [ids.len()];
+            let host =
+                HostBatch { ids: &ids, positions: &positions, docs: &docs, targets: &[], weights: &[] };
+            let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
+            let last = values(&whole.real()?.get(ids.len() - 1)?.into());
+            assert_eq!(next, most(&last), "{} after {ids:?}", c.name());
+            ids.extend(next);
+            next = most(&values(&reader.read(&ids[ids.len() - 1..])?.into()));
+        }
+    }
     Ok(())
 }
 

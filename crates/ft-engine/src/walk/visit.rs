@@ -33,16 +33,16 @@ pub struct Outline {
     pub tied: bool,
     /// The embedding trains.
     pub embedding: bool,
-    /// The embedding has a LoRA adapter.
-    pub lora: bool,
+    /// The backward pass of the embedding uses weights.
+    pub uses_weights: bool,
 }
 
 impl Outline {
     /// Reads the outline of a model.
     pub fn of(d: &Decoder) -> Self {
-        let lora = d.embedding.lora.is_some();
+        let (embedding, uses_weights) = (d.embedding.trains(), d.embedding.uses_weights());
         let (layers, units) = (d.layers.len(), d.units);
-        Self { layers, units, tied: d.config.tied, embedding: d.embedding.trains(), lora }
+        Self { layers, units, tied: d.config.tied, embedding, uses_weights }
     }
 
     /// Visits of a training pass down to unit `lowest`. Forward and backward pass of the head are computed in
@@ -66,7 +66,7 @@ impl Outline {
         let mut units = BTreeSet::new();
         for v in visits {
             // the gradient of a plain embedding table does not depend on the table
-            if !(v.is_backward() && v.unit == 0) || self.lora {
+            if !(v.is_backward() && v.unit == 0) || self.uses_weights {
                 units.insert(v.unit);
             }
             if self.tied && v.unit == self.layers + 1 {

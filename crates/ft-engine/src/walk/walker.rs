@@ -207,6 +207,7 @@ impl<'a> Walk<'a> {
             None => {
                 self.arrive(&pass)?;
                 let x = decoder.embedding.forward(&batch.ids)?;
+                decoder.embedding.begin(&x, &batch.ids, &context)?;
                 pass.leave()?;
                 x
             }

@@ -9,8 +9,8 @@ use candle_core::{DType, Result};
 pub const BLOCK: usize = 512;
 
 /// Keys and values of earlier tokens, for generation. Each token is written once. Attention reads the
-/// blocks in place, on CUDA through a table of block addresses.
-#[derive(Debug)]
+/// blocks in place, on CUDA through a table of block addresses. A clone shares the memory, for reading.
+#[derive(Clone, Debug)]
 pub struct Cache {
     room: usize,
     len: usize,

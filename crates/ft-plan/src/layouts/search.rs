@@ -119,7 +119,12 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     for layout in Layout::all(found.devices.count, layers, experts, cuts) {
         match applied(recipe, layout) {
             Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
-                found.refuse("parallel.context is not built for linear attention".into());
+                let why = if with.parallel.pipeline > 1 {
+                    "parallel.pipeline is not built for layers that share inputs, keys and values"
+                } else {
+                    "parallel.context is not built for linear attention"
+                };
+                found.refuse(why.into());
             }
             Ok((with, beside)) => {
                 let plan = model.plan(&with, target, &room)?;

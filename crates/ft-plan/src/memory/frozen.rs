@@ -182,7 +182,7 @@ fn component(g: Group) -> Component {
         Group::Experts => Component::Experts,
         Group::Router => Component::Router,
         Group::Norms | Group::Recurrence | Group::Sinks => Component::Norms,
-        Group::Embedding => Component::Embedding,
+        Group::PerLayer | Group::Embedding => Component::Embedding,
         Group::Head => Component::Head,
     }
 }

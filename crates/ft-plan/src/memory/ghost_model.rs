@@ -42,8 +42,9 @@ pub struct GhostModel {
     pub lowest: Option<usize>,
 }
 
-/// Key of a layer kind: choices of its modules, mixture or dense, attention, linear attention.
-type Kind<'a> = (Vec<&'a Choice>, bool, LayerAttention, bool);
+/// Key of a layer kind: choices of its modules, mixture or dense, attention, whether later layers use its keys, linear
+/// attention.
+type Kind<'a> = (Vec<&'a Choice>, bool, (LayerAttention, bool), bool);
 
 impl GhostModel {
     /// Builds the model from a config and a module selection. `weights` is the quantization of linear
@@ -66,7 +67,7 @@ impl GhostModel {
         for (i, (m, _)) in selection.modules.iter().enumerate() {
             match (m.layer, m.group) {
                 (Some(l), _) => layers[l].push(i),
-                (None, Group::Embedding) => first.push(i),
+                (None, Group::Embedding | Group::PerLayer) => first.push(i),
                 (None, _) => last.push(i),
             }
         }
@@ -82,7 +83,7 @@ impl GhostModel {
         for (l, list) in layers.iter().enumerate() {
             let execution = list.iter().map(|i| &selection.modules[*i].1).collect();
             let sparse = c.moe.as_ref().is_some_and(|m| m.sparse[l]);
-            let kind = (execution, sparse, c.attention[l], c.delta_of(l).is_some());
+            let kind = (execution, sparse, (c.attention[l], c.lends_keys(l)), c.delta_of(l).is_some());
             let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
             if at == known.len() {
                 kinds.push(Builder::new(c, &mut ghosts(list)).layer(l, &LayerTree::of(c, l))?);
@@ -92,7 +93,8 @@ impl GhostModel {
         }
         // shards use the module names of the whole model
         let (table, norm, head) = Tree::ends(c);
-        let (embedding, table) = Builder::new(c, &mut ghosts(&first)).embedding(&table)?;
+        let (embedding, table) =
+            Builder::new(c, &mut ghosts(&first)).embedding(&table, Tree::per_layer(c).as_ref())?;
         let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
         let trains = |(_, choice): &&(Module, Choice)| *choice != Choice::Freeze;
         let lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
@@ -116,8 +118,8 @@ impl GhostModel {
     /// Determines the visits of the walk's passes.
     pub fn outline(&self) -> Outline {
         let e = &self.embedding;
-        let (layers, units) = (self.of.len(), self.units);
-        Outline { layers, units, tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
+        let (embedding, uses_weights) = (e.trains(), e.uses_weights());
+        Outline { layers: self.of.len(), units: self.units, tied: self.tied, embedding, uses_weights }
     }
 
     /// Number and kind of each layer of the stage.
@@ -140,7 +142,8 @@ impl GhostModel {
 /// Config with the heads and the width of one rank of a tensor group.
 fn part(config: &Config, ranks: usize) -> Config {
     let mut c = config.clone();
-    for n in [&mut c.heads, &mut c.kv_heads, &mut c.intermediate] {
+    let by_layer = c.attention.iter_mut().map(|a| &mut a.kv_heads);
+    for n in [&mut c.heads, &mut c.kv_heads, &mut c.intermediate].into_iter().chain(by_layer) {
         *n /= ranks;
     }
     c

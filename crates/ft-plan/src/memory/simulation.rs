@@ -6,7 +6,7 @@
 
 use super::component::{Allocation, Bytes, Component, Peak, Phase};
 use super::overhead::overhead;
-use super::visits::{BackwardVisit, LayerVisits, Segments, StepInputs, Usage};
+use super::visits::{BackwardVisit, LayerVisits, Segments, StepInputs, Usage, attention_of};
 use crate::time::{CostModel, Work};
 use crate::workload::Tokens;
 use Component::Workspace;
@@ -15,6 +15,7 @@ use ft_engine::model::Batch;
 use ft_engine::model::layer::{FeedForward, Level};
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
 use ft_kernels::ledger::Cost;
+use std::collections::BTreeSet;
 
 /// Settings the search varies for a given micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +75,8 @@ struct Point<'p> {
     cache: u64,
     /// An input in transfer to or from the host ([`Component::Activations`]).
     crossing: u64,
+    /// Per-layer inputs, keys and values that layers share, and their gradients ([`Component::Activations`]).
+    between: u64,
 }
 
 impl<'p> Point<'p> {
@@ -91,6 +94,7 @@ impl<'p> Point<'p> {
             flight: 0,
             cache: 0,
             crossing: 0,
+            between: 0,
         }
     }
 
@@ -109,7 +113,7 @@ impl<'p> Point<'p> {
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
         let weights = self.live + self.flight + self.cache;
-        parts + self.kept_total + self.waiting + self.extra + self.crossing + weights
+        parts + self.kept_total + self.waiting + self.extra + self.crossing + self.between + weights
     }
 }
 
@@ -139,7 +143,10 @@ impl<'a> Simulation<'a> {
         }
         let embedding = |t: Tokens, train: bool| {
             let batch = run.batch(t, train)?;
-            run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
+            run.visit(|| {
+                let x = batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune)?;
+                s.embedding.begin(&x, &batch.ids, &batch.context)
+            })
         };
         let batch = |t: Tokens, context: Option<&Segments>, whole: Option<Tokens>| -> Usage {
             let mut bytes = Bytes::default();
@@ -242,12 +249,16 @@ impl<'a> Simulation<'a> {
         if self.run.shape.units.has_embedding() {
             at.next(flights);
             f(at.visit(0, &self.embedding));
+            at.between = self.run.input_bytes(self.run.train);
         }
         for (l, kind) in self.run.shape.own() {
             at.next(flights);
             at.crossing = self.crosses(l, settings);
             f(at.visit(l + 1, &self.kinds[*kind].forward));
             at.crossing = 0;
+            if self.level(l, settings).is_none() {
+                at.between += self.lent(l, self.run.train);
+            }
             at.kept = l + 1;
             at.kept_total += self.kept(l, settings).map_or(0, |k| k.total);
         }
@@ -269,6 +280,10 @@ impl<'a> Simulation<'a> {
             at.live = self.live(count + 1);
             f(self.summing(at, count + 1, left));
         }
+        if self.run.shape.embedding.trains() {
+            at.between += self.run.input_bytes(self.run.train);
+        }
+        let mut given = 0;
         for (l, kind) in self.run.shape.own().rev() {
             let Some(way) = self.way(l, settings) else { break };
             at.kept = l;
@@ -282,6 +297,9 @@ impl<'a> Simulation<'a> {
             f(before.visit(l + 1, usage));
             f(self.summing(at, l + 1, left));
             at.crossing = 0;
+            at.between -= given;
+            given = self.given(l);
+            at.between += given;
         }
         if let Some(usage) = &self.embedding_backward {
             let ends = if self.run.keeps_ends() { 0 } else { states.ends };
@@ -293,12 +311,12 @@ impl<'a> Simulation<'a> {
     }
 
     fn evaluation<'p>(&'p self, settings: Settings, f: &mut dyn FnMut(Point<'p>)) {
-        let Some((batch, embedding)) = &self.eval else { return };
+        let (Some((batch, embedding)), Some(eval)) = (&self.eval, self.run.eval) else { return };
         let layers = |k: usize| self.kinds[k].eval.as_ref();
         let mut flights = self.flights[1].iter().copied();
         let mut at = Point::new(Phase::Evaluate, 0);
         at.parts[0] = Some(batch);
-        self.layers_forward(&mut at, embedding, &layers, &mut flights, f);
+        self.layers_forward(&mut at, (embedding, eval, true), &layers, &mut flights, f);
         at.next(&mut flights);
         let head = self.heads[settings.head].2.as_ref().filter(|_| self.run.shape.units.has_head());
         if let Some(usage) = head {
@@ -312,7 +330,8 @@ impl<'a> Simulation<'a> {
         let mut at = Point::new(Phase::Evaluate, 0);
         at.parts[0] = Some(batch);
         at.cache = answers.cache[0];
-        self.layers_forward(&mut at, embedding, &layers, &mut self.flights[1].iter().copied(), f);
+        let mut flights = self.flights[1].iter().copied();
+        self.layers_forward(&mut at, (embedding, answers.part, false), &layers, &mut flights, f);
         // logits of one token, in the compute dtype and in f32
         let model = self.run.shape;
         let logits = model.head.vocab as u64 * (self.run.machine().width + 4);
@@ -320,11 +339,12 @@ impl<'a> Simulation<'a> {
         f(Point { unit, cache, ..Point::new(Phase::Evaluate, logits) });
     }
 
-    /// Embedding and layers of a forward pass without gradients; `layers` has the visit of each kind.
+    /// Embedding and layers of a forward pass without gradients; `layers` has the visit of each kind. With `lends`,
+    /// layers hand on their keys.
     fn layers_forward<'p>(
         &'p self,
         at: &mut Point<'p>,
-        embedding: &'p Usage,
+        (embedding, t, lends): (&'p Usage, Tokens, bool),
         layers: &dyn Fn(usize) -> Option<&'p Usage>,
         flights: &mut Flights<'_>,
         f: &mut dyn FnMut(Point<'p>),
@@ -332,13 +352,29 @@ impl<'a> Simulation<'a> {
         if self.run.shape.units.has_embedding() {
             at.next(flights);
             f(at.visit(0, embedding));
+            at.between = self.run.input_bytes(t);
         }
         for (l, kind) in self.run.shape.own() {
             at.next(flights);
             if let Some(usage) = layers(*kind) {
                 f(at.visit(l + 1, usage));
             }
+            at.between += if lends { self.lent(l, t) } else { 0 };
         }
+    }
+
+    /// Bytes of the keys and values that layer `l` hands on.
+    fn lent(&self, l: usize, t: Tokens) -> u64 {
+        let a = attention_of(&self.run.shape.kinds[self.run.shape.of[l]]);
+        a.filter(|a| a.lends).map_or(0, |a| self.run.key_bytes(a, t))
+    }
+
+    /// Bytes of the gradients that layers from `l` on have given for keys and values of layers below it.
+    fn given(&self, l: usize) -> u64 {
+        let of = |l: usize| attention_of(&self.run.shape.kinds[self.run.shape.of[l]])?.producer;
+        let producers: BTreeSet<usize> =
+            (l..self.run.shape.of.len()).filter_map(of).filter(|p| *p < l).collect();
+        producers.into_iter().map(|p| self.lent(p, self.run.train)).sum()
     }
 
     /// Live gradient bytes of one micro-batch during a unit's backward visit.
@@ -391,7 +427,7 @@ impl<'a> Simulation<'a> {
             at = (point.phase, point.unit);
             point.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
             (0..point.kept).filter_map(|l| self.kept(l, settings)).for_each(|k| bytes.add_all(&k.bytes));
-            bytes.add(Component::Activations, point.waiting + point.crossing);
+            bytes.add(Component::Activations, point.waiting + point.crossing + point.between);
             bytes.add(Workspace, point.extra);
             bytes.add(self.run.states.live_as, point.live);
             bytes.add(Component::InFlight, point.flight);
@@ -469,7 +505,7 @@ impl Simulation<'_> {
                 (self.run.states.live_as, point.live),
                 (Component::InFlight, point.flight),
                 (Component::Cache, point.cache),
-                (Component::Activations, point.crossing),
+                (Component::Activations, point.crossing + point.between),
             ];
             for (component, bytes) in beside {
                 if bytes > 0 {

@@ -7,9 +7,13 @@ use crate::workload::Tokens;
 use candle_core::{DType, Result};
 use ft_engine::model::Batch;
 use ft_engine::model::across::Across;
+use ft_engine::model::attention::Attention;
+use ft_engine::model::batch::Context;
+use ft_engine::model::between::Between;
 use ft_engine::model::cut::Cut;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
+use ft_engine::model::mixer::Mixer;
 use ft_engine::model::sink::Sink;
 use ft_engine::walk::generate::PART;
 use ft_engine::walk::{self, Dequantize, Visit};
@@ -161,6 +165,14 @@ impl BackwardVisit {
     }
 }
 
+/// Attention of a layer that has it.
+pub(super) fn attention_of(layer: &Layer) -> Option<&Attention> {
+    match &layer.attn {
+        Mixer::Attention(a) => Some(a),
+        Mixer::Delta(_) => None,
+    }
+}
+
 impl StepInputs<'_> {
     pub(super) fn machine(&self) -> Machine {
         self.shape.ledger.machine()
@@ -225,9 +237,43 @@ impl StepInputs<'_> {
         self.shape.ledger.role(Role::Activations, || self.hidden_states(t))
     }
 
+    /// Values of the per-layer inputs of a token; 0 without them.
+    fn layer_inputs(&self) -> usize {
+        let inputs = self.shape.embedding.layer_inputs.as_ref();
+        inputs.and_then(|i| i.table.dims().last().copied()).unwrap_or(0)
+    }
+
+    /// Bytes that a micro-batch hands from the embedding to all layers.
+    pub(super) fn input_bytes(&self, t: Tokens) -> u64 {
+        t.tokens * (self.layer_inputs() * self.shape.dtype.size_in_bytes()) as u64
+    }
+
+    /// Bytes of the keys and values of a layer.
+    pub(super) fn key_bytes(&self, a: &Attention, t: Tokens) -> u64 {
+        t.tokens * (2 * a.kv_heads * a.head_dim * self.shape.dtype.size_in_bytes()) as u64
+    }
+
+    /// State between the layers at a layer of a micro-batch, which [`super::simulation`] counts.
+    fn between(&self, layer: Option<&Layer>, t: Tokens) -> Arc<Between> {
+        let (s, rows) = (self.shape, t.tokens as usize);
+        let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&s.ledger, shape, s.dtype));
+        let inputs = match self.layer_inputs() {
+            0 => None,
+            width => Some((ghost(&[rows, width]), s.embedding.trains())),
+        };
+        let keys = layer.and_then(attention_of).and_then(|a| {
+            let l = a.producer.or_else(|| a.lends.then_some(a.layer))?;
+            let keys = || ghost(&[rows, a.kv_heads, a.head_dim]);
+            Some((l, [keys(), keys()]))
+        });
+        Arc::new(Between::ghost(inputs, keys))
+    }
+
     pub(super) fn embedding_backward(&self) -> Result<Usage> {
         let (s, batch) = (self.shape, self.batch(self.train, true)?);
-        self.visit(|| s.embedding.backward(&batch, &self.hidden_states(self.train), &Sink::new(&s.grads, 0)))
+        let dy = || self.hidden_states(self.train);
+        let context = Context { between: self.between(None, self.train), ..batch.context.clone() };
+        self.visit(|| s.embedding.backward(&batch, &context, self.neftune, &dy(), &Sink::new(&s.grads, 0)))
     }
 
     /// Temporary bytes of the optimizer on the device.
@@ -243,7 +289,7 @@ impl StepInputs<'_> {
     pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<LayerVisits> {
         let (ledger, t) = (&self.shape.ledger, self.train);
         let batch = self.in_layers(t, true)?;
-        let ctx = &batch.context;
+        let context = || Context { between: self.between(Some(layer), t), ..batch.context.clone() };
         let taken = || -> Usage {
             let mut full: Usage = ledger.take().into();
             full.call(Component::Gradients, self.states.live_as);
@@ -251,13 +297,13 @@ impl StepInputs<'_> {
         };
         let live = |roles| Usage::from(Bytes::from(roles));
 
-        let forward = self.visit(|| layer.forward(&self.input(t), ctx, None, None).map(drop))?;
+        let forward = self.visit(|| layer.forward(&self.input(t), &context(), None, None).map(drop))?;
         let own = self.states.own_live(unit);
         let sink = || Sink::ghost(&self.shape.grads, ledger, own);
         let way = |level: Level| -> Result<BackwardVisit> {
             let (mut kept, mut beside) = (Usage::default(), Usage::default());
             let mut backward = |dequantize| -> Result<(Usage, Cost)> {
-                let x = self.input(t);
+                let (ctx, x) = (&context(), self.input(t));
                 let rest = layer.forward(&x, ctx, None, None)?.1.keep(level);
                 kept = live(ledger.keep());
                 drop(x);
@@ -284,7 +330,8 @@ impl StepInputs<'_> {
         };
         let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
-        let eval = |t: Tokens, batch: Batch<'_>| {
+        let eval = |t: Tokens, mut batch: Batch<'_>| {
+            batch.context.between = self.between(Some(layer), t);
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
         let answer = self.answers.map(|a| eval(a.part, self.batch(a.part, false)?)).transpose()?;

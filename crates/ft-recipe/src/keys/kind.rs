@@ -121,6 +121,7 @@ pub const GROUPS: &[(&str, &str)] = &[
     ("router", "the routers of mixture layers"),
     ("norms", "every norm, q and k norms too"),
     ("recurrence", "convolution, decay and its bias of linear attention, in full with the whole model"),
+    ("per_layer", "tables, linears and norms of per-layer inputs"),
     ("sinks", "attention's sinks, in full with the whole model"),
     ("embedding", "the token embedding"),
     ("head", "the output head"),

@@ -131,7 +131,7 @@ table! {
 table! {
     /// One `[[train]]` rule.
     pub struct Rule {
-        /// Groups (attention, mlp, experts, router, norms, recurrence, sinks, embedding, head), last components of module names
+        /// Groups (attention, mlp, experts, router, norms, recurrence, sinks, per_layer, embedding, head), last components of module names
         /// (q_proj, w1, gate), or "/regex/" that must match a whole module name; or new_tokens.
         modules: Vec<String> = Modules, Required;
         /// With modules = ["new_tokens"], the tokens with trained rows, by text or number. They train alone,

@@ -279,7 +279,7 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
         ));
     }
     match m.kind {
-        Kind::Conv { .. } | Kind::Vector { .. } => {
+        Kind::Conv { .. } | Kind::Vector { .. } | Kind::Constant { .. } => {
             return Err(format!(
                 "LoRA on {}: it is no matrix of a linear\n  hint: freeze it, or train everything with \
                  method = \"full\"",
@@ -289,6 +289,12 @@ pub(crate) fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
         Kind::Norm { .. } => {
             return Err(format!(
                 "LoRA on {}: a norm has no matrix\n  hint: train norms with method = \"full\"",
+                m.name
+            ));
+        }
+        Kind::Embedding { .. } if m.group == Group::PerLayer => {
+            return Err(format!(
+                "not built yet: LoRA on the table of per-layer inputs ({})\n  hint: freeze it, or method = \"full\"",
                 m.name
             ));
         }
@@ -315,7 +321,7 @@ enum Pattern {
 
 impl Pattern {
     fn parse(text: &str) -> Result<Self, String> {
-        const GROUPS: [Group; 9] = [
+        const GROUPS: [Group; 10] = [
             Group::Attention,
             Group::Mlp,
             Group::Experts,
@@ -323,6 +329,7 @@ impl Pattern {
             Group::Norms,
             Group::Recurrence,
             Group::Sinks,
+            Group::PerLayer,
             Group::Embedding,
             Group::Head,
         ];

@@ -120,7 +120,10 @@ impl Selection {
                     let (o, i) = match m.kind {
                         Kind::Linear { out, inp, .. } => (out, inp),
                         Kind::Embedding { vocab, dim } => (dim, vocab),
-                        Kind::Norm { .. } | Kind::Conv { .. } | Kind::Vector { .. } => continue,
+                        Kind::Norm { .. }
+                        | Kind::Conv { .. }
+                        | Kind::Vector { .. }
+                        | Kind::Constant { .. } => continue,
                     };
                     if m.a_of() == m.name {
                         add(Part::A, &[spec.rank, i], lr_scale, true);

@@ -4,8 +4,8 @@ use super::entries::Keys;
 use super::error::{Error, refuse};
 use super::names::architecture;
 use crate::files::GgufValue;
-use crate::model::Config;
 use crate::model::rope::Scaling;
+use crate::model::{Config, LayerAttention};
 
 /// Refuses configs that llama.cpp interprets differently or cannot load.
 fn check(config: &Config, arch: &str) -> Result<(), Error> {
@@ -16,6 +16,11 @@ fn check(config: &Config, arch: &str) -> Result<(), Error> {
     if arch == "qwen2" && config.heads * config.head_dim != config.hidden {
         let why = format!("{}; llama.cpp's {arch} takes hidden_size over heads", config.head_dim);
         return refuse("head_dim", why);
+    }
+    match arch {
+        "smollm3" => no_rope(config)?,
+        "gemma3" => gemma(config)?,
+        _ => {}
     }
     if let Some(moe) = &config.moe {
         if !moe.normalise {
@@ -29,9 +34,54 @@ fn check(config: &Config, arch: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Context length with identical results in llama.cpp, which has no sliding windows for these families.
+/// llama.cpp's smollm3 has no positions in every fourth layer.
+fn no_rope(config: &Config) -> Result<(), Error> {
+    let fits = |(l, a): (usize, &LayerAttention)| a.rope.is_some() == ((l + 1) % 4 != 0);
+    match config.attention.iter().enumerate().all(fits) {
+        true => Ok(()),
+        false => refuse(
+            "no_rope_layers",
+            "llama.cpp's smollm3 has no positions in each fourth layer, and no others",
+        ),
+    }
+}
+
+/// llama.cpp's gemma3 has full attention in every sixth layer, a base of 10,000 in the others, and fixed scores.
+fn gemma(config: &Config) -> Result<(), Error> {
+    let fits = |(l, a): (usize, &LayerAttention)| a.window.is_some() == ((l + 1) % 6 != 0);
+    if !config.attention.iter().enumerate().all(fits) {
+        return refuse(
+            "layer_types",
+            "llama.cpp's gemma3 has full attention in each sixth layer, and no others",
+        );
+    }
+    let sliding = config.ropes.get(1);
+    if sliding.is_some_and(|r| r.theta != 10_000.0 || r.scaling != Scaling::Default) {
+        return refuse(
+            "rope_parameters.sliding_attention",
+            "llama.cpp's gemma3 has a base of 10000, without scaling",
+        );
+    }
+    // Only the model with 62 layers, of 27 billion parameters, has another divisor.
+    let divisor =
+        if config.layers == 62 { config.hidden as f64 / config.heads as f64 } else { config.head_dim as f64 };
+    if config.attention.iter().any(|a| (a.scale * divisor.sqrt() - 1.0).abs() > 1e-6) {
+        return refuse("query_pre_attn_scalar", format!("llama.cpp's gemma3 takes {divisor}"));
+    }
+    match config.logit_cap {
+        None => Ok(()),
+        Some(cap) => refuse("final_logit_softcapping", format!("{cap}; llama.cpp's gemma3 has none")),
+    }
+}
+
+/// Whether llama.cpp has sliding windows for the family.
+fn has_windows(config: &Config) -> bool {
+    config.family.model_type == "gemma3_text"
+}
+
+/// Context length with identical results in llama.cpp, which has no sliding windows for most families.
 pub(super) fn context(config: &Config) -> usize {
-    let windows = config.attention.iter().filter_map(|a| a.window);
+    let windows = config.attention.iter().filter_map(|a| a.window).filter(|_| !has_windows(config));
     windows.fold(config.max_positions, usize::min)
 }
 
@@ -56,6 +106,9 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
     put("attention.key_length", size(config.head_dim));
     put("attention.value_length", size(config.head_dim));
     put("attention.layer_norm_rms_epsilon", number(config.eps));
+    if let Some(window) = config.attention.iter().find_map(|a| a.window).filter(|_| has_windows(config)) {
+        put("attention.sliding_window", size(window));
+    }
     let Some(rope) = config.ropes.first() else { return refuse("rope_parameters", "no rotary embedding") };
     put("rope.freq_base", number(rope.theta));
     put("rope.dimension_count", size(config.head_dim));
@@ -72,6 +125,12 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
         Scaling::Linear { factor } => {
             put("rope.scaling.type", "linear".into());
             put("rope.scaling.factor", number(factor));
+        }
+        Scaling::Proportional { .. } => {
+            return refuse(
+                "rope_parameters",
+                "proportional; llama.cpp's scaling for this family is not built",
+            );
         }
         Scaling::Llama3 { .. } if arch != "llama" => {
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));

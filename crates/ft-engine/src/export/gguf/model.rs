@@ -98,6 +98,7 @@ fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeTables) -> ft_base::
         .iter()
         .map(|m| {
             let t = read(base, m, source, books)?;
+            let t = if source.placed.plus == 0.0 { t } else { (t + source.placed.plus)? };
             Ok(reorder(&t, source.placed.heads)?)
         })
         .collect::<ft_base::Result<_>>()?;

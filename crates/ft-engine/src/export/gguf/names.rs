@@ -2,7 +2,7 @@
 
 use super::error::{Error, refuse};
 use crate::model::Config;
-use crate::model::modules::{FeedForwardTree, MixerTree, MlpTree, Module, Tree};
+use crate::model::modules::{FeedForwardTree, Kind, MixerTree, MlpTree, Module, Tree};
 
 /// A tensor of llama.cpp: one module, or the same linear of all experts in a layer, stacked.
 pub(super) struct Placed {
@@ -14,6 +14,8 @@ pub(super) struct Placed {
     pub heads: Option<usize>,
     /// Whether the weight is always f32: norms and routers.
     pub in_f32: bool,
+    /// Added to the values: llama.cpp multiplies by a norm's weight as it is.
+    pub plus: f64,
 }
 
 /// llama.cpp's architecture name of a family.
@@ -27,6 +29,9 @@ pub(super) fn architecture(config: &Config) -> Result<&'static str, Error> {
         "qwen2" => Ok("qwen2"),
         "qwen3" => Ok("qwen3"),
         "qwen3_moe" => Ok("qwen3moe"),
+        "smollm3" => Ok("smollm3"),
+        "olmo2" => Ok("olmo2"),
+        "gemma3_text" => Ok("gemma3"),
         other => refuse(format!("model_type {other}"), "not built yet: its export to GGUF"),
     }
 }
@@ -34,7 +39,7 @@ pub(super) fn architecture(config: &Config) -> Result<&'static str, Error> {
 /// Whether llama.cpp's rotary embedding pairs neighboring channels; checkpoints pair the two halves of a
 /// head.
 fn pairs_neighbours(architecture: &str) -> bool {
-    architecture == "llama"
+    matches!(architecture, "llama" | "smollm3")
 }
 
 /// All tensors of a model. A tied head is omitted.
@@ -45,7 +50,9 @@ pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
     let reorder = pairs_neighbours(architecture(config)?);
     let mut out = Vec::new();
     let mut put = |name: String, modules: Vec<Module>, heads: Option<usize>, in_f32: bool| {
-        out.push(Placed { name, modules, heads: heads.filter(|_| reorder), in_f32 });
+        let norms = modules.iter().all(|m| matches!(m.kind, Kind::Norm { .. }));
+        let plus = if norms && config.family.plus_one { 1.0 } else { 0.0 };
+        out.push(Placed { name, modules, heads: heads.filter(|_| reorder), in_f32, plus });
     };
     let tree = Tree::of(config);
     put("token_embd".into(), vec![tree.embedding], None, false);
@@ -56,13 +63,15 @@ pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
             return refuse(format!("layer {l}"), "not built yet: the export of linear attention to GGUF");
         };
         put(name("attn_q"), vec![q], Some(config.heads), false);
-        put(name("attn_k"), vec![k], Some(config.kv_heads), false);
-        put(name("attn_v"), vec![v], None, false);
+        put(name("attn_k"), k.into_iter().collect(), Some(config.kv_heads), false);
+        put(name("attn_v"), v.into_iter().collect(), None, false);
         put(name("attn_output"), vec![o], None, false);
         if let Some((q, k)) = qk_norm {
             put(name("attn_q_norm"), vec![q], None, true);
-            put(name("attn_k_norm"), vec![k], None, true);
+            put(name("attn_k_norm"), k.into_iter().collect(), None, true);
         }
+        put(name("post_attention_norm"), layer.attn_post.into_iter().collect(), None, true);
+        put(name("post_ffw_norm"), layer.mlp_post.into_iter().collect(), None, true);
         put(name("ffn_norm"), layer.mlp_norm.into_iter().collect(), None, true);
         match layer.mlp {
             FeedForwardTree::Dense(MlpTree { gate, up, down }) => {

@@ -1,5 +1,6 @@
 //! Table of model families. Adding a family with the common decoder layer touches this file alone.
 
+use super::by_layer;
 use ft_kernels::swiglu::Joint;
 
 /// How a family decides on a bias.
@@ -161,6 +162,15 @@ pub struct Family {
     pub score_key: Option<&'static str>,
     /// Base of the rotary embedding of sliding layers, if they have one of their own.
     pub sliding_theta: Option<f64>,
+    /// Whether layers differ as Gemma 4's do: per-layer inputs, keys and values of earlier layers, head sizes by
+    /// type of layer, factors on the outputs. Values are normalized, and scores are not scaled.
+    pub by_layer: bool,
+    /// Whether one linear makes queries, keys and values.
+    pub joint_qkv: bool,
+    /// Whether one linear makes gate and up of dense feed-forward layers.
+    pub joint_mlp: bool,
+    /// Whether the rotary embedding pairs neighboring channels; otherwise a channel of each half.
+    pub rotates_neighbors: bool,
     /// Layers without positions: each of this number by default, or where `no_rope_layers` has 0.
     pub no_rope_interval: Option<usize>,
     /// Default of `tie_word_embeddings`.
@@ -198,6 +208,10 @@ const DENSE: Family = Family {
     scales_embedding: false,
     score_key: None,
     sliding_theta: None,
+    by_layer: false,
+    joint_qkv: false,
+    joint_mlp: false,
+    rotates_neighbors: false,
     no_rope_interval: None,
     default_tied: false,
     reads: &[],
@@ -316,6 +330,41 @@ pub const FAMILIES: &[Family] = &[
         ..DENSE
     },
     Family {
+        model_type: "olmo3",
+        architecture: "Olmo3ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        norms: POST,
+        qk_norm: QkNorms::Whole,
+        window: Window::Pattern(4),
+        default_theta: 500_000.0,
+        sliding_theta: Some(500_000.0),
+        default_eps: 1e-5,
+        ..DENSE
+    },
+    Family { model_type: "glm", architecture: "GlmForCausalLM", ..GLM },
+    Family {
+        model_type: "glm4",
+        architecture: "Glm4ForCausalLM",
+        norms: NormNames {
+            attn: Some("input_layernorm"),
+            attn_post: Some("post_self_attn_layernorm"),
+            mlp: Some("post_attention_layernorm"),
+            mlp_post: Some("post_mlp_layernorm"),
+        },
+        ..GLM
+    },
+    Family {
+        model_type: "phi3",
+        architecture: "Phi3ForCausalLM",
+        joint_qkv: true,
+        joint_mlp: true,
+        window: Window::Always,
+        default_eps: 1e-5,
+        reads: &[PARTIAL],
+        ..DENSE
+    },
+    Family {
         model_type: "gpt_oss",
         architecture: "GptOssForCausalLM",
         qkv_bias: Bias::Unless("attention_bias"),
@@ -364,6 +413,25 @@ pub const FAMILIES: &[Family] = &[
         ..DENSE
     },
     Family {
+        model_type: "gemma4_text",
+        architecture: "Gemma4ForCausalLM",
+        qkv_bias: Bias::Key("attention_bias"),
+        o_bias: Bias::Key("attention_bias"),
+        nested: Some(("gemma4", "Gemma4ForConditionalGeneration")),
+        norms: SANDWICH,
+        qk_norm: QkNorms::Heads,
+        gate: GateFunction::GeluTanh,
+        scales_embedding: true,
+        window: Window::Pattern(6),
+        default_head_dim: Some(256),
+        default_theta: 1_000_000.0,
+        sliding_theta: Some(10_000.0),
+        by_layer: true,
+        default_tied: true,
+        reads: by_layer::READ,
+        ..DENSE
+    },
+    Family {
         model_type: "qwen3_5_text",
         architecture: "Qwen3_5ForCausalLM",
         nested: Some(("qwen3_5", "Qwen3_5ForConditionalGeneration")),
@@ -390,6 +458,20 @@ pub const FAMILIES: &[Family] = &[
         ..GATED_DELTA
     },
 ];
+
+/// Key of the share of channels that rotate.
+pub(super) const PARTIAL: &str = "partial_rotary_factor";
+
+/// Half of the channels rotate, by pairs of neighbors; gate and up in one.
+const GLM: Family = Family {
+    qkv_bias: Bias::Unless("attention_bias"),
+    joint_mlp: true,
+    rotates_neighbors: true,
+    default_rotary: 0.5,
+    default_head_dim: Some(128),
+    default_eps: 1.5625e-7,
+    ..DENSE
+};
 
 /// Linear attention in most layers, gated attention in the others.
 const GATED_DELTA: Family = Family {

@@ -3,6 +3,7 @@
 //! Unsupported keys with an effect on the numbers are refused by name. Unknown keys are listed in
 //! [`Config::unknown`], so nothing is ignored silently.
 
+mod by_layer;
 mod delta;
 mod error;
 pub mod family;
@@ -17,5 +18,4 @@ mod types;
 
 pub use error::{Error, Result};
 pub use keys::Keys;
-pub use spelling::is_apart;
-pub use types::{Biases, Config, Delta, LayerAttention, Moe};
+pub use types::{Biases, Config, Delta, KeySource, LayerAttention, LayerInputs, Moe};

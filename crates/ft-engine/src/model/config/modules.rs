@@ -1,7 +1,8 @@
 //! Enumerates all modules with weights from the config alone, under their names in checkpoints and PEFT.
 
 use super::family::{DeltaProjections, QkNorms};
-use super::types::{Config, Delta};
+use super::spelling::LAYER_SCALAR;
+use super::types::{Config, Delta, KeySource};
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
 use std::sync::Arc;
@@ -22,6 +23,8 @@ pub enum Group {
     Recurrence,
     /// Attention's sinks.
     Sinks,
+    /// Tables, linears and norms of per-layer inputs.
+    PerLayer,
     Embedding,
     Head,
 }
@@ -37,6 +40,7 @@ impl Group {
             Group::Norms => "norms",
             Group::Recurrence => "recurrence",
             Group::Sinks => "sinks",
+            Group::PerLayer => "per_layer",
             Group::Embedding => "embedding",
             Group::Head => "head",
         }
@@ -59,6 +63,8 @@ pub enum Kind {
     Conv { channels: usize, taps: usize },
     /// A parameter `[dim]` that is no module's weight: its tensor has the name of the module.
     Vector { dim: usize },
+    /// As [`Kind::Vector`], but a constant, which is in no list of modules and never trains.
+    Constant { dim: usize },
     /// A table `[vocab, dim]`.
     Embedding { vocab: usize, dim: usize },
 }
@@ -133,7 +139,7 @@ impl Module {
     /// Shape of the weight.
     pub fn weight_shape(&self) -> Vec<usize> {
         match self.kind {
-            Kind::Norm { dim } | Kind::Vector { dim } => vec![dim],
+            Kind::Norm { dim } | Kind::Vector { dim } | Kind::Constant { dim } => vec![dim],
             Kind::Conv { channels, taps } => vec![channels, 1, taps],
             _ => vec![self.rows(), self.cols()],
         }
@@ -143,7 +149,7 @@ impl Module {
     fn dims(&self) -> (usize, usize) {
         match self.kind {
             Kind::Linear { out, inp, .. } => (out, inp),
-            Kind::Norm { dim } | Kind::Vector { dim } => (dim, 1),
+            Kind::Norm { dim } | Kind::Vector { dim } | Kind::Constant { dim } => (dim, 1),
             Kind::Conv { channels, taps } => (channels, taps),
             Kind::Embedding { vocab, dim } => (vocab, dim),
         }
@@ -176,7 +182,12 @@ impl Module {
 
     /// Whether the weight is a parameter without a module, which adapters cannot hold.
     pub fn is_bare(&self) -> bool {
-        matches!(self.kind, Kind::Vector { .. })
+        matches!(self.kind, Kind::Vector { .. } | Kind::Constant { .. })
+    }
+
+    /// Whether the weight is a constant, which is one where a checkpoint lacks it.
+    pub fn is_constant(&self) -> bool {
+        matches!(self.kind, Kind::Constant { .. })
     }
 
     /// Number of values of the weight.
@@ -196,7 +207,7 @@ impl Module {
     pub fn unit(&self, layers: usize) -> usize {
         match self.layer {
             Some(l) => l + 1,
-            None if self.group == Group::Embedding => 0,
+            None if matches!(self.group, Group::Embedding | Group::PerLayer) => 0,
             None => layers + 1,
         }
     }
@@ -233,11 +244,13 @@ pub enum FeedForwardTree {
 pub enum MixerTree {
     Attention {
         q: Module,
-        k: Module,
-        v: Module,
+        /// Keys, unless an earlier layer's are used.
+        k: Option<Module>,
+        /// Values, if they have a projection of their own.
+        v: Option<Module>,
         o: Module,
-        /// Query and key norms, if the family has them.
-        qk_norm: Option<(Module, Module)>,
+        /// Query and key norms, if the family has them; the key norm is absent with the keys.
+        qk_norm: Option<(Module, Option<Module>)>,
         /// Sinks, if the family has them.
         sinks: Option<Module>,
     },
@@ -258,8 +271,8 @@ impl MixerTree {
     fn modules(self) -> Vec<Module> {
         match self {
             MixerTree::Attention { q, k, v, o, qk_norm, sinks } => {
-                let norms = qk_norm.into_iter().flat_map(|(q, k)| [q, k]);
-                [q, k, v, o].into_iter().chain(norms).chain(sinks).collect()
+                let norms = qk_norm.into_iter().flat_map(|(q, k)| [Some(q), k]).flatten();
+                [Some(q), k, v, Some(o)].into_iter().flatten().chain(norms).chain(sinks).collect()
             }
             MixerTree::Delta { mut projections, conv, a_log, bias, norm, out } => {
                 projections.extend([conv, a_log, bias, norm, out]);
@@ -279,12 +292,18 @@ pub struct LayerTree {
     pub mlp_norm: Option<Module>,
     pub mlp_post: Option<Module>,
     pub mlp: FeedForwardTree,
+    /// Gate, projection and norm of the layer's inputs, if the model has per-layer inputs.
+    pub per_layer: Option<[Module; 3]>,
+    /// Factor on the output, a constant outside of the list of modules.
+    pub scalar: Option<Module>,
 }
 
 /// Modules of the whole model. Building, loading and listing tensors all traverse this tree.
 #[derive(Clone, Debug)]
 pub struct Tree {
     pub embedding: Module,
+    /// Table, projection and norm of the per-layer inputs of all layers, if the model has them.
+    pub per_layer: Option<[Module; 3]>,
     /// Decoder layers, from the bottom.
     pub layers: Vec<LayerTree>,
     /// Final norm.
@@ -354,9 +373,15 @@ fn delta_tree(c: &Delta, d: usize, module: impl Fn(Arguments<'_>, Kind, Group) -
 impl LayerTree {
     /// Modules of layer `l`.
     pub fn of(c: &Config, l: usize) -> Self {
-        let (d, f) = (c.hidden, c.intermediate);
-        let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let of_q = if c.family.gated { 2 * q } else { q };
+        let (d, f) = (c.hidden, c.intermediate_of(l));
+        let own = &c.attention[l];
+        let (q, kv) = (c.heads * own.head_dim, own.kv_heads * own.head_dim);
+        let (has_k, has_v) =
+            (matches!(own.keys, KeySource::Own | KeySource::Joint), own.keys == KeySource::Own);
+        let (of_q, name_of_q) = match own.keys {
+            KeySource::WithQueries => (q + 2 * kv, "qkv_proj"),
+            _ => (if c.family.gated { 2 * q } else { q }, "q_proj"),
+        };
         let module = |name: Arguments<'_>, kind, group| {
             let name = format!("{}.layers.{l}.{name}", c.body);
             Module { name, kind, group, layer: Some(l), expert: None, parameter: None }
@@ -379,8 +404,8 @@ impl LayerTree {
         let named = |name: Option<&str>| name.map(|name| norm(name, d));
         let qk = || {
             let whole = c.family.qk_norm == QkNorms::Whole;
-            let (q, k) = if whole { (q, kv) } else { (c.head_dim, c.head_dim) };
-            (norm("self_attn.q_norm", q), norm("self_attn.k_norm", k))
+            let (q, k) = if whole { (q, kv) } else { (own.head_dim, own.head_dim) };
+            (norm("self_attn.q_norm", q), has_k.then(|| norm("self_attn.k_norm", k)))
         };
         let sinks = || module(format_args!("self_attn.sinks"), Kind::Vector { dim: c.heads }, Group::Sinks);
         Self {
@@ -391,9 +416,9 @@ impl LayerTree {
             mixer: match c.delta_of(l) {
                 Some(delta) => delta_tree(delta, d, module),
                 None => MixerTree::Attention {
-                    q: attn("q_proj", of_q, d, c.biases.qkv),
-                    k: attn("k_proj", kv, d, c.biases.qkv),
-                    v: attn("v_proj", kv, d, c.biases.qkv),
+                    q: attn(name_of_q, of_q, d, c.biases.qkv),
+                    k: has_k.then(|| attn("k_proj", kv, d, c.biases.qkv)),
+                    v: has_v.then(|| attn("v_proj", kv, d, c.biases.qkv)),
                     o: attn("o_proj", d, q, c.biases.o),
                     qk_norm: (c.family.qk_norm != QkNorms::Never).then(qk),
                     sinks: c.family.sinks.then(sinks),
@@ -430,9 +455,24 @@ impl LayerTree {
                     }
                 }
                 _ => {
+                    let names = if c.family.joint_mlp { ["gate_up_proj", "", "down_proj"] } else { names };
                     FeedForwardTree::Dense(mlp(format_args!("mlp"), names, f, c.biases.mlp, Group::Mlp, None))
                 }
             },
+            per_layer: c.layer_inputs.map(|inputs| {
+                let linear = |name: &str, out, inp| {
+                    module(format_args!("{name}"), linear(out, inp, false), Group::PerLayer)
+                };
+                [
+                    linear("per_layer_input_gate", inputs.width, d),
+                    linear("per_layer_projection", d, inputs.width),
+                    norm("post_per_layer_input_norm", d),
+                ]
+            }),
+            scalar: c
+                .family
+                .by_layer
+                .then(|| module(format_args!("{LAYER_SCALAR}"), Kind::Constant { dim: 1 }, Group::Norms)),
         }
     }
 
@@ -454,6 +494,7 @@ impl LayerTree {
             }
         }
         out.extend(self.mlp_post);
+        out.extend(self.per_layer.into_iter().flatten());
     }
 }
 
@@ -461,7 +502,27 @@ impl Tree {
     /// Modules of the whole model.
     pub fn of(c: &Config) -> Self {
         let (embedding, norm, head) = Self::ends(c);
-        Self { embedding, layers: (0..c.layers).map(|l| LayerTree::of(c, l)).collect(), norm, head }
+        let layers = (0..c.layers).map(|l| LayerTree::of(c, l)).collect();
+        Self { embedding, per_layer: Self::per_layer(c), layers, norm, head }
+    }
+
+    /// Table, projection and norm of per-layer inputs.
+    pub fn per_layer(c: &Config) -> Option<[Module; 3]> {
+        let inputs = c.layer_inputs?;
+        let (width, all) = (inputs.width, inputs.width * c.layers);
+        let module = |name: &str, kind| Module {
+            name: format!("{}.{name}", c.body),
+            kind,
+            group: Group::PerLayer,
+            layer: None,
+            expert: None,
+            parameter: None,
+        };
+        Some([
+            module("embed_tokens_per_layer", Kind::Embedding { vocab: inputs.vocab, dim: all }),
+            module("per_layer_model_projection", linear(all, c.hidden, false)),
+            module("per_layer_projection_norm", Kind::Norm { dim: width }),
+        ])
     }
 
     /// Modules outside of the layers: embedding, final norm and head.
@@ -486,6 +547,7 @@ impl Tree {
     /// All modules in the order of the forward pass.
     pub fn list(self) -> Vec<Module> {
         let mut out = vec![self.embedding];
+        out.extend(self.per_layer.into_iter().flatten());
         self.layers.into_iter().for_each(|layer| layer.list(&mut out));
         out.extend([self.norm, self.head]);
         out
@@ -495,6 +557,14 @@ impl Tree {
 /// All modules of a config in the order of the forward pass.
 pub fn modules(c: &Config) -> Vec<Module> {
     Tree::of(c).list()
+}
+
+/// Tensors that the model computes with and that never train, outside of [`modules`].
+pub fn constants(c: &Config) -> Vec<Module> {
+    if !c.family.by_layer {
+        return Vec::new();
+    }
+    (0..c.layers).filter_map(|l| LayerTree::of(c, l).scalar).collect()
 }
 
 /// Groups present in a config, in the order of [`Group`].

@@ -1,10 +1,10 @@
 //! Parsing of a config.
 
 use super::error::{Error, Result};
-use super::family::{Bias, FAMILIES, Family, find, find_nested};
+use super::family::{Bias, FAMILIES, Family, PARTIAL, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
-use super::rope::Rope;
+use super::rope::{Rope, Scaling};
 use super::spelling::default_body;
 use super::types::{Biases, Config, classifier};
 use ft_base::store;
@@ -92,16 +92,20 @@ impl Config {
             }
             _ => keys.size("intermediate_size", INNER)?,
         };
+        let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
         let ropes = match family.sliding_theta {
             None => {
                 let rotary = rotary_of(&keys, family, head_dim)?;
-                vec![Rope::parse(&keys, family.default_theta, max_positions, rotary)?]
+                let rope = Rope::parse(&keys, family.default_theta, max_positions, rotary)?;
+                if family.joint_qkv && rope.scaling != Scaling::Default {
+                    let why = format!("{} is built without scaling", family.model_type);
+                    return Err(keys.bad("rope_scaling", why));
+                }
+                vec![rope]
             }
-            Some(sliding) => {
-                let thetas = [family.default_theta, sliding];
-                Rope::parse_by_type(&keys, thetas, max_positions, [head_dim; 2])?
-            }
+            Some(sliding) => keys.ropes_by_layer(family, sliding, &attention, max_positions)?,
         };
+        let mxfp4 = whole.mxfp4(family)?;
         let config = Self {
             family,
             body: default_body(raw.contains_key(Self::TEXT)),
@@ -117,16 +121,19 @@ impl Config {
             scores,
             ropes,
             max_positions,
-            attention: keys.attention(family, layers, head_dim)?,
+            attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
             logit_cap: keys.number("final_logit_softcapping", 1e-6..=1e9)?,
             biases,
             delta: keys.delta(family, layers)?,
+            layer_inputs: keys.layer_inputs(family)?,
+            double_wide: keys.flag("use_double_wide_mlp")? == Some(true),
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
             four_bit: whole.four_bit()?,
-            mxfp4: whole.mxfp4(family)?,
+            mxfp4: mxfp4 == Some(false),
+            decodes_mxfp4: mxfp4 == Some(true),
             fp8: whole.fp8()?,
             unknown: whole.unknown(),
             raw: Map::new(),
@@ -141,7 +148,10 @@ impl Config {
     fn check_size(&self, keys: &Keys<'_>) -> Result<()> {
         let of = |n: usize| n as u128;
         let (d, layers) = (of(self.hidden), of(self.layers));
-        let inner = of(self.heads + 2 * self.kv_heads) * of(self.head_dim);
+        let inner = self.attention.iter().map(|a| of(self.heads + 2 * a.kv_heads) * of(a.head_dim)).max();
+        let inner = inner.unwrap_or(0);
+        let inputs = self.layer_inputs.map_or(0, |i| of(i.width));
+        let rows = self.layer_inputs.map_or(0, |i| of(i.vocab));
         let (sparse, width, all, used, shared) = match &self.moe {
             None => (0, 0, 0, 0, 0),
             Some(m) => {
@@ -157,7 +167,7 @@ impl Config {
                 (of(sparse), of(m.width), of(m.experts), of(m.top_k), of(m.shared))
             }
         };
-        let dense = (layers - sparse) * of(self.intermediate);
+        let dense = (layers - sparse) * of(self.intermediate) * if self.double_wide { 2 } else { 1 };
         let linear = self.delta.as_ref().map_or(0, |l| {
             let each = of(l.heads.channels()) + 2 * of(l.heads.value_width()) + 2 * of(l.heads.values);
             of(l.is_linear.iter().filter(|is| **is).count()) * each
@@ -173,6 +183,7 @@ impl Config {
             ),
             ("num_hidden_layers", 4 * layers * d, 8 * layers * d),
             ("linear_num_value_heads", linear * (d + 64), 2 * linear),
+            ("hidden_size_per_layer_input", layers * inputs * (rows + 3 * d), 4 * layers * inputs),
         ];
         let parameters: u128 = parts.iter().map(|p| p.1).sum();
         let values: u128 = parts.iter().map(|p| p.2).sum();
@@ -234,14 +245,14 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
 
 /// Rotated channels of a head: a share of them, in `rope_parameters` or beside it.
 fn rotary_of(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
-    const KEY: &str = "partial_rotary_factor";
+    const KEY: &str = PARTIAL;
     let table = keys.table("rope_parameters")?;
     let named = match &table {
         Some(t) => t.number(KEY, 0.0..=1.0)?.or(keys.number(KEY, 0.0..=1.0)?),
         None => keys.number(KEY, 0.0..=1.0)?,
     };
     let rotary = (head_dim as f64 * named.unwrap_or(family.default_rotary)) as usize;
-    let built = family.default_rotary < 1.0 || rotary == head_dim;
+    let built = family.default_rotary < 1.0 || rotary == head_dim || family.reads.contains(&KEY);
     if rotary == 0 || !rotary.is_multiple_of(2) || !built {
         let why = format!("{rotary} of {head_dim} channels; {} rotates ", family.model_type);
         let what = if built { "an even number" } else { "all" };

@@ -32,6 +32,8 @@ pub enum Scaling {
     Default,
     /// Positions divided by `factor` (kaiokendev's linear interpolation).
     Linear { factor: f64 },
+    /// Frequencies divided by `factor`; only the first `share` of the channel pairs rotates (Gemma 4).
+    Proportional { factor: f64, share: f64 },
     /// Llama 3.1: long wavelengths divided by `factor`, short ones unchanged, a smooth blend between.
     Llama3 {
         factor: f64,
@@ -79,7 +81,12 @@ impl Rope {
         .unwrap_or(default_theta);
         let scaling = match keys.table("rope_scaling")?.or(parameters) {
             None => Scaling::Default,
-            Some(t) => Self::scaling(&t, max_positions)?,
+            Some(t) => match Self::scaling(&t, max_positions)? {
+                Scaling::Proportional { .. } => {
+                    return Err(t.bad("rope_type", "proportional; built with parameters by layer type"));
+                }
+                scaling => scaling,
+            },
         };
         Ok(Self { theta, scaling, dim })
     }
@@ -113,7 +120,7 @@ impl Rope {
     pub fn reach(&self, positions: usize) -> usize {
         let scaled = match self.scaling {
             Scaling::Default => 0.0,
-            Scaling::Linear { factor } => factor * positions as f64,
+            Scaling::Linear { factor } | Scaling::Proportional { factor, .. } => factor * positions as f64,
             Scaling::Llama3 { factor, original, .. } | Scaling::Yarn { factor, original, .. } => {
                 factor * original
             }
@@ -146,8 +153,12 @@ impl Rope {
                 Scaling::Llama3 { factor, low, high, original }
             }
             "yarn" => Self::yarn(t, need("factor")?, max_positions)?,
+            "proportional" => Scaling::Proportional {
+                factor: t.number("factor", FACTOR)?.unwrap_or(1.0),
+                share: t.number("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(1.0),
+            },
             other => {
-                let why = format!("{other}; default, linear, llama3 and yarn are built");
+                let why = format!("{other}; default, linear, llama3, proportional and yarn are built");
                 return Err(t.bad("rope_type", why));
             }
         })
@@ -186,6 +197,11 @@ impl Rope {
         match self.scaling {
             Scaling::Default => (plain, 1.0),
             Scaling::Linear { factor } => (plain.iter().map(|f| f / factor as f32).collect(), 1.0),
+            Scaling::Proportional { factor, share } => {
+                let rotated = (share * dim as f64) as usize / 2;
+                let of = |(i, f): (usize, &f32)| if i < rotated { f / factor as f32 } else { 0.0 };
+                (plain.iter().enumerate().map(of).collect(), 1.0)
+            }
             Scaling::Llama3 { factor, low, high, original } => {
                 let scaled = |f: f32| -> f32 {
                     let wave = 2.0 * PI / f64::from(f);

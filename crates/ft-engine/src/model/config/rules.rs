@@ -1,12 +1,13 @@
 //! Lists of known config keys, and the keys with rules of their own: unsupported features, 4-bit weights,
 //! sliding windows, experts.
 
+use super::by_layer;
 use super::error::Result;
 use super::family::{Family, GateFunction, Window};
 use super::keys::Keys;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
 use super::rope::LAYER_TYPES;
-use super::types::{Config, LayerAttention, Moe};
+use super::types::{Config, KeySource, LayerAttention, Moe};
 use ft_base::store::json::short;
 use ft_kernels::swiglu::{Activation, Glu};
 use serde_json::{Map, Value};
@@ -38,6 +39,7 @@ const HARMLESS: &[&str] = &[
     "model_type",
     "output_attentions",
     "output_hidden_states",
+    "original_max_position_embeddings",
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
@@ -143,6 +145,12 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("use_bidirectional_attention", 0.0),
     ("use_mrope", 0.0),
     ("use_qk_norm", f64::NAN),
+    ("num_kv_shared_layers", 0.0),
+    ("hidden_size_per_layer_input", 0.0),
+    ("attention_k_eq_v", 0.0),
+    ("enable_moe_block", 0.0),
+    ("use_double_wide_mlp", 0.0),
+    ("per_layer_config", f64::NAN),
     ("mrope_section", f64::NAN),
 ];
 
@@ -198,7 +206,10 @@ const ROPE: &[&str] = &[
 
 /// Whether a top-level key is in one of the lists above.
 fn knows(key: &str) -> bool {
-    HARMLESS.contains(&key) || READ.contains(&key) || UNSUPPORTED.iter().any(|(k, _)| *k == key)
+    HARMLESS.contains(&key)
+        || READ.contains(&key)
+        || by_layer::READ.contains(&key)
+        || UNSUPPORTED.iter().any(|(k, _)| *k == key)
 }
 
 impl Keys<'_> {
@@ -261,6 +272,7 @@ impl Keys<'_> {
                 _ => {}
             }
         }
+        self.refuse_by_layer(family)?;
         const GATE: &str = "attn_output_gate";
         if family.gated && self.flag(GATE)? == Some(false) {
             return Err(self.bad(GATE, format!("false; {} is built with the gate", family.model_type)));
@@ -282,11 +294,11 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// Reads `quantization_config`: whether the experts are in MXFP4.
-    pub(super) fn mxfp4(&self, family: &Family) -> Result<bool> {
-        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+    /// Reads `quantization_config`: if the experts are in MXFP4, whether they are read as values.
+    pub(super) fn mxfp4(&self, family: &Family) -> Result<Option<bool>> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(None) };
         if q.string("quant_method")? != Some(MXFP4) {
-            return Ok(false);
+            return Ok(None);
         }
         for key in q.raw.keys() {
             // Modules to leave as they are: the tensors say which are in MXFP4.
@@ -298,7 +310,7 @@ impl Keys<'_> {
             let why = format!("{MXFP4}; not built yet for {}", family.model_type);
             return Err(q.bad("quant_method", why));
         }
-        Ok(true)
+        Ok(Some(q.flag("dequantize")? == Some(true)))
     }
 
     /// Reads `quantization_config`: whether weights are 4-bit in the format of bitsandbytes.
@@ -357,7 +369,7 @@ impl Keys<'_> {
         &self,
         family: &Family,
         layers: usize,
-        head_dim: usize,
+        (heads, kv_heads, head_dim): (usize, usize, usize),
     ) -> Result<Vec<LayerAttention>> {
         let divisor = match family.score_key {
             Some(key) => self.number(key, 1e-6..=1e9)?.unwrap_or(head_dim as f64),
@@ -368,8 +380,16 @@ impl Keys<'_> {
             window,
             rope: rotates.then_some(usize::from(family.sliding_theta.is_some() && window.is_some())),
             scale: 1.0 / divisor.sqrt(),
+            head_dim,
+            kv_heads,
+            keys: if family.joint_qkv { KeySource::WithQueries } else { KeySource::Own },
         };
-        Ok(self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect())
+        let mut all: Vec<LayerAttention> =
+            self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect();
+        if family.by_layer {
+            self.by_layer(heads, &mut all)?;
+        }
+        Ok(all)
     }
 
     /// For every layer, whether positions enter it.

@@ -10,7 +10,7 @@ const BODIES: [&str; 3] = ["model", "model.language_model", "language_model.mode
 
 /// Components of the names of parts that `ft` does not compute: vision and audio towers, their projectors, and the
 /// head for several tokens at once.
-const APART: [&str; 8] = [
+const APART: [&str; 9] = [
     "visual",
     "vision_model",
     "vision_tower",
@@ -19,10 +19,14 @@ const APART: [&str; 8] = [
     "embed_vision",
     "embed_audio",
     "mtp",
+    LAYER_SCALAR,
 ];
 
-/// Whether a tensor belongs to a part that `ft` does not compute. Such tensors pass through unchanged.
-pub fn is_apart(tensor: &str) -> bool {
+/// Name of the factor on a layer's output, a buffer in transformers: computed, and never trained.
+pub(super) const LAYER_SCALAR: &str = "layer_scalar";
+
+/// Whether a tensor belongs to a part that `ft` does not train. Such tensors pass through unchanged.
+fn is_apart(tensor: &str) -> bool {
     tensor.split('.').any(|part| APART.contains(&part))
 }
 
@@ -32,6 +36,20 @@ pub(super) fn default_body(nested: bool) -> &'static str {
 }
 
 impl Config {
+    /// Whether a tensor passes through unchanged: as [`is_apart`], or projections of keys and values of a layer that
+    /// uses those of an earlier one.
+    pub fn passes(&self, tensor: &str) -> bool {
+        is_apart(tensor) || self.is_unused(tensor).unwrap_or(false)
+    }
+
+    fn is_unused(&self, tensor: &str) -> Option<bool> {
+        const UNUSED: [&str; 4] = ["k_proj", "v_proj", "k_norm", "v_norm"];
+        let (layer, rest) = tensor.strip_prefix(self.body)?.strip_prefix(".layers.")?.split_once('.')?;
+        let (name, _) = rest.strip_prefix("self_attn.")?.split_once('.')?;
+        let attention = self.attention.get(layer.parse::<usize>().ok()?)?;
+        Some(attention.producer().is_some() && UNUSED.contains(&name))
+    }
+
     /// Name of the embedding.
     pub fn embedding_name(&self) -> String {
         format!("{}.embed_tokens", self.body)

@@ -57,6 +57,12 @@ pub struct Config {
     pub four_bit: bool,
     /// Whether the checkpoint holds its experts in MXFP4.
     pub mxfp4: bool,
+    /// Per-layer inputs, if the model has them.
+    pub layer_inputs: Option<LayerInputs>,
+    /// Whether dense feed-forward layers are twice as wide where keys and values are an earlier layer's.
+    pub double_wide: bool,
+    /// Whether the checkpoint holds its experts in MXFP4, which are read as values.
+    pub decodes_mxfp4: bool,
     /// Rows and columns of the blocks of an 8-bit checkpoint, each with a scale; `None` for others.
     pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
@@ -75,6 +81,43 @@ pub struct LayerAttention {
     pub rope: Option<usize>,
     /// Factor on the scores.
     pub scale: f64,
+    /// Channels per head.
+    pub head_dim: usize,
+    pub kv_heads: usize,
+    pub keys: KeySource,
+}
+
+/// Where a layer's keys and values come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KeySource {
+    /// Projections of this layer.
+    #[default]
+    Own,
+    /// The projection that makes queries too.
+    WithQueries,
+    /// The projection of this layer's keys, for both: values are normalized keys without positions.
+    Joint,
+    /// The keys and values of this earlier layer, as that uses them.
+    Of(usize),
+}
+
+/// Vectors of each token for each layer (Gemma 4's per-layer embeddings).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerInputs {
+    /// Values for a layer.
+    pub width: usize,
+    /// Rows of their table.
+    pub vocab: usize,
+}
+
+impl LayerAttention {
+    /// The earlier layer whose keys and values this one uses, if it does.
+    pub fn producer(&self) -> Option<usize> {
+        match self.keys {
+            KeySource::Of(l) => Some(l),
+            KeySource::Own | KeySource::WithQueries | KeySource::Joint => None,
+        }
+    }
 }
 
 /// Which linears have a bias.
@@ -166,14 +209,29 @@ impl Config {
 
     /// Bytes of a key-value cache per token, over all layers, for values of `dtype`.
     pub fn cache_of_a_token(&self, dtype: DType) -> usize {
-        let attention = (0..self.layers).filter(|l| self.delta_of(*l).is_none()).count();
-        Cache::bytes_of_a_token(self.kv_heads * self.head_dim, dtype) * attention
+        let own = |l: &usize| self.delta_of(*l).is_none() && self.attention[*l].producer().is_none();
+        let of = |l: usize| {
+            let a = &self.attention[l];
+            Cache::bytes_of_a_token(a.kv_heads * a.head_dim, dtype)
+        };
+        (0..self.layers).filter(own).map(of).sum()
     }
 
     /// Bytes of the states of all layers with linear attention, in generation with values of `dtype`.
     pub fn states(&self, dtype: DType) -> usize {
         let of = |d: &Delta| State::bytes(d.heads, d.taps, dtype.size_in_bytes());
         (0..self.layers).filter_map(|l| self.delta_of(l)).map(of).sum()
+    }
+
+    /// Inner width of the feed-forward part of layer `l`, if it is dense.
+    pub fn intermediate_of(&self, l: usize) -> usize {
+        let twice = self.double_wide && self.attention[l].producer().is_some();
+        if twice { 2 * self.intermediate } else { self.intermediate }
+    }
+
+    /// Whether later layers use the keys and values of layer `l`.
+    pub fn lends_keys(&self, l: usize) -> bool {
+        self.attention.iter().any(|a| a.producer() == Some(l))
     }
 
     /// Whether the model is the text part of a vision checkpoint.

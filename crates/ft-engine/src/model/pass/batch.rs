@@ -3,6 +3,7 @@
 use super::across::Across;
 #[cfg(test)]
 use super::across::Fault;
+use super::between::Between;
 use super::cut::Cut;
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
@@ -66,12 +67,14 @@ pub struct Context<'a> {
     pub rows: Option<Arc<Vec<u32>>>,
     /// Ranks that split the experts, if they do.
     pub experts: Option<Peers<'a>>,
+    /// State that layers hand to later ones.
+    pub between: Arc<Between>,
 }
 
 impl<'a> Context<'a> {
-    /// The same context among ranks that split the experts.
+    /// The same context for a new pass, among ranks that split the experts.
     pub fn among(&self, experts: Option<&'a dyn Comm>) -> Self {
-        Self { experts: experts.map(Peers), ..self.clone() }
+        Self { experts: experts.map(Peers), between: Arc::default(), ..self.clone() }
     }
 
     /// Context of all tokens, for blocks with cut matrices.
@@ -223,7 +226,16 @@ impl<'a> Batch<'a> {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context { seqs, across: None, cut: None, ropes, dropout, rows: None, experts: None },
+            context: Context {
+                seqs,
+                across: None,
+                cut: None,
+                ropes,
+                dropout,
+                rows: None,
+                experts: None,
+                between: Arc::default(),
+            },
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
@@ -342,6 +354,7 @@ impl<'a> Batch<'a> {
                 dropout,
                 rows: None,
                 experts: None,
+                between: Arc::default(),
             },
             target_rows: list(count),
             targets: list(count),

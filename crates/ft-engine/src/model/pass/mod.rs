@@ -1,6 +1,7 @@
-//! Input and gradients of a pass: the micro-batch and the sink.
+//! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the sink.
 
 pub mod across;
 pub mod batch;
+pub mod between;
 pub mod cut;
 pub mod sink;

@@ -152,6 +152,44 @@ fn scales_and_weights_belong_together() -> Result<()> {
     Ok(())
 }
 
+/// MXFP4 read as values, at once and by parts: those of transformers to the bit, with its logits; trained in full, and
+/// quantized to NF4.
+#[test]
+fn mxfp4_weights_are_read_as_values() -> Result<()> {
+    let dir = fixtures().join("families/gpt-oss/mxfp4");
+    let table = serde_json::json!({"quantization_config": {"quant_method": "mxfp4", "dequantize": true}});
+    let overrides = table.as_object().cloned().context("a table")?;
+    let config = Config::load(&dir.join("model"), &overrides)?;
+    let base = Base::open(config.clone(), &dir.join("model"))?;
+    base.check()?;
+    let c = Case { dir: fixtures().join("families/gpt-oss"), config, base };
+    let expected = TensorFiles::open_file(&dir.join("expected.safetensors"))?;
+    let (d, p) = c.build(&everything(&c.config), None)?;
+    let (files, mut compared) = (c.base.files().context("files")?, 0);
+    for (m, l) in d.linears().into_iter().filter(|(m, _)| m.layer == Some(0) && m.group == Group::Experts) {
+        let parameter = m.parameter.as_ref().context("a fused parameter")?;
+        let whole = expected.tensor(&format!("dequantized.{}", parameter.name), DType::F32, CPU)?;
+        let want = values(&whole.get(m.expert.context("an expert")?)?.t()?.contiguous()?.into());
+        assert_eq!(values(&l.weight.rows(0..m.rows())?), want, "{}", m.name);
+        let part = 3..want.len() - 5;
+        let read = files.part(&m.weight_name(), part.clone(), DType::F32, CPU)?;
+        assert_eq!(values(&read.into()), want[part], "{}", m.name);
+        compared += 1;
+    }
+    assert_eq!(compared, 8);
+    let rows = Rows::padded(&c)?;
+    let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
+    let want = values(&rows.select(&expected.tensor("logits", DType::F32, CPU)?.into())?);
+    assert!(distance(&values(&logits), &want) <= BAR);
+    assert!(backward(&d, &p, &rows.batch(&c.config)?, 0)?.1.iter().all(|reached| *reached));
+    let (four, _) = c.build_nf4(&Selection::frozen(&c.config))?;
+    assert!(four.linears().iter().any(|(m, l)| m.expert.is_some() && matches!(l.weight, Weight::Nf4(_))));
+    let logits = Walk::new(&four, None, 0).logits(&rows.batch(&c.config)?)?;
+    let apart = distance(&values(&logits), &want);
+    assert!(apart > BAR && apart < 0.3, "{apart:e} apart");
+    Ok(())
+}
+
 /// MXFP4 as released: transformers' dequantized values to the bit, its logits, and its logits with an adapter.
 #[test]
 fn mxfp4_weights_are_transformers() -> Result<()> {

@@ -71,7 +71,7 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
 fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     let mut tensors: Vec<(String, ft_kernels::Real)> = Vec::new();
     let coded: Vec<(String, Tensor)> = dequantized(d)?;
-    for m in modules(&c.config) {
+    for m in modules(&c.config).into_iter().chain(constants(&c.config)) {
         let weight = m.weight_name();
         match coded.iter().find(|(n, _)| *n == m.name) {
             Some((_, w)) => tensors.push((weight, w.real()?.clone())),

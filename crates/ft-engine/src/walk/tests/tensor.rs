@@ -124,7 +124,10 @@ impl<'a> Setting<'a> {
 /// Cases with layers that ranks can cut.
 fn dense() -> Result<Vec<Case>> {
     let mut all = cases()?;
-    let plain = |c: &Config| c.delta.is_none() && c.moe.is_none() && c.family.qk_norm != QkNorms::Whole;
+    let plain = |c: &Config| {
+        let (f, apart) = (c.family, c.delta.is_none() && c.moe.is_none());
+        apart && f.qk_norm != QkNorms::Whole && !(f.by_layer || f.joint_qkv || f.joint_mlp)
+    };
     all.retain(|c| plain(&c.config) && c.config.kv_heads % 2 == 0 && c.config.intermediate % 2 == 0);
     Ok(all)
 }

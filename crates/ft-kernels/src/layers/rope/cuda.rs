@@ -7,8 +7,9 @@ use crate::padded::{Padded, stride};
 use crate::tensor::ghosts;
 use candle_core::{DType, Result, Shape};
 
-/// Values of half a head per lane, and warps per block, same as in rope.cu.
-const N: usize = 4;
+/// Values of half a head per lane, of heads of up to 256 channels and of wide ones, and warps per block, same as in
+/// rope.cu.
+const N: [usize; 2] = [4, 8];
 const WARPS: usize = 4;
 const WARP: usize = 32;
 /// Maximum number of partial sums of the weight gradients.
@@ -36,7 +37,7 @@ impl Sizes {
         });
         let rotated = cos.dim(1)?;
         let tables = [cos, sin].iter().all(|t| t.dims() == [tokens, rotated] && t.dtype() == DType::F32);
-        let fits = c == kc && c == 2 * half && half > 0 && half <= N * WARP && rotated <= half;
+        let fits = c == kc && c == 2 * half && half > 0 && half <= N[1] * WARP && rotated <= half;
         let weights = weights && norms.is_none_or(|n| n.q.plus == n.k.plus);
         if !fits || tokens != other || q.dtype() != k.dtype() || !weights || !tables {
             candle_core::bail!(
@@ -47,7 +48,13 @@ impl Sizes {
                 sin.shape()
             );
         }
-        Ok(Self { tokens, heads, kv_heads, half, rotated, lanes: half.div_ceil(N).next_power_of_two() })
+        let n = N[usize::from(half > N[0] * WARP)];
+        Ok(Self { tokens, heads, kv_heads, half, rotated, lanes: half.div_ceil(n).next_power_of_two() })
+    }
+
+    /// Name of the kernel of a direction.
+    fn kernel(&self, narrow: &'static str, wide: &'static str) -> &'static str {
+        if self.half > N[0] * WARP { wide } else { narrow }
     }
 
     fn counts<'a>(&self, launch: Launch<'a>) -> Result<Launch<'a>> {
@@ -99,7 +106,7 @@ pub fn forward(
     }
     let (q, k, cos, sin) = (q.contiguous()?, k.contiguous()?, cos.contiguous()?, sin.contiguous()?);
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
-    let launch = Launch::of(&q, compiled!(ROPE), "rope_forward")?;
+    let launch = Launch::of(&q, compiled!(ROPE), sizes.kernel("rope_forward", "rope_forward_wide"))?;
     let launch = launch.with(args![
         &q,
         &k,
@@ -161,7 +168,7 @@ pub fn backward(
     let (q, k, cos, sin, dyq, dyk) = (q?, k?, cos?, sin?, dyq?, dyk?);
     let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let dw = if want_dw { Some(empty(&q, of_w.0, of_w.1)?) } else { None };
-    let launch = Launch::of(&q, compiled!(ROPE), "rope_backward")?;
+    let launch = Launch::of(&q, compiled!(ROPE), sizes.kernel("rope_backward", "rope_backward_wide"))?;
     let launch = launch.with(args![
         &q,
         &k,

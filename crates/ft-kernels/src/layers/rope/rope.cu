@@ -1,16 +1,15 @@
 // Head norms and rotary embedding of queries (grid dimension y = 0) and keys (y = 1) in one launch. A warp
 // processes one token at a time and iterates over heads, with cosines and sines in registers; `lanes` lanes
 // (a power of two) share a head. A lane holds N values of the first half of a head and the matching N values
-// of the second half, so a head has at most 256 channels. If only the first channels of a head rotate, a pair is of
-// their two halves or of the two halves of the rest, whose angle is 0.
+// of the second half, so a head has at most 256 channels with N = 4, 512 with N = 8. If only the first channels of a
+// head rotate, a pair is of their two halves or of the two halves of the rest, whose angle is 0.
 //
-// Every value is read and written once, N per access if alignment permits. A larger N would use more
-// registers and reduce occupancy, with the same number of bytes in flight.
+// Every value is read and written once, PACK per access if alignment permits. A larger N uses more registers and
+// reduces occupancy, with the same number of bytes in flight: only heads that need it have it.
 #include "../../cuda/rows.cuh"
 
-constexpr int N = 4;     // same as in crates/ft-kernels/src/layers/rope/cuda.rs
+constexpr int PACK = 4;  // N of heads of up to 256 channels, same as in crates/ft-kernels/src/layers/rope/cuda.rs
 constexpr int WARPS = 4; // per block
-constexpr int MOST = 2 * N * WARP;
 
 // Queries or keys.
 template <typename T> struct Heads {
@@ -30,7 +29,7 @@ DEVICE float sum_of_lanes(float x, uint32_t lanes) {
 }
 
 // The N pairs of a lane, in groups of V adjacent pairs. Values beyond the pairs of a head are 0.
-template <int V> struct Part {
+template <int N, int V> struct Part {
   uint32_t lane, lanes, half, rotated;
   bool live;
   DEVICE uint32_t at(int k) const { return (k * lanes + lane) * V; }
@@ -75,11 +74,11 @@ DEVICE float head_scale(float squares, uint32_t half, float eps) {
   return (mean * 0.0f + 1.0f) / sqrtf(mean);
 }
 
-template <typename T, int V>
+template <typename T, int N, int V>
 DEVICE void forward(const Heads<T> &of, const float *cos, const float *sin, uint32_t tokens, uint32_t half,
                     uint32_t rotated, uint32_t lanes, float sign) {
   const uint32_t lane = threadIdx.x % WARP, groups = WARP / lanes, group = lane / lanes;
-  Part<V> part = {lane % lanes, lanes, half, rotated, true};
+  Part<N, V> part = {lane % lanes, lanes, half, rotated, true};
   const uint32_t t = blockIdx.x * WARPS + threadIdx.x / WARP;
   if (t >= tokens) return;
   float c[N], s[N], w1[N], w2[N];
@@ -111,11 +110,11 @@ DEVICE void forward(const Heads<T> &of, const float *cos, const float *sin, uint
 
 // Backward pass of rotation and norm: dx, and the partial weight gradient [2 half] of the
 // block if `partial` is not null.
-template <typename T, int V>
+template <typename T, int N, int V>
 DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, float *partial, uint32_t tokens,
                      uint32_t half, uint32_t rotated, uint32_t lanes, uint32_t per) {
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, groups = WARP / lanes, group = lane / lanes;
-  Part<V> part = {lane % lanes, lanes, half, rotated, true};
+  Part<N, V> part = {lane % lanes, lanes, half, rotated, true};
   float w1[N], w2[N], dw1[N], dw2[N];
   part.take(of.w, w1, w2, of.plus);
 #pragma unroll
@@ -152,6 +151,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
     }
   }
   if (partial == nullptr) return;
+  constexpr int MOST = 2 * N * WARP;
   SHARED_ARRAY(float, sums, WARPS * MOST);
   // sum over the groups of a warp, then over warps, in fixed order
 #pragma unroll
@@ -173,7 +173,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
 }
 
 // One kernel per dtype. The forward kernel with sign -1 and no norms is the backward pass of the rotation.
-#define ROPE(NAME, T)                                                                                                  \
+#define ROPE(NAME, T, N)                                                                                               \
   KERNEL(rope_forward_##NAME, WARPS *WARP, const T *q, const T *k, const T *wq, const T *wk, const float *cos,         \
          const float *sin, T *yq, T *yk, uint32_t tokens, uint32_t heads, uint32_t kv_heads, uint32_t half,            \
          uint32_t rotated, uint32_t lanes, float sign, float eps_q, float eps_k, uint32_t apart_q, uint32_t apart_k,   \
@@ -181,10 +181,11 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
     const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, nullptr, yq, heads, eps_q, apart_q, plus}                    \
                                         : Heads<T>{k, wk, nullptr, yk, kv_heads, eps_k, apart_k, plus};                \
     const bool vectors =                                                                                               \
-        (half | rotated) % N == 0 && of.apart % N == 0 && is_aligned(of.x) && is_aligned(of.w) && is_aligned(of.out) && is_aligned(cos) &&      \
+        (half | rotated) % PACK == 0 && of.apart % PACK == 0 && is_aligned(of.x) && is_aligned(of.w) &&                \
+        is_aligned(of.out) && is_aligned(cos) &&                                                                       \
         is_aligned(sin);                                                                                               \
-    if (vectors) forward<T, N>(of, cos, sin, tokens, half, rotated, lanes, sign);                                       \
-    else forward<T, 1>(of, cos, sin, tokens, half, rotated, lanes, sign);                                                       \
+    if (vectors) forward<T, N, PACK>(of, cos, sin, tokens, half, rotated, lanes, sign);                                \
+    else forward<T, N, 1>(of, cos, sin, tokens, half, rotated, lanes, sign);                                           \
   }                                                                                                                    \
   KERNEL(rope_backward_##NAME, WARPS *WARP, const T *q, const T *k, const T *wq, const T *wk, const float *cos,        \
          const float *sin, const T *dyq, const T *dyk, T *dq, T *dk, float *partial, uint32_t tokens, uint32_t heads,  \
@@ -193,12 +194,17 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
     const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, dyq, dq, heads, eps_q, apart_q, plus}                        \
                                         : Heads<T>{k, wk, dyk, dk, kv_heads, eps_k, apart_k, plus};                    \
     const bool vectors =                                                                                               \
-        (half | rotated) % N == 0 && of.apart % N == 0 && is_aligned(of.x) && is_aligned(of.w) && is_aligned(of.dy) && is_aligned(of.out) &&    \
+        (half | rotated) % PACK == 0 && of.apart % PACK == 0 && is_aligned(of.x) && is_aligned(of.w) &&                \
+        is_aligned(of.dy) && is_aligned(of.out) &&                                                                     \
         is_aligned(cos) && is_aligned(sin);                                                                            \
-    if (vectors) backward<T, N>(of, cos, sin, partial, tokens, half, rotated, lanes, per);                                      \
-    else backward<T, 1>(of, cos, sin, partial, tokens, half, rotated, lanes, per);                                              \
+    if (vectors) backward<T, N, PACK>(of, cos, sin, partial, tokens, half, rotated, lanes, per);                       \
+    else backward<T, N, 1>(of, cos, sin, partial, tokens, half, rotated, lanes, per);                                  \
   }
 
-ROPE(f32, float)
-ROPE(bf16, bf16)
-ROPE(f16, f16)
+ROPE(f32, float, PACK)
+ROPE(bf16, bf16, PACK)
+ROPE(f16, f16, PACK)
+// Heads of more than 256 channels.
+ROPE(wide_f32, float, 8)
+ROPE(wide_bf16, bf16, 8)
+ROPE(wide_f16, f16, 8)

@@ -1,0 +1,156 @@
+//! Keys of families whose layers differ in size and in where their keys and values come from (Gemma 4).
+
+use super::error::Result;
+use super::family::Family;
+use super::keys::Keys;
+use super::limits::{HEADS, HIDDEN, LAYERS, VOCAB};
+use super::rope::{Rope, Scaling};
+use super::types::{KeySource, LayerAttention, LayerInputs};
+use ft_base::store::json::short;
+use std::collections::HashMap;
+
+/// Keys that other families must not have.
+pub(super) const READ: &[&str] = &[
+    "attention_k_eq_v",
+    "enable_moe_block",
+    "final_logit_softcapping",
+    "global_head_dim",
+    "hidden_size_per_layer_input",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "per_layer_config",
+    "top_k_experts",
+    "use_bidirectional_attention",
+    "use_double_wide_mlp",
+    "vocab_size_per_layer_input",
+];
+
+/// Head sizes of layers with full attention, if the config names none.
+const GLOBAL_HEAD_DIM: usize = 512;
+
+impl Keys<'_> {
+    /// Refuses values of the keys in [`READ`] that are not built.
+    pub(super) fn refuse_by_layer(&self, family: &Family) -> Result<()> {
+        if !family.by_layer {
+            return Ok(());
+        }
+        const MIXTURE: &str = "enable_moe_block";
+        if self.flag(MIXTURE)? == Some(true) {
+            return Err(
+                self.bad(MIXTURE, "true; not built yet: the mixtures of Gemma 4, whose dense models are")
+            );
+        }
+        // Images alone are seen both ways with "vision", and ft trains on text.
+        const BOTH_WAYS: &str = "use_bidirectional_attention";
+        match self.get(BOTH_WAYS) {
+            None => Ok(()),
+            Some(v) if v.as_str() == Some("vision") || v.as_bool() == Some(false) => Ok(()),
+            Some(v) => Err(self.bad(BOTH_WAYS, format!("{}; causal attention is built", short(v)))),
+        }
+    }
+
+    /// Per-layer inputs, if any.
+    pub(super) fn layer_inputs(&self, family: &Family) -> Result<Option<LayerInputs>> {
+        if !family.by_layer {
+            return Ok(None);
+        }
+        let width = self.count("hidden_size_per_layer_input", HIDDEN)?.unwrap_or(256);
+        const ROWS: &str = "vocab_size_per_layer_input";
+        let (vocab, tokens) = (self.some(ROWS, VOCAB)?.unwrap_or(262_144), self.size("vocab_size", VOCAB)?);
+        if width > 0 && vocab < tokens {
+            return Err(self.bad(ROWS, format!("{vocab}; a row for each of {tokens} tokens is wanted")));
+        }
+        Ok((width > 0).then_some(LayerInputs { width, vocab }))
+    }
+
+    /// Sets what differs between the layers of a family, given layers with the sizes of sliding ones.
+    pub(super) fn by_layer(&self, heads: usize, layers: &mut [LayerAttention]) -> Result<()> {
+        if layers.last().is_some_and(|last| last.window.is_some()) {
+            return Err(self.bad("layer_types", "the last layer is sliding; full_attention is wanted there"));
+        }
+        let joint = self.flag("attention_k_eq_v")? == Some(true);
+        let sizes = self.sizes(layers, joint)?;
+        let shared = self.count("num_kv_shared_layers", LAYERS)?.unwrap_or(0);
+        let Some(own) = layers.len().checked_sub(shared).filter(|own| *own > 0) else {
+            let why = format!("{shared} of {} layers; one is wanted that has its own", layers.len());
+            return Err(self.bad("num_kv_shared_layers", why));
+        };
+        for l in 0..layers.len() {
+            let (window, (head_dim, kv_heads)) = (layers[l].window, sizes[l]);
+            if heads % kv_heads != 0 {
+                let why = format!("layer {l}: {kv_heads}; {heads} heads must be a multiple of it");
+                return Err(self.bad("num_key_value_heads", why));
+            }
+            let keys = if l < own {
+                if joint && window.is_none() { KeySource::Joint } else { KeySource::Own }
+            } else {
+                let alike = |p: &usize| layers[*p].window.is_some() == window.is_some();
+                let Some(producer) = (0..own).rev().find(alike).filter(|p| sizes[*p] == sizes[l]) else {
+                    let why = format!("{shared}; no layer before them has keys for layer {l}");
+                    return Err(self.bad("num_kv_shared_layers", why));
+                };
+                KeySource::Of(producer)
+            };
+            layers[l] = LayerAttention { head_dim, kv_heads, keys, scale: 1.0, ..layers[l] };
+        }
+        Ok(())
+    }
+
+    /// Channels per head and key/value heads of every layer.
+    fn sizes(&self, layers: &[LayerAttention], joint: bool) -> Result<Vec<(usize, usize)>> {
+        const TABLE: &str = "per_layer_config";
+        let Some(table) = self.table(TABLE)? else {
+            let head_dim = self.some("global_head_dim", HEADS)?.unwrap_or(GLOBAL_HEAD_DIM);
+            let kv_heads = self.some("num_global_key_value_heads", HEADS)?.filter(|_| joint);
+            let of = |l: &LayerAttention| match l.window {
+                Some(_) => (l.head_dim, l.kv_heads),
+                None => (head_dim, kv_heads.unwrap_or(l.kv_heads)),
+            };
+            return Ok(layers.iter().map(of).collect());
+        };
+        let mut own = HashMap::new();
+        for key in table.raw.keys() {
+            let layer = key.parse::<usize>().ok().filter(|l| *l < layers.len());
+            let (Some(layer), Some(of)) = (layer, table.table(key)?) else {
+                return Err(table.bad(key, "the number of a layer is wanted"));
+            };
+            if let Some(other) =
+                of.raw.keys().find(|k| !["head_dim", "num_key_value_heads"].contains(&k.as_str()))
+            {
+                return Err(of.bad(other, "ft does not know this key, and it may change the numbers"));
+            }
+            own.insert(layer, (of.some("head_dim", HEADS)?, of.some("num_key_value_heads", HEADS)?));
+        }
+        let of = |(l, a): (usize, &LayerAttention)| {
+            let (head_dim, kv_heads) = own.get(&l).copied().unwrap_or_default();
+            (head_dim.unwrap_or(a.head_dim), kv_heads.unwrap_or(a.kv_heads))
+        };
+        Ok(layers.iter().enumerate().map(of).collect())
+    }
+
+    /// Rotary embeddings of full and of sliding layers, with the default of a family without `rope_parameters`.
+    pub(super) fn ropes_by_layer(
+        &self,
+        family: &Family,
+        sliding_theta: f64,
+        layers: &[LayerAttention],
+        max_positions: usize,
+    ) -> Result<Vec<Rope>> {
+        let of_type = |sliding: bool| -> Result<usize> {
+            let mut dims = layers.iter().filter(|l| l.window.is_some() == sliding).map(|l| l.head_dim);
+            let first = dims.next().unwrap_or(2);
+            if dims.any(|dim| dim != first) || !first.is_multiple_of(2) {
+                let why = "an even head_dim is wanted, the same in all layers of a type";
+                return Err(self.bad("per_layer_config", why));
+            }
+            Ok(first)
+        };
+        let dims = [of_type(false)?, of_type(true)?];
+        let thetas = [family.default_theta, sliding_theta];
+        let mut ropes = Rope::parse_by_type(self, thetas, max_positions, dims)?;
+        if family.by_layer && self.get("rope_parameters").is_none() {
+            ropes[0].scaling = Scaling::Proportional { factor: 1.0, share: 0.25 };
+        }
+        Ok(ropes)
+    }
+}

@@ -1,0 +1,143 @@
+//! State that layers hand to later ones within a pass: per-layer inputs, and keys and values that several layers use.
+//! The backward pass hands the gradients back the same way.
+
+use candle_core::{Result, bail};
+use ft_kernels::Tensor;
+use ft_kernels::attention::Cache;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// State of a pass between its layers.
+#[derive(Debug, Default)]
+pub struct Between(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Per-layer inputs of all layers `[t, l p]`.
+    inputs: Option<Tensor>,
+    /// Their gradient, if it is wanted.
+    d_inputs: Option<Tensor>,
+    wants_inputs: bool,
+    /// Keys and values `[t, g c]` by the layer that made them, and their gradients.
+    keys: BTreeMap<usize, [Tensor; 2]>,
+    d_keys: BTreeMap<usize, [Tensor; 2]>,
+    /// Caches by layer, in generation.
+    caches: BTreeMap<usize, Cache>,
+}
+
+impl Between {
+    /// State of a pass in a plan, which counts it elsewhere: per-layer inputs, with whether their gradient is wanted,
+    /// and keys and values of a layer, whose gradients later layers have given.
+    pub fn ghost(inputs: Option<(Tensor, bool)>, keys: Option<(usize, [Tensor; 2])>) -> Self {
+        let mut state = State::default();
+        if let Some((all, wants)) = inputs {
+            state.wants_inputs = wants;
+            state.d_inputs = wants.then(|| all.clone());
+            state.inputs = Some(all);
+        }
+        if let Some((l, keys)) = keys {
+            state.d_keys.insert(l, keys.clone());
+            state.keys.insert(l, keys);
+        }
+        Self(Mutex::new(state))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a pass with the per-layer inputs `[t, l p]`; `wants` is whether their gradient is wanted.
+    pub fn set_inputs(&self, inputs: Tensor, wants: bool) {
+        let mut state = self.state();
+        (state.inputs, state.wants_inputs) = (Some(inputs), wants);
+    }
+
+    /// Inputs `[t, p]` of layer `l`.
+    ///
+    /// # Errors
+    /// A pass without them.
+    pub fn inputs(&self, l: usize, width: usize) -> Result<Tensor> {
+        match &self.state().inputs {
+            Some(all) => all.narrow(1, l * width, width)?.contiguous(),
+            None => bail!("layer {l} has inputs of its own, and the pass has none"),
+        }
+    }
+
+    /// Sets the gradient of the inputs of layer `l`, if it is wanted.
+    ///
+    /// # Errors
+    /// As [`Between::inputs`].
+    pub fn give_inputs(&self, l: usize, d: &Tensor) -> Result<()> {
+        let mut state = self.state();
+        if !state.wants_inputs {
+            return Ok(());
+        }
+        if state.d_inputs.is_none() {
+            state.d_inputs = state.inputs.as_ref().map(Tensor::zeros_like).transpose()?;
+        }
+        match &state.d_inputs {
+            Some(all) => all.slice_set(d, 1, l * d.dim(1)?),
+            None => bail!("layer {l} has a gradient for inputs that the pass lacks"),
+        }
+    }
+
+    /// Takes the gradient of all per-layer inputs; `None` if no layer has given one. The inputs go.
+    pub fn take_inputs(&self) -> Option<Tensor> {
+        let mut state = self.state();
+        state.inputs = None;
+        state.d_inputs.take()
+    }
+
+    /// Hands on the keys and values of layer `l`.
+    pub fn lend_keys(&self, l: usize, keys: [Tensor; 2]) {
+        self.state().keys.insert(l, keys);
+    }
+
+    /// Keys and values of layer `l`.
+    ///
+    /// # Errors
+    /// A layer that has not handed them on.
+    pub fn keys(&self, l: usize) -> Result<[Tensor; 2]> {
+        match self.state().keys.get(&l) {
+            Some(keys) => Ok(keys.clone()),
+            None => bail!("attention: the keys of layer {l} are missing"),
+        }
+    }
+
+    /// Adds gradients of the keys and values of layer `l`.
+    ///
+    /// # Errors
+    /// Shapes that differ.
+    pub fn give_keys(&self, l: usize, [dk, dv]: [Tensor; 2]) -> Result<()> {
+        let mut state = self.state();
+        let sum = match state.d_keys.remove(&l) {
+            Some([k, v]) => [(k + dk)?, (v + dv)?],
+            None => [dk, dv],
+        };
+        state.d_keys.insert(l, sum);
+        Ok(())
+    }
+
+    /// Takes the gradients that later layers have given for the keys and values of layer `l`, if any. The keys go.
+    pub fn take_keys(&self, l: usize) -> Option<[Tensor; 2]> {
+        let mut state = self.state();
+        state.keys.remove(&l);
+        state.d_keys.remove(&l)
+    }
+
+    /// Hands on the cache of layer `l`, which holds the tokens of this pass too.
+    pub fn lend_cache(&self, l: usize, cache: &Cache) {
+        self.state().caches.insert(l, cache.clone());
+    }
+
+    /// Cache of layer `l`.
+    ///
+    /// # Errors
+    /// As [`Between::keys`].
+    pub fn cache(&self, l: usize) -> Result<Cache> {
+        match self.state().caches.get(&l) {
+            Some(cache) => Ok(cache.clone()),
+            None => bail!("attention: the cache of layer {l} is missing"),
+        }
+    }
+}

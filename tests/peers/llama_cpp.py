@@ -1,0 +1,69 @@
+"""Loads what `ft export --to gguf` writes into llama.cpp itself, and compares its probabilities with transformers'.
+
+    python llama_cpp.py FT NODE_FOLDER [FAMILY ...]        NODE_FOLDER holds node_modules with node-llama-cpp
+"""
+import json, os, shutil, subprocess, sys, tempfile
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+COMMON = dict(vocab_size=285, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+              max_position_embeddings=128, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+FAMILIES = {
+    "llama": dict(num_hidden_layers=2, rope_parameters=ROPE),
+    "qwen3": dict(num_hidden_layers=2, head_dim=16, rope_parameters=ROPE),
+    "olmo2": dict(num_hidden_layers=2, rope_parameters=ROPE),
+    "smollm3": dict(num_hidden_layers=4, no_rope_layer_interval=4, rope_parameters=ROPE),
+    "gemma3_text": dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=8, sliding_window_pattern=6,
+                        rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0), sliding_attention=ROPE)),
+}
+# Sums in another order; llama.cpp's products on the CPU round activations to f16 where weights are f32 or f16.
+BAR = 2e-2
+
+
+def check(ft, node, family, work):
+    torch.manual_seed(1)
+    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * (0.2 if p.dim() > 1 else 0.3) + (1 if p.dim() == 1 and "gemma" not in family else 0))
+    folder = os.path.join(work, family)
+    model.save_pretrained(folder)
+    for f in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(os.path.join(ROOT, "tests/fixtures/tiny-tokenizer", f), folder)
+    out = os.path.join(work, family + ".gguf.d")
+    subprocess.run([ft, "export", folder, "--to", "gguf", "--out", out, "--dtype", "f32", "--pre", "qwen2"], check=True, capture_output=True)
+    ids = [(7 * i + 3) % 280 + 3 for i in range(24)]
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0].double().softmax(-1)
+    script = os.path.join(node, "llama_cpp.mjs")
+    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llama_cpp.mjs"), script)
+    p = subprocess.run(["node", script, os.path.join(out, "model.gguf"), json.dumps(ids)], cwd=node, capture_output=True, text=True)
+    if p.returncode:
+        return f"llama.cpp: {p.stderr.strip()[-400:]}"
+    worst = 0.0
+    for at, row in enumerate(json.loads(p.stdout.strip().splitlines()[-1])):
+        got = torch.zeros_like(want[at])
+        for token, probability in row:
+            got[int(token)] = probability
+        worst = max(worst, float((got - want[at]).abs().sum()) / 2)
+    return f"{worst:.1e} of the probability is elsewhere" + ("" if worst <= BAR else "  OVER")
+
+
+def main():
+    ft, node = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+    failed = 0
+    with tempfile.TemporaryDirectory() as work:
+        for family in sys.argv[3:] or FAMILIES:
+            said = check(ft, node, family, work)
+            failed += "OVER" in said or "llama.cpp:" in said
+            print(f"{family}: {said}", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+main()
