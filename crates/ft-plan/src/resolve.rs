@@ -85,8 +85,8 @@ impl Resolved {
 /// Refuses router losses for models without routers, and splits over tokens of layers with a state.
 ///
 /// # Errors
-/// A coefficient is not 0; `parallel.context` above 1 with linear attention; `parallel.pipeline` above 1 with layers that
-/// share state; as of `check_tensor`.
+/// A coefficient is not 0; `parallel.context` above 1 with linear attention; `parallel.pipeline` above 1 with layers
+/// that share state; as of `check_tensor`.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let r = &recipe.router;
     if config.delta.is_some() && recipe.parallel.context > 1 {
