@@ -77,7 +77,7 @@ impl Keys<'_> {
         };
         for l in 0..layers.len() {
             let (window, (head_dim, kv_heads)) = (layers[l].window, sizes[l]);
-            if heads % kv_heads != 0 {
+            if !heads.is_multiple_of(kv_heads) {
                 let why = format!("layer {l}: {kv_heads}; {heads} heads must be a multiple of it");
                 return Err(self.bad("num_key_value_heads", why));
             }
