@@ -36,7 +36,7 @@ pub(super) fn default_body(nested: bool) -> &'static str {
 }
 
 impl Config {
-    /// Whether a tensor passes through unchanged: as [`is_apart`], or projections of keys and values of a layer that
+    /// Whether a tensor passes through unchanged: as `is_apart`, or projections of keys and values of a layer that
     /// uses those of an earlier one.
     pub fn passes(&self, tensor: &str) -> bool {
         is_apart(tensor) || self.is_unused(tensor).unwrap_or(false)
