@@ -61,7 +61,7 @@ impl Maker {
         } else {
             let slots = Some((self.slot(RANK, inp), self.slot(out, RANK)));
             let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.slots.len() as u64);
-            lora = Some(Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, dora: None });
+            lora = Some(Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, columns: None, dora: None });
         }
         Ok(Linear { weight, bias: None, weight_slot, bias_slot: None, lora, rows: None })
     }
@@ -95,7 +95,17 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
     let (tokens, width, experts, top_k, inner) = sizes;
     let cpu = &Device::Cpu;
     let seqs = Sequences::new(&[tokens], 0, cpu)?;
-    let ctx = Context { seqs, across: None, ropes: Vec::new(), dropout: None, rows: None, experts: None };
+    let between = Default::default();
+    let ctx = Context {
+        seqs,
+        across: None,
+        cut: None,
+        ropes: Vec::new(),
+        dropout: None,
+        rows: None,
+        experts: None,
+        between,
+    };
     let (x, dy) = (random((tokens, width), 1.0, dtype)?, random((tokens, width), 1.0, dtype)?);
 
     let mut make = Maker::new(dtype, full);
@@ -109,7 +119,7 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
 
     // gradients as for a step's only micro-batch
     fn sink((grads, slots): &(Vec<Option<Tensor>>, Vec<Slot>)) -> Sink<'_> {
-        Sink::new(grads, slots.len()).over(slots)
+        Sink::new(grads, slots.len()).over(slots.clone())
     }
     let (mut best, mut ratios) = ([Duration::MAX; 2], Vec::new());
     for round in 0..=rounds {
