@@ -25,11 +25,13 @@ template <typename T> static void drops(const std::string &type) {
     for (bool listed : {false, true})
       for (bool add : {false, true}) {
         const uint64_t first = 1ull << 33;
+        // all columns, or some of more
+        const uint32_t from = add ? 16 : 0, all = columns + 3 * from;
         std::vector<double> want;
         for (uint32_t r = 0; r < rows; r++)
           for (uint32_t c = 0; c < columns; c++) {
             uint32_t w[4];
-            const uint64_t number = (first + (listed ? list[r] : r)) * columns + c;
+            const uint64_t number = (first + (listed ? list[r] : r)) * all + from + c;
             s.words(number / 4, w);
             const bool kept = (w[number % 4] >> 8) >= s.threshold;
             const size_t at = static_cast<size_t>(r) * columns + c;
@@ -37,7 +39,7 @@ template <typename T> static void drops(const std::string &type) {
           }
         const size_t parts = (columns * sizeof(T) + 16 * THREADS - 1) / (16 * THREADS);
         call("dropout_" + type, grid(rows, parts), THREADS, x.at(), add ? a.at() : no, listed ? list.at() : none, y.at(), columns, apart, first, 1.25f, s.key0, s.key1,
-             s.high0, s.high1, s.threshold);
+             s.high0, s.high1, s.threshold, from, all);
         check::close("y", y, want, check::BAR<T>);
       }
   }

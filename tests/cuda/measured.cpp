@@ -66,7 +66,7 @@ template <typename T> static void measure(const std::string &type) {
   call("loss_" + type, grid(4), 512, x.at(), list.at(), all, one.at(), d.at(), 4 * D, 0.5f);
   host::Buffer<float> kept(std::vector<float>(16, 0.25f));
   call("loss_distill_" + type, grid(4), 512, x.at(), list.at(), list.at(), kept.at(), all, one.at(), two.at(), d.at(), 4 * D, 4u, 2.0f, 0.25f, 0.5f);
-  call("dropout_" + type, grid(R, D / each ? D / each : 1), 256, a.at(), b.at(), all, d.at(), D, D, count, 1.25f, 1u, 2u, 3u, 4u, 5000000u);
+  call("dropout_" + type, grid(R, D / each ? D / each : 1), 256, a.at(), b.at(), all, d.at(), D, D, count, 1.25f, 1u, 2u, 3u, 4u, 5000000u, 0u, D);
   call("embed_rows_" + type, grid(R), 128, a.at(), list.at(), d.at(), R, D);
   call("embed_gradient_" + type, grid(4), 128, z.at(), list.at(), starts.at(), list.at(), b.at(), D, 0.5f);
   call("optimizer_adamw_" + type, grid(n / 1024), 256, x.at(), y.at(), z.at(), part.at(), d.at(), count, 1.0f, 0.1f, 0.99f, 0.01f, 1.0f, 1e-3f, 1.0f, 1e-8f);

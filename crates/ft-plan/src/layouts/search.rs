@@ -54,8 +54,13 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The measured rate, else the rate of the card's data sheet, else an assumption.
-    fn of(m: Machine) -> Self {
+    /// The measured rate, else the rate of the card's data sheet, else an assumption. Ranks on the CPU share it.
+    fn of(m: Machine, ranks: usize) -> Self {
+        let Self { rate, source } = Self::of_device(m);
+        if m.cuda { Self { rate, source } } else { Self { rate: rate / ranks as f64, source } }
+    }
+
+    fn of_device(m: Machine) -> Self {
         let rate = |m| rates::predict(m, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.sheet));
         match rate(m) {
             Some((rate, None)) => Self { rate, source: "measured by ft bench".into() },
@@ -66,7 +71,7 @@ impl Arithmetic {
                 Self { rate, source: format!("assumed: a card like {CARD}; --gpu with a name has its own") }
             }
             None => {
-                let source = "assumed for the threads of a rank; ft bench measures it".into();
+                let source = "assumed for the threads of this machine; ft bench measures it".into();
                 Self { rate: CPU * m.threads as f64, source }
             }
         }
@@ -106,7 +111,7 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
         machine: machine(recipe, target),
-        arithmetic: Arithmetic::of(machine(recipe, target)),
+        arithmetic: Arithmetic::of(machine(recipe, target), devices.count),
         devices,
         budget: None,
         best: Vec::new(),
