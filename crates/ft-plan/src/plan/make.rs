@@ -35,7 +35,7 @@ impl Plan {
         Ok(worst)
     }
 
-    /// What a stage needs, for comparison with others: all run by the settings of the one that needs the most.
+    /// Order of stages by their needs; all stages run by the settings of the greatest.
     fn needs(&self) -> (std::cmp::Reverse<usize>, usize, usize, u64) {
         let (e, r) = (&self.execution, self.execution.recompute);
         (std::cmp::Reverse(e.micro_rows), r.products(), r.layers(), self.total())

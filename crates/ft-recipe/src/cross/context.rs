@@ -9,6 +9,15 @@ pub(super) struct Cross<'a, 'b> {
 }
 
 impl Cross<'_, '_> {
+    /// Refuses keys that are not built with `axis`: key, whether it is set, why, and a hint.
+    pub(super) fn not_built(&mut self, axis: &str, refused: &[(&str, bool, &str, &str)]) {
+        for (key, _, why, hint) in refused.iter().filter(|(_, set, ..)| *set) {
+            if self.all_good(&[key]) {
+                self.report(key, format!("not built yet: {key} with {axis}: {why}"), *hint);
+            }
+        }
+    }
+
     /// Position of `path`, or of the nearest enclosing table in the recipe.
     pub(super) fn at(&self, path: &str) -> Span {
         let mut path = path;

@@ -33,10 +33,6 @@ impl Cross<'_, '_> {
                 "preference.reference = \"base\"",
             ),
         ];
-        for (key, set, why, hint) in refused {
-            if set && self.all_good(&[key]) {
-                self.report(key, format!("not built yet: {key} with parallel.expert: {why}"), hint);
-            }
-        }
+        self.not_built("parallel.expert", &refused);
     }
 }

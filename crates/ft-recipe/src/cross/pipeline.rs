@@ -68,10 +68,6 @@ impl Cross<'_, '_> {
                 "parallel.data or parallel.context instead",
             ),
         ];
-        for (key, set, why, hint) in refused {
-            if set && self.all_good(&[key]) {
-                self.report(key, format!("not built yet: {key} with parallel.pipeline: {why}"), hint);
-            }
-        }
+        self.not_built("parallel.pipeline", &refused);
     }
 }

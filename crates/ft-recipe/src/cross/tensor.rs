@@ -49,10 +49,6 @@ impl Cross<'_, '_> {
                 "preference.reference = \"base\"",
             ),
         ];
-        for (key, set, why, hint) in refused {
-            if set && self.all_good(&[key]) {
-                self.report(key, format!("not built yet: {key} with parallel.tensor: {why}"), hint);
-            }
-        }
+        self.not_built("parallel.tensor", &refused);
     }
 }

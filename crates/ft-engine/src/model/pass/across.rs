@@ -4,11 +4,11 @@
 //! after norm and rotation. A segment with its keys is a micro-batch with a past: queries are the last keys. In the
 //! backward pass, gradients of keys go back to their ranks, which add them in rank order, in f32.
 
+use super::count_exchange;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Result};
 use ft_base::memory::place;
 use ft_kernels::attention::{self, Causal, Sequences};
-use ft_kernels::ledger::Cost;
 use ft_kernels::padded::Padded;
 use ft_kernels::tensor::On;
 use ft_kernels::{Tensor, gemm};
@@ -313,10 +313,7 @@ impl<'a> Across<'a> {
     /// Exchanges rows with peers.
     fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
         let Some(comm) = self.comm else {
-            let bytes = into.iter().map(|(_, t)| (t.elem_count() * t.dtype().size_in_bytes()) as f64).sum();
-            if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {
-                ledger.work(Cost { wire: bytes, ..Cost::default() });
-            }
+            count_exchange(into);
             return Ok(());
         };
         #[cfg(test)]

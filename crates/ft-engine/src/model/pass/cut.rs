@@ -5,11 +5,11 @@
 //! order, in f32 (Korthikanti et al., 2022). The backward pass does the same with gradients.
 
 use super::batch::{Batch, Context, HostBatch};
+use super::count_exchange;
 use crate::model::config::Config;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_base::memory::place;
-use ft_kernels::ledger::Cost;
 use ft_kernels::{Tensor, gemm};
 use std::ops::Range;
 use std::sync::Arc;
@@ -90,10 +90,7 @@ impl<'a> Cut<'a> {
 
     fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
         let Some(comm) = self.comm else {
-            let bytes = into.iter().map(|(_, t)| (t.elem_count() * t.dtype().size_in_bytes()) as f64).sum();
-            if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {
-                ledger.work(Cost { wire: bytes, ..Cost::default() });
-            }
+            count_exchange(into);
             return Ok(());
         };
         #[cfg(test)]

@@ -24,7 +24,7 @@ pub struct Departure {
 pub struct Travel {
     /// Index of this rank in the group.
     pub me: usize,
-    /// Rows to each rank, and from each rank.
+    /// Number of rows to each rank, and from it.
     pub sent: Vec<usize>,
     pub received: Vec<usize>,
     /// By rank, whether the backward pass needs rows.
