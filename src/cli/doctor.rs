@@ -1,4 +1,4 @@
-//! `ft doctor`: what this machine has, and what ft would use.
+//! `ft doctor`: hardware, libraries and limits of this machine, and the use of them by ft.
 
 use super::console::print_wrapped;
 use super::version;

@@ -422,8 +422,8 @@ table! {
         /// Ranks that split the experts of a mixture, in blocks of neighbours. They are among those of the other axes, and rows
         /// travel to them.
         expert: usize = RANKS, Toml("1");
-        /// Ranks that split the tokens of a row, for rows that do not fit on one: each has its segments, and gets the keys and
-        /// values that these see. Cuts are at multiples of 128 tokens.
+        /// Ranks that split the tokens of a row, for rows that do not fit on one rank. A rank receives the keys and values
+        /// visible to its segments. Cuts are at multiples of 128 tokens.
         context: usize = RANKS, Toml("1");
         /// Processes that `ft run` starts on this machine, one a device, in place of threads: all ranks, or with NNODES and
         /// NODE_RANK (PET_NNODES and PET_NODE_RANK; JOB_COMPLETION_INDEX) this machine's part of them. Not beside a launcher.

@@ -151,7 +151,7 @@ fn checked(
     }
 }
 
-/// A message: its metadata, and the buffers that this describes.
+/// A message of metadata and the buffers described by it.
 struct Framed {
     metadata: Vec<u8>,
     body: Vec<u8>,
