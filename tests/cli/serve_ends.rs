@@ -1,6 +1,7 @@
 //! `ft serve` ends on a signal, whatever its clients do.
 
 use super::server::Server;
+use super::stops::hangups_are_ignored;
 use super::verbs::quickstart;
 use super::world::World;
 use serde_json::json;
@@ -32,6 +33,10 @@ fn a_signal_ends_it_whatever_clients_do() {
     for (signals, code) in
         [(&["-TERM"][..], 143), (&["-INT"], 130), (&["-INT", "-INT"], 130), (&["-HUP"], 129)]
     {
+        // ignored below nohup
+        if signals == ["-HUP"] && hangups_are_ignored() {
+            continue;
+        }
         let mut s = Server::start(&w, &["--max-tokens", "400"]);
         let clients = clients(&s);
         signals.iter().for_each(|name| s.signal(name));

@@ -88,7 +88,7 @@ fn an_evaluation_between_is_done_once() {
 }
 
 /// True if this process ignores SIGHUP, as under `nohup`, because children inherit that.
-fn hangups_are_ignored() -> bool {
+pub fn hangups_are_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:"));
     mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).is_some_and(|m| m & 1 == 1)

@@ -6,7 +6,7 @@
 //! The device is a GPU or an emulator (`.ci/run` uses one if installed). Without a device, the tests print
 //! a note and pass.
 
-#![allow(clippy::disallowed_methods, reason = "tests write files of their own")]
+#![allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")]
 
 #[path = "../cli/world.rs"]
 #[allow(dead_code)]

@@ -3,7 +3,7 @@
 //!
 //! Requires Open MPI's `mpirun`. Takes about two minutes on two cores.
 
-#![allow(clippy::disallowed_methods, reason = "tests write files of their own")]
+#![allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")]
 
 #[allow(dead_code)] // shared with the tests of the binary
 #[path = "../cli/split.rs"]

@@ -2,7 +2,10 @@
 //!
 //! Free of candle; the feature `candle` gives its errors an exit code.
 
-#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
+)]
 
 #[cfg(test)]
 extern crate self as ft_base;

@@ -16,7 +16,10 @@
 //! is counted by reason (`data.on_bad_row`) and `ft data` prints the counts. Text lost or changed in a
 //! usable row is also counted and reported ([`Notes`]).
 
-#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
+)]
 #![forbid(unsafe_code)]
 
 mod error;

@@ -1,6 +1,9 @@
 //! Engine of `ft`: models, their weights, adapters, and the passes over them.
 
-#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
+)]
 #![forbid(unsafe_code)]
 
 pub mod adapters;

@@ -15,7 +15,10 @@
 //! nodes   processes that `ft run` starts itself
 //! ```
 
-#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests write files of their own"))]
+#![cfg_attr(
+    test,
+    allow(clippy::disallowed_methods, clippy::too_many_lines, reason = "tests write files, and list cases")
+)]
 #![forbid(unsafe_code)]
 
 mod check;
