@@ -4,7 +4,8 @@ use super::plan::Plan;
 use crate::host::Capacity;
 use crate::model::{Target, machine, source};
 use crate::resolve::{self, Resolved};
-use crate::search::Inputs;
+use crate::search::{self, Inputs};
+use crate::time::actions::Actions;
 use crate::workload::{Known, Workload, Workloads, check_steps};
 use ft_recipe::Recipe;
 
@@ -97,5 +98,28 @@ impl Model {
         let mut plan = Plan::new(&inputs)?;
         plan.space.look(recipe, inputs.machine, plan.total(), room);
         Ok(plan)
+    }
+
+    /// Work of a row of the largest micro-batch with nothing recomputed, and the rows of that.
+    pub fn least_work(
+        &self,
+        recipe: &Recipe,
+        target: Target,
+        room: &Capacity<'_>,
+    ) -> ft_base::Result<(f64, usize)> {
+        let workloads = self.workloads();
+        Ok(search::least_work(&self.inputs(recipe, target, &workloads, room)?)?)
+    }
+
+    /// The lists of actions of a step of such a plan.
+    pub fn actions(
+        &self,
+        recipe: &Recipe,
+        target: Target,
+        room: &Capacity<'_>,
+        plan: &Plan,
+    ) -> ft_base::Result<Actions> {
+        let workloads = self.workloads();
+        plan.actions(&self.inputs(recipe, target, &workloads, room)?)
     }
 }

@@ -151,7 +151,7 @@ fn checked(
     }
 }
 
-/// A message: its metadata, and the buffers that this describes.
+/// A message: metadata, and the bytes of its buffers.
 struct Framed {
     metadata: Vec<u8>,
     body: Vec<u8>,

@@ -86,7 +86,7 @@ impl Row {
         Some(true)
     }
 
-    /// Adds values; each or none of them begins a row.
+    /// Adds `count` values to the current row. With `begin`, each value starts a row.
     fn add(&mut self, begin: bool, count: u64) -> bool {
         self.values = if begin { 1 } else { self.values.saturating_add(count) };
         self.values <= self.most
