@@ -64,7 +64,7 @@ fn main() -> ft::Result<()> {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let cases: Vec<(&str, &str, usize, &[&str])> = match args.as_slice() {
         [recipe, card, devices, keys @ ..] => vec![(recipe, card, devices.parse().unwrap_or(8), keys)],
-        _ => vec![("qwen3-30b-a3b-qlora", "H100", 1024, QWEN), ("llama-3.1-8b-full", "H100", 1024, LLAMA)],
+        _ => vec![("llama-3.1-8b-full", "H100", 1024, QWEN), ("llama-3.1-8b-full", "H100", 1024, LLAMA)],
     };
     let mut most: f64 = 0.0;
     for (recipe, card, devices, keys) in cases {

@@ -1,14 +1,15 @@
 //! A step of a cluster, event by event: ranks that compute and wait, transfers that share links.
 //!
-//! Each rank executes its list of actions. A collective begins when all members have come to it, after its latency;
-//! each member then receives its bytes over two links: that of its card within the machine, and its share of the
-//! network between machines. Transfers of a link at the same time share it evenly.
+//! Each rank executes its list of actions, and its transfers one after the other, as on the one stream of a card for
+//! them. A collective begins when all members have come to it, after its latency; each member then receives its bytes
+//! over two links at once: that of its card within the machine, and the one to other machines. Transfers of several
+//! cards over one link share it evenly.
 
 use ft::plan::actions::{Actions, Kind, Transfer, VisitActions};
 use ft::plan::links::{Members, Network};
 use ft::ranks::schedule::{Action, Passed, schedule};
 use ft::ranks::{Axis, Mesh};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Choices of a simulation.
 #[derive(Clone, Copy, Debug, Default)]
@@ -78,8 +79,10 @@ struct Rank {
     across: Vec<bool>,
     /// Collectives of each group so far.
     turns: BTreeMap<usize, usize>,
-    stage: usize,
     waited: f64,
+    /// Collectives to come, with their numbers, and whether one is at work.
+    queue: VecDeque<(usize, Call)>,
+    busy: bool,
 }
 
 /// Simulates a step at `rate` work a second of a card.
@@ -112,7 +115,6 @@ struct World<'a> {
 #[derive(Default)]
 struct Program {
     ops: Vec<Op>,
-    stage: usize,
     /// Collectives so far.
     calls: usize,
     /// Bytes received from the same machine and from others.
@@ -144,7 +146,7 @@ impl World<'_> {
         let stage = mesh.coordinates(rank).pipeline;
         let own = &self.actions.stages[stage];
         let slow = self.choices.slow.filter(|(s, _)| *s == stage).map_or(1.0, |(_, factor)| factor);
-        let mut p = Program { stage, ..Program::default() };
+        let mut p = Program::default();
         let list = schedule(mesh.pipeline, stage, self.actions.micros, self.actions.lowest);
         let walk = |p: &mut Program, visits: &[&VisitActions]| self.pass(p, rank, visits, slow);
         let up: Vec<&VisitActions> = own.up.iter().collect();
@@ -183,11 +185,13 @@ impl World<'_> {
         for (i, visit) in visits.iter().enumerate() {
             let next = visits.get(i + 1).map_or(Vec::new(), |v| all(p, &v.gathers));
             wait(p, std::mem::replace(&mut gathered, next));
-            p.ops.push(Op::Compute(slow * visit.work / self.rate));
+            let half = Op::Compute(slow * visit.work / self.rate / 2.0);
+            p.ops.push(half);
             for t in &visit.exchanges {
                 let started = self.start(p, rank, t);
                 wait(p, vec![started]);
             }
+            p.ops.push(half);
             let here = all(p, &visit.sums[0]);
             wait(p, std::mem::replace(&mut sums[0], here));
             let spread = all(p, before);
@@ -270,8 +274,9 @@ impl<'w> Run<'w> {
             next: 0,
             until: 0.0,
             turns: BTreeMap::new(),
-            stage: p.stage,
             waited: 0.0,
+            queue: VecDeque::new(),
+            busy: false,
         };
         Self {
             world,
@@ -292,7 +297,7 @@ impl<'w> Run<'w> {
                 self.go(r, &mut started);
             }
             let Some(next) = self.next() else { break };
-            self.advance(next);
+            self.advance(next, &started);
         }
         let stuck = self.ranks.iter().position(|r| r.next < r.program.len());
         assert_eq!(stuck, None, "a rank waits forever");
@@ -307,12 +312,9 @@ impl<'w> Run<'w> {
                     rank.until = self.time + seconds;
                 }
                 Some(Op::Start(call)) => {
-                    let turn = rank.turns.entry(call.group).or_default();
-                    let key = (call.group, *turn);
-                    *turn += 1;
-                    let number = started[r];
+                    rank.queue.push_back((started[r], call));
                     started[r] += 1;
-                    self.meet(key, r, number, call);
+                    self.begin(r);
                 }
                 Some(Op::Wait(back)) => {
                     let number = started[r] - 1 - back;
@@ -324,6 +326,20 @@ impl<'w> Run<'w> {
             }
             self.ranks[r].next += 1;
         }
+    }
+
+    /// Comes to the next collective of a rank, unless one is at work.
+    fn begin(&mut self, r: usize) {
+        let rank = &mut self.ranks[r];
+        if rank.busy {
+            return;
+        }
+        let Some((number, call)) = rank.queue.pop_front() else { return };
+        rank.busy = true;
+        let turn = rank.turns.entry(call.group).or_default();
+        let key = (call.group, *turn);
+        *turn += 1;
+        self.meet(key, r, number, call);
     }
 
     /// A rank comes to a collective; the last member begins it.
@@ -379,11 +395,11 @@ impl<'w> Run<'w> {
         ends.chain(begins).chain(flows).min_by(f64::total_cmp)
     }
 
-    fn advance(&mut self, to: f64) {
+    fn advance(&mut self, to: f64, started: &[usize]) {
         let (dt, speeds) = (to - self.time, self.speeds());
-        for rank in &mut self.ranks {
+        for (rank, started) in self.ranks.iter_mut().zip(started) {
             let waits = match rank.program.get(rank.next) {
-                Some(Op::Wait(_)) if rank.until <= self.time => rank.is_across(),
+                Some(Op::Wait(back)) if rank.until <= self.time => rank.across[started - 1 - back],
                 _ => false,
             };
             rank.waited += if waits { dt } else { 0.0 };
@@ -396,22 +412,16 @@ impl<'w> Run<'w> {
             std::mem::take(&mut self.flows).into_iter().partition(|f| f.left <= 1e-12);
         self.flows = flows;
         for flow in done {
-            self.ranks[flow.rank].open[flow.call] -= 1;
+            let rank = &mut self.ranks[flow.rank];
+            rank.open[flow.call] -= 1;
+            if rank.open[flow.call] == 0 {
+                rank.busy = false;
+                self.begin(flow.rank);
+            }
         }
         let (begin, later): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.later).into_iter().partition(|(t, _)| *t <= to);
         self.later = later;
         self.flows.extend(begin.into_iter().map(|(_, flow)| flow));
-    }
-}
-
-impl Rank {
-    /// Whether the next wait is for another stage.
-    fn is_across(&self) -> bool {
-        let started = self.turns.values().sum::<usize>();
-        match self.program.get(self.next) {
-            Some(Op::Wait(back)) => self.across[started - 1 - back],
-            _ => false,
-        }
     }
 }

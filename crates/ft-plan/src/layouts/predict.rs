@@ -135,7 +135,12 @@ impl<'a> OnDevices<'a> {
             let compute = visit.work / self.of.rate;
             let hidden = gathers(i + 1) + sums(i.checked_sub(1), 0) + sums(i.checked_sub(2), 1);
             let exposed = self.seconds(&visit.exchanges);
-            let all = if self.of.engines { compute.max(hidden) } else { compute + hidden } + exposed;
+            let all = match (self.of.engines, visit.exchanges.is_empty()) {
+                (false, _) => compute + hidden + exposed,
+                (true, true) => compute.max(hidden),
+                // transfers go one after the other: exchanges in the middle of a visit wait for those begun before
+                (true, false) => (compute / 2.0).max(hidden) + exposed + compute / 2.0,
+            };
             pass.add(Pass { compute, hidden, exposed, all });
         }
         let last = visits.len().checked_sub(1);

@@ -231,17 +231,16 @@ impl Layouts {
         target: Target,
         room: &Capacity<'_>,
     ) -> ft_base::Result<()> {
-        let plan = model.plan(&one.recipe, target, room)?;
+        let (plan, actions) = model.plan(&one.recipe, target, room)?;
         self.budget = plan.budget;
         let memory = plan.total();
         if self.least.is_none_or(|(_, least)| memory < least) {
             self.least = Some((one.layout, memory));
         }
-        if !(plan.fits_device() && plan.space.host_fits()) {
+        let Some(actions) = actions else {
             self.count(1, "they do not fit");
             return Ok(());
-        }
-        let actions = model.actions(&one.recipe, target, room, &plan)?;
+        };
         let step = predict(&actions, self.rates());
         self.fitting.push(Candidate {
             layout: one.layout,

@@ -19,12 +19,27 @@ impl Plan {
     /// # Errors
     /// Inconsistent sizes of the model or of a rank's shard.
     pub fn new(i: &Inputs<'_>) -> ft_base::Result<Self> {
+        Ok(Self::of_stages(i, &stages(i)?.0)?)
+    }
+
+    /// As [`Plan::new`], and the lists of actions of a step if it fits the device.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn with_actions(i: &Inputs<'_>) -> ft_base::Result<(Self, Option<Actions>)> {
+        let (kinds, which) = stages(i)?;
+        let plan = Self::of_stages(i, &kinds)?;
+        let actions = plan.fits_device().then(|| plan.actions(i, &kinds, which)).transpose()?;
+        Ok((plan, actions))
+    }
+
+    fn of_stages(i: &Inputs<'_>, kinds: &[Prepared<'_>]) -> ft_base::Result<Self> {
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
         let mut plans = Vec::new();
         // of stages alike, the lowest has the most micro-batches between their passes
-        for prepared in stages(i)?.0 {
-            let decision = choose(&prepared)?;
-            plans.push(Self::of(i, &prepared, decision, server.clone())?);
+        for prepared in kinds {
+            let decision = choose(prepared)?;
+            plans.push(Self::of(i, prepared, decision, server.clone())?);
         }
         let slowest = plans.iter().map(|p| p.work).max_by(|a, b| a.total().total_cmp(&b.total()));
         let needs = |a: &Self, b: &Self| a.needs().cmp(&b.needs());
@@ -33,12 +48,8 @@ impl Plan {
         Ok(Self { work, ..worst })
     }
 
-    /// The lists of actions of a step with the chosen execution.
-    ///
-    /// # Errors
-    /// As [`Plan::new`].
-    pub fn actions(&self, i: &Inputs<'_>) -> ft_base::Result<Actions> {
-        let (kinds, which) = stages(i)?;
+    /// The lists of actions of a step with the chosen execution; `which` is the kind of each stage.
+    fn actions(&self, i: &Inputs<'_>, kinds: &[Prepared<'_>], which: Vec<usize>) -> ft_base::Result<Actions> {
         let own = |p: &Prepared<'_>| p.actions(&self.workload, &self.execution).map(Arc::new);
         let kinds: Vec<Arc<StageActions>> = kinds.iter().map(own).collect::<candle_core::Result<_>>()?;
         let stages: Vec<_> = which.into_iter().map(|kind| Arc::clone(&kinds[kind])).collect();

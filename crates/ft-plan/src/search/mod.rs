@@ -6,5 +6,5 @@ mod prepared;
 mod reasons;
 
 pub use choose::{SearchResult, choose, least_work, reserve};
-pub use prepared::{Inputs, Prepared};
+pub use prepared::{Inputs, KnownModels, Prepared};
 pub use reasons::Reasons;

@@ -16,7 +16,9 @@ use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
 use ft_kernels::ledger::Peers;
 use ft_recipe::Recipe;
-use std::collections::BTreeSet;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// Divisor of host memory for automatically offloaded inputs: at most 1/2, since page-locked memory is
 /// lost to other processes.
@@ -35,15 +37,21 @@ pub struct Inputs<'a> {
     pub budget: Option<u64>,
     /// Usable host bytes of a rank besides its CUDA device, if known.
     pub host: Option<u64>,
+    /// Models of layouts that were planned before, for the same recipe but for `parallel`.
+    pub known: Option<&'a KnownModels>,
 }
+
+/// Models and states by layout: ranks of a stage, those along the axes that cut, ZeRO stage, pipeline stage.
+#[derive(Default)]
+pub struct KnownModels(RefCell<BTreeMap<[usize; 6], (Rc<GhostModel>, Rc<ModelStates>)>>);
 
 /// Plan state independent of the search: shapes and static bytes.
 pub struct Prepared<'a> {
     pub(super) inputs: &'a Inputs<'a>,
     /// Number of the planned stage.
     stage: usize,
-    shape: GhostModel,
-    pub states: ModelStates,
+    shape: Rc<GhostModel>,
+    pub states: Rc<ModelStates>,
 }
 
 impl<'a> Prepared<'a> {
@@ -52,6 +60,20 @@ impl<'a> Prepared<'a> {
     /// # Errors
     /// Inconsistent sizes; stages that do not divide the layers.
     pub fn new(inputs: &'a Inputs<'a>, stage: usize) -> ft_base::Result<Self> {
+        let p = &inputs.recipe.parallel;
+        let key = [p.stage() as usize, p.pipeline, p.tensor, p.expert, p.zero.into(), stage];
+        let known = || inputs.known?.0.borrow().get(&key).cloned();
+        let (shape, states) = match known() {
+            Some(known) => known,
+            None => Self::model(inputs, stage)?,
+        };
+        if let Some(all) = inputs.known {
+            all.0.borrow_mut().insert(key, (Rc::clone(&shape), Rc::clone(&states)));
+        }
+        Ok(Self { inputs, stage, shape, states })
+    }
+
+    fn model(inputs: &Inputs<'_>, stage: usize) -> ft_base::Result<(Rc<GhostModel>, Rc<ModelStates>)> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
@@ -77,7 +99,7 @@ impl<'a> Prepared<'a> {
             ))
             .into());
         }
-        Ok(Self { inputs, stage, shape, states })
+        Ok((Rc::new(shape), Rc::new(states)))
     }
 
     /// Units of the stage.

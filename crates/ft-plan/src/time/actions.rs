@@ -32,7 +32,7 @@ pub struct VisitActions {
     pub work: f64,
     /// Weights that are gathered for it, during the visit before.
     pub gathers: Vec<Transfer>,
-    /// Exchanges within it.
+    /// Exchanges in its middle.
     pub exchanges: Vec<Transfer>,
     /// Gradients that are summed after it, during the next visit: parts, then the sums of all ranks.
     pub sums: [Vec<Transfer>; 2],
