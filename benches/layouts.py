@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The predicted order of layouts against the measured one, on CPU threads:
 
-    python benches/layouts.py target/release/ft [--tasks 10] [--ranks 2,4] [--rounds 6] [--seed 1] [--all]
+    python benches/layouts.py target/release/ft [--tasks 10] [--ranks 2,4] [--rounds 4] [--seed 1] [--all]
 
 Measures the rates of this machine first (ft bench, ft bench --ranks). Each task is a random small model with random rows, and
 its layouts are the first five that `ft plan --devices` prints; with --all, all of them. In each round all layouts run, in an order
@@ -31,7 +31,7 @@ def model(rng):
 
 def recipe(rng):
     method = rng.choice(["lora", "full"])
-    length = rng.choice([256, 512])
+    length = rng.choice([128, 256])
     return length, f"""[model]
 source = "model"
 weights = "random"
@@ -45,7 +45,7 @@ source = "rows.jsonl"
 format = "tokens"
 [run]
 device = "cpu"
-steps = 5
+steps = 4
 batch_rows = 8
 micro_rows = 2
 save_every = 0
@@ -100,7 +100,7 @@ def main():
     args.add_argument("ft")
     args.add_argument("--tasks", type=int, default=10)
     args.add_argument("--ranks", default="2,4")
-    args.add_argument("--rounds", type=int, default=6)
+    args.add_argument("--rounds", type=int, default=4)
     args.add_argument("--seed", type=int, default=1)
     args.add_argument("--all", action="store_true")
     args = args.parse_args()

@@ -97,7 +97,7 @@ pub fn simulate(actions: &Actions, rate: f64, network: &Network, choices: Choice
     let most = programs.iter().map(|p| p.bytes).max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])));
     let mut run = Run::new(&world, programs);
     run.all();
-    let waited: f64 = run.ranks.iter().map(|r| r.waited + (run.time - r.until)).sum();
+    let waited: f64 = run.ranks.iter().map(|r| r.waited).sum();
     let bubble = waited / run.ranks.len() as f64 / run.time;
     Simulated { seconds: run.time, bytes: most.unwrap_or_default(), bubble }
 }
@@ -400,7 +400,9 @@ impl<'w> Run<'w> {
         for (rank, started) in self.ranks.iter_mut().zip(started) {
             let waits = match rank.program.get(rank.next) {
                 Some(Op::Wait(back)) if rank.until <= self.time => rank.across[started - 1 - back],
-                _ => false,
+                Some(_) => false,
+                // done before others
+                None => rank.until <= self.time,
             };
             rank.waited += if waits { dt } else { 0.0 };
         }

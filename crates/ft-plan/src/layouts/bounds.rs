@@ -17,6 +17,8 @@ pub(super) struct Sums {
     frozen: [f64; 2],
     /// Values that train.
     trained: [f64; 2],
+    /// Values that train in the embedding and the head, which are gathered once a micro-batch at least.
+    ends: f64,
 }
 
 /// Lower bounds of a layout.
@@ -41,6 +43,7 @@ impl Sums {
         }
         for part in selection.parts() {
             sums.trained[usize::from(part.module.expert.is_some())] += part.elements() as f64;
+            sums.ends += if part.module.layer.is_none() { part.elements() as f64 } else { 0.0 };
         }
         sums
     }
@@ -95,7 +98,9 @@ impl Model {
                 let t = Transfer { kind, axis, bytes: bytes * others, calls: 0.0 };
                 if copies > 1 { rates.network.seconds(&t, members) } else { 0.0 }
             };
-            let gathered = if zero >= 3 { frozen + 2.0 * trained * self.width } else { 0.0 };
+            // layers are gathered in both passes
+            let once = if i == 0 { self.sums.ends / parts } else { 0.0 };
+            let gathered = if zero >= 3 { frozen + (2.0 * trained - once) * self.width } else { 0.0 };
             let spread = if zero < 2 { trained * 4.0 } else { 0.0 };
             micro += seconds(Kind::Gather, gathered + spread) + seconds(Kind::Sum, trained * 4.0);
             let weights = if (1..3).contains(&zero) { trained * self.width } else { 0.0 };

@@ -11,7 +11,7 @@ use crate::resolve::{check_model, cuts};
 use crate::time::links::{Link, Network};
 use crate::time::rates;
 use ft_kernels::Machine;
-use ft_recipe::{MicroRows, Recipe};
+use ft_recipe::{Launch, MicroRows, Recipe};
 use serde::Serialize;
 
 /// Number of layouts to print.
@@ -60,6 +60,11 @@ fn words(link: &Link) -> String {
     format!("{} GB a second to each device{others} ({})", gb(link.gather), link.source)
 }
 
+/// Ranks that share the processors of this process: those of a launcher have their own.
+fn sharing(ranks: usize) -> usize {
+    if Launch::of_env().is_some() { 1 } else { ranks }
+}
+
 /// Rate of the arithmetic of a device, and the source of the number.
 #[derive(Clone, Debug, Serialize)]
 pub struct Arithmetic {
@@ -73,7 +78,7 @@ impl Arithmetic {
     /// The measured rate, else the rate of the card's data sheet, else an assumption. Ranks on the CPU share it.
     fn of(m: Machine, ranks: usize) -> Self {
         let Self { rate, source } = Self::of_device(m);
-        if m.cuda { Self { rate, source } } else { Self { rate: rate / ranks as f64, source } }
+        if m.cuda { Self { rate, source } } else { Self { rate: rate / sharing(ranks) as f64, source } }
     }
 
     fn of_device(m: Machine) -> Self {
@@ -267,8 +272,7 @@ impl Layouts {
     pub fn rates(&self) -> Rates<'_> {
         let alone = match self.machine.cuda {
             true => 1.0,
-            // ranks share the processors if they are more
-            false => (self.devices.count as f64 / self.machine.threads as f64).max(1.0),
+            false => (sharing(self.devices.count) as f64 / self.machine.threads as f64).max(1.0),
         };
         Rates {
             rate: self.arithmetic.rate,
@@ -284,5 +288,48 @@ impl Layouts {
             None if layouts > 0 => self.others.push((layouts, why.into())),
             None => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::card;
+    use std::path::Path;
+
+    /// No layout is faster than its bound or takes less memory, thus layouts left out are not among the fastest.
+    #[test]
+    fn bounds_are_below_plans() -> ft_base::Result<()> {
+        for (name, devices, keys) in [
+            ("llama-3.1-8b-full", 16, &["run.batch_rows=64"][..]),
+            ("qwen3-30b-a3b-qlora", 16, &["run.batch_rows=64", "run.micro_rows=2"]),
+            ("qwen3-8b-full", 4, &["optimizer.in_backward=true", "run.batch_rows=4", "run.clip=0"]),
+        ] {
+            let (card, bytes) = card("H100").unwrap_or_default();
+            let keys = keys.iter().map(|k| k.to_string());
+            let keys: Vec<String> =
+                keys.chain([format!("memory.budget={bytes}"), "run.device=cuda".into()]).collect();
+            let recipe = Recipe::load_for_plan(Path::new(name), &keys)?;
+            let target = Target { cuda: true, card: Some(card) };
+            let network = Network::find(target, Some("pcie"), None, None);
+            let devices = Devices { count: devices, network };
+            let best = layouts_of_recipe(&recipe, target, devices.clone())?;
+            let (model, room) = (Model::find(&recipe)?, Capacity::of(machine(&recipe, target)));
+            let mut all = Layouts { fitting: Vec::new(), others: Vec::new(), ..best.clone() };
+            for one in all.allow(&recipe, &model, target, &room)? {
+                let before = all.fitting.len();
+                all.plan(&one, &model, target, &room)?;
+                let (plan, _) = model.plan(&one.recipe, target, &room)?;
+                assert!(one.bounds.memory <= plan.total(), "{name}: {:?}", one.layout);
+                if all.fitting.len() > before {
+                    let planned = all.fitting.iter().find(|c| c.layout == one.layout);
+                    let seconds = planned.map_or(0.0, |c| c.step_seconds);
+                    assert!(one.bounds.seconds <= seconds, "{name}: {:?} {seconds}", one.layout);
+                }
+            }
+            let names = |l: &Layouts| l.best().iter().map(Candidate::words).collect::<Vec<_>>();
+            assert_eq!(names(&best), names(&all), "{name}");
+        }
+        Ok(())
     }
 }

@@ -135,7 +135,6 @@ impl<'a> Simulation<'a> {
             false => None,
         };
         s.ledger.route(run.skewed);
-        let order = s.outline().training(s.lowest);
         let unit = |kind| s.of.iter().position(|k| *k == kind).map_or(0, |l| l + 1);
         let kinds = s.kinds.iter().enumerate().map(|(k, layer)| run.kind(layer, unit(k)));
         let kinds = kinds.collect::<Result<Vec<LayerVisits>>>()?;
@@ -180,8 +179,8 @@ impl<'a> Simulation<'a> {
                 .answers
                 .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None, None), e)))
                 .transpose()?,
-            flights: [run.flights(&order), run.flights(&s.outline().forward())],
-            order,
+            flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
+            order: s.outline().training(s.lowest),
             optimizer: run
                 .optimizer()?
                 .max(run.states.projecting)

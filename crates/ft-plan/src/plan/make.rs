@@ -114,6 +114,7 @@ impl Plan {
             keeps_gradients: !r.optimizer.in_backward,
             no_master: no_master(i),
             work: d.work,
+            update: prepared.update(),
             learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
             hints: Vec::new(),

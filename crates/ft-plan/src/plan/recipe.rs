@@ -59,6 +59,19 @@ impl Model {
         }
     }
 
+    /// Calls `f` with the inputs of a plan.
+    #[cfg(test)]
+    pub fn with_inputs<R>(
+        &self,
+        recipe: &Recipe,
+        target: Target,
+        room: &Capacity<'_>,
+        f: impl FnOnce(&Inputs<'_>) -> ft_base::Result<R>,
+    ) -> ft_base::Result<R> {
+        let workloads = self.workloads();
+        f(&self.inputs(recipe, target, &workloads, room)?)
+    }
+
     fn inputs<'a>(
         &'a self,
         recipe: &'a Recipe,

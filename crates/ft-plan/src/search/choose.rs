@@ -158,3 +158,60 @@ pub fn choose(p: &Prepared<'_>) -> Result<SearchResult> {
         workload: size.workload,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Model;
+    use crate::{Target, host::Capacity};
+    use ft_recipe::Recipe;
+    use std::path::Path;
+
+    /// The search goes by halves through lists of ever smaller memory: at every budget it takes what a search through
+    /// all of them takes.
+    #[test]
+    fn halving_finds_what_all_combinations_have() -> ft_base::Result<()> {
+        for (name, gib) in
+            [("qwen3-8b-qlora", 6..20), ("qwen3-30b-a3b-qlora", 24..44), ("llama-3.1-8b-lora", 20..40)]
+        {
+            for gib in gib.step_by(3) {
+                let keys =
+                    [format!("memory.budget={gib}GiB"), "run.device=cuda".into(), "run.micro_rows=2".into()];
+                let recipe = Recipe::load_for_plan(Path::new(name), &keys)?;
+                let target = Target::from(true);
+                let room = Capacity::of(crate::machine(&recipe, target));
+                let model = Model::find(&recipe)?;
+                model.with_inputs(&recipe, target, &room, |i| {
+                    let p = Prepared::new(i, 0)?;
+                    let space = SearchSpace::of(&p);
+                    let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
+                    let rows = space.rows[0];
+                    let size = BatchSize::new(&p, &space, rows, (p.workload(rows).train, rows))?;
+                    let others =
+                        space.others().flat_map(|o| space.recompute.iter().flatten().map(move |r| (o, r)));
+                    let all = others.map(|((inputs, head, dequantize), recompute)| {
+                        size.weigh(Settings { recompute: *recompute, inputs, dequantize, head })
+                    });
+                    let fitting = all.filter(|s| s.total <= budget).map(|s| s.rank).min_by(f64::total_cmp);
+                    let found = choose(&p)?;
+                    let rank = size.simulation.work(Settings {
+                        recompute: found.execution.recompute,
+                        inputs: found.execution.inputs,
+                        dequantize: found.execution.dequantize,
+                        head: space
+                            .heads
+                            .iter()
+                            .position(|h| *h == found.execution.head_rows as u64)
+                            .unwrap_or(0),
+                    });
+                    let rank = rank.total() / rows as f64;
+                    if let Some(best) = fitting {
+                        assert!((rank / best - 1.0).abs() < 0.011, "{name} {gib}: {rank} {best}");
+                    }
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -265,6 +265,12 @@ impl<'a> Prepared<'a> {
         self.states.flows.iter().map(|f| f.updated).sum()
     }
 
+    /// Work of an update.
+    pub fn update(&self) -> f64 {
+        let values = self.states.flows.iter().map(|f| f.values).sum();
+        CostModel::of(self.inputs.machine).update(values)
+    }
+
     /// The stage's part of a step with this execution.
     pub fn actions(&self, w: &Workload, e: &Execution) -> candle_core::Result<StageActions> {
         let (run, settings) = self.chosen(w, e)?;
@@ -302,8 +308,7 @@ impl<'a> Prepared<'a> {
         }
         let updated = flows.iter().filter(|f| f.updated > 0);
         let updated = updated.map(|f| transfer(Kind::Gather, f.axis, f.updated as f64, 1.0)).collect();
-        let values: u64 = flows.iter().map(|f| f.values).sum();
-        let update = CostModel::of(self.inputs.machine).update(values);
+        let update = self.update();
         Ok(StageActions {
             up,
             down,
