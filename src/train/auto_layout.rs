@@ -6,6 +6,7 @@ use ft_base::terminal::tell;
 use ft_data::hub::{Settings, Want};
 use ft_engine::ranks::{At, Comm};
 use ft_kernels::cuda;
+use ft_plan::links::Network;
 use ft_plan::{Devices, Target};
 use ft_recipe::Recipe;
 
@@ -47,13 +48,11 @@ pub fn agree(recipe: &mut Recipe, comm: &dyn Comm) -> ft_base::Result<()> {
 fn settings(recipe: &Recipe, ranks: Option<usize>) -> ft_base::Result<Vec<String>> {
     let target = Target::of(&device(recipe.run.device)?);
     let here = if target.cuda { cuda::count() } else { 1 };
-    let devices = Devices::new(ranks.unwrap_or(here), target, None);
+    let devices = Devices { count: ranks.unwrap_or(here), network: Network::find(target, None, None, None) };
     // the plan reads the config on disk
     model(&Settings::from_env(), recipe, Want::Config, true)?;
     let found = ft_plan::layouts_of_recipe(recipe, target, devices)?;
-    let Some(best) = found.best.first() else {
-        return Err(found.refusal().map_or_else(|| Error::Usage("no layout".into()).into(), Into::into));
-    };
+    let best = found.first()?;
     let place = recipe.place("parallel");
     tell(&format!("{place}: parallel = \"auto\" is {}: {}", best.words(), found.devices.words()));
     Ok(best.settings())

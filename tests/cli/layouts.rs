@@ -15,10 +15,13 @@ fn layouts_are_plans_in_the_order_of_time() {
     let args = ["qwen3-8b-qlora", "--gpu", "24GB"];
     let found = json(&w, &[&args[..], &["--devices", "8", "--link", "pcie"]].concat());
     let layouts = found["layouts"].as_array().expect("a list");
-    assert!((1..=5).contains(&layouts.len()), "{found:#}");
+    assert!(
+        !layouts.is_empty() && layouts.len() as u64 <= found["allowed"].as_u64().unwrap_or(0),
+        "{found:#}"
+    );
     let time = |l: &Value| l["step_seconds"].as_f64().expect("seconds");
     assert!(layouts.windows(2).all(|l| time(&l[0]) <= 1.02 * time(&l[1])), "{found:#}");
-    for layout in layouts {
+    for layout in layouts.iter().take(5) {
         let set: Vec<&str> = layout["set"].as_str().expect("settings").split(' ').collect();
         let plan = json(&w, &[&args[..], &set].concat());
         assert_eq!(plan["device"]["total"], layout["memory"], "{layout}");
@@ -30,7 +33,7 @@ fn layouts_are_plans_in_the_order_of_time() {
     }
     let text = w.ok(&[&["plan"][..], &args, &["--devices", "8"]].concat()).out;
     for words in [
-        "layouts fit 8 CUDA cards of 22.35 GiB",
+        "layouts, the fastest that fit 8 CUDA cards of 22.35 GiB",
         "links of 20.0 GB a second to each device (assumed for PCIe links)",
         "[parallel]\ndata = ",
     ] {
@@ -70,7 +73,7 @@ fn layouts_of_the_cpu_share_the_host() {
     w.write("r.toml", recipe(FULL));
     let found = json(&w, &["r.toml", "--devices", "3"]);
     assert_eq!(found["device_kind"], "cpu");
-    let reasons = found["refused"].as_array().expect("a list");
+    let reasons = found["others"].as_array().expect("a list");
     assert!(
         reasons.iter().any(|r| r["reason"].as_str().is_some_and(|r| r.contains("batch_rows = 4"))),
         "{found:#}"
@@ -110,7 +113,7 @@ fn measured_links_are_those_of_later_plans() {
     let measured: Value =
         serde_json::from_str(&w.ok(&["bench", "--ranks", "2", "--json"]).out).expect("JSON");
     assert!(
-        measured["gather"].as_f64() > Some(0.0) && measured["exchange"].as_f64() > Some(0.0),
+        ["gather", "sum", "exchange"].iter().all(|rate| measured[rate].as_f64() > Some(0.0)),
         "{measured}"
     );
     assert_eq!(json(&w, &["r.toml", "--devices", "2"])["link"], measured);

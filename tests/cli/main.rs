@@ -6,6 +6,7 @@
 mod adapters;
 mod answers;
 mod broken;
+mod cluster;
 mod context;
 mod daily;
 mod distill;

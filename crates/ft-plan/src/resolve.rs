@@ -78,6 +78,7 @@ impl Resolved {
             workloads,
             budget: budget(recipe, machine, &workload, (host, server)),
             host: beside_device(recipe, machine, (host, server)),
+            known: None,
         })
     }
 }

@@ -111,6 +111,7 @@ impl Sweep {
             workloads,
             budget,
             host: self.host,
+            known: None,
         }
     }
 

@@ -9,7 +9,8 @@ use clap::builder::PossibleValuesParser;
 use ft_base::terminal::warn;
 use ft_data::hub::Settings;
 use ft_kernels::gemm;
-use ft_plan::{Devices, Target, card, card_names, links, rates, resolve};
+use ft_plan::links::{self, Network};
+use ft_plan::{Devices, Target, card, card_names, rates, resolve};
 use ft_recipe::{Device, Recipe};
 
 /// Arguments of `ft plan`.
@@ -17,7 +18,7 @@ use ft_recipe::{Device, Recipe};
 pub struct Args {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// The card to plan for: its memory (48GB), or its name (A100-80, 4090); sets run.device and memory.budget
+    /// Card or memory of the device, such as A100-80, 4090 or 48GB; sets run.device and memory.budget
     #[arg(long, value_name = "CARD")]
     gpu: Option<String>,
     /// Print the whole plan: reasons of each choice, host, disks, the textbook's arithmetic
@@ -29,10 +30,16 @@ pub struct Args {
     /// Plan every layout over this many devices, and print the fastest that fit: memory, bytes, time, recipe lines
     #[arg(long, value_name = "N", conflicts_with = "verbose", value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: Option<u32>,
-    /// With --devices: the class of the links between them (nvlink 200 GB/s, pcie 20, tcp 1); by default as
+    /// With --devices: the class of the links between them (nvlink 200 GB/s, ib 50, pcie 20, tcp 1); by default as
     /// ft bench --ranks measured them, else pcie
     #[arg(long, value_name = "CLASS", requires = "devices", value_parser = link_names())]
     link: Option<String>,
+    /// With --devices: number of cards of a machine [default: 8]
+    #[arg(long, value_name = "N", requires = "devices", value_parser = clap::value_parser!(u32).range(1..))]
+    machine: Option<u32>,
+    /// With --devices: the class of the links of a card to those of other machines [default: ib]
+    #[arg(long, value_name = "CLASS", requires = "devices", value_parser = link_names())]
+    network: Option<String>,
 }
 
 fn link_names() -> PossibleValuesParser {
@@ -88,14 +95,15 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 
 /// Prints the fastest layouts over `count` devices.
 fn layouts(args: &Args, recipe: &Recipe, target: Target, count: usize) -> ft_base::Result<()> {
-    let devices = Devices::new(count, target, args.link.as_deref());
-    let found = ft_plan::layouts_of_recipe(recipe, target, devices)?;
+    let machine = args.machine.map(|n| n as usize);
+    let network = Network::find(target, args.link.as_deref(), args.network.as_deref(), machine);
+    let found = ft_plan::layouts_of_recipe(recipe, target, Devices { count, network })?;
     if args.json {
         print(&format!("{:#}\n", found.json()))?;
     } else {
         print_wrapped(&found.text())?;
     }
-    found.refusal().map_or(Ok(()), |e| Err(e.into()))
+    Ok(found.first().map(drop)?)
 }
 
 /// A card for `--gpu`, by name or by its memory in gigabytes: its name, if known, and the value of `memory.budget`.

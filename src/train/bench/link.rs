@@ -13,13 +13,17 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 const GATHER: At = At::all("the timed gather");
+const SUM: At = At::all("the timed sum");
 const EXCHANGE: At = At::all("the timed exchange");
 const AGREE: At = At::all("the measured rates");
 
-/// f32 elements of a rank: 64 MiB, as a layer's weights.
+/// f32 elements of a rank, as of a layer's weights: 64 MiB on a device, 1 MiB on the CPU.
 const ELEMENTS: usize = 16 << 20;
-/// Timed calls of each kind; the median counts.
-const CALLS: usize = 7;
+const ON_CPU: usize = 1 << 18;
+/// Exchanges of one value each, timed together.
+const FEW: usize = 64;
+/// Timed calls of each kind; the fastest counts, since other programs may use the machine too.
+const CALLS: usize = 15;
 /// Limit of a collective.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -34,7 +38,7 @@ pub struct MeasuredLink {
     pub kept: Option<PathBuf>,
 }
 
-/// Times gathers and pairwise exchanges of 64 MiB a rank between `ranks` ranks: the processes of a launcher, else
+/// Times gathers, sums and pairwise exchanges between `ranks` ranks: the processes of a launcher, else
 /// threads with a CUDA device each, or on the CPU. Keeps the rates for plans of such devices.
 ///
 /// # Errors
@@ -47,9 +51,11 @@ pub fn run(ranks: usize) -> ft_base::Result<MeasuredLink> {
     };
     let words = |rate: f64| format!("{:.2} GB a second", rate / 1e9);
     let text = format!(
-        "{} to each of {ranks} ranks in gathers, {} in exchanges ({})\n",
+        "{} to each of {ranks} ranks in gathers, {} in sums, {} in exchanges, {:.0} microseconds a call ({})\n",
         words(link.gather),
+        words(link.sum),
         words(link.exchange),
+        link.call[0] * 1e6,
         link.source
     );
     let json = json!(link);
@@ -106,27 +112,35 @@ fn among_threads(ranks: usize) -> ft_base::Result<(Link, Target, usize)> {
 /// Rates that the slowest rank sees.
 fn measure(comm: &dyn Comm, device: &Device, how: &str) -> ft_base::Result<Link> {
     let (rank, world) = (comm.rank(), comm.world());
+    let n = if device.is_cuda() { ELEMENTS } else { ON_CPU };
     let zeros = |n: usize| candle_core::Tensor::zeros(n, DType::F32, device).map(Tensor::from);
-    let (mine, other, all) = (zeros(ELEMENTS)?, zeros(ELEMENTS)?, zeros(world * ELEMENTS)?);
-    let ranges: Vec<_> = (0..world).map(|r| r * ELEMENTS..(r + 1) * ELEMENTS).collect();
+    let (mine, other, all) = (zeros(n)?, zeros(n)?, zeros(world * n)?);
+    let ranges: Vec<_> = (0..world).map(|r| r * n..(r + 1) * n).collect();
     let gather = || Ok(comm.all_gather(GATHER, mine.clone(), &ranges, &all)?.wait()?);
+    let part = || Some(all.clone());
+    let sum = || Ok(comm.reduce_scatter(SUM, part(), ranges[rank].clone(), &other)?.wait()?);
     // each rank sends to the next one
     let (next, before) = ((rank + 1) % world, (rank + world - 1) % world);
-    let (out, into) = ([(next, mine.clone())], [(before, other)]);
+    let (out, into) = ([(next, mine.clone())], [(before, other.clone())]);
     let exchange = || Ok(comm.exchange(EXCHANGE, &out, &into)?.wait()?);
-    let bytes = (ELEMENTS * DType::F32.size_in_bytes()) as f64;
+    let (few, few_into) = ([(next, zeros(1)?)], [(before, zeros(1)?)]);
+    let words = || (0..FEW).try_for_each(|_| Ok(comm.exchange(EXCHANGE, &few, &few_into)?.wait()?));
+    let bytes = (n * DType::F32.size_in_bytes()) as f64;
     let own = [
-        (world - 1) as f64 * bytes / median(comm, device, &gather)?,
-        bytes / median(comm, device, &exchange)?,
+        (world - 1) as f64 * bytes / fastest(comm, device, &gather)?,
+        (world - 1) as f64 * bytes / fastest(comm, device, &sum)?,
+        bytes / fastest(comm, device, &exchange)?,
+        FEW as f64 / fastest(comm, device, &words)?,
     ];
-    let rates: Vec<[f64; 2]> = comm.all_gather_object(AGREE, &own)?;
-    let slowest = |i: usize| rates.iter().map(|r| r[i]).fold(f64::INFINITY, f64::min);
+    let rates: Vec<[f64; 4]> = comm.all_gather_object(AGREE, &own)?;
+    let [gather, sum, exchange, calls] =
+        [0, 1, 2, 3].map(|i| rates.iter().map(|r| r[i]).fold(f64::INFINITY, f64::min));
     let source = format!("measured by ft bench --ranks {world}, {how}");
-    Ok(Link { gather: slowest(0), exchange: slowest(1), source })
+    Ok(Link { gather, sum, exchange, call: [1.0 / calls, 0.0], source })
 }
 
-/// Median seconds of a call, after one to warm up. All ranks begin each call together.
-fn median(comm: &dyn Comm, device: &Device, call: &dyn Fn() -> ft_base::Result<()>) -> ft_base::Result<f64> {
+/// Seconds of the fastest call, after one to warm up. All ranks begin each call together.
+fn fastest(comm: &dyn Comm, device: &Device, call: &dyn Fn() -> ft_base::Result<()>) -> ft_base::Result<f64> {
     let mut times = Vec::with_capacity(CALLS);
     for _ in 0..=CALLS {
         device.synchronize()?;
@@ -137,6 +151,5 @@ fn median(comm: &dyn Comm, device: &Device, call: &dyn Fn() -> ft_base::Result<(
         times.push(start.elapsed().as_secs_f64());
     }
     times.remove(0);
-    times.sort_by(f64::total_cmp);
-    Ok(times[CALLS / 2].max(f64::MIN_POSITIVE))
+    Ok(times.into_iter().fold(f64::INFINITY, f64::min).max(f64::MIN_POSITIVE))
 }

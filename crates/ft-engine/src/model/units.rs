@@ -47,6 +47,9 @@ impl Units {
 /// not possible.
 pub fn cut(config: &Config, stages: usize, given: &[usize]) -> Option<Vec<Units>> {
     let layers = config.layers;
+    if stages == 1 && given.is_empty() {
+        return Some(vec![Units::all(layers)]);
+    }
     let counts = match given {
         [] => even(&work(config), stages)?,
         given => given.to_vec(),

@@ -99,7 +99,7 @@ impl Mesh {
     }
 
     /// Ranks of one stage.
-    fn stage(&self) -> usize {
+    pub fn stage(&self) -> usize {
         self.data * self.context * self.tensor
     }
 

@@ -15,6 +15,7 @@ mod mesh;
 #[cfg(feature = "cuda")]
 mod nccl;
 pub mod processes;
+pub mod schedule;
 mod sum;
 mod threads;
 

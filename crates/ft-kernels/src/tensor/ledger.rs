@@ -77,11 +77,48 @@ pub struct Cost {
     pub moved: f64,
     /// Operations launched.
     pub started: f64,
-    /// Bytes received from other ranks.
-    pub wire: f64,
+    /// Exchanges with other ranks, by [`Peers`].
+    pub wire: [Wire; Peers::ALL.len()],
+}
+
+/// Ranks that exchange tensors within a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peers {
+    /// Ranks with tokens of the same rows.
+    Context,
+    /// Ranks that cut matrices.
+    Tensor,
+    /// Ranks that split the experts.
+    Experts,
+}
+
+impl Peers {
+    /// All kinds.
+    pub const ALL: [Peers; 3] = [Peers::Context, Peers::Tensor, Peers::Experts];
+}
+
+/// Exchanges with other ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Wire {
+    /// Bytes received.
+    pub bytes: f64,
+    /// Number of exchanges.
+    pub calls: f64,
 }
 
 impl Cost {
+    /// The cost of one exchange in which `bytes` come from `peers`.
+    pub fn exchange(peers: Peers, bytes: f64) -> Self {
+        let mut cost = Self::default();
+        cost.wire[peers as usize] = Wire { bytes, calls: 1.0 };
+        cost
+    }
+
+    /// Bytes received from other ranks.
+    pub fn received(&self) -> f64 {
+        self.wire.iter().map(|w| w.bytes).sum()
+    }
+
     /// Adds `n` times `c`.
     pub fn add(&mut self, c: Cost, n: f64) {
         self.flops += n * c.flops;
@@ -91,7 +128,10 @@ impl Cost {
         self.read += n * c.read;
         self.moved += n * c.moved;
         self.started += n * c.started;
-        self.wire += n * c.wire;
+        for (sum, w) in self.wire.iter_mut().zip(c.wire) {
+            sum.bytes += n * w.bytes;
+            sum.calls += n * w.calls;
+        }
     }
 }
 

@@ -21,35 +21,32 @@ pub struct Layout {
 
 impl Layout {
     /// All layouts of `devices` ranks, for a model of so many `layers` with so many `experts` each (0 for none); `cuts`
-    /// tells numbers of ranks that can cut its matrices. Stages come with data alone, and so do cut matrices: the other
-    /// axes are not built with them.
+    /// tells numbers of ranks that can cut its matrices.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
-        let stages = |ranks: usize| if ranks == 1 { 0..=0 } else { 0..=3 };
-        let experts: Vec<usize> =
-            divisors(devices).filter(|e| *e == 1 || experts.max(1).is_multiple_of(*e)).collect();
         let mut all = Vec::new();
-        for context in divisors(devices) {
-            for expert in &experts {
-                all.extend(stages(devices).map(|zero| Self {
-                    data: devices / context,
-                    pipeline: 1,
-                    context,
-                    tensor: 1,
-                    expert: *expert,
-                    zero,
-                }));
+        for pipeline in divisors(devices).filter(|n| *n == 1 || *n <= layers) {
+            let stage = devices / pipeline;
+            for tensor in divisors(stage).filter(|n| *n == 1 || cuts(*n)) {
+                for context in divisors(stage / tensor) {
+                    let data = stage / tensor / context;
+                    let experts = divisors(stage).filter(|e| experts.max(1).is_multiple_of(*e));
+                    for (expert, zero) in experts.flat_map(|e| (0..=3).map(move |zero| (e, zero))) {
+                        all.push(Self { data, pipeline, context, tensor, expert, zero });
+                    }
+                }
             }
         }
-        let plain = Self { data: devices, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
-        for pipeline in divisors(devices).filter(|n| *n > 1 && *n <= layers) {
-            let data = devices / pipeline;
-            all.extend(stages(data).map(|zero| Self { data, pipeline, zero, ..plain }));
-        }
-        for tensor in divisors(devices).filter(|n| *n > 1 && cuts(*n)) {
-            let data = devices / tensor;
-            all.extend(stages(devices).map(|zero| Self { data, tensor, zero, ..plain }));
-        }
+        all.retain(Self::is_built);
         all
+    }
+
+    /// Whether these axes are built with one another. A stage of one rank has nothing to split by ZeRO.
+    fn is_built(&self) -> bool {
+        let within = [self.context, self.tensor, self.expert].iter().filter(|n| **n > 1).count();
+        let with_stages = self.pipeline == 1 || within == 0;
+        let with_cuts = self.tensor == 1 || within == 1;
+        let zero = self.zero == 0 || self.data * self.context * self.tensor > 1;
+        with_stages && with_cuts && zero
     }
 
     /// The keys that differ from their defaults, with values.

@@ -1,19 +1,24 @@
-//! Predicted time of a step of a layout, and the order of layouts.
+//! Predicted time of a step of a layout, by its lists of actions.
 
 use super::layout::Layout;
-use crate::time::links::Link;
+use crate::time::actions::{Actions, StageActions, Transfer, VisitActions};
+use crate::time::links::{Members, Network};
+use ft_engine::ranks::Axis;
+use ft_engine::ranks::schedule::{Action, schedule};
 use serde::Serialize;
 
 /// Limit of a layout's speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// Arithmetic takes longer than all transfers.
+    /// Arithmetic takes longer than all else.
     Compute,
     /// Gathered weights and summed gradients take longer than the arithmetic that would hide them.
     Gathers,
     /// Transfers that nothing hides take longer than arithmetic.
     Exchanges,
+    /// Stages wait for one another longer than they compute.
+    Stages,
 }
 
 impl Limit {
@@ -23,8 +28,21 @@ impl Limit {
             Self::Compute => "arithmetic",
             Self::Gathers => "the link: gathered weights, summed gradients",
             Self::Exchanges => "the link: transfers that nothing hides",
+            Self::Stages => "stages that wait",
         }
     }
+}
+
+/// Rates of devices.
+#[derive(Clone, Copy, Debug)]
+pub struct Rates<'n> {
+    /// Work a second of a device.
+    pub rate: f64,
+    pub network: &'n Network,
+    /// Whether devices have engines that copy beside arithmetic. Processors copy by themselves.
+    pub engines: bool,
+    /// Speed of a rank alone over that while all compute: ranks share processors if these are fewer.
+    pub alone: f64,
 }
 
 /// The plan of a layout, in short.
@@ -36,26 +54,19 @@ pub struct Candidate {
     pub beside: Vec<String>,
     /// Device peak of the rank with the most.
     pub memory: u64,
-    /// Bytes that a rank receives in a step.
+    /// Bytes that a rank receives in a step, and those of them from other machines.
     pub wire_bytes_a_step: u64,
+    pub wire_bytes_between: u64,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
+    /// Share of the step in which stages wait.
+    pub bubble: f64,
     pub limit: Limit,
     /// Execution in words.
     pub how: String,
-}
-
-/// Seconds of a step, and the limit: transfers of `wire[0]` bytes run beside `compute` seconds of arithmetic if the
-/// devices have engines for them, those of `wire[1]` bytes do not.
-pub fn time(compute: f64, wire: [u64; 2], link: &Link, engines: bool) -> (f64, Limit) {
-    let (hidden, exposed) = (wire[0] as f64 / link.gather, wire[1] as f64 / link.exchange);
-    let limit = match () {
-        () if exposed > compute.max(hidden) => Limit::Exchanges,
-        () if hidden > compute => Limit::Gathers,
-        () => Limit::Compute,
-    };
-    let together = if engines { compute.max(hidden) } else { compute + hidden };
-    (together + exposed, limit)
+    /// The lists of actions of a step.
+    #[serde(skip)]
+    pub actions: Actions,
 }
 
 /// Sorts by predicted time, fastest first. Of times within 1%, less memory goes first, then fewer bytes, then the
@@ -66,22 +77,287 @@ pub fn sort(all: &mut [Candidate]) {
     all.sort_by_key(|c| (step(c), c.memory, c.wire_bytes_a_step, c.layout.zero, c.layout));
 }
 
+/// A predicted step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    pub seconds: f64,
+    pub limit: Limit,
+    /// Mean share of the step in which a stage waits for others.
+    pub bubble: f64,
+    /// Bytes that a rank of the stage with the most receives, from its machine and from others.
+    pub bytes: [f64; 2],
+}
+
+/// Seconds of a pass through visits: arithmetic, transfers that it would hide, exchanges within visits, and all of it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pass {
+    compute: f64,
+    hidden: f64,
+    exposed: f64,
+    all: f64,
+}
+
+impl Pass {
+    fn add(&mut self, other: Pass) {
+        self.compute += other.compute;
+        self.hidden += other.hidden;
+        self.exposed += other.exposed;
+        self.all += other.all;
+    }
+}
+
+/// A stage on its devices.
+struct OnDevices<'a> {
+    of: Rates<'a>,
+    /// Groups of a rank of the stage, by axis.
+    members: [Members; Axis::ALL.len()],
+}
+
+impl<'a> OnDevices<'a> {
+    fn new(of: Rates<'a>, actions: &Actions, stage: usize) -> Self {
+        let first = stage * actions.mesh.stage();
+        Self { of, members: Axis::ALL.map(|axis| of.network.members(&actions.mesh, axis, first)) }
+    }
+
+    fn seconds<'t>(&self, all: impl IntoIterator<Item = &'t Transfer>) -> f64 {
+        all.into_iter().map(|t| self.of.network.seconds(t, self.members[t.axis as usize])).sum()
+    }
+
+    /// A pass through visits: the weights of the next visit and the gradients of earlier ones travel during a visit.
+    fn pass(&self, visits: &[VisitActions]) -> Pass {
+        let sums = |i: Option<usize>, part: usize| {
+            i.and_then(|i| visits.get(i)).map_or(0.0, |v| self.seconds(&v.sums[part]))
+        };
+        let gathers = |i: usize| visits.get(i).map_or(0.0, |v| self.seconds(&v.gathers));
+        let before = gathers(0);
+        let mut pass = Pass { exposed: before, all: before, ..Pass::default() };
+        for (i, visit) in visits.iter().enumerate() {
+            let compute = visit.work / self.of.rate;
+            let hidden = gathers(i + 1) + sums(i.checked_sub(1), 0) + sums(i.checked_sub(2), 1);
+            let exposed = self.seconds(&visit.exchanges);
+            let all = match (self.of.engines, visit.exchanges.is_empty()) {
+                (false, _) => compute + hidden + exposed,
+                (true, true) => compute.max(hidden),
+                // transfers go one after the other: exchanges in the middle of a visit wait for those begun before
+                (true, false) => (compute / 2.0).max(hidden) + exposed + compute / 2.0,
+            };
+            pass.add(Pass { compute, hidden, exposed, all });
+        }
+        let last = visits.len().checked_sub(1);
+        let after = sums(last, 0) + sums(last, 1) + sums(last.and_then(|l| l.checked_sub(1)), 1);
+        pass.add(Pass { exposed: after, all: after, ..Pass::default() });
+        pass
+    }
+
+    /// The update, and transfers after the last micro-batch.
+    fn update(&self, stage: &StageActions) -> Pass {
+        let (compute, exposed) = (stage.update.0 / self.of.rate, self.seconds(&stage.update.1));
+        Pass { compute, hidden: 0.0, exposed, all: compute + exposed }
+    }
+
+    /// Bytes of a step from the same machine and from others, apart from other stages.
+    fn bytes(&self, stage: &StageActions, micros: usize) -> [f64; 2] {
+        let parts = |t: &Transfer| self.of.network.parts(t.bytes, self.members[t.axis as usize]);
+        let add = |sum: [f64; 2], [near, far]: [f64; 2]| [sum[0] + near, sum[1] + far];
+        let micro = stage.transfers().map(parts).fold([0.0; 2], add);
+        add(micro.map(|b| b * micros as f64), stage.update.1.iter().map(parts).fold([0.0; 2], add))
+    }
+}
+
+/// Whether a stage and the one above are on different machines.
+fn is_far(d: Rates<'_>, actions: &Actions, stage: usize) -> bool {
+    let machine = |stage: usize| stage * actions.mesh.stage() / d.network.machine;
+    machine(stage) != machine(stage + 1)
+}
+
+/// Seconds of an exchange between the stage and the one above: hidden states and gradients cross at once.
+fn crossing(d: Rates<'_>, actions: &Actions, stage: usize) -> f64 {
+    let Some(above) = actions.stages.get(stage + 1) else { return 0.0 };
+    let bytes = above.passed[0].max(actions.stages[stage].passed[1]);
+    let link = if is_far(d, actions, stage) { &d.network.between } else { &d.network.within };
+    bytes / link.exchange + link.call[0]
+}
+
+/// Seconds until all stages have done their lists: `times` of a forward and a backward pass, and of the exchange with
+/// the stage above.
+fn walk(actions: &Actions, times: &[[f64; 2]], crossings: &[f64]) -> f64 {
+    let stages = times.len();
+    let lists: Vec<_> = (0..stages).map(|s| schedule(stages, s, actions.micros, actions.lowest)).collect();
+    let (mut next, mut clock) = (vec![0; stages], vec![0.0_f64; stages]);
+    loop {
+        let mut moved = false;
+        for s in 0..stages {
+            while let Some(action) = lists[s].get(next[s]) {
+                match action {
+                    Action::Up(_) => clock[s] += times[s][0],
+                    Action::Down(_) => clock[s] += times[s][1],
+                    Action::Above(_) | Action::Below(_) => break,
+                }
+                next[s] += 1;
+                moved = true;
+            }
+            let above = |a: Option<&Action>| matches!(a, Some(Action::Above(_)));
+            let below = |a: Option<&Action>| matches!(a, Some(Action::Below(_)));
+            let meets = |s: usize, next: &[usize]| {
+                s + 1 < stages && above(lists[s].get(next[s])) && below(lists[s + 1].get(next[s + 1]))
+            };
+            for lower in [s.wrapping_sub(1), s] {
+                if lower < stages && meets(lower, &next) {
+                    let end = clock[lower].max(clock[lower + 1]) + crossings[lower];
+                    clock[lower..lower + 2].fill(end);
+                    next[lower..lower + 2].iter_mut().for_each(|n| *n += 1);
+                    moved = true;
+                }
+            }
+        }
+        if !moved {
+            return clock.into_iter().fold(0.0, f64::max);
+        }
+    }
+}
+
+/// Predicts a step.
+pub fn predict(actions: &Actions, d: Rates<'_>) -> Step {
+    let on: Vec<OnDevices<'_>> = (0..actions.stages.len()).map(|s| OnDevices::new(d, actions, s)).collect();
+    let both = || on.iter().zip(&actions.stages);
+    let one = actions.stages.len() == 1;
+    let passes: Vec<[Pass; 2]> = both()
+        .map(|(on, stage)| match one {
+            true => {
+                let visits: Vec<VisitActions> = stage.visits().cloned().collect();
+                [on.pass(&visits), Pass::default()]
+            }
+            false => [&stage.up, &stage.down].map(|visits| on.pass(visits)),
+        })
+        .collect();
+    let crossings: Vec<f64> = (0..on.len()).map(|s| crossing(d, actions, s)).collect();
+    let times: Vec<[f64; 2]> = passes.iter().map(|p| p.map(|p| p.all)).collect();
+    let micros = actions.micros as f64;
+    let busy: Vec<f64> = times.iter().map(|[up, down]| micros * (up + down)).collect();
+    let mean = busy.iter().sum::<f64>() / busy.len() as f64;
+    let walked = if one { busy[0] } else { (walk(actions, &times, &crossings) / d.alone).max(mean) };
+    let slowest = (0..on.len()).max_by(|a, b| busy[*a].total_cmp(&busy[*b])).unwrap_or(0);
+    let updates: Vec<Pass> = both().map(|(on, stage)| on.update(stage)).collect();
+    let update = updates.iter().map(|u| u.all).fold(0.0, f64::max);
+    let [up, down] = passes[slowest];
+    let of = |part: fn(&Pass) -> f64| micros * (part(&up) + part(&down)) + part(&updates[slowest]);
+    let bytes = both().enumerate().map(|(s, (on, stage))| {
+        let own = on.bytes(stage, actions.micros);
+        passed(d, actions, s, own)
+    });
+    let most = bytes.max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])));
+    Step {
+        seconds: walked + update,
+        limit: limit(of(|p| p.compute), of(|p| p.hidden), of(|p| p.exposed), walked - busy[slowest]),
+        bubble: ((walked - mean) / (walked + update)).max(0.0),
+        bytes: most.unwrap_or_default(),
+    }
+}
+
+/// Adds the bytes of hidden states and gradients that come from the stages beside a stage.
+fn passed(d: Rates<'_>, actions: &Actions, stage: usize, mut own: [f64; 2]) -> [f64; 2] {
+    let [below, above] = actions.stages[stage].passed.map(|bytes| bytes * actions.micros as f64);
+    if stage > 0 {
+        own[usize::from(is_far(d, actions, stage - 1))] += below;
+    }
+    own[usize::from(is_far(d, actions, stage))] += above;
+    own
+}
+
+/// The largest of four times.
+fn limit(compute: f64, hidden: f64, exposed: f64, waiting: f64) -> Limit {
+    match () {
+        () if waiting > compute.max(hidden).max(exposed) => Limit::Stages,
+        () if exposed > compute.max(hidden) => Limit::Exchanges,
+        () if hidden > compute => Limit::Gathers,
+        () => Limit::Compute,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::time::links::CLASSES;
+    use crate::time::actions::Kind;
+    use crate::time::links::{CLASSES, Link};
+    use ft_engine::ranks::Mesh;
+    use std::sync::Arc;
+
+    const RATE: f64 = 1e12;
+    const GB: f64 = 1e9;
+
+    fn network(class: usize, machine: usize) -> Network {
+        let link = Link { call: [0.0; 2], ..Link::of_class(CLASSES[class]) };
+        let between = Link { call: [0.0; 2], ..Link::of_class(CLASSES[3]) };
+        Network { within: link, between, machine }
+    }
+
+    /// Seconds of one visit of two seconds on a ring of two ranks, with gigabytes that it hides and that it does not.
+    fn one(class: usize, engines: bool, [hidden, exposed]: [f64; 2]) -> Step {
+        let transfer = |kind, gb: f64| Transfer { kind, axis: Axis::Stage, bytes: gb * GB, calls: 1.0 };
+        let visit =
+            |work, gathers, exchanges| VisitActions { work, gathers, exchanges, ..Default::default() };
+        let exchanges = (exposed > 0.0).then(|| transfer(Kind::Exchange, exposed));
+        let first = visit(2.0 * RATE, vec![], exchanges.into_iter().collect());
+        let second = visit(0.0, vec![transfer(Kind::Gather, hidden)], vec![]);
+        let stage = StageActions { up: vec![first, second], ..Default::default() };
+        let mesh = Mesh { data: 2, ..Mesh::ONE };
+        let actions = Actions { mesh, micros: 1, lowest: 0, stages: vec![Arc::new(stage)] };
+        predict(&actions, Rates { rate: RATE, network: &network(class, 8), engines, alone: 1.0 })
+    }
 
     #[test]
     fn arithmetic_hides_gathers_and_nothing_hides_exchanges() {
-        let gb = 1_000_000_000;
-        let [nvlink, pcie, _] = CLASSES.map(Link::of_class);
-        assert_eq!(time(2.0, [20 * gb, 0], &pcie, true), (2.0, Limit::Compute));
-        assert_eq!(time(2.0, [60 * gb, 0], &pcie, true), (3.0, Limit::Gathers));
-        assert_eq!(time(2.0, [20 * gb, 20 * gb], &pcie, true), (3.0, Limit::Compute));
-        assert_eq!(time(2.0, [20 * gb, 60 * gb], &pcie, true), (5.0, Limit::Exchanges));
-        assert_eq!(time(2.0, [60 * gb, 60 * gb], &nvlink, true), (2.3, Limit::Compute));
-        // processors copy by themselves
-        assert_eq!(time(2.0, [20 * gb, 20 * gb], &pcie, false), (4.0, Limit::Compute));
+        let (nvlink, pcie) = (0, 2);
+        for (class, engines, gb, seconds, limit) in [
+            (pcie, true, [20.0, 0.0], 2.0, Limit::Compute),
+            (pcie, true, [60.0, 0.0], 3.0, Limit::Gathers),
+            (pcie, true, [20.0, 20.0], 3.0, Limit::Compute),
+            (pcie, true, [20.0, 60.0], 5.0, Limit::Exchanges),
+            (nvlink, true, [60.0, 60.0], 2.3, Limit::Compute),
+            // processors copy by themselves
+            (pcie, false, [20.0, 20.0], 4.0, Limit::Compute),
+        ] {
+            let step = one(class, engines, gb);
+            assert!((step.seconds - seconds).abs() < 1e-9 && step.limit == limit, "{gb:?} {step:?}");
+        }
+    }
+
+    /// Equal stages wait (S - 1) / (m + S - 1) of the time; of unequal ones the others wait for the slowest.
+    #[test]
+    fn stages_wait_as_their_lists_say() {
+        let stage = |up: f64, down: f64| {
+            let visit = |seconds: f64| VisitActions { work: seconds * RATE, ..Default::default() };
+            Arc::new(StageActions { up: vec![visit(up)], down: vec![visit(down)], ..Default::default() })
+        };
+        let network = network(0, 8);
+        let rates = Rates { rate: RATE, network: &network, engines: true, alone: 1.0 };
+        let of = |stages: Vec<Arc<StageActions>>, micros| {
+            let mesh = Mesh { pipeline: stages.len(), ..Mesh::ONE };
+            predict(&Actions { mesh, micros, lowest: 0, stages }, rates)
+        };
+        let latency = 1e-9;
+        for (stages, micros) in [(2, 1), (2, 8), (4, 4), (4, 32), (8, 64)] {
+            let step = of(vec![stage(1.0, 2.0); stages], micros);
+            let seconds = 3.0 * (micros + stages - 1) as f64;
+            assert!((step.seconds - seconds).abs() < latency, "{stages} {micros}: {step:?}");
+            // without an update
+            let bubble = (stages - 1) as f64 / (micros + stages - 1) as f64;
+            assert!((step.bubble - bubble).abs() < 1e-9, "{stages} {micros}: {step:?}");
+        }
+        let step = of(vec![stage(1.0, 2.0), stage(2.0, 4.0), stage(1.0, 2.0)], 10);
+        // its ten micro-batches, after the first has come up and before the last is down
+        assert!((63.0..=66.0).contains(&step.seconds), "{step:?}");
+        // processors that stages share are never idle while one computes
+        let shared = predict(
+            &Actions {
+                mesh: Mesh { pipeline: 4, ..Mesh::ONE },
+                micros: 1,
+                lowest: 0,
+                stages: vec![stage(1.0, 2.0); 4],
+            },
+            Rates { alone: 4.0, ..rates },
+        );
+        assert!((shared.seconds - 3.0).abs() < latency, "{shared:?}");
     }
 
     #[test]
@@ -91,9 +367,12 @@ mod tests {
             beside: Vec::new(),
             memory,
             wire_bytes_a_step: 0,
+            wire_bytes_between: 0,
             step_seconds: seconds,
+            bubble: 0.0,
             limit: Limit::Compute,
             how: String::new(),
+            actions: Actions { mesh: Mesh::ONE, micros: 1, lowest: 0, stages: Vec::new() },
         };
         let mut all = vec![
             of(1, 0, 2.0, 5),

@@ -45,22 +45,17 @@ impl Layouts {
         let device = if self.machine.cuda { "CUDA card" } else { "CPU rank" };
         let plural = if n == 1 { "" } else { "s" };
         let of = self.budget.map_or(String::new(), |b| format!(" of {}", bytes(b)));
-        let _ = writeln!(s, "{} of {} layouts fit {n} {device}{plural}{of}", self.fitting, self.planned);
+        let words = if self.best().is_empty() { "" } else { ", the fastest that" };
+        let _ = writeln!(
+            s,
+            "{} of {} layouts{words} fit {n} {device}{plural}{of}",
+            self.best().len(),
+            self.allowed
+        );
         let _ = writeln!(s, "{}\n", self.of);
-        if !self.best.is_empty() {
-            let width = self.best.iter().map(|c| c.words().len()).max().unwrap_or(0).max("layout".len());
-            let head = format!(
-                "  {:<width$} {:>11} {:>11} {:>9}  limited by",
-                "layout", "memory", "wire a step", "a step"
-            );
-            let _ = writeln!(s, "{head}");
-            for c in &self.best {
-                let (memory, wire, time) =
-                    (bytes(c.memory), bytes(c.wire_bytes_a_step), seconds(c.step_seconds));
-                let limit = c.limit.words();
-                let _ = writeln!(s, "  {:<width$} {memory:>11} {wire:>11} {time:>9}  {limit}", c.words());
-            }
-            let _ = writeln!(s, "\nmemory is that of the rank with the most, in {}", self.best[0].how);
+        if let Some(best) = self.best().first() {
+            s += &self.table();
+            let _ = writeln!(s, "\nmemory is that of the rank with the most, in {}", best.how);
         }
         let _ = writeln!(
             s,
@@ -69,11 +64,31 @@ impl Layouts {
             self.arithmetic.rate / 1e12,
             self.arithmetic.source
         );
-        for (count, why) in &self.refused {
-            let _ = writeln!(s, "not planned {count}: {why}");
+        for (count, why) in &self.others {
+            let _ = writeln!(s, "others      {count}: {why}");
         }
-        if let Some(best) = self.best.first() {
+        if let Some(best) = self.best().first() {
             let _ = write!(s, "\n{}", best.lines());
+        }
+        s
+    }
+
+    /// The best layouts, one a line. Bytes from other machines, and the wait of stages, stand there if there are any.
+    fn table(&self) -> String {
+        let width = self.best().iter().map(|c| c.words().len()).max().unwrap_or(0).max("layout".len());
+        let (several, waits) = (self.devices.on_several(), self.best().iter().any(|c| c.bubble >= 0.005));
+        let line = |[layout, memory, wire, between, wait, time, limit]: [&str; 7]| {
+            let between = if several { format!(" {between:>13}") } else { String::new() };
+            let wait = if waits { format!(" {wait:>5}") } else { String::new() };
+            format!("  {layout:<width$} {memory:>11} {wire:>11}{between}{wait} {time:>9}  {limit}\n")
+        };
+        let mut s =
+            line(["layout", "memory", "wire a step", "from machines", "waits", "a step", "limited by"]);
+        for c in self.best() {
+            let (memory, wire) = (bytes(c.memory), bytes(c.wire_bytes_a_step));
+            let (between, time) = (bytes(c.wire_bytes_between), seconds(c.step_seconds));
+            let wait = format!("{:.0}%", 100.0 * c.bubble);
+            s += &line([&c.words(), &memory, &wire, &between, &wait, &time, c.limit.words()]);
         }
         s
     }
@@ -81,7 +96,7 @@ impl Layouts {
     /// Output of `ft plan --devices --json`.
     pub fn json(&self) -> Value {
         let layouts: Vec<Value> = self
-            .best
+            .fitting
             .iter()
             .map(|c| {
                 let mut one = json!(c);
@@ -95,21 +110,25 @@ impl Layouts {
             "devices": self.devices.count,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
             "budget": self.budget,
-            "link": self.devices.link,
+            "link": self.devices.network.within,
+            "between": self.devices.on_several().then_some(&self.devices.network),
             "arithmetic": self.arithmetic,
-            "planned": self.planned,
-            "fitting": self.fitting,
-            "refused": self.refused.iter().map(|(n, why)| json!({"layouts": n, "reason": why})).collect::<Vec<_>>(),
+            "allowed": self.allowed,
+            "others": self.others.iter().map(|(n, why)| json!({"layouts": n, "reason": why})).collect::<Vec<_>>(),
             "least_memory": self.least.map(|(layout, memory)| json!({"layout": layout, "memory": memory})),
             "layouts": layouts,
         })
     }
 
-    /// The error of a search in which nothing fits; `None` if something does.
-    pub fn refusal(&self) -> Option<Error> {
-        if !self.best.is_empty() {
-            return None;
-        }
+    /// The fastest layout.
+    ///
+    /// # Errors
+    /// Nothing fits, or the recipe allows none.
+    pub fn first(&self) -> Result<&Candidate, Error> {
+        self.best().first().ok_or_else(|| self.refusal())
+    }
+
+    fn refusal(&self) -> Error {
         let n = self.devices.count;
         let why = match (self.least, self.budget) {
             (Some((layout, memory)), Some(budget)) => format!(
@@ -120,12 +139,12 @@ impl Layouts {
                 bytes(budget)
             ),
             _ => {
-                let why = self.refused.first().map_or("", |(_, why)| why);
+                let why = self.others.first().map_or("", |(_, why)| why);
                 format!(
                     "no layout of {n} devices suits the recipe: {why}\n  hint: run.batch_rows or --devices"
                 )
             }
         };
-        Some(Error::DoesNotFit(why))
+        Error::DoesNotFit(why)
     }
 }

@@ -1,15 +1,17 @@
 //! Plans of all layouts of a recipe.
 
+use super::bounds::{Bounds, Model as Whole, Sums};
 use super::layout::Layout;
-use super::predict::{Candidate, sort, time};
+use super::predict::{Candidate, Rates, predict, sort};
+use crate::error::Error;
 use crate::host::Capacity;
 use crate::model::{Target, machine};
-use crate::plan::{Model, Plan};
+use crate::plan::Model;
 use crate::resolve::{check_model, cuts};
-use crate::time::links::Link;
+use crate::time::links::{Link, Network};
 use crate::time::rates;
 use ft_kernels::Machine;
-use ft_recipe::{MicroRows, Recipe};
+use ft_recipe::{Launch, MicroRows, Recipe};
 use serde::Serialize;
 
 /// Number of layouts to print.
@@ -17,6 +19,8 @@ const BEST: usize = 5;
 /// Card in place of an unknown one, and work a second of an unmeasured CPU thread.
 const CARD: &str = "A100-80";
 const CPU: f64 = 30e9;
+/// Times within this factor are equal: memory decides then.
+const WITHIN: f64 = 1.01;
 /// Work to ask a rate for.
 const WORK: f64 = 1e15;
 
@@ -26,22 +30,39 @@ pub struct Devices {
     /// Number of ranks, one a device.
     pub count: usize,
     /// The links between them.
-    pub link: Link,
+    pub network: Network,
 }
 
 impl Devices {
-    /// So many devices, with links of a class, or without one as they were measured for such devices.
-    pub fn new(count: usize, target: Target, class: Option<&str>) -> Self {
-        Self { count, link: Link::find(class, target) }
+    /// Whether the devices are on several machines.
+    pub fn on_several(&self) -> bool {
+        self.count > self.network.machine
     }
 
     /// The links in words.
     pub fn words(&self) -> String {
-        let Link { gather, exchange, source } = &self.link;
-        let exchanges =
-            if gather == exchange { String::new() } else { format!(", {:.1} in exchanges", exchange / 1e9) };
-        format!("links of {:.1} GB a second to each device{exchanges} ({source})", gather / 1e9)
+        let Network { within, between, machine } = &self.network;
+        let far = match self.on_several() {
+            true => format!("; between machines of {machine}: {}", words(between)),
+            false => String::new(),
+        };
+        format!("links of {}{far}", words(within))
     }
+}
+
+/// A link in words.
+fn words(link: &Link) -> String {
+    let gb = |rate: f64| format!("{:.1}", rate / 1e9);
+    let others = match link.gather == link.exchange && link.gather == link.sum {
+        true => String::new(),
+        false => format!(", {} in sums, {} in exchanges", gb(link.sum), gb(link.exchange)),
+    };
+    format!("{} GB a second to each device{others} ({})", gb(link.gather), link.source)
+}
+
+/// Ranks that share the processors of this process: those of a launcher have their own.
+fn sharing(ranks: usize) -> usize {
+    if Launch::of_env().is_some() { 1 } else { ranks }
 }
 
 /// Rate of the arithmetic of a device, and the source of the number.
@@ -57,7 +78,7 @@ impl Arithmetic {
     /// The measured rate, else the rate of the card's data sheet, else an assumption. Ranks on the CPU share it.
     fn of(m: Machine, ranks: usize) -> Self {
         let Self { rate, source } = Self::of_device(m);
-        if m.cuda { Self { rate, source } } else { Self { rate: rate / ranks as f64, source } }
+        if m.cuda { Self { rate, source } } else { Self { rate: rate / sharing(ranks) as f64, source } }
     }
 
     fn of_device(m: Machine) -> Self {
@@ -88,58 +109,64 @@ pub struct Layouts {
     pub arithmetic: Arithmetic,
     /// Usable device bytes of a rank, if known.
     pub budget: Option<u64>,
-    /// The best ones that fit, fastest first.
-    pub best: Vec<Candidate>,
-    /// Number of fitting layouts, and of planned ones.
-    pub fitting: usize,
-    pub planned: usize,
-    /// The layout with the smallest memory.
+    /// Planned layouts that fit, fastest first. No other is faster than the first five.
+    pub fitting: Vec<Candidate>,
+    /// Number of layouts that the recipe allows.
+    pub allowed: usize,
+    /// The planned layout with the smallest memory.
     pub least: Option<(Layout, u64)>,
-    /// Numbers of layouts that the recipe does not allow, by reason.
-    pub refused: Vec<(usize, String)>,
+    /// Numbers of layouts that are not listed, by reason.
+    pub others: Vec<(usize, String)>,
 }
 
-/// Plans every layout of the recipe over the devices, for such devices.
+/// A layout that the recipe allows.
+struct Allowed {
+    layout: Layout,
+    recipe: Recipe,
+    /// Further keys for it.
+    beside: Vec<String>,
+    bounds: Bounds,
+}
+
+/// Finds the fastest layouts of the recipe over the devices, for such devices.
 ///
 /// # Errors
 /// As [`crate::of_recipe`].
 pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> ft_base::Result<Layouts> {
     let model = Model::find(recipe)?;
     let room = Capacity::of(machine(recipe, target));
-    let layers = model.resolved.config.layers;
-    let experts = model.resolved.config.moe.as_ref().map_or(0, |m| m.experts);
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
         machine: machine(recipe, target),
         arithmetic: Arithmetic::of(machine(recipe, target), devices.count),
         devices,
         budget: None,
-        best: Vec::new(),
-        fitting: 0,
-        planned: 0,
+        fitting: Vec::new(),
+        allowed: 0,
         least: None,
-        refused: Vec::new(),
+        others: Vec::new(),
     };
-    let cuts = |n: usize| cuts(recipe, &model.resolved, n);
-    for layout in Layout::all(found.devices.count, layers, experts, cuts) {
-        match applied(recipe, layout) {
-            Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
-                let why = if with.parallel.pipeline > 1 {
-                    "parallel.pipeline is not built for layers that share inputs, keys and values"
-                } else {
-                    "parallel.context is not built for linear attention"
-                };
-                found.refuse(why.into());
-            }
-            Ok((with, beside)) => {
-                let plan = model.plan(&with, target, &room)?;
-                found.add(layout, beside, &plan);
-            }
-            Err(why) => found.refuse(why),
+    let mut open = found.allow(recipe, &model, target, &room)?;
+    found.allowed = open.len();
+    open.sort_by(|a, b| a.bounds.seconds.total_cmp(&b.bounds.seconds));
+    let (mut slower, mut larger) = (0, Vec::new());
+    for one in open {
+        let time = |c: &Candidate| c.step_seconds;
+        if found.fitting.get(BEST - 1).is_some_and(|last| one.bounds.seconds > WITHIN * time(last)) {
+            slower += 1;
+        } else if found.budget.is_some_and(|budget| one.bounds.memory > budget) {
+            larger.push(one);
+        } else {
+            found.plan(&one, &model, target, &room)?;
         }
     }
-    sort(&mut found.best);
-    found.best.truncate(BEST);
+    found.count(slower, "by arithmetic and bytes alone slower than these");
+    if found.fitting.is_empty() {
+        // the error names the least
+        let least = larger.iter().min_by_key(|one| one.bounds.memory);
+        least.map_or(Ok(()), |one| found.plan(one, &model, target, &room))?;
+    }
+    found.count(larger.len(), "weights, gradients and optimizer alone do not fit");
     Ok(found)
 }
 
@@ -161,35 +188,148 @@ fn applied(recipe: &Recipe, layout: Layout) -> Result<(Recipe, Vec<String>), Str
 }
 
 impl Layouts {
-    fn add(&mut self, layout: Layout, beside: Vec<String>, plan: &Plan) {
-        self.planned += 1;
+    /// The layouts that the recipe allows.
+    fn allow(
+        &mut self,
+        recipe: &Recipe,
+        model: &Model,
+        target: Target,
+        room: &Capacity<'_>,
+    ) -> ft_base::Result<Vec<Allowed>> {
+        let config = &model.resolved.config;
+        let experts = config.moe.as_ref().map_or(0, |m| m.experts);
+        let cuts = |n: usize| cuts(recipe, &model.resolved, n);
+        let one = Layout { data: 1, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
+        let (alone, _) = applied(recipe, one).map_err(Error::Ignored)?;
+        let (row, most_rows) = model.least_work(&alone, target, room)?;
+        self.budget = recipe.memory.budget;
+        let sums = Sums::of(recipe, &model.resolved.selection, self.machine);
+        let width = self.machine.width as f64;
+        let sizes = Whole { sums, row, width, most_rows };
+        let mut allowed = Vec::new();
+        for layout in Layout::all(self.devices.count, config.layers, experts, cuts) {
+            match applied(recipe, layout) {
+                Ok((with, _)) if check_model(&with, config).is_err() => {
+                    let why = match layout.pipeline > 1 {
+                        true => {
+                            "parallel.pipeline is not built for layers that share inputs, keys and values"
+                        }
+                        false => "parallel.context is not built for linear attention",
+                    };
+                    self.count(1, why);
+                }
+                Ok((with, beside)) => {
+                    let bounds = sizes.bounds(&with, layout, self.rates());
+                    allowed.push(Allowed { layout, recipe: with, beside, bounds });
+                }
+                Err(why) => self.count(1, &why),
+            }
+        }
+        Ok(allowed)
+    }
+
+    /// Plans a layout, and lists it if it fits.
+    fn plan(
+        &mut self,
+        one: &Allowed,
+        model: &Model,
+        target: Target,
+        room: &Capacity<'_>,
+    ) -> ft_base::Result<()> {
+        let (plan, actions) = model.plan(&one.recipe, target, room)?;
         self.budget = plan.budget;
         let memory = plan.total();
         if self.least.is_none_or(|(_, least)| memory < least) {
-            self.least = Some((layout, memory));
+            self.least = Some((one.layout, memory));
         }
-        if !(plan.fits_device() && plan.space.host_fits()) {
-            return;
-        }
-        self.fitting += 1;
-        let wire = [plan.wire - plan.exposed, plan.exposed];
-        let compute = plan.step_work() / self.arithmetic.rate;
-        let (step_seconds, limit) = time(compute, wire, &self.devices.link, self.machine.cuda);
-        self.best.push(Candidate {
-            layout,
-            beside,
+        let Some(actions) = actions else {
+            self.count(1, "they do not fit");
+            return Ok(());
+        };
+        let step = predict(&actions, self.rates());
+        self.fitting.push(Candidate {
+            layout: one.layout,
+            beside: one.beside.clone(),
             memory,
             wire_bytes_a_step: plan.wire,
-            step_seconds,
-            limit,
+            wire_bytes_between: step.bytes[1] as u64,
+            step_seconds: step.seconds,
+            bubble: step.bubble,
+            limit: step.limit,
             how: plan.how(),
+            actions,
         });
+        sort(&mut self.fitting);
+        Ok(())
     }
 
-    fn refuse(&mut self, why: String) {
-        match self.refused.iter_mut().find(|(_, known)| *known == why) {
-            Some((count, _)) => *count += 1,
-            None => self.refused.push((1, why)),
+    /// The layouts to print.
+    pub fn best(&self) -> &[Candidate] {
+        &self.fitting[..self.fitting.len().min(BEST)]
+    }
+
+    /// Rates of the devices.
+    pub fn rates(&self) -> Rates<'_> {
+        let alone = match self.machine.cuda {
+            true => 1.0,
+            false => (sharing(self.devices.count) as f64 / self.machine.threads as f64).max(1.0),
+        };
+        Rates {
+            rate: self.arithmetic.rate,
+            network: &self.devices.network,
+            engines: self.machine.cuda,
+            alone,
         }
+    }
+
+    fn count(&mut self, layouts: usize, why: &str) {
+        match self.others.iter_mut().find(|(_, known)| *known == why) {
+            Some((count, _)) => *count += layouts,
+            None if layouts > 0 => self.others.push((layouts, why.into())),
+            None => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::card;
+    use std::path::Path;
+
+    /// No layout is faster than its bound or takes less memory, thus layouts left out are not among the fastest.
+    #[test]
+    fn bounds_are_below_plans() -> ft_base::Result<()> {
+        for (name, devices, keys) in [
+            ("llama-3.1-8b-full", 16, &["run.batch_rows=64"][..]),
+            ("qwen3-30b-a3b-qlora", 16, &["run.batch_rows=64", "run.micro_rows=2"]),
+            ("qwen3-8b-full", 4, &["optimizer.in_backward=true", "run.batch_rows=4", "run.clip=0"]),
+        ] {
+            let (card, bytes) = card("H100").unwrap_or_default();
+            let keys = keys.iter().map(|k| k.to_string());
+            let keys: Vec<String> =
+                keys.chain([format!("memory.budget={bytes}"), "run.device=cuda".into()]).collect();
+            let recipe = Recipe::load_for_plan(Path::new(name), &keys)?;
+            let target = Target { cuda: true, card: Some(card) };
+            let network = Network::find(target, Some("pcie"), None, None);
+            let devices = Devices { count: devices, network };
+            let best = layouts_of_recipe(&recipe, target, devices.clone())?;
+            let (model, room) = (Model::find(&recipe)?, Capacity::of(machine(&recipe, target)));
+            let mut all = Layouts { fitting: Vec::new(), others: Vec::new(), ..best.clone() };
+            for one in all.allow(&recipe, &model, target, &room)? {
+                let before = all.fitting.len();
+                all.plan(&one, &model, target, &room)?;
+                let (plan, _) = model.plan(&one.recipe, target, &room)?;
+                assert!(one.bounds.memory <= plan.total(), "{name}: {:?}", one.layout);
+                if all.fitting.len() > before {
+                    let planned = all.fitting.iter().find(|c| c.layout == one.layout);
+                    let seconds = planned.map_or(0.0, |c| c.step_seconds);
+                    assert!(one.bounds.seconds <= seconds, "{name}: {:?} {seconds}", one.layout);
+                }
+            }
+            let names = |l: &Layouts| l.best().iter().map(Candidate::words).collect::<Vec<_>>();
+            assert_eq!(names(&best), names(&all), "{name}");
+        }
+        Ok(())
     }
 }

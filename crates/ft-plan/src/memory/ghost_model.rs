@@ -71,11 +71,11 @@ impl GhostModel {
                 (None, _) => last.push(i),
             }
         }
+        let own = own(selection, experts).map(|range| (range, experts));
         let ghosts = |list: &[usize]| {
             let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
-            let own = own(selection, experts).map(|range| (range, experts));
             let mut ghosts = Ghosts::new(&ledger, dtype, execution, weights);
-            ghosts.own = own;
+            ghosts.own = own.clone();
             ghosts
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =

@@ -19,7 +19,7 @@ pub use component::{Allocation, Bytes, Component, Peak, Phase};
 pub use ghost_model::GhostModel;
 pub use optimizer::{nf4, optimizer_bytes, rounded};
 pub use simulation::{Settings, Simulation};
-pub use states::ModelStates;
+pub use states::{Flow, ModelStates};
 #[cfg(test)]
 pub use theory::NF4_BITS;
 pub use theory::Theory;

@@ -6,6 +6,7 @@ use ft_engine::adapters::{Part, Selection, TrainedPart};
 use ft_engine::model::Units;
 use ft_engine::model::modules::Module;
 use ft_engine::params::buffers::{ALIGN, Shard, is_cut};
+use ft_engine::ranks::Axis;
 use ft_kernels::Machine;
 use ft_recipe::{Offload, Recipe};
 
@@ -78,7 +79,17 @@ impl<'a> Setup<'a> {
         }
     }
 
-    /// Ranks that hold copies of a flat buffer.
+    /// Ranks that hold copies of a flat buffer, as a kind of group.
+    pub fn axis(&self, flat: usize) -> Axis {
+        match flat < self.units() {
+            true if self.is_ends(flat) => Axis::Ends,
+            true => Axis::Stage,
+            false if self.ranks.tensor > 1 => Axis::Replica,
+            false => Axis::ExpertReplica,
+        }
+    }
+
+    /// Number of ranks that hold copies of a flat buffer.
     pub fn copies(&self, flat: usize) -> u64 {
         if self.is_ends(flat) {
             return self.ranks.ends.unwrap_or(1);

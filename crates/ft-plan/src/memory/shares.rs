@@ -63,10 +63,10 @@ pub(super) fn cut(selection: &Selection, ranks: usize) -> Selection {
 
 /// The experts of the rank that trains the most values of them; the first of several.
 pub(super) fn own(selection: &Selection, ranks: usize) -> Option<Range<usize>> {
-    let experts = selection.modules.iter().filter_map(|(m, _)| m.expert).max().map_or(0, |e| e + 1);
     if ranks <= 1 {
         return None;
     }
+    let experts = selection.modules.iter().filter_map(|(m, _)| m.expert).max().map_or(0, |e| e + 1);
     let n = experts / ranks;
     let mut trained = vec![0u64; ranks];
     for part in selection.parts() {

@@ -13,8 +13,8 @@ use Component::Workspace;
 use candle_core::Result;
 use ft_engine::model::Batch;
 use ft_engine::model::layer::{FeedForward, Level};
-use ft_engine::walk::{Dequantize, Inputs, Recomputed};
-use ft_kernels::ledger::Cost;
+use ft_engine::walk::{Dequantize, Inputs, Recomputed, Visit};
+use ft_kernels::ledger::{Cost, Wire};
 use std::collections::BTreeSet;
 
 /// Settings the search varies for a given micro-batch.
@@ -47,6 +47,8 @@ pub struct Simulation<'a> {
     /// Batch and embedding of a prompt in generation.
     answer: Option<(Usage, Usage)>,
     optimizer: u64,
+    /// Visits of a micro-batch.
+    order: Vec<Visit>,
     /// Gathered weight bytes during and after a visit, by visit: training, then evaluation.
     flights: [Vec<[u64; 2]>; 2],
     /// The same run with all tokens on the same experts, for mixtures.
@@ -178,6 +180,7 @@ impl<'a> Simulation<'a> {
                 .map(|a| embedding(a.part, false).map(|e| (batch(a.part, None, None), e)))
                 .transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
+            order: s.outline().training(s.lowest),
             optimizer: run
                 .optimizer()?
                 .max(run.states.projecting)
@@ -444,49 +447,65 @@ impl Simulation<'_> {
     /// Work of a micro-batch.
     pub fn work(&self, settings: Settings) -> Work {
         let b = CostModel::of(self.run.machine());
-        let (head, forward, _) = &self.heads[settings.head];
-        let units = self.run.shape.units;
-        let has_head = if units.has_head() { 1.0 } else { 0.0 };
-        let (mut up, mut again, mut down) = (Cost::default(), Cost::default(), Cost::default());
-        up.add(*forward, has_head);
-        down.add(head.cost, has_head);
-        down.add(*forward, -has_head);
-        if units.has_embedding() {
-            up.add(self.embedding.cost, 1.0);
-        }
-        self.embedding_backward.iter().for_each(|e| down.add(e.cost, 1.0));
-        let mut waiting = 0.0;
-        for (l, kind) in self.run.shape.own() {
-            let crossing = self.crosses(l, settings);
-            let mut wait = |visit: [Cost; 3]| {
-                if crossing > 0 {
-                    waiting += b.waiting(crossing, settings.inputs, Work::of(visit, b));
-                }
-            };
-            let none = Cost::default();
-            let forward = self.kinds[*kind].forward.cost;
-            up.add(forward, 1.0);
-            wait([forward, none, none]);
-            if let Some(way) = self.way(l, settings) {
-                let (both, first) = way.backward(settings.dequantize);
-                let mut rest = both.cost;
-                rest.add(*first, -1.0);
-                again.add(*first, 1.0);
-                down.add(rest, 1.0);
-                wait([none, *first, rest]);
+        let (mut sums, mut head, mut waiting) = ([Cost::default(); 3], [0.0; 2], 0.0);
+        for (visit, costs) in self.visits(settings) {
+            sums.iter_mut().zip(costs).for_each(|(sum, cost)| sum.add(cost, 1.0));
+            waiting += self.stall(visit, costs, settings, b);
+            if visit.unit > self.run.shape.of.len() {
+                head = [costs[0].flops, costs[2].flops];
             }
         }
-        let head = [forward.flops, head.cost.flops - forward.flops].map(|flops| flops * has_head);
-        Work { head, waiting, ..Work::of([up, again, down], b) }
+        Work { head, waiting, ..Work::of(sums, b) }
+    }
+
+    /// Stall of a visit on an input in transfer to or from the host.
+    fn stall(&self, visit: Visit, costs: [Cost; 3], settings: Settings, b: CostModel) -> f64 {
+        let layer = visit.unit.checked_sub(1).filter(|l| *l < self.run.shape.of.len());
+        match layer.map_or(0, |l| self.crosses(l, settings)) {
+            0 => 0.0,
+            bytes => b.waiting(bytes, settings.inputs, Work::of(costs, b)),
+        }
+    }
+
+    /// Visits of a micro-batch: work, and exchanges within them.
+    pub fn by_visit(&self, settings: Settings) -> impl Iterator<Item = (Visit, f64, [Wire; 3])> + '_ {
+        let b = CostModel::of(self.run.machine());
+        self.visits(settings).map(move |(visit, costs)| {
+            let mut all = Cost::default();
+            costs.iter().for_each(|c| all.add(*c, 1.0));
+            let work = Work::of(costs, b).total() + self.stall(visit, costs, settings, b);
+            (visit, work, all.wire)
+        })
     }
 
     /// Bytes received within the visits of a micro-batch: keys and values, and their gradients.
     pub fn wire(&self, settings: Settings) -> u64 {
-        let of = |(l, kind): (usize, &usize)| {
-            let back = self.way(l, settings).map_or(0.0, |w| w.backward(settings.dequantize).0.cost.wire);
-            self.kinds[*kind].forward.cost.wire + back
+        let received = |(_, costs): (Visit, [Cost; 3])| costs.iter().map(Cost::received).sum::<f64>();
+        self.visits(settings).map(received).sum::<f64>() as u64
+    }
+
+    /// Costs of the visits of a micro-batch, in their order: of their forward pass, recompute and backward pass. The
+    /// visit of the head is the first of the backward pass.
+    fn visits(&self, settings: Settings) -> impl Iterator<Item = (Visit, [Cost; 3])> + '_ {
+        let (s, none) = (self.run.shape, Cost::default());
+        let less = |mut all: Cost, first: Cost| {
+            all.add(first, -1.0);
+            all
         };
-        self.run.shape.own().map(of).sum::<f64>() as u64
+        let costs = move |v: &Visit| match (v.unit, v.is_backward()) {
+            (0, false) => [self.embedding.cost, none, none],
+            (0, true) => [none, none, self.embedding_backward.as_ref().map_or(none, |e| e.cost)],
+            (unit, false) => [self.kinds[s.of[unit - 1]].forward.cost, none, none],
+            (unit, true) if unit > s.of.len() => {
+                let (both, forward, _) = &self.heads[settings.head];
+                [*forward, none, less(both.cost, *forward)]
+            }
+            (unit, true) => self.way(unit - 1, settings).map_or([none; 3], |way| {
+                let (both, again) = way.backward(settings.dequantize);
+                [none, *again, less(both.cost, *again)]
+            }),
+        };
+        self.order.iter().map(move |v| (*v, costs(v)))
     }
 
     /// All allocations; each kind appears once per place.

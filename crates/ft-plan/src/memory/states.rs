@@ -10,7 +10,7 @@ use ft_engine::adapters::Selection;
 use ft_engine::model::Units;
 use ft_engine::model::modules::Group;
 use ft_engine::optim::{PIECE, STAGED};
-use ft_engine::ranks::ROUND;
+use ft_engine::ranks::{Axis, ROUND};
 use ft_kernels::{Machine, gemm};
 use ft_recipe::{Decomposition, Offload, Recipe, Weights};
 
@@ -55,14 +55,28 @@ pub struct ModelStates {
     pub tied: bool,
     /// Weights gathered per visit (ZeRO-3) or offloaded: bytes by unit, fetched one visit ahead.
     pub flight: Vec<u64>,
-    /// Bytes of `flight` received from other ranks.
-    pub received: Vec<u64>,
     /// Largest send buffers: for this rank's shard of a reduced gradient, and for updated weights.
     pub sent: [u64; 2],
-    /// Tensor bytes received per micro-batch and per update.
-    pub wire: [u64; 2],
+    /// Transfers by flat buffer.
+    pub flows: Vec<Flow>,
     /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),
+}
+
+/// Transfers of a flat buffer among the ranks that hold copies of it: bytes that a rank receives.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Flow {
+    pub unit: usize,
+    /// The ranks.
+    pub axis: Axis,
+    /// Weights gathered for a visit.
+    pub gathered: u64,
+    /// Gradients of a micro-batch: parts to add, and the sums of the others.
+    pub summed: [u64; 2],
+    /// Gradients and weights of an update.
+    pub updated: u64,
+    /// Values that this rank updates.
+    pub values: u64,
 }
 
 impl ModelStates {
@@ -85,6 +99,8 @@ impl ModelStates {
         };
         let mut out =
             Self { parameters: (parameters, count), projecting: trained.projecting, ..Self::default() };
+        let flow = |flat| Flow { unit: flat % c.units(), axis: c.axis(flat), ..Flow::default() };
+        out.flows = (0..c.flats()).map(flow).collect();
         out.weights_and_gradients(&c, &frozen, &trained);
         out.optimizer(&c, &trained);
         out.gathered_weights(&c, &frozen, &trained);
@@ -159,7 +175,7 @@ impl ModelStates {
                 let own = if c.is_ends(flat) { 0 } else { c.received(flat, trained.lens[flat], c.width()) };
                 bytes + own + wide
             };
-            self.received = c.by_unit(received);
+            self.flows.iter_mut().enumerate().for_each(|(flat, flow)| flow.gathered = received(flat));
         }
         if c.is_gathered() {
             let flight = |flat: usize| {
@@ -185,6 +201,9 @@ impl ModelStates {
     fn reductions(&mut self, c: &Setup<'_>, trained: &TrainedBytes) {
         let (lens, zero) = (&trained.lens, c.ranks.zero);
         self.updates = c.recipe.optimizer.in_backward;
+        for (flat, flow) in self.flows.iter_mut().enumerate() {
+            flow.values = c.share(flat, lens[flat], 1);
+        }
         if c.ranks.stage > 1 || self.updates {
             self.live = c.by_unit(|flat| if c.is_ends(flat) { 0 } else { 4 * lens[flat] });
             if c.ranks.ends.is_some() {
@@ -195,7 +214,7 @@ impl ModelStates {
         if c.ranks.ends.is_some() {
             let gathered = if zero >= 1 { c.received(0, lens[0], c.width()) } else { 0 };
             let summed = 4 * c.own(0, lens[0]) * (c.copies(0) - 1);
-            self.wire[1] = summed + c.received(0, lens[0], 4) + gathered;
+            self.flows[0].updated = summed + c.received(0, lens[0], 4) + gathered;
         }
         if c.ranks.stage == 1 {
             self.live_as = Component::Gradients;
@@ -218,21 +237,11 @@ impl ModelStates {
         let summed = |flat: usize| {
             if whole(&flat) { 4 * c.own(flat, lens[flat]) * (c.copies(flat) - 1) } else { 0 }
         };
-        let all: u64 = (0..lens.len()).map(summed).sum();
-        let taken = |size: u64| {
-            lens.iter()
-                .enumerate()
-                .filter(|(flat, _)| whole(flat))
-                .map(|(flat, n)| c.received(flat, *n, size))
-                .sum::<u64>()
-        };
-        let wide = trained
-            .wide
-            .iter()
-            .filter(|flat| whole(flat) && !c.one_copy())
-            .map(|flat| c.received(*flat, lens[*flat], 4));
-        self.wire[0] = all + taken(4) * sums;
-        self.wire[1] += (taken(c.width()) + wide.sum::<u64>()) * weights;
+        for (flat, flow) in self.flows.iter_mut().enumerate().filter(|(flat, _)| whole(flat)) {
+            let wide = if trained.wide.contains(&flat) && !c.one_copy() { 4 } else { 0 };
+            flow.summed = [summed(flat), sums * c.received(flat, lens[flat], 4)];
+            flow.updated = weights * c.received(flat, lens[flat], c.width() + wide);
+        }
         if c.machine.cuda {
             self.summed = c.by_unit(summed);
             self.shards =

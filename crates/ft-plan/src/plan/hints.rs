@@ -108,7 +108,7 @@ fn fitting(i: &Inputs<'_>, recipe: &Recipe, selection: &Selection, room: &Capaci
         false => Workload::of_recipe(r),
     });
     let workloads = if after == before { i.workloads } else { &other };
-    let inputs = Inputs { recipe, selection, machine, workloads, ..*i };
+    let inputs = Inputs { recipe, selection, machine, workloads, known: None, ..*i };
     let mut plan = Plan::new(&inputs).ok()?;
     plan.space.look(recipe, machine, plan.total(), room);
     (plan.fits_device() && plan.space.host_fits()).then_some(plan)

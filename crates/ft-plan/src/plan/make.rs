@@ -1,12 +1,17 @@
 //! Plans of a recipe and a known model.
 
 use super::plan::{Pipelined, Plan};
+use crate::error::Error;
 use crate::host::HostPlan;
 use crate::inference::Server;
 use crate::memory::{Allocation, Settings, Theory, rounded};
 use crate::search::{Inputs, Prepared, SearchResult, choose};
+use crate::time::actions::{Actions, StageActions};
 use crate::workload::ReferencePass;
+use ft_engine::model::units::cut;
+use ft_engine::ranks::Mesh;
 use ft_engine::walk::Execution;
+use std::sync::Arc;
 
 impl Plan {
     /// Plans a recipe; [`Plan::advise`] adds hints.
@@ -14,25 +19,50 @@ impl Plan {
     /// # Errors
     /// Inconsistent sizes of the model or of a rank's shard.
     pub fn new(i: &Inputs<'_>) -> ft_base::Result<Self> {
+        Ok(Self::of_stages(i, &stages(i)?.0)?)
+    }
+
+    /// As [`Plan::new`], and the lists of actions of a step if it fits the device.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn with_actions(i: &Inputs<'_>) -> ft_base::Result<(Self, Option<Actions>)> {
+        let (kinds, which) = stages(i)?;
+        let plan = Self::of_stages(i, &kinds)?;
+        let actions = plan.fits_device().then(|| plan.actions(i, &kinds, which)).transpose()?;
+        Ok((plan, actions))
+    }
+
+    fn of_stages(i: &Inputs<'_>, kinds: &[Prepared<'_>]) -> ft_base::Result<Self> {
         let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
-        let of_stage = |stage: usize| -> ft_base::Result<Self> {
-            let prepared = Prepared::new(i, stage)?;
-            let decision = choose(&prepared)?;
-            Ok(Self::of(i, &prepared, decision, server.clone())?)
-        };
-        let mut worst = of_stage(0)?;
-        let mut slowest = worst.work;
-        for stage in 1..i.recipe.parallel.pipeline {
-            let plan = of_stage(stage)?;
-            if plan.work.total() > slowest.total() {
-                slowest = plan.work;
-            }
-            if plan.needs() > worst.needs() {
-                worst = plan;
-            }
+        let mut plans = Vec::new();
+        // of stages alike, the lowest has the most micro-batches between their passes
+        for prepared in kinds {
+            let decision = choose(prepared)?;
+            plans.push(Self::of(i, prepared, decision, server.clone())?);
         }
-        worst.work = slowest;
-        Ok(worst)
+        let slowest = plans.iter().map(|p| p.work).max_by(|a, b| a.total().total_cmp(&b.total()));
+        let needs = |a: &Self, b: &Self| a.needs().cmp(&b.needs());
+        let worst = plans.into_iter().rev().max_by(needs).zip(slowest);
+        let (worst, work) = worst.ok_or_else(|| Error::Ignored("there are no stages".into()))?;
+        Ok(Self { work, ..worst })
+    }
+
+    /// The lists of actions of a step with the chosen execution; `which` is the kind of each stage.
+    fn actions(&self, i: &Inputs<'_>, kinds: &[Prepared<'_>], which: Vec<usize>) -> ft_base::Result<Actions> {
+        let own = |p: &Prepared<'_>| p.actions(&self.workload, &self.execution).map(Arc::new);
+        let kinds: Vec<Arc<StageActions>> = kinds.iter().map(own).collect::<candle_core::Result<_>>()?;
+        let stages: Vec<_> = which.into_iter().map(|kind| Arc::clone(&kinds[kind])).collect();
+        let router = &i.recipe.router;
+        let couples = router.aux_loss != 0.0 || router.z_loss != 0.0;
+        let lowest = if couples { Some(0) } else { stages.iter().position(|s| !s.down.is_empty()) };
+        Ok(Actions {
+            mesh: Mesh::of(&i.recipe.parallel),
+            micros: usize::try_from(self.micro_batches).unwrap_or(usize::MAX),
+            // the head's backward pass is on the way up
+            lowest: lowest.unwrap_or(stages.len() - 1),
+            stages,
+        })
     }
 
     /// Order of stages by their needs; all stages run by the settings of the greatest.
@@ -84,11 +114,27 @@ impl Plan {
             keeps_gradients: !r.optimizer.in_backward,
             no_master: no_master(i),
             work: d.work,
+            update: prepared.update(),
             learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
             hints: Vec::new(),
         })
     }
+}
+
+/// One stage of each kind, and the kind of each stage.
+fn stages<'a>(i: &'a Inputs<'a>) -> ft_base::Result<(Vec<Prepared<'a>>, Vec<usize>)> {
+    let p = &i.recipe.parallel;
+    let (mut kinds, mut which) = (vec![Prepared::new(i, 0)?], vec![0]);
+    let all = cut(i.config, p.pipeline, &p.stages).unwrap_or_default();
+    for (stage, units) in all.into_iter().enumerate().skip(1) {
+        let known = kinds.iter().position(|k| k.is_like(units));
+        which.push(known.unwrap_or(kinds.len()));
+        if known.is_none() {
+            kinds.push(Prepared::new(i, stage)?);
+        }
+    }
+    Ok((kinds, which))
 }
 
 /// Lists the engine's allocations under the given execution settings.

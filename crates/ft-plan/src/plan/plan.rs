@@ -63,6 +63,8 @@ pub struct Plan {
     pub no_master: Option<&'static str>,
     /// Work of a micro-batch.
     pub work: Work,
+    /// Work of an update.
+    pub update: f64,
     /// Learning rates of the trained parameters, highest first.
     pub learning_rates: Vec<LearningRate>,
     /// Textbook estimate, for comparison.
@@ -192,7 +194,7 @@ impl Plan {
     /// Work of a rank's step, with the wait of stages of a pipeline. Time is this divided by the rate of `ft bench`.
     pub fn step_work(&self) -> f64 {
         let ahead = self.pipeline.as_ref().map_or(0, |p| p.stages.len() as u64 - 1);
-        self.work.total() * (self.micro_batches + ahead) as f64
+        self.work.total() * (self.micro_batches + ahead) as f64 + self.update
     }
 
     /// Upper bound on the tokens of a step over all ranks.

@@ -4,7 +4,8 @@ use super::plan::Plan;
 use crate::host::Capacity;
 use crate::model::{Target, machine, source};
 use crate::resolve::{self, Resolved};
-use crate::search::Inputs;
+use crate::search::{self, Inputs, KnownModels};
+use crate::time::actions::Actions;
 use crate::workload::{Known, Workload, Workloads, check_steps};
 use ft_recipe::Recipe;
 
@@ -37,6 +38,7 @@ pub(crate) struct Model {
     pub resolved: Resolved,
     /// Lengths of samples, if data were measured.
     known: Option<Known>,
+    models: KnownModels,
 }
 
 impl Model {
@@ -47,7 +49,7 @@ impl Model {
         })?;
         found.notes.extend_from_slice(&resolved.selection.notes);
         let known = Known::find(recipe, found.dir.as_deref(), &found.config);
-        Ok(Self { found, resolved, known })
+        Ok(Self { found, resolved, known, models: KnownModels::default() })
     }
 
     fn workloads(&self) -> Workloads<'_> {
@@ -55,6 +57,19 @@ impl Model {
             Some(known) => Workloads::new(|r| known.workload(r)),
             None => Workloads::new(Workload::of_recipe),
         }
+    }
+
+    /// Calls `f` with the inputs of a plan.
+    #[cfg(test)]
+    pub fn with_inputs<R>(
+        &self,
+        recipe: &Recipe,
+        target: Target,
+        room: &Capacity<'_>,
+        f: impl FnOnce(&Inputs<'_>) -> ft_base::Result<R>,
+    ) -> ft_base::Result<R> {
+        let workloads = self.workloads();
+        f(&self.inputs(recipe, target, &workloads, room)?)
     }
 
     fn inputs<'a>(
@@ -90,12 +105,31 @@ impl Model {
         Ok(plan)
     }
 
-    /// The plan of a recipe that selects the same modules of the same model, against the memory of device and host.
-    pub fn plan(&self, recipe: &Recipe, target: Target, room: &Capacity<'_>) -> ft_base::Result<Plan> {
+    /// The plan of a recipe that selects the same modules of the same model, against the memory of device and host, and
+    /// its lists of actions if it fits. Recipes differ in `parallel` and `run.micro_rows` alone.
+    pub fn plan(
+        &self,
+        recipe: &Recipe,
+        target: Target,
+        room: &Capacity<'_>,
+    ) -> ft_base::Result<(Plan, Option<Actions>)> {
         let workloads = self.workloads();
         let inputs = self.inputs(recipe, target, &workloads, room)?;
-        let mut plan = Plan::new(&inputs)?;
+        let inputs = Inputs { known: Some(&self.models), ..inputs };
+        let (mut plan, actions) = Plan::with_actions(&inputs)?;
         plan.space.look(recipe, inputs.machine, plan.total(), room);
-        Ok(plan)
+        let fits = plan.space.host_fits();
+        Ok((plan, actions.filter(|_| fits)))
+    }
+
+    /// Work of a row of the largest micro-batch with nothing recomputed, and the rows of that.
+    pub fn least_work(
+        &self,
+        recipe: &Recipe,
+        target: Target,
+        room: &Capacity<'_>,
+    ) -> ft_base::Result<(f64, usize)> {
+        let workloads = self.workloads();
+        Ok(search::least_work(&self.inputs(recipe, target, &workloads, room)?)?)
     }
 }

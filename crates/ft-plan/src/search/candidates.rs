@@ -7,7 +7,7 @@ use candle_core::Result;
 use ft_engine::model::head::Head;
 use ft_engine::model::layer::Level;
 use ft_engine::walk::{Dequantize, Inputs, Recomputed};
-use ft_recipe::{Offload, Recompute};
+use ft_recipe::{Offload, Recipe, Recompute};
 
 /// Tokens of a micro-batch beyond which larger ones save no relevant time.
 const ENOUGH_TOKENS: u64 = 1 << 16;
@@ -67,7 +67,7 @@ impl SearchSpace {
             false => vec![usual],
         };
         let rows = match r.run.micro_rows.is_auto() && known {
-            true => sizes(r.run.batch_rows / r.parallel.data.max(1), r.data.max_length as u64),
+            true => sizes(r.run.batch_rows / r.parallel.data.max(1), enough_rows(r)),
             false => vec![r.run.micro_rows.count()],
         };
         Self { rows, heads, dequantize, inputs, recompute }
@@ -89,9 +89,13 @@ fn mixes(walked: usize) -> Vec<Vec<Recomputed>> {
     Level::ALL.into_iter().flat_map(|level| lower(level).map(move |rest| mix(level, rest))).collect()
 }
 
-/// Divisors of `rows` as micro-batch sizes, smallest first.
-fn sizes(rows: usize, length: u64) -> Vec<usize> {
-    let enough = (ENOUGH_TOKENS / length.max(1)).max(1) as usize;
+/// Rows of a micro-batch beyond which larger ones save no relevant time.
+pub(super) fn enough_rows(r: &Recipe) -> usize {
+    (ENOUGH_TOKENS / (r.data.max_length as u64).max(1)).max(1) as usize
+}
+
+/// Divisors of `rows` as micro-batch sizes of up to `enough` rows, smallest first.
+fn sizes(rows: usize, enough: usize) -> Vec<usize> {
     let divisors = (1..=rows.min(enough).max(1)).filter(|n| rows.is_multiple_of(*n));
     divisors.take(SIZES).collect()
 }
@@ -130,7 +134,12 @@ impl<'p> BatchSize<'p> {
         let work = self.mean.as_ref().unwrap_or(&self.simulation).work(settings).total();
         let work = work * self.waits / self.rows as f64;
         let rank = if settings.inputs.on_host { work * (1.0 + MIN_SAVING) } else { work };
-        Scored { settings, work, rank, total: self.simulation.total(settings) }
+        Scored { settings, work, rank, total: self.total(settings) }
+    }
+
+    /// Peak bytes of a combination.
+    pub(super) fn total(&self, settings: Settings) -> u64 {
+        self.simulation.total(settings)
     }
 }
 

@@ -6,8 +6,8 @@
 //! row. A larger budget therefore never costs time, except that inputs move to the host only to save at
 //! least 1%.
 
-use super::candidates::{BatchSize, Scored, SearchSpace};
-use super::prepared::Prepared;
+use super::candidates::{BatchSize, Scored, SearchSpace, enough_rows};
+use super::prepared::{Inputs, Prepared};
 use super::reasons::{Explanation, Reasons};
 use crate::memory::{Peak, Settings};
 use crate::time::Work;
@@ -56,32 +56,58 @@ impl Search<'_, '_> {
         let (p, space, budget, mut least) = (self.prepared, self.space, self.budget, self.least);
         let mut fastest: Option<Scored> = None;
         for (inputs, head, dequantize) in space.others() {
-            let on_host_fits =
-                |r: &&Recomputed| space.inputs.len() == 1 || p.host_has_room(&size.workload, **r, inputs);
+            let host_fits =
+                |r: &Recomputed| space.inputs.len() == 1 || p.host_has_room(&size.workload, *r, inputs);
+            let settings = |r: &Recomputed| Settings { recompute: *r, inputs, dequantize, head };
             for list in &space.recompute {
-                let mut scored = list
-                    .iter()
-                    .filter(on_host_fits)
-                    .map(|r| size.weigh(Settings { recompute: *r, inputs, dequantize, head }));
-                // later entries recompute more and only take longer
-                let fitting = scored.find(|s| {
-                    if tracks_least && s.total < least.total {
-                        least = *s;
+                // more recomputed layers have more inputs on the host
+                let list = &list[..list.partition_point(host_fits)];
+                let mut total = |r: &Recomputed| {
+                    let total = size.total(settings(r));
+                    if tracks_least && total < least.total {
+                        least = size.weigh(settings(r));
                     }
-                    s.total <= budget
-                });
-                let Some(s) = fitting else { continue };
-                if fastest.is_none_or(|f| (s.rank, s.total) < (f.rank, f.total)) {
-                    fastest = Some(s);
-                }
-                if !inputs.on_host {
-                    self.on_device = Some(self.on_device.map_or(s.work, |w| w.min(s.work)));
+                    total
+                };
+                // later entries take longer; from the second one on, each takes less memory than the one before
+                let Some((first, rest)) = list.split_first() else { continue };
+                let Some(last) = rest.last().filter(|_| total(first) > budget) else {
+                    self.take(&mut fastest, size.weigh(settings(first)), budget);
+                    continue;
+                };
+                if total(last) <= budget {
+                    let fits = rest.partition_point(|r| total(r) > budget);
+                    self.take(&mut fastest, size.weigh(settings(&rest[fits])), budget);
                 }
             }
         }
         self.least = least;
         fastest
     }
+
+    /// Takes a combination that fits if it is faster.
+    fn take(&mut self, fastest: &mut Option<Scored>, s: Scored, budget: u64) {
+        if s.total > budget {
+            return;
+        }
+        if fastest.is_none_or(|f| (s.rank, s.total) < (f.rank, f.total)) {
+            *fastest = Some(s);
+        }
+        if !s.settings.inputs.on_host {
+            self.on_device = Some(self.on_device.map_or(s.work, |w| w.min(s.work)));
+        }
+    }
+}
+
+/// Work of a row of the largest micro-batch with nothing recomputed, and the rows of that.
+pub fn least_work(i: &Inputs<'_>) -> ft_base::Result<(f64, usize)> {
+    let p = Prepared::new(i, 0)?;
+    let space = SearchSpace::of(&p);
+    let rows = space.rows[space.rows.len() - 1];
+    let (inputs, dequantize) = (ft_engine::walk::Inputs::default(), space.dequantize[0]);
+    let settings = Settings { recompute: Recomputed::default(), inputs, dequantize, head: 0 };
+    let work = p.simulate(p.workload(rows), &space.heads[..1])?.work(settings);
+    Ok(((work.flops() + work.attention) / rows as f64, rows.max(enough_rows(i.recipe))))
 }
 
 /// Takes the fastest combination that fits and leaves the reserve free; if none does, the one with the
@@ -131,4 +157,61 @@ pub fn choose(p: &Prepared<'_>) -> Result<SearchResult> {
         work: size.simulation.work(chosen.settings),
         workload: size.workload,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Model;
+    use crate::{Target, host::Capacity};
+    use ft_recipe::Recipe;
+    use std::path::Path;
+
+    /// The search goes by halves through lists of ever smaller memory: at every budget it takes what a search through
+    /// all of them takes.
+    #[test]
+    fn halving_finds_what_all_combinations_have() -> ft_base::Result<()> {
+        for (name, gib) in
+            [("qwen3-8b-qlora", 6..20), ("qwen3-30b-a3b-qlora", 24..44), ("llama-3.1-8b-lora", 20..40)]
+        {
+            for gib in gib.step_by(3) {
+                let keys =
+                    [format!("memory.budget={gib}GiB"), "run.device=cuda".into(), "run.micro_rows=2".into()];
+                let recipe = Recipe::load_for_plan(Path::new(name), &keys)?;
+                let target = Target::from(true);
+                let room = Capacity::of(crate::machine(&recipe, target));
+                let model = Model::find(&recipe)?;
+                model.with_inputs(&recipe, target, &room, |i| {
+                    let p = Prepared::new(i, 0)?;
+                    let space = SearchSpace::of(&p);
+                    let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
+                    let rows = space.rows[0];
+                    let size = BatchSize::new(&p, &space, rows, (p.workload(rows).train, rows))?;
+                    let others =
+                        space.others().flat_map(|o| space.recompute.iter().flatten().map(move |r| (o, r)));
+                    let all = others.map(|((inputs, head, dequantize), recompute)| {
+                        size.weigh(Settings { recompute: *recompute, inputs, dequantize, head })
+                    });
+                    let fitting = all.filter(|s| s.total <= budget).map(|s| s.rank).min_by(f64::total_cmp);
+                    let found = choose(&p)?;
+                    let rank = size.simulation.work(Settings {
+                        recompute: found.execution.recompute,
+                        inputs: found.execution.inputs,
+                        dequantize: found.execution.dequantize,
+                        head: space
+                            .heads
+                            .iter()
+                            .position(|h| *h == found.execution.head_rows as u64)
+                            .unwrap_or(0),
+                    });
+                    let rank = rank.total() / rows as f64;
+                    if let Some(best) = fitting {
+                        assert!((rank / best - 1.0).abs() < 0.011, "{name} {gib}: {rank} {best}");
+                    }
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(())
+    }
 }

@@ -2,16 +2,23 @@
 
 use crate::error::Error;
 use crate::host::sum;
-use crate::memory::{Answers, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
+use crate::memory::{Answers, Flow, GhostModel, ModelStates, Segments, Settings, Simulation, StepInputs};
+use crate::time::CostModel;
+use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::model::units::{Units, cut};
+use ft_engine::ranks::Axis;
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
+use ft_kernels::ledger::Peers;
 use ft_recipe::Recipe;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// Divisor of host memory for automatically offloaded inputs: at most 1/2, since page-locked memory is
 /// lost to other processes.
@@ -30,15 +37,21 @@ pub struct Inputs<'a> {
     pub budget: Option<u64>,
     /// Usable host bytes of a rank besides its CUDA device, if known.
     pub host: Option<u64>,
+    /// Models of layouts that were planned before, for the same recipe but for `parallel`.
+    pub known: Option<&'a KnownModels>,
 }
+
+/// Models and states by layout: ranks of a stage, those along the axes that cut, ZeRO stage, pipeline stage.
+#[derive(Default)]
+pub struct KnownModels(RefCell<BTreeMap<[usize; 6], (Rc<GhostModel>, Rc<ModelStates>)>>);
 
 /// Plan state independent of the search: shapes and static bytes.
 pub struct Prepared<'a> {
     pub(super) inputs: &'a Inputs<'a>,
     /// Number of the planned stage.
     stage: usize,
-    shape: GhostModel,
-    pub states: ModelStates,
+    shape: Rc<GhostModel>,
+    pub states: Rc<ModelStates>,
 }
 
 impl<'a> Prepared<'a> {
@@ -47,6 +60,20 @@ impl<'a> Prepared<'a> {
     /// # Errors
     /// Inconsistent sizes; stages that do not divide the layers.
     pub fn new(inputs: &'a Inputs<'a>, stage: usize) -> ft_base::Result<Self> {
+        let p = &inputs.recipe.parallel;
+        let key = [p.stage() as usize, p.pipeline, p.tensor, p.expert, p.zero.into(), stage];
+        let known = || inputs.known?.0.borrow().get(&key).cloned();
+        let (shape, states) = match known() {
+            Some(known) => known,
+            None => Self::model(inputs, stage)?,
+        };
+        if let Some(all) = inputs.known {
+            all.0.borrow_mut().insert(key, (Rc::clone(&shape), Rc::clone(&states)));
+        }
+        Ok(Self { inputs, stage, shape, states })
+    }
+
+    fn model(inputs: &Inputs<'_>, stage: usize) -> ft_base::Result<(Rc<GhostModel>, Rc<ModelStates>)> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
@@ -72,12 +99,22 @@ impl<'a> Prepared<'a> {
             ))
             .into());
         }
-        Ok(Self { inputs, stage, shape, states })
+        Ok((Rc::new(shape), Rc::new(states)))
     }
 
     /// Units of the stage.
     pub fn units(&self) -> Units {
         self.shape.units
+    }
+
+    /// Whether another stage has the same visits and states as this one.
+    pub fn is_like(&self, other: Units) -> bool {
+        let (s, own) = (&self.shape, self.shape.units);
+        let kinds = |u: Units| s.of.get(u.own_layers());
+        // lowest trained unit, counted from the first one
+        let lowest = |u: Units| s.lowest.map(|unit| unit.saturating_sub(u.first).min(u.end - u.first));
+        let ends = |u: Units| (u.has_embedding(), u.has_head());
+        (kinds(own), ends(own), lowest(own)) == (kinds(other), ends(other), lowest(other))
     }
 
     /// Layers walked backward.
@@ -184,38 +221,100 @@ impl<'a> Prepared<'a> {
         1.0 + (self.inputs.recipe.parallel.pipeline - 1) as f64 / self.micro_batches(micro_rows).max(1) as f64
     }
 
-    /// Bytes of hidden states and gradients that a rank receives from the stages beside it, per micro-batch.
-    fn passed(&self, w: &Workload) -> u64 {
+    /// Bytes of hidden states that a rank receives from the stage below, and of gradients from the one above, per
+    /// micro-batch.
+    fn passed(&self, w: &Workload) -> [u64; 2] {
         let (s, tokens) = (&self.shape, self.part(w.train).0.tokens);
         let hidden = tokens * (s.d * s.dtype.size_in_bytes()) as u64;
         let below = !s.units.has_embedding();
         let above = !s.units.has_head() && s.goes_down();
-        hidden * (u64::from(below) + u64::from(above))
+        [below, above].map(|comes| hidden * u64::from(comes))
     }
 
     /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,
     /// hidden states of other stages, tokens and sums of cut matrices.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
+        let passed = self.passed(w).iter().sum::<u64>();
         if (p.context, p.expert, p.tensor) == (1, 1, 1) {
-            return Ok(self.passed(w));
+            return Ok(passed);
         }
+        let (run, settings) = self.chosen(w, e)?;
+        Ok(passed + run.wire(settings))
+    }
+
+    /// A run with a chosen execution.
+    fn chosen(&self, w: &Workload, e: &Execution) -> candle_core::Result<(Simulation<'_>, Settings)> {
         let (recompute, inputs, dequantize) = (e.recompute, e.inputs, e.dequantize);
         let settings = Settings { recompute, inputs, dequantize, head: 0 };
-        Ok(self.simulate(*w, &[e.head_rows as u64])?.wire(settings))
+        Ok((self.simulate(*w, &[e.head_rows as u64])?, settings))
     }
 
     /// Tensor bytes of weights and gradients received by a rank per step.
     pub fn wire(&self, micro_batches: u64) -> u64 {
         let (s, outline) = (&self.states, self.shape.outline());
-        let each = |v| outline.needs([v]).into_iter().filter_map(|u| s.received.get(u)).sum::<u64>();
-        let gathered: u64 = outline.training(self.shape.lowest).into_iter().map(each).sum();
-        (s.wire[0] + gathered) * micro_batches + s.wire[1]
+        let gathered = |units: BTreeSet<usize>| s.flows.iter().filter(move |f| units.contains(&f.unit));
+        let visits = outline.training(self.shape.lowest).into_iter();
+        let gathered: u64 = visits.flat_map(|v| gathered(outline.needs([v]))).map(|f| f.gathered).sum();
+        let summed: u64 = s.flows.iter().flat_map(|f| f.summed).sum();
+        (summed + gathered) * micro_batches + self.exposed()
     }
 
     /// Bytes of [`Self::wire`] that no arithmetic hides.
     pub fn exposed(&self) -> u64 {
-        self.states.wire[1]
+        self.states.flows.iter().map(|f| f.updated).sum()
+    }
+
+    /// Work of an update.
+    pub fn update(&self) -> f64 {
+        let values = self.states.flows.iter().map(|f| f.values).sum();
+        CostModel::of(self.inputs.machine).update(values)
+    }
+
+    /// The stage's part of a step with this execution.
+    pub fn actions(&self, w: &Workload, e: &Execution) -> candle_core::Result<StageActions> {
+        let (run, settings) = self.chosen(w, e)?;
+        let (flows, outline) = (&self.states.flows, self.shape.outline());
+        let transfer = |kind, axis, bytes: f64, calls| Transfer { kind, axis, bytes, calls };
+        let of = |kind, unit, bytes: fn(&Flow) -> u64| -> Vec<Transfer> {
+            let here = flows.iter().filter(|f| f.unit == unit && bytes(f) > 0);
+            here.map(|f| transfer(kind, f.axis, bytes(f) as f64, 1.0)).collect()
+        };
+        let [mut up, mut down] = [Vec::new(), Vec::new()];
+        for (visit, work, wire) in run.by_visit(settings) {
+            let peers = Peers::ALL.map(|p| match p {
+                Peers::Context => Axis::Context,
+                Peers::Tensor => Axis::Tensor,
+                Peers::Experts => Axis::Expert,
+            });
+            let exchanges = peers.into_iter().zip(wire).filter(|(_, w)| w.calls > 0.0);
+            let sums = match visit.is_backward() {
+                true => [
+                    of(Kind::Sum, visit.unit, |f| f.summed[0]),
+                    of(Kind::Gather, visit.unit, |f| f.summed[1]),
+                ],
+                false => [Vec::new(), Vec::new()],
+            };
+            let needs = outline.needs([visit]).into_iter();
+            let all = VisitActions {
+                work,
+                gathers: needs.flat_map(|unit| of(Kind::Gather, unit, |f| f.gathered)).collect(),
+                exchanges: exchanges.map(|(a, w)| transfer(Kind::Exchange, a, w.bytes, w.calls)).collect(),
+                sums,
+            };
+            // the head is visited on the way up
+            let is_up = !visit.is_backward() || visit.unit > self.shape.of.len();
+            if is_up { &mut up } else { &mut down }.push(all);
+        }
+        let updated = flows.iter().filter(|f| f.updated > 0);
+        let updated = updated.map(|f| transfer(Kind::Gather, f.axis, f.updated as f64, 1.0)).collect();
+        let update = self.update();
+        Ok(StageActions {
+            up,
+            down,
+            passed: self.passed(w).map(|bytes| bytes as f64),
+            update: (update, updated),
+        })
     }
 
     /// Host bytes of offloaded layer inputs; 0 on the CPU.

@@ -1,42 +1,60 @@
 //! Rates of the links between ranks: measured by `ft bench --ranks`, or of a class of links.
 
+use super::actions::{Kind, Transfer};
 use super::kept::Kept;
 use crate::model::Target;
 use ft_base::store;
+use ft_engine::ranks::{Axis, Mesh};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 const LINKS: Kept = Kept("links.json");
 
 /// Classes of links by name, with the name in words and the assumed bytes a second that a device receives.
-pub const CLASSES: [(&str, &str, f64); 3] =
-    [("nvlink", "NVLink", 200e9), ("pcie", "PCIe", 20e9), ("tcp", "TCP", 1e9)];
-const PCIE: (&str, &str, f64) = CLASSES[1];
+pub const CLASSES: [(&str, &str, f64); 4] =
+    [("nvlink", "NVLink", 200e9), ("ib", "InfiniBand", 50e9), ("pcie", "PCIe", 20e9), ("tcp", "TCP", 1e9)];
+const INFINIBAND: (&str, &str, f64) = CLASSES[1];
+const PCIE: (&str, &str, f64) = CLASSES[2];
+
+/// Assumed seconds of a collective of two ranks before the first byte, and of each further member: a round of words
+/// between processes precedes each collective of devices.
+const CALL: f64 = 50e-6;
+const PEER: f64 = 5e-6;
+
+/// Number of CUDA cards of a machine, unless told.
+const MACHINE: usize = 8;
 
 /// A link between ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Link {
     /// Bytes a second that a rank receives while all gather.
     pub gather: f64,
+    /// The same while all sum.
+    pub sum: f64,
     /// The same while neighbours exchange in pairs.
     pub exchange: f64,
-    /// Source of both.
+    /// Seconds of a collective without bytes, and of each member beyond the second.
+    pub call: [f64; 2],
+    /// Source of all.
     pub source: String,
 }
 
 impl Link {
     /// The link of a class.
     pub fn of_class((_, words, rate): (&str, &str, f64)) -> Self {
-        Self { gather: rate, exchange: rate, source: format!("assumed for {words} links") }
+        let source = format!("assumed for {words} links");
+        Self { gather: rate, sum: rate, exchange: rate, call: [CALL, PEER], source }
+    }
+
+    fn named(class: Option<&str>) -> Option<Self> {
+        let named = class.and_then(|word| CLASSES.into_iter().find(|(name, ..)| *name == word));
+        named.map(Self::of_class)
     }
 
     /// The link of the class of this name, or without a name the measured one of such devices, else PCIe.
-    pub fn find(class: Option<&str>, target: Target) -> Self {
-        let named = class.and_then(|word| CLASSES.into_iter().find(|(name, ..)| *name == word));
-        match named {
-            Some(class) => Self::of_class(class),
-            None => LINKS.find(&key(target)).unwrap_or_else(|| Self::of_class(PCIE)),
-        }
+    fn find(class: Option<&str>, target: Target) -> Self {
+        let measured = || LINKS.find(&key(target)).unwrap_or_else(|| Self::of_class(PCIE));
+        Self::named(class).unwrap_or_else(measured)
     }
 
     /// Stores a measured link of such devices and returns the file, or `None` without a cache folder.
@@ -46,11 +64,78 @@ impl Link {
     pub fn save(self, target: Target) -> Result<Option<PathBuf>, store::Error> {
         LINKS.save(key(target), self)
     }
+
+    /// Bytes a second of a kind of transfer.
+    pub fn rate(&self, kind: Kind) -> f64 {
+        match kind {
+            Kind::Gather => self.gather,
+            Kind::Sum => self.sum,
+            Kind::Exchange => self.exchange,
+        }
+    }
 }
 
 fn key(target: Target) -> String {
     match (target.cuda, target.card) {
         (true, card) => format!("cuda-{}", card.unwrap_or("unknown")),
         (false, _) => "cpu".into(),
+    }
+}
+
+/// Links of devices on several machines.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Network {
+    /// Links between the devices of a machine.
+    pub within: Link,
+    /// Links of a device to those of other machines, all of which may be used at once.
+    pub between: Link,
+    /// Devices of a machine.
+    pub machine: usize,
+}
+
+/// Number of ranks of a group, and of those on the machine of one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Members {
+    pub all: usize,
+    pub near: usize,
+}
+
+impl Network {
+    /// Links of these classes, or without names those measured for such devices, else PCIe, and InfiniBand between
+    /// machines of 8 cards, or of so many. The ranks of a CPU are of one machine.
+    pub fn find(target: Target, within: Option<&str>, between: Option<&str>, machine: Option<usize>) -> Self {
+        let within = Link::find(within, target);
+        let between = Link::named(between).unwrap_or_else(|| Link::of_class(INFINIBAND));
+        Self { within, between, machine: if target.cuda { machine.unwrap_or(MACHINE) } else { usize::MAX } }
+    }
+
+    /// The group of a rank along an axis.
+    pub fn members(&self, mesh: &Mesh, axis: Axis, rank: usize) -> Members {
+        let all = mesh.members(axis, rank);
+        let near = all.iter().filter(|r| *r / self.machine == rank / self.machine).count();
+        Members { all: all.len(), near }
+    }
+
+    /// Bytes of a transfer that come from the same machine, and from others.
+    pub fn parts(&self, bytes: f64, m: Members) -> [f64; 2] {
+        let others = m.all.saturating_sub(1).max(1) as f64;
+        let near = bytes * m.near.saturating_sub(1) as f64 / others;
+        [near, bytes - near]
+    }
+
+    /// Seconds before the first byte of a transfer.
+    pub fn latency(&self, calls: f64, m: Members) -> f64 {
+        if m.all < 2 {
+            return 0.0;
+        }
+        let [call, peer] = if m.near < m.all { self.between.call } else { self.within.call };
+        calls * (call + peer * (m.all - 2) as f64)
+    }
+
+    /// Seconds of a transfer in a group: bytes of the same machine come beside those of others.
+    pub fn seconds(&self, t: &Transfer, m: Members) -> f64 {
+        let [near, far] = self.parts(t.bytes, m);
+        let bytes = (near / self.within.rate(t.kind)).max(far / self.between.rate(t.kind));
+        bytes + self.latency(t.calls, m)
     }
 }

@@ -1,5 +1,6 @@
 //! Time of a step: FLOPs, other costs in equivalent FLOPs, rates of arithmetic and of links measured by `ft bench`.
 
+pub mod actions;
 mod kept;
 pub mod links;
 pub mod rates;

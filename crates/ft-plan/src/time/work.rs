@@ -134,6 +134,12 @@ impl CostModel {
         }
     }
 
+    /// Work of an update of so many values: a gradient, a value and two moments are read, the latter three written, and
+    /// the gradient is set to 0 for the next step and squared for the norm.
+    pub fn update(&self, values: u64) -> f64 {
+        values as f64 * 9.0 * 4.0 * self.moved
+    }
+
     /// Stall of a visit during a transfer of `bytes`. Page-locked transfers overlap with the visit;
     /// pageable ones block.
     pub fn waiting(&self, bytes: u64, inputs: Inputs, visit: Work) -> f64 {

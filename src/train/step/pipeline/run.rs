@@ -1,6 +1,5 @@
 //! The micro-batches of a step on one stage, by its schedule.
 
-use super::schedule::{Action, Passed, schedule};
 use crate::train::distill;
 use crate::train::step::accumulate::Passes;
 use crate::train::step::context::TrainContext;
@@ -8,6 +7,7 @@ use crate::train::step::sums::Collected;
 use crate::train::step::turn::{Ranks, host};
 use ft_data::Micro;
 use ft_engine::model::Batch;
+use ft_engine::ranks::schedule::{Action, Passed, schedule};
 use ft_engine::walk::{Crossing, Hooks, Pass, RouterLosses, Stage, Times, Total, Walk};
 use ft_kernels::Tensor;
 use std::collections::BTreeMap;

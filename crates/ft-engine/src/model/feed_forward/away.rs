@@ -18,6 +18,7 @@ use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::{Departure, ExpertRows, Groups, Travel, ranges};
+use ft_kernels::ledger::{Cost, Peers};
 use ft_kernels::tensor::{Ghost, On};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -403,10 +404,8 @@ impl Mixture {
                 // The sizes of a plan are even, but for a rest that stays here.
                 let stays = out.get(me).copied().unwrap_or(0);
                 let came = Tensor::from(Ghost::new(ledger, (total, d), dtype));
-                ledger.work(ft_kernels::ledger::Cost {
-                    wire: (total.saturating_sub(stays) * d * dtype.size_in_bytes()) as f64,
-                    ..Default::default()
-                });
+                let bytes = (total.saturating_sub(stays) * d * dtype.size_in_bytes()) as f64;
+                ledger.work(Cost::exchange(Peers::Experts, bytes));
                 return Ok(Some(came));
             }
             On::Real(device) => receiving(total, d, dtype, device, wanted(me))?,

@@ -9,6 +9,7 @@ use crate::ranks::{At, Comm};
 use candle_core::{DType, Result};
 use ft_base::memory::place;
 use ft_kernels::attention::{self, Causal, Sequences};
+use ft_kernels::ledger::Peers;
 use ft_kernels::padded::Padded;
 use ft_kernels::tensor::On;
 use ft_kernels::{Tensor, gemm};
@@ -313,7 +314,7 @@ impl<'a> Across<'a> {
     /// Exchanges rows with peers.
     fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
         let Some(comm) = self.comm else {
-            count_exchange(into);
+            count_exchange(Peers::Context, into);
             return Ok(());
         };
         #[cfg(test)]

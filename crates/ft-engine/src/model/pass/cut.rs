@@ -10,6 +10,7 @@ use crate::model::config::Config;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_base::memory::place;
+use ft_kernels::ledger::Peers;
 use ft_kernels::{Tensor, gemm};
 use std::ops::Range;
 use std::sync::Arc;
@@ -90,7 +91,7 @@ impl<'a> Cut<'a> {
 
     fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
         let Some(comm) = self.comm else {
-            count_exchange(into);
+            count_exchange(Peers::Tensor, into);
             return Ok(());
         };
         #[cfg(test)]

@@ -7,12 +7,12 @@ pub mod cut;
 pub mod sink;
 
 use crate::ranks::Piece;
-use ft_kernels::ledger::Cost;
+use ft_kernels::ledger::{Cost, Peers};
 
-/// Accounts for the bytes that an exchange brings, in a plan.
-fn count_exchange(into: &[Piece]) {
+/// Accounts for an exchange and the bytes that it brings, in a plan.
+fn count_exchange(peers: Peers, into: &[Piece]) {
     let bytes = into.iter().map(|(_, t)| (t.elem_count() * t.dtype().size_in_bytes()) as f64).sum();
     if let Some(ledger) = into.iter().find_map(|(_, t)| t.ghost()).map(|g| g.ledger()) {
-        ledger.work(Cost { wire: bytes, ..Cost::default() });
+        ledger.work(Cost::exchange(peers, bytes));
     }
 }

@@ -11,6 +11,7 @@ use super::tcp;
 use crate::ranks::comm::{At, Comm, Error};
 use ft_base::error::ExitCode;
 use ft_recipe::{Launch, Meeting};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,11 +43,19 @@ fn host_of(about: &str) -> &str {
     about.split_once('\n').map_or(about, |(host, _)| host)
 }
 
+/// Raises the limit of open files as far as permitted: a process has a connection to each of the others.
+fn open_more_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // Where it is refused, a connection that fails names the cause.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
 /// Joins the process group of the launcher. A collective fails after `timeout`.
 ///
 /// # Errors
 /// MPI was initialized before; unreachable peers; a launcher without an address to meet at.
 pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbours), Error> {
+    open_more_files();
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let about = format!("{host}\n{}", processors());
     let (rank, world) = launch.map_or((0, 1), |l| (l.rank, l.world));
