@@ -4,10 +4,11 @@ use super::server::Server;
 use super::world::{World, recipe, repository};
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 12] = [
     "gemma3",
     "gemma4",
     "gemma4-joint",
+    "gemma4-moe",
     "glm4",
     "gpt-oss",
     "ministral",

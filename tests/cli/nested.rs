@@ -64,6 +64,7 @@ fn adapters_merge_and_runs_resume() {
         ("families/qwen35-moe/model", MIXTURE),
         ("families/qwen3-next/model", MIXTURE),
         ("families/gemma4/model", DENSE),
+        ("families/gemma4-moe/model", MIXTURE),
         ("fp8/model", DENSE),
     ] {
         let (w, model) = world(case, rules);
