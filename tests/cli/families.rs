@@ -4,7 +4,7 @@ use super::server::Server;
 use super::world::{World, recipe, repository};
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 13] = [
     "gemma3",
     "gemma4",
     "gemma4-joint",
@@ -15,6 +15,7 @@ const FAMILIES: [&str; 12] = [
     "olmo2",
     "olmo3",
     "phi3",
+    "phi3-long",
     "qwen35-moe",
     "smollm3",
 ];

@@ -12,11 +12,28 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 COMMON = dict(vocab_size=285, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
               max_position_embeddings=128, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
+LINEAR = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+              linear_conv_kernel_dim=4, full_attention_interval=4, tie_word_embeddings=False)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, norm_topk_prob=True,
+               decoder_sparse_step=1, mlp_only_layers=[])
+SECTIONS = dict(partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)
+GEMMA4 = dict(head_dim=16, global_head_dim=32, sliding_window=8, final_logit_softcapping=30.0)
+# a family, and what follows a space
 FAMILIES = {
     "llama": dict(num_hidden_layers=2, rope_parameters=ROPE),
     "qwen3": dict(num_hidden_layers=2, head_dim=16, rope_parameters=ROPE),
     "olmo2": dict(num_hidden_layers=2, rope_parameters=ROPE),
     "smollm3": dict(num_hidden_layers=4, no_rope_layer_interval=4, rope_parameters=ROPE),
+    "gpt_oss": dict(num_hidden_layers=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, tie_word_embeddings=False,
+                    rope_parameters=dict(rope_type="yarn", rope_theta=150000.0, factor=8.0, original_max_position_embeddings=64, truncate=True)),
+    "qwen3_next": dict(num_hidden_layers=4, **LINEAR, **EXPERTS, rope_parameters=dict(**ROPE, partial_rotary_factor=0.25)),
+    "qwen3_5_text": dict(num_hidden_layers=4, **LINEAR, rope_parameters=dict(**ROPE, **SECTIONS)),
+    "qwen3_5_moe_text": dict(num_hidden_layers=4, **LINEAR, **EXPERTS, rope_parameters=dict(**ROPE, **SECTIONS)),
+    "gemma4_text": dict(num_hidden_layers=6, **GEMMA4, hidden_size_per_layer_input=32, vocab_size_per_layer_input=285, num_kv_shared_layers=3,
+                        use_double_wide_mlp=True, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2),
+    "gemma4_text experts": dict(num_hidden_layers=3, **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+                                layer_types=["sliding_attention", "sliding_attention", "full_attention"], enable_moe_block=True, num_experts=6,
+                                top_k_experts=2, moe_intermediate_size=32),
     "gemma3_text": dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=8, sliding_window_pattern=6,
                         rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0), sliding_attention=ROPE)),
 }
@@ -26,17 +43,17 @@ BAR = 2e-2
 
 def check(ft, node, family, work):
     torch.manual_seed(1)
-    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
+    config = CONFIG_MAPPING[family.split()[0]](**{**COMMON, **FAMILIES[family]})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn_like(p) * (0.2 if p.dim() > 1 else 0.3) + (1 if p.dim() == 1 and "gemma" not in family else 0))
-    folder = os.path.join(work, family)
+            p.copy_(torch.randn_like(p) * (0.2 if p.dim() > 1 else 0.3) + (1 if p.dim() == 1 and family != "gemma3_text" else 0))
+    folder = os.path.join(work, family.replace(" ", "-"))
     model.save_pretrained(folder)
     for f in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(os.path.join(ROOT, "tests/fixtures/tiny-tokenizer", f), folder)
-    out = os.path.join(work, family + ".gguf.d")
+    out = folder + ".gguf.d"
     subprocess.run([ft, "export", folder, "--to", "gguf", "--out", out, "--dtype", "f32", "--pre", "qwen2"], check=True, capture_output=True)
     ids = [(7 * i + 3) % 280 + 3 for i in range(24)]
     with torch.no_grad():

@@ -72,6 +72,7 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             put("rope.scaling.type", "linear".into());
             put("rope.scaling.factor", number(factor));
         }
+        Scaling::Long { .. } => return refuse("rope_scaling", "longrope; not built yet: its export to GGUF"),
         Scaling::Proportional { .. } => factors = Some(divisors(rope)),
         Scaling::Llama3 { .. } if arch != "llama" => {
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));

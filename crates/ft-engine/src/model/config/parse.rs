@@ -97,8 +97,8 @@ impl Config {
             None => {
                 let rotary = rotary_of(&keys, family, head_dim)?;
                 let rope = Rope::parse(&keys, family.default_theta, max_positions, rotary)?;
-                if family.joint_qkv && rope.scaling != Scaling::Default {
-                    let why = format!("{} is built without scaling", family.model_type);
+                if family.joint_qkv && !matches!(rope.scaling, Scaling::Default | Scaling::Long { .. }) {
+                    let why = format!("{} is built with longrope, or without scaling", family.model_type);
                     return Err(keys.bad("rope_scaling", why));
                 }
                 vec![rope]

@@ -191,6 +191,7 @@ const ROPE: &[&str] = &[
     "beta_slow",
     "factor",
     "high_freq_factor",
+    "long_factor",
     "low_freq_factor",
     "mrope_interleaved",
     "mrope_section",
@@ -200,6 +201,7 @@ const ROPE: &[&str] = &[
     "partial_rotary_factor",
     "rope_theta",
     "rope_type",
+    "short_factor",
     "truncate",
     "type",
 ];
