@@ -85,6 +85,25 @@ fn adapters_merge_and_runs_resume() {
     }
 }
 
+/// An adapter on a checkpoint with the names of its release has those of transformers 5, leaves the towers alone, and is
+/// read again.
+#[test]
+fn adapters_of_a_release_have_the_names_of_transformers_5() {
+    let (w, _) = world("families/gemma3/model_nested", DENSE);
+    w.ok(&["run", "r.toml", "run.output=a", "run.steps=2"]);
+    let files = TensorFiles::open_file(&w.path("a/adapter/adapter_model.safetensors")).expect("an adapter");
+    const BELOW: &str = "base_model.model.model.language_model.layers.";
+    assert!(files.names().all(|n| n.starts_with(BELOW)), "{:?}", files.names().next());
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(w.path("a/adapter/adapter_config.json")).expect("a config"))
+            .expect("JSON");
+    let others = config["exclude_modules"].as_str().expect("an expression");
+    assert!(others.contains("vision_tower"), "{others}");
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let again = w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]).loss();
+    assert!((again - end).abs() <= 1e-6 * end, "{again} read again, {end} in the run");
+}
+
 /// Generation holds the state of linear layers.
 #[test]
 fn states_are_kept_in_generation() {

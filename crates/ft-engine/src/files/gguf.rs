@@ -96,7 +96,8 @@ impl GgufValue {
 }
 
 /// Writes one GGUF file atomically. `entries` has name, dtype (f32, f16, bf16, or u8 for MXFP4) and shape of every
-/// tensor; of MXFP4 the last dimension is in bytes, 17 for each 32 values. Calls `get` once per tensor, in the order of the entries.
+/// tensor; of MXFP4 the last dimension is in bytes, 17 for each 32 values. Calls `get` once per tensor, in the order
+/// of the entries.
 ///
 /// # Errors
 /// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Twice`] for a duplicate

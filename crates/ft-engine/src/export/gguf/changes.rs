@@ -61,8 +61,8 @@ pub(super) fn alternate(rows: usize, first: usize) -> Change {
     list((first..rows).step_by(2))
 }
 
-/// Value heads of `dim` rows, which the model has by key head, in turns of the key heads: `per` for each of `keys`. Rows
-/// before `from` stay.
+/// Value heads of `dim` rows, which the model has by key head, in turns of the key heads: `per` for each of `keys`.
+/// Rows before `from` stay.
 pub(super) fn in_turns(from: usize, (keys, per, dim): (usize, usize, usize)) -> Vec<u32> {
     let heads = (0..per).flat_map(move |v| (0..keys).map(move |k| k * per + v));
     (0..from)
@@ -71,8 +71,8 @@ pub(super) fn in_turns(from: usize, (keys, per, dim): (usize, usize, usize)) -> 
         .collect()
 }
 
-/// Rows of parts of groups: each of `groups` has parts of these sizes in order; all groups of a part follow one another,
-/// for the parts `of`.
+/// Rows of parts of groups: each of `groups` has parts of these sizes in order; all groups of a part follow one
+/// another, for the parts `of`.
 pub(super) fn parts(groups: usize, sizes: &[usize], of: std::ops::Range<usize>) -> Change {
     let whole: usize = sizes.iter().sum();
     let part = |p: usize| {

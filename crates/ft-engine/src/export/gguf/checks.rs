@@ -135,7 +135,8 @@ fn gemma4(config: &Config) -> Result<(), Error> {
         if let KeySource::Of(l) = a.keys
             && l + if a.window.is_some() { 2 } else { 1 } != own
         {
-            let why = "llama.cpp's gemma4 takes keys and values from the last two layers that make them, one of each type";
+            let why =
+                "llama.cpp's gemma4 takes them from the last two layers that make them, one of each type";
             return refuse("num_kv_shared_layers", why);
         }
     }

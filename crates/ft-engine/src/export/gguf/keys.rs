@@ -84,8 +84,8 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             }
             if !truncate {
                 warn(
-                    "rope_scaling.truncate is false, and llama.cpp rounds the range of YaRN's blend to whole channels, as \
-                     for the released gpt-oss: its probabilities differ a little",
+                    "rope_scaling.truncate is false, and llama.cpp rounds the range of YaRN's blend to whole channels, \
+                     as for the released gpt-oss: its probabilities differ a little",
                 );
             }
             put("rope.scaling.type", "yarn".into());

@@ -22,9 +22,9 @@ struct Source<'a> {
     dtype: DType,
 }
 
-/// Writes the model in `dir`, opened as `base`, to `path`. Matrices are written in `dtype`, or in MXFP4 if the model has
-/// them so; norms, biases and routers in f32, as llama.cpp requires. `pre` overrides llama.cpp's name of the pre-tokenizer.
-/// `progress` receives the bytes of every tensor.
+/// Writes the model in `dir`, opened as `base`, to `path`. Matrices are written in `dtype`, or in MXFP4 if the model
+/// has them so; norms, biases and routers in f32, as llama.cpp requires. `pre` overrides llama.cpp's name of the
+/// pre-tokenizer. `progress` receives the bytes of every tensor.
 ///
 /// # Errors
 /// A model or tokenizer that llama.cpp reads differently; values beyond f16's range; a full disk.

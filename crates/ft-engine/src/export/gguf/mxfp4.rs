@@ -1,5 +1,5 @@
-//! Experts in MXFP4 as llama.cpp holds them: of each block the scale, then sixteen bytes, with value j in the low and value
-//! `j + 16` in the high half of byte j.
+//! Experts in MXFP4 as llama.cpp holds them: of each block the scale, then sixteen bytes, with value j in the low and
+//! value `j + 16` in the high half of byte j.
 
 use super::changes::Change;
 use crate::files::TensorFiles;
