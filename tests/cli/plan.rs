@@ -565,6 +565,8 @@ fn experts_beside_a_dense_part_take_what_their_plan_says() -> Result<()> {
         (&gemma, &all, &ragged, &["memory.recompute=all"]),
         (&gemma, experts, &full_rows, &[NORMS]),
         (&gemma, experts, &ragged, &[NF4, FEED_FORWARD]),
+        (&gemma, experts, &full_rows, &["memory.recompute=none", "model.dtype=bf16"]),
+        (&gemma, &all, &ragged, &["memory.recompute=all", "model.dtype=bf16"]),
     ];
     within_a_percent(dir.path(), cases)
 }

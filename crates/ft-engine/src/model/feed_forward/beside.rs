@@ -74,9 +74,14 @@ impl Beside {
         self.dense.needs_input() || self.mixture.needs_input()
     }
 
+    /// Norm of the router's input, in f32 as the router.
+    fn in_f32(&self) -> Result<Norm> {
+        Ok(Norm { weight: upcast(&self.router_norm.weight)?, ..self.router_norm.clone() })
+    }
+
     /// Input of the router `[t, d]`, f32.
     fn router_input(&self, x: &Tensor) -> Result<Tensor> {
-        upcast(&self.router_norm.forward(x)?)? * root(x)?
+        self.in_f32()?.forward(&upcast(x)?)? * root(x)?
     }
 
     /// Forward pass: `[t, d]` -> `[t, d]`. `replay` as in [`Mixture::forward`].
@@ -121,9 +126,8 @@ impl Beside {
         let (d, of_router) = self.mixture.backward_apart(s.mixture, &d, ctx, sink, balance)?;
         let dx = before.backward(x, &d, sink)?;
         drop(d);
-        let of_router = (of_router * root(x)?)?.to_dtype(x.dtype())?;
-        let dx = (dx + self.router_norm.backward(x, &of_router, sink)?)?;
-        drop(of_router);
+        let of_router = self.in_f32()?.backward(&upcast(x)?, &(of_router * root(x)?)?, sink)?;
+        let dx = (dx + of_router.to_dtype(x.dtype())?)?;
         let [before, after] = &self.dense_norms;
         let d = after.backward(&s.dense_out, dy, sink)?;
         drop(s.dense_out);
