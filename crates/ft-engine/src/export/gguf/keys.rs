@@ -65,7 +65,18 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
     if arch == "gemma4" {
         of_layers(config, &mut put);
     }
-    let mut factors = None;
+    let factors = of_scaling(rope, arch, &mut put)?;
+    Ok((keys, factors))
+}
+
+/// Keys of the scaling of the rotary embedding; returns the divisors of the frequencies, if it is stored as these.
+fn of_scaling(
+    rope: &Rope,
+    arch: &str,
+    put: &mut impl FnMut(&str, GgufValue),
+) -> Result<Option<Vec<f32>>, Error> {
+    let size = |n: usize| GgufValue::U32(n as u32);
+    let number = |x: f64| GgufValue::F32(x as f32);
     match rope.scaling {
         Scaling::Default => {}
         Scaling::Linear { factor } => {
@@ -73,11 +84,11 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             put("rope.scaling.factor", number(factor));
         }
         Scaling::Long { .. } => return refuse("rope_scaling", "longrope; not built yet: its export to GGUF"),
-        Scaling::Proportional { .. } => factors = Some(divisors(rope)),
+        Scaling::Proportional { .. } => return Ok(Some(divisors(rope))),
         Scaling::Llama3 { .. } if arch != "llama" => {
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));
         }
-        Scaling::Llama3 { .. } => factors = Some(divisors(rope)),
+        Scaling::Llama3 { .. } => return Ok(Some(divisors(rope))),
         Scaling::Yarn { factor, attention, beta_fast, beta_slow, original, truncate } => {
             if !truncate && arch != "gpt-oss" {
                 return refuse("rope_scaling.truncate", "false; llama.cpp always truncates");
@@ -100,7 +111,7 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             }
         }
     }
-    Ok((keys, factors))
+    Ok(None)
 }
 
 /// Divisors of the frequencies; of channels that do not rotate, beyond any context.

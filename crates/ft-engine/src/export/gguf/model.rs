@@ -58,11 +58,31 @@ pub fn write_model(
         ));
     }
 
+    let (mut entries, sources) = tensors(base, &placed, dtype);
+    if let Some(f) = &factors {
+        entries.push((ROPE.into(), DType::F32, vec![f.len()]));
+    }
+    let mut books = CodeTables::new(&Device::Cpu)?;
+    write_gguf(path, &all, &entries, |name| {
+        let tensor = match (sources.get(name), &factors) {
+            (Some(source), _) => tensor(base, source, &mut books)?,
+            (None, Some(f)) if name == ROPE => Tensor::new(f.as_slice(), &Device::Cpu)?,
+            _ => return Err(candle_core::Error::Msg(format!("{name} has no source")).into()),
+        };
+        progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
+        Ok(tensor)
+    })?;
+    tell(&format!("{} tensors, {} keys", entries.len(), all.len()));
+    Ok(())
+}
+
+/// Entries of the tensors of the file, and their sources by name.
+fn tensors<'a>(base: &Base, placed: &'a [Placed], dtype: DType) -> (Vec<Entry>, HashMap<String, Source<'a>>) {
     let mut entries: Vec<Entry> = Vec::new();
     let mut sources = HashMap::new();
     let lacks =
         |m: &Module| m.is_constant() && base.files().is_none_or(|f| f.info(&m.weight_name()).is_none());
-    for p in &placed {
+    for p in placed {
         let Some(first) = p.modules.first().filter(|m| !lacks(m)) else { continue };
         let stacked = |shape: Vec<usize>| match p.modules.len() {
             1 if first.expert.is_none() => shape,
@@ -84,21 +104,7 @@ pub fn write_model(
             sources.insert(p.full_name(true), Source { placed: p, bias: true, dtype: DType::F32 });
         }
     }
-    if let Some(f) = &factors {
-        entries.push((ROPE.into(), DType::F32, vec![f.len()]));
-    }
-    let mut books = CodeTables::new(&Device::Cpu)?;
-    write_gguf(path, &all, &entries, |name| {
-        let tensor = match (sources.get(name), &factors) {
-            (Some(source), _) => tensor(base, source, &mut books)?,
-            (None, Some(f)) if name == ROPE => Tensor::new(f.as_slice(), &Device::Cpu)?,
-            _ => return Err(candle_core::Error::Msg(format!("{name} has no source")).into()),
-        };
-        progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
-        Ok(tensor)
-    })?;
-    tell(&format!("{} tensors, {} keys", entries.len(), all.len()));
-    Ok(())
+    (entries, sources)
 }
 
 fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeTables) -> ft_base::Result<Tensor> {

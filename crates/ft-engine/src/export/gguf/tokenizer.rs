@@ -91,20 +91,8 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
             put("add_space_prefix", GgufValue::Bool(false));
         }
     }
-    let described = object(dir, "tokenizer_config.json")?;
-    let added: Vec<(&str, u64)> =
-        entries(&file).filter_map(|t| Some((t["content"].as_str()?, t["id"].as_u64()?))).collect();
-    let mut eos = None;
-    for (kind, key) in SPECIALS {
-        let named = described.get(&format!("{kind}_token")).unwrap_or(&Value::Null);
-        let text = named.as_str().or_else(|| named["content"].as_str());
-        let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
-        let id = id.or_else(|| config.key(&format!("{kind}_token_id")).and_then(Value::as_u64));
-        if let Some(id) = id {
-            out.push((format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id as u32)));
-            eos = if kind == "eos" { Some(id as u32) } else { eos };
-        }
-    }
+    let (specials, eos) = specials(dir, config, &file)?;
+    out.extend(specials);
     let bos = loaded.text_start();
     out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(!bos.is_empty())));
     let template = ft_data::template_of(dir)?;
@@ -121,6 +109,26 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         out.push(("tokenizer.chat_template".into(), GgufValue::Text(template)));
     }
     Ok(out)
+}
+
+/// Keys of the special tokens, and the end-of-sequence token.
+fn specials(dir: &Path, config: &Config, file: &Map<String, Value>) -> ft_base::Result<(Keys, Option<u32>)> {
+    let mut out = Keys::new();
+    let described = object(dir, "tokenizer_config.json")?;
+    let added: Vec<(&str, u64)> =
+        entries(file).filter_map(|t| Some((t["content"].as_str()?, t["id"].as_u64()?))).collect();
+    let mut eos = None;
+    for (kind, key) in SPECIALS {
+        let named = described.get(&format!("{kind}_token")).unwrap_or(&Value::Null);
+        let text = named.as_str().or_else(|| named["content"].as_str());
+        let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
+        let id = id.or_else(|| config.key(&format!("{kind}_token_id")).and_then(Value::as_u64));
+        if let Some(id) = id {
+            out.push((format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id as u32)));
+            eos = if kind == "eos" { Some(id as u32) } else { eos };
+        }
+    }
+    Ok((out, eos))
 }
 
 /// Whether spaces are marks from the start, and nothing else is changed or split: Gemma's BPE.
