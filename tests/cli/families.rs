@@ -4,16 +4,18 @@ use super::server::Server;
 use super::world::{World, recipe, repository};
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 13] = [
     "gemma3",
     "gemma4",
     "gemma4-joint",
+    "gemma4-moe",
     "glm4",
     "gpt-oss",
     "ministral",
     "olmo2",
     "olmo3",
     "phi3",
+    "phi3-long",
     "qwen35-moe",
     "smollm3",
 ];

@@ -317,6 +317,51 @@ fn what_llama_cpp_computes_otherwise_is_refused() {
     assert!(r.err.contains("sliding windows"), "{}", r.err);
 }
 
+/// Gate and up of experts together or apart, value heads in turns of the key heads, values that llama.cpp has otherwise.
+#[test]
+fn mixtures_and_linear_attention_have_llama_cpps_order() {
+    let w = World::new();
+    let fixture = |family: &str| repository().join("tests/fixtures/families").join(family).join("model");
+    let export = |family: &str| {
+        let model = fixture(family).display().to_string();
+        w.ok(&["export", &model, "--to", "gguf", "--out", family, "--dtype", "f32"]);
+        let files = tensors(fixture(family).join("model.safetensors"));
+        (Gguf::open(&w, &format!("{family}/model.gguf")), files)
+    };
+    let (mut g, files) = export("gemma4-moe");
+    assert_eq!((g.text("general.architecture"), g.number("gemma4.expert_used_count")), ("gemma4", 2));
+    for (theirs, ours) in [
+        ("ffn_gate_up_exps.weight", "experts.gate_up_proj"),
+        ("ffn_down_exps.weight", "experts.down_proj"),
+        ("ffn_down_exps.scale", "router.per_expert_scale"),
+        ("ffn_gate_inp.scale", "router.scale"),
+        ("ffn_gate_inp.weight", "router.proj.weight"),
+        ("pre_ffw_norm_2.weight", "pre_feedforward_layernorm_2.weight"),
+        ("layer_output_scale.weight", "layer_scalar"),
+    ] {
+        same(&g.tensor(&format!("blk.1.{theirs}")), &get(&files, &format!("model.layers.1.{ours}")), ours);
+    }
+    let divisors: Vec<f32> = g.tensor("rope_freqs.weight").to_vec1().expect("divisors");
+    assert_eq!(divisors, [1.0, 1.0, 1e30, 1e30, 1e30, 1e30, 1e30, 1e30], "a quarter of 16 channels rotates");
+
+    let (mut g, files) = export("qwen35-moe");
+    assert_eq!(
+        (g.text("general.architecture"), g.number("qwen35moe.full_attention_interval")),
+        ("qwen35moe", 3)
+    );
+    let own = |name: &str| get(&files, &format!("model.language_model.layers.0.linear_attn.{name}"));
+    // Two key heads with two value heads each: 0, 2, 1, 3.
+    let order = Tensor::new(&[0u32, 2, 1, 3], &Device::Cpu).expect("rows");
+    let decays = own("A_log").exp().and_then(|x| x.neg()).and_then(|x| x.index_select(&order, 0));
+    same(&g.tensor("blk.0.ssm_a"), &decays.expect("decays"), "decays");
+    let biases = own("dt_bias").index_select(&order, 0).expect("biases");
+    same(&g.tensor("blk.0.ssm_dt.bias"), &biases, "biases of decays");
+    let rates = own("in_proj_b.weight").index_select(&order, 0).expect("rates");
+    same(&g.tensor("blk.0.ssm_beta.weight"), &rates, "rates");
+    let norm = own("norm.weight");
+    same(&g.tensor("blk.0.ssm_norm.weight"), &norm, "the norm as it is");
+}
+
 /// Norms behind the blocks, over the whole width; and what llama.cpp has otherwise is refused by its key.
 #[test]
 fn later_families_have_llama_cpps_names_or_are_refused() {
@@ -345,7 +390,9 @@ fn later_families_have_llama_cpps_names_or_are_refused() {
     for (family, key) in [
         ("smollm3", "no_rope_layers"),
         ("gemma3", "layer_types"),
-        ("gemma4", "model_type gemma4_text"),
+        ("gpt-oss", "swiglu_limit"),
+        ("qwen3-next", "mlp_only_layers"),
+        ("qwen35-dense", "linear_value_head_dim"),
         ("glm4", "model_type glm4"),
         ("phi3", "model_type phi3"),
     ] {

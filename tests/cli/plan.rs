@@ -533,6 +533,44 @@ fn gemma_4_takes_what_its_plan_says() -> Result<()> {
     within_a_percent(dir.path(), cases)
 }
 
+/// A dense part beside experts, with factors on gates.
+#[test]
+fn experts_beside_a_dense_part_take_what_their_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let full_rows = [512; 8];
+    let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
+    let mut gemma = config("qwen3", true);
+    for (key, value) in [
+        ("architectures", json!(["Gemma4ForCausalLM"])),
+        ("model_type", json!("gemma4_text")),
+        ("hidden_activation", json!("gelu_pytorch_tanh")),
+        (
+            "layer_types",
+            json!(vec!["full_attention"; gemma["num_hidden_layers"].as_u64().unwrap_or(0) as usize]),
+        ),
+        ("global_head_dim", gemma["head_dim"].clone()),
+        ("hidden_size_per_layer_input", json!(0)),
+        ("attention_k_eq_v", json!(true)),
+        ("enable_moe_block", json!(true)),
+        ("num_experts", json!(8)),
+        ("top_k_experts", json!(2)),
+        ("moe_intermediate_size", json!(64)),
+    ] {
+        gemma[key] = value;
+    }
+    let all = FULL.replace("\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"", "\"/.*/\"");
+    let experts = "[[train]]\nmodules = [\"attention\", \"experts\", \"router\"]\n";
+    let cases: &[(&Value, &str, &[usize], &[&str])] = &[
+        (&gemma, &all, &full_rows, &["memory.recompute=none"]),
+        (&gemma, &all, &ragged, &["memory.recompute=all"]),
+        (&gemma, experts, &full_rows, &[NORMS]),
+        (&gemma, experts, &ragged, &[NF4, FEED_FORWARD]),
+        (&gemma, experts, &full_rows, &["memory.recompute=none", "model.dtype=bf16"]),
+        (&gemma, &all, &ragged, &["memory.recompute=all", "model.dtype=bf16"]),
+    ];
+    within_a_percent(dir.path(), cases)
+}
+
 /// Memory and traffic per rank agree with the plan to 1%. Sharded states, gradients and weights shrink in
 /// proportion to the number of ranks.
 #[test]

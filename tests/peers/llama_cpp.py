@@ -1,6 +1,9 @@
 """Loads what `ft export --to gguf` writes into llama.cpp itself, and compares its probabilities with transformers'.
 
     python llama_cpp.py FT NODE_FOLDER [FAMILY ...]        NODE_FOLDER holds node_modules with node-llama-cpp
+
+PEERS_TOKENIZERS="FAMILY=FOLDER:..." names folders with a published tokenizer.json, of which llama.cpp's tokens are compared with
+those of the package tokenizers.
 """
 import json, os, shutil, subprocess, sys, tempfile
 
@@ -12,47 +15,124 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 COMMON = dict(vocab_size=285, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
               max_position_embeddings=128, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
+LINEAR = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+              linear_conv_kernel_dim=4, full_attention_interval=4, tie_word_embeddings=False)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, norm_topk_prob=True,
+               decoder_sparse_step=1, mlp_only_layers=[])
+SECTIONS = dict(partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)
+GEMMA4 = dict(head_dim=16, global_head_dim=32, sliding_window=8, final_logit_softcapping=30.0)
+# a family, and what follows a space
 FAMILIES = {
     "llama": dict(num_hidden_layers=2, rope_parameters=ROPE),
     "qwen3": dict(num_hidden_layers=2, head_dim=16, rope_parameters=ROPE),
     "olmo2": dict(num_hidden_layers=2, rope_parameters=ROPE),
     "smollm3": dict(num_hidden_layers=4, no_rope_layer_interval=4, rope_parameters=ROPE),
+    "gpt_oss": dict(num_hidden_layers=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, tie_word_embeddings=False,
+                    rope_parameters=dict(rope_type="yarn", rope_theta=150000.0, factor=8.0, original_max_position_embeddings=64, truncate=True)),
+    "gpt_oss mxfp4": dict(num_experts_per_tok=4),
+    "qwen3_next": dict(num_hidden_layers=4, **LINEAR, **EXPERTS, rope_parameters=dict(**ROPE, partial_rotary_factor=0.25)),
+    "qwen3_5_text": dict(num_hidden_layers=4, **LINEAR, rope_parameters=dict(**ROPE, **SECTIONS)),
+    "qwen3_5_moe_text": dict(num_hidden_layers=4, **LINEAR, **EXPERTS, rope_parameters=dict(**ROPE, **SECTIONS)),
+    "gemma4_text": dict(num_hidden_layers=6, **GEMMA4, hidden_size_per_layer_input=32, vocab_size_per_layer_input=285, num_kv_shared_layers=3,
+                        use_double_wide_mlp=True, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2),
+    "gemma4_text experts": dict(num_hidden_layers=3, **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+                                layer_types=["sliding_attention", "sliding_attention", "full_attention"], enable_moe_block=True, num_experts=6,
+                                top_k_experts=2, moe_intermediate_size=32),
     "gemma3_text": dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=8, sliding_window_pattern=6,
                         rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0), sliding_attention=ROPE)),
 }
-# Sums in another order; llama.cpp's products on the CPU round activations to f16 where weights are f32 or f16.
+# Sums in another order; llama.cpp's products on the CPU round activations to f16 where weights are f32 or f16, and to 8 bits where
+# they are MXFP4. (There every token has all experts: rounding chooses others.)
 BAR = 2e-2
+
+
+def save_mxfp4(model, folder):
+    """Puts the experts into MXFP4, as gpt-oss is released, in the model and in the folder."""
+    sys.path.insert(0, os.path.join(ROOT, "tests/fixtures"))
+    from make_families import from_mxfp4, to_mxfp4
+    from safetensors.torch import save_file
+    tensors = {}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                blocks, scales = to_mxfp4(p.transpose(1, 2))
+                p.copy_(from_mxfp4(blocks, scales).transpose(1, 2))
+                tensors[name + "_blocks"], tensors[name + "_scales"] = blocks, scales
+            else:
+                tensors[name] = p.detach().clone().contiguous()
+    os.makedirs(folder)
+    save_file(tensors, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+    model.config.architectures = ["GptOssForCausalLM"]
+    model.config.save_pretrained(folder)
+    path = os.path.join(folder, "config.json")
+    config = json.load(open(path))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    json.dump(config, open(path, "w"))
 
 
 def check(ft, node, family, work):
     torch.manual_seed(1)
-    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
+    config = CONFIG_MAPPING[family.split()[0]](**{**COMMON, **FAMILIES.get(family.split()[0], {}), **FAMILIES[family]})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn_like(p) * (0.2 if p.dim() > 1 else 0.3) + (1 if p.dim() == 1 and "gemma" not in family else 0))
-    folder = os.path.join(work, family)
-    model.save_pretrained(folder)
+            p.copy_(torch.randn_like(p) * (0.2 if p.dim() > 1 else 0.3) + (1 if p.dim() == 1 and family != "gemma3_text" else 0))
+    folder = os.path.join(work, family.replace(" ", "-"))
+    if family.endswith("mxfp4"):
+        save_mxfp4(model, folder)
+    else:
+        model.save_pretrained(folder)
     for f in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(os.path.join(ROOT, "tests/fixtures/tiny-tokenizer", f), folder)
-    out = os.path.join(work, family + ".gguf.d")
-    subprocess.run([ft, "export", folder, "--to", "gguf", "--out", out, "--dtype", "f32", "--pre", "qwen2"], check=True, capture_output=True)
+    out = folder + ".gguf.d"
+    subprocess.run([ft, "export", folder, "--to", "gguf", "--out", out, "--dtype", "f32", "--pre", "qwen2"], check=True, stdout=subprocess.DEVNULL)
     ids = [(7 * i + 3) % 280 + 3 for i in range(24)]
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0].double().softmax(-1)
-    script = os.path.join(node, "llama_cpp.mjs")
-    shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llama_cpp.mjs"), script)
-    p = subprocess.run(["node", script, os.path.join(out, "model.gguf"), json.dumps(ids)], cwd=node, capture_output=True, text=True)
-    if p.returncode:
-        return f"llama.cpp: {p.stderr.strip()[-400:]}"
+    try:
+        rows = run(node, "llama_cpp.mjs", os.path.join(out, "model.gguf"), json.dumps(ids))
+    except RuntimeError as e:
+        return f"llama.cpp: {e}"
     worst = 0.0
-    for at, row in enumerate(json.loads(p.stdout.strip().splitlines()[-1])):
+    for at, row in enumerate(rows):
         got = torch.zeros_like(want[at])
         for token, probability in row:
             got[int(token)] = probability
         worst = max(worst, float((got - want[at]).abs().sum()) / 2)
     return f"{worst:.1e} of the probability is elsewhere" + ("" if worst <= BAR else "  OVER")
+
+
+TEXTS = ["Hello, world!", "  two  spaces", "tabs\tand\nlines\n\n\nmore\n", "Ünïcödé 你好 😀 \u200d", "def f(x):\n    return x ** 2\n", "12345 3.14",
+         "<start_of_turn>user\nHi<end_of_turn>\n", "<|start|>user<|message|>Hi<|end|>", "I'LL don't CAMELCase", "\u00a0nbsp \u3000wide", "aé\u0301"]
+
+
+def run(node, script, *args):
+    """What a script of this folder prints last."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    shutil.copy(os.path.join(here, script), os.path.join(node, script))
+    p = subprocess.run(["node", os.path.join(node, script), *args], cwd=node, capture_output=True, text=True)
+    if p.returncode:
+        raise RuntimeError(p.stderr.strip()[-400:])
+    return json.loads(p.stdout.strip().splitlines()[-1])
+
+
+def tokens(ft, node, family, tokenizer, work):
+    from tokenizers import Tokenizer
+    theirs = Tokenizer.from_file(os.path.join(tokenizer, "tokenizer.json"))
+    sizes = {**COMMON, **FAMILIES[family], "vocab_size": theirs.get_vocab_size(), "hidden_size": 32, "intermediate_size": 32}
+    sizes.update({k: sizes["vocab_size"] for k in ("vocab_size_per_layer_input",) if k in sizes})
+    config = CONFIG_MAPPING[family](**sizes)
+    folder = os.path.join(work, family + "-tokens")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for f in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(os.path.join(tokenizer, f), folder)
+    out = folder + ".gguf.d"
+    subprocess.run([ft, "export", folder, "--to", "gguf", "--out", out], check=True, stdout=subprocess.DEVNULL)
+    got = run(node, "llama_tokens.mjs", os.path.join(out, "model.gguf"), json.dumps(TEXTS))
+    want = [theirs.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    wrong = [f"{t!r}: {g} for {w}" for t, g, w in zip(TEXTS, got, want) if g != w]
+    return f"tokens of {len(TEXTS)} texts" + ("" if not wrong else "  OVER " + "; ".join(wrong))
 
 
 def main():
@@ -62,6 +142,11 @@ def main():
         for family in sys.argv[3:] or FAMILIES:
             said = check(ft, node, family, work)
             failed += "OVER" in said or "llama.cpp:" in said
+            print(f"{family}: {said}", flush=True)
+        for pair in filter(None, os.environ.get("PEERS_TOKENIZERS", "").split(":")):
+            family, tokenizer = pair.split("=")
+            said = tokens(ft, node, family, tokenizer, work)
+            failed += "OVER" in said
             print(f"{family}: {said}", flush=True)
     sys.exit(1 if failed else 0)
 

@@ -98,6 +98,14 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             recipe.parallel.context
         )));
     }
+    if config.rope_turn().is_some() && recipe.parallel.context > 1 {
+        return Err(Error::Ignored(format!(
+            "{}: parallel.context = {}: not built for longrope, whose factors go by the length of a document\n  hint: \
+             parallel.context = 1",
+            recipe.place("parallel.context"),
+            recipe.parallel.context
+        )));
+    }
     if config.family.by_layer && recipe.parallel.pipeline > 1 {
         let (place, family) = (recipe.place("parallel.pipeline"), config.family.model_type);
         return Err(Error::Ignored(format!(

@@ -45,7 +45,9 @@ pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
             refuse_scores(&config)?;
             let selection = adapter.selection(&config)?;
             let (name, dtype) = ("adapter.gguf", dtype.unwrap_or(DType::F32));
-            gguf::write_adapter(&config, &adapter, &selection, dtype, &new.path().join(name))?;
+            let path = new.path().join(name);
+            gguf::write_adapter(&config, &adapter, &selection, dtype, &path)?;
+            check(&path)?;
             name
         }
         None => {
@@ -58,7 +60,6 @@ pub(super) fn run(args: &GgufOptions<'_>) -> ft_base::Result<()> {
             name
         }
     };
-    check(&new.path().join(name))?;
     new.commit()?;
     print(&format!("{}\n", args.out.join(name).display()))
 }
@@ -81,7 +82,9 @@ fn write_model(
         Some(safetensors::Dtype::F16) => DType::F16,
         _ => DType::F32,
     });
-    if base.is_4bit() {
+    if base.config.mxfp4 {
+        tell("the experts stay in MXFP4");
+    } else if base.is_4bit() {
         tell("the model is 4-bit: its weights are dequantized");
     }
     let title = Path::new(&model.source).file_name();
@@ -89,7 +92,8 @@ fn write_model(
     let bar = bytes_bar("writing", base.bytes());
     gguf::write_model(&base, &model.dir, &title, dtype, pre, path, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    Ok(())
+    // candle's reader does not know MXFP4.
+    if base.config.mxfp4 { Ok(()) } else { check(path) }
 }
 
 /// The adapter in a folder or on the hub under this name; `None` if it is a model.

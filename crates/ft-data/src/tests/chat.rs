@@ -335,3 +335,47 @@ fn ids_go_to_text_and_back() {
     assert_eq!(t.text_end(), t.token_to_id("<|endoftext|>"));
     assert!(t.text_start().is_empty());
 }
+
+/// Texts of newer templates as transformers renders them; of gpt-oss as openai-harmony does.
+#[test]
+fn texts_of_newer_templates_are_transformers_and_harmonys() {
+    let rows: Vec<Value> =
+        serde_json::from_slice(&std::fs::read(fixture("templates/expected.json")).unwrap()).unwrap();
+    let (mut by_harmony, mut told) = (0, String::new());
+    for row in rows {
+        let name = format!("{} {}", row["template"], row["conversation"]);
+        let path = fixture("templates").join(row["template"].as_str().unwrap());
+        let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).unwrap().unwrap();
+        let vars: Map<String, Value> = [("bos_token".to_string(), json!("<bos>"))].into_iter().collect();
+        let (tools, prompt) = (Some(&row["tools"]).filter(|t| !t.is_null()), row["prompt"] == true);
+        let text = t.render(&row["messages"], tools, prompt, &vars);
+        let Some(want) = row["text"].as_str() else {
+            assert!(text.is_err(), "{name}");
+            continue;
+        };
+        assert_eq!(on_a_day(&text.unwrap()), want, "{name}");
+        if let Some(own) = row["harmony"].as_str() {
+            assert_eq!(own, want, "{name}");
+            by_harmony += 1;
+        }
+        if !prompt {
+            let read = read(&t, &json!({"messages": row["messages"], "tools": row["tools"]}), &vars);
+            let spans = read
+                .map(|(text, spans, _)| spans.into_iter().map(|s| text[s].to_string()).collect::<Vec<_>>());
+            let folder = fixture("templates").display().to_string();
+            told +=
+                &format!("{name}: {:?}\n", spans.map_err(|e| e.to_string().replace(&folder, "templates")));
+        }
+    }
+    assert_eq!(by_harmony, 7);
+    insta::assert_snapshot!(told);
+}
+
+/// The text on the day of the fixtures.
+fn on_a_day(text: &str) -> String {
+    const BEFORE: &str = "Current date: ";
+    match text.find(BEFORE).map(|at| at + BEFORE.len()) {
+        Some(at) => format!("{}2025-06-28{}", &text[..at], &text[at + 10..]),
+        None => text.into(),
+    }
+}

@@ -28,6 +28,10 @@ pub enum GgufValue {
     Text(String),
     /// A list of signed 32-bit integers.
     I32s(Vec<i32>),
+    /// A list of 32-bit floats.
+    F32s(Vec<f32>),
+    /// A list of booleans.
+    Bools(Vec<bool>),
     /// A list of strings.
     Texts(Vec<String>),
 }
@@ -62,6 +66,8 @@ impl GgufValue {
             Self::Bool(_) => kind(kind::BOOL),
             Self::Text(_) => kind(kind::TEXT),
             Self::I32s(_) => [kind::ARRAY, kind::I32].into_iter().for_each(kind),
+            Self::F32s(_) => [kind::ARRAY, kind::F32].into_iter().for_each(kind),
+            Self::Bools(_) => [kind::ARRAY, kind::BOOL].into_iter().for_each(kind),
             Self::Texts(_) => [kind::ARRAY, kind::TEXT].into_iter().for_each(kind),
         }
         match self {
@@ -73,6 +79,14 @@ impl GgufValue {
                 out.extend((all.len() as u64).to_le_bytes());
                 all.iter().for_each(|x| out.extend(x.to_le_bytes()));
             }
+            Self::F32s(all) => {
+                out.extend((all.len() as u64).to_le_bytes());
+                all.iter().for_each(|x| out.extend(x.to_le_bytes()));
+            }
+            Self::Bools(all) => {
+                out.extend((all.len() as u64).to_le_bytes());
+                out.extend(all.iter().map(|x| u8::from(*x)));
+            }
             Self::Texts(all) => {
                 out.extend((all.len() as u64).to_le_bytes());
                 all.iter().for_each(|x| put_text(out, x));
@@ -81,8 +95,9 @@ impl GgufValue {
     }
 }
 
-/// Writes one GGUF file atomically. `entries` has name, dtype (f32, f16 or bf16) and shape of every
-/// tensor. Calls `get` once per tensor, in the order of the entries.
+/// Writes one GGUF file atomically. `entries` has name, dtype (f32, f16, bf16, or u8 for MXFP4) and shape of every
+/// tensor; of MXFP4 the last dimension is in bytes, 17 for each 32 values. Calls `get` once per tensor, in the order
+/// of the entries.
 ///
 /// # Errors
 /// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Twice`] for a duplicate
@@ -107,7 +122,11 @@ pub fn write_gguf(
     for e in &entries {
         put_text(&mut header, &e.name);
         header.extend((e.shape.len() as u32).to_le_bytes());
-        e.shape.iter().rev().for_each(|n| header.extend((*n as u64).to_le_bytes()));
+        let last = e.shape.len().saturating_sub(1);
+        let values =
+            |(d, n): (usize, &usize)| if e.dtype == DType::U8 && d == last { n / 17 * 32 } else { *n };
+        let dims: Vec<usize> = e.shape.iter().enumerate().map(values).collect();
+        dims.iter().rev().for_each(|n| header.extend((*n as u64).to_le_bytes()));
         header.extend(number_of(e)?.to_le_bytes());
         header.extend(at.to_le_bytes());
         at = (at + e.bytes).next_multiple_of(ALIGNMENT);
@@ -131,6 +150,7 @@ fn number_of(e: &Entry) -> Result<u32, Error> {
         DType::F32 => Ok(0),
         DType::F16 => Ok(1),
         DType::BF16 => Ok(30),
+        DType::U8 => Ok(39),
         other => Err(Error::Convert {
             name: e.name.clone(),
             from: other.as_str().to_uppercase(),

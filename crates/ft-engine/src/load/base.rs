@@ -9,7 +9,7 @@ use super::initial::{Factors, Initials};
 use super::layout;
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Group, Kind, Module};
 use crate::quant::{self, CodeTables, LazyMatrix};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
@@ -379,8 +379,8 @@ fn random(
     let n = elements.len();
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],
-        (_, Kind::Vector { .. }) => vec![0.0; n],
-        (_, Kind::Constant { .. }) => vec![1.0; n],
+        (_, Kind::Vector { .. }) if m.group != Group::RouterScales => vec![0.0; n],
+        (_, Kind::Vector { .. } | Kind::Constant { .. }) => vec![1.0; n],
         (_, Kind::Norm { .. }) => vec![if config.family.plus_one { 0.0 } else { 1.0 }; n],
         _ => {
             let std = config.initializer_range as f32;

@@ -32,7 +32,7 @@ pub(super) fn tensors(config: &Config) -> Vec<Fused> {
     let [gate_up, _, down] = family.names;
     let mut out = Vec::new();
     for l in (0..config.layers).filter(|l| moe.sparse[*l]) {
-        let block = format!("{}.layers.{l}.{}.experts", config.body, family.block);
+        let block = format!("{}.layers.{l}.{}", config.body, family.within("experts"));
         for (name, o, i) in [(gate_up, 2 * moe.width, config.hidden), (down, config.hidden, moe.width)] {
             let parts = |last: &str| (0..moe.experts).map(|e| format!("{block}.{e}.{name}.{last}")).collect();
             let (rows, cols) = if joint.transposed { (i, o) } else { (o, i) };

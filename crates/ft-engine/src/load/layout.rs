@@ -30,7 +30,8 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
             files.scale(scale.trim_end_matches(SCALE), &scale, block);
         }
     }
-    let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
+    let apart = config.family.experts.filter(|x| x.joint.is_none());
+    let (Some(moe), Some(names)) = (&config.moe, apart) else { return Ok(files) };
     let (e, f, d) = (moe.experts, moe.width, config.hidden);
     let [gate, up, down] = names.names;
     for l in (0..config.layers).filter(|l| moe.sparse[*l]) {

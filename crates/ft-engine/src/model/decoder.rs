@@ -7,7 +7,7 @@ use super::config::{Config, KeySource};
 use super::delta::{DeltaNet, Parameter, Projections};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
-use super::feed_forward::{Mixture, Owned, Shared};
+use super::feed_forward::{Beside, Mixture, Owned, Shared};
 use super::head::Head;
 use super::layer::{FeedForward, Layer};
 use super::layer_inputs::LayerInputs;
@@ -135,8 +135,8 @@ impl Decoder {
     pub fn linears(&self) -> Vec<(Module, &Linear)> {
         let own = self.embedding.linears().chain(self.layers.iter().flat_map(Layer::linears));
         let own = own.chain([&self.head.linear]);
-        let here = |m: &Module| match (m.layer.and_then(|l| self.layers.get(l)).map(|l| &l.mlp), m.expert) {
-            (Some(FeedForward::Mixture(mixture)), Some(e)) => mixture.has(e),
+        let here = |m: &Module| match (m.layer.and_then(|l| self.layers.get(l)?.mlp.mixture()), m.expert) {
+            (Some(mixture), Some(e)) => mixture.has(e),
             _ => true,
         };
         let linears = modules(&self.config).into_iter();
@@ -149,6 +149,9 @@ pub struct Builder<'a> {
     config: &'a Config,
     weights: &'a mut dyn Weights,
 }
+
+/// Experts, and how many identical ones each stands for.
+type Experts = (Vec<Mlp>, Vec<usize>);
 
 /// The embedding's table, its gradient slot, and its trained rows.
 type Table = (Tensor, Option<Slot>, Option<Rows>);
@@ -311,38 +314,67 @@ impl<'a> Builder<'a> {
         Ok(Parameter { value, slot })
     }
 
-    /// Builds layer `l`.
-    pub fn layer(&mut self, l: usize, t: &LayerTree) -> ft_base::Result<Layer> {
-        let c = self.config;
-        let attn_norm = self.optional(&t.attn_norm)?;
-        let attn = self.mixer(l, &t.mixer)?;
-        let attn_post = self.optional(&t.attn_post)?;
-        let mlp_norm = self.optional(&t.mlp_norm)?;
-        let mlp = match (&t.mlp, &c.moe) {
-            (FeedForwardTree::Mixture { router, experts, shared }, Some(moe)) => {
+    /// Builds the feed-forward part of layer `l`.
+    fn feed_forward(&mut self, l: usize, t: &FeedForwardTree) -> ft_base::Result<FeedForward> {
+        Ok(match t {
+            FeedForwardTree::Dense(mlp) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
+            FeedForwardTree::Mixture { router, experts, shared } => {
                 let router = self.linear(router)?;
-                let own = self.weights.own(experts, l + 1);
-                let experts = own.as_ref().map_or(&experts[..], |(range, _)| &experts[range.clone()]);
-                let alike = self.weights.alike(experts);
-                let (mut built, mut from) = (Vec::new(), 0);
-                for n in &alike {
-                    built.push(self.mlp(&experts[from])?);
-                    from += n;
-                }
+                let (built, owned) = self.experts(l, experts)?;
                 let shared = match shared {
                     Some((mlp, gate)) => Some(Shared { mlp: self.mlp(mlp)?, gate: self.linear(gate)? }),
                     None => None,
                 };
-                let mixture = Mixture::new(router, (built, alike), shared, moe.top_k, moe.normalise);
-                FeedForward::Mixture(Box::new(mixture.owned(own.map(|(_, owned)| owned))))
+                FeedForward::Mixture(Box::new(self.mixture(l, (router, built, shared))?.owned(owned)))
             }
-            (FeedForwardTree::Mixture { .. }, None) => {
-                return Err(
-                    candle_core::Error::Msg(format!("layer {l} has experts and its config none")).into()
-                );
+            FeedForwardTree::Beside { dense_norms: [before, after], dense, router, norms, experts } => {
+                let (before, dense, after) = (self.norm(before)?, self.mlp(dense)?, self.norm(after)?);
+                let [scale, router, factors] = router;
+                let (router_norm, router) = (self.norm(scale)?, self.linear(router)?);
+                let factors = self.parameter(factors)?;
+                let norms = [self.norm(&norms[0])?, self.norm(&norms[1])?];
+                let (built, owned) = self.experts(l, experts)?;
+                let mixture = self.mixture(l, (router, built, None))?.factors(factors).owned(owned);
+                let dense_norms = [before, after];
+                FeedForward::Beside(Box::new(Beside { dense_norms, dense, router_norm, norms, mixture }))
             }
-            (FeedForwardTree::Dense(mlp), _) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
-        };
+        })
+    }
+
+    /// Builds the experts of layer `l` that are here, one for each run of identical ones.
+    fn experts(&mut self, l: usize, all: &[MlpTree]) -> ft_base::Result<(Experts, Option<Owned>)> {
+        let own = self.weights.own(all, l + 1);
+        let here = own.as_ref().map_or(all, |(range, _)| &all[range.clone()]);
+        let alike = self.weights.alike(here);
+        let (mut built, mut from) = (Vec::new(), 0);
+        for n in &alike {
+            built.push(self.mlp(&here[from])?);
+            from += n;
+        }
+        Ok(((built, alike), own.map(|(_, owned)| owned)))
+    }
+
+    fn mixture(
+        &self,
+        l: usize,
+        (router, experts, shared): (Linear, Experts, Option<Shared>),
+    ) -> ft_base::Result<Mixture> {
+        match &self.config.moe {
+            Some(moe) => Ok(Mixture::new(router, experts, shared, moe.top_k, moe.normalise)),
+            None => {
+                let why = format!("layer {l} has experts and its config none");
+                Err(candle_core::Error::Msg(why).into())
+            }
+        }
+    }
+
+    /// Builds layer `l`.
+    pub fn layer(&mut self, l: usize, t: &LayerTree) -> ft_base::Result<Layer> {
+        let attn_norm = self.optional(&t.attn_norm)?;
+        let attn = self.mixer(l, &t.mixer)?;
+        let attn_post = self.optional(&t.attn_post)?;
+        let mlp_norm = self.optional(&t.mlp_norm)?;
+        let mlp = self.feed_forward(l, &t.mlp)?;
         let mlp_post = self.optional(&t.mlp_post)?;
         let per_layer = t.per_layer.as_ref().map(|m| self.per_layer(l, m).map(Box::new)).transpose()?;
         let scalar = t.scalar.as_ref().map(|m| self.parameter(m)).transpose()?;

@@ -3,7 +3,7 @@
 
 use super::delta::Parameter;
 use super::feed_forward::mlp::{self, Mlp};
-use super::feed_forward::{self, Mixture};
+use super::feed_forward::{self, Beside, Inputs, Mixture, beside};
 use super::linear::Linear;
 use super::mixer::{self, Mixer};
 use super::norm::Norm;
@@ -42,14 +42,41 @@ pub enum FeedForward {
     Dense(Box<Mlp>),
     /// A mixture of experts.
     Mixture(Box<Mixture>),
+    /// Both, side by side; the layer has no norm before it.
+    Beside(Box<Beside>),
 }
 
 impl FeedForward {
+    /// The mixture, if there is one.
+    pub fn mixture(&self) -> Option<&Mixture> {
+        match self {
+            FeedForward::Dense(_) => None,
+            FeedForward::Mixture(b) => Some(b),
+            FeedForward::Beside(b) => Some(&b.mixture),
+        }
+    }
+
+    fn linears(&self) -> Vec<&Linear> {
+        match self {
+            FeedForward::Dense(b) => b.linears().collect(),
+            FeedForward::Mixture(b) => b.linears().collect(),
+            FeedForward::Beside(b) => b.linears().collect(),
+        }
+    }
+
+    fn linears_mut(&mut self) -> Vec<&mut Linear> {
+        match self {
+            FeedForward::Dense(b) => b.linears_mut().collect(),
+            FeedForward::Mixture(b) => b.linears_mut(),
+            FeedForward::Beside(b) => b.linears_mut(),
+        }
+    }
+
     /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
     fn fused_rank(&self, x: &Tensor) -> usize {
         match self {
             FeedForward::Dense(b) => b.fused_rank(x),
-            FeedForward::Mixture(_) => 0,
+            FeedForward::Mixture(_) | FeedForward::Beside(_) => 0,
         }
     }
 
@@ -58,6 +85,7 @@ impl FeedForward {
         match self {
             FeedForward::Dense(b) => b.needs_input(),
             FeedForward::Mixture(b) => b.needs_input(),
+            FeedForward::Beside(b) => b.needs_input(),
         }
     }
 
@@ -72,7 +100,11 @@ impl FeedForward {
         match self {
             FeedForward::Dense(b) => b.forward(x, ctx).map(|(m, s)| (m, Saved::Dense(Box::new(s)))),
             FeedForward::Mixture(b) => {
-                b.forward(&x.values()?, ctx, replay).map(|(m, s)| (m, Saved::Mixture(Box::new(s))))
+                let x = x.values()?;
+                b.forward(Inputs::both(&x), ctx, replay).map(|(m, s)| (m, Saved::Mixture(Box::new(s))))
+            }
+            FeedForward::Beside(b) => {
+                b.forward(&x.values()?, ctx, replay).map(|(m, s)| (m, Saved::Beside(Box::new(s))))
             }
         }
     }
@@ -81,7 +113,7 @@ impl FeedForward {
     fn fused_rank_back(&self, like: &Tensor, ctx: &Context) -> usize {
         match self {
             FeedForward::Dense(b) => b.down.fused_rank_back(like, ctx),
-            FeedForward::Mixture(_) => 0,
+            FeedForward::Mixture(_) | FeedForward::Beside(_) => 0,
         }
     }
 
@@ -102,25 +134,32 @@ impl FeedForward {
             }
             (FeedForward::Dense(b), Saved::Dropped(_)) => Saved::Dense(Box::new(b.recompute(x, ctx)?)),
             (FeedForward::Mixture(b), Saved::Dropped(groups)) => {
-                Saved::Mixture(Box::new(b.recompute(&x.values()?, ctx, groups)?))
+                Saved::Mixture(Box::new(b.recompute(Inputs::both(&x.values()?), ctx, groups)?))
+            }
+            (FeedForward::Beside(b), Saved::Dropped(groups)) => {
+                Saved::Beside(Box::new(b.forward(&x.values()?, ctx, groups)?.1))
             }
             (FeedForward::Dense(b), Saved::Dense(mut s)) => {
                 b.restore(&mut s, &x.values()?);
                 Saved::Dense(s)
             }
             (FeedForward::Mixture(b), Saved::Mixture(mut s)) => {
-                b.restore(&mut s, &x.values()?, ctx)?;
+                b.restore(&mut s, Inputs::both(&x.values()?), ctx)?;
                 Saved::Mixture(s)
+            }
+            (FeedForward::Beside(b), Saved::Beside(mut s)) => {
+                b.restore(&mut s, &x.values()?, ctx)?;
+                Saved::Beside(s)
             }
             _ => candle_core::bail!("{OTHER}"),
         };
         Ok((None, saved))
     }
 
-    /// Backward pass: returns the gradient of the input.
+    /// Backward pass: returns the gradient of the input `x`, which is read where it is normalized here.
     fn backward(
         &self,
-        saved: FeedForwardSaved,
+        (x, saved): (&Tensor, FeedForwardSaved),
         dy: &Padded,
         ctx: &Context,
         sink: &Sink<'_>,
@@ -130,6 +169,9 @@ impl FeedForward {
         match (self, saved) {
             (FeedForward::Dense(b), Saved::Dense(s)) => b.backward(*s, dy, ctx, sink),
             (FeedForward::Mixture(b), Saved::Mixture(s)) => b.backward(*s, &dy.values()?, ctx, sink, balance),
+            (FeedForward::Beside(b), Saved::Beside(s)) => {
+                b.backward((x, *s), &dy.values()?, ctx, sink, balance)
+            }
             _ => candle_core::bail!("{OTHER}"),
         }
     }
@@ -185,6 +227,7 @@ struct Attended {
 enum FeedForwardSaved {
     Dense(Box<mlp::Saved>),
     Mixture(Box<feed_forward::Saved>),
+    Beside(Box<beside::Saved>),
     /// To be recomputed; for a mixture, with this routing.
     Dropped(Option<Arc<Groups>>),
 }
@@ -211,6 +254,7 @@ impl Saved {
             match &mut self.mlp {
                 FeedForwardSaved::Dense(s) => s.drop_inputs(),
                 FeedForwardSaved::Mixture(s) => s.drop_inputs(),
+                FeedForwardSaved::Beside(s) => s.drop_inputs(),
                 FeedForwardSaved::Dropped(_) => {}
             }
         }
@@ -221,6 +265,7 @@ impl Saved {
     pub fn routed(&self) -> Option<&feed_forward::Saved> {
         match &self.mlp {
             FeedForwardSaved::Mixture(s) => Some(s),
+            FeedForwardSaved::Beside(s) => Some(&s.mixture),
             _ => None,
         }
     }
@@ -228,9 +273,8 @@ impl Saved {
     /// Routing decisions of a sparse layer.
     pub fn routing(&self) -> Option<Arc<Groups>> {
         match &self.mlp {
-            FeedForwardSaved::Dense(_) => None,
-            FeedForwardSaved::Mixture(s) => Some(Arc::clone(&s.groups)),
             FeedForwardSaved::Dropped(groups) => groups.clone(),
+            _ => self.routed().map(|s| Arc::clone(&s.groups)),
         }
     }
 }
@@ -239,10 +283,7 @@ impl Layer {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
         let mut all = self.attn.linears();
-        match &self.mlp {
-            FeedForward::Dense(b) => all.extend(b.linears()),
-            FeedForward::Mixture(b) => all.extend(b.linears()),
-        }
+        all.extend(self.mlp.linears());
         all.extend(self.per_layer.iter().flat_map(|p| p.linears()));
         all
     }
@@ -250,12 +291,8 @@ impl Layer {
     /// Removes the adapters, and keeps the weights.
     pub fn remove_adapters(&mut self) {
         let own = self.attn.linears_mut().into_iter();
-        let of_mlp: Vec<&mut Linear> = match &mut self.mlp {
-            FeedForward::Dense(b) => b.linears_mut().collect(),
-            FeedForward::Mixture(b) => b.linears_mut(),
-        };
         let inputs = self.per_layer.iter_mut().flat_map(|p| p.linears_mut());
-        own.chain(of_mlp).chain(inputs).for_each(|linear| linear.lora = None);
+        own.chain(self.mlp.linears_mut()).chain(inputs).for_each(|linear| linear.lora = None);
     }
 
     /// Whether a matrix is 4-bit and dequantized in every product.
@@ -274,7 +311,7 @@ impl Layer {
 
     /// Whether expert products read 4-bit codes directly, even if the rest of the layer is dequantized.
     pub fn reads_codes(&self) -> bool {
-        let FeedForward::Mixture(b) = &self.mlp else { return false };
+        let Some(b) = self.mlp.mixture() else { return false };
         self.sample().is_ok_and(|w| b.reads_codes(w.device(), w.dtype()))
     }
 
@@ -286,7 +323,8 @@ impl Layer {
         let mlp = match (&self.mlp, routing) {
             (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.dequantized()?)),
             (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.dequantized(g, on)?)),
-            (FeedForward::Mixture(_), None) => {
+            (FeedForward::Beside(b), Some(g)) => FeedForward::Beside(Box::new(b.dequantized(g)?)),
+            (FeedForward::Mixture(_) | FeedForward::Beside(_), None) => {
                 candle_core::bail!("a mixture dequantized before it has routed")
             }
         };
@@ -489,7 +527,7 @@ impl Layer {
             let of = |all: &Tensor| self.mlp.fused_rank_back(all, ctx.whole());
             let all = gathered(before.as_ref().unwrap_or(dy).clone(), ctx, of)?;
             drop(before);
-            let dn = self.mlp.backward(s.mlp, &all, ctx.whole(), sink, balance)?;
+            let dn = self.mlp.backward((&mid, s.mlp), &all, ctx.whole(), sink, balance)?;
             drop(all);
             let dn = scattered(dn, ctx)?;
             let rank = if self.attn_post.is_none() { self.attn.fused_rank_back(&dn, ctx) } else { 0 };

@@ -25,8 +25,8 @@ mod per_layer;
 pub mod units;
 
 pub use config::{
-    Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, family, modules,
-    rope,
+    Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, TOWERS, family,
+    modules, rope,
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;

@@ -62,7 +62,9 @@ impl<'a> Reader<'a> {
     /// An empty `ids`; non-finite logits; a failed tensor operation.
     pub fn read(&mut self, ids: &[u32]) -> ft_base::Result<Real> {
         let decoder = self.decoder;
-        let mut left = ids.len();
+        let again = self.turned(ids);
+        let ids = again.as_deref().unwrap_or(ids);
+        let (mut left, total) = (ids.len(), self.seen.len() + ids.len());
         let mut logits = None;
         for part in ids.chunks(PART) {
             left -= part.len();
@@ -71,7 +73,7 @@ impl<'a> Reader<'a> {
                 logits = Some(on_host(&decoder.head.logits(&x, ctx)?)?.squeeze(0)?);
                 Ok(())
             };
-            self.pass(part, if left == 0 { Some(&mut last) } else { None })?;
+            self.pass(part, total, if left == 0 { Some(&mut last) } else { None })?;
         }
         logits.ok_or_else(|| candle_core::Error::Msg("nothing to read".into()).into())
     }
@@ -106,7 +108,7 @@ impl<'a> Reader<'a> {
                 }
                 Ok(())
             };
-            self.pass(part, Some(&mut rows))?;
+            self.pass(part, ids.len(), Some(&mut rows))?;
             if !go_on {
                 break;
             }
@@ -114,13 +116,28 @@ impl<'a> Reader<'a> {
         Ok(last)
     }
 
-    /// Runs tokens through the model. `head` receives the output `[n, d]` of the last layer.
-    fn pass(&mut self, ids: &[u32], head: Option<Head<'_>>) -> ft_base::Result<()> {
+    /// The whole document, if with `ids` it has another rotary embedding than its cached tokens; drops these.
+    fn turned(&mut self, ids: &[u32]) -> Option<Vec<u32>> {
+        let (past, turn) = (self.seen.len(), self.decoder.config.rope_turn()?);
+        if past == 0 || (past > turn) == (past + ids.len() > turn) {
+            return None;
+        }
+        let all = [&self.seen[..], ids].concat();
+        self.forget(0);
+        Some(all)
+    }
+
+    /// Runs tokens through the model, of a document of `total`. `head` receives the output `[n, d]` of the last layer.
+    fn pass(&mut self, ids: &[u32], total: usize, head: Option<Head<'_>>) -> ft_base::Result<()> {
         let (n, past) = (ids.len(), self.seen.len());
         let positions: Vec<u32> = (past..past + n).map(|p| p as u32).collect();
         let host = HostBatch { ids, positions: &positions, docs: &[past + n], targets: &[], weights: &[] };
-        let Batch { ids: sent, context: ctx, .. } =
-            Batch::new(&self.decoder.config, host, (0, 0), None, self.device)?;
+        let config = &self.decoder.config;
+        let mut batch = Batch::new(config, host, (0, 0), None, self.device)?;
+        if config.rope_turn().is_some() {
+            batch = batch.of_document(config, &positions, total, self.device)?;
+        }
+        let Batch { ids: sent, context: ctx, .. } = batch;
         let mut visits = Outline::of(self.decoder).forward();
         if head.is_none() {
             // the head comes last
@@ -162,6 +179,9 @@ impl<'a> Reader<'a> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
         // the last token must be read for its logits
         let keep = common.min(ids.len().saturating_sub(1));
+        // A shorter document may have another rotary embedding.
+        let far = |tokens: usize| self.decoder.config.rope_turn().is_some_and(|turn| tokens > turn);
+        let keep = if far(self.seen.len()) == far(ids.len()) { keep } else { 0 };
         let keep = self.forget(keep);
         self.read(&ids[keep..])
     }

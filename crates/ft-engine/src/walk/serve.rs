@@ -5,7 +5,7 @@ use super::visit::{self, Outline, Visits};
 use super::walker::Walk;
 use crate::model::batch::{Context, HostBatch};
 use crate::model::feed_forward::{Like, Mixture, Served};
-use crate::model::layer::{FeedForward, Level};
+use crate::model::layer::Level;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use candle_core::Result;
@@ -21,10 +21,7 @@ enum State {
 
 /// The mixture of a layer, if ranks split its experts.
 fn split(decoder: &Decoder, unit: usize) -> Option<&Mixture> {
-    match &decoder.layers.get(unit.checked_sub(1)?)?.mlp {
-        FeedForward::Mixture(m) if m.is_split() => Some(m),
-        _ => None,
-    }
+    decoder.layers.get(unit.checked_sub(1)?)?.mlp.mixture().filter(|m| m.is_split())
 }
 
 impl Walk<'_> {

@@ -181,7 +181,7 @@ fn component(g: Group) -> Component {
         Group::Mlp => Component::Mlp,
         Group::Experts => Component::Experts,
         Group::Router => Component::Router,
-        Group::Norms | Group::Recurrence | Group::Sinks => Component::Norms,
+        Group::Norms | Group::Recurrence | Group::Sinks | Group::RouterScales => Component::Norms,
         Group::PerLayer | Group::Embedding => Component::Embedding,
         Group::Head => Component::Head,
     }

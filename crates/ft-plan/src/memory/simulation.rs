@@ -12,7 +12,7 @@ use crate::workload::Tokens;
 use Component::Workspace;
 use candle_core::Result;
 use ft_engine::model::Batch;
-use ft_engine::model::layer::{FeedForward, Level};
+use ft_engine::model::layer::Level;
 use ft_engine::walk::{Dequantize, Inputs, Recomputed, Visit};
 use ft_kernels::ledger::{Cost, Wire};
 use std::collections::BTreeSet;
@@ -129,7 +129,7 @@ impl<'a> Simulation<'a> {
     /// Inconsistent sizes.
     pub fn new(run: StepInputs<'a>, heads: &[u64]) -> Result<Self> {
         let s = run.shape;
-        let mixture = s.kinds.iter().any(|l| matches!(l.mlp, FeedForward::Mixture(_)));
+        let mixture = s.kinds.iter().any(|l| l.mlp.mixture().is_some());
         let skewed = match mixture && !run.skewed {
             true => Some(Box::new(Self::new(StepInputs { skewed: true, ..run.clone() }, heads)?)),
             false => None,

@@ -39,6 +39,10 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
     &["google/gemma-3-4b-it", "google/gemma-3-4b-pt"] => "gemma-3-4b",
     &["google/gemma-3-12b-it", "google/gemma-3-12b-pt"] => "gemma-3-12b",
     &["google/gemma-3-27b-it", "google/gemma-3-27b-pt"] => "gemma-3-27b",
+    &["google/gemma-4-E2B-it", "google/gemma-4-E2B"] => "gemma-4-e2b",
+    &["google/gemma-4-E4B-it", "google/gemma-4-E4B"] => "gemma-4-e4b",
+    &["google/gemma-4-31B-it", "google/gemma-4-31B"] => "gemma-4-31b",
+    &["google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B"] => "gemma-4-26b-a4b",
 ];
 
 /// File name and text of a built-in config.

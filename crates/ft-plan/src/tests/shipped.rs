@@ -46,6 +46,9 @@ const HEADS: &[(&str, &[&str])] = &[
     ("qwen3.5-35b-a3b-qlora", &["48GB"]),
     ("gemma-3-12b-qlora", &["24GB", "48GB"]),
     ("gemma-3-27b-qlora", &["48GB", "24GB"]),
+    ("gemma-4-e4b-qlora", &["24GB"]),
+    ("gemma-4-31b-qlora", &["48GB", "24GB"]),
+    ("gemma-4-26b-a4b-qlora", &["48GB", "24GB"]),
     ("gpt-oss-20b-lora", &["24GB", "48GB"]),
 ];
 

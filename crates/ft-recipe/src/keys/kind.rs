@@ -123,6 +123,7 @@ pub const GROUPS: &[(&str, &str)] = &[
     ("recurrence", "convolution, decay and its bias of linear attention, in full with the whole model"),
     ("per_layer", "tables, linears and norms of per-layer inputs"),
     ("sinks", "attention's sinks, in full with the whole model"),
+    ("router_scales", "factors on the inputs of routers and on gates, in full with the whole model"),
     ("embedding", "the token embedding"),
     ("head", "the output head"),
     (TOKENS, "the rows of tokens in the embedding and in a head of its own, in a rule by itself"),

@@ -52,6 +52,9 @@ pub const SHIPPED: &[Shipped] = shipped![
     "qwen3.5-35b-a3b-qlora",
     "gemma-3-12b-qlora",
     "gemma-3-27b-qlora",
+    "gemma-4-e4b-qlora",
+    "gemma-4-31b-qlora",
+    "gemma-4-26b-a4b-qlora",
     "gpt-oss-20b-lora",
 ];
 

@@ -1,7 +1,7 @@
 //! Reads adapter folders in PEFT's format.
 
 use super::config::PeftConfig;
-use super::format::{BASE_QUANTIZE, LABELS, PREFIX};
+use super::format::{BASE_QUANTIZE, LABELS, PREFIX, current};
 use crate::adapters::{Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
@@ -47,7 +47,7 @@ impl Tensors {
 
     fn shape(&self, key: &str) -> Option<&[usize]> {
         match self {
-            Tensors::File(f) => f.info(key).map(|i| i.shape.as_slice()),
+            Tensors::File(f) => f.info(key).or_else(|| f.info(&current(key))).map(|i| i.shape.as_slice()),
             Tensors::Memory(m) => m.get(key).map(|t| t.dims()),
         }
     }
@@ -55,7 +55,10 @@ impl Tensors {
     /// Reads a tensor as f32 on the CPU.
     fn tensor(&self, key: &str) -> ft_base::Result<Tensor> {
         match self {
-            Tensors::File(f) => Ok(f.tensor(key, DType::F32, &Device::Cpu)?),
+            Tensors::File(f) => {
+                let name = if f.info(key).is_some() { key.into() } else { current(key) };
+                Ok(f.tensor(&name, DType::F32, &Device::Cpu)?)
+            }
             Tensors::Memory(m) => match m.get(key) {
                 Some(t) => Ok(t.to_dtype(DType::F32)?),
                 None => Err(candle_core::Error::Msg(format!("{key} is not held")).into()),
@@ -278,6 +281,7 @@ impl Adapter {
             self.check_tied(selection, trained)?;
             known.insert(format!("{PREFIX}{}.weight", selection.name_of(Group::Head)));
         }
+        let known: HashSet<String> = known.into_iter().flat_map(|n| [current(&n).into_owned(), n]).collect();
         let mut extra: Vec<&str> =
             self.tensors.names().filter(|n| !known.contains(*n) && !is_frozen(n)).collect();
         extra.sort_unstable();

@@ -1,6 +1,7 @@
 //! Conventions of PEFT's files.
 
 use ft_recipe::{LoraSpec, Quantize};
+use std::borrow::Cow;
 
 /// Prefix of all keys in an adapter file.
 pub const PREFIX: &str = "base_model.model.";
@@ -11,6 +12,17 @@ pub(super) const BASE_QUANTIZE: &str = "ft.base_quantize";
 
 /// Metadata key for the names of a score head's outputs, a JSON list. PEFT has no place for them.
 pub(super) const LABELS: &str = "ft.labels";
+
+/// A name with the module paths of transformers 5, where a vision checkpoint has those of its release: the same text
+/// model is below `model.language_model`, and the head at the top.
+pub(super) fn current(name: &str) -> Cow<'_, str> {
+    const RELEASED: [(&str, &str); 2] =
+        [("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")];
+    let (prefix, own) = name.strip_prefix(PREFIX).map_or(("", name), |own| (PREFIX, own));
+    let renamed =
+        RELEASED.iter().find_map(|(old, new)| Some(format!("{prefix}{new}{}", own.strip_prefix(old)?)));
+    renamed.map_or(Cow::Borrowed(name), Cow::Owned)
+}
 
 /// LoRA scale: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
 pub fn scale(s: &LoraSpec) -> f64 {
@@ -23,4 +35,22 @@ pub fn metadata(quantize: Quantize, labels: Option<&str>) -> Vec<(&'static str, 
     let base = (quantize != Quantize::None).then(|| (BASE_QUANTIZE, quantize.word()));
     let labels = labels.map(|labels| (LABELS, labels));
     std::iter::once(("format", "pt")).chain(base).chain(labels).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_a_release_are_those_of_transformers_5() {
+        for (name, want) in [
+            ("language_model.model.layers.0.mlp", "model.language_model.layers.0.mlp"),
+            ("base_model.model.language_model.model.norm", "base_model.model.model.language_model.norm"),
+            ("base_model.model.language_model.lm_head.weight", "base_model.model.lm_head.weight"),
+            ("model.language_model.layers.0.mlp", "model.language_model.layers.0.mlp"),
+            ("model.layers.0.mlp", "model.layers.0.mlp"),
+        ] {
+            assert_eq!(current(name), want);
+        }
+    }
 }

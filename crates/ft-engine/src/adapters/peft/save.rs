@@ -1,6 +1,6 @@
 //! Writes adapter folders in PEFT's format.
 
-use super::format::{PREFIX, metadata};
+use super::format::{PREFIX, current, metadata};
 use super::joined::Joined;
 use super::write::config_json;
 use crate::adapters::{Choice, Error, Selection, Trained};
@@ -46,6 +46,7 @@ pub fn save(
     }
     tensors.extend(fused.tensors()?);
     tensors.extend(neutral);
+    tensors.iter_mut().for_each(|(name, _)| *name = current(name).into_owned());
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());
     let metadata = metadata(quantize, labels.as_deref());

@@ -1,6 +1,7 @@
 //! Selection by the `adapter_config.json` of a PEFT adapter.
 
 use super::config::{PeftConfig, is_suffix};
+use super::format::current;
 use crate::adapters::Error;
 use crate::adapters::selection::rules::check_lora;
 use crate::adapters::selection::tokens::{has_rows, trains_twice};
@@ -9,13 +10,19 @@ use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, Parameter};
 use std::sync::Arc;
 
+/// The module under its name in transformers 5, if that is another one.
+fn renamed(m: &Module) -> Option<Module> {
+    let name = current(&m.name);
+    (*name != m.name).then(|| Module { name: name.into_owned(), ..m.clone() })
+}
+
 impl Selection {
     /// Selection described by a PEFT adapter's config.
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         let targets = peft.targets();
         let named = |target: &&String| {
-            let is = |p: &Arc<Parameter>| is_suffix(&p.name, target);
+            let is = |p: &Arc<Parameter>| is_suffix(&current(&p.name), target) || is_suffix(&p.name, target);
             s.modules.iter().any(|(m, _)| m.parameter.as_ref().is_some_and(is))
         };
         if let Some(other) = peft.parameters().iter().find(|t| !named(t)) {
@@ -27,10 +34,15 @@ impl Selection {
             return Err(Error::Peft { file: peft.file.clone(), why });
         }
         for (m, c) in &mut s.modules {
-            if peft.saves(&m.name) {
+            let by_either = |is: &dyn Fn(&str) -> bool, name: &str| is(name) || is(&current(name));
+            let adapted = match &m.parameter {
+                Some(p) => by_either(&|name| peft.adapts(name), &p.name),
+                None => targets.matches(m) || renamed(m).is_some_and(|m| targets.matches(&m)),
+            };
+            if by_either(&|name| peft.saves(name), &m.name) {
                 *c = Choice::Full { lr_scale: 1.0 };
-            } else if m.parameter.as_ref().map_or_else(|| targets.matches(m), |p| peft.adapts(&p.name)) {
-                let mut spec = peft.spec(m.parameter.as_ref().map_or(&m.name, |p| &p.name));
+            } else if adapted {
+                let mut spec = peft.spec(&current(m.parameter.as_ref().map_or(&m.name, |p| &p.name)));
                 if matches!(m.kind, Kind::Embedding { .. }) {
                     // PEFT has a single dropout for all modules and applies it to linears only.
                     spec.dropout = 0.0;

@@ -1,7 +1,8 @@
 //! Writes PEFT's `adapter_config.json`; [`super::config`] reads it.
 
-use super::format::scale;
+use super::format::{current, scale};
 use crate::adapters::{Choice, Selection};
+use crate::model::TOWERS;
 use crate::model::modules::Module;
 use ft_recipe::LoraSpec;
 use serde_json::{Map, Value, json};
@@ -29,7 +30,9 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
     let (common_rank, common_alpha) = (common(&rank), common(&alpha));
     let exceptions = |value: &dyn Fn(&LoraSpec) -> f64, common: f64| -> Map<String, Value> {
         let others = loras.iter().filter(|(_, s)| value(s) != common);
-        others.map(|(m, s)| (format!("^{}", regex::escape(target_name(m))), number(value(s)))).collect()
+        others
+            .map(|(m, s)| (format!("^{}", regex::escape(&current(target_name(m)))), number(value(s))))
+            .collect()
     };
     let save: Vec<String> = saved_modules(selection);
     let parameters = target_parameters(selection);
@@ -39,7 +42,7 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "auto_mapping": null,
         "base_model_name_or_path": base,
         "bias": "none",
-        "exclude_modules": null,
+        "exclude_modules": others_of(selection),
         "fan_in_fan_out": false,
         "inference_mode": true,
         "init_lora_weights": true,
@@ -109,8 +112,8 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)], beside: 
         .collect();
     let (mut out, mut seen) = (Vec::new(), HashSet::new());
     for (m, _) in loras {
-        let name = if partial.contains(m.last()) { m.name.as_str() } else { m.last() };
-        if seen.insert(name) {
+        let name = if partial.contains(m.last()) { current(&m.name) } else { m.last().into() };
+        if seen.insert(name.clone()) {
             out.push(name);
         }
     }
@@ -132,7 +135,8 @@ fn target_parameters(selection: &Selection) -> Vec<String> {
         all.clone().filter(|(_, lora)| !lora).filter_map(|(p, _)| short(&p.name)).collect();
     let (mut out, mut seen) = (Vec::new(), HashSet::new());
     for (p, _) in all.filter(|(_, lora)| *lora) {
-        let name = short(&p.name).filter(|n| !partial.contains(n)).unwrap_or_else(|| p.name.clone());
+        let name = short(&p.name).filter(|n| !partial.contains(n));
+        let name = name.unwrap_or_else(|| current(&p.name).into_owned());
         if seen.insert(name.clone()) {
             out.push(name);
         }
@@ -165,5 +169,12 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
             }
             m.name.clone()
         })
+        .map(|name| current(&name).into_owned())
         .collect()
+}
+
+/// Modules of the towers of a vision checkpoint: some have the names of the text model's linears.
+fn others_of(selection: &Selection) -> Value {
+    let nested = selection.modules.iter().any(|(m, _)| m.name.contains("language_model."));
+    if nested { json!(format!(r".*\.({})\..*", TOWERS.join("|"))) } else { Value::Null }
 }

@@ -321,7 +321,7 @@ enum Pattern {
 
 impl Pattern {
     fn parse(text: &str) -> Result<Self, String> {
-        const GROUPS: [Group; 10] = [
+        const GROUPS: [Group; 11] = [
             Group::Attention,
             Group::Mlp,
             Group::Experts,
@@ -329,6 +329,7 @@ impl Pattern {
             Group::Norms,
             Group::Recurrence,
             Group::Sinks,
+            Group::RouterScales,
             Group::PerLayer,
             Group::Embedding,
             Group::Head,

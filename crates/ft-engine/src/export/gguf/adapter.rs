@@ -4,9 +4,10 @@
 //! multiplied by the ratio. The experts of a layer are stacked, A `[e, r, i]` and B `[e, o, r]`: all
 //! experts with a common rank, zeros for those without LoRA.
 
+use super::changes::Change;
 use super::entries::{Entry, Keys, file_type};
 use super::error::{Error, refuse};
-use super::names::{Placed, architecture, place, reorder};
+use super::names::{Placed, architecture, place};
 use crate::adapters::{Adapter, Choice, Part, Selection, Trained, peft};
 use crate::files::{GgufValue, write_gguf};
 use crate::model::Config;
@@ -44,7 +45,7 @@ pub fn write_adapter(
     for placed in &all {
         let ranks = placed.modules.iter().filter_map(|m| source.spec(m)).map(|s| s.rank);
         let Some(rank) = ranks.max() else { continue };
-        let [first, second] = match placed.modules[0].weight_shape()[..] {
+        let [first, second] = match placed.shape(placed.modules[0].weight_shape())[..] {
             // llama.cpp stores A of the embedding transposed, for row lookup.
             [v, d] if placed.name == "token_embd" => [vec![v, rank], vec![d, rank]],
             [o, i] => [vec![rank, i], vec![o, rank]],
@@ -53,7 +54,7 @@ pub fn write_adapter(
         let stacked = placed.modules[0].expert.is_some();
         for (half, shape) in [("lora_a", first), ("lora_b", second)] {
             let shape = if stacked { [vec![placed.modules.len()], shape].concat() } else { shape };
-            let name = format!("{}.weight.{half}", placed.name);
+            let name = format!("{}.{half}", placed.full_name(false));
             entries.push((name.clone(), dtype, shape));
             pairs.insert(name, Pair { placed, rank });
         }
@@ -112,7 +113,7 @@ impl<'a> Source<'a> {
     fn tensor(&self, pair: &Pair<'_>, part: Part) -> ft_base::Result<Tensor> {
         let module = |m: &Module| match self.spec(m) {
             Some(spec) => self.half(pair, m, &spec, part),
-            None => zeros(m, part, pair.rank),
+            None => zeros(pair, m, part),
         };
         let parts: Vec<Tensor> = pair.placed.modules.iter().map(module).collect::<ft_base::Result<_>>()?;
         Ok(match pair.placed.modules[0].expert {
@@ -123,19 +124,29 @@ impl<'a> Source<'a> {
 
     /// A or B of a module in the layout of the file, f32.
     fn half(&self, pair: &Pair<'_>, m: &Module, spec: &LoraSpec, part: Part) -> ft_base::Result<Tensor> {
-        let trained = self.trained.get(&(m.name.as_str(), part));
+        let of = if part == Part::A { m.a_of() } else { &m.name };
+        let trained = self.trained.get(&(of, part));
         let Some(value) = trained.map(|t| self.adapter.get(t)).transpose()?.flatten() else {
             return Ok(refuse(&m.name, "half an adapter")?);
         };
         let missing = pair.rank - spec.rank;
         if part == Part::A {
-            let value = value.pad_with_zeros(0, 0, missing)?;
+            let value = changed(&value.pad_with_zeros(0, 0, missing)?, pair.placed, part)?;
             return Ok(if m.group == Group::Embedding { value.t()?.contiguous()? } else { value });
         }
         let more = peft::scale(spec) * pair.rank as f64 / self.alpha;
         let value = if (more - 1.0).abs() < 1e-12 { value } else { (value * more)? };
-        Ok(reorder(&value.pad_with_zeros(1, 0, missing)?, pair.placed.heads)?)
+        Ok(changed(&value.pad_with_zeros(1, 0, missing)?, pair.placed, part)?)
     }
+}
+
+/// A or B with the changes of the tensor: B has its rows, A its columns.
+fn changed(t: &Tensor, placed: &Placed, part: Part) -> candle_core::Result<Tensor> {
+    let mut own = placed.changes.iter().filter(|c| match c {
+        Change::Columns(_) => part == Part::A,
+        _ => part == Part::B,
+    });
+    own.try_fold(t.clone(), |t, change| change.apply(&t))
 }
 
 /// Refuses trained parts unsupported by llama.cpp's adapters.
@@ -156,8 +167,10 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
     Ok(())
 }
 
-fn zeros(m: &Module, part: Part, rank: usize) -> ft_base::Result<Tensor> {
-    let [o, i] = m.weight_shape()[..] else { return Ok(refuse(&m.name, "LoRA on what is no matrix")?) };
-    let shape = if part == Part::A { (rank, i) } else { (o, rank) };
+fn zeros(pair: &Pair<'_>, m: &Module, part: Part) -> ft_base::Result<Tensor> {
+    let [o, i] = pair.placed.shape(m.weight_shape())[..] else {
+        return Ok(refuse(&m.name, "LoRA on what is no matrix")?);
+    };
+    let shape = if part == Part::A { (pair.rank, i) } else { (o, pair.rank) };
     Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?)
 }

@@ -9,11 +9,15 @@ pub(super) type Keys = Vec<(String, GgufValue)>;
 /// Name, dtype and shape of a tensor.
 pub(super) type Entry = (String, DType, Vec<usize>);
 
+/// Stands for MXFP4, in bytes.
+pub(super) const MXFP4: DType = DType::U8;
+
 /// `general.file_type` of a file with matrices in `dtype`.
 pub(super) fn file_type(dtype: DType) -> u32 {
     match dtype {
         DType::F16 => 1,
         DType::BF16 => 32,
+        MXFP4 => 38,
         _ => 0,
     }
 }

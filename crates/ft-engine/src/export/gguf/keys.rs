@@ -1,82 +1,17 @@
 //! llama.cpp's metadata keys for a model's config.
 
+use super::checks::{check, interval};
 use super::entries::Keys;
 use super::error::{Error, refuse};
 use super::names::architecture;
 use crate::files::GgufValue;
-use crate::model::rope::Scaling;
+use crate::model::rope::{Rope, Scaling};
 use crate::model::{Config, LayerAttention};
-
-/// Refuses configs that llama.cpp interprets differently or cannot load.
-fn check(config: &Config, arch: &str) -> Result<(), Error> {
-    if arch != "llama" && (config.biases.o || config.biases.mlp) {
-        let key = if config.biases.o { "attention_bias" } else { "mlp_bias" };
-        return refuse(key, format!("llama.cpp's {arch} has no such biases"));
-    }
-    if arch == "qwen2" && config.heads * config.head_dim != config.hidden {
-        let why = format!("{}; llama.cpp's {arch} takes hidden_size over heads", config.head_dim);
-        return refuse("head_dim", why);
-    }
-    match arch {
-        "smollm3" => no_rope(config)?,
-        "gemma3" => gemma(config)?,
-        _ => {}
-    }
-    if let Some(moe) = &config.moe {
-        if !moe.normalise {
-            return refuse("norm_topk_prob", format!("false; llama.cpp's {arch} always normalises"));
-        }
-        if !moe.sparse.iter().all(|s| *s) {
-            let why = format!("layers without experts; llama.cpp's {arch} has experts in each");
-            return refuse("mlp_only_layers or decoder_sparse_step", why);
-        }
-    }
-    Ok(())
-}
-
-/// llama.cpp's smollm3 has no positions in every fourth layer.
-fn no_rope(config: &Config) -> Result<(), Error> {
-    let fits = |(l, a): (usize, &LayerAttention)| a.rope.is_some() == ((l + 1) % 4 != 0);
-    match config.attention.iter().enumerate().all(fits) {
-        true => Ok(()),
-        false => refuse(
-            "no_rope_layers",
-            "llama.cpp's smollm3 has no positions in each fourth layer, and no others",
-        ),
-    }
-}
-
-/// llama.cpp's gemma3 has full attention in every sixth layer, a base of 10,000 in the others, and fixed scores.
-fn gemma(config: &Config) -> Result<(), Error> {
-    let fits = |(l, a): (usize, &LayerAttention)| a.window.is_some() == ((l + 1) % 6 != 0);
-    if !config.attention.iter().enumerate().all(fits) {
-        return refuse(
-            "layer_types",
-            "llama.cpp's gemma3 has full attention in each sixth layer, and no others",
-        );
-    }
-    let sliding = config.ropes.get(1);
-    if sliding.is_some_and(|r| r.theta != 10_000.0 || r.scaling != Scaling::Default) {
-        return refuse(
-            "rope_parameters.sliding_attention",
-            "llama.cpp's gemma3 has a base of 10000, without scaling",
-        );
-    }
-    // Only the model with 62 layers, of 27 billion parameters, has another divisor.
-    let divisor =
-        if config.layers == 62 { config.hidden as f64 / config.heads as f64 } else { config.head_dim as f64 };
-    if config.attention.iter().any(|a| (a.scale * divisor.sqrt() - 1.0).abs() > 1e-6) {
-        return refuse("query_pre_attn_scalar", format!("llama.cpp's gemma3 takes {divisor}"));
-    }
-    match config.logit_cap {
-        None => Ok(()),
-        Some(cap) => refuse("final_logit_softcapping", format!("{cap}; llama.cpp's gemma3 has none")),
-    }
-}
+use ft_base::terminal::warn;
 
 /// Whether llama.cpp has sliding windows for the family.
 fn has_windows(config: &Config) -> bool {
-    config.family.model_type == "gemma3_text"
+    ["gemma3_text", "gemma4_text", "gpt_oss"].contains(&config.family.model_type)
 }
 
 /// Context length with identical results in llama.cpp, which has no sliding windows for most families.
@@ -99,51 +34,70 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
     put("block_count", size(config.layers));
     put("context_length", size(context(config)));
     put("embedding_length", size(config.hidden));
-    put("feed_forward_length", size(config.intermediate));
+    if !config.double_wide {
+        put("feed_forward_length", size(config.intermediate));
+    }
     put("vocab_size", size(config.vocab));
     put("attention.head_count", size(config.heads));
-    put("attention.head_count_kv", size(config.kv_heads));
-    put("attention.key_length", size(config.head_dim));
-    put("attention.value_length", size(config.head_dim));
+    if arch != "gemma4" {
+        put("attention.head_count_kv", size(config.kv_heads));
+        put("attention.key_length", size(config.head_dim));
+        put("attention.value_length", size(config.head_dim));
+    }
     put("attention.layer_norm_rms_epsilon", number(config.eps));
     if let Some(window) = config.attention.iter().find_map(|a| a.window).filter(|_| has_windows(config)) {
         put("attention.sliding_window", size(window));
     }
     let Some(rope) = config.ropes.first() else { return refuse("rope_parameters", "no rotary embedding") };
     put("rope.freq_base", number(rope.theta));
-    put("rope.dimension_count", size(config.head_dim));
+    put("rope.dimension_count", size(rope.dim));
     if let Some(moe) = &config.moe {
         put("expert_count", size(moe.experts));
         put("expert_used_count", size(moe.top_k));
-        if arch == "qwen3moe" {
+        if arch != "llama" {
             put("expert_feed_forward_length", size(moe.width));
         }
+        if moe.shared > 0 {
+            put("expert_shared_feed_forward_length", size(moe.shared));
+        }
     }
-    let mut factors = None;
+    of_linear_attention(config, &mut put);
+    if arch == "gemma4" {
+        of_layers(config, &mut put);
+    }
+    let factors = of_scaling(rope, arch, &mut put)?;
+    Ok((keys, factors))
+}
+
+/// Keys of the scaling of the rotary embedding; returns the divisors of the frequencies, if it is stored as these.
+fn of_scaling(
+    rope: &Rope,
+    arch: &str,
+    put: &mut impl FnMut(&str, GgufValue),
+) -> Result<Option<Vec<f32>>, Error> {
+    let size = |n: usize| GgufValue::U32(n as u32);
+    let number = |x: f64| GgufValue::F32(x as f32);
     match rope.scaling {
         Scaling::Default => {}
         Scaling::Linear { factor } => {
             put("rope.scaling.type", "linear".into());
             put("rope.scaling.factor", number(factor));
         }
-        Scaling::Proportional { .. } => {
-            return refuse(
-                "rope_parameters",
-                "proportional; llama.cpp's scaling for this family is not built",
-            );
-        }
+        Scaling::Long { .. } => return refuse("rope_scaling", "longrope; not built yet: its export to GGUF"),
+        Scaling::Proportional { .. } => return Ok(Some(divisors(rope))),
         Scaling::Llama3 { .. } if arch != "llama" => {
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));
         }
-        Scaling::Llama3 { .. } => {
-            let plain = crate::model::rope::Rope { scaling: Scaling::Default, ..rope.clone() };
-            let (plain, scaled) = (plain.frequencies().0, rope.frequencies().0);
-            let ratio = |(p, s): (&f32, &f32)| (f64::from(*p) / f64::from(*s)) as f32;
-            factors = Some(plain.iter().zip(&scaled).map(ratio).collect());
-        }
+        Scaling::Llama3 { .. } => return Ok(Some(divisors(rope))),
         Scaling::Yarn { factor, attention, beta_fast, beta_slow, original, truncate } => {
-            if !truncate {
+            if !truncate && arch != "gpt-oss" {
                 return refuse("rope_scaling.truncate", "false; llama.cpp always truncates");
+            }
+            if !truncate {
+                warn(
+                    "rope_scaling.truncate is false, and llama.cpp rounds the range of YaRN's blend to whole channels, \
+                     as for the released gpt-oss: its probabilities differ a little",
+                );
             }
             put("rope.scaling.type", "yarn".into());
             put("rope.scaling.factor", number(factor));
@@ -157,5 +111,64 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             }
         }
     }
-    Ok((keys, factors))
+    Ok(None)
+}
+
+/// Divisors of the frequencies; of channels that do not rotate, beyond any context.
+fn divisors(rope: &Rope) -> Vec<f32> {
+    let plain = Rope { scaling: Scaling::Default, ..rope.clone() };
+    let (plain, scaled) = (plain.frequencies().0, rope.frequencies().0);
+    let ratio = |(p, s): (&f32, &f32)| if *s == 0.0 { 1e30 } else { (f64::from(*p) / f64::from(*s)) as f32 };
+    plain.iter().zip(&scaled).map(ratio).collect()
+}
+
+/// Keys of linear attention.
+fn of_linear_attention(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
+    let Some(delta) = &config.delta else { return };
+    let size = |n: usize| GgufValue::U32(n as u32);
+    put("ssm.conv_kernel", size(delta.taps));
+    put("ssm.state_size", size(delta.heads.key_dim));
+    put("ssm.group_count", size(delta.heads.keys));
+    put("ssm.time_step_rank", size(delta.heads.values));
+    put("ssm.inner_size", size(delta.heads.value_width()));
+    if let Some(n) = interval(delta) {
+        put("full_attention_interval", size(n));
+    }
+    if config.family.model_type != "qwen3_next" {
+        // Text has the same position in all sections.
+        let sections = config.key("rope_parameters").and_then(|r| r.get("mrope_section"));
+        let own = sections.and_then(|s| serde_json::from_value::<Vec<i32>>(s.clone()).ok());
+        let mut sections = own.unwrap_or_else(|| vec![11, 11, 10]);
+        sections.resize(4, 0);
+        put("rope.dimension_sections", GgufValue::I32s(sections));
+    }
+}
+
+/// Keys of layers that differ as Gemma 4's do.
+fn of_layers(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
+    let size = |n: usize| GgufValue::U32(n as u32);
+    let list =
+        |of: &dyn Fn(usize) -> usize| GgufValue::I32s((0..config.layers).map(|l| of(l) as i32).collect());
+    let sliding = |a: &LayerAttention| a.window.is_some();
+    let width =
+        |is: bool| config.attention.iter().find(|a| sliding(a) == is).map_or(config.head_dim, |a| a.head_dim);
+    for half in ["key_length", "value_length"] {
+        put(&format!("attention.{half}"), size(width(false)));
+        put(&format!("attention.{half}_swa"), size(width(true)));
+    }
+    put("attention.head_count_kv", list(&|l| config.attention[l].kv_heads));
+    if config.double_wide {
+        put("feed_forward_length", list(&|l| config.intermediate_of(l)));
+    }
+    put("attention.sliding_window_pattern", GgufValue::Bools(config.attention.iter().map(sliding).collect()));
+    let shared = config.attention.iter().filter(|a| a.producer().is_some()).count();
+    put("attention.shared_kv_layers", size(shared));
+    put("embedding_length_per_layer_input", size(config.layer_inputs.map_or(0, |i| i.width)));
+    if let Some(rope) = config.ropes.get(1) {
+        put("rope.freq_base_swa", GgufValue::F32(rope.theta as f32));
+        put("rope.dimension_count_swa", size(rope.dim));
+    }
+    if let Some(cap) = config.logit_cap {
+        put("final_logit_softcapping", GgufValue::F32(cap as f32));
+    }
 }

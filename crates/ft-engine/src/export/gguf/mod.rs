@@ -4,10 +4,13 @@
 //! Anything llama.cpp would compute differently is refused by name.
 
 mod adapter;
+mod changes;
+mod checks;
 mod entries;
 mod error;
 mod keys;
 mod model;
+mod mxfp4;
 mod names;
 mod tokenizer;
 

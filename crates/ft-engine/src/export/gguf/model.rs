@@ -1,13 +1,13 @@
 //! Writes a model as a GGUF file, one tensor at a time.
 
-use super::entries::{Entry, Keys, file_type};
+use super::entries::{Entry, Keys, MXFP4, file_type};
 use super::error::{Error, refuse};
-use super::names::{Placed, architecture, place, reorder};
-use super::{keys, tokenizer};
+use super::names::{Placed, architecture, place};
+use super::{keys, mxfp4, tokenizer};
 use crate::files::{GgufValue, write_gguf};
 use crate::load::Base;
 use crate::model::modules::Module;
-use crate::quant::CodeTables;
+use crate::quant::{CodeTables, MXFP4_BLOCK};
 use candle_core::{DType, Device, Tensor};
 use ft_base::terminal::{tell, warn};
 use std::collections::HashMap;
@@ -22,9 +22,9 @@ struct Source<'a> {
     dtype: DType,
 }
 
-/// Writes the model in `dir`, opened as `base`, to `path`. Matrices are written in `dtype`; norms, biases
-/// and routers in f32, as llama.cpp requires. `pre` overrides llama.cpp's name of the pre-tokenizer.
-/// `progress` receives the bytes of every tensor.
+/// Writes the model in `dir`, opened as `base`, to `path`. Matrices are written in `dtype`, or in MXFP4 if the model
+/// has them so; norms, biases and routers in f32, as llama.cpp requires. `pre` overrides llama.cpp's name of the
+/// pre-tokenizer. `progress` receives the bytes of every tensor.
 ///
 /// # Errors
 /// A model or tokenizer that llama.cpp reads differently; values beyond f16's range; a full disk.
@@ -45,7 +45,7 @@ pub fn write_model(
         ("general.architecture".into(), architecture(config)?.into()),
         ("general.type".into(), "model".into()),
         ("general.name".into(), name.into()),
-        ("general.file_type".into(), GgufValue::U32(file_type(dtype))),
+        ("general.file_type".into(), GgufValue::U32(file_type(if config.mxfp4 { MXFP4 } else { dtype }))),
         ("general.quantization_version".into(), GgufValue::U32(2)),
     ];
     all.extend(of_config);
@@ -58,22 +58,7 @@ pub fn write_model(
         ));
     }
 
-    let mut entries: Vec<Entry> = Vec::new();
-    let mut sources = HashMap::new();
-    for p in &placed {
-        let Some(first) = p.modules.first() else { continue };
-        let stacked = |shape: Vec<usize>| match p.modules.len() {
-            1 if first.expert.is_none() => shape,
-            n => [vec![n], shape].concat(),
-        };
-        let of = if p.in_f32 { DType::F32 } else { dtype };
-        entries.push((format!("{}.weight", p.name), of, stacked(first.weight_shape())));
-        sources.insert(format!("{}.weight", p.name), Source { placed: p, bias: false, dtype: of });
-        if let Some(n) = first.bias() {
-            entries.push((format!("{}.bias", p.name), DType::F32, vec![n]));
-            sources.insert(format!("{}.bias", p.name), Source { placed: p, bias: true, dtype: DType::F32 });
-        }
-    }
+    let (mut entries, sources) = tensors(base, &placed, dtype);
     if let Some(f) = &factors {
         entries.push((ROPE.into(), DType::F32, vec![f.len()]));
     }
@@ -91,15 +76,45 @@ pub fn write_model(
     Ok(())
 }
 
+/// Entries of the tensors of the file, and their sources by name.
+fn tensors<'a>(base: &Base, placed: &'a [Placed], dtype: DType) -> (Vec<Entry>, HashMap<String, Source<'a>>) {
+    let mut entries: Vec<Entry> = Vec::new();
+    let mut sources = HashMap::new();
+    let lacks =
+        |m: &Module| m.is_constant() && base.files().is_none_or(|f| f.info(&m.weight_name()).is_none());
+    for p in placed {
+        let Some(first) = p.modules.first().filter(|m| !lacks(m)) else { continue };
+        let stacked = |shape: Vec<usize>| match p.modules.len() {
+            1 if first.expert.is_none() => shape,
+            n => [vec![n], shape].concat(),
+        };
+        let of = match p.in_f32 {
+            true => DType::F32,
+            false if first.is_mxfp4() => MXFP4,
+            false => dtype,
+        };
+        let mut shape = p.shape(first.weight_shape());
+        if of == MXFP4 {
+            shape.iter_mut().skip(1).for_each(|n| *n = *n / MXFP4_BLOCK * mxfp4::BYTES);
+        }
+        entries.push((p.full_name(false), of, stacked(shape)));
+        sources.insert(p.full_name(false), Source { placed: p, bias: false, dtype: of });
+        if let Some(n) = first.bias() {
+            entries.push((p.full_name(true), DType::F32, stacked(p.shape(vec![n]))));
+            sources.insert(p.full_name(true), Source { placed: p, bias: true, dtype: DType::F32 });
+        }
+    }
+    (entries, sources)
+}
+
 fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeTables) -> ft_base::Result<Tensor> {
     let parts: Vec<Tensor> = source
         .placed
         .modules
         .iter()
-        .map(|m| {
-            let t = read(base, m, source, books)?;
-            let t = if source.placed.plus == 0.0 { t } else { (t + source.placed.plus)? };
-            Ok(reorder(&t, source.placed.heads)?)
+        .map(|m| match base.files() {
+            Some(files) if source.dtype == MXFP4 => mxfp4::blocks(files, m, &source.placed.changes),
+            _ => Ok(source.placed.changed(&read(base, m, source, books)?)?),
         })
         .collect::<ft_base::Result<_>>()?;
     match &parts[..] {
@@ -111,7 +126,7 @@ fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeTables) -> ft_base::
 /// Reads a weight or bias, dequantized if 4-bit.
 fn read(base: &Base, m: &Module, source: &Source<'_>, books: &mut CodeTables) -> ft_base::Result<Tensor> {
     let dtype = source.dtype;
-    let name = format!("{}.{}", m.name, if source.bias { "bias" } else { "weight" });
+    let name = if source.bias { m.bias_name() } else { m.weight_name() };
     let Some(files) = base.files() else {
         return Err(Error { place: name, why: "a model of random weights has no files".into() }.into());
     };

@@ -1,5 +1,5 @@
 //! Converts `tokenizer.json` to llama.cpp's keys: byte-level BPE as a token list, a merge list, and the
-//! name of a pre-tokenizer.
+//! name of a pre-tokenizer; Gemma's BPE over characters, whose spaces are marks, as a token list with scores or merges.
 
 use super::entries::Keys;
 use super::error::{Error, refuse};
@@ -9,20 +9,28 @@ use ft_base::store::{self};
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
 use serde_json::{Map, Value};
+use std::collections::HashMap;
 use std::path::Path;
 
 /// llama.cpp's token types.
 mod token {
     pub const NORMAL: i32 = 1;
+    pub const UNKNOWN: i32 = 2;
     pub const CONTROL: i32 = 3;
     pub const USER_DEFINED: i32 = 4;
     pub const UNUSED: i32 = 5;
+    pub const BYTE: i32 = 6;
 }
 
 /// Pre-tokenizer regex of Llama 3.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// Pre-tokenizer regex of Qwen 2 and 3.
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Pre-tokenizer regex of Qwen 3.5.
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Pre-tokenizer regex of gpt-oss.
+const GPT_OSS: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Special tokens: names in tokenizer_config.json and in GGUF keys ("seperator" is llama.cpp's spelling).
 const SPECIALS: [(&str, &str); 7] = [
@@ -54,36 +62,37 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
     let file = object(dir, "tokenizer.json")?;
     let place = path.display().to_string();
     let model = file.get("model").unwrap_or(&Value::Null);
-    if model["type"] != "BPE" || model["byte_fallback"] == true && !is_byte_level(&file) {
-        let why = "no byte-level BPE (SentencePiece, say): not built yet\n  hint: llama.cpp's own conversion takes it";
+    let marks = !is_byte_level(&file) && model["byte_fallback"] == true && marks_spaces(&file);
+    if model["type"] != "BPE" || (model["byte_fallback"] == true && !is_byte_level(&file) && !marks) {
+        let why =
+            "no byte-level BPE, nor Gemma's: not built yet\n  hint: llama.cpp's own conversion takes it";
         return Ok(refuse(place, why)?);
     }
-    let name = match pre {
-        Some(name) => name.to_string(),
-        None => pre_tokenizer(&place, &file)?,
-    };
     let (tokens, types) = vocabulary(&place, &file, config.vocab)?;
     let mut out: Keys = vec![
-        ("tokenizer.ggml.model".into(), "gpt2".into()),
-        ("tokenizer.ggml.pre".into(), GgufValue::Text(name)),
         ("tokenizer.ggml.tokens".into(), GgufValue::Texts(tokens.clone())),
         ("tokenizer.ggml.token_type".into(), GgufValue::I32s(types)),
-        ("tokenizer.ggml.merges".into(), GgufValue::Texts(merges(&place, model)?)),
     ];
-    let described = object(dir, "tokenizer_config.json")?;
-    let added: Vec<(&str, u64)> =
-        entries(&file).filter_map(|t| Some((t["content"].as_str()?, t["id"].as_u64()?))).collect();
-    let mut eos = None;
-    for (kind, key) in SPECIALS {
-        let named = described.get(&format!("{kind}_token")).unwrap_or(&Value::Null);
-        let text = named.as_str().or_else(|| named["content"].as_str());
-        let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
-        let id = id.or_else(|| config.key(&format!("{kind}_token_id")).and_then(Value::as_u64));
-        if let Some(id) = id {
-            out.push((format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id as u32)));
-            eos = if kind == "eos" { Some(id as u32) } else { eos };
+    let mut put = |key: &str, value: GgufValue| out.push((format!("tokenizer.ggml.{key}"), value));
+    match (marks, config.family.model_type) {
+        (false, _) => {
+            put("model", "gpt2".into());
+            put("pre", GgufValue::Text(pre.map_or_else(|| pre_tokenizer(&place, &file), |n| Ok(n.into()))?));
+            put("merges", GgufValue::Texts(merges(&place, model)?));
+        }
+        (true, "gemma4_text") => {
+            put("model", "gemma4".into());
+            put("merges", GgufValue::Texts(merges(&place, model)?));
+            put("add_space_prefix", GgufValue::Bool(false));
+        }
+        (true, _) => {
+            put("model", "llama".into());
+            put("scores", GgufValue::F32s(scores(&tokens, &merges(&place, model)?)));
+            put("add_space_prefix", GgufValue::Bool(false));
         }
     }
+    let (specials, eos) = specials(dir, config, &file)?;
+    out.extend(specials);
     let bos = loaded.text_start();
     out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(!bos.is_empty())));
     let template = ft_data::template_of(dir)?;
@@ -100,6 +109,50 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         out.push(("tokenizer.chat_template".into(), GgufValue::Text(template)));
     }
     Ok(out)
+}
+
+/// Keys of the special tokens, and the end-of-sequence token.
+fn specials(dir: &Path, config: &Config, file: &Map<String, Value>) -> ft_base::Result<(Keys, Option<u32>)> {
+    let mut out = Keys::new();
+    let described = object(dir, "tokenizer_config.json")?;
+    let added: Vec<(&str, u64)> =
+        entries(file).filter_map(|t| Some((t["content"].as_str()?, t["id"].as_u64()?))).collect();
+    let mut eos = None;
+    for (kind, key) in SPECIALS {
+        let named = described.get(&format!("{kind}_token")).unwrap_or(&Value::Null);
+        let text = named.as_str().or_else(|| named["content"].as_str());
+        let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
+        let id = id.or_else(|| config.key(&format!("{kind}_token_id")).and_then(Value::as_u64));
+        if let Some(id) = id {
+            out.push((format!("tokenizer.ggml.{key}_token_id"), GgufValue::U32(id as u32)));
+            eos = if kind == "eos" { Some(id as u32) } else { eos };
+        }
+    }
+    Ok((out, eos))
+}
+
+/// Whether spaces are marks from the start, and nothing else is changed or split: Gemma's BPE.
+fn marks_spaces(file: &Map<String, Value>) -> bool {
+    let part = |name: &str| file.get(name).unwrap_or(&Value::Null);
+    let (normalizer, pre) = (part("normalizer"), part("pre_tokenizer"));
+    let marks = normalizer["type"] == "Replace"
+        && normalizer["pattern"]["String"] == " "
+        && normalizer["content"] == "\u{2581}";
+    // No space is left to split at.
+    let whole = pre.is_null() || (pre["type"] == "Split" && pre["pattern"]["String"] == " ");
+    marks && whole
+}
+
+/// Scores of llama.cpp's SentencePiece: what merges first has the highest.
+fn scores(tokens: &[String], merges: &[String]) -> Vec<f32> {
+    let mut first: HashMap<String, usize> = HashMap::new();
+    for (rank, merge) in merges.iter().enumerate() {
+        // A part may begin with a space of its own, and none ends with one.
+        if let Some(at) = merge.char_indices().skip(1).find(|(_, c)| *c == ' ').map(|(at, _)| at) {
+            first.entry([&merge[..at], &merge[at + 1..]].concat()).or_insert(rank);
+        }
+    }
+    tokens.iter().map(|t| -(*first.get(t).unwrap_or(&merges.len()) as f32)).collect()
 }
 
 fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Value>> {
@@ -143,6 +196,8 @@ fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error
         {
             match split["pattern"]["Regex"].as_str() {
                 Some(QWEN2) => Some("qwen2"),
+                Some(QWEN35) => Some("qwen35"),
+                Some(GPT_OSS) => Some("gpt-4o"),
                 Some(LLAMA3) if ignores_merges => Some("llama-bpe"),
                 // The same split without Llama 3's `ignore_merges`.
                 Some(LLAMA3) => Some("smaug-bpe"),
@@ -152,7 +207,8 @@ fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error
         _ => None,
     };
     match known {
-        Some("llama-bpe") => Ok("llama-bpe".into()),
+        // Every token of gpt-oss is what its merges make of its text.
+        Some(name @ ("llama-bpe" | "gpt-4o")) => Ok(name.into()),
         Some(name) if !ignores_merges => Ok(name.into()),
         _ => refuse(
             place,
@@ -166,11 +222,22 @@ fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error
 fn vocabulary(place: &str, file: &Map<String, Value>, size: usize) -> Result<(Vec<String>, Vec<i32>), Error> {
     let mut tokens: Vec<Option<(String, i32)>> = vec![None; size];
     let own = file.get("model").and_then(|m| m["vocab"].as_object());
-    let own = own.into_iter().flatten().map(|(t, id)| (t.as_str(), id.as_u64(), token::NORMAL));
+    let falls_back = file.get("model").is_some_and(|m| m["byte_fallback"] == true);
+    let unknown = file.get("model").and_then(|m| m["unk_token"].as_str()).filter(|_| falls_back);
+    let kind = |text: &str| match text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>')) {
+        Some(hex) if falls_back && hex.len() == 2 && u8::from_str_radix(hex, 16).is_ok() => token::BYTE,
+        _ => token::NORMAL,
+    };
+    let own = own.into_iter().flatten().map(|(t, id)| (t.as_str(), id.as_u64(), kind(t)));
     let added = entries(file).map(|t| {
         let text = t["content"].as_str().unwrap_or_default();
         let control = t["special"] == true || looks_special(text);
-        (text, t["id"].as_u64(), if control { token::CONTROL } else { token::USER_DEFINED })
+        let kind = match control {
+            _ if Some(text) == unknown => token::UNKNOWN,
+            true => token::CONTROL,
+            false => token::USER_DEFINED,
+        };
+        (text, t["id"].as_u64(), kind)
     });
     for (text, id, kind) in own.chain(added) {
         let slot = id.and_then(|id| tokens.get_mut(usize::try_from(id).ok()?));

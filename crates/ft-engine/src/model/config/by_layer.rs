@@ -34,12 +34,6 @@ impl Keys<'_> {
         if !family.by_layer {
             return Ok(());
         }
-        const MIXTURE: &str = "enable_moe_block";
-        if self.flag(MIXTURE)? == Some(true) {
-            return Err(
-                self.bad(MIXTURE, "true; not built yet: the mixtures of Gemma 4, whose dense models are")
-            );
-        }
         // Images alone are seen both ways with "vision", and ft trains on text.
         const BOTH_WAYS: &str = "use_bidirectional_attention";
         match self.get(BOTH_WAYS) {

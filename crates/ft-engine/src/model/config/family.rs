@@ -109,7 +109,7 @@ pub enum DeltaProjections {
 /// Expert names and routing of a mixture family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
-    /// Name of the mixture within a layer (`mlp`, `block_sparse_moe`).
+    /// Name of the mixture within a layer (`mlp`, `block_sparse_moe`); empty if its parts are the layer's.
     pub block: &'static str,
     /// Names of gate, up and down projection within an expert. Where gate and up are joint, the first is of both.
     pub names: [&'static str; 3],
@@ -133,10 +133,36 @@ pub struct Experts {
     /// Whether adapters are of all experts of a layer at once, as PEFT's `target_parameters` makes them, with one A
     /// for gate and up; otherwise of each linear.
     pub fused: bool,
-    /// Default of `num_experts_per_tok`.
-    pub default_top_k: usize,
+    /// Config key of the experts of a token.
+    pub top_k_key: &'static str,
+    /// Its default, if it has one.
+    pub default_top_k: Option<usize>,
     /// Config key of the inner width of the shared expert, in families with one.
     pub shared_key: Option<&'static str>,
+    /// A dense feed-forward part beside the experts, with norms of its own, as Gemma 4 has it.
+    pub beside: Option<Beside>,
+}
+
+/// Names of a family with experts beside a dense feed-forward part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Beside {
+    /// Config key that says whether a model has experts.
+    pub switch: &'static str,
+    /// Norms of input and output of the dense part.
+    pub dense: [&'static str; 2],
+    /// Weight of the norm of the router's input.
+    pub router_scale: &'static str,
+    /// Factors on the gates, one an expert.
+    pub factors: &'static str,
+    /// Norms of input and output of the experts.
+    pub experts: [&'static str; 2],
+}
+
+impl Experts {
+    /// Name of a part of the mixture within a layer.
+    pub fn within(&self, name: &str) -> String {
+        if self.block.is_empty() { name.into() } else { format!("{}.{name}", self.block) }
+    }
 }
 
 /// One row of the table: how a family differs from the common decoder layer.
@@ -277,8 +303,10 @@ pub const FAMILIES: &[Family] = &[
             always_normalise: true,
             default_normalise: false,
             fused: false,
-            default_top_k: 2,
+            top_k_key: TOP_K,
+            default_top_k: Some(2),
             shared_key: None,
+            beside: None,
         }),
         ..DENSE
     },
@@ -297,7 +325,7 @@ pub const FAMILIES: &[Family] = &[
         architecture: "Qwen2MoeForCausalLM",
         qkv_bias: Bias::Unless("qkv_bias"),
         window: Window::FromLayer,
-        experts: Some(Experts { default_top_k: 4, ..QWEN_EXPERTS }),
+        experts: Some(Experts { default_top_k: Some(4), ..QWEN_EXPERTS }),
         ..DENSE
     },
     Family {
@@ -387,8 +415,10 @@ pub const FAMILIES: &[Family] = &[
             always_normalise: true,
             default_normalise: false,
             fused: true,
-            default_top_k: 4,
+            top_k_key: TOP_K,
+            default_top_k: Some(4),
             shared_key: None,
+            beside: None,
         }),
         ..DENSE
     },
@@ -429,6 +459,29 @@ pub const FAMILIES: &[Family] = &[
         by_layer: true,
         default_tied: true,
         reads: by_layer::READ,
+        experts: Some(Experts {
+            block: "",
+            names: ["gate_up_proj", "", "down_proj"],
+            joint: Some(JointExperts { order: Joint::Halves, transposed: false }),
+            bias: false,
+            router: "router.proj",
+            count_key: "num_experts",
+            width_key: "moe_intermediate_size",
+            dense_layers: false,
+            always_normalise: true,
+            default_normalise: false,
+            fused: true,
+            top_k_key: "top_k_experts",
+            default_top_k: None,
+            shared_key: None,
+            beside: Some(Beside {
+                switch: "enable_moe_block",
+                dense: ["pre_feedforward_layernorm", "post_feedforward_layernorm_1"],
+                router_scale: "router.scale",
+                factors: "router.per_expert_scale",
+                experts: ["pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"],
+            }),
+        }),
         ..DENSE
     },
     Family {
@@ -445,7 +498,7 @@ pub const FAMILIES: &[Family] = &[
             dense_layers: false,
             always_normalise: true,
             fused: true,
-            default_top_k: 8,
+            default_top_k: Some(8),
             ..QWEN_EXPERTS
         }),
         ..GATED_DELTA
@@ -454,7 +507,7 @@ pub const FAMILIES: &[Family] = &[
         model_type: "qwen3_next",
         architecture: "Qwen3NextForCausalLM",
         delta: Some(DeltaProjections::Interleaved),
-        experts: Some(Experts { default_top_k: 10, default_normalise: true, ..QWEN_EXPERTS }),
+        experts: Some(Experts { default_top_k: Some(10), default_normalise: true, ..QWEN_EXPERTS }),
         ..GATED_DELTA
     },
 ];
@@ -499,9 +552,14 @@ const QWEN_EXPERTS: Experts = Experts {
     always_normalise: false,
     default_normalise: false,
     fused: false,
-    default_top_k: 8,
+    top_k_key: TOP_K,
+    default_top_k: Some(8),
     shared_key: Some("shared_expert_intermediate_size"),
+    beside: None,
 };
+
+/// Config key of the experts of a token in most families.
+const TOP_K: &str = "num_experts_per_tok";
 
 /// Looks up a family by `model_type`.
 pub fn find(model_type: &str) -> Option<&'static Family> {
@@ -515,6 +573,11 @@ pub fn find_nested(model_type: &str) -> Option<(&'static Family, &'static str)> 
 }
 
 impl Family {
+    /// Whether layers with experts have a dense feed-forward part beside them.
+    pub fn is_beside(&self) -> bool {
+        self.experts.is_some_and(|x| x.beside.is_some())
+    }
+
     /// Every `model_type` of the family.
     pub fn names(&self) -> impl Iterator<Item = &'static str> {
         [self.model_type].into_iter().chain(self.nested.map(|(name, _)| name))

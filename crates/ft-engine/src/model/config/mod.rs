@@ -18,4 +18,5 @@ mod types;
 
 pub use error::{Error, Result};
 pub use keys::Keys;
+pub use spelling::TOWERS;
 pub use types::{Biases, Config, Delta, KeySource, LayerAttention, LayerInputs, Moe};

@@ -87,7 +87,7 @@ impl Config {
             Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? };
         let moe = keys.moe(family, layers)?;
         let intermediate = match &moe {
-            Some(m) if m.sparse.iter().all(|s| *s) => {
+            Some(m) if m.sparse.iter().all(|s| *s) && !family.is_beside() => {
                 keys.some("intermediate_size", INNER)?.unwrap_or(m.width)
             }
             _ => keys.size("intermediate_size", INNER)?,
@@ -97,8 +97,8 @@ impl Config {
             None => {
                 let rotary = rotary_of(&keys, family, head_dim)?;
                 let rope = Rope::parse(&keys, family.default_theta, max_positions, rotary)?;
-                if family.joint_qkv && rope.scaling != Scaling::Default {
-                    let why = format!("{} is built without scaling", family.model_type);
+                if family.joint_qkv && !matches!(rope.scaling, Scaling::Default | Scaling::Long { .. }) {
+                    let why = format!("{} is built with longrope, or without scaling", family.model_type);
                     return Err(keys.bad("rope_scaling", why));
                 }
                 vec![rope]
@@ -167,7 +167,8 @@ impl Config {
                 (of(sparse), of(m.width), of(m.experts), of(m.top_k), of(m.shared))
             }
         };
-        let dense = (layers - sparse) * of(self.intermediate) * if self.double_wide { 2 } else { 1 };
+        let dense = if self.family.is_beside() { layers } else { layers - sparse };
+        let dense = dense * of(self.intermediate) * if self.double_wide { 2 } else { 1 };
         let linear = self.delta.as_ref().map_or(0, |l| {
             let each = of(l.heads.channels()) + 2 * of(l.heads.value_width()) + 2 * of(l.heads.values);
             of(l.is_linear.iter().filter(|is| **is).count()) * each

@@ -2,6 +2,7 @@
 
 use super::error::{Error, Result};
 use super::keys::Keys;
+use super::limits::POSITIONS;
 use candle_core::Device;
 use ft_kernels::Tensor;
 use std::f64::consts::PI;
@@ -58,7 +59,20 @@ pub enum Scaling {
         /// Whether the blended range is rounded outward to whole dimensions.
         truncate: bool,
     },
+    /// LongRoPE (Ding et al., 2024): each channel pair's frequency divided by a factor of its own, of one list or the
+    /// other by the length of the document.
+    Long {
+        short: Vec<f32>,
+        /// Of documents with more tokens than `original`.
+        long: Vec<f32>,
+        /// Attention factor: multiplies cosine and sine.
+        attention: f64,
+        original: usize,
+    },
 }
+
+/// Key of the context length in pre-training.
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 impl Rope {
     /// Reads `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
@@ -81,6 +95,7 @@ impl Rope {
         .unwrap_or(default_theta);
         let scaling = match keys.table("rope_scaling")?.or(parameters) {
             None => Scaling::Default,
+            Some(t) if LONG.contains(&kind_of(&t)?) => Self::long(keys, &t, max_positions, dim)?,
             Some(t) => match Self::scaling(&t, max_positions)? {
                 Scaling::Proportional { .. } => {
                     return Err(t.bad("rope_type", "proportional; built with parameters by layer type"));
@@ -119,7 +134,7 @@ impl Rope {
     /// extended context there, some the original one; the larger is returned.
     pub fn reach(&self, positions: usize) -> usize {
         let scaled = match self.scaling {
-            Scaling::Default => 0.0,
+            Scaling::Default | Scaling::Long { .. } => 0.0,
             Scaling::Linear { factor } | Scaling::Proportional { factor, .. } => factor * positions as f64,
             Scaling::Llama3 { factor, original, .. } | Scaling::Yarn { factor, original, .. } => {
                 factor * original
@@ -129,10 +144,7 @@ impl Rope {
     }
 
     fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
-        let kind = match t.string("rope_type")? {
-            Some(k) => k,
-            None => t.string("type")?.unwrap_or("default"),
-        };
+        let kind = kind_of(t)?;
         let need = |key: &str| -> Result<f64> {
             match t.number(key, FACTOR)? {
                 Some(x) => Ok(x),
@@ -145,7 +157,7 @@ impl Rope {
             "llama3" => {
                 let factor = need("factor")?;
                 let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
-                let original = need("original_max_position_embeddings")?;
+                let original = need(ORIGINAL)?;
                 if high <= low {
                     let why = format!("{high}; more than low_freq_factor {low} is wanted");
                     return Err(t.bad("high_freq_factor", why));
@@ -158,7 +170,8 @@ impl Rope {
                 share: t.number("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(1.0),
             },
             other => {
-                let why = format!("{other}; default, linear, llama3, proportional and yarn are built");
+                let why =
+                    format!("{other}; default, linear, llama3, longrope, proportional and yarn are built");
                 return Err(t.bad("rope_type", why));
             }
         })
@@ -175,7 +188,7 @@ impl Rope {
             // transformers treats 0 as the default.
             Ok(t.number(key, 0.0..=1e9)?.filter(|b| *b > 0.0).unwrap_or(default))
         };
-        let original = t.number("original_max_position_embeddings", FACTOR)?;
+        let original = t.number(ORIGINAL, FACTOR)?;
         Ok(Scaling::Yarn {
             factor,
             attention: t.number("attention_factor", FACTOR)?.unwrap_or(inferred),
@@ -186,12 +199,58 @@ impl Rope {
         })
     }
 
-    /// Inverse frequencies of the `dim / 2` channel pairs, and the attention factor on cosine and sine.
+    /// LongRoPE as Phi-3 has it: the context length in pre-training stands beside the table.
+    fn long(keys: &Keys<'_>, t: &Keys<'_>, max_positions: usize, dim: usize) -> Result<Scaling> {
+        let Some(original) = keys.some(ORIGINAL, POSITIONS)? else {
+            return Err(keys.bad(ORIGINAL, "missing; rope_type longrope needs it"));
+        };
+        let list = |key: &str| -> Result<Vec<f32>> {
+            let own = t.get(key).and_then(|v| serde_json::from_value::<Vec<f32>>(v.clone()).ok());
+            let fits = |f: &f32| FACTOR.contains(&f64::from(*f));
+            match own.filter(|l| l.len() == dim / 2 && l.iter().all(fits)) {
+                Some(list) => Ok(list),
+                None => {
+                    Err(t.bad(key, format!("a list of {} factors is wanted, one for two channels", dim / 2)))
+                }
+            }
+        };
+        let stated = t.number("factor", FACTOR)?;
+        let factor = stated.unwrap_or(max_positions as f64 / original as f64);
+        let inferred = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+        let attention = t.number("attention_factor", FACTOR)?.unwrap_or(inferred);
+        Ok(Scaling::Long { short: list("short_factor")?, long: list("long_factor")?, attention, original })
+    }
+
+    /// Tokens of the longest document with the frequencies of shorter ones, if longer ones have others.
+    pub fn turn(&self) -> Option<usize> {
+        match self.scaling {
+            Scaling::Long { original, .. } => Some(original),
+            _ => None,
+        }
+    }
+
+    /// Inverse frequencies of the `dim / 2` channel pairs in a document of `tokens`, and the attention factor on cosine
+    /// and sine.
+    fn frequencies_of(&self, tokens: usize) -> (Vec<f32>, f32) {
+        let Scaling::Long { short, long, attention, original } = &self.scaling else {
+            return self.frequencies();
+        };
+        let factors = if tokens > *original { long } else { short };
+        let of =
+            |(i, f): (usize, &f32)| 1.0 / (f * (self.theta as f32).powf((2 * i) as f32 / self.dim as f32));
+        (factors.iter().enumerate().map(of).collect(), *attention as f32)
+    }
+
+    /// Inverse frequencies of the `dim / 2` channel pairs, and the attention factor on cosine and sine; of documents
+    /// within the context length in pre-training, if longer ones have others.
     ///
     /// Follows the arithmetic of transformers, including its use of f32, so that angles match to the last
     /// bit.
     pub fn frequencies(&self) -> (Vec<f32>, f32) {
         let (dim, half) = (self.dim, self.dim / 2);
+        if let Scaling::Long { original, .. } = &self.scaling {
+            return self.frequencies_of(*original);
+        }
         let plain: Vec<f32> =
             (0..half).map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
         match self.scaling {
@@ -234,23 +293,31 @@ impl Rope {
                 };
                 (plain.into_iter().enumerate().map(mix).collect(), attention as f32)
             }
+            // As above.
+            Scaling::Long { attention, .. } => (plain, attention as f32),
         }
     }
 
-    /// Cosine and sine tables `[t, dim / 2]` (f32) for token positions.
-    pub fn tables(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        let [cos, sin] = self.values(positions);
+    /// Cosine and sine tables `[t, dim / 2]` (f32) for token positions in documents of these lengths, end to end; the
+    /// last positions, if there are fewer than tokens.
+    pub fn tables(&self, positions: &[u32], docs: &[usize], device: &Device) -> Result<(Tensor, Tensor)> {
+        let [cos, sin] = self.values(positions, docs);
         let make = |v| Tensor::from_vec(v, (positions.len(), self.dim / 2), device).map_err(Error::from);
         Ok((make(cos)?, make(sin)?))
     }
 
     /// Host values of [`Rope::tables`].
-    pub fn values(&self, positions: &[u32]) -> [Vec<f32>; 2] {
-        let (freq, factor) = self.frequencies();
-        let mut cos = Vec::with_capacity(positions.len() * freq.len());
-        let mut sin = Vec::with_capacity(positions.len() * freq.len());
-        for p in positions {
-            for f in &freq {
+    pub fn values(&self, positions: &[u32], docs: &[usize]) -> [Vec<f32>; 2] {
+        let [near, far] = [0, usize::MAX].map(|tokens| self.frequencies_of(tokens));
+        let mut cos = Vec::with_capacity(positions.len() * near.0.len());
+        let mut sin = Vec::with_capacity(positions.len() * near.0.len());
+        let past = docs.iter().sum::<usize>().saturating_sub(positions.len());
+        let turn = self.turn().unwrap_or(usize::MAX);
+        let is_far = docs.iter().flat_map(|n| std::iter::repeat_n(*n > turn, *n)).skip(past);
+        let is_far = is_far.chain(std::iter::repeat(false));
+        for (p, is_far) in positions.iter().zip(is_far) {
+            let (freq, factor) = if is_far { &far } else { &near };
+            for f in freq {
                 let (s, c) = (*p as f32 * f).sin_cos();
                 cos.push(c * factor);
                 sin.push(s * factor);
@@ -258,4 +325,15 @@ impl Rope {
         }
         [cos, sin]
     }
+}
+
+/// Names of LongRoPE.
+const LONG: [&str; 2] = ["longrope", "su"];
+
+/// Name of the scaling in a table.
+fn kind_of<'a>(t: &Keys<'a>) -> Result<&'a str> {
+    Ok(match t.string("rope_type")? {
+        Some(kind) => kind,
+        None => t.string("type")?.unwrap_or("default"),
+    })
 }

@@ -191,6 +191,7 @@ const ROPE: &[&str] = &[
     "beta_slow",
     "factor",
     "high_freq_factor",
+    "long_factor",
     "low_freq_factor",
     "mrope_interleaved",
     "mrope_section",
@@ -200,6 +201,7 @@ const ROPE: &[&str] = &[
     "partial_rotary_factor",
     "rope_theta",
     "rope_type",
+    "short_factor",
     "truncate",
     "type",
 ];
@@ -306,7 +308,7 @@ impl Keys<'_> {
                 return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
             }
         }
-        if family.experts.is_none_or(|x| x.joint.is_none()) {
+        if family.experts.and_then(|x| x.joint).is_none_or(|j| !j.transposed) {
             let why = format!("{MXFP4}; not built yet for {}", family.model_type);
             return Err(q.bad("quant_method", why));
         }
@@ -481,14 +483,22 @@ impl Keys<'_> {
 
     pub(super) fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
         let Some(x) = &family.experts else { return Ok(None) };
+        if let Some(beside) = &x.beside
+            && self.flag(beside.switch)? != Some(true)
+        {
+            return Ok(None);
+        }
         // transformers 5.19 and later use one name for all families.
         let experts = match (self.some(x.count_key, EXPERTS)?, self.some("num_local_experts", EXPERTS)?) {
             (None, Some(n)) => n,
             _ => self.size(x.count_key, EXPERTS)?,
         };
-        let top_k = self.some("num_experts_per_tok", EXPERTS)?.unwrap_or(x.default_top_k);
+        let top_k = match (self.some(x.top_k_key, EXPERTS)?, x.default_top_k) {
+            (Some(top_k), _) | (None, Some(top_k)) => top_k,
+            (None, None) => self.size(x.top_k_key, EXPERTS)?,
+        };
         if top_k > experts {
-            return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
+            return Err(self.bad(x.top_k_key, format!("{top_k} of {experts} experts")));
         }
         let step = self.some("decoder_sparse_step", LAYERS)?.filter(|_| x.dense_layers).unwrap_or(1);
         let dense: HashSet<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {

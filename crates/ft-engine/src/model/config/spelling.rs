@@ -8,9 +8,8 @@ use std::path::Path;
 /// Prefixes of a text model: alone; within a vision checkpoint of transformers 5; as released before it.
 const BODIES: [&str; 3] = ["model", "model.language_model", "language_model.model"];
 
-/// Components of the names of parts that `ft` does not compute: vision and audio towers, their projectors, and the
-/// head for several tokens at once.
-const APART: [&str; 9] = [
+/// Components of the names of vision and audio towers, and of their projectors, which `ft` does not compute.
+pub const TOWERS: [&str; 7] = [
     "visual",
     "vision_model",
     "vision_tower",
@@ -18,16 +17,17 @@ const APART: [&str; 9] = [
     "audio_tower",
     "embed_vision",
     "embed_audio",
-    "mtp",
-    LAYER_SCALAR,
 ];
+
+/// The head for several tokens at once, which `ft` does not compute, and a constant.
+const APART: [&str; 2] = ["mtp", LAYER_SCALAR];
 
 /// Name of the factor on a layer's output, a buffer in transformers: computed, and never trained.
 pub(super) const LAYER_SCALAR: &str = "layer_scalar";
 
 /// Whether a tensor belongs to a part that `ft` does not train. Such tensors pass through unchanged.
 fn is_apart(tensor: &str) -> bool {
-    tensor.split('.').any(|part| APART.contains(&part))
+    tensor.split('.').any(|part| TOWERS.contains(&part) || APART.contains(&part))
 }
 
 /// Prefix of a text model by its config alone.

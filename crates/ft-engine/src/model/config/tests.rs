@@ -173,7 +173,7 @@ fn numbers_have_bounds() {
         wrong(key, json!([-1, 1e300, "1"]), Some(yarn.clone()));
     }
     wrong("truncate", json!(["no", 0]), Some(yarn.clone()));
-    wrong("rope_type", json!(["su", "dynamic", "", 3]), Some(yarn));
+    wrong("rope_type", json!(["dynamic", "", 3]), Some(yarn));
     for (key, values) in [
         ("num_experts", json!([0, -1, 1.5, "8", 65_537, 1_000_000])),
         ("num_experts_per_tok", json!([0, 9, "2", 4294967295u64])),
@@ -243,7 +243,7 @@ fn an_override_is_named_and_a_key_stands_once() {
 
 #[test]
 fn keys_of_rope_tables_that_are_not_known_are_reported() -> Result<()> {
-    let c = parse(json!({"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1.0]}}))?;
-    assert_eq!(c.unknown, ["rope_scaling.short_factor"]);
+    let c = parse(json!({"rope_scaling": {"type": "linear", "factor": 2.0, "short_mscale": [1.0]}}))?;
+    assert_eq!(c.unknown, ["rope_scaling.short_mscale"]);
     Ok(())
 }

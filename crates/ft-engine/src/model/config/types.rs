@@ -194,6 +194,11 @@ impl Config {
         self.ropes.iter().map(|r| r.dim).collect()
     }
 
+    /// Tokens of the longest document with the rotary embedding of shorter ones, if longer ones have another.
+    pub fn rope_turn(&self) -> Option<usize> {
+        self.ropes.iter().find_map(Rope::turn)
+    }
+
     /// Longest context covered by the rotary embeddings.
     pub fn reach(&self) -> usize {
         self.ropes.iter().map(|r| r.reach(self.max_positions)).fold(self.max_positions, usize::max)

@@ -10,7 +10,7 @@
 
 use super::grouped;
 use super::mlp;
-use super::types::{Mixture, OTHER, Saved as MixtureSaved, SavedExperts};
+use super::types::{Gates, Mixture, OTHER, Saved as MixtureSaved, SavedExperts};
 use crate::model::linear::{self, Linear};
 use crate::model::pass::batch::{Context, DropoutKey};
 use crate::model::pass::sink::Sink;
@@ -131,7 +131,7 @@ impl Served {
 }
 
 /// Routing at the source: groups, router probabilities, logsumexp, gates; and the router's saved activations.
-type Routing = ((Arc<Groups>, Tensor, Tensor, Tensor), linear::Saved);
+type Routing = ((Arc<Groups>, Tensor, Tensor, Gates), linear::Saved);
 
 impl Mixture {
     /// As [`Mixture::recompute`], from rows sorted by expert.
@@ -159,7 +159,7 @@ impl Mixture {
         dtype: DType,
     ) -> Result<Tensor> {
         match (s.groups.sorted(), &away.out) {
-            (Some(sorted), Some(out)) => sorted.combine(out, Some(&s.gates), shared.as_ref()),
+            (Some(sorted), Some(out)) => sorted.combine(out, Some(&s.gates.factored), shared.as_ref()),
             _ => self.combine(s, &away.parts(&s.groups)?, shared, dtype),
         }
     }

@@ -59,6 +59,7 @@ impl Mixture {
             None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
         };
         let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
+        let gates = self.factored(gates, || Ok(chosen))?;
         if self.owned.is_some() {
             let rows = sorted.gather(x)?;
             return self.recompute_away(x, rows, ctx, ((groups, probs, lse, gates), router));
@@ -76,18 +77,18 @@ impl Mixture {
         ctx: &Context,
         sink: &Sink<'_>,
         balance: Option<&Balance>,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Tensor)> {
         let routed = s.routed().map(|r| r.1);
         let (Some(routed), Some(sorted)) = (routed, s.groups.sorted()) else { candle_core::bail!("{OTHER}") };
         // Outputs are replaced by their gradients in place.
         let (dgates, dx) = match s.experts {
             SavedExperts::Grouped(saved) => {
-                let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
+                let dgates = sorted.scale(&saved.out, &s.gates.factored, dy)?;
                 (dgates, self.grouped_backward(*saved, ctx, sorted, sink)?)
             }
             SavedExperts::Away(mut away) => {
                 let Some(out) = away.out.take() else { candle_core::bail!("{OTHER}") };
-                let dgates = sorted.scale(&out, &s.gates, dy)?;
+                let dgates = sorted.scale(&out, &s.gates.factored, dy)?;
                 let dx = self.backward_away(*away, Some(out), ctx, sink)?;
                 let Some(dx) = dx else { candle_core::bail!("{OTHER}") };
                 (dgates, dx)
@@ -101,9 +102,9 @@ impl Mixture {
         let dx = sorted.combine(&dx, None, shared.as_ref())?;
         let extra = balance.and_then(|b| b.on_device.as_ref());
         let z = balance.map_or(0.0, |b| b.z);
+        let dgates = self.factors_back(&s.gates, dgates, || Ok(routed.chosen.clone()), sink)?;
         let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
-        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
-        dx + own.to_dtype(dy.dtype())?
+        Ok((dx, self.router.backward(&s.router, &dlogits, ctx, sink, None)?))
     }
 
     /// Backward pass of all experts; gradients of their outputs are in `saved.out`.

@@ -3,7 +3,8 @@
 use super::away::{self, Owned};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
-use super::types::{GroupedCache, Mixture, OTHER, Saved, SavedExperts};
+use super::types::{Gates, GroupedCache, Mixture, OTHER, Saved, SavedExperts};
+use crate::model::delta::Parameter;
 use crate::model::linear::Linear;
 use crate::model::pass::batch::Context;
 use crate::model::pass::sink::Sink;
@@ -16,6 +17,30 @@ use ft_kernels::{Tensor, upcast};
 use std::borrow::Cow;
 use std::sync::Arc;
 
+/// Inputs of a mixture `[t, d]`.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a> {
+    pub experts: &'a Tensor,
+    /// The router's in f32, if it has one of its own.
+    pub router: Option<&'a Tensor>,
+}
+
+impl<'a> Inputs<'a> {
+    /// The same for experts and router.
+    pub fn both(x: &'a Tensor) -> Self {
+        Self { experts: x, router: None }
+    }
+
+    fn router(self) -> Result<Tensor> {
+        self.router.map_or_else(|| upcast(self.experts), |x| Ok(x.clone()))
+    }
+}
+
+/// Factors `[t, k]` of the chosen experts `[t, k]`, f32.
+fn factors_of(factors: &Parameter, chosen: &Tensor) -> Result<Tensor> {
+    upcast(&factors.value)?.index_select(&chosen.flatten_all()?, 0)?.reshape(chosen.shape())
+}
+
 impl Mixture {
     /// Builds a mixture; `copies` has the number of identical experts per entry: 1 except in a plan.
     pub fn new(
@@ -25,7 +50,13 @@ impl Mixture {
         top_k: usize,
         normalise: bool,
     ) -> Self {
-        Self { router, experts, copies, shared, top_k, normalise, owned: None, grouped: Arc::default() }
+        let (factors, owned, grouped) = (None, None, Arc::default());
+        Self { router, experts, copies, shared, factors, top_k, normalise, owned, grouped }
+    }
+
+    /// The mixture with factors `[e]` on the gates.
+    pub fn factors(self, factors: Parameter) -> Self {
+        Self { factors: Some(factors), ..self }
     }
 
     /// The mixture with experts that ranks split: its own are these.
@@ -50,6 +81,7 @@ impl Mixture {
             experts,
             shared: shared.transpose()?,
             copies: self.copies.clone(),
+            factors: self.factors.clone(),
             grouped,
             ..*self
         })
@@ -75,13 +107,19 @@ impl Mixture {
     }
 
     /// Forward pass: `[t, d]` -> `[t, d]`. `replay` is the routing of an earlier pass over the same tokens.
-    pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
+    pub fn forward(
+        &self,
+        x: Inputs<'_>,
+        ctx: &Context,
+        replay: Option<Arc<Groups>>,
+    ) -> Result<(Tensor, Saved)> {
         let s = self.recompute(x, ctx, replay)?;
+        let x = x.experts;
         let open = |s: &SharedSaved| s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?);
         let shared = s.shared.as_ref().map(open).transpose()?;
         let y = match (&s.experts, s.groups.sorted()) {
             (SavedExperts::Grouped(e), Some(sorted)) => {
-                sorted.combine(&e.out, Some(&s.gates), shared.as_ref())?
+                sorted.combine(&e.out, Some(&s.gates.factored), shared.as_ref())?
             }
             (SavedExperts::PerExpert(_, out), None) => self.combine(&s, out, shared, x.dtype())?,
             (SavedExperts::Away(away), _) => self.combine_away(&s, away, shared, x.dtype())?,
@@ -98,13 +136,14 @@ impl Mixture {
         shared: Option<Tensor>,
         dtype: DType,
     ) -> Result<Tensor> {
-        let y = s.groups.combine(out, Some(&s.gates), dtype)?;
+        let y = s.groups.combine(out, Some(&s.gates.factored), dtype)?;
         shared.map_or(Ok(y.clone()), |shared| y + shared)
     }
 
     /// Recomputes the saved activations: the forward pass without the final sum over experts.
-    pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
-        let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
+    pub fn recompute(&self, x: Inputs<'_>, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
+        let (logits, router) = self.router.forward(&x.router()?, ctx)?;
+        let x = x.experts;
         if self.is_grouped(x.device(), x.dtype()) {
             return self.recompute_grouped(x, ctx, &logits, router, replay);
         }
@@ -121,6 +160,7 @@ impl Mixture {
             }
         };
         let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
+        let gates = self.factored(gates, || groups.chosen(&probs))?;
         let rows = groups.gather(x)?;
         if self.owned.is_some() {
             let of = (groups, probs, lse, gates);
@@ -196,11 +236,12 @@ impl Mixture {
         self.owned.is_some() || self.linears().any(Linear::needs_input)
     }
 
-    /// Restores the input `x` and the expert inputs gathered from it.
-    pub fn restore(&self, s: &mut Saved, x: &Tensor, ctx: &Context) -> Result<()> {
+    /// Restores the inputs, and those of experts gathered from them.
+    pub fn restore(&self, s: &mut Saved, x: Inputs<'_>, ctx: &Context) -> Result<()> {
         if self.router.needs_input() {
-            s.router.x = Some(upcast(x)?);
+            s.router.x = Some(x.router()?);
         }
+        let x = x.experts;
         if let SavedExperts::Away(away) = &mut s.experts {
             let rows = match s.groups.sorted() {
                 Some(sorted) => sorted.gather(x)?,
@@ -236,6 +277,19 @@ impl Mixture {
         sink: &Sink<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
+        let (dx, of_router) = self.backward_apart(s, dy, ctx, sink, balance)?;
+        dx + of_router.to_dtype(dy.dtype())?
+    }
+
+    /// As [`Mixture::backward`]: the gradients of the experts' input, and of the router's in f32.
+    pub(super) fn backward_apart(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<(Tensor, Tensor)> {
         if s.groups.sorted().is_some() {
             return self.backward_grouped(s, dy, ctx, sink, balance);
         }
@@ -244,7 +298,7 @@ impl Mixture {
             SavedExperts::PerExpert(saved, out) => {
                 let dgates = groups.dots(&out, dy)?;
                 drop(out);
-                let dout = |run: &ExpertRows| groups.gather_scaled(dy, &s.gates, run);
+                let dout = |run: &ExpertRows| groups.gather_scaled(dy, &s.gates.factored, run);
                 let context = |run: &ExpertRows| self.context(ctx, &groups, run);
                 (dgates, self.each_backward((&groups, saved), dout, context, dy.device(), sink)?)
             }
@@ -252,7 +306,7 @@ impl Mixture {
                 let parts = away.parts(&groups)?;
                 let dgates = groups.dots(&parts, dy)?;
                 drop(parts);
-                let rows = groups.gather_scaled(dy, &s.gates, &groups.whole())?;
+                let rows = groups.gather_scaled(dy, &s.gates.factored, &groups.whole())?;
                 #[cfg(test)]
                 let rows = match away::FAULT.get() {
                     Some(away::Fault::Gates) => groups.gather(dy)?,
@@ -267,16 +321,42 @@ impl Mixture {
         if let (Some(shared), Some(saved)) = (&self.shared, s.shared) {
             dx = (dx + shared.backward(saved, dy, ctx, sink)?)?;
         }
+        let dgates = self.factors_back(&s.gates, dgates, || groups.chosen(&s.probs), sink)?;
         let routed = RouterOutput {
             probs: &s.probs,
             lse: &s.lse,
-            gates: &s.gates,
+            gates: &s.gates.plain,
             chosen: &groups.expert,
             normalise: self.normalise,
         };
         let dlogits = route::backward(&routed, &dgates, balance)?;
-        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
-        dx + own.to_dtype(dy.dtype())?
+        Ok((dx, self.router.backward(&s.router, &dlogits, ctx, sink, None)?))
+    }
+
+    /// Gates times the factors of their experts; `chosen` `[t, k]` are these.
+    pub(super) fn factored(&self, plain: Tensor, chosen: impl FnOnce() -> Result<Tensor>) -> Result<Gates> {
+        let factored = match &self.factors {
+            None => plain.clone(),
+            Some(f) => (&plain * factors_of(f, &chosen()?)?)?,
+        };
+        Ok(Gates { plain, factored })
+    }
+
+    /// Gradient of the gates as routed, from that of the gates with factors.
+    pub(super) fn factors_back(
+        &self,
+        gates: &Gates,
+        dfactored: Tensor,
+        chosen: impl FnOnce() -> Result<Tensor>,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
+        let Some(f) = &self.factors else { return Ok(dfactored) };
+        let chosen = chosen()?;
+        if let Some(slot) = f.slot {
+            let own = (&gates.plain * &dfactored)?;
+            sink.column_sums(slot, &route::by_expert(&own, &chosen, f.value.elem_count())?)?;
+        }
+        dfactored * factors_of(f, &chosen)?
     }
 
     /// Context for the rows of one expert: dropout depends on the token.

@@ -15,9 +15,11 @@
 //!
 //! Experts may be split over ranks (`away`): rows travel to the owners of their experts and back.
 //!
-//! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate.
+//! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate. Gemma 4 has a
+//! dense part beside the mixture ([`Beside`]), and factors on the gates.
 
 mod away;
+pub mod beside;
 mod device;
 mod grouped;
 mod mixture;
@@ -28,6 +30,8 @@ mod types;
 #[cfg(test)]
 pub use away::{FAULT, Fault};
 pub use away::{Like, Owned, Served};
+pub use beside::Beside;
+pub use mixture::Inputs;
 pub use mlp::Mlp;
 pub use shared::Shared;
 pub use types::{Mixture, Saved};

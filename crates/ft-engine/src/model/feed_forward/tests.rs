@@ -114,12 +114,12 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
     // leftovers of an earlier step are overwritten or zeroed
     let grads = vec![Some(Tensor::full(7.0f64, len, &Device::Cpu)?)];
     let sink = Sink::new(&grads, slots.len()).over(slots.clone());
-    let (_, saved) = m.forward(&x, &ctx, Some(Arc::clone(&groups)))?;
+    let (_, saved) = m.forward(Inputs::both(&x), &ctx, Some(Arc::clone(&groups)))?;
     assert_eq!(saved.groups.expert, groups.expert, "a routing that is given is taken over");
     let dx = m.backward(saved, &dy, &ctx, &sink, None)?;
     sink.settle(None)?;
     let what = format!("dropout {dropout}, normalise {normalise}, {} threads", rayon::current_num_threads());
-    let run = |m: &Mixture, x: &Tensor| Ok(m.forward(x, &ctx, Some(Arc::clone(&groups)))?.0);
+    let run = |m: &Mixture, x: &Tensor| Ok(m.forward(Inputs::both(x), &ctx, Some(Arc::clone(&groups)))?.0);
     gradient(&format!("{what}: x"), &x, &dx, &dy, |x| run(&m, x));
     assert!(sink.reached().iter().all(|r| *r), "an idle expert counts as reached");
     for (i, slot) in slots.iter().enumerate() {
@@ -162,11 +162,11 @@ fn equal_experts_are_one_dense_block() -> Result<()> {
     let shared = m.shared.as_mut().expect("a shared expert");
     shared.gate.weight = Weight::Dense(Tensor::full(1e3, (1, D), &Device::Cpu)?);
     let more = shared.mlp.forward(&Padded::of(&x)?, &context(0)?)?.0;
-    let (y, _) = m.forward(&x, &context(0)?, None)?;
+    let (y, _) = m.forward(Inputs::both(&x), &context(0)?, None)?;
     let one = m.experts[0].forward(&Padded::of(&x)?, &context(0)?)?.0;
     close(&y, &(&one + more)?, 1e-12);
     m.shared = None;
-    close(&m.forward(&x, &context(0)?, None)?.0, &one, 1e-12);
+    close(&m.forward(Inputs::both(&x), &context(0)?, None)?.0, &one, 1e-12);
     Ok(())
 }
 
@@ -179,14 +179,14 @@ fn ties_never_flip() -> Result<()> {
     let m = mixture(&p, 0.0, 2, false)?;
     let x = randn(50, (T, D), DType::F64)?;
     let ctx = context(0)?;
-    let (y, saved) = m.forward(&x, &ctx, None)?;
+    let (y, saved) = m.forward(Inputs::both(&x), &ctx, None)?;
     assert_eq!(saved.groups.expert, [0, 1].repeat(T));
     // a router one rounding step away prefers the last experts
     p[0] =
         (&p[0] + Tensor::new(&[[0.0], [0.0], [0.0], [0.0], [1e-13]], &Device::Cpu)?.broadcast_as((E, D))?)?;
     let other = mixture(&p, 0.0, 2, false)?;
-    assert_ne!(other.forward(&x, &ctx, None)?.1.groups.expert, saved.groups.expert);
-    let (again, replayed) = other.forward(&x, &ctx, Some(Arc::clone(&saved.groups)))?;
+    assert_ne!(other.forward(Inputs::both(&x), &ctx, None)?.1.groups.expert, saved.groups.expert);
+    let (again, replayed) = other.forward(Inputs::both(&x), &ctx, Some(Arc::clone(&saved.groups)))?;
     assert_eq!(replayed.groups.expert, saved.groups.expert);
     close(&again, &y, 1e-10);
     Ok(())
@@ -197,10 +197,10 @@ fn ties_never_flip() -> Result<()> {
 fn dropout_goes_by_token() -> Result<()> {
     let m = mixture(&params()?, 0.5, 2, true)?;
     let x = randn(50, (T, D), DType::F64)?;
-    let (whole, _) = m.forward(&x, &context(0)?, None)?;
-    let (tail, _) = m.forward(&x.narrow(0, 4, T - 4)?, &context(4)?, None)?;
+    let (whole, _) = m.forward(Inputs::both(&x), &context(0)?, None)?;
+    let (tail, _) = m.forward(Inputs::both(&x.narrow(0, 4, T - 4)?), &context(4)?, None)?;
     close(&tail, &whole.narrow(0, 4, T - 4)?, 1e-12);
-    let (other, _) = m.forward(&x.narrow(0, 4, T - 4)?, &context(5)?, None)?;
+    let (other, _) = m.forward(Inputs::both(&x.narrow(0, 4, T - 4)?), &context(5)?, None)?;
     assert_ne!(values(&other), values(&tail));
     Ok(())
 }

@@ -4,6 +4,7 @@ use super::away::{self, Owned};
 use super::grouped::{self, GroupedExperts};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
+use crate::model::delta::Parameter;
 use crate::model::linear::{self, Linear};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::{Groups, Sorted};
@@ -23,6 +24,8 @@ pub struct Mixture {
     /// Number of identical experts represented by each entry of `experts`; 1 except in a plan.
     pub(super) copies: Vec<usize>,
     pub shared: Option<Shared>,
+    /// Factors on the gates `[e]`, if the family has them.
+    pub factors: Option<Parameter>,
     /// Experts per token.
     pub top_k: usize,
     /// Whether a token's gates are normalized to sum to one.
@@ -37,6 +40,15 @@ pub struct Mixture {
 /// Error for a bug in the walk.
 pub(super) const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
 
+/// Gates of the chosen experts `[t, k]`, f32.
+#[derive(Debug)]
+pub(super) struct Gates {
+    /// As routed.
+    pub(super) plain: Tensor,
+    /// Times the factors, if the family has them: weights of the experts' outputs.
+    pub(super) factored: Tensor,
+}
+
 /// Saved activations, including the inputs of the router losses.
 #[derive(Debug)]
 pub struct Saved {
@@ -46,7 +58,7 @@ pub struct Saved {
     pub probs: Tensor,
     /// logsumexp of the router's logits `[t]`, f32.
     pub lse: Tensor,
-    pub(super) gates: Tensor,
+    pub(super) gates: Gates,
     pub(super) router: linear::Saved,
     pub(super) experts: SavedExperts,
     pub(super) shared: Option<SharedSaved>,
@@ -82,6 +94,6 @@ impl Saved {
     pub fn routed(&self) -> Option<(&Sorted, Routed)> {
         let sorted = self.groups.sorted()?;
         let (chosen, probs) = (sorted.chosen.clone(), self.probs.clone());
-        Some((sorted, Routed { chosen, probs, lse: self.lse.clone(), gates: self.gates.clone() }))
+        Some((sorted, Routed { chosen, probs, lse: self.lse.clone(), gates: self.gates.plain.clone() }))
     }
 }

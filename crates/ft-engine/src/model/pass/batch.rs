@@ -198,7 +198,7 @@ impl<'a> Batch<'a> {
         let (ids, target_rows, targets, seqs, ropes);
         if device.is_cpu() {
             let tables = |r: &Rope| -> crate::model::config::Result<Tables> {
-                let (cos, sin) = r.tables(host.positions, device)?;
+                let (cos, sin) = r.tables(host.positions, host.docs, device)?;
                 Ok(Tables { cos, sin })
             };
             ropes = config.ropes.iter().map(tables).collect::<Result<_, _>>()?;
@@ -210,7 +210,8 @@ impl<'a> Batch<'a> {
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
             let tiles = Sequences::list(host.docs, past, &mut lists);
-            let values = |r: &Rope| (r.dim / 2, r.values(host.positions).map(|t| lists.floats(&t)));
+            let values =
+                |r: &Rope| (r.dim / 2, r.values(host.positions, host.docs).map(|t| lists.floats(&t)));
             let tables: Vec<_> = config.ropes.iter().map(values).collect();
             let sent = lists.send(device)?;
             let table = |(half, places): (usize, [Place; 2])| {
@@ -244,6 +245,24 @@ impl<'a> Batch<'a> {
             first_target: first.1,
             target_numbers: None,
         })
+    }
+
+    /// Sets the rotary embeddings of a document of `tokens`, of which these are the tokens at `positions`.
+    ///
+    /// # Errors
+    /// Device errors.
+    pub fn of_document(
+        mut self,
+        config: &Config,
+        positions: &[u32],
+        tokens: usize,
+        device: &Device,
+    ) -> crate::model::config::Result<Self> {
+        for (rope, own) in config.ropes.iter().zip(&mut self.context.ropes) {
+            let (cos, sin) = rope.tables(positions, &[tokens], device)?;
+            *own = Tables { cos, sin };
+        }
+        Ok(self)
     }
 
     /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of

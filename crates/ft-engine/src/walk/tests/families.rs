@@ -37,20 +37,21 @@ pub(super) fn slice_of_whole(files: &TensorFiles, t: &Trained, prefix: &str) -> 
     Ok(Some(values(&own.contiguous()?.into())))
 }
 
-/// As [`slice_of_whole`], for experts with biases, whose matrices are transposed in the file.
+/// As [`slice_of_whole`], for experts with gate and up in one matrix; those with biases are transposed in the file.
 fn of_joint(
     files: &TensorFiles,
     t: &Trained,
     block: &str,
     (expert, last): (usize, &str),
 ) -> Result<Option<Vec<f64>>> {
-    if files.info(&format!("{block}.down_proj_bias")).is_none() {
-        return Ok(None);
-    }
     let Some((parameter, part)) = last.split_once('.') else { return Ok(None) };
     let name = format!("{block}.{parameter}{}", if part == "bias" { "_bias" } else { "" });
+    let transposed = files.info(&format!("{block}.down_proj_bias")).is_some();
+    if files.info(&name).is_none() || !(transposed || parameter == "gate_up_proj") {
+        return Ok(None);
+    }
     let own = files.tensor(&name, DType::F32, CPU)?.get(expert)?;
-    let own = if part == "bias" { own } else { own.t()?.contiguous()? };
+    let own = if transposed && part != "bias" { own.t()?.contiguous()? } else { own };
     assert_eq!(own.elem_count(), t.elements(), "{name}");
     Ok(Some(values(&own.into())))
 }

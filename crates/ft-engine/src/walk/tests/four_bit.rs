@@ -207,7 +207,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
         let frozen = Selection::frozen(&c.config);
         let (d, _) = c.build_nf4(&frozen)?;
         for layer in d.layers.iter().filter(|l| l.is_packed()) {
-            let FeedForward::Mixture(m) = &layer.mlp else { continue };
+            let Some(m) = layer.mlp.mixture() else { continue };
             // route all tokens to the last expert
             let last = m.experts().len() - 1;
             let groups = Groups::new(vec![last as u32; 3], 1, m.experts().len(), CPU)?;
@@ -215,7 +215,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
             let whole = |l: &Linear| matches!(l.weight, Weight::Dequantized(_));
             assert!(visited.attn.linears().into_iter().all(whole));
             assert!(!layer.attn.linears().into_iter().any(whole));
-            let FeedForward::Mixture(of_visit) = &visited.mlp else { continue };
+            let Some(of_visit) = visited.mlp.mixture() else { continue };
             for (e, expert) in of_visit.experts().iter().enumerate() {
                 assert!(expert.linears().into_iter().all(|l| whole(l) == (e == last)), "expert {e}");
                 seen += 1;

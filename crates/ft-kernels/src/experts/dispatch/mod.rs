@@ -136,6 +136,17 @@ impl Groups {
         })
     }
 
+    /// The chosen experts `[t, k]` (u32), on the device of `probs` `[t, e]`.
+    ///
+    /// # Errors
+    /// Device errors.
+    pub fn chosen(&self, probs: &Tensor) -> Result<Tensor> {
+        match &self.sorted {
+            Some(sorted) => Ok(sorted.chosen.clone()),
+            None => route::index(&self.expert, self.top_k, probs),
+        }
+    }
+
     /// Routes tokens to their `top_k` most likely experts, given router probabilities [t, e].
     ///
     /// Ghosts spread tokens evenly over the expected number of busy experts, or (see

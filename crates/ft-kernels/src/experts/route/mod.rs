@@ -120,7 +120,7 @@ fn choose_composed(probs: &Tensor, k: usize) -> Result<Tensor> {
 }
 
 /// The chosen experts as an index tensor `[t, k]` on the device of `probs` `[t, e]`.
-fn index(chosen: &[u32], k: usize, probs: &Tensor) -> Result<Tensor> {
+pub(crate) fn index(chosen: &[u32], k: usize, probs: &Tensor) -> Result<Tensor> {
     let shape = (probs.dim(0)?, k);
     match probs.ghost() {
         Some(g) => Ok(Ghost::new(g.ledger(), shape, DType::U32).into()),
@@ -204,6 +204,19 @@ fn backward_cpu<T: Float>(
     tensor(dx, (t, e), r.probs.dtype())
 }
 
+/// Sums by expert `[t, e]` of values `[t, k]` of the chosen experts `[t, k]`.
+pub fn by_expert(values: &Tensor, chosen: &Tensor, e: usize) -> Result<Tensor> {
+    let ((t, k), dtype) = (values.dims2()?, values.dtype());
+    let iota = Tensor::arange(0u32, e as u32, values.device())?.unsqueeze(0)?.broadcast_as((t, e))?;
+    let iota = iota.contiguous()?;
+    // One column at a time by comparison: candle does not support scatter_add for every dtype.
+    let column = |j: usize| -> Result<Tensor> {
+        let here = iota.broadcast_eq(&chosen.narrow(1, j, 1)?.contiguous()?)?.to_dtype(dtype)?;
+        here.broadcast_mul(&values.narrow(1, j, 1)?.contiguous()?)
+    };
+    (1..k).try_fold(column(0)?, |sum, j| sum + column(j)?)
+}
+
 fn backward_composed(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let ((t, e), k) = (r.probs.dims2()?, dgates.dim(1)?);
     let (device, dtype) = (r.probs.device(), r.probs.dtype());
@@ -223,12 +236,7 @@ fn backward_composed(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Bal
             .contiguous()?,
         _ => r.probs.zeros_like()?,
     };
-    // one column at a time by comparison: candle does not support scatter_add for every dtype
-    let iota = Tensor::arange(0u32, e as u32, device)?.unsqueeze(0)?.broadcast_as((t, e))?.contiguous()?;
-    for j in 0..k {
-        let here = iota.broadcast_eq(&chosen.narrow(1, j, 1)?.contiguous()?)?.to_dtype(dtype)?;
-        dp = (dp + here.broadcast_mul(&d.narrow(1, j, 1)?.contiguous()?)?)?;
-    }
+    dp = (dp + by_expert(&d, &chosen, e)?)?;
     let inner = (r.probs * &dp)?.sum_keepdim(1)?;
     let z = 2.0 * balance.map_or(0.0, |b| b.z);
     let shift = ((r.lse.unsqueeze(1)? * z)? - inner)?;
