@@ -14,8 +14,8 @@
 use crate::adapters::peft::{self, PREFIX, metadata};
 use crate::adapters::{Adapter, Choice, Error, Part, Selection, Trained, part_name};
 use crate::files::TensorFiles;
-use crate::model::Config;
 use crate::model::modules::{Group, Module};
+use crate::model::{Config, Moe};
 use candle_core::{DType, Device, Tensor};
 use ft_base::store::{self};
 use ft_recipe::LoraSpec;
@@ -120,7 +120,8 @@ impl<'a> Export<'a> {
         }
     }
 
-    fn fused(&self) -> ft_base::Result<(Vec<(String, Tensor)>, Value)> {
+    /// The mixture of a model whose adapters have a tensor an expert.
+    fn unfused(&self) -> ft_base::Result<&Moe> {
         let Some(moe) = &self.config.moe else {
             let why = format!("{} has no experts: the adapter loads as it is", self.config.family.model_type);
             return Err(fail(&self.adapter.dir, why).into());
@@ -129,6 +130,11 @@ impl<'a> Export<'a> {
             let why = "its adapters are fused as they are: nothing to export";
             return Err(fail(&self.adapter.dir, why.into()).into());
         }
+        Ok(moe)
+    }
+
+    fn fused(&self) -> ft_base::Result<(Vec<(String, Tensor)>, Value)> {
+        let moe = self.unfused()?;
         self.no_dora("PEFT on fused experts")?;
         let mut rest = self.selection.clone();
         let mut layers: BTreeMap<usize, Layer> = BTreeMap::new();

@@ -6,7 +6,7 @@ use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope::{Rope, Scaling};
 use super::spelling::default_body;
-use super::types::{Biases, Config, classifier};
+use super::types::{Biases, Config, LayerAttention, classifier};
 use ft_base::store;
 use ft_base::store::json::{object, short};
 use ft_recipe::{MAX_LABELS, numbered};
@@ -75,16 +75,7 @@ impl Config {
         let layers = keys.size("num_hidden_layers", LAYERS)?;
         let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys, family)?;
         let max_positions = keys.some("max_position_embeddings", POSITIONS)?.unwrap_or(2048);
-        let bias = |b: Bias| -> Result<bool> {
-            match b {
-                Bias::Never => Ok(false),
-                Bias::Always => Ok(true),
-                Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
-                Bias::Unless(k) => Ok(keys.flag(k)?.unwrap_or(true)),
-            }
-        };
-        let biases =
-            Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? };
+        let biases = biases(&keys, family)?;
         let moe = keys.moe(family, layers)?;
         let intermediate = match &moe {
             Some(m) if m.sparse.iter().all(|s| *s) && !family.is_beside() => {
@@ -93,18 +84,7 @@ impl Config {
             _ => keys.size("intermediate_size", INNER)?,
         };
         let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
-        let ropes = match family.sliding_theta {
-            None => {
-                let rotary = rotary_of(&keys, family, head_dim)?;
-                let rope = Rope::parse(&keys, family.default_theta, max_positions, rotary)?;
-                if family.joint_qkv && !matches!(rope.scaling, Scaling::Default | Scaling::Long { .. }) {
-                    let why = format!("{} is built with longrope, or without scaling", family.model_type);
-                    return Err(keys.bad("rope_scaling", why));
-                }
-                vec![rope]
-            }
-            Some(sliding) => keys.ropes_by_layer(family, sliding, &attention, max_positions)?,
-        };
+        let ropes = ropes(&keys, family, &attention, (head_dim, max_positions))?;
         let mxfp4 = whole.mxfp4(family)?;
         let config = Self {
             family,
@@ -201,6 +181,37 @@ impl Config {
         let why = format!("{shown}; with the other sizes this makes {n} {what}, and ft takes up to {most}");
         Err(keys.bad(key, why))
     }
+}
+
+fn biases(keys: &Keys<'_>, family: &Family) -> Result<Biases> {
+    let bias = |b: Bias| -> Result<bool> {
+        match b {
+            Bias::Never => Ok(false),
+            Bias::Always => Ok(true),
+            Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
+            Bias::Unless(k) => Ok(keys.flag(k)?.unwrap_or(true)),
+        }
+    };
+    Ok(Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? })
+}
+
+/// One rotary embedding, or those of full and sliding layers.
+fn ropes(
+    keys: &Keys<'_>,
+    family: &Family,
+    layers: &[LayerAttention],
+    (head_dim, max_positions): (usize, usize),
+) -> Result<Vec<Rope>> {
+    if let Some(sliding) = family.sliding_theta {
+        return keys.ropes_by_layer(family, sliding, layers, max_positions);
+    }
+    let rotary = rotary_of(keys, family, head_dim)?;
+    let rope = Rope::parse(keys, family.default_theta, max_positions, rotary)?;
+    if family.joint_qkv && !matches!(rope.scaling, Scaling::Default | Scaling::Long { .. }) {
+        let why = format!("{} is built with longrope, or without scaling", family.model_type);
+        return Err(keys.bad("rope_scaling", why));
+    }
+    Ok(vec![rope])
 }
 
 /// Key of a head that shares the embedding's weight.
