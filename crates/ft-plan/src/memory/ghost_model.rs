@@ -75,7 +75,7 @@ impl GhostModel {
             let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
             let own = own(selection, experts).map(|range| (range, experts));
             let mut ghosts = Ghosts::new(&ledger, dtype, execution, weights);
-            ghosts.own = own;
+            (ghosts.own, ghosts.cuts) = (own, tensor > 1);
             ghosts
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =

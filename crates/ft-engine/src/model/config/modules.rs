@@ -112,6 +112,8 @@ pub struct Slice {
     pub mxfp4: bool,
 }
 
+/// Last name of the block of a shared expert.
+pub const SHARED_EXPERT: &str = "shared_expert";
 /// Name of a score head.
 pub const SCORE: &str = "score";
 
@@ -444,7 +446,7 @@ impl LayerTree {
                         false => m,
                     };
                     let shared = || {
-                        let block = format_args!("{block}.shared_expert");
+                        let block = format_args!("{block}.{SHARED_EXPERT}");
                         let own = mlp(block, names, moe.shared, false, Group::Mlp, None);
                         (own, router("shared_expert_gate", 1, false))
                     };
