@@ -20,34 +20,27 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// All layouts of `devices` ranks, for a model of so many `layers` with so many `experts` each (0 for none); `cuts`
-    /// tells numbers of ranks that can cut its matrices. Stages come with data alone, and so do cut matrices: the other
-    /// axes are not built with them.
+    /// All layouts of `devices` ranks over two axes at the most beside data, for a model of so many `layers` with so
+    /// many `experts` each (0 for none); `cuts` tells numbers of ranks that can cut its matrices.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
         let stages = |ranks: usize| if ranks == 1 { 0..=0 } else { 0..=3 };
-        let experts: Vec<usize> =
-            divisors(devices).filter(|e| *e == 1 || experts.max(1).is_multiple_of(*e)).collect();
+        let cutting: Vec<usize> = divisors(devices).filter(|n| *n == 1 || cuts(*n)).collect();
+        let splits = |e: &usize| experts.max(1).is_multiple_of(*e);
         let mut all = Vec::new();
-        for context in divisors(devices) {
-            for expert in &experts {
-                all.extend(stages(devices).map(|zero| Self {
-                    data: devices / context,
-                    pipeline: 1,
-                    context,
-                    tensor: 1,
-                    expert: *expert,
-                    zero,
-                }));
+        for pipeline in divisors(devices).filter(|n| *n <= layers) {
+            let stage = devices / pipeline;
+            for context in divisors(stage) {
+                let rest = stage / context;
+                for tensor in cutting.iter().copied().filter(|n| rest.is_multiple_of(*n)) {
+                    for expert in divisors(stage).filter(splits) {
+                        let several =
+                            [pipeline, context, tensor, expert].iter().filter(|n| **n > 1).count() > 2;
+                        let data = rest / tensor;
+                        let of = |zero| Self { data, pipeline, context, tensor, expert, zero };
+                        all.extend(stages(stage).filter(|_| !several).map(of));
+                    }
+                }
             }
-        }
-        let plain = Self { data: devices, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
-        for pipeline in divisors(devices).filter(|n| *n > 1 && *n <= layers) {
-            let data = devices / pipeline;
-            all.extend(stages(data).map(|zero| Self { data, pipeline, zero, ..plain }));
-        }
-        for tensor in divisors(devices).filter(|n| *n > 1 && cuts(*n)) {
-            let data = devices / tensor;
-            all.extend(stages(devices).map(|zero| Self { data, tensor, zero, ..plain }));
         }
         all
     }
@@ -96,10 +89,10 @@ mod tests {
         let of = |devices, experts| Layout::all(devices, 3, experts, |n| n == 2 && experts == 0);
         let plain = Layout { data: 1, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
         assert_eq!(of(1, 0), [plain]);
-        // of the divisors of 6, 2 and 3 are stages of 3 layers; matrices over 2 ranks
-        assert_eq!(of(6, 0).len(), 4 * 4 + 2 * 4 + 4);
-        // 12 experts divide by 1, 2, 4 of the divisors of 8
-        assert_eq!(of(8, 12).len(), 4 * 3 * 4 + 4);
+        // tokens over 1, 2, 3, 6, and with matrices over 2 ranks; 2 or 3 stages, with one of both
+        assert_eq!(of(6, 0).len(), (6 + 2 + 3) * 4);
+        // 12 experts divide by 1, 2, 4 of the divisors of 8; with 2 stages, or tokens over ranks
+        assert_eq!(of(8, 12).len(), (4 * 3 + 3 + 2) * 4);
         assert!(of(8, 12).iter().all(|l| l.data * l.context * l.pipeline == 8 && 12 % l.expert == 0));
         let l = Layout { data: 4, expert: 2, zero: 3, ..plain };
         assert_eq!(l.keys(), [("data", 4), ("expert", 2), ("zero", 3)]);

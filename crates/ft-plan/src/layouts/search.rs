@@ -124,10 +124,10 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     for layout in Layout::all(found.devices.count, layers, experts, cuts) {
         match applied(recipe, layout) {
             Ok((with, _)) if check_model(&with, &model.resolved.config).is_err() => {
-                let why = if with.parallel.pipeline > 1 {
-                    "parallel.pipeline is not built for layers that share inputs, keys and values"
-                } else {
+                let why = if with.parallel.context > 1 && model.resolved.config.delta.is_some() {
                     "parallel.context is not built for linear attention"
+                } else {
+                    "parallel.pipeline is not built for layers that share inputs, keys and values"
                 };
                 found.refuse(why.into());
             }
