@@ -95,17 +95,7 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
     let (tokens, width, experts, top_k, inner) = sizes;
     let cpu = &Device::Cpu;
     let seqs = Sequences::new(&[tokens], 0, cpu)?;
-    let between = Default::default();
-    let ctx = Context {
-        seqs,
-        across: None,
-        cut: None,
-        ropes: Vec::new(),
-        dropout: None,
-        rows: None,
-        experts: None,
-        between,
-    };
+    let ctx = Context::new(seqs, Vec::new(), None);
     let (x, dy) = (random((tokens, width), 1.0, dtype)?, random((tokens, width), 1.0, dtype)?);
 
     let mut make = Maker::new(dtype, full);

@@ -1,11 +1,9 @@
 //! Tokens of a row over ranks (`parallel.context`): results agree with one rank, and do not depend on sharding,
 //! transport or data ranks.
 
-use super::split::{self, ADAPTERS, LATE, MIXTURE, all, apart, ends, launch};
+use super::split::{self, ADAPTERS, MIXTURE, all, apart, ends, launch};
 use super::world::{Dice, FULL, LORA, World, nightly, repository};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 
 /// Rows of token ids below 64, of these lengths; some tokens without a target.
 fn rows(lengths: &[usize], seed: u64) -> String {
@@ -192,14 +190,8 @@ fn a_process_that_dies_ends_all() {
             4,
             &[&["run", "r.toml", &output, "data.max_length=512"], &set[..]].concat(),
         );
-        let end = Instant::now() + LATE;
-        while w.checkpoints(&name).is_empty() {
-            assert!(Instant::now() < end, "no checkpoint");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let pid = Pid::from_raw(processes[lost].id() as i32).expect("a number");
-        kill_process(pid, Signal::KILL).expect("signalled");
-        for (rank, r) in all(processes).iter().enumerate().filter(|(rank, _)| *rank != lost) {
+        let ended = split::killed(&w, &name, processes, lost);
+        for (rank, r) in ended.iter().enumerate().filter(|(rank, _)| *rank != lost) {
             assert_eq!(r.code, 7, "rank {rank}: {}", r.err);
             let log = if rank == 0 { Vec::new() } else { w.read(&format!("{name}/rank-{rank}.log")) };
             let log = String::from_utf8_lossy(&log).into_owned() + &r.err;

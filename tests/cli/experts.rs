@@ -2,9 +2,7 @@
 
 use super::split::{self, apart, ends, gradients, gradients_apart};
 use super::world::{Dice, World, recipe};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 
 const ALL: &str = r#"
 [[train]]
@@ -226,13 +224,7 @@ fn a_lost_owner_of_experts_is_named() {
     let own = layout(2, 2, 0);
     let long = with(&own, &["run.save_every=2", "run.epochs=4000", "run.output=lost"]);
     let processes = split::launch(&w, &[0, 1], 2, &[&["run", "r.toml"][..], &long].concat());
-    let end = Instant::now() + split::LATE;
-    while w.checkpoints("lost").is_empty() {
-        assert!(Instant::now() < end, "no checkpoint");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    kill_process(Pid::from_raw(processes[1].id() as i32).expect("a number"), Signal::KILL).expect("killed");
-    let ended = split::all(processes);
+    let ended = split::killed(&w, "lost", processes, 1);
     assert_eq!(ended[0].code, 7, "{}", ended[0].err);
     assert!(
         ended[0].err.contains("rank 1 of 2") && ended[0].err.contains("its process is gone"),

@@ -58,11 +58,7 @@ fn a_process_that_dies_ends_all() {
         let name = format!("lost-{}-{lost}", signal.as_raw());
         let long = ["parallel.zero=3", timeout, "run.save_every=2", "run.epochs=4000"];
         let processes = launch(&w, &[0, 1, 2, 3], 4, &run(&own(&name, 4), &long));
-        let end = Instant::now() + LATE;
-        while w.checkpoints(&name).is_empty() {
-            assert!(Instant::now() < end, "no checkpoint");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        split::wait_for_a_checkpoint(&w, &name);
         let pid = |rank: usize| Pid::from_raw(processes[rank].id() as i32).expect("a number");
         let since = Instant::now();
         kill_process(pid(lost), signal).expect("signalled");

@@ -5,6 +5,7 @@
 
 mod adapters;
 mod answers;
+mod axes;
 mod broken;
 mod cluster;
 mod context;

@@ -679,6 +679,30 @@ fn a_stage_holds_what_its_plan_says() -> Result<()> {
     Ok(())
 }
 
+/// With several axes together, the rank with the most allocates what the plan says, to 1%. Tokens go to all experts, so
+/// that the spread is even. The first two cases, all in the nightly tier.
+#[test]
+fn a_rank_of_several_axes_holds_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (qwen3, mut moe) = (config("qwen3", false), shared());
+    (moe["num_experts"], moe["mlp_only_layers"]) = (json!(4), json!([1]));
+    let (long, all) = ([1024; 4], FULL.replace("\"mlp\"", "\"mlp\", \"experts\", \"router\""));
+    let (stages, context, expert) = ("parallel.pipeline=2", "parallel.context=2", "parallel.expert=2");
+    let (data, aux) = ("parallel.data=2", "router.aux_loss=0.01");
+    let cases: [(&Value, &str, &[usize], &[&str]); 7] = [
+        (&qwen3, FULL, &long, &[context, CUT, NORMS]),
+        (&moe, &all, &long, &[stages, data, expert, "memory.recompute=1", aux]),
+        (&moe, &all, &long, &[CUT, expert, "memory.recompute=none", aux]),
+        (&qwen3, FULL, &long, &[stages, context, "memory.recompute=none"]),
+        (&qwen3, LORA, &long, &[stages, CUT, NF4, "memory.recompute=all"]),
+        (&moe, &all, &long, &[CUT, data, "parallel.zero=3", FEED_FORWARD]),
+        (&qwen3, LORA, &long, &[stages, context, CUT, "parallel.zero=3", NORMS]),
+    ];
+    let more = ["memory.budget=2GiB", "data.max_length=1024", "data.pack=false", "run.micro_rows=1"];
+    let cases = cases.map(|(config, rules, rows, set)| (config, rules, rows, [set, &more].concat()));
+    within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])
+}
+
 /// With the tokens of a row over ranks, memory and traffic agree with the plan to 1%: keys and values go to the ranks
 /// whose queries see them, and their gradients back.
 #[test]

@@ -3,10 +3,11 @@
 use super::world::{FULL, LORA, Ran, World, ran, recipe};
 use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Time limit for events: far more than anything takes here, and less than the 600 s after which waiting
 /// ranks give up.
@@ -108,10 +109,14 @@ pub fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
     vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
 }
 
-/// First moments after one step, by tensor: gradients times a constant.
+/// As [`gradients_of`], of the only checkpoint.
 pub fn gradients(w: &World, run: &str) -> Vec<(String, Tensor)> {
-    let newest = w.checkpoints(run).pop().expect("a checkpoint");
-    let path = w.path(&format!("{run}/checkpoints/{newest}/optimizer.safetensors"));
+    gradients_of(w, run, &w.checkpoints(run).pop().expect("a checkpoint"))
+}
+
+/// First moments after one step, by tensor: gradients times a constant.
+pub fn gradients_of(w: &World, run: &str, checkpoint: &str) -> Vec<(String, Tensor)> {
+    let path = w.path(&format!("{run}/checkpoints/{checkpoint}/optimizer.safetensors"));
     let files = TensorFiles::open_file(&path).expect("moments");
     let mut names: Vec<String> =
         files.names().map(|n| n.to_string()).filter(|n| n.ends_with(".exp_avg")).collect();
@@ -197,6 +202,25 @@ pub fn launch_at<'a>(
         c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
     };
     ranks.iter().map(start).collect()
+}
+
+/// Waits for the first checkpoint of a run in other processes.
+#[track_caller]
+pub fn wait_for_a_checkpoint(w: &World, run: &str) {
+    let end = Instant::now() + LATE;
+    while w.checkpoints(run).is_empty() {
+        assert!(Instant::now() < end, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Outcomes of all processes, by rank, after one is killed when the run has a checkpoint.
+#[track_caller]
+pub fn killed(w: &World, run: &str, processes: Vec<Child>, lost: usize) -> Vec<Ran> {
+    wait_for_a_checkpoint(w, run);
+    let pid = Pid::from_raw(processes[lost].id() as i32).expect("a number");
+    kill_process(pid, Signal::KILL).expect("signalled");
+    all(processes)
 }
 
 /// Outcomes of all processes, by rank.

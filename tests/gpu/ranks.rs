@@ -110,8 +110,8 @@ fn processes_have_the_bits_of_threads() {
     }
 }
 
-/// Tokens of a row, experts and matrices over devices: the same bits at every stage, in threads and processes, and results of one
-/// device.
+/// Tokens of a row, experts with layers, and matrices with tokens over devices: the same bits at every stage of ZeRO, in
+/// threads and processes, and results of one device.
 #[test]
 fn tokens_experts_and_matrices_over_devices() {
     if !devices(4) {
@@ -119,31 +119,27 @@ fn tokens_experts_and_matrices_over_devices() {
     }
     let packed = ["data.pack=true", "data.max_length=384", "run.batch_rows=2"];
     let recompute = &["memory.recompute=2"][..];
-    let cases = [(LORA, "context", &packed[..]), (MIXTURE, "expert", recompute), (CUT, "tensor", recompute)];
-    for (rules, axis, set) in cases {
+    let cases: [(&str, usize, &[&str], &[&str]); 3] = [
+        (LORA, 2, &["parallel.context=2"], &packed),
+        (MIXTURE, 2, &["parallel.expert=2", "parallel.pipeline=2"], recompute),
+        (CUT, 1, &["parallel.tensor=2", "parallel.context=2"], &packed),
+    ];
+    for (rules, data, axes, set) in cases {
         let w = split::world(rules);
-        if axis == "context" {
+        if axes.contains(&"parallel.context=2") {
             w.config("tiny", json!({"max_position_embeddings": 384}));
         }
         let set = [set, &["model.dtype=f32", "run.steps=2", "--overwrite"]].concat();
-        let over = |zero: u8| [format!("parallel.{axis}=2"), format!("parallel.zero={zero}")];
-        let run = |name: &str, data: usize, zero: u8| {
-            let over = over(zero);
-            bits(&w, data, name, &[&set[..], &[&over[0], &over[1]]].concat())
-        };
-        let want = run("threads", 2, 0);
-        assert!(run("stage-3", 2, 3) == want, "{axis}: other bits at stage 3");
-        let over = over(3);
-        let both = [&set[..], &[&over[0], &over[1]]].concat();
-        let count = if axis == "expert" { 2 } else { 4 };
-        let numbers: Vec<usize> = (0..count).collect();
-        for r in all(launch(&w, &numbers, count, &args(&own("processes", 2), &both))) {
-            assert_eq!(r.code, 0, "{axis}: {}", r.err);
+        let want = bits(&w, data, "threads", &[&set[..], axes].concat());
+        let both = [&set[..], axes, &["parallel.zero=3"]].concat();
+        assert!(bits(&w, data, "stage-3", &both) == want, "{axes:?}: other bits at stage 3");
+        for r in all(launch(&w, &[0, 1, 2, 3], 4, &args(&own("processes", data), &both))) {
+            assert_eq!(r.code, 0, "{axes:?}: {}", r.err);
         }
-        assert!(ends(&w, "processes") == want, "{axis}: other bits in processes");
+        assert!(ends(&w, "processes") == want, "{axes:?}: other bits in processes");
         let one = bits(&w, 1, "one", &set);
         let far = apart(&want[0], &one[0]);
-        assert!(far <= 1e-5, "{axis}: {far:.1e} from one device");
+        assert!(far <= 1e-5, "{axes:?}: {far:.1e} from one device");
     }
 }
 
@@ -288,11 +284,7 @@ fn a_process_that_dies_ends_all() {
         let name = format!("lost-{}-{lost}", signal.as_raw());
         let long = ["parallel.zero=3", timeout, "run.save_every=2", "run.epochs=4000"];
         let processes = launch(&w, &[0, 1, 2, 3], 4, &args(&own(&name, 4), &long));
-        let end = Instant::now() + LATE;
-        while w.checkpoints(&name).is_empty() {
-            assert!(Instant::now() < end, "no checkpoint");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        split::wait_for_a_checkpoint(&w, &name);
         let gone = Pid::from_raw(processes[lost].id() as i32).expect("a number");
         let since = Instant::now();
         kill_process(gone, signal).expect("signalled");

@@ -8,12 +8,16 @@ use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapters::{self, Choice, PeftConfig, Selection, peft};
+use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained, peft};
 use ft_engine::model::Config;
 use ft_engine::model::family::QkNorms;
 use ft_engine::model::modules::Module;
 use ft_engine::model::units::cut;
+use ft_engine::params::buffers::Split;
+use ft_engine::params::buffers::moments::is_large;
 use ft_engine::quant::BLOCK;
+use ft_engine::ranks::Mesh;
+use ft_kernels::optimizer::BLOCK as STATES;
 use ft_recipe::{Quantize, Recipe};
 use std::path::{Path, PathBuf};
 
@@ -130,8 +134,8 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 /// Refuses matrices that do not divide over the ranks that cut them, and layers that are not built for it.
 ///
 /// # Errors
-/// `parallel.tensor` above 1 with experts, linear attention, norms over all heads, or with another number of heads,
-/// width, or 4-bit blocks.
+/// `parallel.tensor` above 1 with linear attention, norms over all heads, or with another number of heads, width, or
+/// 4-bit blocks.
 fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
     if ranks == 1 {
@@ -141,8 +145,6 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.tensor = {ranks}: {why}")));
     let not_built = if config.delta.is_some() {
         Some("linear attention")
-    } else if config.moe.is_some() {
-        Some("mixtures of experts")
     } else if config.family.qk_norm == QkNorms::Whole {
         Some("norms over the queries and keys of all heads")
     } else if config.family.by_layer {
@@ -153,12 +155,13 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
         None
     };
     if let Some(what) = not_built {
-        let hint = if config.moe.is_some() { "parallel.expert" } else { "parallel.zero = 3" };
         return refuse(format!(
-            "not built yet: {what}, as {family} has\n  hint: {hint}, and parallel.tensor = 1"
+            "not built yet: {what}, as {family} has\n  hint: parallel.zero = 3, and parallel.tensor = 1"
         ));
     }
-    let (heads, width) = (config.kv_heads, config.intermediate);
+    // Mixtures stay whole, and so does a width that no layer has.
+    let dense = config.moe.as_ref().is_none_or(|moe| moe.sparse.contains(&false));
+    let (heads, width) = (config.kv_heads, if dense { config.intermediate } else { 0 });
     let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
     let (d, inner) = (config.hidden, config.heads * config.head_dim);
     let in_blocks = |n: usize| {
@@ -173,17 +176,21 @@ fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let near: Vec<String> = (1..=heads).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
     let blocks =
         if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
+    let and = if dense { format!(" and a feed-forward width of {width}") } else { String::new() };
     refuse(format!(
-        "the model has {heads} key heads and a feed-forward width of {width}, which do not divide by it{blocks}\n  \
-         hint: one of {}",
+        "the model has {heads} key heads{and}, which do not divide by it{blocks}\n  hint: one of {}",
         if near.is_empty() { "1".into() } else { near.join(", ") }
     ))
 }
 
 /// Whether so many ranks can cut the matrices of a model.
 pub(crate) fn cuts(recipe: &Recipe, of: &Resolved, ranks: usize) -> bool {
-    let with = recipe.with(&[format!("parallel.tensor={ranks}"), "parallel.context=1".into()]);
-    let fits = |r: Recipe| check_tensor(&r, &of.config).is_ok() && check_adapters(&r, &of.selection).is_ok();
+    let with = recipe.with(&[format!("parallel.tensor={ranks}")]);
+    let fits = |r: Recipe| {
+        check_tensor(&r, &of.config).is_ok()
+            && check_adapters(&r, &of.selection).is_ok()
+            && check_moments(&r, &of.selection).is_ok()
+    };
     with.is_ok_and(fits)
 }
 
@@ -200,6 +207,30 @@ fn check_adapters(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
             m.name
         ))),
         _ => Ok(()),
+    }
+}
+
+/// Refuses 8-bit moments in blocks that the cuts of matrices would divide.
+///
+/// # Errors
+/// `parallel.tensor` above 1 with 8-bit states, and a large tensor with a cut within a block.
+fn check_moments(recipe: &Recipe, selection: &Selection) -> Result<(), Error> {
+    let ranks = recipe.parallel.tensor;
+    if ranks == 1 || !recipe.optimizer.name.eight_bit() {
+        return Ok(());
+    }
+    let split = Split { mesh: Mesh { tensor: ranks, ..Mesh::ONE }, ..Split::default() };
+    let trained = selection.trained();
+    let divided = |t: &&Trained| is_large(t.elements()) && split.piece_of(t).by(STATES).is_none();
+    match trained.iter().find(divided) {
+        None => Ok(()),
+        Some(t) => Err(Error::Ignored(format!(
+            "{}: parallel.tensor = {ranks}: 8-bit states are in blocks of {STATES} values, and the cut of {} {:?} is \
+             within one\n  hint: optimizer.name = \"adamw\", or another parallel.tensor",
+            recipe.place("parallel.tensor"),
+            t.name,
+            t.shape
+        ))),
     }
 }
 
@@ -306,6 +337,7 @@ pub fn selection(
     }
     selection.check_learning_rates(recipe)?;
     check_adapters(recipe, &selection)?;
+    check_moments(recipe, &selection)?;
     Ok(selection)
 }
 

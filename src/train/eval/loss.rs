@@ -12,7 +12,6 @@ use crate::train::step::{
 };
 use candle_core::{DType, Device};
 use ft_data::{Dataset, Micro, Size};
-use ft_engine::model::batch::HostBatch;
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::params::Params;
 use ft_engine::ranks::{self, At, Comm};
@@ -154,46 +153,59 @@ pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) 
 /// Device errors; lost rank.
 pub fn probe_of(cx: &TrainContext<'_>, m: &Micro) -> ft_base::Result<Real> {
     let TrainedModel { decoder, params, .. } = cx.model;
-    if cx.ranks().stages() == 1 {
+    if !params.split.is_of_part() {
         return probe(decoder, &LeaderGather::new(decoder, params, cx.comm), m, cx.device());
     }
     let of = Probed { ids: m.ids.clone(), positions: m.positions.clone(), docs: m.docs.clone() };
     command::announce(cx.comm, &Command::Probe(of.clone()))?;
     let gather = Gather::new(decoder, params, cx.comm);
     let none = || Error::Internal("the last stage sent no logits".into()).into();
-    stage_logits(cx, &gather, &of)?.ok_or_else(none)
+    logits_of_all(cx, &gather, of)?.ok_or_else(none)
 }
 
-/// A forward pass of all stages over the rows of the first rank. The first rank gets the logits.
+/// A forward pass of all ranks over a micro-batch of the first, which gets the logits.
 ///
 /// # Errors
 /// Device errors; lost rank.
-pub fn stage_logits(
+pub fn logits_of_all(
     cx: &TrainContext<'_>,
     gather: &Gather<'_>,
-    of: &Probed,
+    of: Probed,
 ) -> ft_base::Result<Option<Real>> {
     let (decoder, ranks) = (&cx.model.decoder, cx.ranks());
+    let Probed { ids, positions, docs } = of;
+    let whole = Micro { ids, positions, docs, ..Micro::default() };
+    let (tokens, context) = (whole.ids.len(), ranks.of_tokens());
     let mut walk = Walk::new(decoder, None, 0).hooks(gather);
-    let Some(stage) = gather.stage().filter(|_| ranks.own() == 0) else {
-        return walk.serve_forward().map(|()| None);
+    let own = (ranks.own() == 0).then(|| OwnMicro::new(whole, context.as_ref()));
+    let logits = match own.as_ref().filter(|own| !own.is_empty()) {
+        None => walk.serve_forward().map(|()| None)?,
+        Some(own) => walk.stage_logits(&own.batch(&decoder.config, ((0, 0), None), None, cx.device())?)?,
     };
-    let host =
-        HostBatch { ids: &of.ids, positions: &of.positions, docs: &of.docs, targets: &[], weights: &[] };
-    let batch = Batch::new(&decoder.config, host, (0, 0), None, cx.device())?;
-    let own = walk.stage_logits(&batch)?;
-    let (shape, last) = ((of.ids.len(), decoder.head.vocab), ranks.stages() - 1);
-    let (mut out, mut into, mut got) = (Vec::new(), Vec::new(), None);
-    match own {
-        Some(logits) => out.push((0, logits.flatten_all()?)),
-        None if ranks.stage() == 0 => {
-            let to = Tensor::zeros(shape, DType::F32, cx.device())?;
-            into.push((last, to.flatten_all()?));
-            got = Some(to);
-        }
-        None => return Ok(None),
+    let mine = own.map(|own| own.tokens()).filter(|_| logits.is_some()).unwrap_or_default();
+    let all = cx.comm.all_gather_object(At::all("the tokens of logits"), &mine)?;
+    let members: Vec<usize> = (0..all.len()).filter(|r| *r == 0 || !all[*r].is_empty()).collect();
+    if !members.contains(&cx.comm.rank()) {
+        return Ok(None);
     }
-    let at = At::all("the logits of the last stage");
-    stage.group().exchange_among(&[0, last], at, &out, &into)?.wait()?;
-    got.map(|t| Ok::<_, ft_base::Error>(t.real()?.clone())).transpose()
+    let (vocab, at) = (decoder.head.vocab, At::all("the logits of a micro-batch"));
+    let rows = |n: usize, t: &Tensor| t.narrow(0, 0, n)?.contiguous()?.flatten_all();
+    let flat = logits.filter(|_| !mine.is_empty()).map(|t| rows(mine.len(), &t)).transpose()?;
+    if cx.comm.rank() != 0 {
+        let out: Vec<_> = flat.into_iter().map(|t| (0, t)).collect();
+        cx.comm.exchange_among(&members, at, &out, &[])?.wait()?;
+        return Ok(None);
+    }
+    let room = |r: &usize| Ok((*r, Tensor::zeros(all[*r].len() * vocab, DType::F32, cx.device())?));
+    let others = members.iter().filter(|r| **r != 0 && !all[**r].is_empty());
+    let into = others.map(room).collect::<candle_core::Result<Vec<_>>>()?;
+    cx.comm.exchange_among(&members, at, &[], &into)?.wait()?;
+    let to = Real::zeros((tokens, vocab), DType::F32, cx.device())?;
+    for (rank, part) in flat.into_iter().map(|t| (0, t)).chain(into) {
+        for (i, token) in all[rank].iter().enumerate() {
+            let row = part.narrow(0, i * vocab, vocab)?.reshape((1, vocab))?;
+            to.slice_set(row.real()?, 0, *token as usize)?;
+        }
+    }
+    Ok(Some(to))
 }

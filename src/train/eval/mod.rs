@@ -8,4 +8,4 @@ mod loss;
 pub use divergence::DivergenceCheck;
 pub use generation::{Answer, add_to, check_tokenizer, score, scores_line};
 pub use history::EvalHistory;
-pub use loss::{Evaluation, evaluate, evaluate_loaded, probe, probe_of, stage_logits};
+pub use loss::{Evaluation, evaluate, evaluate_loaded, logits_of_all, probe, probe_of};

@@ -37,7 +37,7 @@ pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
 ///
 /// # Errors
 /// Fewer CUDA devices than ranks; NCCL missing; NCCL on the CPU; MPI on CUDA; dropout in experts on CUDA with
-/// context parallelism.
+/// tokens of a row over ranks.
 pub fn check(job: &Job) -> Result<(), Error> {
     let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
     let fail = |key: &str, what: String, hint: &str| {
@@ -47,9 +47,11 @@ pub fn check(job: &Job) -> Result<(), Error> {
     let drops = |(m, choice): &(Module, Choice)| {
         m.expert.is_some() && matches!(choice, Choice::Lora { spec, .. } if spec.dropout > 0.0)
     };
-    if cuda && p.context > 1 && job.selection.modules.iter().any(drops) {
+    let over = [("parallel.context", p.context), ("parallel.tensor", p.tensor)];
+    let over = over.iter().find(|(_, ranks)| *ranks > 1).filter(|_| cuda);
+    if let Some((key, _)) = over.filter(|_| job.selection.modules.iter().any(drops)) {
         let what = "not built yet: dropout in adapters of experts on a GPU, with ranks that split the tokens of a row";
-        return fail("parallel.context", what.into(), "parallel.context=1, or lora.dropout=0");
+        return fail(key, what.into(), &format!("{key}=1, or lora.dropout=0"));
     }
     let (ranks, here) = (p.ranks(), p.in_process());
     if !cuda || ranks == 1 {

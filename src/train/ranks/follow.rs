@@ -7,7 +7,7 @@
 use super::inputs::RunInputs;
 use super::shard::{load, load_checkpoint, other_reference, ready, save};
 use crate::train::Error;
-use crate::train::eval::{evaluate, stage_logits};
+use crate::train::eval::{evaluate, logits_of_all};
 use crate::train::job::Job;
 use crate::train::output;
 use crate::train::step::command::{self, Command};
@@ -82,14 +82,8 @@ fn execute(
             finite::check_weights(params, comm, step)?;
             save(cx, &dir)
         }
-        Command::Forward => {
-            let mut walk = Walk::chosen(decoder, None, &inputs.execution).hooks(gather);
-            match params.split.tensor_group(comm).filter(|group| group.members().contains(&0)) {
-                Some(group) => walk.follow(&group),
-                None => walk.serve_forward(),
-            }
-        }
-        Command::Probe(of) => stage_logits(cx, gather, &of).map(drop),
+        Command::Forward => Walk::chosen(decoder, None, &inputs.execution).hooks(gather).serve_forward(),
+        Command::Probe(of) => logits_of_all(cx, gather, of).map(drop),
         Command::ReadBack(dir) => output::read_back(job, params, &dir),
         Command::Load(dir) => load_checkpoint(params, &dir, comm),
         Command::End => Ok(()),

@@ -49,10 +49,11 @@ pub struct StepTime {
 
 impl StepTime {
     /// Bytes that this rank has received from other ranks so far; and of these, within layers: keys and values, rows of
-    /// experts, hidden states of other stages.
+    /// experts, hidden states of other stages, tokens around cut matrices.
     pub fn received(comm: &dyn Comm) -> [u64; 2] {
         let of = |axis| comm.received().along(axis);
-        [comm.received().total(), of(Axis::Context) + of(Axis::Expert) + of(Axis::Pipeline)]
+        let within = [Axis::Context, Axis::Expert, Axis::Pipeline, Axis::Tensor];
+        [comm.received().total(), within.into_iter().map(of).sum()]
     }
 }
 
@@ -212,7 +213,7 @@ impl RunLog {
             let [all, exchanged] = StepTime::received(cx.comm);
             event["wire_bytes"] = json!(all - time.received[0]);
             let p = &cx.job.recipe.parallel;
-            if p.context > 1 || p.expert > 1 || p.pipeline > 1 {
+            if [p.context, p.expert, p.pipeline, p.tensor].iter().any(|n| *n > 1) {
                 event["wire_bytes_exchanged"] = json!(exchanged - time.received[1]);
             }
         }

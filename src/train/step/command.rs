@@ -15,7 +15,7 @@ pub enum Command {
     Save(u64, #[serde(with = "path_bytes")] PathBuf),
     /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
-    /// A forward pass of all pipeline stages; the first rank gets the logits.
+    /// A forward pass of all ranks over a micro-batch of the first; the first rank gets the logits.
     Probe(Probed),
     /// Loading of the result in a folder, for the check after writing.
     ReadBack(#[serde(with = "path_bytes")] PathBuf),

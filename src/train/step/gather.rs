@@ -85,40 +85,28 @@ impl Drop for Gather<'_> {
     }
 }
 
-/// As [`Gather`], for forward passes of the first rank alone. Announces every pass to the other ranks, so
-/// they can send their shards.
-pub struct LeaderGather<'a> {
-    all: Gather<'a>,
-    /// Ranks that cut matrices with the first, if they do.
-    tensor: Option<Group<'a>>,
-}
+/// As [`Gather`], for forward passes of the first rank alone, of a model that no axis divides. Announces every pass to
+/// the other ranks, so they can send their shards.
+pub struct LeaderGather<'a>(Gather<'a>);
 
 impl<'a> LeaderGather<'a> {
     /// Creates a gatherer for passes of the first rank.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
-        Self { all: Gather::new(decoder, params, comm), tensor: params.split.tensor_group(comm) }
+        Self(Gather::new(decoder, params, comm))
     }
 }
 
 impl Hooks for LeaderGather<'_> {
     fn begin(&self) -> ft_base::Result<()> {
-        let (params, comm) = (self.all.params, self.all.comm);
+        let Gather { params, comm, .. } = self.0;
         if params.needs_others() { command::announce(comm, &Command::Forward) } else { Ok(()) }
     }
 
-    fn experts(&self) -> Option<&dyn Comm> {
-        self.all.experts()
-    }
-
-    fn lone(&self) -> Option<&dyn Comm> {
-        self.tensor.as_ref().map(|group| group as &dyn Comm)
-    }
-
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.all.arrive(visit, next)
+        self.0.arrive(visit, next)
     }
 
     fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.all.leave(visit, next)
+        self.0.leave(visit, next)
     }
 }

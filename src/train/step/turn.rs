@@ -4,12 +4,12 @@ use crate::train::distill;
 use candle_core::Device;
 use ft_data::{Micro, Segments, segments};
 use ft_engine::model::across::Across;
-use ft_engine::model::batch::{Distillation, HostBatch};
+use ft_engine::model::batch::{Distillation, HostBatch, Sharers};
 use ft_engine::model::cut::{self, Cut};
 use ft_engine::model::{Batch, Config};
 use ft_engine::ranks::{self, At, Axis, Comm, Group, Mesh};
 use ft_recipe::Parallel;
-use std::ops::Range;
+use std::sync::Arc;
 
 /// Converts a micro-batch of a dataset to the input of the model.
 pub fn host(m: &Micro) -> HostBatch<'_> {
@@ -60,10 +60,18 @@ impl<'a> Ranks<'a> {
         self.mesh.coordinates(self.comm.rank()).data
     }
 
-    /// Ranks with tokens of the same rows, if there are several: a context group or a tensor group.
-    pub fn of_tokens(&self) -> Option<Group<'a>> {
-        let axis = if self.mesh.tensor > 1 { Axis::Tensor } else { Axis::Context };
-        (self.mesh.context * self.mesh.tensor > 1).then(|| Group::new(self.comm, &self.mesh, axis))
+    /// Ranks with tokens of the same rows, if there are several.
+    pub fn of_tokens(&self) -> Option<TokenRanks<'a>> {
+        let group = |axis| Group::new(self.comm, &self.mesh, axis);
+        let (context, tensor) = (self.mesh.context > 1, self.mesh.tensor > 1);
+        let all = match (context, tensor) {
+            (false, false) => return None,
+            (true, false) => group(Axis::Context),
+            (false, true) => group(Axis::Tensor),
+            (true, true) => group(Axis::Rows),
+        };
+        let (context, tensor) = (context.then(|| group(Axis::Context)), tensor.then(|| group(Axis::Tensor)));
+        Some(TokenRanks { all, context, tensor })
     }
 
     /// An error of a pass, or the loss of a rank that it follows from.
@@ -81,58 +89,109 @@ impl<'a> Ranks<'a> {
     }
 }
 
-/// A micro-batch on one rank: the whole, or the tokens of the rank in its context group or tensor group.
+/// Ranks with tokens of the same rows.
+pub struct TokenRanks<'a> {
+    /// All of them, in order: by segment, then by part of it.
+    all: Group<'a>,
+    /// Ranks with other segments, if ranks split the rows.
+    context: Option<Group<'a>>,
+    /// Ranks with other parts of the same segments, if ranks cut matrices.
+    tensor: Option<Group<'a>>,
+}
+
+/// A micro-batch on one rank: the whole, or the tokens of the rank. Ranks of a context group have segments of it; those
+/// of a tensor group have parts of the same segments.
 pub struct OwnMicro<'a> {
     pub whole: Micro,
-    part: Option<(Segments, Of<'a>)>,
-    /// Targets of each rank with tokens, in order.
+    part: Option<Part<'a>>,
+}
+
+/// Tokens of one of several ranks.
+struct Part<'a> {
+    /// Tokens and targets of this rank. One without tokens in a tensor group with some has one row that counts nowhere.
+    own: Segments,
+    is_idle: bool,
+    /// Segments over the context group, if ranks split the rows.
+    across: Option<Arc<Across<'a>>>,
+    /// Ranks with other parts of the same segments, if ranks cut matrices.
+    tensor: Option<&'a dyn Comm>,
+    /// Ranks with tokens of the micro-batch.
+    sharers: Sharers<'a>,
+    /// Their targets, in order.
     targets: Vec<Vec<u32>>,
 }
 
-/// Ranks with tokens of the same micro-batch.
-enum Of<'a> {
-    Context(Box<Across<'a>>),
-    Tensor(&'a dyn Comm),
+impl<'a> Part<'a> {
+    fn new(whole: &Micro, ranks: &'a TokenRanks<'_>) -> Self {
+        let (me, size) = (ranks.all.rank(), ranks.tensor.as_ref().map_or(1, Comm::world));
+        let segments = match &ranks.context {
+            Some(group) => segments(&whole.docs, group.world()),
+            None => vec![std::iter::once(0..whole.ids.len()).filter(|r| !r.is_empty()).collect()],
+        };
+        let (mut own, mut active, mut targets) = (Segments::default(), Vec::new(), Vec::new());
+        let mut is_idle = false;
+        for (at, ranges) in segments.iter().enumerate().filter(|(_, ranges)| !ranges.is_empty()) {
+            let group = whole.part(ranges);
+            for (i, range) in cut::parts(group.tokens.len(), size).into_iter().enumerate() {
+                let (rank, part) = (at * size + i, group.part(range));
+                active.push(rank);
+                targets.push(part.targets.clone());
+                if rank == me {
+                    is_idle = part.tokens.is_empty();
+                    own = if is_idle { group.part(0..1).without_targets() } else { part };
+                }
+            }
+        }
+        let across = ranks.context.as_ref().map(|group| Arc::new(Across::new(group, &whole.docs, segments)));
+        let tensor = ranks.tensor.as_ref().map(|group| group as &dyn Comm);
+        Self { own, is_idle, across, tensor, sharers: Sharers { comm: &ranks.all, active }, targets }
+    }
+
+    /// Context of the tokens of a tensor group, if ranks cut matrices: `input` makes a batch.
+    fn cut(
+        &self,
+        whole: &Micro,
+        input: impl Fn(HostBatch<'_>) -> ft_base::Result<Batch<'a>>,
+    ) -> ft_base::Result<Option<Cut<'a>>> {
+        let Some(comm) = self.tensor else { return Ok(None) };
+        let part = self.across.as_ref().map(|across| (across, whole.part(across.own())));
+        let m = part.as_ref().map_or(whole, |(_, part)| &part.micro);
+        let (n, untargeted) = (m.ids.len(), HostBatch { targets: &[], weights: &[], ..host(m) });
+        let all = match &part {
+            None => input(untargeted)?,
+            Some((across, part)) => {
+                let batch = input(HostBatch { docs: &[n], ..untargeted })?;
+                batch.among(Arc::clone(across), part.tokens.clone(), Vec::new())
+            }
+        };
+        Ok(Some(Cut::new(comm, cut::parts(n, comm.world()), all.context)))
+    }
 }
 
 impl<'a> OwnMicro<'a> {
-    /// Divides a micro-batch over the ranks of a group, if there is one.
-    pub fn new(whole: Micro, group: Option<&'a Group<'_>>) -> Self {
-        let Some(group) = group else { return Self { whole, part: None, targets: Vec::new() } };
-        if group.axis() == Axis::Tensor {
-            return Self::cut(whole, group);
-        }
-        let segments = segments(&whole.docs, group.world());
-        let active = segments.iter().filter(|ranges| !ranges.is_empty());
-        let targets = active.map(|ranges| whole.part(ranges).targets).collect();
-        let across = Across::new(group, &whole.docs, segments);
-        Self { part: Some((whole.part(across.own()), Of::Context(Box::new(across)))), whole, targets }
-    }
-
-    /// Divides a micro-batch over a tensor group. A rank without tokens has one row that counts nowhere.
-    fn cut(whole: Micro, group: &'a Group<'_>) -> Self {
-        let of = |range: &Range<usize>| whole.part(std::slice::from_ref(range));
-        let mut parts: Vec<Segments> = cut::parts(whole.ids.len(), group.world()).iter().map(of).collect();
-        let targets = parts.iter().map(|part| part.targets.clone()).collect();
-        let mut own = parts.swap_remove(group.rank());
-        if own.tokens.is_empty() && !whole.ids.is_empty() {
-            own = Segments { targets: Vec::new(), ..whole.part(std::slice::from_ref(&(0..1))) };
-            own.micro.targets.clear();
-            own.micro.weights.clear();
-            own.micro.teacher.ids.clear();
-            own.micro.teacher.logits.clear();
-        }
-        Self { part: Some((own, Of::Tensor(group))), whole, targets }
+    /// Divides a micro-batch over the ranks with tokens of the same rows, if there are several.
+    pub fn new(whole: Micro, ranks: Option<&'a TokenRanks<'_>>) -> Self {
+        let part = ranks.map(|ranks| Part::new(&whole, ranks));
+        Self { whole, part }
     }
 
     /// Tokens and targets of this rank.
     pub fn micro(&self) -> &Micro {
-        self.part.as_ref().map_or(&self.whole, |(part, _)| &part.micro)
+        self.part.as_ref().map_or(&self.whole, |part| &part.own.micro)
     }
 
-    /// Whether this rank has no tokens.
+    /// Whether this rank has no tokens, and no row that counts nowhere either.
     pub fn is_empty(&self) -> bool {
         self.micro().ids.is_empty()
+    }
+
+    /// Indices of this rank's tokens in the micro-batch.
+    pub fn tokens(&self) -> Vec<u32> {
+        match &self.part {
+            Some(part) if part.is_idle => Vec::new(),
+            Some(part) => part.own.tokens.clone(),
+            None => (0..self.whole.ids.len() as u32).collect(),
+        }
     }
 
     /// The input of the model. `first` counts the tokens and targets of earlier micro-batches of the step; `random` is
@@ -146,24 +205,21 @@ impl<'a> OwnMicro<'a> {
         (first, random): ((usize, usize), Option<(u64, u64)>),
         by: Option<Distillation>,
         device: &Device,
-    ) -> ft_base::Result<Batch<'_>> {
-        let m = self.micro();
-        let own = [m.ids.len()];
-        let input = if self.part.is_some() { HostBatch { docs: &own, ..host(m) } } else { host(m) };
-        let batch = Batch::new(config, input, first, random, device)?;
-        let batch = distill::taught(batch, m, by, device)?;
-        Ok(match &self.part {
-            Some((part, Of::Context(across))) => {
-                batch.among(across, part.tokens.clone(), part.targets.clone())
-            }
-            Some((part, Of::Tensor(comm))) => {
-                let all = HostBatch { targets: &[], weights: &[], ..host(&self.whole) };
-                let all = Batch::new(config, all, first, random, device)?.context;
-                let cut = Cut::new(*comm, cut::parts(self.whole.ids.len(), comm.world()), all);
-                batch.cut(cut, part.tokens.clone(), part.targets.clone())
-            }
-            None => batch,
-        })
+    ) -> ft_base::Result<Batch<'a>> {
+        let input = |of: HostBatch<'_>| -> ft_base::Result<Batch<'a>> {
+            Ok(Batch::new(config, of, first, random, device)?)
+        };
+        let (m, own) = (self.micro(), [self.micro().ids.len()]);
+        let docs = if self.part.is_some() { &own[..] } else { &m.docs };
+        let batch = distill::taught(input(HostBatch { docs, ..host(m) })?, m, by, device)?;
+        let Some(part) = &self.part else { return Ok(batch) };
+        let (tokens, targets) = (part.own.tokens.clone(), part.own.targets.clone());
+        let batch = match (part.cut(&self.whole, input)?, &part.across) {
+            (Some(cut), _) => batch.cut(cut, tokens, targets),
+            (None, Some(across)) => batch.among(Arc::clone(across), tokens, targets),
+            (None, None) => batch,
+        };
+        Ok(batch.shared(part.sharers.clone()))
     }
 
     /// Losses of all targets of the micro-batch, or outputs of a score head, from those of this rank. Collective
@@ -172,19 +228,14 @@ impl<'a> OwnMicro<'a> {
     /// # Errors
     /// A lost rank.
     pub fn whole_losses(&self, own: Vec<f64>) -> ft_base::Result<Vec<f64>> {
-        let Some((_, of)) = &self.part else { return Ok(own) };
-        let bytes: Vec<u8> = own.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let at = At::all("the losses of a micro-batch");
-        let all = match of {
-            Of::Context(across) => across.all_gather_bytes(at, &bytes)?,
-            Of::Tensor(comm) => comm.all_gather_bytes(at, &bytes, true)?,
-        };
-        let (count, values) =
-            (self.whole.targets.len(), all.iter().map(Vec::len).sum::<usize>() / size_of::<f64>());
+        let Some(Part { sharers, targets, .. }) = &self.part else { return Ok(own) };
+        let words: Vec<u64> = own.into_iter().map(f64::to_bits).collect();
+        let all = sharers.all_gather(At::all("the losses of a micro-batch"), &words)?;
+        let (count, values) = (self.whole.targets.len(), all.iter().map(Vec::len).sum::<usize>());
         let width = values / count.max(1);
         let mut out = vec![f64::NAN; values];
-        for (targets, bytes) in self.targets.iter().zip(&all) {
-            let mut came = bytes.as_chunks().0.iter().map(|b| f64::from_ne_bytes(*b));
+        for (targets, words) in targets.iter().zip(all) {
+            let mut came = words.into_iter().map(f64::from_bits);
             for target in targets {
                 let place = &mut out[*target as usize * width..][..width];
                 place.iter_mut().zip(&mut came).for_each(|(to, x)| *to = x);
@@ -195,9 +246,9 @@ impl<'a> OwnMicro<'a> {
 
     /// Values of this rank's targets, from those of all targets of the micro-batch.
     pub fn own_of(&self, all: Vec<f32>) -> Vec<f32> {
-        let Some((part, _)) = &self.part else { return all };
+        let Some(Part { own, .. }) = &self.part else { return all };
         let width = all.len() / self.whole.targets.len().max(1);
-        part.targets.iter().flat_map(|t| all[*t as usize * width..][..width].iter().copied()).collect()
+        own.targets.iter().flat_map(|t| all[*t as usize * width..][..width].iter().copied()).collect()
     }
 }
 

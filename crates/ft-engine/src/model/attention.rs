@@ -154,7 +154,7 @@ impl Attention {
     fn attend(&self, [q, k, v]: [&Tensor; 3], ctx: &Context, cache: Option<&mut Cache>) -> Result<Outputs> {
         // A gate makes a new tensor, without spare columns.
         let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(q) });
-        let out = match (cache, ctx.across) {
+        let out = match (cache, &ctx.across) {
             (Some(cache), _) => {
                 let lent = self.producer.map(|l| ctx.between.cache(l)).transpose()?;
                 if lent.is_none() {
@@ -404,7 +404,7 @@ impl Attention {
             }
         }
         let (how, out) = (self.causal(ctx), s.out);
-        let (dq, dk, dv) = match ctx.across {
+        let (dq, dk, dv) = match &ctx.across {
             Some(across) => across.backward([&q, &k, &v, &d_o], out, &how, rv)?,
             None => {
                 let gradients = attention::backward(&q, &k, &v, out.whole()?, &d_o, &how, rv)?;

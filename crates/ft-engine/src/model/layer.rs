@@ -8,6 +8,7 @@ use super::linear::Linear;
 use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
+use super::pass::cut::Cut;
 use super::pass::sink::Sink;
 use super::per_layer::{self, PerLayer};
 use candle_core::Result;
@@ -78,6 +79,16 @@ impl FeedForward {
             FeedForward::Dense(b) => b.fused_rank(x),
             FeedForward::Mixture(_) | FeedForward::Beside(_) => 0,
         }
+    }
+
+    /// Ranks that cut the matrices, if they do. A mixture computes on the rank's own tokens.
+    fn cut<'c, 'a>(&self, ctx: &'c Context<'a>) -> Option<&'c Cut<'a>> {
+        ctx.cut.as_deref().filter(|_| matches!(self, FeedForward::Dense(_)))
+    }
+
+    /// Context of the tokens that this part computes on.
+    fn context<'c, 'a>(&self, ctx: &'c Context<'a>) -> &'c Context<'a> {
+        self.cut(ctx).map_or(ctx, Cut::whole)
     }
 
     /// Whether the backward pass needs the input.
@@ -356,7 +367,7 @@ impl Layer {
                 let needed = level >= Level::FeedForward || self.mlp.needs_input();
                 let input = || {
                     let normed = self.input(&self.mlp_norm, &mid, ctx.room(self.mlp.fused_rank(x)))?;
-                    gathered(normed, ctx, |all| self.mlp.fused_rank(all))
+                    gathered(normed, self.mlp.cut(ctx), |all| self.mlp.fused_rank(all))
                 };
                 let normed = needed.then(input).transpose()?;
                 (mid, normed, (out, saved))
@@ -364,10 +375,10 @@ impl Layer {
         };
         let wants_output = self.mlp_post.is_some() && kept.mlp_out.is_none();
         let (mlp_out, mlp) = match normed {
-            Some(normed) => self.mlp.restore(kept.mlp, &normed, ctx.whole(), wants_output)?,
+            Some(normed) => self.mlp.restore(kept.mlp, &normed, self.mlp.context(ctx), wants_output)?,
             None => (None, kept.mlp),
         };
-        let mlp_out = mlp_out.map(|m| scattered(m, ctx)).transpose()?;
+        let mlp_out = mlp_out.map(|m| scattered(m, self.mlp.cut(ctx))).transpose()?;
         let mlp_out = kept.mlp_out.or(mlp_out);
         let per_layer = self.inputs_again(kept.per_layer, &mid, mlp_out.as_ref(), ctx)?;
         let (out, saved) = attn;
@@ -410,7 +421,7 @@ impl Layer {
     /// The input of the mixer, of all tokens that it sees.
     fn mixer_input(&self, x: &Tensor, ctx: &Context) -> Result<Padded> {
         let normed = self.input(&self.attn_norm, x, ctx.room(self.attn.fused_rank(x)))?;
-        gathered(normed, ctx, |all| self.attn.fused_rank(all))
+        gathered(normed, ctx.cut.as_deref(), |all| self.attn.fused_rank(all))
     }
 
     /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved activations
@@ -424,7 +435,7 @@ impl Layer {
         let normed = self.mixer_input(x, ctx)?;
         let (a, attn) = self.attn.forward(&normed, ctx.whole(), cache)?;
         drop(normed);
-        let a = scattered(a, ctx)?;
+        let a = scattered(a, ctx.cut.as_deref())?;
         let (a, out) = match &self.attn_post {
             Some(post) => (post.forward(&a)?, Some(a)),
             None => (a, None),
@@ -436,7 +447,7 @@ impl Layer {
                 (mid.clone(), Padded::of(&mid)?)
             }
         };
-        let normed = gathered(normed, ctx, |all| self.mlp.fused_rank(all))?;
+        let normed = gathered(normed, self.mlp.cut(ctx), |all| self.mlp.fused_rank(all))?;
         Ok((mid, normed, (out, attn)))
     }
 
@@ -455,9 +466,9 @@ impl Layer {
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
         let (mid, normed, (out, saved)) = self.attend(x, ctx, cache)?;
-        let (m, mlp) = self.mlp.forward(&normed, ctx.whole(), replay)?;
+        let (m, mlp) = self.mlp.forward(&normed, self.mlp.context(ctx), replay)?;
         drop(normed);
-        let m = scattered(m, ctx)?;
+        let m = scattered(m, self.mlp.cut(ctx))?;
         let (m, mlp_out) = match &self.mlp_post {
             Some(post) => (post.forward(&m)?, Some(m)),
             None => (m, None),
@@ -524,12 +535,13 @@ impl Layer {
         let dy = finished.as_ref().unwrap_or(dy);
         let d_mid = {
             let before = post_back(&self.mlp_post, s.mlp_out, dy, sink)?;
-            let of = |all: &Tensor| self.mlp.fused_rank_back(all, ctx.whole());
-            let all = gathered(before.as_ref().unwrap_or(dy).clone(), ctx, of)?;
+            let (cut, context) = (self.mlp.cut(ctx), self.mlp.context(ctx));
+            let of = |all: &Tensor| self.mlp.fused_rank_back(all, context);
+            let all = gathered(before.as_ref().unwrap_or(dy).clone(), cut, of)?;
             drop(before);
-            let dn = self.mlp.backward((&mid, s.mlp), &all, ctx.whole(), sink, balance)?;
+            let dn = self.mlp.backward((&mid, s.mlp), &all, context, sink, balance)?;
             drop(all);
-            let dn = scattered(dn, ctx)?;
+            let dn = scattered(dn, cut)?;
             let rank = if self.attn_post.is_none() { self.attn.fused_rank_back(&dn, ctx) } else { 0 };
             let rank = ctx.room(rank);
             add_back(&self.mlp_norm, &mid, dn, dy, rank, sink)?
@@ -537,26 +549,26 @@ impl Layer {
         drop(mid);
         let before = post_back(&self.attn_post, out, &d_mid, sink)?;
         let of = |all: &Tensor| self.attn.fused_rank_back(all, ctx.whole());
-        let all = gathered(before.as_ref().unwrap_or(&d_mid).clone(), ctx, of)?;
+        let all = gathered(before.as_ref().unwrap_or(&d_mid).clone(), ctx.cut.as_deref(), of)?;
         drop(before);
         let dn = self.attn.backward(saved, &all, ctx.whole(), sink)?;
         drop(all);
-        let dn = scattered(dn, ctx)?;
+        let dn = scattered(dn, ctx.cut.as_deref())?;
         add_back(&self.attn_norm, x, dn, &d_mid, rank, sink)
     }
 }
 
 /// Rows of all tokens that a half sees, from those of this rank's; with `room` spare columns if gathered.
-fn gathered(own: Padded, ctx: &Context, room: impl Fn(&Tensor) -> usize) -> Result<Padded> {
-    let Some(cut) = &ctx.cut else { return Ok(own) };
+fn gathered(own: Padded, cut: Option<&Cut<'_>>, room: impl Fn(&Tensor) -> usize) -> Result<Padded> {
+    let Some(cut) = cut else { return Ok(own) };
     let all = cut.gather(&own.values()?)?;
     drop(own);
     Padded::beside_room(&all, room(&all))
 }
 
 /// Rows of this rank's tokens, from a half's output of all tokens.
-fn scattered(all: Tensor, ctx: &Context) -> Result<Tensor> {
-    match &ctx.cut {
+fn scattered(all: Tensor, cut: Option<&Cut<'_>>) -> Result<Tensor> {
+    match cut {
         Some(cut) => cut.scatter(all),
         None => Ok(all),
     }

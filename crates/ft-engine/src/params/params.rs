@@ -169,8 +169,7 @@ impl Params {
 
     /// Whether a forward pass of this rank alone needs the other ranks: for split weights, pieces, experts, or layers.
     pub fn needs_others(&self) -> bool {
-        let split = self.split.own().is_some() || self.split.units.is_some() || self.split.mesh.tensor > 1;
-        self.is_split() || split
+        self.is_split() || self.split.is_of_part()
     }
 
     /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
@@ -238,8 +237,7 @@ impl Params {
     /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
         let whole = |u: &Flat| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
-        let split = self.split.own().is_some() || self.split.units.is_some() || self.split.mesh.tensor > 1;
-        !split && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+        !self.split.is_of_part() && self.flats.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
     /// Dtype of a tensor's authoritative values: f32 with master weights.

@@ -44,6 +44,8 @@ pub enum Axis {
     Stage,
     /// Ranks of one stage with the same index along the tensor axis: copies of the same cut tensors.
     Replica,
+    /// Ranks with tokens of the same rows: those of a context group, and those that cut matrices with them.
+    Rows,
     /// Ranks with segments of the same rows.
     Context,
     /// Ranks that split matrices.
@@ -61,10 +63,11 @@ pub enum Axis {
 
 impl Axis {
     /// All kinds of groups.
-    pub const ALL: [Axis; 9] = [
+    pub const ALL: [Axis; 10] = [
         Axis::World,
         Axis::Stage,
         Axis::Replica,
+        Axis::Rows,
         Axis::Context,
         Axis::Tensor,
         Axis::Expert,
@@ -73,12 +76,27 @@ impl Axis {
         Axis::Ends,
     ];
 
+    /// Coordinates in which the members of a group differ: pipeline, data, context, tensor.
+    fn varies(self) -> [bool; 4] {
+        let [pipeline, data, context, tensor] = match self {
+            Axis::World | Axis::Ends => [1, 1, 1, 1],
+            Axis::Stage | Axis::Expert | Axis::ExpertReplica => [0, 1, 1, 1],
+            Axis::Replica => [0, 1, 1, 0],
+            Axis::Rows => [0, 0, 1, 1],
+            Axis::Context => [0, 0, 1, 0],
+            Axis::Tensor => [0, 0, 0, 1],
+            Axis::Pipeline => [1, 0, 0, 0],
+        };
+        [pipeline, data, context, tensor].map(|n| n == 1)
+    }
+
     /// Name of the groups, in messages.
     pub fn word(self) -> &'static str {
         match self {
             Axis::World => "all ranks",
             Axis::Stage => "stage group",
             Axis::Replica => "replica group",
+            Axis::Rows => "row group",
             Axis::Context => "context group",
             Axis::Tensor => "tensor group",
             Axis::Expert => "expert group",
@@ -121,23 +139,21 @@ impl Mesh {
 
     /// Ranks of the group of `rank` along an axis, in order.
     pub fn members(&self, axis: Axis, rank: usize) -> Vec<usize> {
-        let own = self.coordinates(rank);
+        let axes = |p: Place| [p.pipeline, p.data, p.context, p.tensor];
+        let (own, varies) = (self.coordinates(rank), axis.varies());
+        let is_end = |p: Place| p.pipeline == 0 || p.pipeline + 1 == self.pipeline;
+        let block = |r: usize| r % self.stage() / self.expert;
         let in_group = |other: &usize| {
             let at = self.coordinates(*other);
-            let stage = at.pipeline == own.pipeline;
-            let is_end = |p: Place| p.pipeline == 0 || p.pipeline + 1 == self.pipeline;
-            let block = |r: usize| r % self.stage() / self.expert;
-            match axis {
-                Axis::World => true,
-                Axis::Stage => stage,
-                Axis::Replica => stage && at.tensor == own.tensor,
-                Axis::Context => stage && (at.data, at.tensor) == (own.data, own.tensor),
-                Axis::Tensor => stage && (at.data, at.context) == (own.data, own.context),
-                Axis::Expert => stage && block(*other) == block(rank),
-                Axis::ExpertReplica => stage && at.expert == own.expert,
-                Axis::Pipeline => (at.data, at.context, at.tensor) == (own.data, own.context, own.tensor),
-                Axis::Ends => is_end(at) == is_end(own),
-            }
+            let agree =
+                axes(at).into_iter().zip(axes(own)).zip(varies).all(|((a, b), varies)| varies || a == b);
+            agree
+                && match axis {
+                    Axis::Expert => block(*other) == block(rank),
+                    Axis::ExpertReplica => at.expert == own.expert,
+                    Axis::Ends => is_end(at) == is_end(own),
+                    _ => true,
+                }
         };
         (0..self.ranks()).filter(in_group).collect()
     }
@@ -169,6 +185,7 @@ mod tests {
             (Axis::World, (0..24).collect(), (0..24).collect()),
             (Axis::Stage, (0..12).collect(), (12..24).collect()),
             (Axis::Replica, vec![0, 2, 4, 6, 8, 10], vec![13, 15, 17, 19, 21, 23]),
+            (Axis::Rows, (0..6).collect(), (18..24).collect()),
             (Axis::Context, vec![0, 2, 4], vec![19, 21, 23]),
             (Axis::Tensor, vec![0, 1], vec![22, 23]),
             (Axis::Expert, vec![0, 1, 2, 3], vec![20, 21, 22, 23]),
@@ -202,6 +219,7 @@ mod tests {
                         World => mesh.ranks(),
                         Stage => data * context * tensor,
                         Replica => data * context,
+                        Rows => context * tensor,
                         Context => context,
                         Tensor => tensor,
                         Expert => expert,

@@ -1,6 +1,7 @@
 //! A micro-batch in training: up through the units of a rank, the head, and down again.
 
 use super::routing::Routing;
+use super::serve::Away;
 use super::times::Part;
 use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
@@ -36,13 +37,15 @@ fn prefetch(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
 
 /// A micro-batch between its forward and its backward pass.
 pub struct Pass<'a> {
-    visits: Visits<'a>,
+    pub(super) visits: Visits<'a>,
     /// State of each layer passed upwards, from the bottom; `None` below the lowest trained unit.
     kept: Vec<Option<Saved>>,
     /// Routing decisions.
     pub routing: Routing,
     /// State between layers.
     between: Arc<Between>,
+    /// Experts of the layers on the rows of other ranks, on a rank without rows.
+    pub(super) served: Vec<Option<Away>>,
 }
 
 impl<'a> Pass<'a> {
@@ -54,16 +57,7 @@ impl<'a> Pass<'a> {
         let visits = Visits::begin(Outline::of(decoder).training(lowest), hooks)?;
         let visits = if decoder.units.has_head() { visits } else { visits.pausing() };
         let kept = Vec::with_capacity(decoder.units.own_layers().len());
-        Ok(Self { visits, kept, routing: Routing::default(), between: Arc::default() })
-    }
-
-    /// Makes the visits up to the backward pass, then those of the backward pass, on a rank without rows; on a stage
-    /// with the head all at once.
-    ///
-    /// # Errors
-    /// A lost rank.
-    pub fn skip(&mut self) -> ft_base::Result<()> {
-        self.visits.skip()
+        Ok(Self { visits, kept, routing: Routing::default(), between: Arc::default(), served: Vec::new() })
     }
 }
 
@@ -96,7 +90,7 @@ impl<'a> Walk<'a> {
     ) -> Result<(Tensor, layer::Saved)> {
         let (y, saved) = self.decoder.layers[l].forward(x, context, None, None)?;
         if let Some(routed) = saved.routed() {
-            routing.note(l, routed, self.router_losses)?;
+            routing.note(l, routed, (self.router_losses, context.is_idle()))?;
         }
         Ok((y, saved))
     }
@@ -177,10 +171,8 @@ impl<'a> Walk<'a> {
         let mut dy = Padded::of(dy)?;
         // available only after the whole forward pass: the load-balancing loss
         // couples the routers of all layers
-        if let Some(across) = batch.context.across {
-            pass.routing.share(across, self.router_losses)?;
-        }
-        let balance = pass.routing.balance(self.router_losses)?;
+        pass.routing.share(batch.context.sharers.as_deref(), self.router_losses)?;
+        let balance = if context.is_idle() { None } else { pass.routing.balance(self.router_losses)? };
 
         let own = decoder.units.own_layers();
         for l in own.clone().rev() {

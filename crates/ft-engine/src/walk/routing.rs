@@ -1,11 +1,9 @@
 //! Routing decisions of a micro-batch, router losses and expert load.
 
-use crate::model::across::Across;
-#[cfg(test)]
-use crate::model::across::Fault;
+use crate::model::batch::Sharers;
 use crate::model::feed_forward;
 use crate::ranks::At;
-use candle_core::{DType, Result};
+use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::route::{self, Balance};
 
@@ -31,40 +29,57 @@ impl RouterLosses {
 pub struct Routing {
     tokens: usize,
     layers: Vec<RouterOutput>,
-    whole: Option<Whole>,
+    /// `None` if this rank has all tokens and layers.
     total: Option<Total>,
 }
 
-/// Token-expert pairs of a micro-batch over sparse layers, those of other stages too.
+/// Routing of a micro-batch on all its ranks: of other stages, and with other tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Total {
+    /// Number of tokens.
+    pub tokens: u64,
     /// Number of sparse layers.
-    pub layers: usize,
-    /// Pairs by expert.
+    pub layers: u64,
+    /// Token-expert pairs by expert.
     pub counts: Vec<u64>,
 }
 
 impl Total {
-    /// Numbers to send to another stage.
+    /// Numbers to send to another rank.
     pub fn words(&self) -> Vec<u64> {
-        [self.layers as u64].into_iter().chain(self.counts.iter().copied()).collect()
+        [self.tokens, self.layers].into_iter().chain(self.counts.iter().copied()).collect()
     }
 
     /// The total of these numbers.
     pub fn of(words: &[u64]) -> Self {
         match words {
-            [layers, counts @ ..] => Self { layers: *layers as usize, counts: counts.to_vec() },
-            [] => Self::default(),
+            [tokens, layers, counts @ ..] => {
+                Self { tokens: *tokens, layers: *layers, counts: counts.to_vec() }
+            }
+            _ => Self::default(),
         }
     }
-}
 
-/// Routing of a micro-batch on all ranks of a context group.
-#[derive(Clone, Debug)]
-struct Whole {
-    tokens: usize,
-    /// Token-expert pairs by expert, by sparse layer.
-    counts: Vec<Vec<u64>>,
+    /// The sum over the ranks with tokens of the micro-batch. Collective.
+    ///
+    /// # Errors
+    /// A lost rank.
+    pub fn over(self, sharers: Option<&Sharers<'_>>) -> ft_base::Result<Self> {
+        let Some(sharers) = sharers else { return Ok(self) };
+        let mut sum = Self { layers: self.layers, ..Self::default() };
+        for words in sharers.all_gather(At::all("the counts of the routers"), &self.words())? {
+            let part = Self::of(&words);
+            sum.tokens += part.tokens;
+            sum.add(&part.counts);
+        }
+        Ok(sum)
+    }
+
+    /// Adds token-expert pairs by expert.
+    fn add(&mut self, counts: &[u64]) {
+        self.counts.resize(self.counts.len().max(counts.len()), 0);
+        self.counts.iter_mut().zip(counts).for_each(|(s, n)| *s += n);
+    }
 }
 
 #[derive(Debug)]
@@ -88,7 +103,6 @@ enum RouterSums {
 pub struct HostRouting {
     tokens: usize,
     layers: Vec<Layer>,
-    whole: Option<Whole>,
     total: Option<Total>,
 }
 
@@ -100,10 +114,24 @@ struct Layer {
 }
 
 impl Routing {
-    /// Records the routing of one layer.
-    pub fn note(&mut self, layer: usize, s: &feed_forward::Saved, losses: RouterLosses) -> Result<()> {
-        self.tokens = s.groups.tokens;
+    /// Records the routing of one layer; of an idle rank, whose only row is of no token, zeros.
+    pub fn note(
+        &mut self,
+        layer: usize,
+        s: &feed_forward::Saved,
+        (losses, idle): (RouterLosses, bool),
+    ) -> Result<()> {
         let experts = s.probs.dim(1)?;
+        if idle {
+            let none = || -> Result<_> {
+                let sums = Tensor::zeros(experts + 1, DType::F64, &Device::Cpu)?;
+                Ok((sums.narrow(0, 0, experts)?, sums.narrow(0, experts, 1)?.sum_all()?))
+            };
+            let sums = RouterSums::Host(vec![0; experts], losses.any().then(none).transpose()?);
+            self.layers.push(RouterOutput { layer, experts, sums });
+            return Ok(());
+        }
+        self.tokens = s.groups.tokens;
         let router_sums = match s.routed() {
             Some((sorted, routed)) => {
                 RouterSums::Device(route::cuda::sums(&routed, &sorted.starts, losses.any())?)
@@ -159,8 +187,7 @@ impl Routing {
             Ok(Layer { layer: l.layer, counts, sums })
         };
         let layers = self.layers.iter().map(one).collect::<Result<_>>()?;
-        let (whole, total) = (self.whole.clone(), self.total.clone());
-        Ok(HostRouting { tokens: self.tokens, layers, whole, total })
+        Ok(HostRouting { tokens: self.tokens, layers, total: self.total.clone() })
     }
 
     /// Adds the decisions of this pass to those of the stages below.
@@ -168,44 +195,29 @@ impl Routing {
     /// # Errors
     /// Errors of the device.
     pub fn add_to(&self, below: Total) -> Result<Total> {
-        let mut total = below;
-        for (_, counts) in self.read()?.counts() {
+        let (own, mut total) = (self.read()?, below);
+        total.tokens = total.tokens.max(own.tokens as u64);
+        for (_, counts) in own.counts() {
             total.layers += 1;
-            total.counts.resize(total.counts.len().max(counts.len()), 0);
-            total.counts.iter_mut().zip(counts).for_each(|(s, n)| *s += n);
+            total.add(counts);
         }
         Ok(total)
     }
 
-    /// Sets the decisions of all stages, which the load-balancing loss is made of.
+    /// Sets the decisions of all stages and ranks, which the load-balancing loss is made of.
     pub fn set_total(&mut self, total: Total) {
         self.total = Some(total);
     }
 
-    /// Adds up the decisions of a context group, which the load-balancing loss is made of. Collective.
+    /// Adds up the decisions of the ranks with tokens of the micro-batch, which the load-balancing loss is made of,
+    /// unless they are known. Collective.
     ///
     /// # Errors
     /// A lost rank; errors of the device.
-    pub fn share(&mut self, across: &Across<'_>, losses: RouterLosses) -> ft_base::Result<()> {
-        if !losses.any() || self.layers.is_empty() {
-            return Ok(());
+    pub fn share(&mut self, sharers: Option<&Sharers<'_>>, losses: RouterLosses) -> ft_base::Result<()> {
+        if losses.any() && !self.layers.is_empty() && sharers.is_some() && self.total.is_none() {
+            self.total = Some(self.add_to(Total::default())?.over(sharers)?);
         }
-        #[cfg(test)]
-        if across.fault == Some(Fault::Counts) {
-            return Ok(());
-        }
-        let own = self.read()?;
-        let counts = own.layers.iter().flat_map(|l| l.counts.iter().copied());
-        let words: Vec<u64> = [own.tokens as u64].into_iter().chain(counts).collect();
-        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
-        let mut sum = vec![0; words.len()];
-        for bytes in across.all_gather_bytes(At::all("the counts of the routers"), &bytes)? {
-            let words = bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b));
-            sum.iter_mut().zip(words).for_each(|(s, w)| *s += w);
-        }
-        let experts = own.layers.first().map_or(1, |l| l.counts.len().max(1));
-        let counts = sum[1..].chunks(experts).map(<[u64]>::to_vec).collect();
-        self.whole = Some(Whole { tokens: sum[0] as usize, counts });
         Ok(())
     }
 
@@ -218,15 +230,17 @@ impl Routing {
         if !losses.any() || self.layers.is_empty() {
             return Ok(None);
         }
-        let tokens = self.whole.as_ref().map_or(self.tokens, |w| w.tokens);
+        let (tokens, layers) = match &self.total {
+            Some(total) => (total.tokens as usize, total.layers as usize),
+            None => (self.tokens, self.layers.len()),
+        };
         let mut balance = Balance { z: losses.z / tokens as f64, ..Balance::default() };
         if losses.aux == 0.0 {
             return Ok(Some(balance));
         }
-        let layers = self.total.as_ref().map_or(self.layers.len(), |t| t.layers);
         let all_tokens = (tokens * layers) as f64;
         let sums = self.on_device()?;
-        let here = self.whole.is_none() && self.total.is_none();
+        let here = self.total.is_none();
         let on_device = |s: &&Tensor| here && s.dim(0).is_ok_and(|n| n == self.layers.len());
         if let Some(sums) = sums.as_ref().filter(on_device) {
             let experts = sums.dim(1)? / 2;
@@ -254,39 +268,28 @@ impl HostRouting {
     }
 
     /// Number of tokens of the micro-batch.
-    fn tokens(&self) -> usize {
-        self.whole.as_ref().map_or(self.tokens, |w| w.tokens)
+    fn tokens(&self) -> f64 {
+        self.total.as_ref().map_or(self.tokens as f64, |t| t.tokens as f64)
     }
 
     /// Number of tokens times number of sparse layers.
     fn all_tokens(&self) -> f64 {
-        (self.tokens() * self.total.as_ref().map_or(self.layers.len(), |t| t.layers)) as f64
-    }
-
-    /// Token-expert pairs of the micro-batch, by expert, of a layer.
-    fn counts_of(&self, layer: usize) -> &[u64] {
-        match &self.whole {
-            Some(whole) => whole.counts.get(layer).map_or(&[], Vec::as_slice),
-            None => &self.layers[layer].counts,
-        }
+        self.tokens() * self.total.as_ref().map_or(self.layers.len() as f64, |t| t.layers as f64)
     }
 
     /// Token-expert pairs per token of each expert, over all sparse layers: `f` of the load-balancing loss.
     fn share(&self) -> Vec<f64> {
-        if let Some(total) = &self.total {
-            return total.counts.iter().map(|n| *n as f64 / self.all_tokens()).collect();
-        }
-        let experts = self.layers.first().map_or(0, |r| r.counts.len());
-        (0..experts)
-            .map(|e| {
-                let counts = (0..self.layers.len()).map(|l| self.counts_of(l)[e] as f64);
-                counts.sum::<f64>() / self.all_tokens()
-            })
-            .collect()
+        let own = || {
+            let mut sum = Total::default();
+            self.layers.iter().for_each(|r| sum.add(&r.counts));
+            sum.counts
+        };
+        let counts = self.total.as_ref().map_or_else(own, |t| t.counts.clone());
+        counts.into_iter().map(|n| n as f64 / self.all_tokens()).collect()
     }
 
-    /// Load-balancing loss and z-loss before their coefficients; zero without routers. On a rank of a context group,
-    /// its share: the losses are the sums over the ranks.
+    /// Load-balancing loss and z-loss before their coefficients; zero without routers. On one of several
+    /// ranks, its share: the losses are the sums over the ranks.
     ///
     /// # Errors
     /// The pass recorded no sums, because both coefficients were zero.
@@ -296,7 +299,7 @@ impl HostRouting {
         for r in &self.layers {
             let Some((p, lse2)) = &r.sums else { candle_core::bail!("routing: no sums were taken") };
             aux += share.iter().zip(p).map(|(f, p)| f * p).sum::<f64>() / self.all_tokens();
-            z += lse2 / self.tokens() as f64;
+            z += lse2 / self.tokens();
         }
         Ok((aux * share.len() as f64, z))
     }

@@ -25,6 +25,7 @@ use ft_recipe::LoraSpec;
 use serde_json::Map;
 use std::path::PathBuf;
 
+mod among;
 mod composed;
 mod context;
 mod experts;

@@ -92,12 +92,6 @@ pub trait Hooks {
         None
     }
 
-    /// In a pass of the first rank alone: the ranks that cut matrices with it, if they do. They take part, without
-    /// tokens of their own.
-    fn lone(&self) -> Option<&dyn Comm> {
-        None
-    }
-
     /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbours.
     fn stage(&self) -> Option<&Stage<'_>> {
         None
@@ -171,16 +165,14 @@ impl<'a> Visits<'a> {
         Self { pause: self.visits.iter().filter(|v| !v.is_backward()).count(), ..self }
     }
 
-    /// Makes the visits up to the pause or the end without a computation, on a rank without rows.
-    ///
-    /// # Errors
-    /// See [`Hooks::arrive`].
-    pub fn skip(&mut self) -> ft_base::Result<()> {
-        let until = if self.at < self.pause { self.pause } else { usize::MAX };
-        while self.at < until && self.arrive()?.is_some() {
-            self.leave()?;
-        }
-        Ok(())
+    /// Number of visits up to the pause, or after it all of them.
+    pub fn until(&self) -> usize {
+        if self.at < self.pause { self.pause } else { usize::MAX }
+    }
+
+    /// Number of visits made.
+    pub fn made(&self) -> usize {
+        self.at
     }
 
     /// Ends the current visit.

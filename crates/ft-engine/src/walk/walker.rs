@@ -5,7 +5,6 @@ use super::routing::{RouterLosses, Routing};
 use super::stage::Crossing;
 use super::times::{Part, Times};
 use super::visit::{Hooks, NoHooks, Outline, Visits};
-use crate::model::cut;
 use crate::model::head::{Head, Objective};
 use crate::model::layer::{Layer, Level};
 use crate::model::{Batch, Decoder};
@@ -199,8 +198,7 @@ impl<'a> Walk<'a> {
     ) -> ft_base::Result<Option<R>> {
         let decoder = self.decoder;
         let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
-        let lone = self.hooks.lone().map(|comm| cut::lead(comm, &batch.context)).transpose()?;
-        let context = lone.as_ref().unwrap_or(&batch.context).among(self.hooks.experts());
+        let context = batch.context.among(self.hooks.experts());
         let mut routing = Routing::default();
         let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
             Some(stage) => stage.receive(batch.tokens)?,
@@ -226,16 +224,6 @@ impl<'a> Walk<'a> {
         let out = head(self, &x)?;
         pass.leave()?;
         Ok(Some(out))
-    }
-
-    /// Takes part in a forward pass of the first rank alone; `comm` are the ranks that cut matrices with it.
-    ///
-    /// # Errors
-    /// A lost rank; device errors.
-    pub fn follow(&mut self, comm: &dyn Comm) -> ft_base::Result<()> {
-        let decoder = self.decoder;
-        let batch = cut::follow(comm, &decoder.config, decoder.embedding.table.real()?.device())?;
-        self.forward(&batch, |_, _| Ok(())).map(drop)
     }
 
     /// Final hidden states `[t, d]`, the input of the head. Of a whole model.

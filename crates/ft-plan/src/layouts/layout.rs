@@ -21,32 +21,23 @@ pub struct Layout {
 
 impl Layout {
     /// All layouts of `devices` ranks, for a model of so many `layers` with so many `experts` each (0 for none); `cuts`
-    /// tells numbers of ranks that can cut its matrices.
+    /// tells numbers of ranks that can cut its matrices. A stage of one rank has nothing to split by ZeRO.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
         let mut all = Vec::new();
         for pipeline in divisors(devices).filter(|n| *n == 1 || *n <= layers) {
             let stage = devices / pipeline;
+            let zeros = if stage == 1 { 0..=0 } else { 0..=3 };
             for tensor in divisors(stage).filter(|n| *n == 1 || cuts(*n)) {
                 for context in divisors(stage / tensor) {
                     let data = stage / tensor / context;
                     let experts = divisors(stage).filter(|e| experts.max(1).is_multiple_of(*e));
-                    for (expert, zero) in experts.flat_map(|e| (0..=3).map(move |zero| (e, zero))) {
+                    for (expert, zero) in experts.flat_map(|e| zeros.clone().map(move |zero| (e, zero))) {
                         all.push(Self { data, pipeline, context, tensor, expert, zero });
                     }
                 }
             }
         }
-        all.retain(Self::is_built);
         all
-    }
-
-    /// Whether these axes are built with one another. A stage of one rank has nothing to split by ZeRO.
-    fn is_built(&self) -> bool {
-        let within = [self.context, self.tensor, self.expert].iter().filter(|n| **n > 1).count();
-        let with_stages = self.pipeline == 1 || within == 0;
-        let with_cuts = self.tensor == 1 || within == 1;
-        let zero = self.zero == 0 || self.data * self.context * self.tensor > 1;
-        with_stages && with_cuts && zero
     }
 
     /// The keys that differ from their defaults, with values.
@@ -93,10 +84,10 @@ mod tests {
         let of = |devices, experts| Layout::all(devices, 3, experts, |n| n == 2 && experts == 0);
         let plain = Layout { data: 1, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
         assert_eq!(of(1, 0), [plain]);
-        // of the divisors of 6, 2 and 3 are stages of 3 layers; matrices over 2 ranks
-        assert_eq!(of(6, 0).len(), 4 * 4 + 2 * 4 + 4);
-        // 12 experts divide by 1, 2, 4 of the divisors of 8
-        assert_eq!(of(8, 12).len(), 4 * 3 * 4 + 4);
+        // tokens over 1, 2, 3, 6, and with matrices over 2 ranks; 2 or 3 stages, with one of both
+        assert_eq!(of(6, 0).len(), (6 + 2 + 3) * 4);
+        // 12 experts divide by 1, 2, 4 of the divisors of 8; tokens over 1, 2, 4, 8 ranks, or over 1, 2, 4 of 2 stages
+        assert_eq!(of(8, 12).len(), (4 * 3 + 3 * 3) * 4);
         assert!(of(8, 12).iter().all(|l| l.data * l.context * l.pipeline == 8 && 12 % l.expert == 0));
         let l = Layout { data: 4, expert: 2, zero: 3, ..plain };
         assert_eq!(l.keys(), [("data", 4), ("expert", 2), ("zero", 3)]);

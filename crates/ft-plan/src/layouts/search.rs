@@ -210,11 +210,10 @@ impl Layouts {
         for layout in Layout::all(self.devices.count, config.layers, experts, cuts) {
             match applied(recipe, layout) {
                 Ok((with, _)) if check_model(&with, config).is_err() => {
-                    let why = match layout.pipeline > 1 {
-                        true => {
-                            "parallel.pipeline is not built for layers that share inputs, keys and values"
-                        }
-                        false => "parallel.context is not built for linear attention",
+                    let why = if layout.context > 1 && config.delta.is_some() {
+                        "parallel.context is not built for linear attention"
+                    } else {
+                        "parallel.pipeline is not built for layers that share inputs, keys and values"
                     };
                     self.count(1, why);
                 }

@@ -110,7 +110,7 @@ impl Frozen {
         let (bytes, bias) = (bytes + 4 * rows, c.width() * c.placed(of_bias, bias));
         self.flat_bytes[flat] += bytes + constants;
         self.flat_bytes[of_bias] += bias;
-        let copies = |flat| if flat < c.units() { c.ranks.stage } else { c.ranks.replicas };
+        let copies = |flat| if c.is_ends(flat) { c.ranks.stage } else { c.copies(flat) };
         let share = |flat, bytes| c.ranks.share(copies(flat), bytes, 3);
         self.device.add(component(m.group), share(flat, bytes) + share(of_bias, bias));
         self.device.add(Component::QuantConstants, share(flat, constants));

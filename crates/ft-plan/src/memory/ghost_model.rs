@@ -75,7 +75,7 @@ impl GhostModel {
         let ghosts = |list: &[usize]| {
             let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
             let mut ghosts = Ghosts::new(&ledger, dtype, execution, weights);
-            ghosts.own = own.clone();
+            (ghosts.own, ghosts.cuts) = (own.clone(), tensor > 1);
             ghosts
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =

@@ -45,15 +45,20 @@ pub(super) fn projection(o: &Optimizer) -> Projection {
 
 /// Bytes of a tensor's optimizer states, alignment gaps excluded.
 pub fn optimizer_bytes(o: &Optimizer, t: &TrainedPart<'_>, layers: usize) -> u64 {
-    optimizer_bytes_of(o, t, layers, t.elements() as u64)
+    optimizer_bytes_of(o, t, layers, (t.elements() as u64, t.elements()))
 }
 
-/// Like [`optimizer_bytes`], with the tensor padded to `values`.
-pub(super) fn optimizer_bytes_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> u64 {
+/// Like [`optimizer_bytes`], with the tensor padded to `values`; it is a piece of one of `whole` elements.
+pub(super) fn optimizer_bytes_of(
+    o: &Optimizer,
+    t: &TrainedPart<'_>,
+    layers: usize,
+    (values, whole): (u64, usize),
+) -> u64 {
     let how = projection(o);
     match t.shape() {
         &[a, b] if how.takes(t.part, t.shape(), t.module.unit(layers), layers + 2) => how.bytes((a, b)),
-        _ if o.name.eight_bit() && is_large(t.elements()) => moments::bytes(values as usize),
+        _ if o.name.eight_bit() && is_large(whole) => moments::bytes(values as usize),
         _ => 8 * values,
     }
 }

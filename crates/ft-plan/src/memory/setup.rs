@@ -43,15 +43,25 @@ impl<'a> Setup<'a> {
         m.unit(self.selection.layers)
     }
 
-    /// Number of flat buffers: one a unit, and where ranks split experts or matrices, one more for those of this rank.
+    /// Divisors of the ranks of a stage that leave those with copies of a flat buffer, by kind: of whole tensors, of
+    /// pieces of matrices, and of experts, where ranks split these.
+    fn kinds(&self) -> impl Iterator<Item = u64> {
+        let split = [self.ranks.tensor, self.ranks.expert].into_iter().filter(|n| *n > 1);
+        std::iter::once(1).chain(split)
+    }
+
+    /// Number of flat buffers of this rank: one a unit and kind.
     pub fn flats(&self) -> usize {
-        self.units() * if self.ranks.expert.max(self.ranks.tensor) > 1 { 2 } else { 1 }
+        self.units() * self.kinds().count()
     }
 
     /// Flat buffer of a part of a module.
     pub fn flat(&self, m: &Module, part: Part) -> usize {
-        let apart = self.ranks.expert > 1 && m.expert.is_some() || self.ranks.tensor > 1 && is_cut(m, part);
-        self.unit(m) + if apart { self.units() } else { 0 }
+        let kind = match m.expert {
+            Some(_) if self.ranks.expert > 1 => self.kinds().count() - 1,
+            _ => usize::from(self.ranks.tensor > 1 && is_cut(m, part)),
+        };
+        self.unit(m) + kind * self.units()
     }
 
     /// Flat buffers of a unit.
@@ -94,7 +104,7 @@ impl<'a> Setup<'a> {
         if self.is_ends(flat) {
             return self.ranks.ends.unwrap_or(1);
         }
-        if flat < self.units() { self.ranks.stage } else { self.ranks.replicas }
+        self.ranks.stage / self.kinds().nth(flat / self.units()).unwrap_or(1)
     }
 
     pub fn offloads(&self, what: Offload) -> bool {

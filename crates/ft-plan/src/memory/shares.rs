@@ -13,9 +13,8 @@ pub(super) struct Ranks {
     pub(super) stage: u64,
     pub(super) zero: u8,
     pub(super) tensor: u64,
-    /// Ranks of an expert group, and replicas of an expert or of a piece of a matrix.
+    /// Ranks of an expert group.
     pub(super) expert: u64,
-    pub(super) replicas: u64,
     /// Experts of the rank with the most that trains, if ranks split them.
     pub(super) own: Option<Range<usize>>,
     /// Units of the stage.
@@ -34,7 +33,6 @@ impl Ranks {
             zero: p.zero,
             tensor: p.tensor as u64,
             expert: p.expert as u64,
-            replicas: p.stage() / (p.expert as u64).max(p.tensor as u64).max(1),
             own: own(selection, p.expert),
             units,
             tied: selection.tied,

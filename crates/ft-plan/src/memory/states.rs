@@ -39,6 +39,8 @@ pub struct ModelStates {
     /// Gradient bytes of one micro-batch by unit, with data parallelism or updates in the backward pass.
     /// They live from the unit's backward visit to the reduction, or to the update.
     pub live: Vec<u64>,
+    /// The same by flat buffer of the unit.
+    live_by_flat: Vec<Vec<u64>>,
     /// CUDA with data parallelism: bytes received by the reduction of each unit's gradients.
     pub summed: Vec<u64>,
     /// CUDA with data parallelism below ZeRO stage 2: bytes of this rank's shard of each reduced
@@ -205,7 +207,9 @@ impl ModelStates {
             flow.values = c.share(flat, lens[flat], 1);
         }
         if c.ranks.stage > 1 || self.updates {
-            self.live = c.by_unit(|flat| if c.is_ends(flat) { 0 } else { 4 * lens[flat] });
+            let live = |flat: usize| if c.is_ends(flat) { 0 } else { 4 * lens[flat] };
+            self.live = c.by_unit(live);
+            self.live_by_flat = (0..c.units()).map(|unit| c.flats_of(unit).map(live).collect()).collect();
             if c.ranks.ends.is_some() {
                 self.ends = 4 * lens[0];
             }
@@ -319,6 +323,11 @@ impl ModelStates {
     /// Gradient bytes of the unit alone, live from the first gradient on.
     pub fn own_live(&self, unit: usize) -> u64 {
         self.live.get(unit).copied().unwrap_or(0)
+    }
+
+    /// As [`ModelStates::own_live`], by flat buffer of the unit.
+    pub fn own_live_by_flat(&self, unit: usize) -> Vec<u64> {
+        self.live_by_flat.get(unit).cloned().unwrap_or_default()
     }
 
     /// Bytes received while a unit's gradients are reduced.

@@ -3,8 +3,8 @@
 use super::optimizer::{optimizer_bytes_of, projection};
 use super::setup::Setup;
 use ft_engine::adapters::TrainedPart;
-use ft_engine::params::buffers::ALIGN;
 use ft_engine::params::buffers::layout::wide_units;
+use ft_engine::params::buffers::{ALIGN, is_cut};
 use ft_kernels::decompose;
 use ft_recipe::Method;
 use std::collections::BTreeSet;
@@ -61,7 +61,9 @@ impl TrainedBytes {
             self.master += if c.one_copy() { 0 } else { c.share(flat, 4 * n, from) };
         }
         // alignment gaps have moments too
-        let moments = optimizer_bytes_of(&c.recipe.optimizer, t, c.selection.layers, n);
+        let cut = c.ranks.tensor > 1 && is_cut(t.module, t.part);
+        let whole = t.elements() * if cut { c.ranks.tensor as usize } else { 1 };
+        let moments = optimizer_bytes_of(&c.recipe.optimizer, t, c.selection.layers, (n, whole));
         self.moments += c.share(flat, moments, 1);
         self.projecting = self.projecting.max(projecting(c, t, rounded));
     }

@@ -48,7 +48,7 @@ pub struct StepInputs<'a> {
     pub skewed: bool,
     /// Segments of training and evaluation micro-batches on this rank of a context group.
     pub context: [Option<Segments>; 2],
-    /// Ranks of a tensor group, and whole training and evaluation micro-batches.
+    /// Ranks of a tensor group, and their tokens in training and in evaluation.
     pub tensor: (usize, [Tokens; 2]),
     /// Micro-batches of the stage between their forward and their backward pass.
     pub flying: u64,
@@ -202,7 +202,7 @@ impl StepInputs<'_> {
         Ok(self.shape.ledger.take().into())
     }
 
-    /// The whole micro-batch of training (0) or evaluation (1) on a rank of a tensor group.
+    /// The tokens of a tensor group in training (0) or evaluation (1), if ranks cut matrices.
     pub(super) fn whole(&self, which: usize) -> Option<Tokens> {
         (self.tensor.0 > 1).then(|| self.tensor.1[which])
     }
@@ -211,9 +211,10 @@ impl StepInputs<'_> {
     fn in_layers(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
         let mut batch = self.batch(t, train)?;
         let (which, (ranks, whole)) = (usize::from(!train), &self.tensor);
-        batch.context.across = self.context[which].as_ref().map(|s| &*s.across);
+        batch.context.across = self.context[which].as_ref().map(|s| Arc::clone(&s.across));
         if *ranks > 1 {
-            let all = self.batch(whole[which], train)?.context;
+            let across = batch.context.across.take();
+            let all = Context { across, ..self.batch(whole[which], train)?.context };
             let cut = Cut::planned(whole[which].tokens as usize, *ranks, all);
             batch.context.cut = Some(Arc::new(cut));
         }
@@ -299,7 +300,7 @@ impl StepInputs<'_> {
 
         let forward = self.visit(|| layer.forward(&self.input(t), &context(), None, None).map(drop))?;
         let own = self.states.own_live(unit);
-        let sink = || Sink::ghost(&self.shape.grads, ledger, own);
+        let sink = || Sink::ghost(&self.shape.grads, ledger, self.states.own_live_by_flat(unit));
         let way = |level: Level| -> Result<BackwardVisit> {
             let (mut kept, mut beside) = (Usage::default(), Usage::default());
             let mut backward = |dequantize| -> Result<(Usage, Cost)> {
@@ -347,7 +348,7 @@ impl StepInputs<'_> {
             let batch = self.batch(t, backward)?;
             let mut full = self.visit(|| {
                 let x = self.input(t);
-                let sink = Sink::ghost(&s.grads, &s.ledger, live);
+                let sink = Sink::ghost(&s.grads, &s.ledger, vec![live]);
                 if t.targets > rows as u64 && backward {
                     // all chunks but the first find the buffer allocated
                     sink.flat(0)?;

@@ -23,8 +23,8 @@ pub struct Plan {
     pub local: u64,
     /// Tensor bytes received by a rank per step.
     pub wire: u64,
-    /// Bytes of `wire` that are exchanged within layers: keys and values over parts of the same rows, rows of experts,
-    /// and their gradients.
+    /// Bytes of `wire` that are exchanged within passes: keys and values over parts of the same rows, rows of experts,
+    /// hidden states of other stages, tokens around cut matrices, and their gradients.
     pub exchanged: u64,
     /// Bytes of `wire` that no arithmetic hides: those exchanged within layers, and weights after an update.
     pub exposed: u64,

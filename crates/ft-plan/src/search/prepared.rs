@@ -161,16 +161,26 @@ impl<'a> Prepared<'a> {
         Workload { micro_rows: rows, ..self.inputs.workloads.of(self.inputs.recipe, rows) }
     }
 
-    /// This rank's part of a micro-batch, and its segments under context parallelism.
+    /// The tokens of this rank's tensor group, and their segments under context parallelism.
     fn part(&self, t: Tokens) -> (Tokens, Option<Segments>) {
-        let p = &self.inputs.recipe.parallel;
-        let ranks = p.context;
+        let ranks = self.inputs.recipe.parallel.context;
         if ranks == 1 {
-            return (if p.tensor > 1 { t.cut(p.tensor) } else { t }, None);
+            return (t, None);
         }
         let windows = self.inputs.config.attention.iter().map(|a| a.window);
         let (own, segments) = Segments::of(t, ranks, windows, self.inputs.machine.cuda);
         (own, Some(segments))
+    }
+
+    /// The tokens of a rank.
+    fn tokens(&self, t: Tokens) -> u64 {
+        self.cut(self.part(t).0).tokens
+    }
+
+    /// This rank's part of the tokens of a tensor group.
+    fn cut(&self, t: Tokens) -> Tokens {
+        let ranks = self.inputs.recipe.parallel.tensor;
+        if ranks > 1 { t.cut(ranks) } else { t }
     }
 
     /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
@@ -188,10 +198,10 @@ impl<'a> Prepared<'a> {
         let run = StepInputs {
             shape: &self.shape,
             states: &self.states,
-            train,
-            eval,
+            train: self.cut(train),
+            eval: eval.map(|t| self.cut(t)),
             context: [of_train, of_eval.flatten()],
-            tensor: (r.parallel.tensor, [w.train, w.eval.unwrap_or(w.train)]),
+            tensor: (r.parallel.tensor, [train, eval.unwrap_or(train)]),
             answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
@@ -224,7 +234,7 @@ impl<'a> Prepared<'a> {
     /// Bytes of hidden states that a rank receives from the stage below, and of gradients from the one above, per
     /// micro-batch.
     fn passed(&self, w: &Workload) -> [u64; 2] {
-        let (s, tokens) = (&self.shape, self.part(w.train).0.tokens);
+        let (s, tokens) = (&self.shape, self.tokens(w.train));
         let hidden = tokens * (s.d * s.dtype.size_in_bytes()) as u64;
         let below = !s.units.has_embedding();
         let above = !s.units.has_head() && s.goes_down();
@@ -324,6 +334,6 @@ impl<'a> Prepared<'a> {
         }
         // the topmost layer's input stays on the device
         let waiting = recompute.layers().min(self.walked().saturating_sub(1)) as u64;
-        self.part(w.train).0.tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
+        self.tokens(w.train) * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
 }

@@ -22,21 +22,8 @@ impl Cross<'_, '_> {
     }
 
     fn not_built_for_stages(&mut self, recipe: &Recipe) {
-        let p = &recipe.parallel;
         let generates = "answers are generated on one rank, and its layers are on several";
         let refused = [
-            (
-                "parallel.context",
-                p.context > 1,
-                "stages and segments of a row are apart",
-                "one of the two, with parallel.data",
-            ),
-            (
-                "parallel.expert",
-                p.expert > 1,
-                "stages and experts over ranks are apart",
-                "one of the two, with parallel.data",
-            ),
             (
                 "generate.samples",
                 recipe.generate.samples > 0,

@@ -13,18 +13,6 @@ impl Cross<'_, '_> {
         let other = "another model would be split like this one";
         let refused = [
             (
-                "parallel.context",
-                recipe.parallel.context > 1,
-                "both split the tokens of a row",
-                "parallel.context = 1",
-            ),
-            (
-                "parallel.pipeline",
-                recipe.parallel.pipeline > 1,
-                "stages and cut matrices are apart",
-                "one of the two, with parallel.data",
-            ),
-            (
                 "generate.samples",
                 recipe.generate.samples > 0,
                 generates,
@@ -38,8 +26,8 @@ impl Cross<'_, '_> {
             ),
             (
                 "optimizer.name",
-                recipe.optimizer.name.projects() || recipe.optimizer.name.eight_bit(),
-                "its states are of whole matrices",
+                recipe.optimizer.name.projects(),
+                "projected matrices are whole",
                 "optimizer.name = \"adamw\"",
             ),
             (

@@ -1,10 +1,9 @@
 //! The micro-batches of a step on one stage, by its schedule.
 
-use crate::train::distill;
 use crate::train::step::accumulate::Passes;
 use crate::train::step::context::TrainContext;
 use crate::train::step::sums::Collected;
-use crate::train::step::turn::{Ranks, host};
+use crate::train::step::turn::{OwnMicro, Ranks, TokenRanks};
 use ft_data::Micro;
 use ft_engine::model::Batch;
 use ft_engine::ranks::schedule::{Action, Passed, schedule};
@@ -15,16 +14,28 @@ use std::collections::BTreeMap;
 /// A micro-batch on its way through a stage.
 #[derive(Default)]
 struct Flight<'a> {
-    /// The batch, after its forward pass.
+    /// Own part, up to the forward pass.
+    micro: Option<OwnMicro<'a>>,
+    /// Its input, from the forward pass on.
     batch: Option<Batch<'a>>,
+    /// Number of its tokens, after its backward pass.
+    tokens: Option<usize>,
     /// State between forward and backward.
     pass: Option<Pass<'a>>,
     /// Hidden states from the stage below, then those for the stage above.
     x: Option<Tensor>,
     /// The gradient from above, then that for the stage below.
     dy: Option<Tensor>,
-    /// Routing of the stages below and of this one; on its way down, of all stages.
+    /// Routing of the stages below and of this one; on its way down, of all stages and ranks with tokens.
     total: Total,
+}
+
+impl Flight<'_> {
+    /// Number of tokens on this rank, of a micro-batch that has any.
+    fn tokens(&self) -> Option<usize> {
+        let before = self.micro.as_ref().map(|micro| micro.micro().ids.len()).filter(|n| *n > 0);
+        before.or(self.tokens).or(self.batch.as_ref().map(|batch| batch.tokens))
+    }
 }
 
 /// A step on one stage.
@@ -34,6 +45,8 @@ struct StageStep<'a, 'b, 's> {
     router: RouterLosses,
     ranks: Ranks<'a>,
     stage: &'b Stage<'b>,
+    /// Ranks of the stage with tokens of the same rows, if there are several.
+    tokens: Option<&'b TokenRanks<'b>>,
     /// Tokens and targets before each micro-batch of the step.
     first: Vec<(usize, usize)>,
     /// Whether gradients cross the boundary above and the one below.
@@ -52,6 +65,7 @@ impl TrainContext<'_> {
     ) -> ft_base::Result<()> {
         let (ranks, batches) = (self.ranks(), passes.batches);
         let Some(stage) = passes.reduce.stage() else { return Ok(()) };
+        let tokens = ranks.of_tokens();
         let mut sum = (0, 0);
         let before = |(_, size): &(&[usize], ft_data::Size)| {
             let at = sum;
@@ -69,8 +83,8 @@ impl TrainContext<'_> {
         };
         let turns = batches.all.len().div_ceil(ranks.at_once());
         let list = schedule(ranks.stages(), ranks.stage(), turns, lowest_stage);
-        let mut step =
-            StageStep { cx: self, passes, router, ranks, stage, first, trains, flights: BTreeMap::new() };
+        let (tokens, flights) = (tokens.as_ref(), BTreeMap::new());
+        let mut step = StageStep { cx: self, passes, router, ranks, stage, tokens, first, trains, flights };
         for action in list {
             let done = match action {
                 Action::Up(i) => step.up(i, got, times),
@@ -91,6 +105,17 @@ impl<'b> StageStep<'_, 'b, '_> {
         (i < self.passes.batches.all.len()).then_some(i)
     }
 
+    /// The flight of a turn, with this rank's part of its micro-batch before the forward pass; `None` on a rank without
+    /// tokens.
+    fn flight(&mut self, turn: usize) -> ft_base::Result<Option<&mut Flight<'b>>> {
+        if let (false, Some(i)) = (self.flights.contains_key(&turn), self.own(turn)) {
+            let whole = Micro::collate(self.passes.input.data, self.passes.batches.all[i].0)?;
+            let micro = Some(OwnMicro::new(whole, self.tokens));
+            self.flights.insert(turn, Flight { micro, ..Flight::default() });
+        }
+        Ok(self.flights.get_mut(&turn).filter(|flight| flight.tokens().is_some()))
+    }
+
     fn walk<'w>(&'w self, times: &'w mut Times) -> Walk<'w> {
         Walk::chosen(&self.cx.model.decoder, self.cx.model.params.lowest_unit(), &self.cx.execution)
             .router_losses(self.router)
@@ -99,45 +124,46 @@ impl<'b> StageStep<'_, 'b, '_> {
             .timed(times)
     }
 
-    /// The flight of a turn. Its pass begins on the way up.
-    fn take(&mut self, turn: usize) -> Flight<'b> {
-        self.flights.remove(&turn).unwrap_or_default()
-    }
-
     fn begin(&self) -> ft_base::Result<Pass<'b>> {
         let (model, reduce) = (self.cx.model, self.passes.reduce);
         Pass::begin(&model.decoder, model.params.lowest_unit(), reduce)
     }
 
+    /// Seed and step of random numbers.
+    fn random(&self) -> (u64, u64) {
+        (self.cx.job.recipe.run.seed, self.passes.input.step)
+    }
+
     /// Forward pass of a turn's micro-batch, with the head on the last stage.
     fn up(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
-        let (cx, Passes { input, batches, sink, .. }) = (self.cx, *self.passes);
-        let mut flight = self.take(turn);
+        let (cx, Passes { batches, sink, .. }) = (self.cx, *self.passes);
+        self.flight(turn)?;
+        let mut flight = self.flights.remove(&turn).unwrap_or_default();
         let mut pass = self.begin()?;
-        if let Some(i) = self.own(turn) {
-            let m = Micro::collate(input.data, batches.all[i].0)?;
-            let random = Some((cx.job.recipe.run.seed, input.step));
-            let config = &cx.model.decoder.config;
-            let batch = Batch::new(config, host(&m), self.first[i], random, cx.device())?;
-            let batch = distill::taught(batch, &m, cx.distillation(), cx.device())?;
+        if let (Some(micro), Some(i)) = (flight.micro.take().filter(|m| !m.is_empty()), self.own(turn)) {
+            let (config, random) = (&cx.model.decoder.config, (self.first[i], Some(self.random())));
+            let batch = micro.batch(config, random, cx.distillation(), cx.device())?;
             let mut walk = self.walk(times);
             let y = walk.up(&mut pass, &batch, flight.x.take())?;
             if cx.model.decoder.units.has_head() {
                 let scale = batches.scale(None) * cx.loss_factor();
-                let out = walk.head(&mut pass, &batch, y, (scale, sink))?;
+                let (out, weights) =
+                    (walk.head(&mut pass, &batch, y, (scale, sink))?, &micro.micro().weights);
                 flight.dy = out.dx;
-                got.losses.keep(out.losses, &m.weights)?;
-                got.divergences.keep(out.divergences, &m.weights)?;
+                got.losses.keep(out.losses, weights)?;
+                got.divergences.keep(out.divergences, weights)?;
             } else {
                 flight.x = Some(y);
             }
             drop(walk);
             if self.router.any() {
-                flight.total = pass.routing.add_to(std::mem::take(&mut flight.total))?;
+                let total = pass.routing.add_to(std::mem::take(&mut flight.total))?;
+                let all = batch.context.sharers.as_deref().filter(|_| cx.model.decoder.units.has_head());
+                flight.total = total.over(all)?;
             }
             flight.batch = Some(batch);
         } else {
-            pass.skip()?;
+            self.walk(times).serve(&mut pass, self.random(), sink)?;
         }
         flight.pass = Some(pass);
         self.flights.insert(turn, flight);
@@ -146,7 +172,7 @@ impl<'b> StageStep<'_, 'b, '_> {
 
     /// Backward pass of a turn's micro-batch.
     fn down(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
-        let mut flight = self.take(turn);
+        let mut flight = self.flights.remove(&turn).unwrap_or_default();
         let Some(mut pass) = flight.pass.take() else { return Ok(()) };
         match flight.batch.take() {
             Some(batch) => {
@@ -157,9 +183,10 @@ impl<'b> StageStep<'_, 'b, '_> {
                     let below = self.walk(times).down(&mut pass, &batch, &dy, self.passes.sink)?;
                     flight.dy = below.filter(|_| self.trains[1]);
                 }
+                flight.tokens = Some(batch.tokens);
                 got.routings.push(pass.routing);
             }
-            None => pass.skip()?,
+            None => self.walk(times).serve(&mut pass, self.random(), self.passes.sink)?,
         }
         self.passes.reduce.end()?;
         self.flights.insert(turn, flight);
@@ -168,18 +195,24 @@ impl<'b> StageStep<'_, 'b, '_> {
 
     /// Exchanges hidden states and gradients of two micro-batches with the stage above or below.
     fn exchange(&mut self, above: bool, passed: Passed, got: &mut Collected) -> ft_base::Result<()> {
-        let own = |turn: Option<usize>| turn.filter(|turn| self.own(*turn).is_some());
-        let (up, down) = (own(passed.up), own(passed.down));
-        let (leaves, comes) = if above { (up, down) } else { (down, up) };
+        let (mut leaves, mut comes) = if above { (passed.up, passed.down) } else { (passed.down, passed.up) };
         let trains = self.trains[usize::from(!above)];
-        let mut out = None;
-        let mut words = Vec::new();
-        if let Some(flight) = leaves.and_then(|turn| self.flights.get_mut(&turn)) {
-            out = if above { flight.x.take() } else { flight.dy.take().filter(|_| trains) };
-            words = flight.total.words();
+        let (mut out, mut words, mut into) = (None, Vec::new(), None);
+        if let Some(turn) = leaves {
+            match self.flight(turn)? {
+                Some(flight) => {
+                    out = if above { flight.x.take() } else { flight.dy.take().filter(|_| trains) };
+                    words = flight.total.words();
+                }
+                None => leaves = None,
+            }
         }
-        let tokens = |turn: usize| self.own(turn).map(|i| self.passes.batches.all[i].1.tokens);
-        let into = comes.filter(|_| !above || trains).and_then(tokens);
+        if let Some(turn) = comes {
+            match self.flight(turn)? {
+                Some(flight) => into = flight.tokens().filter(|_| !above || trains),
+                None => comes = None,
+            }
+        }
         let came = self.stage.exchange(above, Crossing { out: out.as_ref(), into })?;
         let total = match self.router.any() && (leaves, comes) != (None, None) {
             true => Some(Total::of(&self.stage.words(above, &words)?)),

@@ -51,6 +51,23 @@ pub struct Segments {
     pub targets: Vec<u32>,
 }
 
+impl Segments {
+    /// The part of a range of these tokens.
+    pub fn part(&self, range: Range<usize>) -> Self {
+        let part = self.micro.part(std::slice::from_ref(&range));
+        let [tokens, targets] = [(&part.tokens, &self.tokens), (&part.targets, &self.targets)]
+            .map(|(of, all)| of.iter().map(|i| all[*i as usize]).collect());
+        Self { micro: part.micro, tokens, targets }
+    }
+
+    /// The same tokens, without targets.
+    pub fn without_targets(self) -> Self {
+        let (targets, weights) = (Vec::new(), Vec::new());
+        let micro = Micro { targets, weights, teacher: Teacher::default(), ..self.micro };
+        Self { micro, targets: Vec::new(), ..self }
+    }
+}
+
 impl Micro {
     /// The part of these token ranges.
     pub fn part(&self, ranges: &[Range<usize>]) -> Segments {
@@ -130,6 +147,11 @@ mod tests {
         };
         for cut in 0..=n as usize {
             let parts = [micro.part(&[cut..n as usize]), micro.part(&[0..cut])];
+            let again = |part: &Segments| {
+                [0..part.tokens.len() / 2, part.tokens.len() / 2..part.tokens.len()]
+                    .map(|range| part.part(range))
+            };
+            let parts = if cut % 2 == 0 { parts.to_vec() } else { parts.iter().flat_map(again).collect() };
             let mut seen = vec![0; count];
             for part in &parts {
                 assert_eq!(part.micro.ids, part.tokens);

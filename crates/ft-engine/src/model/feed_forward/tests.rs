@@ -19,17 +19,7 @@ fn context(first_row: usize) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
     let seqs = Sequences::new(&[T], 0, d)?;
-    let between = std::sync::Arc::default();
-    Ok(Context {
-        seqs,
-        across: None,
-        cut: None,
-        ropes: Vec::new(),
-        dropout,
-        rows: None,
-        experts: None,
-        between,
-    })
+    Ok(Context::new(seqs, Vec::new(), dropout))
 }
 
 /// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.

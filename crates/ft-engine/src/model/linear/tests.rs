@@ -17,17 +17,7 @@ fn context(dropout: bool) -> Result<Context<'static>> {
     let d = &Device::Cpu;
     let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
     let seqs = Sequences::new(&[T], 0, d)?;
-    let between = std::sync::Arc::default();
-    Ok(Context {
-        seqs,
-        across: None,
-        cut: None,
-        ropes: Vec::new(),
-        dropout,
-        rows: None,
-        experts: None,
-        between,
-    })
+    Ok(Context::new(seqs, Vec::new(), dropout))
 }
 
 /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.

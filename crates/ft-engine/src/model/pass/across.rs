@@ -263,22 +263,6 @@ impl<'a> Across<'a> {
         &self.segments[self.me]
     }
 
-    /// Number of tokens of the micro-batch.
-    pub fn tokens(&self) -> usize {
-        self.docs.iter().sum()
-    }
-
-    /// All-gathers a few bytes among the ranks with tokens, in rank order.
-    ///
-    /// # Errors
-    /// A lost rank.
-    pub fn all_gather_bytes(&self, at: At, mine: &[u8]) -> ft_base::Result<Vec<Vec<u8>>> {
-        match self.comm {
-            Some(comm) => comm.all_gather_bytes_among(&self.active, at, mine, true),
-            None => Ok(vec![mine.to_vec()]),
-        }
-    }
-
     /// Number of keys that this rank's queries see.
     pub fn keys(&self, window: Option<usize>) -> usize {
         Plan::new(&self.docs, &self.segments, self.me, window).keys()

@@ -7,7 +7,7 @@ use super::between::Between;
 use super::cut::Cut;
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
-use crate::ranks::Comm;
+use crate::ranks::{At, Comm};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
@@ -40,6 +40,34 @@ impl fmt::Debug for Peers<'_> {
     }
 }
 
+/// Ranks with tokens of the same micro-batch.
+#[derive(Clone)]
+pub struct Sharers<'a> {
+    /// Ranks with tokens of the same rows.
+    pub comm: &'a dyn Comm,
+    /// Those with tokens of this micro-batch.
+    pub active: Vec<usize>,
+}
+
+impl Sharers<'_> {
+    /// All-gathers numbers among the ranks with tokens, in rank order.
+    ///
+    /// # Errors
+    /// A lost rank.
+    pub fn all_gather(&self, at: At, own: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+        let bytes: Vec<u8> = own.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let all = self.comm.all_gather_bytes_among(&self.active, at, &bytes, true)?;
+        let words = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
+        Ok(all.into_iter().map(words).collect())
+    }
+}
+
+impl fmt::Debug for Sharers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} of {}", self.active, self.comm.world())
+    }
+}
+
 /// Tables of a rotary embedding for the tokens of a micro-batch.
 #[derive(Clone, Debug)]
 pub struct Tables {
@@ -55,7 +83,9 @@ pub struct Context<'a> {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
     /// Segments over the ranks of a context group, in place of `seqs`.
-    pub across: Option<&'a Across<'a>>,
+    pub across: Option<Arc<Across<'a>>>,
+    /// Ranks with tokens of the same micro-batch, if there are several.
+    pub sharers: Option<Arc<Sharers<'a>>>,
     /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
     pub cut: Option<Arc<Cut<'a>>>,
     /// Rotary embeddings of the model, in the order of its config.
@@ -72,6 +102,12 @@ pub struct Context<'a> {
 }
 
 impl<'a> Context<'a> {
+    /// A context on one rank.
+    pub fn new(seqs: Sequences, ropes: Vec<Tables>, dropout: Option<DropoutKey>) -> Self {
+        let (across, sharers, cut, rows, experts) = (None, None, None, None, None);
+        Self { seqs, across, sharers, cut, ropes, dropout, rows, experts, between: Arc::default() }
+    }
+
     /// The same context for a new pass, among ranks that split the experts.
     pub fn among(&self, experts: Option<&'a dyn Comm>) -> Self {
         Self { experts: experts.map(Peers), between: Arc::default(), ..self.clone() }
@@ -82,6 +118,11 @@ impl<'a> Context<'a> {
         self.cut.as_ref().map_or(self, |cut| cut.whole())
     }
 
+    /// Whether the rank has no tokens, but one row that no other rank sees.
+    pub fn is_idle(&self) -> bool {
+        self.cut.as_ref().is_some_and(|cut| cut.is_idle())
+    }
+
     /// Spare columns of a tensor that a block takes: none if it is gathered first.
     pub fn room(&self, rank: usize) -> usize {
         if self.cut.is_some() { 0 } else { rank }
@@ -89,7 +130,8 @@ impl<'a> Context<'a> {
 
     /// Lengths of the documents of the micro-batch.
     fn docs(&self) -> &[usize] {
-        self.across.map_or(&self.whole().seqs.docs[..], Across::docs)
+        let whole = self.whole();
+        whole.across.as_ref().map_or(&whole.seqs.docs[..], |across| across.docs())
     }
 
     /// The same context for a subset of the tokens.
@@ -227,16 +269,7 @@ impl<'a> Batch<'a> {
             ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context {
-                seqs,
-                across: None,
-                cut: None,
-                ropes,
-                dropout,
-                rows: None,
-                experts: None,
-                between: Arc::default(),
-            },
+            context: Context::new(seqs, ropes, dropout),
             target_rows,
             targets,
             weights: (!host.weights.is_empty()).then(|| Tensor::new(host.weights, device)).transpose()?,
@@ -267,7 +300,7 @@ impl<'a> Batch<'a> {
 
     /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn among(self, across: &'a Across<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+    pub fn among(self, across: Arc<Across<'a>>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let (rows, targets) = (rows, Some(targets));
         #[cfg(test)]
@@ -286,6 +319,12 @@ impl<'a> Batch<'a> {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let context = Context { cut: Some(Arc::new(cut)), rows, ..self.context };
         Self { context, target_numbers: Some(targets), ..self }
+    }
+
+    /// The same, with the ranks that have tokens of the micro-batch.
+    pub fn shared(mut self, sharers: Sharers<'a>) -> Self {
+        self.context.sharers = Some(Arc::new(sharers));
+        self
     }
 
     /// The context of the targets `of`, whose rows are numbered within the step.
@@ -365,16 +404,7 @@ impl<'a> Batch<'a> {
             ids: list(sizes.keys),
             by_id: None,
             tokens: sizes.keys,
-            context: Context {
-                seqs,
-                across: None,
-                cut: None,
-                ropes: ropes.iter().map(tables).collect(),
-                dropout,
-                rows: None,
-                experts: None,
-                between: Arc::default(),
-            },
+            context: Context::new(seqs, ropes.iter().map(tables).collect(), dropout),
             target_rows: list(count),
             targets: list(count),
             weights: weighted.then(|| Ghost::weight(ledger, count, DType::F32).into()),

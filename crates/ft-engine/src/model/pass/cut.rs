@@ -4,16 +4,14 @@
 //! computes its heads or its columns on them; after it, every rank adds the partial sums of its own tokens, in rank
 //! order, in f32 (Korthikanti et al., 2022). The backward pass does the same with gradients.
 
-use super::batch::{Batch, Context, HostBatch};
+use super::batch::Context;
 use super::count_exchange;
-use crate::model::config::Config;
 use crate::ranks::{At, Comm};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Result};
 use ft_base::memory::place;
 use ft_kernels::ledger::Peers;
 use ft_kernels::{Tensor, gemm};
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Tokens of a micro-batch over a tensor group.
 pub struct Cut<'a> {
@@ -72,6 +70,11 @@ impl<'a> Cut<'a> {
     /// Context of all tokens.
     pub fn whole(&self) -> &Context<'a> {
         &self.whole
+    }
+
+    /// Whether this rank has no tokens, but the one row that no other sees.
+    pub fn is_idle(&self) -> bool {
+        self.own().is_empty()
     }
 
     /// Tokens of this rank.
@@ -159,41 +162,6 @@ impl<'a> Cut<'a> {
         drop((own, partial, into));
         sum.to_dtype(dtype)
     }
-}
-
-const DOCUMENTS: At = At::all("the documents of a pass of the first rank");
-
-/// Tokens by rank of a pass of the first rank alone.
-fn lone(docs: &[usize], ranks: usize) -> Vec<Range<usize>> {
-    let tokens: usize = docs.iter().sum();
-    (0..ranks).map(|r| if r == 0 { 0..tokens } else { tokens..tokens }).collect()
-}
-
-/// Context of a pass of the first rank alone, on that rank. `comm` is its tensor group. Collective, with [`follow`].
-///
-/// # Errors
-/// A lost rank.
-pub fn lead<'a>(comm: &'a dyn Comm, whole: &Context<'a>) -> ft_base::Result<Context<'a>> {
-    comm.broadcast_object(DOCUMENTS, &whole.seqs.docs.to_vec())?;
-    let cut = Cut::new(comm, lone(&whole.seqs.docs, comm.world()), whole.clone());
-    Ok(Context { cut: Some(Arc::new(cut)), ..whole.clone() })
-}
-
-/// Input of a pass of the first rank alone, on another rank of its tensor group: one row that counts nowhere.
-///
-/// # Errors
-/// A lost rank; device errors.
-pub fn follow<'a>(comm: &'a dyn Comm, config: &Config, device: &Device) -> ft_base::Result<Batch<'a>> {
-    let docs: Vec<usize> = comm.receive_object(DOCUMENTS)?.unwrap_or_default();
-    let positions: Vec<u32> = docs.iter().flat_map(|n| 0..*n as u32).collect();
-    let ids = vec![0; positions.len()];
-    let batch = |ids: &[u32], positions: &[u32], docs: &[usize]| {
-        let host = HostBatch { ids, positions, docs, targets: &[], weights: &[] };
-        Batch::new(config, host, (0, 0), None, device)
-    };
-    let whole = batch(&ids, &positions, &docs)?.context;
-    let cut = Cut::new(comm, lone(&docs, comm.world()), whole);
-    Ok(batch(&[0], &[0], &[1])?.cut(cut, vec![0], Vec::new()))
 }
 
 impl std::fmt::Debug for Cut<'_> {

@@ -43,8 +43,8 @@ pub struct Sink<'a> {
     stale: RefCell<BTreeMap<usize, Slot>>,
     /// Deferred gradients of a collecting sink.
     later: Option<RefCell<Vec<Later>>>,
-    /// In a plan: ledger, bytes, and the allocation made at the first gradient.
-    live: Option<(&'a Ledger, u64, RefCell<Option<Allocation>>)>,
+    /// In a plan: ledger, bytes by buffer, and the allocations made at the first gradients.
+    live: Option<(&'a Ledger, Vec<u64>, RefCell<BTreeMap<usize, Allocation>>)>,
 }
 
 /// Flat gradient buffers.
@@ -105,8 +105,9 @@ impl<'a> Sink<'a> {
         Ok(())
     }
 
-    /// Sink for a plan: charges `bytes` to the ledger from the first gradient until the sink is dropped.
-    pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: u64) -> Self {
+    /// Sink for a plan: charges the `bytes` of each buffer to the ledger from its first gradient until the sink is
+    /// dropped.
+    pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: Vec<u64>) -> Self {
         Self { live: Some((ledger, bytes, RefCell::default())), ..Self::new(grads, 0) }
     }
 
@@ -179,8 +180,9 @@ impl<'a> Sink<'a> {
 
     fn buffer(&self, number: usize) -> Result<Tensor> {
         if let Some((ledger, bytes, live)) = &self.live {
-            live.borrow_mut()
-                .get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold_once(*bytes)));
+            let bytes = bytes.get(number).copied().unwrap_or(0);
+            let hold = || ledger.role(Role::Gradients, || ledger.hold_once(bytes));
+            live.borrow_mut().entry(number).or_insert_with(hold);
         }
         match &self.grads {
             Buffers::Kept(grads) => {

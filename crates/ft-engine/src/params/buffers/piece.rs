@@ -1,15 +1,20 @@
 //! The part of a tensor on a rank that cuts matrices with others.
 
 use crate::adapters::{Part, Trained};
-use crate::model::modules::{Kind, Module};
+use crate::model::modules::{Kind, Module, SHARED_EXPERT};
 use candle_core::Result;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
 
-/// Dimension along which the ranks of a tensor group cut a part of a linear, by the last name of its module: rows of
-/// the products into a block, columns of those out of it. A of the former and B of the latter stay whole.
-fn cut_of(last: &str, part: Part) -> Option<usize> {
+/// Dimension along which the ranks of a tensor group cut a part of a linear, by the name of its module: rows of the
+/// products into a block, columns of those out of it. A of the former and B of the latter stay whole, and so does a
+/// mixture, which every rank computes on its own tokens.
+fn cut_of((name, expert): (&str, Option<usize>), part: Part) -> Option<usize> {
     use Part::{A, B, Bias, Weight};
+    let (block, last) = name.rsplit_once('.').unwrap_or(("", name));
+    if expert.is_some() || block.ends_with(SHARED_EXPERT) {
+        return None;
+    }
     match (last, part) {
         ("q_proj" | "k_proj" | "v_proj" | "gate_proj" | "up_proj" | "sinks", Weight | Bias | B) => Some(0),
         ("o_proj" | "down_proj", Weight | A) => Some(1),
@@ -19,12 +24,12 @@ fn cut_of(last: &str, part: Part) -> Option<usize> {
 
 /// Whether the ranks of a tensor group cut a part of a module.
 pub fn is_cut(m: &Module, part: Part) -> bool {
-    m.expert.is_none() && cut_of(m.last(), part).is_some()
+    cut_of((&m.name, m.expert), part).is_some()
 }
 
 /// A module with the dimensions that it has on one of `ranks` ranks of a tensor group.
 pub fn cut_module(m: &Module, ranks: usize) -> Module {
-    let cut = cut_of(m.last(), Part::Weight).filter(|_| m.expert.is_none());
+    let cut = cut_of((&m.name, m.expert), Part::Weight);
     let kind = match (m.kind, cut) {
         (Kind::Linear { out, inp, bias }, Some(0)) => Kind::Linear { out: out / ranks, inp, bias },
         (Kind::Linear { out, inp, bias }, Some(_)) => Kind::Linear { out, inp: inp / ranks, bias },
@@ -36,7 +41,7 @@ pub fn cut_module(m: &Module, ranks: usize) -> Module {
 
 /// [`Piece::group`] of the weight of a module as [`cut_module`] makes it.
 pub fn group_of(m: &Module, block: usize, group: usize) -> usize {
-    match cut_of(m.last(), Part::Weight).filter(|_| m.expert.is_none()) {
+    match cut_of((&m.name, m.expert), Part::Weight) {
         Some(0) => group_within(m.weight_values() / block.max(1), group),
         Some(_) => group_within(m.cols() / block.max(1), group),
         None => group,
@@ -66,13 +71,12 @@ impl Piece {
     /// Piece of a part of a module.
     pub(super) fn of_module(m: &Module, part: Part, place: (usize, usize)) -> Self {
         let whole = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-        Self::new(whole, cut_of(m.last(), part).filter(|_| m.expert.is_none()), place)
+        Self::new(whole, cut_of((&m.name, m.expert), part), place)
     }
 
     /// Piece of a trained tensor.
     pub(super) fn of_trained(t: &Trained, place: (usize, usize)) -> Self {
-        let last = t.module.rsplit('.').next().unwrap_or(&t.module);
-        Self::new(t.shape.clone(), cut_of(last, t.part).filter(|_| t.expert.is_none()), place)
+        Self::new(t.shape.clone(), cut_of((&t.module, t.expert), t.part), place)
     }
 
     /// The same piece of a tensor with one element for `unit` consecutive ones; `None` if a cut is within one.

@@ -58,14 +58,19 @@ impl FlatKind {
 }
 
 impl Split {
-    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then pieces by unit, or tensors of
+    /// Flat buffer of a trained tensor, of `units` units: whole ones by unit, then pieces by unit, then tensors of
     /// experts by owner and unit.
     pub fn flat(&self, t: &Trained, units: usize) -> usize {
-        match t.expert.filter(|_| self.mesh.expert > 1) {
-            Some(e) => (1 + e / self.own_experts().max(1)) * units + t.unit,
-            None if self.piece_of(t).dim().is_some() => units + t.unit,
-            None => t.unit,
-        }
+        let kind = match t.expert.filter(|_| self.mesh.expert > 1) {
+            Some(e) => self.first_owner() + e / self.own_experts().max(1),
+            None => usize::from(self.piece_of(t).dim().is_some()),
+        };
+        kind * units + t.unit
+    }
+
+    /// Number of kinds of buffers before those of the owners of experts.
+    fn first_owner(&self) -> usize {
+        if self.mesh.tensor > 1 { 2 } else { 1 }
     }
 
     /// Index along the tensor axis, and number of ranks.
@@ -90,24 +95,22 @@ impl Split {
 
     /// Number of flat buffers of all ranks, of `units` units.
     pub fn flats(&self, units: usize) -> usize {
-        match (self.mesh.expert, self.mesh.tensor) {
-            (1, 1) => units,
-            (1, _) => 2 * units,
-            (experts, _) => (1 + experts) * units,
-        }
+        let owners = if self.mesh.expert > 1 { self.mesh.expert } else { 0 };
+        (self.first_owner() + owners) * units
     }
 
     /// Unit and kind of a flat buffer; `None` if another rank holds it.
     pub fn held(&self, number: usize, units: usize) -> Option<(usize, FlatKind)> {
         let unit = number % units.max(1);
-        match (number / units.max(1)).checked_sub(1) {
-            None if !self.has(unit) => None,
-            None if unit == 0 && self.has_ends() => Some((unit, FlatKind::Ends)),
-            None => Some((unit, FlatKind::Whole)),
-            Some(_) if self.mesh.expert == 1 => Some((unit, FlatKind::Cut)),
-            Some(member) if member == self.member() => Some((unit, FlatKind::Expert)),
-            Some(_) => None,
-        }
+        let kind = match number / units.max(1) {
+            _ if !self.has(unit) => return None,
+            0 if unit == 0 && self.has_ends() => FlatKind::Ends,
+            0 => FlatKind::Whole,
+            1 if self.mesh.tensor > 1 => FlatKind::Cut,
+            n if n == self.first_owner() + self.member() => FlatKind::Expert,
+            _ => return None,
+        };
+        Some((unit, kind))
     }
 
     /// Whether this rank holds the tensors of a unit. A head that shares the embedding's table holds both.
@@ -146,7 +149,7 @@ impl Split {
     pub fn kind_of(&self, m: &Module, part: Part) -> FlatKind {
         match m.expert {
             Some(_) if self.mesh.expert > 1 => FlatKind::Expert,
-            None if self.mesh.tensor > 1 && is_cut(m, part) => FlatKind::Cut,
+            _ if self.mesh.tensor > 1 && is_cut(m, part) => FlatKind::Cut,
             _ => FlatKind::Whole,
         }
     }
@@ -164,9 +167,9 @@ impl Split {
         (self.mesh.expert > 1).then(|| Group::new(comm, &self.mesh, Axis::Expert))
     }
 
-    /// Ranks that cut matrices with this one, if they do. `comm` are all ranks.
-    pub fn tensor_group<'a>(&self, comm: &'a dyn Comm) -> Option<Group<'a>> {
-        (self.mesh.tensor > 1).then(|| Group::new(comm, &self.mesh, Axis::Tensor))
+    /// Whether this rank holds a part of the model alone: of the experts, the layers or the matrices.
+    pub fn is_of_part(&self) -> bool {
+        self.own().is_some() || self.units.is_some() || self.mesh.tensor > 1
     }
 
     /// Ranks that hold copies of the buffers of a kind. `comm` are all ranks.

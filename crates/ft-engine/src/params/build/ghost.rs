@@ -1,6 +1,6 @@
 //! Shape-only weights for a plan, mirroring what `super::build` would load and allocate.
 
-use crate::adapters::{Choice, peft};
+use crate::adapters::{Choice, Part, peft};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::Owned;
@@ -8,6 +8,7 @@ use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
 use crate::model::sink::Slot;
+use crate::params::buffers::is_cut;
 use crate::quant;
 use candle_core::{DType, Shape};
 use ft_kernels::padded::Padded;
@@ -55,6 +56,8 @@ pub struct Ghosts<'a> {
     pub quantize: Quantize,
     /// The experts of this rank and the ranks that split them, if they do.
     pub own: Option<(Range<usize>, usize)>,
+    /// Whether ranks cut matrices.
+    pub cuts: bool,
     /// Whether weights reside on a CUDA device, so that dense ones get spare columns for adapters.
     rooms: bool,
     used: usize,
@@ -69,12 +72,21 @@ impl<'a> Ghosts<'a> {
         (quantize, stays): (Quantize, bool),
     ) -> Self {
         let rooms = stays && ledger.machine().cuda;
-        Self { ledger, dtype, choices: choices.collect(), quantize, own: None, rooms, used: 0 }
+        Self { ledger, dtype, choices: choices.collect(), quantize, own: None, cuts: false, rooms, used: 0 }
     }
 
-    /// Gradient buffers for a model with these weights, by unit.
+    /// Gradient buffers for a unit of a model with these weights: of whole tensors, then of pieces, then of experts,
+    /// where ranks split these.
     pub fn grads(ledger: &Ledger) -> Vec<Option<Tensor>> {
-        vec![Some(Ghost::weight(ledger, BUFFER, DType::F32).into())]
+        (0..3).map(|_| Some(Ghost::weight(ledger, BUFFER, DType::F32).into())).collect()
+    }
+
+    /// Gradient buffer of a part of a module: see [`Ghosts::grads`].
+    fn buffer(&self, m: &Module, part: Part) -> usize {
+        match m.expert {
+            Some(_) if self.own.is_some() => 1 + usize::from(self.cuts),
+            _ => usize::from(self.cuts && is_cut(m, part)),
+        }
     }
 
     fn choice(&self, m: &Module) -> Choice {
@@ -85,13 +97,13 @@ impl<'a> Ghosts<'a> {
         Ghost::weight(self.ledger, shape, dtype).into()
     }
 
-    fn slot(&mut self, rows: usize, cols: usize) -> Slot {
+    fn slot(&mut self, (m, part): (&Module, Part), rows: usize, cols: usize) -> Slot {
         let offset = self.used;
         self.used += rows * cols;
-        Slot { index: 0, flat: 0, offset, rows, cols }
+        Slot { index: 0, flat: self.buffer(m, part), offset, rows, cols }
     }
 
-    fn tensor(&mut self, m: &Module, shape: &[usize]) -> (Tensor, Option<Slot>) {
+    fn tensor(&mut self, (m, part): (&Module, Part), shape: &[usize]) -> (Tensor, Option<Slot>) {
         let choice = self.choice(m);
         let full = matches!(choice, Choice::Full { .. });
         let cols = shape.last().copied().unwrap_or(1);
@@ -105,7 +117,7 @@ impl<'a> Ghosts<'a> {
         } else {
             self.dtype
         };
-        (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
+        (self.ghost(shape, dtype), full.then(|| self.slot((m, part), rows, cols)))
     }
 
     /// LoRA of a matrix `[o, i]`: spec, A, B and gradient slots.
@@ -115,7 +127,8 @@ impl<'a> Ghosts<'a> {
         // LoRA adapts the transpose of an embedding's table `[v, d]`.
         let (o, i) = if m.last() == "embed_tokens" { (i, o) } else { (o, i) };
         let (a, b) = (self.ghost((spec.rank, i), self.dtype), self.ghost((o, spec.rank), self.dtype));
-        Some((spec, a, b, (self.slot(spec.rank, i), self.slot(o, spec.rank))))
+        let slots = (self.slot((m, Part::A), spec.rank, i), self.slot((m, Part::B), o, spec.rank));
+        Some((spec, a, b, slots))
     }
 }
 
@@ -125,7 +138,7 @@ impl Weights for Ghosts<'_> {
     }
 
     fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
-        Ok(self.tensor(m, &m.weight_shape()))
+        Ok(self.tensor((m, Part::Weight), &m.weight_shape()))
     }
 
     fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
@@ -140,14 +153,14 @@ impl Weights for Ghosts<'_> {
                     let all = self.ghost(Padded::shape((o, i), rank), self.dtype);
                     return Ok((Weight::Padded(Padded::within(all, (o, i))?), None));
                 }
-                let (weight, slot) = self.tensor(m, shape);
+                let (weight, slot) = self.tensor((m, Part::Weight), shape);
                 Ok((Weight::Dense(weight), slot))
             }
         }
     }
 
     fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
-        Ok(self.tensor(m, &[m.bias().unwrap_or(0)]))
+        Ok(self.tensor((m, Part::Bias), &[m.bias().unwrap_or(0)]))
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
@@ -155,7 +168,7 @@ impl Weights for Ghosts<'_> {
         let (o, _) = weight.dims()?;
         let dora = spec.dora.then(|| Dora {
             magnitude: self.ghost((1, o), DType::F32),
-            slot: Some(self.slot(1, o)),
+            slot: Some(self.slot((m, Part::Magnitude), 1, o)),
             row_squares: self.ghost(o, DType::F32),
         });
         let (scale, dropout) = (peft::scale(&spec), spec.dropout);
@@ -175,7 +188,7 @@ impl Weights for Ghosts<'_> {
     fn rows(&mut self, m: &Module) -> ft_base::Result<Option<Rows>> {
         let Choice::Rows { count, .. } = self.choice(m) else { return Ok(None) };
         let (index, values) = (self.ghost(count, DType::U32), self.ghost((count, m.cols()), self.dtype));
-        let slot = Some(self.slot(count, m.cols()));
+        let slot = Some(self.slot((m, Part::Rows), count, m.cols()));
         Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
     }
 

@@ -1,13 +1,13 @@
 //! Losses and gradients of every tensor when ranks split the tokens, against one rank.
 
+use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
 use crate::model::across::{Across, Fault};
+use crate::model::batch::Sharers;
 use crate::ranks::{self, At, Axis, Comm, Mesh};
-use ft_base::error::ExitCode;
-use ft_base::memory::place;
 use ft_data::{Micro, segments};
 use std::ops::Range;
-use std::time::Duration;
+use std::sync::Arc;
 
 /// Seed and step of dropout and noise.
 const RANDOM: Option<(u64, u64)> = Some((5, 3));
@@ -69,8 +69,8 @@ impl<'a> Setting<'a> {
     /// Sums over the ranks of the losses and gradients of their segments.
     fn on_many(&self, all: &[Vec<Range<usize>>], fault: Option<Fault>) -> Result<Step> {
         let m = self.micro()?;
-        let rank = |comm: ranks::Threads, (d, p): (Decoder, Params)| -> Result<Option<Step>> {
-            place::follow();
+        let rank = |comm: ranks::Threads| -> Result<Option<Step>> {
+            let (d, p) = self.case.build(&self.selection, None)?;
             let mut across = Across::new(&comm, &m.docs, all.to_vec());
             across.fault = fault;
             let part = m.part(across.own());
@@ -80,20 +80,19 @@ impl<'a> Setting<'a> {
                 true => None,
                 false => {
                     let batch = Batch::new(&d.config, host, (40, 7), RANDOM, CPU)?;
-                    Some(self.walk(&d, &p, &batch.among(&across, part.tokens, part.targets))?)
+                    let batch = batch.among(Arc::new(across), part.tokens, part.targets);
+                    let active = (0..all.len()).filter(|r| !all[*r].is_empty()).collect();
+                    let batch = match fault {
+                        Some(Fault::Counts) => batch,
+                        _ => batch.shared(Sharers { comm: &comm, active }),
+                    };
+                    Some(self.walk(&d, &p, &batch)?)
                 }
             };
             comm.all_gather_bytes(At::all("the end"), &[], true)?;
             Ok(step)
         };
-        let models =
-            all.iter().map(|_| self.case.build(&self.selection, None)).collect::<Result<Vec<_>>>()?;
-        let came = std::thread::scope(|s| {
-            let group = ranks::group(all.len(), Duration::from_secs(100)).into_iter().zip(models);
-            let rank = &rank;
-            let started: Vec<_> = group.map(|(c, model)| s.spawn(move || rank(c, model))).collect();
-            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
-        })?;
+        let came = on_ranks(all.len(), rank).into_iter().collect::<Result<Vec<_>>>()?;
         let mut sum: Option<Step> = None;
         for (loss, (aux, z), grads) in came.into_iter().flatten() {
             let Some(sum) = &mut sum else {
@@ -117,15 +116,10 @@ impl<'a> Setting<'a> {
         if self.router != RouterLosses::default() {
             sums = sums.max(near(got.1.0, want.1.0)).max(near(got.1.1, want.1.1));
         }
-        let mut most = 0_f64;
-        let (_, p) = self.case.build(&self.selection, None)?;
-        for ((got, want), t) in got.2.iter().zip(&want.2).zip(&p.tensors) {
-            // Softmax nearly cancels the gradient of a key bias.
-            let far = if want.iter().any(|x| *x != 0.0) { distance(got, want) } else { 0.0 };
-            most = most.max(if t.name.ends_with("k_proj.bias") { far / 10.0 } else { far });
-        }
+        let trained = self.selection.trained();
+        let names: Vec<&str> = trained.iter().map(|t| t.name.as_str()).collect();
+        let [most, together] = gradients_apart(&got.2, &want.2, &names);
         let norm = |grads: &[Vec<f64>]| grads.iter().flatten().map(|x| x * x).sum::<f64>().sqrt();
-        let together = distance(&got.2.concat(), &want.2.concat());
         Ok([most, sums.max(near(norm(&got.2), norm(&want.2))).max(together)])
     }
 }
@@ -217,24 +211,18 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
     for count in [2, 3, 4] {
         let all = segments(&m.docs, count);
         let rank = |comm: ranks::Threads| -> Result<Vec<(u32, f64)>> {
-            place::follow();
             let across = Across::new(&comm, &m.docs, all.clone());
             let part = m.part(across.own());
             let own = [part.micro.ids.len()];
             let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
             let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
             let batch = Batch::new(&d.config, host, (0, 0), None, CPU)?;
-            let batch = batch.among(&across, part.tokens, part.targets.clone());
+            let batch = batch.among(Arc::new(across), part.tokens, part.targets.clone());
             let losses = loss::on_host(Walk::new(&d, None, 0).eval(&batch)?)?.concat();
             comm.all_gather_bytes(At::all("the end"), &[], true)?;
             Ok(part.targets.into_iter().zip(losses).collect())
         };
-        let came = std::thread::scope(|s| {
-            let rank = &rank;
-            let group = ranks::group(count, Duration::from_secs(100)).into_iter();
-            let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
-            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
-        })?;
+        let came = on_ranks(count, rank).into_iter().collect::<Result<Vec<_>>>()?;
         let mut came = came.concat();
         came.sort_by_key(|(number, _)| *number);
         let came: Vec<f64> = came.into_iter().map(|(_, loss)| loss).collect();
@@ -251,8 +239,8 @@ fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
     let setting = Setting::new(case, everything(&case.config));
     let (m, mesh) = (setting.micro()?, Mesh { data: 2, context: 2, ..Mesh::ONE });
     let tokens = m.ids.len();
-    let rank = |comm: ranks::Threads, (d, p): (Decoder, Params)| -> Option<ranks::Error> {
-        place::follow();
+    let rank = |comm: ranks::Threads| -> Option<ranks::Error> {
+        let (d, p) = case.build(&setting.selection, None).ok()?;
         let group = ranks::Group::new(&comm, &mesh, Axis::Context);
         let mut across = Across::new(&group, &m.docs, vec![vec![0..9], vec![9..tokens]]);
         across.fault = (comm.rank() == 3).then_some(Fault::Lost);
@@ -260,28 +248,12 @@ fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
         let own = [part.micro.ids.len()];
         let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
         let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
-        let done = setting.walk(&d, &p, &batch.among(&across, part.tokens, part.targets));
+        let done = setting.walk(&d, &p, &batch.among(Arc::new(across), part.tokens, part.targets));
         if done.is_ok() {
             // The ranks of the other group have got this far.
             comm.all_gather_bytes(At::all("the end"), &[], true).err()?;
         }
         comm.lost()
     };
-    let models = (0..4).map(|_| case.build(&setting.selection, None)).collect::<Result<Vec<_>>>()?;
-    let lost = std::thread::scope(|s| {
-        let rank = &rank;
-        let group = ranks::group(4, Duration::from_secs(100)).into_iter().zip(models);
-        let started: Vec<_> = group.map(|(c, model)| s.spawn(move || rank(c, model))).collect();
-        started.into_iter().map(|t| t.join().expect("no panic")).collect::<Vec<_>>()
-    });
-    for (i, lost) in lost.iter().enumerate().take(3) {
-        let lost = lost.as_ref().with_context(|| format!("rank {i} has not heard of it"))?;
-        let at = "the keys and values of unit 1 (context group 2-3)";
-        assert_eq!(
-            (lost.rank, lost.code, lost.at.to_string().as_str()),
-            (3, ExitCode::LostRank, at),
-            "{lost}"
-        );
-    }
-    Ok(())
+    assert_heard(&on_ranks(4, rank), "the keys and values of unit 1 (context group 2-3)")
 }

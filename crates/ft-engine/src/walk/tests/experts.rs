@@ -1,12 +1,11 @@
 //! Losses and gradients of every tensor when ranks split the experts, against one rank.
 
+use super::among::on_ranks;
 use super::*;
 use crate::model::feed_forward::{FAULT, Fault};
 use crate::params::buffers::Split;
 use crate::ranks::{self, At, Comm, Mesh};
 use crate::walk::{Hooks, Visit};
-use ft_base::memory::place;
-use std::time::Duration;
 
 /// Seed and step of dropout.
 const RANDOM: (u64, u64) = (5, 3);
@@ -88,7 +87,6 @@ impl<'a> Setting<'a> {
         let experts = self.case.config.moe.as_ref().context("experts")?.experts;
         let mesh = Mesh { data: micros.len(), expert: micros.len(), ..Mesh::ONE };
         let rank = |comm: ranks::Threads| -> Result<Step> {
-            place::follow();
             FAULT.set(fault);
             let split = Split { mesh, rank: comm.rank(), zero: 0, experts, ..Split::default() };
             let allocate = Allocate { train: true, split, ..Allocate::default() };
@@ -111,12 +109,7 @@ impl<'a> Setting<'a> {
             );
             Ok((losses, Self::grads(&p)?))
         };
-        let came = std::thread::scope(|s| {
-            let group = ranks::group(micros.len(), Duration::from_secs(100));
-            let rank = &rank;
-            let started: Vec<_> = group.into_iter().map(|c| s.spawn(move || rank(c))).collect();
-            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
-        })?;
+        let came = on_ranks(micros.len(), rank).into_iter().collect::<Result<Vec<_>>>()?;
         let mut all: Step = (Vec::new(), vec![None; came[0].1.len()]);
         // In the order of the micro-batches, as on one rank.
         let mut by_micro: Vec<_> = micros.iter().zip(came).collect();

@@ -1,15 +1,13 @@
 //! Losses and gradients of every tensor when ranks cut matrices, against one rank.
 
+use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
 use crate::model::cut::{Cut, Fault, parts};
 use crate::model::family::QkNorms;
 use crate::params::buffers::Split;
 use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
-use ft_base::error::ExitCode;
-use ft_base::memory::place;
 use ft_data::Micro;
 use std::ops::Range;
-use std::time::Duration;
 
 /// Seed and step of dropout and noise.
 const RANDOM: Option<(u64, u64)> = Some((5, 3));
@@ -80,7 +78,6 @@ impl<'a> Setting<'a> {
     fn on_many(&self, all: &[Range<usize>], fault: Option<Fault>, alter: Alter) -> Result<Step> {
         let mesh = Mesh { tensor: all.len(), ..Mesh::ONE };
         let rank = |comm: ranks::Threads| -> Result<(Step, Params)> {
-            place::follow();
             let split = Split { mesh, rank: comm.rank(), ..Split::default() };
             let allocate = Allocate { train: true, split, ..Allocate::default() };
             let (mut d, p) = Build::new(&self.base, &self.selection).allocate(allocate).among(&comm).run()?;
@@ -89,12 +86,7 @@ impl<'a> Setting<'a> {
             comm.all_gather_bytes(At::all("the end"), &[], true)?;
             Ok((step, p))
         };
-        let came = std::thread::scope(|s| {
-            let rank = &rank;
-            let group = ranks::group(all.len(), Duration::from_secs(100)).into_iter();
-            let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
-            started.into_iter().map(|t| t.join().expect("no panic")).collect::<Result<Vec<_>>>()
-        })?;
+        let came = on_ranks(all.len(), rank).into_iter().collect::<Result<Vec<_>>>()?;
         let whole: Vec<usize> = self.selection.trained().iter().map(|t| t.elements()).collect();
         let mut sum = (0.0, whole.iter().map(|n| vec![0.0; *n]).collect::<Vec<_>>());
         for ((loss, grads), p) in came {
@@ -110,23 +102,19 @@ impl<'a> Setting<'a> {
     /// The largest relative distance from one rank of a tensor's gradient; and of the loss, or of all gradients together.
     fn apart(&self, all: &[Range<usize>], fault: Option<Fault>, alter: Alter) -> Result<[f64; 2]> {
         let (want, got) = (self.on_one()?, self.on_many(all, fault, alter)?);
-        let mut most = 0_f64;
-        for ((got, want), t) in got.1.iter().zip(&want.1).zip(self.selection.trained()) {
-            // Softmax nearly cancels the gradient of a key bias.
-            let far = if want.iter().any(|x| *x != 0.0) { distance(got, want) } else { 0.0 };
-            most = most.max(if t.name.ends_with("k_proj.bias") { far / 10.0 } else { far });
-        }
-        let together = distance(&got.1.concat(), &want.1.concat());
+        let trained = self.selection.trained();
+        let names: Vec<&str> = trained.iter().map(|t| t.name.as_str()).collect();
+        let [most, together] = gradients_apart(&got.1, &want.1, &names);
         Ok([most, together.max((got.0 - want.0).abs() / want.0)])
     }
 }
 
-/// Cases with layers that ranks can cut.
-fn dense() -> Result<Vec<Case>> {
+/// Cases with layers that ranks can cut: mixtures stay whole.
+fn cuttable() -> Result<Vec<Case>> {
     let mut all = cases()?;
     let plain = |c: &Config| {
-        let (f, apart) = (c.family, c.delta.is_none() && c.moe.is_none());
-        apart && f.qk_norm != QkNorms::Whole && !(f.by_layer || f.joint_qkv || f.joint_mlp)
+        let f = c.family;
+        c.delta.is_none() && f.qk_norm != QkNorms::Whole && !(f.by_layer || f.joint_qkv || f.joint_mlp)
     };
     all.retain(|c| plain(&c.config) && c.config.kv_heads % 2 == 0 && c.config.intermediate % 2 == 0);
     Ok(all)
@@ -140,8 +128,8 @@ fn cuts(tokens: usize) -> [Vec<Range<usize>>; 3] {
 /// In full, and adapters with dropout and noise on embeddings, at every level of recompute.
 #[test]
 fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
-    for case in dense()? {
-        let groups = [Group::Attention, Group::Mlp, Group::Head];
+    for case in cuttable()? {
+        let groups = [Group::Attention, Group::Mlp, Group::Experts, Group::Head];
         for selection in [everything(&case.config), adapters(&case.config, false, &groups)] {
             let mut setting = Setting::new(&case, selection);
             for (i, all) in cuts(setting.micro()?.ids.len()).iter().enumerate() {
@@ -158,7 +146,7 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
 /// rank; a bias of a product over columns that is added by no rank.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
-    let all = dense()?;
+    let all = cuttable()?;
     let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
     let case = find("qwen3-dense")?;
     let full = Setting::new(case, everything(&case.config));
@@ -184,13 +172,12 @@ fn every_fault_is_noticed() -> Result<()> {
 /// A rank that is lost during an exchange is named by all others, with the layer and the group of its last collective.
 #[test]
 fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
-    let all = dense()?;
+    let all = cuttable()?;
     let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
     let setting = Setting::new(case, everything(&case.config));
     let mesh = Mesh { data: 2, tensor: 2, ..Mesh::ONE };
     let tokens = parts(setting.micro()?.ids.len(), 2);
     let rank = |comm: ranks::Threads| -> Option<ranks::Error> {
-        place::follow();
         let split = Split { mesh, rank: comm.rank(), ..Split::default() };
         let allocate = Allocate { train: true, split, ..Allocate::default() };
         let of = Build::new(&setting.base, &setting.selection).allocate(allocate).among(&comm).run();
@@ -203,20 +190,5 @@ fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
         }
         comm.lost()
     };
-    let lost = std::thread::scope(|s| {
-        let rank = &rank;
-        let group = ranks::group(4, Duration::from_secs(100)).into_iter();
-        let started: Vec<_> = group.map(|c| s.spawn(move || rank(c))).collect();
-        started.into_iter().map(|t| t.join().expect("no panic")).collect::<Vec<_>>()
-    });
-    for (i, lost) in lost.iter().enumerate().take(3) {
-        let lost = lost.as_ref().with_context(|| format!("rank {i} has not heard of it"))?;
-        let at = "the sum of partial products of unit 1 (tensor group 2-3)";
-        assert_eq!(
-            (lost.rank, lost.code, lost.at.to_string().as_str()),
-            (3, ExitCode::LostRank, at),
-            "{lost}"
-        );
-    }
-    Ok(())
+    assert_heard(&on_ranks(4, rank), "the sum of partial products of unit 1 (tensor group 2-3)")
 }

@@ -1,6 +1,6 @@
 //! Modules of the feed-forward part of a layer.
 
-use super::module::{Group, InLayer, Kind, Module, Parameter, Slice, linear};
+use super::module::{Group, InLayer, Kind, Module, Parameter, SHARED_EXPERT, Slice, linear};
 use crate::model::config::types::Config;
 use std::sync::Arc;
 
@@ -62,7 +62,7 @@ impl FeedForwardTree {
         let router = linear(family.router, moe.experts, family.bias);
         let experts = (0..moe.experts).map(expert).collect();
         let shared = || {
-            let (block, of) = (family.within("shared_expert"), (Group::Mlp, None));
+            let (block, of) = (family.within(SHARED_EXPERT), (Group::Mlp, None));
             let own = MlpTree::of((c, layer), &block, NAMES, (moe.shared, false), of);
             (own, linear("shared_expert_gate", 1, false))
         };

@@ -110,6 +110,8 @@ pub struct Slice {
     pub mxfp4: bool,
 }
 
+/// Last name of the block of a shared expert.
+pub const SHARED_EXPERT: &str = "shared_expert";
 /// Name of a score head.
 pub const SCORE: &str = "score";
 
