@@ -115,6 +115,20 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
     g.ledger().work(cost);
 }
 
+/// Source, name, columns of a block and shared memory of the kernel for products by tiles; `coded` if of codes.
+fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, usize, usize) {
+    let ((source, columns), half) = (source(dtype), dtype != DType::F32);
+    // in backward with few rows, a block takes several column tiles, because codes dominate its traffic
+    let (kind, beside) = match (s.few(), name) {
+        (true, "backward") => ("few_", WIDE),
+        (true, _) => ("few_", 1),
+        (false, _) => (if half && coded { "coded_" } else { "" }, 1),
+    };
+    let source = if half && kind != "few_" { compiled!(GROUPED_MANY) } else { source };
+    let bytes = if half { of_products(kind, s.side) } else { 0 };
+    (source, format!("grouped_{kind}{name}"), beside * columns, bytes)
+}
+
 /// Launches the kernel `name` (forward or backward). `outer` is the width of the result.
 fn products(
     name: &str,
@@ -152,30 +166,18 @@ fn products(
     let x = x.contiguous()?;
     let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
     let out = empty(&x, (n, width), x.dtype())?;
-    let (source, columns) = source(x.dtype());
-    let half = x.dtype() != DType::F32;
     // adapters are values
-    let coded = half
-        && matches!(terms, Terms::Whole | Terms::Values)
+    let coded = matches!(terms, Terms::Whole | Terms::Values)
         && (table.coded > 0.0 || more.as_ref().is_some_and(|m| m.0.coded > 0.0));
     let tiles = s.tiles.dim(0)?;
     let staged = inner * x.dtype().size_in_bytes();
     // single token: tiles would leave most SMs idle
     let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
-    let one = one && tiles * width.div_ceil(columns) < TOO_FEW;
+    let one = one && tiles * width.div_ceil(source(x.dtype()).1) < TOO_FEW;
     let (source, name, columns, bytes) = if one {
         (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
     } else {
-        // in backward, a block takes several column tiles if codes dominate its traffic
-        let (kind, beside) = match (s.few(), name) {
-            (true, "backward") => ("few_", WIDE),
-            (true, _) => ("few_", 1),
-            (false, _) => (if coded { "coded_" } else { "" }, 1),
-        };
-        let many = half && matches!(kind, "" | "coded_");
-        let source = if many { compiled!(GROUPED_MANY) } else { source };
-        let bytes = if half { of_products(kind, s.side) } else { 0 };
-        (source, format!("grouped_{kind}{name}"), beside * columns, bytes)
+        tiled(name, x.dtype(), coded, s)
     };
     let launch = Launch::of(&x, source, &name)?;
     let launch = launch.with(args![&table.experts_words, (terms != Terms::Adapter).then_some(&x)])?;
