@@ -2,7 +2,7 @@
 //!
 //! Each source is compiled to PTX for the compute capability `CUDA_COMPUTE_CAP` (default 80; runs on all
 //! later devices). The PTX is then assembled to machine code for the architectures in `FT_CUDA_CODE`
-//! (default `80,86,89,90,120`; any unknown to nvcc are dropped; empty for none and a faster build). Both
+//! (default `80,86,89,90,100,103,120`; any unknown to nvcc are dropped; empty for none and a faster build). Both
 //! go into one fat binary, from which the driver picks the image for the device. CI runs the PTX on an
 //! emulated device, so the tests cover the input of the machine code.
 
@@ -34,7 +34,7 @@ mod cuda {
     const SOURCES: &str = "src";
     /// Compute capability of the PTX: the first with bf16, and the oldest supported GPU.
     const OLDEST: u32 = 80;
-    const CODE: &str = "80,86,89,90,120";
+    const CODE: &str = "80,86,89,90,100,103,120";
 
     /// Writes `OUT_DIR/NAME.ptx` and `OUT_DIR/NAME.fatbin` for each source `NAME.cu`, and
     /// `OUT_DIR/modules.rs` with one constant per source.

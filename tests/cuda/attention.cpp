@@ -3,26 +3,39 @@
 #include "../../crates/ft-kernels/src/attention/attention_forward.cu"
 #include "attention.h"
 
-template <typename T> void all(const char *type, uint32_t n, const std::vector<Case> &cases) {
+// Heads of `channels` channels with the kernels of size `n`.
+template <typename T> void all(const char *type, uint32_t n, const std::vector<Case> &cases, uint32_t channels = 0) {
   const size_t row = 2 * n;
-  const std::vector<size_t> shared = {(64 + 2 * (n > 128 ? 32 : 64)) * row, (128 + 2 * (n > 128 ? 16 : 32)) * row + 256, 192 * row + 256};
+  const std::vector<size_t> shared = {(64 + 2 * (n > 128 ? 32 : 64)) * row, (128 + 2 * (n > 128 ? 16 : 32)) * row + 512, 192 * row + 256,
+                                       (64 + 2 * (n > 64 ? 32 : 64)) * row};
   unsigned seed = 1;
   for (const Case &c : cases)
-    run<T>(c, n, std::string(type) + "_" + std::to_string(n), shared, n > 128 ? n / 128 : 1, check::BAR<T>, seed++);
+    run<T>(c, channels ? channels : n, std::string(type) + "_" + std::to_string(n), shared, n == 192 ? 3 : n > 128 ? 2 : 1, check::BAR<T>, seed++);
+}
+
+// The first cases have one key, two, whole tiles, tails, several documents.
+static std::vector<Case> few_cases() {
+  std::vector<Case> all = cases();
+  if (!check::nightly()) all = {all[3], all[4], all[10]};
+  return all;
 }
 
 TEST(bf16_of_64_channels) { all<bf16>("bf16", 64, cases()); }
 TEST(bf16_of_96_channels) { all<bf16>("bf16", 96, cases()); }
 TEST(bf16_of_128_channels) { all<bf16>("bf16", 128, cases()); }
 TEST(bf16_of_256_channels) { all<bf16>("bf16", 256, cases()); }
+TEST(bf16_of_channels_between_sizes) {
+  all<bf16>("bf16", 64, few_cases(), 40), all<bf16>("bf16", 96, few_cases(), 80), all<bf16>("bf16", 128, few_cases(), 112);
+  all<bf16>("bf16", 192, few_cases(), 160), all<bf16>("bf16", 192, few_cases());
+}
 // f16 differs from bf16 by its conversions: one head size, all in the nightly tier
 TEST(f16_of_64_channels) { all<f16>("f16", 64, cases()); }
 TEST(f16_of_other_channels) {
   if (check::nightly())
-    for (uint32_t n : {96u, 128u, 256u}) all<f16>("f16", n, cases());
+    for (uint32_t n : {96u, 128u, 192u, 256u}) all<f16>("f16", n, cases());
 }
 
 TEST(measured) {
   const std::vector<Case> whole = {{{128}, 2, 1}};
-  for (uint32_t n : {64u, 96u, 128u, 256u}) all<bf16>("bf16", n, whole), all<f16>("f16", n, whole);
+  for (uint32_t n : {64u, 96u, 128u, 192u, 256u}) all<bf16>("bf16", n, whole), all<f16>("f16", n, whole);
 }

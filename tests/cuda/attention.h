@@ -114,7 +114,7 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     void *shape[] = {&s.tokens, &s.heads, &s.groups, &s.channels, &s.first_query, &s.window, &s.scale, &s.apart};
     arguments.insert(arguments.begin() + static_cast<long>(at), shape, shape + 8);
     if (arguments.size() != sizes.size()) check::wrong(full + ": another number of arguments");
-    host::launch(full.c_str(), grid, THREADS, bytes, arguments.data());
+    host::launch(full.c_str(), grid, host::kernels().at(full).threads, bytes, arguments.data());
   };
   launch("attention_forward_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), far.at(), lse.at());
   // reading from a cache gives the same bits
@@ -140,6 +140,20 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     if (!(d <= 2 * bar)) check::wrong(name + " " + what + ": " + std::to_string(d) + " of " + std::to_string(t) + " queries");
   };
   grown(want.dq, dq, "dq"), grown(want.dk, dk, "dk"), grown(want.dv, dv, "dv");
+  if (!host::kernels().count("attention_forward_pair_" + name)) return;
+  // warps with twice as many queries; dq has the same bits
+  launch("attention_forward_pair_", {unsigned(tq.size()), c.heads}, shared[3], bq.at(), bk.at(), bv.at(), tq.at(), again.at(), lse_again.at());
+  check::close("log-sum-exp by pairs", lse_again, want.lse, 1e-5);
+  host::Buffer<T> other = compact(again, of_o, of_o + room), other_dq(nq);
+  check::close("o by pairs", other, want.o, bar);
+  host::Buffer<T> cached(size_t(t) * (of_o + room));
+  host::Buffer<float> other_lse(lse.size()), other_delta(delta.size());
+  launch("attention_cached_pair_", {unsigned(tq.size()), c.heads}, shared[3], bq.at(), blocks.table.at(), tq.at(), cached.at(), other_lse.at());
+  host::Buffer<T> of_cache = compact(cached, of_o, of_o + room);
+  if (memcmp(other_lse.at(), lse_again.at(), lse.size() * 4) != 0 || memcmp(of_cache.at(), other.at(), other.size() * sizeof(T)) != 0)
+    check::wrong(name + ": another output of a cache by pairs");
+  launch("attention_backward_q_pair_", {unsigned(tq.size()), c.heads}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), other_delta.at(), other_dq.at());
+  if (memcmp(dq.at(), other_dq.at(), nq * sizeof(T)) != 0 || memcmp(delta.at(), other_delta.at(), delta.size() * 4) != 0) check::wrong(name + ": another dq by pairs");
 }
 
 inline std::vector<Case> cases() {

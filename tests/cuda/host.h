@@ -280,6 +280,10 @@ inline void cp_async_16(void *to, const void *from, bool some) {
 }
 inline void cp_async_commit() { host::cp_async_commit(); }
 template <int N> void cp_async_wait() { host::cp_async_wait(N); }
+NOT_WATCHED inline uint32_t load_4(const void *p) {
+  host::access(p, 4, false, __builtin_return_address(0));
+  return *static_cast<const uint32_t *>(p);
+}
 NOT_WATCHED inline void store_4(void *p, uint32_t v) {
   host::access(p, 4, true, __builtin_return_address(0));
   *static_cast<uint32_t *>(p) = v;

@@ -87,7 +87,7 @@ template <typename T> static void measure(const std::string &type) {
   check::close("bias", c, want, check::BAR<T>);
   std::vector<double> sums = gs;
   for (size_t i = 0; i < n; i++) sums[i % D] += as[i];
-  call("bias_sum_" + type, grid(D / 32), 256, a.at(), rows, width, g.at());
+  call("bias_sum_" + type, grid(D / 32), 256, a.at(), rows, width, g.at(), 1u);
   check::close("gradient of a bias", g, sums, 1e-5);
   // DoRA kernels
   const std::vector<double> fs = values(g), bs = values(b), cs2 = values(c);
@@ -97,8 +97,11 @@ template <typename T> static void measure(const std::string &type) {
   host::Buffer<float> inverse(check::randn<float>(D, 11)), dm(std::vector<float>(D, 1.0f));
   std::vector<double> dms(D, 1.0), is = values(inverse);
   for (size_t i = 0; i < n; i++) dms[i % D] += is[i % D] * as[i] * bs[i];
-  call("dora_sum_" + type, grid(D / 32), 256, a.at(), b.at(), inverse.at(), rows, width, dm.at());
+  call("dora_sum_" + type, grid(D / 32), 256, a.at(), b.at(), inverse.at(), rows, width, dm.at(), 1u);
   check::close("gradient of a magnitude", dm, dms, 1e-5);
+  for (double &v : dms) v -= 1.0;
+  call("dora_sum_" + type, grid(D / 32), 256, a.at(), b.at(), inverse.at(), rows, width, dm.at(), 0u);
+  check::close("the first gradient of a magnitude", dm, dms, 1e-5);
   // 32 rows of rank 32: w.(BA) = times . b, |BA|^2 = b^T gram b
   host::Buffer<float> squares(std::vector<float>(32, 5000.0f)), gram(32 * 32), magnitude(check::randn<float>(32, 12)), first(32), second(32);
   for (uint32_t i = 0; i < 32 * 32; i++) gram[i] = i / 32 == i % 32 ? 2.0f : 0.125f;

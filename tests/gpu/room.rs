@@ -40,6 +40,9 @@ fn write(w: &World, config: &Value, rules: &str) {
 fn run(w: &World, set: &[&str]) -> (f64, f64) {
     w.ok(&[&["run", "r.toml", "--overwrite"], set].concat());
     let (start, end) = (&w.events("out", "start")[0], &w.events("out", "end")[0]);
+    // The pool holds what is in use, and blocks for reuse: both are in the plan, with its context and overhead.
+    let (held, whole) = (end["reserved_device_bytes"].as_f64(), start["plan"]["peak_device_bytes"].as_f64());
+    assert!(held >= end["peak_device_bytes"].as_f64() && held <= whole, "{held:?} of {whole:?}: {end}");
     let of = |key: &str| end[key].as_f64().unwrap_or_else(|| panic!("no {key}: {end}"));
     // The measured memory pool does not include the driver context.
     let context =

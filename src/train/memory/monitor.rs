@@ -169,6 +169,11 @@ impl MemoryMonitor {
         self.peak
     }
 
+    /// Most bytes that the memory pool of the device has held, in use or for reuse; `None` on the CPU.
+    pub fn reserved(&self) -> Option<u64> {
+        ft_kernels::cuda::reserved_bytes(&self.device)
+    }
+
     /// Formats the plan for `metrics.jsonl`.
     pub fn json(&self) -> Value {
         let p = &self.plan;

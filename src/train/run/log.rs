@@ -376,6 +376,7 @@ impl RunLog {
         Ok(self.metrics.write(&json!({
             "event": "end", "step": step, "of_step": of, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
             "peak_device_bytes": monitor.peak(), "planned_peak_bytes": monitor.plan().engine(),
+            "reserved_device_bytes": monitor.reserved(),
             "memory": monitor.compared(), "time": unix_time(),
         }))?)
     }

@@ -57,10 +57,10 @@ impl TrainContext<'_> {
         let (grads, lens) = (params.grads(), params.lens());
         let alone = self.ranks().in_stage() == 1;
         let sink = if alone && !params.in_backward {
-            Sink::new(&grads, params.tensors.len()).over(params.new_sums()?)
+            Sink::new(&grads, params.tensors.len()).over(params.new_sums())
         } else {
             params.zero_grads()?;
-            Sink::live(&lens, self.device(), params.tensors.len())
+            Sink::live((&lens, &params.slots), self.device())
         };
         let gather = Gather::new(&self.model.decoder, params, comm);
         let in_backward = params.in_backward.then(|| InBackward {

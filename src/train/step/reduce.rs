@@ -118,7 +118,7 @@ impl<'a> Reduce<'a> {
             };
             let group = self.params.split.group(self.comm, flat.kind);
             let mine =
-                if self.params.split.stage() > 1 { self.sink.take(*number) } else { Some(values.clone()) };
+                if self.params.split.stage() > 1 { self.sink.take(*number)? } else { Some(values.clone()) };
             let part = Tensor::zeros(flat.part.len(), DType::F32, values.real()?.device())?;
             group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
             let parts = flat.shard.parts(flat.len);
@@ -153,7 +153,7 @@ impl<'a> Reduce<'a> {
 
     /// Gradients for the update of a buffer on this rank: the whole buffer, or the shard of this rank.
     fn for_update(&self, number: usize, flat: &Flat, device: &Device) -> ft_base::Result<Held> {
-        let mine = self.sink.take(number);
+        let mine = self.sink.take(number)?;
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
         let group = self.params.split.group(self.comm, flat.kind);
         if group.world() == 1 {
@@ -177,7 +177,7 @@ impl<'a> Reduce<'a> {
             update.squares.borrow_mut().push((number, Squares::of(&grads.of(flat.part.clone())?)?));
             return update.optimizer.step_flat(self.params, self.comm, number, &grads, &update.at);
         }
-        let mine = self.sink.take(number);
+        let mine = self.sink.take(number)?;
         let Some(Held { values, .. }) = &flat.grads else { return Ok(()) };
         let (at, group) = (At::unit(SUM, flat.unit), self.params.split.group(self.comm, flat.kind));
         let open = if flat.shard.stage >= 2 {

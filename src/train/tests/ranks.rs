@@ -157,7 +157,7 @@ fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Hooks) -> 
     let m = Micro::collate(&job.train_data()?, &[0])?;
     let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
     let lens = params.lens();
-    let sink = Sink::live(&lens, &job.device, params.tensors.len());
+    let sink = Sink::live((&lens, &params.slots), &job.device);
     Walk::new(decoder, params.lowest_unit(), 1).hooks(around).train(&batch, 1.0, &sink)?;
     Walk::new(decoder, None, 0).hooks(around).eval(&batch)?;
     Ok(())

@@ -11,7 +11,6 @@ use crate::ranks::{self, Comm};
 use candle_core::Result;
 use ft_kernels::optimizer::AdamW;
 use ft_recipe::{Decay, OptimizerName};
-use std::sync::atomic::Ordering;
 
 /// Learning rate of an update as a function of the peak rate of a parameter group (see `Schedule::at`).
 pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
@@ -80,8 +79,7 @@ impl Optimizer {
     }
 
     /// Applies update number `t` (from 1) with learning rates `lr` and gradients multiplied by `grad_scale`.
-    /// Afterwards the compute buffers of every rank are up to date (sharded ones after the next gather). On
-    /// CUDA the update also zeroes the gradients.
+    /// Afterwards the compute buffers of every rank are up to date (sharded ones after the next gather).
     ///
     /// # Errors
     /// A lost rank; a failed tensor operation.
@@ -106,14 +104,6 @@ impl Optimizer {
         for number in 0..params.flats.len() {
             gather(params, number, comm)?;
         }
-        // The groups cover every trained value; padding between them stays zero. An update on the host leaves
-        // the gradients unchanged.
-        let mut grads = params.flats.iter().flatten().filter_map(|u| u.grads.as_ref());
-        let zeroed = !params.offloaded
-            && self.galore.is_none()
-            && params.split.mesh.ranks() == 1
-            && grads.all(|g| !g.values.device().is_cpu());
-        params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
     }
 

@@ -19,14 +19,12 @@ use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::cpu::is_native;
 use ft_kernels::crossing::Arrival;
 use ft_kernels::tensor::Real;
 use ft_kernels::vacant::vacate;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// All trained tensors of a model.
 #[derive(Debug)]
@@ -61,8 +59,6 @@ pub struct Params {
     pub split: Split,
     /// LoRA initializations from the base, if any.
     pub initials: Option<Arc<Initials>>,
-    /// Whether all gradients are zero already, left so by the last update.
-    pub zeroed: AtomicBool,
 }
 
 impl Params {
@@ -113,7 +109,6 @@ impl Params {
             in_backward: what.in_backward,
             split: what.split,
             initials: None,
-            zeroed: AtomicBool::new(false),
         })
     }
 
@@ -314,22 +309,14 @@ impl Params {
         self.flats.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
-    /// Zeroes all gradients, unless the last update left them zero.
+    /// Zeroes all gradients.
     pub fn zero_grads(&self) -> Result<()> {
-        if self.zeroed.swap(false, Ordering::Relaxed) {
-            return Ok(());
-        }
         self.flats.iter().flatten().filter_map(|u| u.grads.as_ref()).try_for_each(|g| g.values.zero_set())
     }
 
-    /// As [`Params::zero_grads`], but if the sink can overwrite leftovers of an earlier step, returns the
-    /// slots to overwrite instead of zeroing them.
-    pub fn new_sums(&self) -> Result<Vec<Slot>> {
-        let mut grads = self.flats.iter().flatten().filter_map(|u| u.grads.as_ref());
-        if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
-            return Ok(self.slots.iter().filter(|s| self.flat(s).is_ok()).copied().collect());
-        }
-        self.zero_grads().map(|()| Vec::new())
+    /// Slots of this rank's gradients; a new step writes over the values of the last one.
+    pub fn new_sums(&self) -> Vec<Slot> {
+        self.slots.iter().filter(|s| self.flat(s).is_ok()).copied().collect()
     }
 
     /// Number of trained values.

@@ -221,7 +221,7 @@ impl Rows {
 /// are in `params`.
 fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
     let scale = 1.0 / batch.target_count as f64;
     let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &sink)?;
     sink.settle(None)?;
@@ -237,7 +237,7 @@ fn step(
     losses: RouterLosses,
 ) -> Result<(f64, Vec<Vec<f64>>)> {
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
     let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &sink)?;
     sink.settle(None)?;
     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
@@ -339,7 +339,7 @@ fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str)
     let grads = p.grads();
     let mut compared = 0;
     for recompute in [0, usize::MAX] {
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
         Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses).train(&batch, 0.0, &sink)?;
         sink.settle(None)?;
         for (i, t) in p.tensors.iter().enumerate() {
@@ -368,7 +368,7 @@ fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
         let grads = p.grads();
         let both = RouterLosses { aux: 0.01, z: 0.001 };
         let mut walk = Walk::new(&d, p.lowest_unit(), 0).router_losses(both);
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
         walk.train(&batch, 1.0, &sink)?;
         sink.settle(None)?;
         let (aux, z) = walk.routing().read()?.losses()?;
@@ -532,7 +532,7 @@ fn order_of_the_walk() -> Result<()> {
         }
         let (d, p) = c.build(&s, None)?;
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut seen = String::new();
         let mut watch = |phase, unit| seen += &written(phase, unit);
         Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &sink)?;

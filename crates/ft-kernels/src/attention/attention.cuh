@@ -88,81 +88,88 @@ template <typename T> struct Cached {
   }
 };
 
-// ---- matrices [rows, D] of 16-bit values in shared memory ----
+// ---- matrices [rows, D] of 16-bit values in shared memory: heads of at most D channels, a multiple of 8 ----
 
-// Starts an async copy of N rows. Rows from `rows` on are filled with zeros.
-template <int D, int N, typename Rows>
-DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows) {
+// Starts an async copy of N rows by BY threads. Rows from `rows` on and channels from `channels` on are filled with zeros.
+template <int D, int N, int BY, typename Rows>
+DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows, uint32_t channels) {
   constexpr int PIECES = D / 8;
-  static_assert(N * PIECES % THREADS == 0, "the same number of copies for each thread");
+  static_assert(N * PIECES % BY == 0, "the same number of copies for each thread");
+  // with few threads, offsets held from copy to copy would spill
+  const int thread = BY < THREADS ? opaque(threadIdx.x) : threadIdx.x;
 #pragma unroll
-  for (int n = 0; n < N * PIECES / THREADS; n++) {
-    const int i = n * THREADS + threadIdx.x, row = i / PIECES, piece = i % PIECES;
-    const bool some = row < static_cast<int>(rows);
+  for (int n = 0; n < N * PIECES / BY; n++) {
+    const int i = n * BY + thread, row = i / PIECES, piece = i % PIECES;
+    const bool some = row < static_cast<int>(rows) && piece * 8 < static_cast<int>(channels);
     cp_async_16(to + place<D>(row, piece), from[some ? row : 0] + piece * 8, some);
   }
 }
 
 // The same for rows with a fixed stride.
-template <int D, int N, typename T>
-DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride) {
-  copy_rows<D, N>(to, Stretch<T>{from, stride}, rows);
+template <int D, int N, int BY, typename T>
+DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride, uint32_t channels) {
+  copy_rows<D, N, BY>(to, Stretch<T>{from, stride}, rows, channels);
 }
 
-// c [16, N] += a[row .. row + 16] b^T, where b has N rows; both are [.., D].
-template <typename T, int D, int N>
-DEVICE void product(float (&c)[N / 8][4], const unsigned char *a, int row, const unsigned char *b, int lane) {
+// c [16 M, N] += a[row .. row + 16 M] b^T, where b has N rows; both are [.., D].
+template <typename T, int D, int N, int M>
+DEVICE void product(float (&c)[M][N / 8][4], const unsigned char *a, int row, const unsigned char *b, int lane) {
   const Corner<D> of_a = left<D>(row, 0, lane), of_b = right_transposed<D>(0, 0, lane);
 #pragma unroll
   for (int s = 0; s < D; s += 16) {
-    uint32_t fa[4];
-    load(fa, a, of_a, 0, s);
+    uint32_t fa[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++) load(fa[m], a, of_a, 16 * m, s);
 #pragma unroll
     for (int n = 0; n < N; n += 16) {
       uint32_t fb[4];
       load(fb, b, of_b, n, s);
-      mma<T>(c[n / 8], fa, fb[0], fb[1]);
-      mma<T>(c[n / 8 + 1], fa, fb[2], fb[3]);
+#pragma unroll
+      for (int m = 0; m < M; m++) mma<T>(c[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(c[m][n / 8 + 1], fa[m], fb[2], fb[3]);
     }
   }
 }
 
-// acc [16, W] += c [16, N] (rounded to T in registers) times columns col .. col + W of b [N, D].
-template <typename T, int D, int W, int N>
-DEVICE void add_product(float (&acc)[W / 8][4], const float (&c)[N / 8][4], const unsigned char *b, int col, int lane) {
+// acc [16 M, W] += c [16 M, N] (rounded to T in registers) times columns col .. col + W of b [N, D].
+template <typename T, int D, int W, int N, int M>
+DEVICE void add_product(float (&acc)[M][W / 8][4], const float (&c)[M][N / 8][4], const unsigned char *b, int col, int lane) {
   const Corner<D> of_b = right<D>(0, col, lane);
 #pragma unroll
   for (int s = 0; s < N; s += 16) {
-    const float(&lo)[4] = c[s / 8], (&hi)[4] = c[s / 8 + 1];
-    const uint32_t fa[4] = {pack<T>(lo[0], lo[1]), pack<T>(lo[2], lo[3]), pack<T>(hi[0], hi[1]), pack<T>(hi[2], hi[3])};
+    uint32_t fa[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) fa[m][i] = pack<T>(c[m][s / 8 + i / 2][i % 2 * 2], c[m][s / 8 + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < W; n += 16) {
       uint32_t fb[4];
       load_transposed(fb, b, of_b, s, n);
-      mma<T>(acc[n / 8], fa, fb[0], fb[1]);
-      mma<T>(acc[n / 8 + 1], fa, fb[2], fb[3]);
+#pragma unroll
+      for (int m = 0; m < M; m++)
+        mma<T>(acc[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(acc[m][n / 8 + 1], fa[m], fb[2], fb[3]);
     }
   }
 }
 
-// Stores the warp's 16 x W accumulators to `to`, scaled per row, skipping rows from `rows` on. Goes
-// through the warp's 16 rows of shared memory `m` [64, W] to write whole lines.
+// Stores 16 x W accumulators of a warp to `to` from row 16 `part` on, scaled per row, skipping rows from `rows` on and
+// columns from `columns` on. Goes through the warp's own rows of shared memory `m` [64, W] to write whole lines.
 template <typename T, int W>
 DEVICE void store_rows(T *to, const float (&acc)[W / 8][4], const float (&factor)[2], unsigned char *m, uint32_t rows,
-                       uint32_t stride, int warp, int lane) {
+                       uint32_t columns, uint32_t stride, int part, int lane) {
   constexpr int PIECES = W / 8;
   __syncwarp();
 #pragma unroll
   for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int n = 0; n < PIECES; n++)
-      *reinterpret_cast<uint32_t *>(m + place<W>(warp * 16 + lane / 4 + r * 8, n) + lane % 4 * 4) =
+      *reinterpret_cast<uint32_t *>(m + place<W>(part * 16 + lane / 4 + r * 8, n) + lane % 4 * 4) =
           pack<T>(acc[n][2 * r] * factor[r], acc[n][2 * r + 1] * factor[r]);
   __syncwarp();
 #pragma unroll
   for (int i = lane; i < 16 * PIECES; i += WARP) {
-    const int row = warp * 16 + i / PIECES, piece = i % PIECES;
-    if (row < static_cast<int>(rows))
+    const int row = part * 16 + i / PIECES, piece = i % PIECES;
+    if (row < static_cast<int>(rows) && piece * 8 < static_cast<int>(columns))
       store_16(to + static_cast<uint64_t>(row) * stride + piece * 8, load_16(m + place<W>(row, piece)));
   }
 }

@@ -8,20 +8,21 @@
 // flight. No double buffering is needed, so two blocks fit on an SM.
 #include "attention.cuh"
 
-// Computes delta for the warp's 16 rows into `to` and global memory. d_o is in shared memory, o in global
+// Computes delta for 16 rows of a warp, from 16 `part` on, into `to` and global memory. d_o is in shared memory, o in global
 // memory.
 template <typename T, int D>
-DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t stride, float *to, float *global, int warp,
-                   int lane) {
+DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t channels, uint32_t stride, float *to,
+                   float *global, int part, int lane) {
   constexpr int PIECES = D / 8, LANES = PIECES % 8 == 0 ? 8 : 4; // LANES: lanes per row
 #pragma unroll
   for (int first = 0; first < 16; first += WARP / LANES) {
-    const int row = warp * 16 + first + lane / LANES;
+    const int row = part * 16 + first + lane / LANES;
     float sum = 0;
     if (row < static_cast<int>(rows))
 #pragma unroll
       for (int i = 0; i < PIECES; i += LANES) {
         const int piece = i + lane % LANES;
+        if (piece * 8 >= static_cast<int>(channels)) break;
         float a[8], b[8];
         load_vector(o + static_cast<uint64_t>(row) * stride + piece * 8, a);
         load_vector(reinterpret_cast<const T *>(sg + place<D>(row, piece)), b);
@@ -38,82 +39,92 @@ DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t 
   __syncwarp();
 }
 
-// dq: a block owns 64 queries of one head and iterates over their visible keys.
-template <typename T, int D>
+// dq: a block owns 64 queries of one head and iterates over their visible keys. M: as in forward.
+template <typename T, int D, int M>
 DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
                        const Shape &shape, float *delta, T *dq) {
-  constexpr int STEP = D <= 128 ? 32 : 16; // larger steps spill registers at D = 256
+  constexpr int STEP = D <= 128 ? 32 : 16, BY = THREADS / M, H = 16 * M; // larger steps spill registers at D = 256
   SHARED_BYTES(shared);
   unsigned char *const sq = shared, *const sg = sq + ROWS * D * 2, *const sk = sg + ROWS * D * 2,
                 *const sv = sk + STEP * D * 2;
-  float *const sd = reinterpret_cast<float *>(sv + STEP * D * 2);
+  float *const base = reinterpret_cast<float *>(sv + STEP * D * 2), *const sd = base + ROWS; // of each row
   const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups), c = shape.channels;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const uint32_t qs = shape.heads * D, ks = shape.groups * D;
+  const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query;
-  const uint64_t at = static_cast<uint64_t>(row0) * qs + head * D, stat = static_cast<uint64_t>(head) * shape.tokens + row0;
-  const bool works = warp * 16 < static_cast<int>(tile.rows);
+  const uint64_t at = static_cast<uint64_t>(row0) * qs + head * c, stat = static_cast<uint64_t>(head) * shape.tokens + row0;
+  const bool works = warp * H < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
-  k += of * D, v += of * D;
+  k += of * c, v += of * c;
 
-  copy_rows<D, ROWS>(sq, q + at, tile.rows, qs);
-  copy_rows<D, ROWS>(sg, d_o + at, tile.rows, qs);
-  copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  copy_rows<D, ROWS, BY>(sq, q + at, tile.rows, qs, c);
+  copy_rows<D, ROWS, BY>(sg, d_o + at, tile.rows, qs, c);
+  copy_rows<D, STEP, BY>(sv, v + static_cast<uint64_t>(begin) * ks, end - begin, ks, c);
   cp_async_commit();
-  copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  copy_rows<D, STEP, BY>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks, c);
   cp_async_commit();
   cp_async_wait<1>();
   __syncthreads();
 
-  float base[2] = {}, dl[2] = {};
   if (works) {
-    const T *const own = o + static_cast<uint64_t>(row0) * shape.apart + head * D;
-    deltas<T, D>(own, sg, tile.rows, shape.apart, sd, delta + stat, warp, lane);
+    const T *const own = o + static_cast<uint64_t>(row0) * shape.apart + head * c;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint32_t row = warp * 16 + lane / 4 + r * 8;
-      // missing rows get probability 0
-      base[r] = row < tile.rows ? lse[stat + row] * LOG2E : INFINITY;
-      dl[r] = sd[row];
+    for (int m = 0; m < M; m++) {
+      deltas<T, D>(own, sg, tile.rows, c, shape.apart, sd, delta + stat, warp * M + m, lane);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint32_t row = warp * H + m * 16 + lane / 4 + r * 8;
+        // missing rows get probability 0
+        if (lane % 4 == 0) base[row] = row < tile.rows ? lse[stat + row] * LOG2E : INFINITY;
+      }
     }
+    __syncwarp();
   }
-  float acc[D / 8][4] = {};
+  float acc[M][D / 8][4] = {};
   for (uint32_t j = begin; j < end; j += STEP) {
     const uint32_t next = j + STEP;
-    float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
+    float p[M][STEP / 8][4] = {}, dp[M][STEP / 8][4] = {};
     cp_async_wait<1>();
     __syncthreads();
-    if (works) product<T, D, STEP>(dp, sg, warp * 16, sv, lane);
+    if (works) product<T, D, STEP, M>(dp, sg, warp * H, sv, lane);
     cp_async_wait<0>();
     __syncthreads();
-    if (next < end) copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(next) * ks, end - next, ks);
+    if (next < end) copy_rows<D, STEP, BY>(sv, v + static_cast<uint64_t>(next) * ks, end - next, ks, c);
     cp_async_commit();
     if (works) {
-      product<T, D, STEP>(p, sq, warp * 16, sk, lane);
-      const uint32_t query = tile.first + warp * 16 + lane / 4, key = j + lane % 4 * 2;
+      product<T, D, STEP, M>(p, sq, warp * H, sk, lane);
+      const uint32_t query = tile.first + warp * H + lane / 4, key = j + lane % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < STEP / 8; n++)
+      for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float w = exp2_fast(fmaf(p[n][i], scale_log2, -base[i / 2]));
-          dp[n][i] = shape.sees(query + i / 2 * 8, key + n * 8 + i % 2) ? w * (dp[n][i] - dl[i / 2]) : 0.0f;
+        for (int r = 0; r < 2; r++) {
+          const int row = warp * H + m * 16 + lane / 4 + r * 8;
+          const float low = base[row], dl = sd[row];
+#pragma unroll
+          for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+            for (int i = 2 * r; i < 2 * r + 2; i++) {
+              const float w = exp2_fast(fmaf(p[m][n][i], scale_log2, -low));
+              dp[m][n][i] = shape.sees(query + m * 16 + r * 8, key + n * 8 + i % 2) ? w * (dp[m][n][i] - dl) : 0.0f;
+            }
         }
-      add_product<T, D, D, STEP>(acc, dp, sk, 0, lane);
+      add_product<T, D, D, STEP, M>(acc, dp, sk, 0, lane);
     }
     __syncthreads();
-    if (next < end) copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(next) * ks, end - next, ks);
+    if (next < end) copy_rows<D, STEP, BY>(sk, k + static_cast<uint64_t>(next) * ks, end - next, ks, c);
     cp_async_commit();
   }
   if (!works) return;
   const float factor[2] = {shape.scale, shape.scale};
-  store_rows<T, D>(dq + at, acc, factor, sq, tile.rows, qs, warp, lane);
+#pragma unroll
+  for (int m = 0; m < M; m++) store_rows<T, D>(dq + at, acc[m], factor, sq, tile.rows, c, qs, warp * M + m, lane);
 }
 
 // dk and dv: a block owns 64 keys of one key head and iterates over all queries that see them, for every
-// query head of the group. It sums W channels starting at blockIdx.z W: for D = 256 the full sums exceed
-// the register file.
+// query head of the group. It sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the
+// full sums exceed the register file.
 template <typename T, int D, int W>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
@@ -123,17 +134,17 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
                 *const sg = sq + STEP * D * 2;
   float *const base = reinterpret_cast<float *>(sg + STEP * D * 2), *const dl = base + STEP;
   const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t of = blockIdx.y, per = shape.heads / shape.groups;
+  const uint32_t of = blockIdx.y, per = shape.heads / shape.groups, c = shape.channels;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, col = W == D ? 0 : blockIdx.z * W;
-  const uint32_t qs = shape.heads * D, ks = shape.groups * D;
-  const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * D;
+  const uint32_t qs = shape.heads * c, ks = shape.groups * c;
+  const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * c;
   const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
   const bool works = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
   // copies STEP queries of a head starting at i; missing queries get probability 0
   const auto copy = [&](unsigned char *to, const T *from, uint32_t head, uint32_t i) {
-    copy_rows<D, STEP>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * D, end - i, qs);
+    copy_rows<D, STEP, THREADS>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * c, end - i, qs, c);
   };
   const auto statistics = [&](uint32_t head, uint32_t i) {
     if (warp >= 2) return;
@@ -143,41 +154,41 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
     else dl[lane] = some ? delta[stat] : 0.0f;
   };
   uint32_t head = of * per, i = begin;
-  copy_rows<D, ROWS>(sk, k + at, tile.rows, ks);
-  copy_rows<D, ROWS>(sv, v + at, tile.rows, ks);
+  copy_rows<D, ROWS, THREADS>(sk, k + at, tile.rows, ks, c);
+  copy_rows<D, ROWS, THREADS>(sv, v + at, tile.rows, ks, c);
   if (begin < end) copy(sq, q, head, i);
   cp_async_commit();
   if (begin < end) copy(sg, d_o, head, i), statistics(head, i);
   cp_async_commit();
-  float ak[W / 8][4] = {}, av[W / 8][4] = {};
+  float ak[1][W / 8][4] = {}, av[1][W / 8][4] = {};
   while (begin < end && head < (of + 1) * per) {
     const uint32_t query = i + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
     const bool turn = i + STEP >= end; // advance to the next head
     i = turn ? begin : i + STEP, head += turn;
     const bool more = head < (of + 1) * per;
-    float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
+    float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {};
     cp_async_wait<1>();
     __syncthreads();
-    if (works) product<T, D, STEP>(p, sk, warp * 16, sq, lane);
+    if (works) product<T, D, STEP, 1>(p, sk, warp * 16, sq, lane);
     cp_async_wait<0>();
     __syncthreads();
     if (works) {
-      product<T, D, STEP>(dp, sv, warp * 16, sg, lane);
+      product<T, D, STEP, 1>(dp, sv, warp * 16, sg, lane);
 #pragma unroll
-      for (int c = 0; c < STEP / 8; c++)
+      for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
         for (int x = 0; x < 4; x++) {
-          const int column = c * 8 + lane % 4 * 2 + x % 2;
-          const float w = exp2_fast(fmaf(p[c][x], scale_log2, -base[column]));
-          p[c][x] = shape.sees(query + c * 8 + x % 2, key + x / 2 * 8) ? w : 0.0f;
-          dp[c][x] = p[c][x] * (dp[c][x] - dl[column]);
+          const int column = n * 8 + lane % 4 * 2 + x % 2;
+          const float w = exp2_fast(fmaf(p[0][n][x], scale_log2, -base[column]));
+          p[0][n][x] = shape.sees(query + n * 8 + x % 2, key + x / 2 * 8) ? w : 0.0f;
+          dp[0][n][x] = p[0][n][x] * (dp[0][n][x] - dl[column]);
         }
-      add_product<T, D, W, STEP>(ak, dp, sq, col, lane);
+      add_product<T, D, W, STEP, 1>(ak, dp, sq, col, lane);
     }
     __syncthreads();
     if (more) copy(sq, q, head, i), statistics(head, i);
     cp_async_commit();
-    if (works) add_product<T, D, W, STEP>(av, p, sg, col, lane);
+    if (works) add_product<T, D, W, STEP, 1>(av, p, sg, col, lane);
     __syncthreads();
     if (more) copy(sg, d_o, head, i);
     cp_async_commit();
@@ -190,22 +201,29 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   }
   if (!works) return;
   const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
-  store_rows<T, W>(dk + at + col, ak, factor, sk, tile.rows, ks, warp, lane);
-  T *const to = dv + static_cast<uint64_t>(tile.first) * shape.apart + of * D + col;
-  store_rows<T, W>(to, av, one, sv, tile.rows, shape.apart, warp, lane);
+  store_rows<T, W>(dk + at + col, ak[0], factor, sk, tile.rows, c - col, ks, warp, lane);
+  T *const to = dv + static_cast<uint64_t>(tile.first) * shape.apart + of * c + col;
+  store_rows<T, W>(to, av[0], one, sv, tile.rows, c - col, shape.apart, warp, lane);
 }
 
-#define BACKWARD(NAME, T, D, W)                                                                                        \
-  KERNEL(attention_backward_q_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,        \
+#define BACKWARD_Q(NAME, T, D, M)                                                                                      \
+  KERNEL(attention_backward_q_##NAME##_##D, THREADS / M, const T *q, const T *k, const T *v, const T *o, const T *d_o,    \
          const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \
-    backward_q<T, D>(q, k, v, o, d_o, lse, tiles, SHAPE_OF, delta, dq);                                                \
-  }                                                                                                                    \
+    backward_q<T, D, M>(q, k, v, o, d_o, lse, tiles, SHAPE_OF, delta, dq);                                             \
+  }
+#define BACKWARD(NAME, T, D, W)                                                                                        \
+  BACKWARD_Q(NAME, T, D, 1)                                                                                            \
   KERNEL(attention_backward_kv_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
          const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
     backward_kv<T, D, W>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
   }
 #define BACKWARDS(D, W) BACKWARD(bf16, bf16, D, W) BACKWARD(f16, f16, D, W)
+#define PAIRS_Q(D) BACKWARD_Q(pair_bf16, bf16, D, 2) BACKWARD_Q(pair_f16, f16, D, 2)
 BACKWARDS(64, 64)
 BACKWARDS(96, 96)
 BACKWARDS(128, 128)
+BACKWARDS(192, 64)
 BACKWARDS(256, 128)
+PAIRS_Q(64)
+PAIRS_Q(96)
+PAIRS_Q(128)

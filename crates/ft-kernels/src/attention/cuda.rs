@@ -9,14 +9,15 @@ use super::sequences::{Causal, Saved, Shape};
 use super::split::{self, KeySplit};
 use super::tiles::{ROWS, THREADS, Tiles};
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
+use crate::cuda::launch::{Grid, Launch, args, compiled, empty, has_much_shared_memory};
 use crate::padded::{Padded, stride};
 use crate::tensor::{ghost_products, started};
 use candle_core::{DType, Result};
 
-/// Head sizes with tensor-core kernels.
-const SIZES: [usize; 4] = [64, 96, 128, 256];
-/// Largest head size handled by one block of the dk/dv kernel; larger heads are split in two.
+/// Sizes of tensor-core kernels; a head takes the next larger one, with zeros for the channels that it lacks.
+const SIZES: [usize; 5] = [64, 96, 128, 192, 256];
+/// Largest head size handled by one block of the dk/dv kernel; larger heads are split in parts of 64 or 128. Also the
+/// largest with kernels for devices of [`has_much_shared_memory`].
 const WIDE: usize = 128;
 /// Largest head size, limited by the shared memory of the plain kernels.
 const MOST: usize = 3000;
@@ -24,7 +25,10 @@ const MOST: usize = 3000;
 /// The kernel variant for a call, with the shared memory per block of each kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Kernels {
-    tensor_cores: bool,
+    /// Size of the tensor-core kernels; `None`: plain kernels.
+    size: Option<usize>,
+    /// Whether two warps have 32 queries each, in place of four with 16.
+    pairs: bool,
     forward: usize,
     backward_q: usize,
     backward_kv: usize,
@@ -33,30 +37,41 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn of(dtype: DType, channels: usize, aligned: bool) -> Self {
+    /// `much`: of [`has_much_shared_memory`].
+    fn of(dtype: DType, channels: usize, aligned: bool, much: bool) -> Self {
         let half = matches!(dtype, DType::BF16 | DType::F16);
-        if half && aligned && SIZES.contains(&channels) {
+        let size = SIZES.into_iter().find(|size| channels <= *size);
+        if let (true, Some(size)) = (half && aligned && channels.is_multiple_of(8), size) {
             // own rows plus one step of keys and values (or queries and gradients), in bytes; step sizes
             // as in the kernels
-            let (row, wide) = (2 * channels, channels > WIDE);
+            let (row, wide) = (2 * size, size > WIDE);
+            let pairs = much && !wide;
             let tiles = |own: usize, others: usize| (own * ROWS + 2 * others) * row;
             Self {
-                tensor_cores: true,
-                forward: tiles(1, if wide { 32 } else { 64 }),
-                backward_q: tiles(2, if wide { 16 } else { 32 }) + 4 * ROWS,
+                size: Some(size),
+                pairs,
+                forward: tiles(1, if wide || (pairs && 2 * size > WIDE) { 32 } else { 64 }),
+                backward_q: tiles(2, if wide { 16 } else { 32 }) + 8 * ROWS,
                 backward_kv: tiles(2, 32) + 4 * ROWS,
-                parts: channels.div_ceil(WIDE),
+                parts: if size == 192 { 3 } else { size.div_ceil(WIDE) },
             }
         } else {
             // per warp: channel sums and one weight per lane
             let one = THREADS as usize / 32 * (channels + 32) * 4;
-            Self { tensor_cores: false, forward: one, backward_q: one, backward_kv: 2 * one, parts: 1 }
+            let (forward, backward_q, backward_kv) = (one, one, 2 * one);
+            Self { size: None, pairs: false, forward, backward_q, backward_kv, parts: 1 }
         }
     }
 
-    fn name(self, role: &str, channels: usize, dtype: DType) -> String {
-        let size = if self.tensor_cores { format!("_{channels}") } else { String::new() };
-        format!("attention_{role}_{}{size}", dtype.as_str())
+    fn name(self, role: &str, dtype: DType) -> String {
+        let size = self.size.map_or(String::new(), |size| format!("_{size}"));
+        let pair = if self.pairs && role != "backward_kv" { "pair_" } else { "" };
+        format!("attention_{role}_{pair}{}{size}", dtype.as_str())
+    }
+
+    /// Threads per block of the kernels that own queries.
+    fn threads(self) -> u32 {
+        if self.pairs { THREADS / 2 } else { THREADS }
     }
 }
 
@@ -68,7 +83,7 @@ pub fn shared_memory(kernel: &str) -> usize {
     }
     let Some(rest) = kernel.strip_prefix("attention_") else { return 0 };
     let size = rest.rsplit('_').next().and_then(|c| c.parse().ok());
-    let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some());
+    let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some(), rest.contains("_pair_"));
     if rest.starts_with("forward") || rest.starts_with("cached") {
         k.forward
     } else if rest.starts_with("backward_q") {
@@ -78,8 +93,8 @@ pub fn shared_memory(kernel: &str) -> usize {
     }
 }
 
-/// Whether 16-byte copies can start at the tensor's first value. Row lengths are multiples of 16 bytes
-/// for all head sizes in `SIZES`.
+/// Whether 16-byte copies can start at the tensor's first value. Row lengths are multiples of 16 bytes for heads of a
+/// multiple of 8 channels.
 fn is_aligned(t: &Tensor) -> Result<bool> {
     let t = t.real()?;
     Ok((t.layout().start_offset() * t.dtype().size_in_bytes()).is_multiple_of(16))
@@ -123,13 +138,14 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let tiles = tiles(&[q, k, v], shape, how)?;
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let aligned = is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?;
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned, has_much_shared_memory(&q));
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
-    let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
-    let launch = Launch::named(&q, source, kernels.name("forward", shape.c, q.dtype()))?;
+    let source =
+        if kernels.size.is_some() { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = Launch::named(&q, source, kernels.name("forward", q.dtype()))?;
     let launch = launch.with(args![&q, &k, &v, &tiles.queries])?;
     let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
-    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
+    let grid = Grid::new(tiles.queries.dim(0)?, kernels.threads()).by(shape.h).shared(kernels.forward);
     // SAFETY: `Shape::of` checked q [t, h, c] and k, v [keys, g, c]; o has t rows with stride `apart`,
     // lse is [h, t]; the tiles were built from these documents and cover every query.
     unsafe { launch.run(grid) }?;
@@ -155,12 +171,13 @@ pub fn forward_cached(
         split::forward(&q, table, shape, how, parts, &o, &lse)?;
         return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
-    let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
-    let launch = Launch::named(&q, source, kernels.name("cached", shape.c, q.dtype()))?;
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned, has_much_shared_memory(&q));
+    let source =
+        if kernels.size.is_some() { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = Launch::named(&q, source, kernels.name("cached", q.dtype()))?;
     let launch = launch.with(args![&q, table, &tiles.queries])?;
     let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
-    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
+    let grid = Grid::new(tiles.queries.dim(0)?, kernels.threads()).by(shape.h).shared(kernels.forward);
     // SAFETY: as in `forward`; the table lists all blocks of the cache, which hold every key and value of
     // the g heads.
     unsafe { launch.run(grid) }?;
@@ -208,18 +225,18 @@ pub fn backward(
     for t in [&q, &k, &v, &d_o, o] {
         aligned &= is_aligned(t)?;
     }
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned, has_much_shared_memory(&q));
     let delta = empty(&q, (shape.h, shape.t), DType::F32)?;
     let like = |t: &Tensor| empty(&q, t.shape(), t.dtype());
     let (dq, dk, dv) = (like(&q)?, like(&k)?, empty(&q, of_v().0, v.dtype())?);
     let source =
-        if kernels.tensor_cores { compiled!(ATTENTION_BACKWARD) } else { compiled!(ATTENTION_PLAIN) };
-    let launch = |role| Launch::named(&q, source, kernels.name(role, shape.c, q.dtype()));
+        if kernels.size.is_some() { compiled!(ATTENTION_BACKWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = |role| Launch::named(&q, source, kernels.name(role, q.dtype()));
 
     let of_q = launch("backward_q")?.with(args![&q, &k, &v, o, &d_o])?;
     let of_q = shape.push(of_q.with(args![lse, &tiles.queries])?, how, saved.o.stride())?;
     let of_q = of_q.with(args![&delta, &dq])?;
-    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.backward_q);
+    let grid = Grid::new(tiles.queries.dim(0)?, kernels.threads()).by(shape.h).shared(kernels.backward_q);
     // SAFETY: as in `forward`; o (with its stride), d_o and dq have the shape of q, delta has the shape
     // of lse.
     unsafe { of_q.run(grid) }?;
@@ -242,23 +259,30 @@ mod tests {
     #[test]
     fn shared_memory_fits_every_card() {
         for c in SIZES {
-            let k = Kernels::of(DType::BF16, c, true);
+            let k = Kernels::of(DType::BF16, c, true, false);
             for bytes in [k.forward, k.backward_q, k.backward_kv] {
                 let blocks = if c <= WIDE { 2 } else { 1 };
                 assert!(blocks * (bytes + 1024) <= 100 << 10, "{c}: {bytes}");
             }
         }
-        assert!(Kernels::of(DType::F32, MOST, true).backward_kv <= 99 << 10);
+        assert!(Kernels::of(DType::F32, MOST, true, false).backward_kv <= 99 << 10);
     }
 
     #[test]
     fn tensor_cores_take_half_precision_of_their_sizes() {
-        let name = |dtype, c, aligned| Kernels::of(dtype, c, aligned).name("forward", c, dtype);
+        let name = |dtype, c, aligned| Kernels::of(dtype, c, aligned, false).name("forward", dtype);
         assert_eq!(name(DType::BF16, 128, true), "attention_forward_bf16_128");
         assert_eq!(name(DType::F16, 96, true), "attention_forward_f16_96");
-        assert_eq!(name(DType::F16, 80, true), "attention_forward_f16");
+        assert_eq!(name(DType::F16, 80, true), "attention_forward_f16_96");
+        assert_eq!(name(DType::BF16, 160, true), "attention_forward_bf16_192");
+        assert_eq!(name(DType::F16, 84, true), "attention_forward_f16");
+        assert_eq!(name(DType::F16, 264, true), "attention_forward_f16");
         assert_eq!(name(DType::BF16, 128, false), "attention_forward_bf16");
         assert_eq!(name(DType::F32, 128, true), "attention_forward_f32");
+        let much = |c, role| Kernels::of(DType::BF16, c, true, true).name(role, DType::BF16);
+        assert_eq!(much(128, "forward"), "attention_forward_pair_bf16_128");
+        assert_eq!(much(256, "forward"), "attention_forward_bf16_256");
+        assert_eq!(much(128, "backward_kv"), "attention_backward_kv_bf16_128");
     }
 
     /// Every kernel name exists in the compiled sources.
@@ -271,15 +295,15 @@ mod tests {
                 let name = format!("attention_{role}_{}", dtype.as_str());
                 assert!(module::ATTENTION_SPLIT.ptx.contains(&format!(".entry {name}(")), "{name}");
             }
-            for c in SIZES.into_iter().chain([80]) {
-                let k = Kernels::of(dtype, c, true);
+            for (c, much) in SIZES.into_iter().chain([84]).flat_map(|c| [(c, false), (c, true)]) {
+                let k = Kernels::of(dtype, c, true, much);
                 for role in ["forward", "cached", "backward_q", "backward_kv"] {
-                    let source = match (k.tensor_cores, role) {
+                    let source = match (k.size.is_some(), role) {
                         (false, _) => module::ATTENTION_PLAIN,
                         (true, "forward" | "cached") => module::ATTENTION_FORWARD,
                         (true, _) => module::ATTENTION_BACKWARD,
                     };
-                    let name = k.name(role, c, dtype);
+                    let name = k.name(role, dtype);
                     assert!(source.ptx.contains(&format!(".entry {name}(")), "{name}");
                 }
             }

@@ -79,6 +79,7 @@ template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 
 #ifdef __CUDACC__
 // Accesses of 16, 8 or 4 bytes in one instruction.
+DEVICE uint32_t load_4(const void *p) { return *static_cast<const uint32_t *>(p); }
 DEVICE void store_4(void *p, uint32_t v) { *static_cast<uint32_t *>(p) = v; }
 DEVICE uint2 load_8(const void *p) { return *static_cast<const uint2 *>(p); }
 DEVICE void store_8(void *p, uint2 v) { *static_cast<uint2 *>(p) = v; }
@@ -133,6 +134,12 @@ DEVICE float warp_sum(float x) {
 DEVICE float warp_max(float x) {
 #pragma unroll
   for (int step = WARP / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
+  return x;
+}
+
+DEVICE uint32_t warp_max(uint32_t x) {
+#pragma unroll
+  for (int step = WARP / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(ALL, x, step));
   return x;
 }
 

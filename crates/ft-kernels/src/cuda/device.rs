@@ -122,6 +122,18 @@ pub fn pool_bytes(_device: &Device) -> Option<(u64, u64)> {
     None
 }
 
+/// Most bytes that the memory pool has taken from the device, in use or kept for reuse; `None` for other devices.
+#[cfg(feature = "cuda")]
+pub fn reserved_bytes(device: &Device) -> Option<u64> {
+    pool::reserved(device)
+}
+
+/// Bytes taken by the memory pool: `None` in this CPU-only build.
+#[cfg(not(feature = "cuda"))]
+pub fn reserved_bytes(_device: &Device) -> Option<u64> {
+    None
+}
+
 /// Peak bytes of the run's pool on CUDA, resident bytes of the process on the CPU.
 pub fn device_bytes(device: &Device) -> u64 {
     match pool_bytes(device) {
@@ -162,17 +174,21 @@ mod pool {
             .map_err(|e| format!("memory pool: {e}"))
     }
 
+    fn read(device: &Device, at: sys::CUmemPool_attribute) -> Option<u64> {
+        let (pool, mut bytes) = (handle(device).ok()?, 0u64);
+        // SAFETY: the attribute is a u64, and the pointer points to one.
+        unsafe { result::mem_pool::get_attribute(pool, at, (&raw mut bytes).cast::<c_void>()) }.ok()?;
+        Some(bytes)
+    }
+
     pub fn used(device: &Device) -> Option<(u64, u64)> {
-        let pool = handle(device).ok()?;
-        let read = |at| {
-            let mut bytes = 0u64;
-            // SAFETY: the attribute is a u64, and the pointer points to one.
-            unsafe { result::mem_pool::get_attribute(pool, at, (&raw mut bytes).cast::<c_void>()) }.ok()?;
-            Some(bytes)
-        };
         Some((
-            read(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
-            read(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+            read(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            read(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
         ))
+    }
+
+    pub fn reserved(device: &Device) -> Option<u64> {
+        read(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
     }
 }

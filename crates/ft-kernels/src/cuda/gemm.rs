@@ -6,7 +6,7 @@
 use super::launch::at;
 use crate::tensor::row_stride;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
-use candle_core::cuda_backend::gemm_reduced_precision_f32;
+use candle_core::cuda_backend::{WrapErr, gemm_reduced_precision_f32};
 use candle_core::{DType, Result, Tensor};
 
 /// A row-major matrix on the device, optionally transposed.
@@ -75,6 +75,8 @@ pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, a
     let (m, n, k) = (int(m)?, int(n)?, int(k)?);
     // cuBLAS is column-major: a row-major matrix is the transpose, so compute c^T = b^T a^T
     let (lda, ldb, ldc) = (int(of_a.stride)?, int(of_b.stride)?, int(of_c.stride)?);
+    // a handle of cuBLAS works in the current context
+    device.cuda_stream().context().bind_to_thread().w()?;
     let blas = device.cublas_handle();
     // SAFETY: sizes, strides and types come from the layouts of live tensors and stay inside their
     // memory; memory is freed in order of the stream used by cuBLAS.

@@ -329,8 +329,8 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
     ),
     (
         "attention.cuh",
-        "    if (row < static_cast<int>(rows))\n      store_16",
-        "    store_16",
+        "    if (row < static_cast<int>(rows) && piece * 8 < static_cast<int>(columns))\n      store_16",
+        "    if (piece * 8 < static_cast<int>(columns))\n      store_16",
         "bf16_of_64_channels",
         Watched::Bounds,
         "heap-buffer-overflow",

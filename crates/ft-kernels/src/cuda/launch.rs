@@ -46,9 +46,14 @@ pub fn empty(on: &Tensor, shape: impl Into<Shape>, dtype: DType) -> Result<Tenso
 }
 
 /// [`empty`], given a device.
-#[cfg(feature = "cuda")]
-pub(super) fn empty_on(device: &candle_core::Device, n: usize, dtype: DType) -> Result<Real> {
+pub(crate) fn empty_on(device: &candle_core::Device, n: usize, dtype: DType) -> Result<Real> {
     device::empty(device, n.into(), dtype)
+}
+
+/// Whether a multiprocessor of the tensor's device has more than 128 KiB of shared memory (8.0, 9.0, 10.0). Tensor
+/// cores are fast there, so that reads of shared memory bound a kernel; elsewhere (8.6, 8.9, 12.0) tensor cores do.
+pub fn has_much_shared_memory(t: &Tensor) -> bool {
+    t.real().is_ok_and(|t| device::shared_memory(t.device()) > 128 << 10)
 }
 
 /// Device address of a tensor's values. Kernels using the address must be launched on the device's single
@@ -238,7 +243,8 @@ mod device {
     use super::{Cell, Grid, Launch};
     use candle_core::backend::BackendDevice;
     use candle_core::cuda_backend::cudarc::driver::{
-        CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg, sys::CUfunction_attribute,
+        CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg, sys::CUdevice_attribute,
+        sys::CUfunction_attribute,
     };
     use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
     use candle_core::op::BackpropOp;
@@ -253,6 +259,14 @@ mod device {
         // SAFETY: by the contract of `empty`, a kernel writes every value before any read.
         let storage = unsafe { device.as_cuda_device()?.alloc_uninit(&some, dtype) }?;
         Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
+    }
+
+    /// Bytes of shared memory of a multiprocessor; 0 if unknown.
+    pub fn shared_memory(device: &Device) -> usize {
+        let at = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
+        let cuda = device.as_cuda_device().ok();
+        let bytes = cuda.and_then(|cuda| cuda.cuda_stream().context().attribute(at).ok());
+        bytes.and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
     }
 
     /// Device address of a tensor's values, in the order of `stream`.
@@ -331,6 +345,10 @@ mod device {
 
     pub fn at(_: &Tensor) -> Result<u64> {
         candle_core::bail!("this ft was built without CUDA")
+    }
+
+    pub fn shared_memory(_: &Device) -> usize {
+        0
     }
 
     /// # Safety

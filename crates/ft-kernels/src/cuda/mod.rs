@@ -24,7 +24,9 @@ pub mod nccl;
 pub mod staging;
 pub mod upload;
 
-pub use device::{count, cuda_memory, device_bytes, enter, name, nccl_is_here, open, pool_bytes};
+pub use device::{
+    count, cuda_memory, device_bytes, enter, name, nccl_is_here, open, pool_bytes, reserved_bytes,
+};
 
 /// On other platforms, the loader resolves the libraries at program start.
 #[cfg(all(

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 /// Updates master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place. If
 /// given, `copy` `[n]` receives the new weights in its own dtype. On CUDA this is a single pass without
-/// extra memory, and also zeroes the gradient.
+/// extra memory.
 pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     if !is_cpu(p) {
         return cuda::adamw([p, m, v, g], copy, k);

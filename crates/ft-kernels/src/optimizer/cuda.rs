@@ -10,6 +10,8 @@ use candle_core::{DType, Result};
 
 /// Threads per block; must match optimizer.cu.
 const THREADS: usize = 256;
+/// Quantization blocks per thread block: 8 for each of 8 warps; must match optimizer.cu.
+const QUANTIZED: usize = 64;
 /// Values per thread of an update.
 const VECTOR: usize = 4;
 /// Maximum blocks per partial sum, and minimum values per thread.
@@ -39,7 +41,7 @@ fn drawn(launch: Launch<'_>, draws: Draws) -> Result<Launch<'_>> {
     launch.with(args![draws.first, key0, key1, high0, high1])
 }
 
-/// Updates weights, moments and the optional compute copy, and zeroes the gradient.
+/// Updates weights, moments and the optional compute copy.
 pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     let flat = |t: &Tensor| t.dims() == [n] && t.dtype() == DType::F32;
@@ -57,7 +59,7 @@ pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Re
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
-/// Like [`adamw`] with 8-bit moments: one thread block per quantization block.
+/// Like [`adamw`] with 8-bit moments: one warp per quantization block.
 pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     if p.dtype() != DType::F32 || g.dtype() != DType::F32 || copy.is_some_and(|c| c.dims() != [n]) {
@@ -71,8 +73,8 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     let launch = coded(launch, m)?.with(args![g, copy, &m.maps, n as u64])?;
     let launch = numbers(launch, k, true)?;
     // SAFETY: all buffers have n values; codes are u8, with one scale per block; the two maps have 256
-    // entries each; one thread block per quantization block.
-    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK), THREADS as u32)) }
+    // entries each; the grid covers all quantization blocks.
+    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK * QUANTIZED), THREADS as u32)) }
 }
 
 /// Like [`adamw`] for 16-bit weights without an f32 master copy.
@@ -105,9 +107,9 @@ pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: 
     let launch = coded(launch, m)?.with(args![g, &m.maps, n as u64])?;
     let launch = numbers(drawn(launch, draws)?, k, true)?;
     // SAFETY: all buffers have n values; the weights' dtype selects the kernel, gradients are f32, codes
-    // u8 with one scale per block; the two maps have 256 entries each; one thread block per quantization
-    // block.
-    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK), THREADS as u32)) }
+    // u8 with one scale per block; the two maps have 256 entries each; the grid covers all quantization
+    // blocks.
+    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK * QUANTIZED), THREADS as u32)) }
 }
 
 /// Rounds f32 values stochastically to 16 bits.

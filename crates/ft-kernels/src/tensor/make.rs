@@ -23,6 +23,14 @@ impl Tensor {
         Self::make(on, shape.into(), dtype, |d, shape| Real::zeros(shape, dtype, d))
     }
 
+    /// A vector for values that are written before any is read; zeros on the CPU.
+    pub fn unset(len: usize, dtype: DType, device: &candle_core::Device) -> Result<Self> {
+        match device.is_cuda() {
+            true => crate::cuda::launch::empty_on(device, len, dtype).map(Tensor::Real),
+            false => Self::zeros(len, dtype, device),
+        }
+    }
+
     /// Ones.
     pub fn ones<'a>(shape: impl Into<Shape>, dtype: DType, on: impl Into<On<'a>>) -> Result<Self> {
         Self::make(on, shape.into(), dtype, |d, shape| Real::ones(shape, dtype, d))

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::embed::ById;
 use ft_kernels::ledger::{Allocation, Ledger, Role};
+use ft_kernels::optimizer::BLOCK;
 use ft_kernels::{bias, dora, embed, gemm, upcast};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -24,6 +25,11 @@ pub struct Slot {
 }
 
 impl Slot {
+    /// Start of the next slot of the buffer: slots begin at quantization blocks of the optimizer.
+    fn end(&self) -> usize {
+        self.range().end.next_multiple_of(BLOCK)
+    }
+
     /// Element range in the buffer.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.rows * self.cols
@@ -39,7 +45,7 @@ impl Slot {
 pub struct Sink<'a> {
     grads: Buffers<'a>,
     reached: RefCell<Vec<bool>>,
-    /// Tensors with values from an earlier step; the first gradient overwrites them.
+    /// Tensors with values from an earlier step, or none yet; the first gradient overwrites them.
     stale: RefCell<BTreeMap<usize, Slot>>,
     /// Deferred gradients of a collecting sink.
     later: Option<RefCell<Vec<Later>>>,
@@ -51,9 +57,12 @@ pub struct Sink<'a> {
 enum Buffers<'a> {
     /// Owned by the caller; `None` if nothing trains.
     Kept(&'a [Option<Tensor>]),
-    /// Allocated at the first gradient, until taken.
-    Live { lens: &'a [usize], device: &'a Device, now: RefCell<BTreeMap<usize, Tensor>> },
+    /// Allocated at the first gradient, without values, until taken.
+    Live { of: Lengths<'a>, device: &'a Device, now: RefCell<BTreeMap<usize, Tensor>> },
 }
+
+/// Lengths of all buffers, and the slots in them.
+pub type Lengths<'a> = (&'a [usize], &'a [Slot]);
 
 /// A collected gradient, not yet added.
 #[derive(Debug)]
@@ -89,19 +98,19 @@ impl<'a> Sink<'a> {
         Self { stale: RefCell::new(stale.into_iter().map(|s| (s.index, s)).collect()), ..self }
     }
 
-    /// Whether this is the first gradient over values of an earlier step; clears the mark.
-    fn is_first(&self, slot: Slot) -> bool {
-        self.stale.borrow_mut().remove(&slot.index).is_some()
-    }
-
-    /// Zeroes leftover values of an earlier step, in one buffer or in all.
+    /// Zeroes slots without a gradient, in one buffer or in all.
     pub fn settle(&self, flat: Option<usize>) -> Result<()> {
         let own = |s: &Slot| flat.is_none_or(|flat| s.flat == flat);
-        let mut stale = self.stale.borrow_mut();
-        for slot in stale.values().filter(|s| own(s)) {
-            slot.view(&self.buffer(slot.flat)?)?.zero_set()?;
+        let mut slots: Vec<Slot> = self.stale.borrow().values().filter(|s| own(s)).copied().collect();
+        self.stale.borrow_mut().retain(|_, s| !own(s));
+        slots.sort_by_key(|s| (s.flat, s.offset));
+        // adjacent ones at once, with the zeros between them
+        for run in slots.chunk_by(|a, b| a.flat == b.flat && a.end() == b.offset) {
+            if let [first, ..] = run {
+                let end = run.last().map_or(0, |s| s.range().end);
+                self.buffer(first.flat)?.narrow(0, first.offset, end - first.offset)?.zero_set()?;
+            }
         }
-        stale.retain(|_, s| !own(s));
         Ok(())
     }
 
@@ -111,18 +120,35 @@ impl<'a> Sink<'a> {
         Self { live: Some((ledger, bytes, RefCell::default())), ..Self::new(grads, 0) }
     }
 
-    /// Sink with buffers of lengths `lens`, allocated at the first gradient and released by [`Sink::take`].
-    pub fn live(lens: &'a [usize], device: &'a Device, count: usize) -> Self {
-        let grads = Buffers::Live { lens, device, now: RefCell::default() };
-        Self { grads, reached: RefCell::new(vec![false; count]), ..Self::new(&[], 0) }
+    /// Sink with buffers that are allocated at the first gradient and released by [`Sink::take`].
+    pub fn live(of: Lengths<'a>, device: &'a Device) -> Self {
+        let grads = Buffers::Live { of, device, now: RefCell::default() };
+        Self { grads, reached: RefCell::new(vec![false; of.1.len()]), ..Self::new(&[], 0) }
     }
 
     /// Takes a buffer out of a [`Sink::live()`] sink; `None` if it had no gradients.
-    pub fn take(&self, flat: usize) -> Option<Tensor> {
-        match &self.grads {
+    pub fn take(&self, flat: usize) -> Result<Option<Tensor>> {
+        self.settle(Some(flat))?;
+        Ok(match &self.grads {
             Buffers::Kept(_) => None,
             Buffers::Live { now, .. } => now.borrow_mut().remove(&flat),
+        })
+    }
+
+    /// Allocates a buffer of which all slots await their first gradient. Gaps between slots are zero.
+    fn allocate(&self, number: usize, (lens, slots): Lengths<'_>, device: &Device) -> Result<Tensor> {
+        let Some(len) = lens.get(number).filter(|n| **n > 0) else {
+            candle_core::bail!("no gradient buffer {number}")
+        };
+        let flat = Tensor::unset(*len, DType::F32, device)?;
+        for slot in slots.iter().filter(|s| s.flat == number) {
+            let (start, end) = (slot.range().end, slot.end().min(*len));
+            if start < end {
+                flat.narrow(0, start, end - start)?.zero_set()?;
+            }
+            self.stale.borrow_mut().insert(slot.index, *slot);
         }
+        Ok(flat)
     }
 
     /// Collecting sink for one thread; [`Sink::add_all`] adds the result to another sink.
@@ -145,7 +171,7 @@ impl<'a> Sink<'a> {
             match what {
                 What::Values(dw) => self.add(slot, &dw)?,
                 What::Product(a, b, alpha) => {
-                    self.touch(slot);
+                    let (_, add) = self.target(slot)?;
                     let Slot { offset, rows, cols, .. } = slot;
                     let round = seen.entry(slot.index).or_default();
                     let at = (slot.flat, std::mem::replace(round, *round + 1));
@@ -156,7 +182,7 @@ impl<'a> Sink<'a> {
                         a,
                         b,
                         alpha,
-                        add: !self.is_first(slot),
+                        add,
                         alike,
                     });
                 }
@@ -174,8 +200,9 @@ impl<'a> Sink<'a> {
 
     /// A flat buffer, for kernels that add many gradients at once. The caller calls [`Sink::touch`] for every slot.
     pub fn flat(&self, flat: usize) -> Result<Tensor> {
+        let buffer = self.buffer(flat)?;
         self.settle(Some(flat))?;
-        self.buffer(flat)
+        Ok(buffer)
     }
 
     fn buffer(&self, number: usize) -> Result<Tensor> {
@@ -190,15 +217,13 @@ impl<'a> Sink<'a> {
                     return Ok(flat.clone());
                 }
             }
-            Buffers::Live { lens, device, now } => {
+            Buffers::Live { of, device, now } => {
                 if let Some(flat) = now.borrow().get(&number) {
                     return Ok(flat.clone());
                 }
-                if let Some(len) = lens.get(number).filter(|n| **n > 0) {
-                    let flat = Tensor::zeros(*len, DType::F32, *device)?;
-                    now.borrow_mut().insert(number, flat.clone());
-                    return Ok(flat);
-                }
+                let flat = self.allocate(number, *of, device)?;
+                now.borrow_mut().insert(number, flat.clone());
+                return Ok(flat);
             }
         }
         candle_core::bail!("no gradient buffer {number}")
@@ -218,11 +243,18 @@ impl<'a> Sink<'a> {
         self.reached.borrow().clone()
     }
 
-    /// Marks a tensor as reached and returns its gradient `[rows, cols]`, ready to add to.
-    fn reach(&self, slot: Slot) -> Result<Tensor> {
+    /// Marks a tensor as reached. Returns its gradient `[rows, cols]`, and whether to add to it: the first gradient
+    /// of a step is written.
+    fn target(&self, slot: Slot) -> Result<(Tensor, bool)> {
         self.touch(slot);
         let grad = slot.view(&self.buffer(slot.flat)?)?;
-        if self.is_first(slot) {
+        Ok((grad, self.stale.borrow_mut().remove(&slot.index).is_none()))
+    }
+
+    /// As [`Sink::target`], ready to add to.
+    fn reach(&self, slot: Slot) -> Result<Tensor> {
+        let (grad, add) = self.target(slot)?;
+        if !add {
             grad.zero_set()?;
         }
         Ok(grad)
@@ -233,9 +265,8 @@ impl<'a> Sink<'a> {
         if self.collect(slot, a, || What::Product(a.clone(), b.clone(), alpha)) {
             return gemm::work(a, true, b, None);
         }
-        self.touch(slot);
-        let grad = slot.view(&self.buffer(slot.flat)?)?;
-        gemm::matmul_onto((&grad, !self.is_first(slot)), a, true, b, false, alpha)
+        let (grad, add) = self.target(slot)?;
+        gemm::matmul_onto((&grad, add), a, true, b, false, alpha)
     }
 
     /// `grad += dw`.
@@ -243,7 +274,8 @@ impl<'a> Sink<'a> {
         if self.collect(slot, dw, || What::Values(dw.clone())) {
             return Ok(());
         }
-        gemm::acc(&self.reach(slot)?, dw)
+        let (grad, add) = self.target(slot)?;
+        gemm::put((&grad, add), dw)
     }
 
     /// Adds the sum of dy's rows to `grad`.
@@ -251,7 +283,8 @@ impl<'a> Sink<'a> {
         if self.later.is_some() {
             return self.add(slot, &upcast(dy)?.sum_keepdim(0)?);
         }
-        bias::add_sum(&self.reach(slot)?, dy)
+        let (grad, add) = self.target(slot)?;
+        bias::sum_onto((&grad, add), dy)
     }
 
     /// `grad += inverse * sum over rows of dy * z`, for DoRA's magnitude.
@@ -259,7 +292,8 @@ impl<'a> Sink<'a> {
         if self.later.is_some() {
             return self.add(slot, &dora::magnitude(inverse, dy, z)?);
         }
-        dora::add_magnitude(&self.reach(slot)?, inverse, dy, z)
+        let (grad, add) = self.target(slot)?;
+        dora::magnitude_onto((&grad, add), inverse, dy, z)
     }
 
     /// `grad[ids[i]] += dy[i]` for every token. If the slot holds only the rows `of` certain ids, other

@@ -42,7 +42,7 @@ impl<'a> Setting<'a> {
 
     fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut walk =
             Walk::new(d, p.lowest_unit(), self.recompute).router_losses(self.router).neftune(self.neftune);
         let losses = walk.train(batch, 1.0, &sink)?;

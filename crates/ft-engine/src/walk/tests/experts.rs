@@ -73,7 +73,7 @@ impl<'a> Setting<'a> {
     fn on_one(&self) -> Result<Step> {
         let (d, p) = build(&self.base, &self.selection, None)?;
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
         let mut losses = Vec::new();
         for which in 0..2 {
             losses.extend(loss::on_host(self.walk(&d, &p).train(&self.batch(which)?, 1.0, &sink)?)?.concat());

@@ -178,7 +178,7 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
                     let inputs = Inputs::default();
                     let execution = Execution { micro_rows: 1, recompute, inputs, dequantize, head_rows };
                     let grads = p.grads();
-                    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+                    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
                     let mut watch = |_, _| {
                         none_is_dequantized(&d);
                     };

@@ -42,7 +42,7 @@ impl<'a> Setting<'a> {
 
     fn walk(&self, d: &Decoder, p: &Params, batch: &Batch) -> Result<Step> {
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums());
         let losses = Walk::new(d, p.lowest_unit(), self.recompute).neftune(5.0).train(batch, 1.0, &sink)?;
         sink.settle(None)?;
         let loss = if batch.target_count == 0 { 0.0 } else { loss::total(&losses)? };

@@ -70,10 +70,11 @@ DEVICE void scale(const T *x, const float *g, float add, float k, const T *other
   }
 }
 
-// grad[c] += inverse[c] * sum of dy[.., c] z[.., c].
+// grad[c] = inverse[c] * sum of dy[.., c] z[.., c], or += with `also`.
 template <typename T>
-DEVICE void sum(const T *dy, const T *z, const float *inverse, uint64_t rows, uint64_t width, float *grad) {
-  column_sums<WARPS>(rows, width, grad, [&](float own, uint64_t at) { return fmaf(load(dy + at), load(z + at), own); },
+DEVICE void sum(const T *dy, const T *z, const float *inverse, uint64_t rows, uint64_t width, float *grad, bool also) {
+  column_sums<WARPS>(rows, width, grad, also,
+                     [&](float own, uint64_t at) { return fmaf(load(dy + at), load(z + at), own); },
                      [&](uint64_t column) { return inverse[column]; });
 }
 
@@ -87,8 +88,8 @@ DEVICE void sum(const T *dy, const T *z, const float *inverse, uint64_t rows, ui
     scale(x, g, add, k, other, base, width, y);                                                                        \
   }                                                                                                                    \
   KERNEL(dora_sum_##T, THREADS, const T *dy, const T *z, const float *inverse, uint64_t rows, uint64_t width,          \
-         float *grad) {                                                                                                \
-    sum(dy, z, inverse, rows, width, grad);                                                                            \
+         float *grad, uint32_t also) {                                                                                 \
+    sum(dy, z, inverse, rows, width, grad, also != 0);                                                                 \
   }
 
 using f32 = float;

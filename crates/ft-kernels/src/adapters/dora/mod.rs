@@ -135,10 +135,11 @@ impl Scaling<'_> {
     }
 }
 
-/// `grad += inverse * sum over rows of dy * z`: `grad` and `inverse` `[1, o]` in f32; `dy`, `z` `[t, o]`.
-pub fn add_magnitude(grad: &Tensor, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
+/// `grad = inverse * sum over rows of dy * z`, or `+=` with `add`: `grad` and `inverse` `[1, o]` in f32; `dy`, `z`
+/// `[t, o]`.
+pub fn magnitude_onto((grad, add): (&Tensor, bool), inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
     if is_cpu(dy) || grad.dtype() != DType::F32 || dy.dtype() != z.dtype() {
-        return gemm::acc(grad, &magnitude(inverse, dy, z)?);
+        return gemm::put((grad, add), &magnitude(inverse, dy, z)?);
     }
     let (t, o) = dy.dims2()?;
     if z.dims() != [t, o] || grad.elem_count() != o || inverse.elem_count() != o {
@@ -149,13 +150,13 @@ pub fn add_magnitude(grad: &Tensor, inverse: &Tensor, dy: &Tensor, z: &Tensor) -
     }
     let (dy, z) = (dy.contiguous()?, z.contiguous()?);
     let launch = Launch::of(&dy, compiled!(DORA), "dora_sum")?;
-    let launch = launch.with(args![&dy, &z, inverse, t as u64, o as u64, grad])?;
+    let launch = launch.with(args![&dy, &z, inverse, t as u64, o as u64, grad, u32::from(add)])?;
     // SAFETY: `dy` and `z` have t rows of o values, `inverse` and `grad` have o values, as checked above;
     // each block owns 32 columns.
     unsafe { launch.run(Grid::new(o.div_ceil(COLUMNS), THREADS)) }
 }
 
-/// The term added by [`add_magnitude`], composed of candle operations.
+/// The term of [`magnitude_onto`], composed of candle operations.
 pub fn magnitude(inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<Tensor> {
     (upcast(dy)? * upcast(z)?)?.sum_keepdim(0)? * inverse
 }

@@ -1,4 +1,5 @@
-//! Hot loops of machine code: the loop of a kernel with the most tensor-core instructions.
+//! Hot loops of machine code: of the innermost loops of a kernel with tensor-core instructions and a barrier, the one
+//! with the most of these instructions, of several the longest. (Loops without a barrier are parts of a stage.)
 
 use super::{run, tool};
 use std::collections::BTreeMap;
@@ -80,13 +81,19 @@ fn hottest(all: &[(u32, &str)]) -> Option<Loop> {
     let count = |of: &[(u32, &str)], words: &[&str]| {
         of.iter().filter(|(_, text)| words.iter().any(|w| text.contains(w))).count()
     };
-    let loops = all.iter().enumerate().filter_map(|(end, (_, text))| {
-        let to = target(text)?;
-        let start = all[..=end].iter().position(|(address, _)| *address == to)?;
-        Some(&all[start..=end])
-    });
-    let key = |body: &&[(u32, &str)]| (count(body, &["HMMA"]), usize::MAX - body.len());
-    let body = loops.max_by_key(key).filter(|body| count(body, &["HMMA"]) > 0)?;
+    // by first instruction; of several branches back to it, the last one ends the loop
+    let mut loops = BTreeMap::new();
+    for (end, (_, text)) in all.iter().enumerate() {
+        let start = target(text).and_then(|to| all[..=end].iter().position(|(address, _)| *address == to));
+        let hot = |body: &[(u32, &str)]| ["HMMA", "BAR.SYNC"].iter().all(|w| count(body, &[w]) > 0);
+        if let Some(start) = start.filter(|start| hot(&all[*start..=end])) {
+            loops.insert(start, end);
+        }
+    }
+    let innermost =
+        loops.iter().filter(|(start, end)| !loops.iter().any(|(other, last)| other > *start && last <= *end));
+    let bodies = innermost.map(|(start, end)| &all[*start..=*end]);
+    let body = bodies.max_by_key(|body| (count(body, &["HMMA"]), body.len()))?;
     Some(Loop {
         instructions: body.len(),
         tensor: count(body, &["HMMA"]),

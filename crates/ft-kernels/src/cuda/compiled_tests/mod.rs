@@ -223,7 +223,11 @@ fn hot_loops_stay_lean() {
         ("attention_forward_bf16_128 ", 6.5),
         ("attention_backward_q_bf16_128 ", 5.5),
         ("attention_backward_kv_bf16_128 ", 5.5),
-        ("grouped_gradient_bf16 ", 9.0),
+        ("grouped_forward_bf16 ", 7.0),
+        ("grouped_backward_bf16 ", 7.0),
+        ("grouped_coded_forward_bf16 ", 10.0),
+        ("grouped_coded_backward_bf16 ", 10.0),
+        ("grouped_gradient_bf16 ", 7.0),
     ];
     let table = include_str!("../../../../../tests/cuda/loops.txt");
     for (kernel, most) in limits {

@@ -104,11 +104,6 @@ impl Sorted {
         self.side == FEW
     }
 
-    /// Whether tiles are sized for many rows, but experts have less than one tile on average.
-    pub fn half_full(&self) -> bool {
-        self.side == MANY && self.rows() < self.experts * MANY
-    }
-
     /// Expected share of experts with tokens, under uniform routing.
     pub fn busy(&self) -> f64 {
         1.0 - (1.0 - self.top_k as f64 / self.experts.max(1) as f64).max(0.0).powf(self.tokens as f64)

@@ -26,7 +26,7 @@ struct alignas(16) Expert {
   const float *pairs, *scales;
   const uint8_t *scale_codes;
   const float *map;
-  uint32_t group, shift;
+  uint32_t group_shift, shift;      // scales of a group: 2^group_shift
   float offset;
   uint32_t source;                  // first rounding of dequantized values: 0 f32, 1 bf16, 2 f16
   uint32_t rank;
@@ -52,9 +52,13 @@ struct Constants {
 };
 static_assert(THREADS == 256, "a thread an entry of the map");
 
-// Loads the constants of one or two experts (the second may be null); codebooks and maps only with
-// `codes`.
-DEVICE void load_constants(Constants *to, const Expert *first, const Expert *second, bool codes) {
+// The same of matrices of values.
+struct Uncoded {
+  Expert expert;
+};
+
+// Loads the entries of one or two experts; the second may be null.
+template <typename Held> DEVICE void load_experts(Held *to, const Expert *first, const Expert *second) {
   constexpr int WORDS = sizeof(Expert) / 8;
   const Expert *const from[2] = {first, second};
 #pragma unroll
@@ -62,15 +66,24 @@ DEVICE void load_constants(Constants *to, const Expert *first, const Expert *sec
     if (from[i] != nullptr && threadIdx.x < WORDS)
       store_8(reinterpret_cast<uint2 *>(&to[i].expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from[i]) + threadIdx.x));
   __syncthreads();
-  if (!codes) return;
+}
+
+// Loads the codebooks and maps of these entries.
+DEVICE void load_maps(Constants *to, bool second) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const Expert &e = to[i].expert;
-    if (from[i] == nullptr || e.weight != nullptr) continue;
+    if ((i == 1 && !second) || e.weight != nullptr) continue;
     if (threadIdx.x < 16) to[i].book[threadIdx.x] = e.pairs[2 * threadIdx.x + 1];
     if (e.map != nullptr) to[i].map[threadIdx.x] = e.map[threadIdx.x];
   }
   __syncthreads();
+}
+
+// Loads the constants of one or two experts (the second may be null); codebooks and maps only with `codes`.
+DEVICE void load_constants(Constants *to, const Expert *first, const Expert *second, bool codes) {
+  load_experts(to, first, second);
+  if (codes) load_maps(to, second != nullptr);
 }
 
 // Operands of a launch.
@@ -92,7 +105,8 @@ template <typename T> struct Factors {
 };
 
 DEVICE Matrix codes_of(const Expert &e) {
-  return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0, 0};
+  // a division by this power is a shift
+  return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, 1u << e.group_shift, e.offset, e.shift, 0, 0};
 }
 
 // Inner dimension of summand `at` (0 to 3) for expert `e` of the respective table; 0 if absent.

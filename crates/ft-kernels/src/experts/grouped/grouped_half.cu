@@ -1,48 +1,18 @@
-// Grouped GEMMs of 16-bit values on tensor cores: eight warps per ROWS x 128 tile, inner steps of 32,
-// four stages of shared memory. Values arrive by cp.async two stages ahead. 4-bit codes are loaded into
+// Grouped GEMMs of 16-bit values for experts with few rows, on tensor cores: eight warps per ROWS x 128 tile, inner
+// steps of 32, four stages of shared memory. Values arrive by cp.async two stages ahead. 4-bit codes are loaded into
 // registers several stages ahead and dequantized into shared memory by the loading threads, overlapping
 // with tensor core work. Codes are loaded in whole sectors. With W transposed, a sector spans 64 inner
 // values, so every second stage loads no codes.
-#include "grouped.cuh"
+#include "grouped_tiles.cuh"
 
-constexpr int COLS = 128, DEPTH = 32, STAGES = 4;
-constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
+constexpr int STAGES = 4;
 
-// Shared memory after the stages holds the constants of both tables and a window of scales.
-//
-// Forward: each warp has a window of WINDOW bytes of scales for each of the ROW_BLOCK rows of W it loads,
-// in stored order.
+// Shared memory after the stages holds the constants of both tables and a window of scales (see RowCodes).
 //
 // Backward: a tile needs two scales per row of W, out of a sector of 32. With few rows, a block therefore
 // processes WIDE adjacent column tiles at each inner step (as many as the registers hold accumulators
-// for), and loads the scales with the first tile. If 128-row tiles are partly filled, it processes as
-// many tiles as registers allow, at least HALF_FULL; with full tiles, rows dominate the traffic and one
-// tile is enough. The window caches the next GROUPS absmax values.
-constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP), WIDE = 6, HALF_FULL = 2, GROUPS = WINDOW * COLS / 4;
-
-// Stores 8 values read one by one.
-template <typename T, typename F> DEVICE void store_eight(unsigned char *to, const F &value) {
-  uint64_t low = 0, high = 0;
-#pragma unroll 1
-  for (uint32_t i = 0; i < 8; i++) {
-    low = low >> 16 | high << 48;
-    high = high >> 16 | static_cast<uint64_t>(pack<T>(value(i), 0.0f)) << 48;
-  }
-  store_16(to, make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
-                          static_cast<uint32_t>(high >> 32)));
-}
-
-// Layout of a right tile: [128, 32] if TRANSPOSED, else [32, 128].
-template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
-  if constexpr (TRANSPOSED) return place<DEPTH>(row, piece);
-  else return place<COLS>(row, piece);
-}
-
-// Codes in flight in registers; in forward with their scale: factor * absmax + offset, or just factor.
-struct Codes {
-  uint4 words;
-  float factor, absmax;
-};
+// for), and loads the scales with the first tile. The window caches the next GROUPS absmax values.
+constexpr int WIDE = 6, GROUPS = WINDOW * COLS / 4;
 
 // Loads the stages of a tile in order: for each summand and inner step, the right tiles of all adjacent
 // columns. Codes are loaded AHEAD loads before dequantization: with few rows the kernel is bound by
@@ -54,7 +24,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   const uint32_t beside; // adjacent column tiles, at most BESIDE
   unsigned char *const left, *const right; // [STAGES] each
   const Constants *const constants;        // of both tables
-  unsigned char *const window;             // scales; in forward, this warp's part
+  unsigned char *const window;             // scales
+  RowCodes row_codes;                      // in forward
   Factors<T> f;
   int at, stage, left_stage;
   uint32_t k0, column; // inner index and column tile of the current stage
@@ -62,8 +33,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   Codes codes[AHEAD];
   uint32_t next_k, next_column; // position of the next code load
   bool pending; // whether codes[0] awaits dequantization
-  // Forward: the last group of scales of this thread (stable along a row) and its absmax. Backward: the
-  // first group in the window, the scales shared within a row at k0, and the raw scales loaded for the
+  // Backward: the first group in the window, the scales shared within a row at k0, and the raw scales loaded for the
   // next step.
   uint32_t held_group;
   float held[2];
@@ -72,8 +42,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, uint32_t beside, unsigned char *shared)
       : p(p), tile(tile), outer(outer), col0(col0), beside(BESIDE == 1 ? 1 : beside), left(shared), right(shared + STAGES * ROWS * DEPTH * 2),
         constants(reinterpret_cast<const Constants *>(right + STAGES * STAGE_RIGHT)),
-        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants) + (TRANSPOSED ? threadIdx.x / WARP * ROW_BLOCK * WINDOW : 0)),
-        at(-1), stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE), held(),
+        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants)), row_codes(window, col0, outer), at(-1), stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE), held(),
         raw() {
     next();
   }
@@ -94,7 +63,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       if (++at == 4) return;
       f = factors<T, TRANSPOSED>(p, expert(at), tile.first, at);
     } while (f.depth == 0);
-    k0 = 0, held_group = NONE;
+    k0 = 0, held_group = row_codes.held_group = NONE;
     whole_left = f.stride % 8 == 0 && f.depth % 8 == 0 && is_aligned(f.left);
     const uint32_t run = TRANSPOSED ? f.depth : outer;
     if (f.right != nullptr) whole_right = run % 8 == 0 && is_aligned(f.right);
@@ -102,7 +71,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       whole_right = run % 32 == 0 && is_aligned(f.expert->packed);
       if constexpr (!TRANSPOSED) {
         const Expert &e = *f.expert;
-        shared_scales = e.shift >= 6 && outer % 64 == 0 && (e.scale_codes == nullptr || (DEPTH * outer >> e.shift) / e.group + 9 < GROUPS);
+        shared_scales = e.shift >= 6 && outer % 64 == 0 && (e.scale_codes == nullptr || (DEPTH * outer >> e.shift >> e.group_shift) + 9 < GROUPS);
       }
     }
   }
@@ -205,48 +174,25 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     return c;
   }
 
-  // This thread's codes from inner index `k` on. TRANSPOSED: 32 codes spanning two stages (threads 2j and
-  // 2j + 1 handle row j). Otherwise: 16 codes of row j for threads 8j to 8j + 7, in the tile starting at
-  // column `col`.
+  // This thread's codes from inner index `k` on. TRANSPOSED: 32 codes spanning two stages. Otherwise: 16 codes of row j
+  // for threads 8j to 8j + 7, in the tile starting at column `col`.
   DEVICE Codes fetch(uint32_t k, uint32_t col) {
-    const uint32_t row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
-    const uint32_t deep = k + (TRANSPOSED ? part * DEPTH : row);
-    col += TRANSPOSED ? row : part * 16;
-    const uint64_t from = TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
     const Matrix m = codes_of(*f.expert);
+    if constexpr (TRANSPOSED) return row_codes.fetch(m, constants[at / 2].map, f.depth, k);
+    const uint32_t deep = k + threadIdx.x / 8;
+    col += threadIdx.x % 8 * 16;
     Codes c = {make_uint4(0, 0, 0, 0), 0.0f, 0.0f};
-    if constexpr (!TRANSPOSED) {
-      if (deep >= f.depth || col >= outer) return c;
-      const uint2 w = load_8(m.packed + from / 2);
-      c.words.x = w.x, c.words.y = w.y;
-      return c;
-    }
-    // if rows consist of whole quantization blocks, a warp loads the scales of its rows for several
-    // blocks at once
-    const bool nested = m.scale_codes != nullptr;
-    const uint32_t span = (nested ? WINDOW : WINDOW / 4) << m.shift, blocks = f.depth >> m.shift;
-    const bool windows = blocks << m.shift == f.depth;
-    if (windows && k < f.depth && k % span == 0) bring_scales(m, k, blocks);
     if (deep >= f.depth || col >= outer) return c;
-    c.words = load_16(m.packed + from / 2);
-    const uint32_t block = static_cast<uint32_t>(from >> m.shift), line = row % ROW_BLOCK, in = deep % span >> m.shift;
-    if (nested) {
-      c.factor = constants[at / 2].map[windows ? window[spot(line, in / 4) + in % 4] : m.scale_codes[block]];
-      const uint32_t group = block / m.group;
-      if (group != held_group) held_group = group, held[0] = m.scales[group];
-      c.absmax = held[0];
-    } else {
-      c.factor = windows ? *reinterpret_cast<const float *>(window + spot(line, in)) : m.scales[block];
-    }
+    const uint2 w = load_8(m.packed + (static_cast<uint64_t>(deep) * outer + col) / 2);
+    c.words.x = w.x, c.words.y = w.y;
     return c;
   }
 
   // The scale of this thread's codes to dequantize now.
   DEVICE float scale() {
     const Matrix m = codes_of(*f.expert);
-    // rounded after the product and after the sum; see codes.cuh
     if constexpr (TRANSPOSED) {
-      return m.scale_codes == nullptr ? codes[0].factor : __fadd_rn(__fmul_rn(codes[0].factor, codes[0].absmax), m.offset);
+      return codes[0].scale(m);
     } else {
       const uint32_t deep = k0 + threadIdx.x / 8, part = threadIdx.x % 8, col = col0 + column * COLS + part * 16;
       if (!shared_scales)
@@ -321,45 +267,6 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     __syncthreads();
   }
 
-  // Offset of a word in a line of the window; swizzled, so one word of 16 lines spans 16 banks.
-  DEVICE static int spot(uint32_t line, uint32_t word) { return static_cast<int>(line * WINDOW + (word ^ (line / 4)) * 4); }
-
-  // Loads the scales from inner index `k` on for the rows of this warp; `blocks` is the number of blocks
-  // per row.
-  DEVICE void bring_scales(const Matrix &m, uint32_t k, uint32_t blocks) {
-    const uint32_t size = m.scale_codes != nullptr ? 1 : 4, first = (k >> m.shift) * size, lane = threadIdx.x % WARP;
-    const unsigned char *const from = size == 1 ? m.scale_codes : reinterpret_cast<const unsigned char *>(m.scales);
-    const uint64_t pitch = static_cast<uint64_t>(blocks) * size;
-    const uint32_t line0 = threadIdx.x / WARP * ROW_BLOCK;
-    const bool by_words = pitch % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 4 == 0;
-    __syncwarp();
-#pragma unroll 1
-    for (uint32_t i = lane; i < ROW_BLOCK * WINDOW / 4; i += WARP) {
-      const uint32_t line = i / (WINDOW / 4), word = i % (WINDOW / 4), col = col0 + line0 + line;
-      const unsigned char *const at = from + col * pitch + first + 4 * word;
-      const uint32_t some = col < outer && first + 4 * word < pitch ? static_cast<uint32_t>(pitch) - first - 4 * word : 0;
-      if (by_words) {
-        if (some > 0) store_4(window + spot(line, word), *reinterpret_cast<const uint32_t *>(at));
-      } else {
-        for (uint32_t j = 0; j < 4 && j < some; j++) window[spot(line, word) + j] = at[j];
-      }
-    }
-    __syncwarp();
-  }
-
-  // Dequantizes the 8 codes of a word. All lanes must participate.
-  DEVICE uint4 dequantized(uint32_t word, float entry, float scale, uint32_t source) const {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      v[i] = __fmul_rn(__shfl_sync(ALL, entry, static_cast<int>(word >> (8 * (i / 2) + (i % 2 ? 0 : 4))), 16), scale);
-    // one branch a word, not one a value; values of T are their own rounding
-    if (source == 3 - own_source<T>())
-#pragma unroll
-      for (int i = 0; i < 8; i++) v[i] = rounded<Other<T>>(v[i]);
-    return make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
-  }
-
   DEVICE void dequantize() {
     pending = false;
     const float entry = constants[at / 2].book[threadIdx.x % 16];
@@ -376,7 +283,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
                              turned ? words.y : words.w};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const uint4 v = dequantized(w[j], entry, scale, source);
+        const uint4 v = dequantized<T>(w[j], entry, scale, source);
         if (some) store_16(to + place<DEPTH>(row, j ^ (2 * part)), v);
       }
     } else {
@@ -384,7 +291,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       const bool turned = part >= 4;
       const uint32_t w[2] = {turned ? words.y : words.x, turned ? words.x : words.y};
 #pragma unroll
-      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized(w[j], entry, scale, source));
+      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized<T>(w[j], entry, scale, source));
     }
   }
 };
@@ -422,89 +329,66 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
       const int thread = opaque(threadIdx.x), own_lane = thread % WARP, own_warp = thread / WARP;
       const int row = own_warp % DOWN * H, col = own_warp / DOWN * W;
       const auto of_a = left<DEPTH>(row, 0, own_lane);
-      const auto of_b = [&] {
-        if constexpr (TRANSPOSED) return right_transposed<DEPTH>(col, 0, own_lane);
-        else return right<COLS>(0, col, own_lane);
-      }();
+      const auto of_b = right_corner<TRANSPOSED>(col, own_lane);
       // accumulators need compile-time indices to stay in registers
 #pragma unroll
       for (uint32_t c = 0; c < BESIDE; c++)
-        if (BESIDE == 1 || column == c) {
-          // operands past the edges are zeros
-#pragma unroll(TRANSPOSED ? 2 : 1)
-          for (int k = 0; k < DEPTH; k += 16) {
-            uint32_t fa[H / 16][4];
-#pragma unroll
-            for (int m = 0; m < H; m += 16) load(fa[m / 16], a, of_a, m, k);
-#pragma unroll
-            for (int n = 0; n < W; n += 16) {
-              uint32_t fb[4];
-              if constexpr (TRANSPOSED) load(fb, b, of_b, n, k);
-              else load_transposed(fb, b, of_b, k, n);
-#pragma unroll
-              for (int m = 0; m < H; m += 16) {
-                mma<T>(acc[c][m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
-                mma<T>(acc[c][m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
-              }
-            }
-          }
-        }
+        if (BESIDE == 1 || column == c)
+          multiply<T, TRANSPOSED, H, W, TRANSPOSED ? 2 : 1>(acc[c], a, b, of_a, of_b);
       if (BESIDE > 1 && ++column == beside) column = 0, left_stage = (left_stage + 1) % STAGES;
     }
     loader.end();
   }
 
-  // through shared memory, to store whole lines
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int warp = threadIdx.x / WARP;
   const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp within the tile
-  const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
   cp_async_wait<0>();
   __syncthreads();
-  unsigned char *const own = shared + warp * H * W * 2;
   const uint32_t stride = p.low ? p.ranks : p.outer;
-  const float scale = p.low ? held[0].expert.scale : 1.0f;
-  const bool whole = stride % 8 == 0 && is_aligned(out);
+  T *const to = out + static_cast<uint64_t>(tile.first + row) * stride + col0 + col;
 #pragma unroll
   for (uint32_t c = 0; c < BESIDE; c++) {
     if (c >= beside) break;
     if (c > 0) __syncwarp();
-#pragma unroll
-    for (int m = 0; m < H; m += 16)
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int n = 0; n < W / 8; n++)
-          store_4(own + place<W>(m + r * 8 + lane / 4, n) + lane % 4 * 4,
-                  pack<T>(acc[c][m / 16][n][2 * r] * scale, acc[c][m / 16][n][2 * r + 1] * scale));
-    __syncwarp();
-#pragma unroll
-    for (int i = lane; i < H * W / 8; i += WARP) {
-      const int r = i / (W / 8), piece = i % (W / 8), at = static_cast<int>(c) * COLS + piece * 8, left_over = some_cols - at;
-      if (r >= some_rows || left_over <= 0) continue;
-      T *const to = out + static_cast<uint64_t>(tile.first + row + r) * stride + col0 + col + at;
-      const unsigned char *const from = own + place<W>(r, piece);
-      if (whole && left_over >= 8) store_16(to, load_16(from));
-      else
-#pragma unroll 1
-        for (int j = 0; j < 8 && j < left_over; j++) to[j] = reinterpret_cast<const T *>(from)[j];
-    }
+    store_tile<T, H, W>(acc[c], p.low ? held[0].expert.scale : 1.0f, shared + warp * H * W * 2, to + c * COLS, stride,
+                        static_cast<int>(tile.count) - row, static_cast<int>(outer - col0) - col - static_cast<int>(c) * COLS);
   }
 }
 
-// Loads a stage for the gradient of one expert's matrix: 128 x 128 tiles, summed over the expert's rows.
-template <typename T> DEVICE void bring(unsigned char *to, const T *from, uint32_t stride, uint32_t rows, uint32_t cols, bool whole) {
-#pragma unroll
-  for (int i = threadIdx.x; i < DEPTH * COLS / 8; i += THREADS) {
-    const uint32_t row = i / (COLS / 8), piece = i % (COLS / 8);
-    const T *const at = from + static_cast<uint64_t>(row) * stride + piece * 8;
-    const bool some = row < rows && piece * 8 < cols;
-    if (whole) cp_async_16(to + place<COLS>(row, piece), some ? at : from, some);
-    else
-      store_eight<T>(to + place<COLS>(row, piece), [&](uint32_t j) {
-        return row < rows && piece * 8 + j < cols ? load(at + j) : 0.0f;
-      });
+// A thread's pieces of an operand of the gradient of one expert's matrix, stage after stage: 128 columns of 32 of the
+// expert's rows.
+template <typename T> struct Pieces {
+  const T *from;
+  const uint32_t stride, cols, piece;
+  uint32_t row;
+
+  DEVICE Pieces(const T *from, uint32_t stride, uint32_t cols)
+      : from(from), stride(stride), cols(cols), piece(threadIdx.x % (COLS / 8)), row(threadIdx.x / (COLS / 8)) {
+    this->from += static_cast<uint64_t>(row) * stride + (piece * 8 < cols ? piece * 8 : 0);
   }
-}
+
+  // Whole pieces, by cp.async; those past the edge repeat the first one, rows past the last are zeros.
+  DEVICE void bring(unsigned char *to, uint32_t rows) {
+    constexpr uint32_t APART = THREADS / (COLS / 8);
+    static_assert(2 * APART == DEPTH, "two pieces of a thread");
+    to += place<COLS>(static_cast<int>(row % DEPTH), static_cast<int>(piece));
+    cp_async_16(to, from, row < rows);
+    cp_async_16(to + STAGE_RIGHT / 2, from + APART * stride, row + APART < rows);
+    row += DEPTH, from += DEPTH * static_cast<uint64_t>(stride);
+  }
+
+  // Any values, one by one.
+  DEVICE void bring_slowly(unsigned char *to, const T *first, uint32_t n, uint32_t rows) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < DEPTH * COLS / 8; i += THREADS) {
+      const uint32_t line = i / (COLS / 8), at = i % (COLS / 8);
+      store_eight<T>(to + place<COLS>(line, at), [&](uint32_t j) {
+        const bool some = n + line < rows && at * 8 + j < cols;
+        return some ? load(first + static_cast<uint64_t>(n + line) * stride + at * 8 + j) : 0.0f;
+      });
+    }
+  }
+};
 
 template <typename T>
 DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t a_stride, const T *b, uint32_t b_stride,
@@ -520,41 +404,53 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   a += row0, b += col0;
   const bool whole_a = a_stride % 8 == 0 && some_rows % 8 == 0 && is_aligned(a);
   const bool whole_b = b_stride % 8 == 0 && some_cols % 8 == 0 && is_aligned(b);
-  const auto stage = [&](uint32_t n, int s) {
-    if (n < end) {
-      const uint32_t count = end - n;
-      bring(shared + s * 2 * STAGE_RIGHT, a + static_cast<uint64_t>(n) * a_stride, a_stride, count, some_rows, whole_a);
-      bring(shared + (s * 2 + 1) * STAGE_RIGHT, b + static_cast<uint64_t>(n) * b_stride, b_stride, count, some_cols, whole_b);
-    }
-    cp_async_commit();
-  };
-#pragma unroll 1
-  for (int s = 0; s < STAGES - 1; s++) stage(first + s * DEPTH, s);
   float acc[H / 16][W / 8][4] = {};
-  int s = 0;
-  for (uint32_t n = first; n < end; n += DEPTH, s = (s + 1) % STAGES) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();
-    stage(n + (STAGES - 1) * DEPTH, (s + STAGES - 1) % STAGES);
+  const auto multiply = [&](int s, int k) {
     const unsigned char *const ta = shared + s * 2 * STAGE_RIGHT, *const tb = ta + STAGE_RIGHT;
+    uint32_t fa[H / 16][4];
 #pragma unroll
-    for (int k = 0; k < DEPTH; k += 16) {
-      uint32_t fa[H / 16][4];
+    for (int m = 0; m < H; m += 16) load_transposed(fa[m / 16], ta, of_a, k, m);
 #pragma unroll
-      for (int m = 0; m < H; m += 16) load_transposed(fa[m / 16], ta, of_a, k, m);
+    for (int c = 0; c < W; c += 16) {
+      uint32_t fb[4];
+      load_transposed(fb, tb, of_b, k, c);
 #pragma unroll
-      for (int c = 0; c < W; c += 16) {
-        uint32_t fb[4];
-        load_transposed(fb, tb, of_b, k, c);
-#pragma unroll
-        for (int m = 0; m < H; m += 16) {
-          mma<T>(acc[m / 16][c / 8], fa[m / 16], fb[0], fb[1]);
-          mma<T>(acc[m / 16][c / 8 + 1], fa[m / 16], fb[2], fb[3]);
-        }
+      for (int m = 0; m < H; m += 16) {
+        mma<T>(acc[m / 16][c / 8], fa[m / 16], fb[0], fb[1]);
+        mma<T>(acc[m / 16][c / 8 + 1], fa[m / 16], fb[2], fb[3]);
       }
     }
+  };
+  const uint32_t count = end - first;
+  a += static_cast<uint64_t>(first) * a_stride, b += static_cast<uint64_t>(first) * b_stride;
+  Pieces<T> of_left(a, a_stride, some_rows), of_right(b, b_stride, some_cols);
+  if (whole_a && whole_b) {
+    const auto stage = [&](int s) {
+      of_left.bring(shared + s * 2 * STAGE_RIGHT, count), of_right.bring(shared + (s * 2 + 1) * STAGE_RIGHT, count);
+      cp_async_commit();
+    };
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; s++) stage(s);
+    int s = 0;
+#pragma unroll 1
+    for (uint32_t n = 0; n < count; n += DEPTH, s = (s + 1) % STAGES) {
+      cp_async_wait<STAGES - 2>();
+      __syncthreads();
+      stage((s + STAGES - 1) % STAGES);
+#pragma unroll
+      for (int k = 0; k < DEPTH; k += 16) multiply(s, k);
+    }
+    cp_async_wait<0>();
+  } else {
+#pragma unroll 1
+    for (uint32_t n = 0; n < count; n += DEPTH) {
+      __syncthreads();
+      of_left.bring_slowly(shared, a, n, count), of_right.bring_slowly(shared + STAGE_RIGHT, b, n, count);
+      __syncthreads();
+#pragma unroll 1
+      for (int k = 0; k < DEPTH; k += 16) multiply(0, k);
+    }
   }
-  cp_async_wait<0>();
   grads += to.at;
   const bool pairs = to.cols % 2 == 0 && is_aligned(grads);
 #pragma unroll
@@ -578,21 +474,10 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
 }
 
 #define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE)                                                        \
-  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                                                \
+  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                              \
     products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out);                               \
   }
-// For tiles possibly half full: the fewer rows, the more columns.
-template <typename T> DEVICE void wide_products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
-  const uint32_t rows = rows_at(tiles, starts, blockIdx.x, 128).count;
-  if (rows <= 64) products<T, false, 64, 2, 4, 2 * HALF_FULL>(p, starts, tiles, out);
-  else if (rows <= 96) products<T, false, 96, 2, 4, HALF_FULL + 1>(p, starts, tiles, out);
-  else products<T, false, 128, 4, 4, HALF_FULL>(p, starts, tiles, out);
-}
-
 #define GROUPED(T)                                                                                                     \
-  PRODUCT(forward, T, true, 128, 4, 1, 1)                                                                              \
-  PRODUCT(backward, T, false, 128, 4, 1, 1)                                                                            \
-  KERNEL(grouped_wide_backward_##T, THREADS, PRODUCTS(T)) { wide_products<T>(PRODUCTS_OF, starts, tiles, out); }        \
   PRODUCT(few_forward, T, true, 32, 2, 3, 1)                                                                           \
   PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                      \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \

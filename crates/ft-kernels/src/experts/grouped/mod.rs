@@ -10,8 +10,8 @@
 //! ```
 //!
 //! A [`Table`] on the device, built once, describes the experts: weights or 4-bit codes, adapters of
-//! individual ranks, gradient offsets. `grouped_half.cu` covers 16-bit values (tensor cores),
-//! `grouped_plain.cu` f32.
+//! individual ranks, gradient offsets. `grouped_many.cu` covers 16-bit values (tensor cores), `grouped_half.cu` those
+//! with few rows an expert, and gradients; `grouped_plain.cu` f32.
 
 pub mod bias;
 pub mod table;
@@ -32,21 +32,20 @@ const THREADS: u32 = 256;
 /// Columns per tile: tensor cores, and f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
-/// Adjacent column tiles per block in backward: with few rows, and the minimum with half-full tiles; must
-/// match grouped_half.cu.
+/// Adjacent column tiles per block in backward with few rows; must match grouped_half.cu.
 const WIDE: usize = 6;
-const HALF_FULL: usize = 2;
 /// Columns per block in the single-token kernel, and the number of tiled blocks below which it is used;
 /// see grouped_one.cu.
 const ONE: usize = 32;
 const TOO_FEW: usize = 128;
 /// Maximum bytes of the token's values staged in shared memory.
 const STAGED: usize = 40 << 10;
-/// Shared memory per row or column of a tile: four stages of 32 16-bit values.
-const DEEP: usize = 4 * 32 * 2;
-/// Shared memory for the constants of two tables (expert, codebook, map) and 32 bytes of scales per
-/// column.
-const CODES: usize = 2 * (table::BYTES + (16 + 256) * 4) + 32 * COLUMNS;
+/// Shared memory per row or column of a tile: a stage of 32 16-bit values.
+const STAGE: usize = 32 * 2;
+/// Shared memory for the constants of two tables: expert, codebook, map.
+const CONSTANTS: usize = 2 * (table::BYTES + (16 + 256) * 4);
+/// Shared memory of a gradient block: four stages.
+const OF_GRADIENT: usize = 4 * STAGE * 2 * COLUMNS;
 
 /// Kernel source and columns per tile for a dtype.
 fn source(dtype: DType) -> (Source, usize) {
@@ -56,13 +55,14 @@ fn source(dtype: DType) -> (Source, usize) {
     }
 }
 
-/// Shared memory of a gradient block with tiles of `rows` rows; products add constants and scales.
-fn shared(dtype: DType, rows: usize) -> usize {
-    if dtype == DType::F32 { 0 } else { DEEP * (rows + COLUMNS) }
-}
-
-fn shared_of_products(dtype: DType, rows: usize) -> usize {
-    shared(dtype, rows) + if dtype == DType::F32 { 0 } else { CODES }
+/// Shared memory of products of 16-bit values with tiles of `rows` rows, by the beginning of the kernel's name.
+fn of_products(kind: &str, rows: usize) -> usize {
+    match kind {
+        "" => 3 * STAGE * (rows + COLUMNS) + 2 * table::BYTES,
+        "coded_" => STAGE * (3 * rows + 2 * COLUMNS) + CONSTANTS,
+        // also 32 bytes of scales per column
+        _ => 4 * STAGE * (rows + COLUMNS) + CONSTANTS + 32 * COLUMNS,
+    }
 }
 
 /// Shared memory at launch of the kernel `kernel`.
@@ -71,8 +71,11 @@ pub fn shared_memory(kernel: &str) -> usize {
     match kernel.strip_prefix("grouped_") {
         Some(rest) if rest.starts_with("one") => 2 * 2048,
         Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") || rest.starts_with("bias") => 0,
-        Some(rest) if rest.starts_with("gradient") => shared(DType::BF16, COLUMNS),
-        Some(rest) => shared_of_products(DType::BF16, if rest.starts_with("few") { 32 } else { COLUMNS }),
+        Some(rest) if rest.starts_with("gradient") => OF_GRADIENT,
+        Some(rest) => {
+            let kind = ["few_", "coded_"].into_iter().find(|kind| rest.starts_with(kind));
+            of_products(kind.unwrap_or(""), if kind == Some("few_") { 32 } else { COLUMNS })
+        }
         _ => 0,
     }
 }
@@ -112,6 +115,20 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
     g.ledger().work(cost);
 }
 
+/// Source, name, columns of a block and shared memory of the kernel for products by tiles; `coded` if of codes.
+fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, usize, usize) {
+    let ((source, columns), half) = (source(dtype), dtype != DType::F32);
+    // in backward with few rows, a block takes several column tiles, because codes dominate its traffic
+    let (kind, beside) = match (s.few(), name) {
+        (true, "backward") => ("few_", WIDE),
+        (true, _) => ("few_", 1),
+        (false, _) => (if half && coded { "coded_" } else { "" }, 1),
+    };
+    let source = if half && kind != "few_" { compiled!(GROUPED_MANY) } else { source };
+    let bytes = if half { of_products(kind, s.side) } else { 0 };
+    (source, format!("grouped_{kind}{name}"), beside * columns, bytes)
+}
+
 /// Launches the kernel `name` (forward or backward). `outer` is the width of the result.
 fn products(
     name: &str,
@@ -149,23 +166,18 @@ fn products(
     let x = x.contiguous()?;
     let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
     let out = empty(&x, (n, width), x.dtype())?;
-    let (source, columns) = source(x.dtype());
+    // adapters are values
+    let coded = matches!(terms, Terms::Whole | Terms::Values)
+        && (table.coded > 0.0 || more.as_ref().is_some_and(|m| m.0.coded > 0.0));
     let tiles = s.tiles.dim(0)?;
     let staged = inner * x.dtype().size_in_bytes();
     // single token: tiles would leave most SMs idle
     let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
-    let one = one && tiles * width.div_ceil(columns) < TOO_FEW;
+    let one = one && tiles * width.div_ceil(source(x.dtype()).1) < TOO_FEW;
     let (source, name, columns, bytes) = if one {
         (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
     } else {
-        // in backward, a block takes several column tiles if codes dominate its traffic
-        let (kind, beside) = match (s.few(), name) {
-            (true, "backward") => ("few_", WIDE),
-            (true, _) => ("few_", 1),
-            (false, "backward") if s.half_full() => ("wide_", HALF_FULL),
-            (false, _) => ("", 1),
-        };
-        (source, format!("grouped_{kind}{name}"), beside * columns, shared_of_products(x.dtype(), s.side))
+        tiled(name, x.dtype(), coded, s)
     };
     let launch = Launch::of(&x, source, &name)?;
     let launch = launch.with(args![&table.experts_words, (terms != Terms::Adapter).then_some(&x)])?;
@@ -294,5 +306,5 @@ pub fn gradients(
     let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
     // SAFETY: as for products; the offsets lie inside the buffer (`ends` was checked), and each value is
     // written by one block.
-    unsafe { launch.run(grid.shared(shared(a.dtype(), COLUMNS))) }
+    unsafe { launch.run(grid.shared(if a.dtype() == DType::F32 { 0 } else { OF_GRADIENT })) }
 }

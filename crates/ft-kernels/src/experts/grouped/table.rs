@@ -92,9 +92,13 @@ pub struct Table {
     pub(super) bytes: f64,
 }
 
-/// Whether the kernels support a matrix's quantization block.
+/// Whether the kernels support a matrix's quantization blocks and groups of scales.
 pub fn takes(w: &QuantizedMatrix) -> bool {
-    w.block().is_power_of_two() && w.block() >= 32 && w.dims().0 * w.dims().1 < 1 << 37
+    let grouped = match w.parts().1 {
+        Scales::Plain(_) => true,
+        Scales::Nested { group, .. } => group.is_power_of_two(),
+    };
+    grouped && w.block().is_power_of_two() && w.block() >= 32 && w.dims().0 * w.dims().1 < 1 << 37
 }
 
 impl Entry<'_> {
@@ -229,10 +233,10 @@ fn words(e: &Entry<'_>, held: &mut Vec<Tensor>) -> Result<[u64; WORDS]> {
         Side::Codes(m) => {
             let (packed, scales) = m.parts();
             let (scales, group, offset) = match scales {
-                Scales::Plain(s) => (s, 1, 0.0),
+                Scales::Plain(s) => (s, 0, 0.0),
                 Scales::Nested { codes, map, absmax, group, offset } => {
                     (w[6], w[7]) = (at(codes)?, at(map)?);
-                    (absmax, u32::try_from(*group).map_err(candle_core::Error::wrap)?, *offset)
+                    (absmax, group.trailing_zeros(), *offset)
                 }
             };
             (w[3], w[4], w[5]) = (at(packed)?, at(m.pairs())?, at(scales)?);

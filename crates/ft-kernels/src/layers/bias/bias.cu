@@ -22,15 +22,17 @@ template <typename T> DEVICE void add(const T *b, uint64_t rows, uint64_t width,
   for (uint64_t i = done + threadIdx.x; i < width; i += THREADS) store(own + i, load(own + i) + load(b + i));
 }
 
-// grad[c] += sum of dy[.., c].
-template <typename T> DEVICE void sum(const T *dy, uint64_t rows, uint64_t width, float *grad) {
-  column_sums<THREADS / WARP>(rows, width, grad, [&](float own, uint64_t at) { return own + load(dy + at); },
+// grad[c] = sum of dy[.., c], or += with `add`.
+template <typename T> DEVICE void sum(const T *dy, uint64_t rows, uint64_t width, float *grad, bool add) {
+  column_sums<THREADS / WARP>(rows, width, grad, add, [&](float own, uint64_t at) { return own + load(dy + at); },
                               [](uint64_t) { return 1.0f; });
 }
 
 #define BIAS(T)                                                                                                        \
   KERNEL(bias_add_##T, THREADS, const T *b, uint64_t rows, uint64_t width, T *y) { add(b, rows, width, y); }           \
-  KERNEL(bias_sum_##T, THREADS, const T *dy, uint64_t rows, uint64_t width, float *grad) { sum(dy, rows, width, grad); }
+  KERNEL(bias_sum_##T, THREADS, const T *dy, uint64_t rows, uint64_t width, float *grad, uint32_t add) {               \
+    sum(dy, rows, width, grad, add != 0);                                                                              \
+  }
 
 using f32 = float;
 BIAS(f32)

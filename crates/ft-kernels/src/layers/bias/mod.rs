@@ -56,10 +56,10 @@ fn each_row<T: Copy + Send + Sync>(b: &[T], f: impl Fn(&mut T, T) + Sync) -> imp
     }
 }
 
-/// `grad[c] += sum of dy[.., c]` in f32: `grad` `[1, o]` or `[o]`, `dy` `[t, o]`.
-pub fn add_sum(grad: &Tensor, dy: &Tensor) -> Result<()> {
+/// `grad[c] = sum of dy[.., c]` in f32, or `+=` with `add`: `grad` `[1, o]` or `[o]`, `dy` `[t, o]`.
+pub fn sum_onto((grad, add): (&Tensor, bool), dy: &Tensor) -> Result<()> {
     if is_cpu(dy) || grad.dtype() != DType::F32 {
-        return gemm::acc(grad, &upcast(dy)?.sum_keepdim(0)?);
+        return gemm::put((grad, add), &upcast(dy)?.sum_keepdim(0)?);
     }
     let (t, o) = dy.dims2()?;
     if grad.elem_count() != o {
@@ -69,7 +69,8 @@ pub fn add_sum(grad: &Tensor, dy: &Tensor) -> Result<()> {
         return Ok(());
     }
     let dy = dy.contiguous()?;
-    let launch = Launch::of(&dy, compiled!(BIAS), "bias_sum")?.with(args![&dy, t as u64, o as u64, grad])?;
+    let launch = Launch::of(&dy, compiled!(BIAS), "bias_sum")?;
+    let launch = launch.with(args![&dy, t as u64, o as u64, grad, u32::from(add)])?;
     // SAFETY: `dy` has t rows of o values and `grad` has o values; each block owns 32 columns of the
     // gradient.
     unsafe { launch.run(Grid::new(o.div_ceil(COLUMNS), THREADS)) }
@@ -91,8 +92,10 @@ mod tests {
             close(&add(y.copy()?, &b)?, &y.broadcast_add(&b)?, 0.0);
         }
         let grad = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
-        add_sum(&grad, &y)?;
+        sum_onto((&grad, true), &y)?;
         close(&grad, &(y.sum_keepdim(0)? + 1.0)?, 1e-6);
+        sum_onto((&grad, false), &y)?;
+        close(&grad, &y.sum_keepdim(0)?, 1e-6);
         Ok(())
     }
 }

@@ -24,7 +24,7 @@ mod strips;
 pub use super::packing::{ghost_tiles, make_slabs, read_caches_ahead, slabs, work};
 pub use cpu::{Mat, by_columns, by_tiles, gemm};
 pub use gradients::{GradProduct, accumulate};
-pub use product::{acc, matmul, matmul_acc, matmul_into, matmul_onto, matmul_scaled, matmul_wide};
+pub use product::{acc, matmul, matmul_acc, matmul_into, matmul_onto, matmul_scaled, matmul_wide, put};
 pub(crate) use product::{product, product_onto};
 pub use stored::kept;
 pub use strips::serial;

@@ -89,7 +89,7 @@ pub(crate) fn product(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tens
 /// [`product`], added to `c` if given.
 pub(crate) fn product_onto(c: Option<Tensor>, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     let Some(c) = c else { return product(a, ta, b, tb) };
-    add(&c, a, ta, b, tb, 1.0)?;
+    onto((&c, true), a, ta, b, tb, 1.0)?;
     Ok(c)
 }
 
@@ -124,11 +124,18 @@ fn contiguous_rows(t: &Tensor) -> Result<Tensor> {
 /// Shapes don't match, or the device is not CUDA.
 pub fn matmul_into(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     work(a, ta, b, None)?;
-    put(c, false, a, ta, b, tb, alpha)
+    product_to((c, false), a, ta, b, tb, alpha)
 }
 
 /// Writes the product to `c` or adds it, on CUDA. The caller has recorded the FLOPs.
-fn put(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+fn product_to(
+    (c, add): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
     let (m, _, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
         candle_core::bail!("matmul: {:?} = {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
@@ -211,14 +218,17 @@ pub fn matmul_onto(
     if is_native(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
         return on_real!(c.dtype(), onto_cpu((c, add_to), a, ta, b, tb, alpha));
     }
+    if !is_native(c) {
+        return onto((c, add_to), a, ta, b, tb, alpha);
+    }
     if !add_to {
         c.zero_set()?;
     }
-    if is_native(c) { acc_half(c, a, ta, b, tb, alpha) } else { add(c, a, ta, b, tb, alpha) }
+    acc_half(c, a, ta, b, tb, alpha)
 }
 
-/// [`matmul_acc`] off the CPU. The caller has recorded the FLOPs.
-fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+/// [`matmul_onto`] off the CPU. The caller has recorded the FLOPs.
+fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     // before transposing, to read whole rows
     let same;
     let b = if b.dtype() == a.dtype() {
@@ -227,11 +237,14 @@ fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Re
         same = b.to_dtype(a.dtype())?;
         &same
     };
-    // cuBLAS accumulates into c directly
+    // cuBLAS writes c, or accumulates into it, directly
     let takes = [a, b, c].into_iter().all(|t| row_stride(t.layout()).is_some())
         && (c.dtype() == a.dtype() || c.dtype() == DType::F32);
     if takes && !c.device().is_cpu() {
-        return put(c, true, a, ta, b, tb, alpha);
+        return product_to((c, add), a, ta, b, tb, alpha);
+    }
+    if !add {
+        c.zero_set()?;
     }
     acc_composed(c, a, ta, b, tb, alpha)
 }
@@ -244,6 +257,11 @@ pub(super) fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: boo
 
 /// `c += x`, in place, in `c`'s dtype.
 pub fn acc(c: &Tensor, x: &Tensor) -> Result<()> {
-    let sum = (c + x.to_dtype(c.dtype())?.reshape(c.shape())?)?;
-    c.slice_set(&sum, 0, 0)
+    put((c, true), x)
+}
+
+/// `c = x`, or `+=` with `add`, in place, in `c`'s dtype.
+pub fn put((c, add): (&Tensor, bool), x: &Tensor) -> Result<()> {
+    let x = x.to_dtype(c.dtype())?.reshape(c.shape())?;
+    c.slice_set(&if add { (c + x)? } else { x.contiguous()? }, 0, 0)
 }

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Tokens a second on paper: the time of a training step from machine code, data sheets and arithmetic. No GPU has
+confirmed any of it.
+
+    python3 benches/step_model.py             a table for the cards and workloads below
+    python3 benches/step_model.py --parts     the milliseconds of each part, on H100
+    python3 benches/step_model.py --check     exit code 1 if a figure is below FLOORS (.ci/run)
+
+Loops of attention and of grouped products come from tests/cuda/loops.txt: the most of cycles for tensor cores, issue
+slots and shared memory, over the share that kernels reach of such a bound. All other parts are bytes over the rate of
+a large copy, or products over the rate of cuBLAS. Launches are those that tests/gpu/counts.rs counts.
+"""
+import os
+import sys
+
+LOOPS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "cuda", "loops.txt")
+
+# Column of loops.txt, multiprocessors, GHz under load, TFLOP/s that cuBLAS reaches, TB/s that copies reach (published).
+CARDS = {
+    "H100": (3, 132, 1.7, 650, 2.7),
+    "H200": (3, 132, 1.7, 650, 3.8),
+    "A100-80": (0, 108, 1.35, 240, 1.7),
+    "A6000": (1, 84, 1.6, 115, 0.64),
+    "L40S": (2, 142, 2.2, 195, 0.72),
+}
+# Shares that kernels reach of the bound of their loop. They fit the estimate of 2026-11-22 (attention 227 TFLOP/s and
+# grouped products 105 on H100, of loops of 9.0 and 17 cycles for a tensor-core instruction).
+ATTENTION, GROUPED = 0.56, 0.49
+# Skinny products (LoRA factors) reach this share of the memory rate; a launch costs this many seconds of gaps.
+SKINNY, GAP = 0.62, 1.5e-6
+TOKENS, RANK = 4096, 16
+# Instructions of a thread for each value of adamw8bit (machine code for 9.0, the path of whole blocks).
+ADAM = 250
+
+# Layers, width, queries, keys, feed-forward, vocabulary, experts of a token (0: dense).
+MODELS = {
+    "Qwen3-8B": (36, 4096, 4096, 1024, 12288, 151936, 0),
+    "Llama-3-8B": (32, 4096, 4096, 1024, 14336, 128256, 0),
+    "Qwen3-30B-A3B": (48, 2048, 4096, 512, 768, 151936, 8),
+}
+# Name, model, what trains ("lora", "full"), base in 4 bits, whether all is recomputed.
+WORKLOADS = [
+    ("Qwen3-8B QLoRA, all recomputed", "Qwen3-8B", "lora", True, True),
+    ("Qwen3-8B QLoRA, nothing recomputed", "Qwen3-8B", "lora", True, False),
+    ("Llama-3-8B LoRA in bf16, nothing recomputed", "Llama-3-8B", "lora", False, False),
+    ("Qwen3-30B-A3B, 4-bit experts, LoRA", "Qwen3-30B-A3B", "lora", True, True),
+    ("Qwen3-8B in full, adamw8bit in backward", "Qwen3-8B", "full", False, True),
+]
+# Tokens a second on H100: aims, and figures that no change may lower.
+BARS = {0: 9500, 1: 12000, 3: 9000, 4: 7000}
+FLOORS = {0: 9100, 1: 11700, 2: 12700, 3: 8900, 4: 6900}
+
+
+def loops():
+    """Cycles of a warp for a tensor-core instruction, by kernel and column."""
+    found = {}
+    for line in open(LOOPS):
+        if not line.startswith("#"):
+            name, *cards = line.split()
+            split = [card.replace(":", "/").split("/") for card in cards]
+            found[name] = [float(c[3].split("-")[0]) / float(c[1]) for c in split]
+    return found
+
+
+class Card:
+    def __init__(self, name):
+        self.column, self.sms, ghz, products, stream = CARDS[name]
+        self.clock, self.products, self.stream = ghz * 1e9, products * 1e12, stream * 1e12
+        self.cycles = loops()
+
+    def tensor(self, kernel, flops, share):
+        """Seconds of a kernel: 4,096 FLOPs for an instruction, on four quarters of each multiprocessor."""
+        each = self.cycles[kernel][self.column]
+        return flops / (self.sms * 4 * self.clock * 4096 / each * share)
+
+    def pair(self, kernel):
+        """The variant for much shared memory, where the card runs it."""
+        wide = kernel.replace("_bf16", "_pair_bf16")
+        return wide if self.column in (0, 3) and wide in self.cycles else kernel
+
+
+def step(card, model, trains, coded, recomputed):
+    """Seconds of each part of a step."""
+    layers, d, q, kv, f, vocab, top = MODELS[model]
+    dense_f = 0 if top else f
+    again = 1 if recomputed else 0
+    tokens = TOKENS * layers
+    linears = [(d, q), (d, kv), (d, kv), (q, d)] + ([] if top else [(d, f), (d, f), (f, d)])
+    weights = sum(i * o for i, o in linears)
+    out = {}
+    # the recomputed forward pass ends before the last product
+    last = 0 if top else f * d
+    passes = 1 + again * (1 - last / weights) + (2 if trains == "full" else 1)
+    out["products"] = 2 * weights * passes * tokens / card.products
+    scores = 2 * TOKENS * TOKENS * q * layers  # of a forward pass: two products of half a square
+    forward = card.tensor(card.pair("attention_forward_bf16_128"), scores * (1 + again), ATTENTION)
+    dq = card.tensor(card.pair("attention_backward_q_bf16_128"), scores * 1.5, ATTENTION)
+    dkv = card.tensor("attention_backward_kv_bf16_128", scores * 2, ATTENTION)
+    out["attention"] = forward + dq + dkv
+    qk = q + kv
+    values = (8 + 6 * again + 8) * d + (2 + 2 * again + 3) * qk + (3 + 3 * again + 6) * dense_f
+    if top:
+        values += (2 + again) * ((2 + 2 * top) * d + 3 * top * f) + top * (2 * d + 6 * f)
+    out["elementwise"] = 2 * values * tokens / card.stream
+    head = 3 if trains == "full" else 2
+    out["head"] = head * 2 * d * vocab * TOKENS / card.products + 12 * vocab * TOKENS / card.stream
+    if coded:
+        out["decoding"] = (passes * weights * layers * 2.53) / card.stream
+    if trains == "lora":
+        reads = lambda pairs, rows: rows * ((1 + again) * sum(i for i, _ in pairs) + sum(i + 2 * o for i, o in pairs))
+        values = reads(linears, 1) + (reads([(d, f), (d, f), (f, d)], top) if top else 0) - again * (last and f)
+        out["adapters"] = 2 * values * tokens / (card.stream * SKINNY)
+    if top:
+        flops = 2 * 3 * d * f * top * tokens
+        kind = "coded_" if coded else ""
+        across = card.tensor(f"grouped_{kind}forward_bf16", flops * (1 + again), GROUPED)
+        out["experts"] = across + card.tensor(f"grouped_{kind}backward_bf16", flops, GROUPED)
+    if trains == "full":
+        count = weights * layers + 2 * vocab * d
+        # gradients: written, squared, read; 8-bit moments and 16-bit weights: read and written
+        issue = count * ADAM / (card.sms * 128 * card.clock)
+        out["optimizer"] = 8 * count / card.stream + max(12 * count / card.stream, issue)
+    out["gaps"] = layers * (30 * (1 + again) + 47 + (30 if top else 0)) * GAP
+    return out
+
+
+def main():
+    bad = []
+    rows = {n: [TOKENS / sum(step(Card(c), *w[1:]).values()) for c in CARDS] for n, w in enumerate(WORKLOADS)}
+    print(f"tokens/s on paper, micro-batches of {TOKENS} tokens in one row, LoRA rank {RANK}")
+    print(f"{'':46}" + "".join(f"{c:>9}" for c in CARDS) + f"{'bar':>9}")
+    for n, rates in rows.items():
+        bar = BARS.get(n)
+        print(f"{WORKLOADS[n][0]:46}" + "".join(f"{r / 1000:8.1f}k" for r in rates) + (f"{bar / 1000:8.1f}k" if bar else ""))
+        if rates[0] < FLOORS[n]:
+            bad.append(f"{WORKLOADS[n][0]}: {rates[0]:.0f} tokens/s on H100 on paper, at least {FLOORS[n]} wanted")
+    if "--parts" in sys.argv:
+        for name, *what in WORKLOADS:
+            parts = step(Card("H100"), *what)
+            print(f"{name}: " + ", ".join(f"{k} {1000 * v:.0f}" for k, v in parts.items()) + f" = {1000 * sum(parts.values()):.0f} ms")
+    if "--check" in sys.argv and bad:
+        sys.exit("\n".join(bad))
+
+
+if __name__ == "__main__":
+    main()
