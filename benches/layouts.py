@@ -8,7 +8,8 @@ its layouts are the first five that `ft plan --devices` prints; with --all, all 
 of its own; a layout's time is the fastest step of all rounds. Others may use the machine too, thus the measurement has a spread:
 the fastest step of even rounds against that of odd ones, of the layout where they differ most. Two layouts whose times
 differ by less than the spread, or by less than 1%, as the plan's own order takes it, are a tie. A task is right if
-no two layouts that are no tie are predicted in the other order. Needs Python alone."""
+no two layouts that are no tie are predicted in the other order. A task with a spread above 10% shows nothing, right or wrong, and
+counts as unclear. Needs Python alone."""
 
 import argparse
 import json
@@ -104,7 +105,7 @@ def main():
     args.add_argument("--seed", type=int, default=1)
     args.add_argument("--all", action="store_true")
     args = args.parse_args()
-    ft, right, pairs, decided = os.path.abspath(args.ft), 0, 0, 0
+    ft, verdicts, pairs, decided = os.path.abspath(args.ft), [], 0, 0
     counts = [int(n) for n in args.ranks.split(",")]
     for task in range(args.tasks):
         # a task by itself: the same for any number of others
@@ -114,14 +115,16 @@ def main():
         both = [(i, j) for i in range(len(times)) for j in range(i + 1, len(times))]
         differ = [(i, j) for i, j in both if max(times[i], times[j]) > (1 + spread) * min(times[i], times[j])]
         wrong = [(i, j) for i, j in differ if times[i] > times[j]]
-        right += not wrong
+        verdicts.append("unclear" if spread > 0.1 else "wrong" if wrong else "right")
         pairs, decided = pairs + len(both), decided + len(differ)
-        verdict = "right" if not wrong else f"wrong in {len(wrong)}"
-        print(f"task {task}: {verdict} of {len(differ)} pairs that differ, {len(both) - len(differ)} tied by a spread of {spread:.1%}")
+        print(f"task {task}: {verdicts[-1]}; {len(wrong)} of {len(differ)} pairs in the other order, "
+              f"{len(both) - len(differ)} tied by a spread of {spread:.1%}")
         print(f"  {ranks} ranks; {words}")
         for settings, predicted, measured in layouts:
             print(f"  {settings:<55} {predicted:8.3f} s predicted {measured:8.3f} s measured", flush=True)
-    print(f"{right} of {args.tasks} tasks in the predicted order; {decided} of {pairs} pairs differ by more than the spread")
+    count = verdicts.count
+    print(f"{count('right')} tasks in the predicted order, {count('wrong')} not, {count('unclear')} unclear; "
+          f"{decided} of {pairs} pairs differ by more than the spread")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,9 @@ impl StepTimes {
         self.total() / self.times.len() as f64
     }
 
-    /// Seconds of the fastest step, for comparison with the fastest product.
-    fn fastest(&self) -> f64 {
+    /// Seconds of the fastest step, for comparison with the fastest product and for rates: other programs may use the
+    /// machine too.
+    pub fn fastest(&self) -> f64 {
         self.times.iter().map(Times::total).fold(f64::INFINITY, f64::min)
     }
 

@@ -84,8 +84,11 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
         monitor.measure();
         products.measure()?;
     }
-    let rate =
-        rates::Rate { matmul: products.rate(), step: plan.step_work() / timed.mean(), copy: products.copy() };
+    let rate = rates::Rate {
+        matmul: products.rate(),
+        step: plan.step_work() / timed.fastest(),
+        copy: products.copy(),
+    };
     let kept = rates::save(plan.machine, rate)?;
     let mut json = timed.json(&plan, &monitor, &products);
     json["products"] = json!(job.products()?.map(pairs::Path::word));

@@ -3,7 +3,6 @@
 use super::bounds::{Bounds, Model as Whole, Sums};
 use super::layout::Layout;
 use super::predict::{Candidate, Rates, predict, sort};
-use crate::error::Error;
 use crate::host::Capacity;
 use crate::model::{Target, machine};
 use crate::plan::Model;
@@ -199,13 +198,7 @@ impl Layouts {
         let config = &model.resolved.config;
         let experts = config.moe.as_ref().map_or(0, |m| m.experts);
         let cuts = |n: usize| cuts(recipe, &model.resolved, n);
-        let one = Layout { data: 1, pipeline: 1, context: 1, tensor: 1, expert: 1, zero: 0 };
-        let (alone, _) = applied(recipe, one).map_err(Error::Ignored)?;
-        let (row, most_rows) = model.least_work(&alone, target, room)?;
         self.budget = recipe.memory.budget;
-        let sums = Sums::of(recipe, &model.resolved.selection, self.machine);
-        let width = self.machine.width as f64;
-        let sizes = Whole { sums, row, width, most_rows };
         let mut allowed = Vec::new();
         for layout in Layout::all(self.devices.count, config.layers, experts, cuts) {
             match applied(recipe, layout) {
@@ -218,11 +211,22 @@ impl Layouts {
                     self.count(1, why);
                 }
                 Ok((with, beside)) => {
-                    let bounds = sizes.bounds(&with, layout, self.rates());
+                    let bounds = Bounds { seconds: 0.0, memory: 0 };
                     allowed.push(Allowed { layout, recipe: with, beside, bounds });
                 }
                 Err(why) => self.count(1, &why),
             }
+        }
+        // a rank with the whole model tells the work of a row
+        let whole = allowed.iter().find(|one| one.layout.data == self.devices.count);
+        let (row, most_rows) = match whole {
+            Some(one) => model.least_work(&one.recipe, target, room)?,
+            None => (0.0, recipe.run.batch_rows),
+        };
+        let sums = Sums::of(recipe, &model.resolved.selection, self.machine);
+        let sizes = Whole { sums, row, width: self.machine.width as f64, most_rows };
+        for one in &mut allowed {
+            one.bounds = sizes.bounds(&one.recipe, one.layout, self.rates());
         }
         Ok(allowed)
     }
@@ -302,7 +306,17 @@ mod tests {
         for (name, devices, keys) in [
             ("llama-3.1-8b-full", 16, &["run.batch_rows=64"][..]),
             ("qwen3-30b-a3b-qlora", 16, &["run.batch_rows=64", "run.micro_rows=2"]),
-            ("qwen3-8b-full", 4, &["optimizer.in_backward=true", "run.batch_rows=4", "run.clip=0"]),
+            (
+                "qwen3-8b-full",
+                4,
+                &[
+                    "optimizer.in_backward=true",
+                    "run.batch_rows=4",
+                    "run.micro_rows=1",
+                    "run.clip=0",
+                    "parallel.data=4",
+                ],
+            ),
         ] {
             let (card, bytes) = card("H100").unwrap_or_default();
             let keys = keys.iter().map(|k| k.to_string());

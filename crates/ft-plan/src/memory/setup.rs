@@ -91,11 +91,11 @@ impl<'a> Setup<'a> {
 
     /// Ranks that hold copies of a flat buffer, as a kind of group.
     pub fn axis(&self, flat: usize) -> Axis {
-        match flat < self.units() {
-            true if self.is_ends(flat) => Axis::Ends,
-            true => Axis::Stage,
-            false if self.ranks.tensor > 1 => Axis::Replica,
-            false => Axis::ExpertReplica,
+        match flat / self.units() {
+            0 if self.is_ends(flat) => Axis::Ends,
+            0 => Axis::Stage,
+            1 if self.ranks.tensor > 1 => Axis::Replica,
+            _ => Axis::ExpertReplica,
         }
     }
 
