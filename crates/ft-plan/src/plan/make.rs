@@ -19,7 +19,7 @@ impl Plan {
     /// # Errors
     /// Inconsistent sizes of the model or of a rank's shard.
     pub fn new(i: &Inputs<'_>) -> ft_base::Result<Self> {
-        Ok(Self::of_stages(i, &stages(i)?.0)?)
+        Self::of_stages(i, &stages(i)?.0)
     }
 
     /// As [`Plan::new`], and the lists of actions of a step if it fits the device.

@@ -130,6 +130,6 @@ impl Model {
         room: &Capacity<'_>,
     ) -> ft_base::Result<(f64, usize)> {
         let workloads = self.workloads();
-        Ok(search::least_work(&self.inputs(recipe, target, &workloads, room)?)?)
+        search::least_work(&self.inputs(recipe, target, &workloads, room)?)
     }
 }

@@ -43,7 +43,10 @@ pub struct Inputs<'a> {
 
 /// Models and states by layout: ranks of a stage, those along the axes that cut, ZeRO stage, pipeline stage.
 #[derive(Default)]
-pub struct KnownModels(RefCell<BTreeMap<[usize; 6], (Rc<GhostModel>, Rc<ModelStates>)>>);
+pub struct KnownModels(RefCell<BTreeMap<[usize; 6], StageModel>>);
+
+/// Model and states of a stage.
+type StageModel = (Rc<GhostModel>, Rc<ModelStates>);
 
 /// Plan state independent of the search: shapes and static bytes.
 pub struct Prepared<'a> {
@@ -73,7 +76,7 @@ impl<'a> Prepared<'a> {
         Ok(Self { inputs, stage, shape, states })
     }
 
-    fn model(inputs: &Inputs<'_>, stage: usize) -> ft_base::Result<(Rc<GhostModel>, Rc<ModelStates>)> {
+    fn model(inputs: &Inputs<'_>, stage: usize) -> ft_base::Result<StageModel> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);

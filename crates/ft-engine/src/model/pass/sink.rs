@@ -49,8 +49,16 @@ pub struct Sink<'a> {
     stale: RefCell<BTreeMap<usize, Slot>>,
     /// Deferred gradients of a collecting sink.
     later: Option<RefCell<Vec<Later>>>,
-    /// In a plan: ledger, bytes by buffer, and the allocations made at the first gradients.
-    live: Option<(&'a Ledger, Vec<u64>, RefCell<BTreeMap<usize, Allocation>>)>,
+    /// In a plan.
+    live: Option<PlannedBuffers<'a>>,
+}
+
+/// Gradient buffers in a plan, allocated at their first gradients.
+struct PlannedBuffers<'a> {
+    ledger: &'a Ledger,
+    /// Bytes by buffer.
+    bytes: Vec<u64>,
+    allocated: RefCell<BTreeMap<usize, Allocation>>,
 }
 
 /// Flat gradient buffers.
@@ -117,7 +125,8 @@ impl<'a> Sink<'a> {
     /// Sink for a plan: charges the `bytes` of each buffer to the ledger from its first gradient until the sink is
     /// dropped.
     pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: Vec<u64>) -> Self {
-        Self { live: Some((ledger, bytes, RefCell::default())), ..Self::new(grads, 0) }
+        let live = PlannedBuffers { ledger, bytes, allocated: RefCell::default() };
+        Self { live: Some(live), ..Self::new(grads, 0) }
     }
 
     /// Sink with buffers that are allocated at the first gradient and released by [`Sink::take`].
@@ -206,10 +215,10 @@ impl<'a> Sink<'a> {
     }
 
     fn buffer(&self, number: usize) -> Result<Tensor> {
-        if let Some((ledger, bytes, live)) = &self.live {
+        if let Some(PlannedBuffers { ledger, bytes, allocated }) = &self.live {
             let bytes = bytes.get(number).copied().unwrap_or(0);
             let hold = || ledger.role(Role::Gradients, || ledger.hold_once(bytes));
-            live.borrow_mut().entry(number).or_insert_with(hold);
+            allocated.borrow_mut().entry(number).or_insert_with(hold);
         }
         match &self.grads {
             Buffers::Kept(grads) => {

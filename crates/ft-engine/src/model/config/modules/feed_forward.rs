@@ -68,7 +68,7 @@ impl FeedForwardTree {
         };
         let Some(beside) = &family.beside else {
             return FeedForwardTree::Mixture {
-                router: if family.fused { router.as_parameter() } else { router },
+                router: if family.fused { router.into_parameter() } else { router },
                 experts,
                 shared: (moe.shared > 0).then(shared),
             };

@@ -191,7 +191,7 @@ impl Module {
     }
 
     /// The linear as PEFT adapts a parameter: its weight is no module's.
-    pub(super) fn as_parameter(self) -> Self {
+    pub(super) fn into_parameter(self) -> Self {
         let parameter = Parameter { name: self.weight_name(), slice: None };
         Self { parameter: Some(Arc::new(parameter)), ..self }
     }
