@@ -371,7 +371,7 @@ impl<'w> Run<'w> {
     /// speed.
     fn weight(&self, flow: &Flow) -> (f64, f64) {
         let (mesh, machine) = (self.world.mesh(), self.world.network.machine);
-        if flow.link % 2 == 0 || !self.world.choices.pooled {
+        if flow.link.is_multiple_of(2) || !self.world.choices.pooled {
             return (1.0, 1.0);
         }
         let alike = if self.world.choices.folded { mesh.stage().min(machine) } else { 1 };
