@@ -13,8 +13,8 @@ use ft::kernel::padded::Padded;
 use ft::kernel::swiglu::Glu;
 use ft::kernel::{Real, Tensor};
 use ft::model::batch::Context;
-use ft::model::feed_forward::Mixture;
 use ft::model::feed_forward::mlp::Mlp;
+use ft::model::feed_forward::{Inputs, Mixture};
 use ft::model::linear::{Linear, Lora, Weight};
 use ft::model::sink::{Sink, Slot};
 use std::time::{Duration, Instant};
@@ -118,7 +118,7 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
             dense.backward(saved, &Padded::of(&dy)?, &ctx, &sink(&dense_grads)).map(drop)
         })?;
         let other = time(|| {
-            let (_, saved) = mixture.forward(&x, &ctx, None)?;
+            let (_, saved) = mixture.forward(Inputs::both(&x), &ctx, None)?;
             mixture.backward(saved, &dy, &ctx, &sink(&mixture_grads), None).map(drop)
         })?;
         // round 0 is warm-up
