@@ -209,6 +209,7 @@ fn an_adapter_of_all_axes_is_like_any() {
     assert!(near(loss("run"), want));
     w.ok(&["report", "run"]);
     w.ok(&["merge", "run", "--out", "merged"]);
+    w.ok(&["export", "run", "--to", "peft-fused", "--out", "fused"]);
     let merged = ["eval", "r.toml", "model.source=merged", "--json"];
     assert!(near(w.ok(&merged).loss(), want));
 }

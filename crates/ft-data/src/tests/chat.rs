@@ -197,6 +197,24 @@ fn a_turn_may_end_by_the_next_ones_header() {
     assert!(read(&t, &row, &Map::new()).unwrap().2.is_empty());
 }
 
+/// As in gpt-oss' template: a token of its own ends the last turn.
+#[test]
+fn earlier_turns_may_end_without_a_stop() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let messages =
+        json!([turn("user", "q"), turn("assistant", "a"), turn("user", "r"), turn("assistant", "b")]);
+    let of = |last: &str| {
+        with_template(&format!(
+            "{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{{{ '{last}' if loop.last and m.role == 'assistant' else '<end>' }}}}\
+             {{% endfor %}}{{% if add_generation_prompt %}}<assistant>{{% endif %}}"
+        ))
+    };
+    assert_eq!(spans_of(&of("<|im_end|>"), &messages, &Value::Null).unwrap(), ["a", "b<|im_end|>"]);
+    // a text that stops no model
+    let other = spans_of(&of("<last>"), &messages, &Value::Null);
+    assert!(other.unwrap_err().to_string().contains("its end is written otherwise"));
+}
+
 #[test]
 fn empty_turns_are_rendered_and_supervised_where_the_text_shows_them() {
     let turn = |role: &str, text: &str| json!({"role": role, "content": text});

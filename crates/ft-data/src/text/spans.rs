@@ -13,7 +13,8 @@
 //! 3. The conversation up to and including the turn: the text after the mark is the end of the turn.
 //!
 //! Some templates end a turn only by the next one's header (GLM's `<|user|>`). Such a turn ends behind the
-//! end-of-sequence token of the model that follows it in the full text; the last turn trains no end.
+//! end-of-sequence token of the model that follows it in the full text; the last turn trains no end. Some end the
+//! last turn alone by such a token (`<|return|>` of gpt-oss; `<|end|>` before a message): earlier turns train no end.
 //!
 //! If the renderings disagree, the result is an error, never a guessed mask.
 
@@ -342,6 +343,9 @@ impl Marked {
             return or_stop("nothing is written at its end, so a model could not learn to stop");
         }
         if !text[own..].starts_with(closing) {
+            if rendering.stops.iter().any(|s| s == closing) {
+                return Ok(Some(stop.unwrap_or(own)));
+            }
             return or_stop("its end is written otherwise when a message follows");
         }
         Ok(Some(own + closing.len()))
