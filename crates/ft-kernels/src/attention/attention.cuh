@@ -54,11 +54,18 @@ struct Shape {
 
 // ---- keys and values of a key head: contiguous, or in the blocks of a cache ----
 
+// A row of a matrix with rows of less than 4 GiB: one multiplication.
+template <typename T> DEVICE const T *row_at(const T *first, uint32_t row, uint32_t stride) {
+  const uint32_t bytes = stride * static_cast<uint32_t>(sizeof(T));
+  const auto *const from = reinterpret_cast<const unsigned char *>(first);
+  return reinterpret_cast<const T *>(from + static_cast<uint64_t>(row) * bytes);
+}
+
 // A range of `count` tokens.
 template <typename T> struct Stretch {
   const T *first;
   uint32_t stride;
-  DEVICE const T *operator[](uint32_t row) const { return first + static_cast<uint64_t>(row) * stride; }
+  DEVICE const T *operator[](uint32_t row) const { return row_at(first, row, stride); }
 };
 template <typename T> struct Whole {
   const T *first;
@@ -90,18 +97,20 @@ template <typename T> struct Cached {
 
 // ---- matrices [rows, D] of 16-bit values in shared memory: heads of at most D channels, a multiple of 8 ----
 
-// Starts an async copy of N rows by BY threads. Rows from `rows` on and channels from `channels` on are filled with zeros.
+// Starts an async copy of N rows by BY threads. Rows from `rows` on and channels from `channels` on are filled with
+// zeros; their addresses are not read. All pieces of a thread have one swizzle, so their offsets differ by constants.
 template <int D, int N, int BY, typename Rows>
 DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows, uint32_t channels) {
-  constexpr int PIECES = D / 8;
-  static_assert(N * PIECES % BY == 0, "the same number of copies for each thread");
-  // with few threads, offsets held from copy to copy would spill
-  const int thread = BY < THREADS ? opaque(threadIdx.x) : threadIdx.x;
+  constexpr int LANES = D / 8 % 8 == 0 ? 8 : 4, STEP = BY / LANES; // LANES: threads per row
+  static_assert(N % STEP == 0 && STEP % 8 == 0, "the same number of rows for each thread, of one swizzle");
+  const uint32_t first = threadIdx.x / LANES, piece = threadIdx.x % LANES;
+  unsigned char *const at = to + place<D>(first, piece);
 #pragma unroll
-  for (int n = 0; n < N * PIECES / BY; n++) {
-    const int i = n * BY + thread, row = i / PIECES, piece = i % PIECES;
-    const bool some = row < static_cast<int>(rows) && piece * 8 < static_cast<int>(channels);
-    cp_async_16(to + place<D>(row, piece), from[some ? row : 0] + piece * 8, some);
+  for (int n = 0; n < N; n += STEP) {
+    const auto *const row = from[first + n] + piece * 8;
+#pragma unroll
+    for (int c = 0; c < D; c += LANES * 8)
+      cp_async_16(at + (n * D + c) * 2, row + c, first + n < rows && piece * 8 + c < channels);
   }
 }
 

@@ -221,7 +221,9 @@ fn kernels_as_compiled_are_those_of_the_table() {
 fn hot_loops_stay_lean() {
     let limits = [
         ("attention_forward_bf16_128 ", 6.5),
+        ("attention_forward_pair_bf16_128 ", 6.5),
         ("attention_backward_q_bf16_128 ", 5.5),
+        ("attention_backward_q_pair_bf16_128 ", 5.5),
         ("attention_backward_kv_bf16_128 ", 5.5),
         ("grouped_forward_bf16 ", 7.0),
         ("grouped_backward_bf16 ", 7.0),
