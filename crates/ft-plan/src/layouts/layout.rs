@@ -20,7 +20,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layouts of `devices` ranks that a search goes through, for a model of so many `layers` with so many `experts` each (0 for none); `cuts`
+    /// Layouts of `devices` ranks in a search, for a model of so many `layers` with so many `experts` each (0 for none); `cuts`
     /// tells numbers of ranks that can cut its matrices. A stage of one rank has nothing to split by ZeRO.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
         let mut all = Vec::new();
