@@ -2,6 +2,7 @@
 //! those of one rank, and a run goes on in any other layout.
 
 use super::split::{self, apart, ends, gradients_apart, gradients_of};
+use super::tensor::QUANTIZED;
 use super::world::{Dice, World, nightly, recipe, repository};
 use serde_json::{Value, json};
 
@@ -31,15 +32,6 @@ const DENSE: &str = r#"
 [[train]]
 modules = ["attention", "mlp", "norms", "embedding", "head"]
 method = "full"
-"#;
-
-/// LoRA on a 4-bit base.
-const QUANTIZED: &str = r#"
-quantize = "nf4"
-[lora]
-rank = 2
-[[train]]
-modules = ["attention", "mlp"]
 "#;
 
 /// Numbers of ranks by axis: pipeline, data, context, tensor; ranks that split the experts; the ZeRO stage.

@@ -488,39 +488,41 @@ fn cut_matrices_take_what_their_plan_says() -> Result<()> {
     within_a_percent(dir.path(), &cases[..few(2).min(cases.len())])
 }
 
+/// A Gemma 4 of small sizes, with further keys.
+fn gemma_4(more: Value) -> Value {
+    let mut gemma = config("qwen3", true);
+    let family = json!({
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
+    });
+    for keys in [family, more] {
+        for (key, value) in keys.as_object().into_iter().flatten() {
+            gemma[key] = value.clone();
+        }
+    }
+    gemma
+}
+
 /// Per-layer inputs, keys and values of earlier layers, sizes by layer; trained down to the embedding, or not.
 #[test]
 fn gemma_4_takes_what_its_plan_says() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let full_rows = [512; 8];
     let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
-    let mut gemma = config("qwen3", true);
-    for (key, value) in [
-        ("architectures", json!(["Gemma4ForCausalLM"])),
-        ("model_type", json!("gemma4_text")),
-        ("hidden_activation", json!("gelu_pytorch_tanh")),
-        ("num_hidden_layers", json!(6)),
-        (
-            "layer_types",
-            json!([
-                "sliding_attention",
-                "sliding_attention",
-                "full_attention",
-                "sliding_attention",
-                "sliding_attention",
-                "full_attention"
-            ]),
-        ),
-        ("global_head_dim", json!(96)),
-        ("sliding_window", json!(128)),
-        ("num_kv_shared_layers", json!(3)),
-        ("hidden_size_per_layer_input", json!(32)),
-        ("vocab_size_per_layer_input", gemma["vocab_size"].clone()),
-        ("use_double_wide_mlp", json!(true)),
-        ("final_logit_softcapping", json!(30.0)),
-    ] {
-        gemma[key] = value;
-    }
+    let vocab = config("qwen3", true)["vocab_size"].clone();
+    let gemma = gemma_4(json!({
+        "num_hidden_layers": 6,
+        "layer_types": [
+            "sliding_attention", "sliding_attention", "full_attention",
+            "sliding_attention", "sliding_attention", "full_attention",
+        ],
+        "global_head_dim": 96,
+        "sliding_window": 128,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": vocab,
+        "use_double_wide_mlp": true,
+        "final_logit_softcapping": 30.0,
+    }));
     let all = FULL.replace("\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"", "\"/.*/\"");
     let upper = "[[train]]\nmodules = [\"attention\"]\nlayers = \"-2:\"\n";
     let cases: &[(&Value, &str, &[usize], &[&str])] = &[
@@ -539,25 +541,18 @@ fn experts_beside_a_dense_part_take_what_their_plan_says() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let full_rows = [512; 8];
     let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
-    let mut gemma = config("qwen3", true);
-    for (key, value) in [
-        ("architectures", json!(["Gemma4ForCausalLM"])),
-        ("model_type", json!("gemma4_text")),
-        ("hidden_activation", json!("gelu_pytorch_tanh")),
-        (
-            "layer_types",
-            json!(vec!["full_attention"; gemma["num_hidden_layers"].as_u64().unwrap_or(0) as usize]),
-        ),
-        ("global_head_dim", gemma["head_dim"].clone()),
-        ("hidden_size_per_layer_input", json!(0)),
-        ("attention_k_eq_v", json!(true)),
-        ("enable_moe_block", json!(true)),
-        ("num_experts", json!(8)),
-        ("top_k_experts", json!(2)),
-        ("moe_intermediate_size", json!(64)),
-    ] {
-        gemma[key] = value;
-    }
+    let own = config("qwen3", true);
+    let layers = own["num_hidden_layers"].as_u64().unwrap_or(0) as usize;
+    let gemma = gemma_4(json!({
+        "layer_types": vec!["full_attention"; layers],
+        "global_head_dim": own["head_dim"],
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": true,
+        "enable_moe_block": true,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    }));
     let all = FULL.replace("\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"", "\"/.*/\"");
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\", \"router\"]\n";
     let cases: &[(&Value, &str, &[usize], &[&str])] = &[

@@ -4,7 +4,8 @@ use super::split::{self, CUT, apart, ends, gradients, gradients_apart, launch};
 use super::world::{Dice, FULL, World, recipe};
 use serde_json::{Value, json};
 
-const QUANTIZED: &str = r#"
+/// LoRA on a 4-bit base.
+pub const QUANTIZED: &str = r#"
 quantize = "nf4"
 [lora]
 rank = 2

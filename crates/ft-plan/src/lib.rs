@@ -11,7 +11,7 @@
 //! inference/  memory for `ft chat`, and for the server of `serve.devices`
 //! search/     fastest execution that fits
 //! plan/       the plan of a recipe;   hints: changes that would make it fit
-//! layouts/    plans of all layouts of ranks, by predicted time
+//! layouts/    plans of layouts of ranks, by predicted time
 //! resolve     config and selection of a recipe, shared with runs
 //! report/     text and JSON
 //! ```

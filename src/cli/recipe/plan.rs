@@ -27,7 +27,7 @@ pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Plan every layout over this many devices, and print the fastest that fit: memory, bytes, time, recipe lines
+    /// Plan layouts over this many devices, and print the fastest that fit: memory, bytes, time, recipe lines
     #[arg(long, value_name = "N", conflicts_with = "verbose", value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: Option<u32>,
     /// With --devices: the class of the links between them (nvlink 200 GB/s, ib 50, pcie 20, tcp 1); by default as

@@ -1,4 +1,4 @@
-//! Plans of all layouts of a recipe.
+//! Plans of the layouts of a recipe.
 
 use super::bounds::{Bounds, Model as Whole, Sums};
 use super::layout::Layout;

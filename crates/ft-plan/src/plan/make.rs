@@ -48,7 +48,7 @@ impl Plan {
         Ok(Self { work, ..worst })
     }
 
-    /// The lists of actions of a step with the chosen execution; `which` is the kind of each stage.
+    /// The lists of actions of a step with the chosen execution; `which` is the kind by stage.
     fn actions(&self, i: &Inputs<'_>, kinds: &[Prepared<'_>], which: Vec<usize>) -> ft_base::Result<Actions> {
         let own = |p: &Prepared<'_>| p.actions(&self.workload, &self.execution).map(Arc::new);
         let kinds: Vec<Arc<StageActions>> = kinds.iter().map(own).collect::<candle_core::Result<_>>()?;

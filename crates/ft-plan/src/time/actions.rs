@@ -19,7 +19,7 @@ pub enum Kind {
 pub struct Transfer {
     pub kind: Kind,
     pub axis: Axis,
-    /// Bytes that each member receives from the others.
+    /// Bytes received by one member.
     pub bytes: f64,
     /// Number of collectives.
     pub calls: f64,

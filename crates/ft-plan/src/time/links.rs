@@ -132,7 +132,7 @@ impl Network {
         calls * (call + peer * (m.all - 2) as f64)
     }
 
-    /// Seconds of a transfer in a group: bytes of the same machine come beside those of others.
+    /// Seconds of a transfer in a group. Bytes within a machine and between machines are received at the same time.
     pub fn seconds(&self, t: &Transfer, m: Members) -> f64 {
         let [near, far] = self.parts(t.bytes, m);
         let bytes = (near / self.within.rate(t.kind)).max(far / self.between.rate(t.kind));

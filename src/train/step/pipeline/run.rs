@@ -18,7 +18,7 @@ struct Flight<'a> {
     micro: Option<OwnMicro<'a>>,
     /// Its input, from the forward pass on.
     batch: Option<Batch<'a>>,
-    /// Number of its tokens, after its backward pass.
+    /// Number of tokens, after the backward pass.
     tokens: Option<usize>,
     /// State between forward and backward.
     pass: Option<Pass<'a>>,

@@ -140,7 +140,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A or B with the changes of the tensor: B has its rows, A its columns.
+/// A or B with the changes of the tensor: those of rows on B, those of columns on A.
 fn changed(t: &Tensor, placed: &Placed, part: Part) -> candle_core::Result<Tensor> {
     let mut own = placed.changes.iter().filter(|c| match c {
         Change::Columns(_) => part == Part::A,

@@ -43,10 +43,10 @@ fn host_of(about: &str) -> &str {
     about.split_once('\n').map_or(about, |(host, _)| host)
 }
 
-/// Raises the limit of open files as far as permitted: a process has a connection to each of the others.
+/// Raises the limit of open files as far as permitted, for a connection to every other process.
 fn open_more_files() {
     let limit = getrlimit(Resource::Nofile);
-    // Where it is refused, a connection that fails names the cause.
+    // if refused, a failed connection tells the cause
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
