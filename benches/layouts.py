@@ -73,14 +73,15 @@ def run_task(ft, rng, args, ranks):
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "XDG_CACHE_HOME": folder}
 
-        def run(*words):
-            q = subprocess.run([ft, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
+        def run(*words, **more):
+            q = subprocess.run([ft, *words], cwd=folder, env=env | more, capture_output=True, text=True, check=False)
             if q.returncode:
                 raise SystemExit(f"{words}: exit {q.returncode}: {q.stderr[-800:]}")
             return q.stdout
 
         words = write_task(folder, rng)
-        run("bench", "r.toml", "--steps", "3")
+        # with the threads of a rank
+        run("bench", "r.toml", "--steps", "3", RAYON_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // ranks)))
         run("bench", "--ranks", str(ranks))
         plan = json.loads(run("plan", "r.toml", "--devices", str(ranks), "--json"))
         layouts = [(l["set"], l["step_seconds"]) for l in plan["layouts"]][: None if args.all else 5]

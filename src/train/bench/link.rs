@@ -20,8 +20,10 @@ const AGREE: At = At::all("the measured rates");
 /// f32 elements of a rank, as of a layer's weights: 64 MiB on a device, 1 MiB on the CPU.
 const ELEMENTS: usize = 16 << 20;
 const ON_CPU: usize = 1 << 18;
-/// Exchanges of one value each, timed together.
-const FEW: usize = 64;
+/// Gathers of one value each, timed together.
+const FEW: usize = 16;
+/// Delay of one rank before each of these on the CPU: the others sleep meanwhile, as ranks do that wait for arithmetic.
+const LATE: Duration = Duration::from_millis(1);
 /// Timed calls of each kind; the fastest counts, since other programs may use the machine too.
 const CALLS: usize = 15;
 /// Limit of a collective.
@@ -114,23 +116,36 @@ fn measure(comm: &dyn Comm, device: &Device, how: &str) -> ft_base::Result<Link>
     let (rank, world) = (comm.rank(), comm.world());
     let n = if device.is_cuda() { ELEMENTS } else { ON_CPU };
     let zeros = |n: usize| candle_core::Tensor::zeros(n, DType::F32, device).map(Tensor::from);
-    let (mine, other, all) = (zeros(n)?, zeros(n)?, zeros(world * n)?);
+    let (mine, other) = (zeros(n)?, zeros(n)?);
     let ranges: Vec<_> = (0..world).map(|r| r * n..(r + 1) * n).collect();
-    let gather = || Ok(comm.all_gather(GATHER, mine.clone(), &ranges, &all)?.wait()?);
-    let part = || Some(all.clone());
+    // into new memory, as weights for a visit
+    let gather = || Ok(comm.all_gather(GATHER, mine.clone(), &ranges, &zeros(world * n)?)?.wait()?);
+    let part = zeros(world * n)?;
+    let part = || Some(part.clone());
     let sum = || Ok(comm.reduce_scatter(SUM, part(), ranges[rank].clone(), &other)?.wait()?);
     // each rank sends to the next one
     let (next, before) = ((rank + 1) % world, (rank + world - 1) % world);
     let (out, into) = ([(next, mine.clone())], [(before, other.clone())]);
     let exchange = || Ok(comm.exchange(EXCHANGE, &out, &into)?.wait()?);
-    let (few, few_into) = ([(next, zeros(1)?)], [(before, zeros(1)?)]);
-    let words = || (0..FEW).try_for_each(|_| Ok(comm.exchange(EXCHANGE, &few, &few_into)?.wait()?));
+    let (value, values) = (zeros(1)?, zeros(world)?);
+    let single: Vec<_> = (0..world).map(|r| r..r + 1).collect();
+    let late = if device.is_cuda() { Duration::ZERO } else { LATE };
+    let words = || {
+        (0..FEW).try_for_each(|turn| {
+            let start = Instant::now();
+            while turn % world == rank && start.elapsed() < late {
+                std::hint::spin_loop();
+            }
+            Ok(comm.all_gather(GATHER, value.clone(), &single, &values)?.wait()?)
+        })
+    };
+    let delays = late.as_secs_f64() * FEW as f64;
     let bytes = (n * DType::F32.size_in_bytes()) as f64;
     let own = [
         (world - 1) as f64 * bytes / fastest(comm, device, &gather)?,
         (world - 1) as f64 * bytes / fastest(comm, device, &sum)?,
         bytes / fastest(comm, device, &exchange)?,
-        FEW as f64 / fastest(comm, device, &words)?,
+        FEW as f64 / (fastest(comm, device, &words)? - delays).max(1e-9),
     ];
     let rates: Vec<[f64; 4]> = comm.all_gather_object(AGREE, &own)?;
     let [gather, sum, exchange, calls] =

@@ -178,42 +178,72 @@ fn crossing(d: Rates<'_>, actions: &Actions, stage: usize) -> f64 {
     bytes / link.exchange + link.call[0]
 }
 
-/// Seconds until all stages have done their lists: `times` of a forward and a backward pass, and of the exchange with
-/// the stage above.
-fn walk(actions: &Actions, times: &[[f64; 2]], crossings: &[f64]) -> f64 {
+/// State of a stage in a walk through its list.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Doing {
+    /// Ready for its next action.
+    Nothing,
+    /// A pass, with seconds left at full speed.
+    Pass(f64),
+    /// An exchange with the stage beside, with seconds left.
+    Exchange(f64),
+}
+
+/// Seconds until all stages have done their lists: `times` of a forward and a backward pass while all stages compute,
+/// and of the exchange with the stage above. A stage alone is faster by up to `alone`.
+fn walk(actions: &Actions, times: &[[f64; 2]], crossings: &[f64], alone: f64) -> f64 {
     let stages = times.len();
     let lists: Vec<_> = (0..stages).map(|s| schedule(stages, s, actions.micros, actions.lowest)).collect();
-    let (mut next, mut clock) = (vec![0; stages], vec![0.0_f64; stages]);
+    let (mut next, mut doing, mut clock) = (vec![0; stages], vec![Doing::Nothing; stages], 0.0);
     loop {
-        let mut moved = false;
         for s in 0..stages {
-            while let Some(action) = lists[s].get(next[s]) {
-                match action {
-                    Action::Up(_) => clock[s] += times[s][0],
-                    Action::Down(_) => clock[s] += times[s][1],
-                    Action::Above(_) | Action::Below(_) => break,
-                }
-                next[s] += 1;
-                moved = true;
-            }
-            let above = |a: Option<&Action>| matches!(a, Some(Action::Above(_)));
-            let below = |a: Option<&Action>| matches!(a, Some(Action::Below(_)));
-            let meets = |s: usize, next: &[usize]| {
-                s + 1 < stages && above(lists[s].get(next[s])) && below(lists[s + 1].get(next[s + 1]))
-            };
-            for lower in [s.wrapping_sub(1), s] {
-                if lower < stages && meets(lower, &next) {
-                    let end = clock[lower].max(clock[lower + 1]) + crossings[lower];
-                    clock[lower..lower + 2].fill(end);
-                    next[lower..lower + 2].iter_mut().for_each(|n| *n += 1);
-                    moved = true;
-                }
-            }
+            begin(s, &lists, &mut next, &mut doing, (times, crossings));
         }
-        if !moved {
-            return clock.into_iter().fold(0.0, f64::max);
+        let active = doing.iter().filter(|d| matches!(d, Doing::Pass(_))).count().max(1);
+        let speed = alone.min(stages as f64 / active as f64);
+        let left = |d: &Doing| match *d {
+            Doing::Nothing => None,
+            Doing::Pass(left) => Some(left / speed),
+            Doing::Exchange(left) => Some(left),
+        };
+        let Some(first) = doing.iter().filter_map(left).min_by(f64::total_cmp) else { return clock };
+        clock += first;
+        for d in &mut doing {
+            *d = match *d {
+                d if left(&d).is_none_or(|left| left <= first) => Doing::Nothing,
+                Doing::Pass(left) => Doing::Pass(left - first * speed),
+                Doing::Exchange(left) => Doing::Exchange(left - first),
+                Doing::Nothing => Doing::Nothing,
+            };
         }
     }
+}
+
+/// Begins the next action of a stage that is ready, an exchange if the stage above is ready for it too.
+fn begin(
+    s: usize,
+    lists: &[Vec<Action>],
+    next: &mut [usize],
+    doing: &mut [Doing],
+    (times, crossings): (&[[f64; 2]], &[f64]),
+) {
+    let action = |s: usize| lists.get(s).and_then(|list| list.get(next[s]));
+    if doing[s] != Doing::Nothing {
+        return;
+    }
+    match action(s) {
+        Some(Action::Up(_)) => doing[s] = Doing::Pass(times[s][0]),
+        Some(Action::Down(_)) => doing[s] = Doing::Pass(times[s][1]),
+        Some(Action::Above(_))
+            if doing.get(s + 1) == Some(&Doing::Nothing)
+                && matches!(action(s + 1), Some(Action::Below(_))) =>
+        {
+            doing[s..s + 2].fill(Doing::Exchange(crossings[s]));
+            next[s + 1] += 1;
+        }
+        _ => return,
+    }
+    next[s] += 1;
 }
 
 /// Predicts a step.
@@ -235,7 +265,7 @@ pub fn predict(actions: &Actions, d: Rates<'_>) -> Step {
     let micros = actions.micros as f64;
     let busy: Vec<f64> = times.iter().map(|[up, down]| micros * (up + down)).collect();
     let mean = busy.iter().sum::<f64>() / busy.len() as f64;
-    let walked = if one { busy[0] } else { (walk(actions, &times, &crossings) / d.alone).max(mean) };
+    let walked = if one { busy[0] } else { walk(actions, &times, &crossings, d.alone) };
     let slowest = (0..on.len()).max_by(|a, b| busy[*a].total_cmp(&busy[*b])).unwrap_or(0);
     let updates: Vec<Pass> = both().map(|(on, stage)| on.update(stage)).collect();
     let update = updates.iter().map(|u| u.all).fold(0.0, f64::max);
@@ -347,17 +377,18 @@ mod tests {
         let step = of(vec![stage(1.0, 2.0), stage(2.0, 4.0), stage(1.0, 2.0)], 10);
         // its ten micro-batches, after the first has come up and before the last is down
         assert!((63.0..=66.0).contains(&step.seconds), "{step:?}");
-        // processors that stages share are never idle while one computes
-        let shared = predict(
-            &Actions {
-                mesh: Mesh { pipeline: 4, ..Mesh::ONE },
-                micros: 1,
-                lowest: 0,
-                stages: vec![stage(1.0, 2.0); 4],
-            },
-            Rates { alone: 4.0, ..rates },
-        );
-        assert!((shared.seconds - 3.0).abs() < latency, "{shared:?}");
+        // stages that share processors: a stage alone has up to `alone` times its share
+        let shared = |micros, alone| {
+            let mesh = Mesh { pipeline: 4, ..Mesh::ONE };
+            let actions = Actions { mesh, micros, lowest: 0, stages: vec![stage(1.0, 2.0); 4] };
+            predict(&actions, Rates { alone, ..rates }).seconds
+        };
+        for (alone, seconds) in [(1.0, 12.0), (2.0, 6.0), (4.0, 3.0), (8.0, 3.0)] {
+            assert!((shared(1, alone) - seconds).abs() < latency, "{alone}: {}", shared(1, alone));
+        }
+        // one processor never waits; two do while one stage computes, four also while three do
+        let [four, two, single] = [1.0, 2.0, 4.0].map(|alone| shared(4, alone));
+        assert!((single - 12.0).abs() < latency && 12.1 < two && two < four, "{single} {two} {four}");
     }
 
     #[test]

@@ -74,10 +74,19 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The measured rate, else the rate of the card's data sheet, else an assumption. Ranks on the CPU share it.
+    /// The measured rate, else the rate of the card's data sheet, else an assumption. Ranks on the CPU share its
+    /// threads: a rank's rate was measured with as many, or is its share of the rate of all.
     fn of(m: Machine, ranks: usize) -> Self {
-        let Self { rate, source } = Self::of_device(m);
-        if m.cuda { Self { rate, source } } else { Self { rate: rate / sharing(ranks) as f64, source } }
+        let sharing = sharing(ranks) as u64;
+        if m.cuda || sharing == 1 {
+            return Self::of_device(m);
+        }
+        let own = Machine { threads: (m.threads / sharing).max(1), ..m };
+        let from = if rates::find(own).is_some() { own } else { m };
+        let Self { rate, source } = Self::of_device(from);
+        // ranks of as many threads as the rate, on those of the machine
+        let share = m.threads as f64 / (sharing * from.threads) as f64;
+        Self { rate: rate * share.min(1.0), source }
     }
 
     fn of_device(m: Machine) -> Self {
@@ -133,11 +142,13 @@ struct Allowed {
 /// As [`crate::of_recipe`].
 pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> ft_base::Result<Layouts> {
     let model = Model::find(recipe)?;
-    let room = Capacity::of(machine(recipe, target));
+    // all threads, if the recipe shares them already
+    let machine = Machine { threads: rayon::current_num_threads() as u64, ..machine(recipe, target) };
+    let room = Capacity::of(machine);
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
-        machine: machine(recipe, target),
-        arithmetic: Arithmetic::of(machine(recipe, target), devices.count),
+        machine,
+        arithmetic: Arithmetic::of(machine, devices.count),
         devices,
         budget: None,
         fitting: Vec::new(),
