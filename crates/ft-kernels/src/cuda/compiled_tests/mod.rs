@@ -8,10 +8,11 @@
 //! FT_TABLES=write cargo test --release --lib -- --ignored as_compiled      writes the tables
 //! ```
 //!
-//! As in build.rs: first PTX for 8.0, then machine code from the PTX.
+//! As in build.rs: first PTX for 8.0, then machine code from the PTX, by the assembler `FT_PTXAS` if it is set.
 
 mod loops;
 
+use super::isa;
 use crate::{attention, grouped};
 use loops::Loop;
 use rayon::prelude::*;
@@ -108,8 +109,10 @@ fn tables() -> [String; 2] {
         let mut nvcc = tool("nvcc");
         nvcc.args(["-ptx", "-O3", "-std=c++17", "-arch=compute_80", "-I"]).arg(&root);
         run(nvcc.arg("-o").arg(&ptx).arg(source));
+        let text = isa::lowered(&std::fs::read_to_string(&ptx).expect("PTX"));
+        std::fs::write(&ptx, &text).expect("PTX");
         for (i, (card, ..)) in CARDS.iter().enumerate() {
-            let mut ptxas = tool("ptxas");
+            let mut ptxas = std::env::var_os("FT_PTXAS").map_or_else(|| tool("ptxas"), Command::new);
             let cubin = dir.path().join("out.cubin");
             ptxas.args(["-v", "-O3", &format!("-arch=sm_{card}"), "-o"]).arg(&cubin);
             read(&run(ptxas.arg(&ptx)), i, &mut kernels);
@@ -123,7 +126,6 @@ fn tables() -> [String; 2] {
                 kernels.entry(name).or_default().loops[i] = Some(hot);
             }
         }
-        let text = std::fs::read_to_string(&ptx).expect("PTX");
         for entry in text.split(".entry ").skip(1) {
             let name = entry.split('(').next().unwrap_or_default();
             let bound = entry.split(".maxntid").nth(1).and_then(|b| b.split([',', '\n']).next());
