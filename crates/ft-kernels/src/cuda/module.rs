@@ -40,6 +40,11 @@ impl Module {
         cubin.map_or_else(|| context.load_module(Ptx::from_src(self.ptx)), Ok)
     }
 
+    /// Names of the kernels.
+    fn kernels(&self) -> impl Iterator<Item = &'static str> {
+        self.ptx.split(".entry ").skip(1).filter_map(|text| text.split('(').next()).map(str::trim)
+    }
+
     /// Loads a kernel.
     ///
     /// # Errors
@@ -67,4 +72,14 @@ impl Module {
         loaded.functions.entry(at).or_default().insert(kernel.to_string(), f.clone());
         Ok(f)
     }
+}
+
+/// Loads every kernel. Ranks do so before their first collective: the driver may wait for the whole device when it
+/// loads a kernel, and a device inside a collective waits for the other ranks.
+///
+/// # Errors
+/// As [`Module::function`].
+pub fn load_all(device: &CudaDevice) -> candle_core::Result<()> {
+    let mut kernels = ALL.iter().flat_map(|module| module.kernels().map(move |kernel| (module, kernel)));
+    kernels.try_for_each(|(module, kernel)| module.function(device, kernel).map(drop))
 }

@@ -143,12 +143,14 @@ fn tables() -> [String; 2] {
     let mut out = String::from(
         "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, \
          8.9, 9.0\n\
-         # (nvcc of CUDA 13.0, ptxas of 12.9; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
+         # (nvcc of CUDA 13.0, ptxas of 12.9; no kernel spills; written by crates/ft-kernels/src/cuda/\
+         compiled_tests)\n",
     );
     let mut hot = String::from(
         "# kernel; of its loop on tensor cores, on 8.0, 8.6, 8.9, 9.0: instructions/HMMA/LDSM:cycles of a warp at the \
          bound\n\
-         # (nvcc of CUDA 13.0, ptxas of 12.9; no HMMA under a predicate; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
+         # (nvcc of CUDA 13.0, ptxas of 12.9; no HMMA under a predicate; written by crates/ft-kernels/src/cuda/\
+         compiled_tests)\n",
     );
     for (name, k) in kernels {
         if k.loops.iter().any(Option::is_some) {
