@@ -42,7 +42,7 @@ fn what_is_missing_is_named_with_what_installs_it() {
     if code != Some(0) {
         assert_eq!(code, Some(2), "{err}");
         let driver = err.contains("libcuda.so.1") && err.contains("NVIDIA's driver");
-        assert!(driver || err.contains("pip install 'nvidia-cublas=="), "{err}");
+        assert!(driver || err.contains("nvidia-cublas"), "{err}");
         assert!(!err.contains("panicked"), "{err}");
     }
     // The driver alone.
@@ -59,7 +59,7 @@ fn what_is_missing_is_named_with_what_installs_it() {
         let (code, err) = with(&w, &only, &["run", "r.toml", device, "run.steps=1", "--overwrite"]);
         if code != Some(0) {
             assert_eq!(code, Some(2), "{device}: {err}");
-            for part in ["libcublas.so.", "pip install 'nvidia-cublas==", "LD_LIBRARY_PATH"] {
+            for part in ["libcublas.so.", "pip install ", "nvidia-cublas", "LD_LIBRARY_PATH"] {
                 assert!(err.contains(part), "{device}: no {part}: {err}");
             }
         }
