@@ -1,10 +1,13 @@
 //! Compiles every CUDA source of this crate, with the `cuda` feature.
 //!
 //! Each source is compiled to PTX for the compute capability `CUDA_COMPUTE_CAP` (default 80; runs on all
-//! later devices). The PTX is then assembled to machine code for the architectures in `FT_CUDA_CODE`
-//! (default `80,86,89,90,100,103,120`; any unknown to nvcc are dropped; empty for none and a faster build). Both
-//! go into one fat binary, from which the driver picks the image for the device. CI runs the PTX on an
-//! emulated device, so the tests cover the input of the machine code.
+//! later devices), of a version that drivers of CUDA 12.4 compile. The PTX is then assembled to machine code for the
+//! compute capabilities in `FT_CUDA_CODE` (default `80,86,89,90,100,103,120`; any unknown to ptxas are dropped; empty
+//! for none and a faster build). CI runs the PTX on an emulated device, so the tests cover the input of the machine
+//! code.
+//!
+//! `FT_PTXAS` is the assembler (default: the one beside nvcc). Drivers of CUDA 12 load machine code of any ptxas of
+//! CUDA 12, and those of CUDA 13 load it too; they refuse that of CUDA 13 and compile the PTX instead.
 
 #![allow(clippy::disallowed_methods, reason = "a build script writes to OUT_DIR")]
 
@@ -22,7 +25,12 @@ fn main() {
 }
 
 #[cfg(feature = "cuda")]
+#[path = "src/cuda/libraries/isa.rs"]
+mod isa;
+
+#[cfg(feature = "cuda")]
 mod cuda {
+    use super::isa;
     use std::error::Error;
     use std::fmt::Write;
     use std::path::{Path, PathBuf};
@@ -36,11 +44,11 @@ mod cuda {
     const OLDEST: u32 = 80;
     const CODE: &str = "80,86,89,90,100,103,120";
 
-    /// Writes `OUT_DIR/NAME.ptx` and `OUT_DIR/NAME.fatbin` for each source `NAME.cu`, and
+    /// Writes `OUT_DIR/NAME.ptx` and `OUT_DIR/NAME.CAPABILITY.cubin` for each source `NAME.cu`, and
     /// `OUT_DIR/modules.rs` with one constant per source.
     pub fn compile() -> Result<()> {
         let out = PathBuf::from(std::env::var("OUT_DIR")?);
-        for name in ["CUDA_COMPUTE_CAP", "FT_CUDA_CODE", "NVCC", "CUDA_HOME"] {
+        for name in ["CUDA_COMPUTE_CAP", "FT_CUDA_CODE", "FT_PTXAS", "NVCC", "CUDA_HOME"] {
             println!("cargo:rerun-if-env-changed={name}");
         }
         let (mut sources, mut newest) = (Vec::new(), modified(Path::new("build.rs"))?);
@@ -59,7 +67,7 @@ mod cuda {
             loop {
                 let i = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 let Some(source) = sources.get(i) else { return Ok(()) };
-                nvcc.fatbin(source, &out, newest).map_err(|e| format!("{}: {e}", source.display()))?;
+                nvcc.compile(source, &out, newest).map_err(|e| format!("{}: {e}", source.display()))?;
             }
         };
         std::thread::scope(|s| {
@@ -69,15 +77,16 @@ mod cuda {
         let mut text = String::new();
         for source in &sources {
             let name = stem(source)?;
-            let file = |end| format!("(concat!(env!(\"OUT_DIR\"), \"/{name}.{end}\"))");
+            let file = |end: &str| format!("(concat!(env!(\"OUT_DIR\"), \"/{name}.{end}\"))");
+            let code =
+                nvcc.code.iter().map(|n| format!("({n}, include_bytes!{})", file(&format!("{n}.cubin"))));
             writeln!(
                 text,
-                "/// `{}`.\npub const {}: Module = Module {{ name: {name:?}, image: include_bytes!{}, \
-                 #[cfg(test)] ptx: include_str!{} }};",
+                "/// `{}`.\npub const {}: Module = Module {{ name: {name:?}, ptx: include_str!{}, code: &[{}] }};",
                 source.display(),
                 name.to_uppercase(),
-                file("fatbin"),
                 file("ptx"),
+                code.collect::<Vec<_>>().join(", "),
             )?;
         }
         let names = sources.iter().map(|s| stem(s).map(str::to_uppercase)).collect::<Result<Vec<_>>>()?;
@@ -96,6 +105,7 @@ mod cuda {
 
     struct Compiler {
         nvcc: PathBuf,
+        ptxas: PathBuf,
         ptx: u32,
         code: Vec<u32>,
     }
@@ -104,14 +114,13 @@ mod cuda {
         fn find() -> Result<Self> {
             let home = ["CUDA_HOME", "CUDA_PATH"].iter().find_map(std::env::var_os);
             let beside = home.map(|h| PathBuf::from(h).join("bin/nvcc")).filter(|p| p.exists());
-            let nvcc =
-                std::env::var_os("NVCC").map(PathBuf::from).or(beside).unwrap_or_else(|| "nvcc".into());
+            let named = |variable| std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from);
+            let nvcc = named("NVCC").or(beside).unwrap_or_else(|| "nvcc".into());
+            let ptxas = named("FT_PTXAS").unwrap_or_else(|| nvcc.with_file_name("ptxas"));
             let ptx = match std::env::var("CUDA_COMPUTE_CAP") {
                 Ok(cap) => cap.replace('.', "").parse().map_err(|_| format!("CUDA_COMPUTE_CAP = {cap:?}"))?,
                 Err(_) => OLDEST,
             };
-            let listed = run(Command::new(&nvcc).arg("--list-gpu-code"))?;
-            let has = |n: &u32| listed.split_whitespace().any(|l| l == format!("sm_{n}"));
             let wanted = std::env::var("FT_CUDA_CODE").unwrap_or_else(|_| CODE.into());
             let number = |n: &str| n.trim().parse::<u32>().map_err(|_| format!("FT_CUDA_CODE = {wanted:?}"));
             let code: Vec<u32> = wanted
@@ -119,30 +128,33 @@ mod cuda {
                 .filter(|n| !n.trim().is_empty())
                 .map(number)
                 .collect::<std::result::Result<_, _>>()?;
-            Ok(Self { nvcc, ptx, code: code.into_iter().filter(|n| *n >= ptx && has(n)).collect() })
+            let help = if code.is_empty() { String::new() } else { run(Command::new(&ptxas).arg("--help"))? };
+            let has = |n: &u32| help.contains(&format!("'sm_{n}'"));
+            Ok(Self { code: code.into_iter().filter(|n| *n >= ptx && has(n)).collect(), nvcc, ptxas, ptx })
         }
 
         /// Compiles a source unless the outputs are newer than sources and headers and were built with
         /// the same settings.
-        fn fatbin(&self, source: &Path, out: &Path, headers: SystemTime) -> Result<()> {
+        fn compile(&self, source: &Path, out: &Path, headers: SystemTime) -> Result<()> {
             let name = stem(source)?;
             let at = |end: &str| out.join(format!("{name}.{end}"));
-            let settings = format!("{} {:?} {}", self.ptx, self.code, self.nvcc.display());
-            let made = modified(&at("fatbin")).and(modified(&at("made")));
+            let (nvcc, ptxas) = (self.nvcc.display(), self.ptxas.display());
+            let settings = format!("{} {:?} {nvcc} {ptxas}", self.ptx, self.code);
             let same = std::fs::read_to_string(at("made")).is_ok_and(|s| s == settings);
+            let made = modified(&at("made"));
             if same && made.is_ok_and(|t| t > headers && modified(source).is_ok_and(|s| t > s)) {
                 return Ok(());
             }
             let _ = std::fs::remove_file(at("made"));
-            let virtual_ = format!("compute_{}", self.ptx);
-            let mut ptx = Command::new(&self.nvcc);
-            ptx.args(["-ptx", "-O3", "-std=c++17"]).arg(format!("-arch={virtual_}"));
-            run(ptx.arg("-I").arg(SOURCES).arg("-o").arg(at("ptx")).arg(source))?;
-            let code: String = self.code.iter().map(|n| format!(",sm_{n}")).collect();
-            let mut fat = Command::new(&self.nvcc);
-            fat.args(["-fatbin", "-no-compress"])
-                .arg(format!("-gencode=arch={virtual_},code=[{virtual_}{code}]"));
-            run(fat.arg("-o").arg(at("fatbin")).arg(at("ptx")))?;
+            let mut nvcc = Command::new(&self.nvcc);
+            nvcc.args(["-ptx", "-O3", "-std=c++17"]).arg(format!("-arch=compute_{}", self.ptx));
+            run(nvcc.arg("-I").arg(SOURCES).arg("-o").arg(at("ptx")).arg(source))?;
+            std::fs::write(at("ptx"), isa::lowered(&std::fs::read_to_string(at("ptx"))?))?;
+            for n in &self.code {
+                let mut ptxas = Command::new(&self.ptxas);
+                ptxas.arg("-O3").arg(format!("-arch=sm_{n}"));
+                run(ptxas.arg("-o").arg(at(&format!("{n}.cubin"))).arg(at("ptx")))?;
+            }
             Ok(std::fs::write(at("made"), settings)?)
         }
     }

@@ -26,7 +26,7 @@ pub(super) fn long() -> &'static str {
 
 fn text() -> String {
     let cuda = if cfg!(feature = "cuda") {
-        "CUDA 13, where a device is used"
+        "CUDA by drivers from 12.4 on, where a device is used"
     } else {
         "no CUDA: run.device = \"cpu\""
     };

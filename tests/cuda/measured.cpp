@@ -6,6 +6,9 @@
 #include "../../crates/ft-kernels/src/quantized/codes.cuh"
 #include "call.h"
 
+namespace add {
+#include "../../crates/ft-kernels/src/arithmetic/add/add.cu"
+}
 namespace bias {
 #include "../../crates/ft-kernels/src/layers/bias/bias.cu"
 }
@@ -78,9 +81,13 @@ template <typename T> static void measure(const std::string &type) {
 
   // scatter rows
   call("spread_" + type, grid(R), 256, list.at(), a.at(), rows, width, d.at());
-  std::vector<double> want(n), as = values(a), cs = values(c), ws = values(w), gs = values(g);
+  std::vector<double> want(n), as = values(a), bs = values(b), cs = values(c), ws = values(w), gs = values(g);
   for (size_t i = 0; i < n; i++) want[list[i / D] * D + i % D] = as[i];
   check::close("spread", d, want, 0);
+  // a sum of two tensors
+  for (size_t i = 0; i < n; i++) want[i] = as[i] + bs[i];
+  call("add_" + type, grid(n * sizeof(T) / 4096), 256, a.at(), b.at(), d.at(), count);
+  check::close("a sum", d, want, check::BAR<T>);
   // a bias and its gradient
   for (size_t i = 0; i < n; i++) want[i] = cs[i] + ws[i % D];
   call("bias_add_" + type, grid(R), 256, w.at(), rows, width, c.at());
@@ -90,7 +97,7 @@ template <typename T> static void measure(const std::string &type) {
   call("bias_sum_" + type, grid(D / 32), 256, a.at(), rows, width, g.at(), 1u);
   check::close("gradient of a bias", g, sums, 1e-5);
   // DoRA kernels
-  const std::vector<double> fs = values(g), bs = values(b), cs2 = values(c);
+  const std::vector<double> fs = values(g), cs2 = values(c);
   for (size_t i = 0; i < n; i++) want[i] = 0.5 * (fs[i % D] + 1.0) * as[i] + bs[i] - 0.5 * cs2[i];
   call("dora_scale_" + type, grid(R), 256, a.at(), g.at(), 1.0f, 0.5f, b.at(), c.at(), rows, width, d.at());
   check::close("dora", d, want, check::BAR<T>);
@@ -122,7 +129,7 @@ TEST(measured_in_f32) { measure<float>("f32"); }
 TEST(measured_in_bf16) { measure<bf16>("bf16"); }
 TEST(measured_in_f16) { measure<f16>("f16"); }
 
-// Casts to another type and back; representable values don't change.
+// Casts to another type and back, and sums of a tensor with itself: exact, also of an odd count.
 template <typename T> static void casts(const std::string &type) {
   for (size_t n : {4096, 1027}) {
     host::Buffer<T> x(check::randn<T>(n, 1)), back(n);
@@ -132,6 +139,10 @@ template <typename T> static void casts(const std::string &type) {
     check::close("to f32", y, values(x), 0);
     call("cast_f32_" + type, grid((n + 1023) / 1024), 256, y.at(), back.at(), count);
     check::close("and back", back, values(x), 0);
+    std::vector<double> twice = values(x);
+    for (double &v : twice) v *= 2;
+    call("add_" + type, grid((n + 2047) / 2048), 256, x.at(), x.at(), back.at(), count);
+    check::close("a sum", back, twice, 0);
   }
 }
 

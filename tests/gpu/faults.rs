@@ -1,7 +1,7 @@
 //! Faults of devices and drivers, as an emulator can inject them: words, exit codes, and runs that go on.
 
 use super::device;
-use super::world::{FULL, LORA, Ran, World, ran, recipe};
+use super::world::{FULL, LORA, Ran, World, few, ran, recipe};
 
 /// A world on a device that injects faults, else none with a note.
 fn world(rules: &str) -> Option<World> {
@@ -99,9 +99,25 @@ fn a_device_out_of_memory_is_told() {
 fn an_old_driver_is_named_with_what_replaces_it() {
     let Some(w) = world(LORA) else { return };
     for device in ["run.device=cuda", "run.device=auto"] {
-        let run = w.command(&["run", "r.toml", "run.steps=1", device]).env("EMU_DRIVER", "12040").output();
-        let words = ["driver here supports CUDA 12.4", "built for CUDA 13", "hint: a driver for CUDA 13"];
+        let run = w.command(&["run", "r.toml", "run.steps=1", device]).env("EMU_DRIVER", "12020").output();
+        let words = ["driver here supports CUDA 12.2", "ft needs 12.4", "hint: NVIDIA's driver 550"];
         fails(&ran(run.expect("started")), 2, &words);
+    }
+}
+
+/// With the oldest driver, which compiles no newer PTX, the same numbers as with the newest.
+#[test]
+fn the_oldest_driver_computes_the_same() {
+    let cases = [(FULL, &[][..]), (LORA, &["model.quantize=nf4"]), (LORA, &["model.dtype=f32"])];
+    for (rules, set) in cases.into_iter().take(few(2)) {
+        let Some(w) = world(rules) else { return };
+        let mut steps = Vec::new();
+        for version in ["12040", "13000"] {
+            let r = run(&w, ("EMU_DRIVER", version), set);
+            assert_eq!(r.code, 0, "{version}: {}", r.err);
+            steps.push(w.steps("run"));
+        }
+        assert!(!steps[0].is_empty() && steps[0] == steps[1], "{steps:?}");
     }
 }
 

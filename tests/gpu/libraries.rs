@@ -42,7 +42,7 @@ fn what_is_missing_is_named_with_what_installs_it() {
     if code != Some(0) {
         assert_eq!(code, Some(2), "{err}");
         let driver = err.contains("libcuda.so.1") && err.contains("NVIDIA's driver");
-        assert!(driver || err.contains("pip install 'nvidia-cublas=="), "{err}");
+        assert!(driver || err.contains("nvidia-cublas"), "{err}");
         assert!(!err.contains("panicked"), "{err}");
     }
     // The driver alone.
@@ -59,13 +59,57 @@ fn what_is_missing_is_named_with_what_installs_it() {
         let (code, err) = with(&w, &only, &["run", "r.toml", device, "run.steps=1", "--overwrite"]);
         if code != Some(0) {
             assert_eq!(code, Some(2), "{device}: {err}");
-            for part in ["libcublas.so.", "pip install 'nvidia-cublas==", "LD_LIBRARY_PATH"] {
+            for part in ["libcublas.so.", "pip install ", "nvidia-cublas", "LD_LIBRARY_PATH"] {
                 assert!(err.contains(part), "{device}: no {part}: {err}");
             }
         }
     }
     let (code, err) = with(&w, &only, &["run", "r.toml", "run.device=cpu", "run.steps=1", "--overwrite"]);
     assert_eq!(code, Some(0), "{err}");
+}
+
+/// Libraries of Python wheels are found in the active environment, in the folders of each version of CUDA.
+#[test]
+#[cfg(target_os = "linux")]
+fn wheels_of_the_active_environment_are_found() {
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let folder = path.split(':').map(PathBuf::from).find(|d| {
+        ["libcuda.so.1", "libcublas.so.12", "libcublas.so.13"].iter().all(|name| d.join(name).exists())
+    });
+    let Some(folder) = folder else {
+        eprintln!("not run: no driver with libraries of both versions of CUDA in LD_LIBRARY_PATH");
+        return;
+    };
+    let w = world();
+    let link = |from: &str, to: String| {
+        std::fs::create_dir_all(w.path(&to)).expect("a folder");
+        std::os::unix::fs::symlink(folder.join(from), w.path(&to).join(from)).expect("a link");
+    };
+    link("libcuda.so.1", "driver".into());
+    let run = |driver: &str, environment: &str| {
+        let mut command = w.command(&["run", "r.toml", "run.device=cuda", "run.steps=1", "--overwrite"]);
+        command.env("LD_LIBRARY_PATH", w.path("driver")).env("EMU_DRIVER", driver).env_remove("CONDA_PREFIX");
+        let out = command.env("VIRTUAL_ENV", w.path(environment)).output().expect("started");
+        (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    for (driver, wheel) in [("12040", "nvidia-cublas-cu12"), ("13000", "'nvidia-cublas==13.*'")] {
+        let (code, err) = run(driver, "none");
+        assert!(code == Some(2) && err.contains(&format!("hint: pip install {wheel}")), "{driver}: {err}");
+    }
+    // A newer driver takes the older library too.
+    for (inside, version, drivers) in
+        [("cublas/lib", 12, &["12040", "13000"][..]), ("cu13/lib", 13, &["13000"])]
+    {
+        let environment = format!("of{version}");
+        for name in ["cublas", "cublasLt"] {
+            let to = format!("{environment}/lib/python3.12/site-packages/nvidia/{inside}");
+            link(&format!("lib{name}.so.{version}"), to);
+        }
+        for driver in drivers {
+            let (code, err) = run(driver, &environment);
+            assert_eq!(code, Some(0), "{inside} with a driver of {driver}: {err}");
+        }
+    }
 }
 
 /// Several devices need NCCL. If it is missing, the error comes before anything is read.

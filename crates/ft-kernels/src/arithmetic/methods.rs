@@ -106,7 +106,7 @@ impl Tensor {
 
     pairwise! {
         /// Sum.
-        add = pairwise::add => same;
+        add = super::add::add => same;
         /// Difference.
         sub = Real::sub => same;
         /// Elementwise product.

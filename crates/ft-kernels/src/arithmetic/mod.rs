@@ -1,5 +1,6 @@
 //! Arithmetic of tensors, with values or without.
 
+mod add;
 mod cast;
 mod methods;
 mod operators;

@@ -9,14 +9,24 @@
 //!
 //! The CUDA runtime is not loaded at all: only candle kernels unused by ft (GGUF) call it, and their
 //! registration at program start becomes a no-op.
+//!
+//! One binary serves drivers of CUDA 12.4 to 13, with the cuBLAS of the driver's version: the functions above are the
+//! same in both but for those in `OLDER`.
 
+mod wheels;
+
+use super::isa;
 use candle_core::cuda_backend::cudarc::driver::sys;
 use std::ffi::{CStr, CString, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Major CUDA version of this build, and thus of cuBLAS.
-const MAJOR: u32 = sys::CUDA_VERSION / 1000;
+/// Oldest CUDA version of a driver that runs this program: it compiles the PTX (`isa`).
+const OLDEST: c_int = 12_040;
+/// Newest major version of CUDA whose cuBLAS is looked for.
+const NEWEST: c_int = 13;
 
 /// CUDA_ERROR_NOT_INITIALIZED; cuBLAS reads it as an allocation failure.
 const NOT_LOADED: c_int = 3;
@@ -68,9 +78,37 @@ jumps! { DRIVER:
     cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAttribute
     cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2
     cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuMemsetD32Async cuModuleGetFunction
-    cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing
+    cuModuleLoad cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing
     cuStreamSynchronize cuStreamWaitEvent cuDeviceGetCount cuDeviceGetName cuDeviceTotalMem_v2
     cuDriverGetVersion
+}
+
+/// Functions that drivers before CUDA 12.8 have under another name, with the same arguments.
+const OLDER: &[(&str, &str)] = &[("cuEventElapsedTime_v2", "cuEventElapsedTime")];
+
+/// The driver's `cuModuleLoadData`.
+static MODULE_LOAD: Address = Address::new(not_loaded as extern "C" fn() -> c_int as *mut _);
+const MODULES: &[(&str, &Address)] = &[("cuModuleLoadData", &MODULE_LOAD)];
+
+std::arch::global_asm!(".hidden cuModuleLoadData");
+
+/// Loads machine code, or PTX with its version lowered: candle's kernels are PTX of the version of the nvcc that
+/// compiled them, and older drivers refuse it.
+///
+/// # Safety
+/// As for the driver's function.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case)]
+unsafe extern "C" fn cuModuleLoadData(module: *mut sys::CUmodule, image: *const c_void) -> c_int {
+    type Load = unsafe extern "C" fn(*mut sys::CUmodule, *const c_void) -> c_int;
+    // SAFETY: the address is the driver's function, or `not_loaded`, which ignores arguments.
+    let load = unsafe { std::mem::transmute::<*mut c_void, Load>(MODULE_LOAD.load(Ordering::Acquire)) };
+    // SAFETY: an image is not empty. Its first byte is 0x7f for a cubin, 0x50 for a fat binary; text begins with a
+    // comment and ends with a null.
+    let ptx = unsafe { (image.cast::<u8>().read() == b'/').then(|| CStr::from_ptr(image.cast())) };
+    let lowered = ptx.and_then(|p| p.to_str().ok()).and_then(|p| CString::new(isa::lowered(p)).ok());
+    // SAFETY: the caller's module; the text is alive during the call.
+    unsafe { load(module, lowered.as_ref().map_or(image, |text| text.as_ptr().cast())) }
 }
 
 jumps! { CUBLAS:
@@ -114,24 +152,45 @@ fn reason() -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Loads a library and resolves the addresses.
-fn fill(library: &str, functions: &[(&str, &Address)]) -> Result<(), String> {
-    let name = CString::new(library).map_err(|e| e.to_string())?;
+/// A library by name or path; never unloaded.
+fn library(name: &Path, flags: c_int) -> Result<*mut c_void, String> {
+    let name = CString::new(name.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
     // SAFETY: loading runs the library's initializers, as at a normal program start.
-    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-    if handle.is_null() {
-        return Err(reason());
-    }
-    for (function, address) in functions {
-        let symbol = CString::new(*function).map_err(|e| e.to_string())?;
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | flags) };
+    if handle.is_null() { Err(reason()) } else { Ok(handle) }
+}
+
+/// The library `name` from the loader's folders, else from the folder `inside` of NVIDIA's wheels, with the libraries
+/// `before` that it needs.
+fn find(name: &str, flags: c_int, inside: &str, before: &[&str]) -> Result<*mut c_void, String> {
+    library(Path::new(name), flags).or_else(|why| {
+        let from = |folder: std::path::PathBuf| {
+            let needed = before.iter().map(|b| library(&folder.join(b), libc::RTLD_GLOBAL));
+            needed.collect::<Result<Vec<_>, _>>().and_then(|_| library(&folder.join(name), flags)).ok()
+        };
+        wheels::folders(inside).into_iter().find_map(from).ok_or(why)
+    })
+}
+
+/// The address of a function; null if the library has none of this name.
+fn address(handle: *mut c_void, function: &str) -> *mut c_void {
+    match CString::new(function) {
         // SAFETY: the handle belongs to a library never unloaded.
-        let at = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+        Ok(symbol) => unsafe { libc::dlsym(handle, symbol.as_ptr()) },
+        Err(_) => std::ptr::null_mut(),
+    }
+}
+
+/// Resolves addresses, also under older names.
+fn fill(handle: *mut c_void, functions: &[(&str, &Address)], older: &[(&str, &str)]) {
+    for (function, place) in functions {
+        let others = older.iter().filter(|(new, _)| new == function).map(|(_, old)| *old);
+        let mut found = [*function].into_iter().chain(others).map(|name| address(handle, name));
         // functions missing in this library version fail when called
-        if !at.is_null() {
-            address.store(at, Ordering::Release);
+        if let Some(at) = found.find(|at| !at.is_null()) {
+            place.store(at, Ordering::Release);
         }
     }
-    Ok(())
 }
 
 /// Loads the driver library. Repeated calls do nothing.
@@ -141,50 +200,82 @@ fn fill(library: &str, functions: &[(&str, &Address)]) -> Result<(), String> {
 pub fn load_driver() -> Result<(), String> {
     static DONE: Mutex<bool> = Mutex::new(false);
     once(&DONE, || {
-        fill("libcuda.so.1", DRIVER).map_err(|e| {
+        let handle = library(Path::new("libcuda.so.1"), libc::RTLD_GLOBAL).map_err(|e| {
             format!(
                 "no NVIDIA driver here: {e}\n\
-                 hint: install NVIDIA's driver for CUDA {MAJOR} (nvidia-smi then lists the GPUs)"
+                 hint: install NVIDIA's driver 550 or later (nvidia-smi then lists the GPUs)"
             )
-        })
+        })?;
+        fill(handle, DRIVER, OLDER);
+        fill(handle, MODULES, &[]);
+        Ok(())
     })
+}
+
+/// CUDA version of the loaded driver, such as 12040 for 12.4; `None` if it does not say.
+fn driver_version() -> Option<c_int> {
+    let mut version = 0;
+    // SAFETY: the pointer points to a c_int.
+    let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    asked.result().is_ok().then_some(version)
+}
+
+/// Major CUDA version of libraries for the loaded driver.
+fn major() -> c_int {
+    driver_version().map_or(NEWEST, |v| (v / 1000).min(NEWEST))
 }
 
 /// Checks the version of the loaded driver.
 ///
 /// # Errors
-/// The driver is older than the CUDA of this build; the message includes a hint.
+/// The driver is too old; the message includes a hint.
 pub fn check_driver() -> Result<(), String> {
-    let mut version = 0;
-    // SAFETY: the pointer points to a c_int.
-    let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) };
-    if asked.result().is_err() || version / 1000 >= MAJOR.cast_signed() {
-        return Ok(());
+    let words = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
+    match driver_version() {
+        Some(version) if version < OLDEST => Err(format!(
+            "NVIDIA's driver here supports CUDA {}, and ft needs {} or later\n\
+             hint: NVIDIA's driver 550 or later (nvidia-smi shows its version and that of CUDA)",
+            words(version),
+            words(OLDEST)
+        )),
+        _ => Ok(()),
     }
-    Err(format!(
-        "NVIDIA's driver here supports CUDA {}.{}, and this ft was built for CUDA {MAJOR}\n\
-         hint: a driver for CUDA {MAJOR} or later (nvidia-smi shows the version it supports)",
-        version / 1000,
-        version % 1000 / 10
-    ))
 }
 
-/// Loads cuBLAS. Repeated calls do nothing.
+/// Loads cuBLAS of the driver's version of CUDA, or of an older one, which newer drivers support. Repeated calls do
+/// nothing.
 ///
 /// # Errors
 /// The library is missing; the message includes a hint.
 pub fn load_cublas() -> Result<(), String> {
     static DONE: Mutex<bool> = Mutex::new(false);
     once(&DONE, || {
-        fill(&format!("libcublas.so.{MAJOR}"), CUBLAS).map_err(|e| {
-            format!(
-                "no cuBLAS here: {e}\n\
-                 hint: pip install 'nvidia-cublas=={MAJOR}.*'\n\
-                 hint: export LD_LIBRARY_PATH=$(python3 -c 'import sysconfig; \
-                 print(sysconfig.get_path(\"purelib\"))')/nvidia/cu{MAJOR}/lib:$LD_LIBRARY_PATH"
-            )
-        })
+        let mut first = None;
+        for version in (OLDEST / 1000..=major()).rev() {
+            let inside = if version == 12 { "cublas/lib".into() } else { format!("cu{version}/lib") };
+            let [needed, name] = ["cublasLt", "cublas"].map(|n| format!("lib{n}.so.{version}"));
+            match find(&name, libc::RTLD_GLOBAL, &inside, &[&needed]) {
+                Ok(handle) => {
+                    fill(handle, CUBLAS, &[]);
+                    return Ok(());
+                }
+                Err(why) => first = first.or(Some(why)),
+            }
+        }
+        let package = match major() {
+            12 => "nvidia-cublas-cu12".to_string(),
+            version => format!("'nvidia-cublas=={version}.*'"),
+        };
+        Err(format!("no cuBLAS here: {}\n{}", first.unwrap_or_default(), install(&package)))
     })
+}
+
+/// Hints for a missing library of NVIDIA's wheels.
+fn install(package: &str) -> String {
+    format!(
+        "hint: pip install {package} (found in the active Python environment, and in that of ft)\n\
+         hint: or name the folder of the library in LD_LIBRARY_PATH"
+    )
 }
 
 /// Loads NCCL and returns the addresses of the functions `names`, in order.
@@ -194,16 +285,9 @@ pub fn load_cublas() -> Result<(), String> {
 pub fn nccl<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String> {
     let mut all = [std::ptr::null_mut(); N];
     let mut load = || -> Result<(), String> {
-        let library = c"libnccl.so.2";
-        // SAFETY: loading runs the library's initializers, as at a normal program start.
-        let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            return Err(reason());
-        }
+        let handle = find("libnccl.so.2", libc::RTLD_LOCAL, "nccl/lib", &[])?;
         for (at, name) in all.iter_mut().zip(names) {
-            let symbol = CString::new(name).map_err(|e| e.to_string())?;
-            // SAFETY: the handle belongs to a library never unloaded.
-            *at = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+            *at = address(handle, name);
             if at.is_null() {
                 return Err(format!("libnccl.so.2 has no {name}"));
             }
@@ -211,12 +295,8 @@ pub fn nccl<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String
         Ok(())
     };
     load().map_err(|e| {
-        format!(
-            "several CUDA devices work together by NCCL, and it is not here: {e}\n\
-             hint: pip install nvidia-nccl-cu{MAJOR}\n\
-             hint: export LD_LIBRARY_PATH=$(python3 -c 'import sysconfig; \
-             print(sysconfig.get_path(\"purelib\"))')/nvidia/nccl/lib:$LD_LIBRARY_PATH"
-        )
+        let install = install(&format!("nvidia-nccl-cu{}", major()));
+        format!("several CUDA devices work together by NCCL, and it is not here: {e}\n{install}")
     })?;
     Ok(all)
 }
@@ -228,4 +308,34 @@ fn once(done: &Mutex<bool>, load: impl FnOnce() -> Result<(), String>) -> Result
         *done = true;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Drivers before CUDA 12.8 lack the newer names.
+    #[test]
+    fn a_function_is_found_under_its_older_name() {
+        let handle = library(Path::new("libc.so.6"), libc::RTLD_LOCAL).expect("the C library");
+        let [newer, none] = [const { Address::new(std::ptr::null_mut()) }; 2];
+        fill(handle, &[("ft_abs_v2", &newer), ("ft_none_v2", &none)], &[("ft_abs_v2", "abs")]);
+        assert_eq!(newer.load(Ordering::Acquire), address(handle, "abs"));
+        assert!(!newer.load(Ordering::Acquire).is_null() && none.load(Ordering::Acquire).is_null());
+        for (new, _) in OLDER {
+            assert!(DRIVER.iter().any(|(name, _)| name == new), "{new}");
+        }
+    }
+
+    #[test]
+    fn ptx_is_lowered_to_the_oldest_driver_s_version() {
+        let ptx = |version| format!("//\n// by nvcc\n//\n\n.version {version}\n.target sm_80\n");
+        for (is, becomes) in [("9.0", "8.4"), ("8.10", "8.4"), ("8.4", "8.4"), ("7.8", "7.8")] {
+            assert_eq!(isa::lowered(&ptx(is)), ptx(becomes));
+        }
+        assert_eq!(isa::lowered("no version"), "no version");
+        for module in crate::cuda::module::ALL {
+            assert_eq!(isa::lowered(module.ptx), module.ptx, "{}", module.name);
+        }
+    }
 }

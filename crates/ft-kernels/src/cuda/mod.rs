@@ -13,6 +13,9 @@ mod device;
 pub mod gemm;
 #[cfg(test)]
 pub mod host_tests;
+#[cfg(any(test, feature = "cuda"))]
+#[path = "libraries/isa.rs"]
+mod isa;
 pub mod launch;
 #[cfg(all(feature = "cuda", target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod libraries;

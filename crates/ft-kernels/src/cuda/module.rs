@@ -1,22 +1,21 @@
 //! Compiled kernels: the output of build.rs for each CUDA source, loaded once per device.
 
-use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, CudaModule, DriverError};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, DeviceId};
 use std::collections::HashMap;
+use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A compiled source: machine code for some architectures, and PTX for all others.
+/// A compiled source: machine code for some compute capabilities, and PTX for all others.
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
     /// Name of the source.
     pub name: &'static str,
-    /// Fat binary.
-    image: &'static [u8],
-    /// PTX only.
-    #[cfg(test)]
+    /// PTX of a version that every supported driver compiles.
     pub ptx: &'static str,
+    /// Compute capabilities (80 for 8.0) and their cubins.
+    code: &'static [(c_int, &'static [u8])],
 }
 
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
@@ -31,11 +30,26 @@ struct Loaded {
 static LOADED: Mutex<Option<HashMap<DeviceId, Arc<Mutex<Loaded>>>>> = Mutex::new(None);
 
 impl Module {
+    /// Loads the machine code for a device. Without any, or if the driver is older than the assembler and refuses it,
+    /// the driver compiles the PTX.
+    fn load(&self, context: &Arc<CudaContext>) -> Result<Arc<CudaModule>, DriverError> {
+        let (major, minor) = context.compute_capability()?;
+        let runs = |capability: c_int| capability / 10 == major && capability % 10 <= minor;
+        let code = self.code.iter().filter(|(c, _)| runs(*c)).max_by_key(|(c, _)| *c);
+        let cubin = code.and_then(|(_, cubin)| context.load_module(Ptx::from_binary(cubin.to_vec())).ok());
+        cubin.map_or_else(|| context.load_module(Ptx::from_src(self.ptx)), Ok)
+    }
+
+    /// Names of the kernels.
+    fn kernels(&self) -> impl Iterator<Item = &'static str> {
+        self.ptx.split(".entry ").skip(1).filter_map(|text| text.split('(').next()).map(str::trim)
+    }
+
     /// Loads a kernel.
     ///
     /// # Errors
     /// No such kernel, or device and driver support neither the machine code nor the PTX.
-    pub fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
+    pub fn function(&self, device: &CudaDevice, kernel: &str) -> candle_core::Result<CudaFunction> {
         let at = self.name;
         let loaded = {
             let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,8 +63,7 @@ impl Module {
         let module = match loaded.modules.get(&at) {
             Some(m) => Arc::clone(m),
             None => {
-                let context = device.cuda_stream().context().clone();
-                let m = context.load_module(Ptx::from_binary(self.image.to_vec())).map_err(failed)?;
+                let m = self.load(device.cuda_stream().context()).map_err(failed)?;
                 loaded.modules.insert(at, Arc::clone(&m));
                 m
             }
@@ -59,4 +72,14 @@ impl Module {
         loaded.functions.entry(at).or_default().insert(kernel.to_string(), f.clone());
         Ok(f)
     }
+}
+
+/// Loads every kernel. Ranks do so before their first collective: the driver may wait for the whole device when it
+/// loads a kernel, and a device inside a collective waits for the other ranks.
+///
+/// # Errors
+/// As [`Module::function`].
+pub fn load_all(device: &CudaDevice) -> candle_core::Result<()> {
+    let mut kernels = ALL.iter().flat_map(|module| module.kernels().map(move |kernel| (module, kernel)));
+    kernels.try_for_each(|(module, kernel)| module.function(device, kernel).map(drop))
 }

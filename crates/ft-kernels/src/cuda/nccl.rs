@@ -306,7 +306,7 @@ pub struct Link {
 pub type Piece<'a> = (usize, &'a Tensor);
 
 impl Link {
-    /// Joins the communicator, waiting for all ranks; stops waiting once `give_up` returns true.
+    /// Loads all kernels and joins the communicator, waiting for all ranks; stops waiting once `give_up` returns true.
     ///
     /// # Errors
     /// NCCL fails, or waiting was given up.
@@ -317,6 +317,7 @@ impl Link {
         give_up: &dyn Fn() -> bool,
     ) -> Result<Self> {
         let api = api().map_err(candle_core::Error::msg)?;
+        super::module::load_all(device.as_cuda_device()?)?;
         let compute = device.as_cuda_device()?.cuda_stream();
         compute.context().bind_to_thread().w()?;
         let stream = compute.context().new_stream().w()?;

@@ -4,14 +4,15 @@
 //! predicate fail immediately.
 //!
 //! ```text
-//! cargo test --release --lib -- --ignored as_compiled            with nvcc of CUDA 13.0 in PATH or CUDA_HOME
+//! cargo test --release --lib -- --ignored as_compiled            with .ci/cuda-toolchain
 //! FT_TABLES=write cargo test --release --lib -- --ignored as_compiled      writes the tables
 //! ```
 //!
-//! As in build.rs: first PTX for 8.0, then machine code from the PTX.
+//! As in build.rs: first PTX for 8.0, then machine code from the PTX, by the assembler `FT_PTXAS` if it is set.
 
 mod loops;
 
+use super::isa;
 use crate::{attention, grouped};
 use loops::Loop;
 use rayon::prelude::*;
@@ -57,6 +58,10 @@ fn run(c: &mut Command) -> String {
 fn tool(name: &str) -> Command {
     let beside = std::env::var_os("CUDA_HOME").map(|h| PathBuf::from(h).join("bin").join(name));
     Command::new(beside.filter(|p| p.exists()).unwrap_or_else(|| name.into()))
+}
+
+fn assembler() -> Command {
+    std::env::var_os("FT_PTXAS").map_or_else(|| tool("ptxas"), Command::new)
 }
 
 /// All sources in a folder, recursively.
@@ -108,8 +113,10 @@ fn tables() -> [String; 2] {
         let mut nvcc = tool("nvcc");
         nvcc.args(["-ptx", "-O3", "-std=c++17", "-arch=compute_80", "-I"]).arg(&root);
         run(nvcc.arg("-o").arg(&ptx).arg(source));
+        let text = isa::lowered(&std::fs::read_to_string(&ptx).expect("PTX"));
+        std::fs::write(&ptx, &text).expect("PTX");
         for (i, (card, ..)) in CARDS.iter().enumerate() {
-            let mut ptxas = tool("ptxas");
+            let mut ptxas = assembler();
             let cubin = dir.path().join("out.cubin");
             ptxas.args(["-v", "-O3", &format!("-arch=sm_{card}"), "-o"]).arg(&cubin);
             read(&run(ptxas.arg(&ptx)), i, &mut kernels);
@@ -123,7 +130,6 @@ fn tables() -> [String; 2] {
                 kernels.entry(name).or_default().loops[i] = Some(hot);
             }
         }
-        let text = std::fs::read_to_string(&ptx).expect("PTX");
         for entry in text.split(".entry ").skip(1) {
             let name = entry.split('(').next().unwrap_or_default();
             let bound = entry.split(".maxntid").nth(1).and_then(|b| b.split([',', '\n']).next());
@@ -137,12 +143,14 @@ fn tables() -> [String; 2] {
     let mut out = String::from(
         "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, \
          8.9, 9.0\n\
-         # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
+         # (nvcc of CUDA 13.0, ptxas of 12.9; no kernel spills; written by crates/ft-kernels/src/cuda/\
+         compiled_tests)\n",
     );
     let mut hot = String::from(
         "# kernel; of its loop on tensor cores, on 8.0, 8.6, 8.9, 9.0: instructions/HMMA/LDSM:cycles of a warp at the \
          bound\n\
-         # (CUDA 13.0; no HMMA under a predicate; written by crates/ft-kernels/src/cuda/compiled_tests)\n",
+         # (nvcc of CUDA 13.0, ptxas of 12.9; no HMMA under a predicate; written by crates/ft-kernels/src/cuda/\
+         compiled_tests)\n",
     );
     for (name, k) in kernels {
         if k.loops.iter().any(Option::is_some) {
@@ -197,7 +205,7 @@ fn decoding_has_enough_on_the_way() {
 #[test]
 #[ignore = "needs nvcc; .ci/run runs it"]
 fn kernels_as_compiled_are_those_of_the_table() {
-    let version = run(tool("nvcc").arg("--version"));
+    let versions = [tool("nvcc"), assembler()].map(|mut c| run(c.arg("--version")));
     for (name, made) in ["kernels", "loops"].into_iter().zip(tables()) {
         let at =
             Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/cuda")).join(format!("{name}.txt"));
@@ -205,7 +213,7 @@ fn kernels_as_compiled_are_those_of_the_table() {
             std::fs::write(&at, &made).expect("the table");
         }
         let kept = std::fs::read_to_string(&at).unwrap_or_default();
-        if version.contains("release 13.0") {
+        if versions.iter().zip(["13.0", "12.9"]).all(|(is, of)| is.contains(&format!("release {of}"))) {
             let differs: Vec<_> = made.lines().filter(|l| !kept.lines().any(|k| k == *l)).collect();
             assert!(
                 made == kept,
