@@ -147,6 +147,14 @@ impl Context<'_> {
         }
     }
 
+    /// Sets `path` if the entry is true; else it is off.
+    pub fn switch(&mut self, path: &str, value: impl Into<String>, entry: &Entry) -> Outcome {
+        match truth(&entry.value) {
+            Some(true) => converted(self.set(path, value, entry)),
+            _ => needless("off"),
+        }
+    }
+
     /// Sets `KEY = VALUE`s of the table of hints.
     pub fn settings(&mut self, settings: &[String], entry: &Entry) -> Vec<String> {
         let mut shown = Vec::new();
@@ -159,3 +167,15 @@ impl Context<'_> {
 
 /// A conversion.
 pub(super) type Convert = fn(&mut Context<'_>, &Entry) -> Outcome;
+
+/// Defines `by_name`, which finds conversions by their names in the tables of keys: functions, then other expressions.
+macro_rules! conversions {
+    ($($function:ident),+; $($name:literal => $convert:expr),*) => {
+        pub(super) fn by_name(name: &str) -> Option<Convert> {
+            const ALL: &[(&str, Convert)] =
+                &[$((stringify!($function), $function),)+ $(($name, $convert)),*];
+            ALL.iter().find(|(known, _)| *known == name).map(|(_, convert)| *convert)
+        }
+    };
+}
+pub(super) use conversions;
