@@ -30,7 +30,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// The same for `galore` and `other`, the reasons against projected matrices and against another model as reference.
+    /// The same, also for projected matrices, refused for the reason `galore`, and for another model as reference.
     pub(super) fn not_built_in_parts(&mut self, recipe: &Recipe, axis: (&str, &str), galore: &str) {
         let (projects, other) =
             (recipe.optimizer.name.projects(), matches!(recipe.preference.reference, Reference::Other(_)));
