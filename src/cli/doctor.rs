@@ -4,7 +4,7 @@ use super::console::print_wrapped;
 use super::version;
 use candle_core::Device;
 use ft_base::memory::available_bytes;
-use ft_base::store::{cache_folder, free_bytes, human_bytes};
+use ft_base::store::{cache_folder, folder_bytes, free_bytes, human_bytes};
 use ft_data::hub::Settings;
 use ft_kernels::cuda;
 use std::path::{Path, PathBuf};
@@ -138,7 +138,7 @@ fn ranks(report: &mut Report) {
 fn caches(report: &mut Report) {
     report.section("kept files");
     let settings = Settings::from_env();
-    let show = |dir: &Path| match size(dir, 0) {
+    let show = |dir: &Path| match folder_bytes(dir) {
         None => format!("{} (not there yet)", dir.display()),
         Some(bytes) => format!("{} in {}", human_bytes(bytes), dir.display()),
     };
@@ -149,16 +149,4 @@ fn caches(report: &mut Report) {
     }
     let offline = if settings.offline { "; HF_HUB_OFFLINE is set: nothing is downloaded" } else { "" };
     report.line("models", &format!("4-bit copies are where model.cache says{offline}"));
-}
-
-/// Bytes of the plain files below a folder, links not followed; `None` if it is not there.
-fn size(dir: &Path, depth: usize) -> Option<u64> {
-    const DEEPEST: usize = 12;
-    let entries = std::fs::read_dir(dir).ok().filter(|_| depth < DEEPEST)?;
-    let of = |e: std::fs::DirEntry| match e.file_type().ok()? {
-        t if t.is_dir() => size(&e.path(), depth + 1),
-        t if t.is_file() => Some(e.metadata().ok()?.len()),
-        _ => None,
-    };
-    Some(entries.flatten().filter_map(of).sum())
 }

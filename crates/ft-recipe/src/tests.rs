@@ -369,14 +369,44 @@ fn sizes() {
         ("2K", 2000),
         ("48G", 48_000_000_000),
         ("1.5 T", 1_500_000_000_000),
+        ("1048576TiB", 1 << 60),
     ] {
         assert_eq!(values::bytes(&Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
     }
-    for text in
-        ["", "GiB", "1..5GiB", "-1GiB", "0B", "1024", "1e30TiB", "48gib", "48g", "3B4", "9999999999TiB"]
-    {
+    for text in [
+        "",
+        "GiB",
+        "1048577TiB",
+        "1048575",
+        "1..5GiB",
+        "-1GiB",
+        "0B",
+        "1024",
+        "1e30TiB",
+        "48gib",
+        "48g",
+        "3B4",
+        "9999999999TiB",
+    ] {
         assert!(values::bytes(&Value::Text(text.into()), "b").is_err(), "{text}");
     }
+}
+
+#[test]
+fn values_derived_from_the_optimizer() {
+    let optimizer = |keys: &[&str]| ok(keys).optimizer;
+    let keeps = |keys: &[&str]| {
+        let optimizer = optimizer(&[&["train.0.method=full"], keys].concat());
+        [false, true].map(|in_f32| optimizer.keeps_master(in_f32))
+    };
+    assert_eq!(keeps(&[]), [true, true]);
+    assert_eq!(keeps(&["optimizer.name=adamw8bit"]), [false, true]);
+    assert_eq!(keeps(&["optimizer.name=adamw8bit", "optimizer.master=f32"]), [true, true]);
+    assert_eq!(keeps(&["optimizer.master=none"]), [false, true]);
+    let warmup = |keys: &[&str]| optimizer(keys).warmup(41);
+    assert_eq!((warmup(&["optimizer.warmup_steps=7"]), warmup(&["optimizer.warmup_ratio=0.1"])), (7, 5));
+    let b = optimizer(&["optimizer.lr_scale_b=16"]);
+    assert_eq!((b.factor(2.0, false), b.factor(2.0, true)), (2.0, 32.0));
 }
 
 #[test]

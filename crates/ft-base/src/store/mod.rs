@@ -31,7 +31,7 @@ pub mod small_disk;
 
 pub use cache::{cache_folder, sweep_oldest};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
-pub use disk::{free_bytes, human_bytes};
+pub use disk::{folder_bytes, free_bytes, human_bytes};
 pub use error::Error;
 pub use private::{read_private, write_private};
 pub use read::index::{INDEX, SINGLE, is_pickle_name, parse as parse_index};

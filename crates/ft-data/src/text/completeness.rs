@@ -71,10 +71,7 @@ impl Rendering<'_> {
     /// Checks one fragment if marks in all fragments change the text: with a single mark, at the end or in the
     /// middle. If these also change the text, requires the text to contain the fragment and to change with it.
     fn found_alone(&self, fragment: &Fragment, whole: &str) -> bool {
-        let mut middle = whole.len() / 2;
-        while !whole.is_char_boundary(middle) {
-            middle -= 1;
-        }
+        let middle = whole.floor_char_boundary(whole.len() / 2);
         for at in [whole.len(), middle] {
             let position =
                 MarkPosition { pointer: fragment.position.pointer.clone(), at: fragment.start + at };

@@ -129,11 +129,8 @@ fn positions(message: &Value) -> Vec<MarkPosition> {
     }
     end("/reasoning_content", &mut out);
     if let Some(text) = message.get("content").and_then(Value::as_str) {
-        let mut middle = text.len() / 2;
-        while !text.is_char_boundary(middle) {
-            middle -= 1;
-        }
-        out.push(MarkPosition { pointer: "/content".into(), at: middle });
+        let at = text.floor_char_boundary(text.len() / 2);
+        out.push(MarkPosition { pointer: "/content".into(), at });
     }
     out
 }

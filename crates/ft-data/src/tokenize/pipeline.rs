@@ -179,10 +179,7 @@ fn is_letter(c: char) -> bool {
 /// Finds the first safe cut at or after `from`: before a single separator between two letters. A word ends
 /// at this position for any continuation, and splitting the rest does not depend on the text before.
 pub(crate) fn cut(text: &str, from: usize) -> Option<usize> {
-    let mut from = from.min(text.len());
-    while !text.is_char_boundary(from) {
-        from += 1;
-    }
+    let from = text.ceil_char_boundary(from);
     let mut before = [None; 2];
     let mut place = from;
     for (at, c) in text[from..].char_indices() {

@@ -55,17 +55,5 @@ fn volume(dir: &Path) -> Option<Volume> {
 /// Bytes of old checkpoints: a run deletes them before the first save. The old result stays until the new
 /// one is complete.
 fn replaced(dir: &Path) -> u64 {
-    size(&dir.join("checkpoints"))
-}
-
-/// Bytes of all files below a folder, not following links.
-fn size(dir: &Path) -> u64 {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    entries
-        .map(|e| match e.metadata() {
-            Ok(m) if m.is_dir() => size(&e.path()),
-            Ok(m) if m.is_file() => m.len(),
-            _ => 0,
-        })
-        .sum()
+    store::folder_bytes(&dir.join("checkpoints")).unwrap_or(0)
 }

@@ -50,34 +50,27 @@ impl Layout {
         !(context && (pipeline || tensor) || tensor && expert)
     }
 
+    /// All keys with values, and the least of each, which is its default.
+    fn all_keys(&self) -> [(&'static str, usize, usize); 6] {
+        let Self { data, pipeline, context, tensor, expert, zero } = *self;
+        [
+            ("data", data, 1),
+            ("pipeline", pipeline, 1),
+            ("context", context, 1),
+            ("tensor", tensor, 1),
+            ("expert", expert, 1),
+            ("zero", zero.into(), 0),
+        ]
+    }
+
     /// The keys that differ from their defaults, with values.
     pub fn keys(&self) -> Vec<(&'static str, usize)> {
-        let all = [
-            ("data", self.data),
-            ("pipeline", self.pipeline),
-            ("context", self.context),
-            ("tensor", self.tensor),
-            ("expert", self.expert),
-        ];
-        let mut keys: Vec<_> = all.into_iter().filter(|(_, n)| *n > 1).collect();
-        if self.zero > 0 {
-            keys.push(("zero", self.zero.into()));
-        }
-        keys
+        self.all_keys().into_iter().filter(|(_, n, least)| n > least).map(|(key, n, _)| (key, n)).collect()
     }
 
     /// All keys in command-line form, those of other layouts set back.
     pub fn settings(&self) -> Vec<String> {
-        let Self { data, pipeline, context, tensor, expert, zero } = *self;
-        let axes = [
-            ("data", data),
-            ("pipeline", pipeline),
-            ("context", context),
-            ("tensor", tensor),
-            ("expert", expert),
-            ("zero", zero.into()),
-        ];
-        axes.iter().map(|(key, n)| format!("parallel.{key}={n}")).collect()
+        self.all_keys().iter().map(|(key, n, _)| format!("parallel.{key}={n}")).collect()
     }
 }
 

@@ -352,6 +352,19 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_longest_part_of_a_step_limits_it() {
+        for (compute, hidden, exposed, waiting, is) in [
+            (4.0, 4.0, 4.0, 4.0, Limit::Compute),
+            (3.0, 4.0, 4.0, 4.0, Limit::Gathers),
+            (3.0, 3.0, 4.0, 4.0, Limit::Exchanges),
+            (3.0, 3.0, 3.0, 4.0, Limit::Stages),
+            (3.0, 4.0, 3.0, 3.0, Limit::Gathers),
+        ] {
+            assert_eq!(limit(compute, hidden, exposed, waiting), is);
+        }
+    }
+
     /// Equal stages wait (S - 1) / (m + S - 1) of the time; of unequal ones the others wait for the slowest.
     #[test]
     fn stages_wait_as_their_lists_say() {

@@ -4,141 +4,75 @@ pub use ft_base::memory::place::Phase;
 use ft_kernels::Role;
 use ft_kernels::ledger::ROLES;
 
-/// Purpose of device bytes, in the order of tables and charts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Component {
-    Embedding,
-    Attention,
-    Mlp,
-    Experts,
-    Router,
-    Norms,
-    Head,
+/// Declares [`Component`]: its variants, with key and label.
+macro_rules! components {
+    ($($(#[$meta:meta])* $name:ident: $key:literal, $label:literal;)+) => {
+        /// Purpose of device bytes, in the order of tables and charts.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Component {
+            $($(#[$meta])* $name,)+
+        }
+
+        impl Component {
+            /// All components, in declaration order.
+            pub const ALL: [Component; [$($key),+].len()] = [$(Component::$name),+];
+
+            /// Key in `ft plan --json`.
+            pub fn key(self) -> &'static str {
+                match self { $(Self::$name => $key,)+ }
+            }
+
+            /// Label in tables.
+            pub fn label(self) -> &'static str {
+                match self { $(Self::$name => $label,)+ }
+            }
+        }
+    };
+}
+
+components! {
+    Embedding: "weights_embedding", "frozen embedding";
+    Attention: "weights_attention", "frozen attention";
+    Mlp: "weights_mlp", "frozen feed-forward";
+    Experts: "weights_experts", "frozen experts";
+    Router: "weights_router", "frozen routers";
+    Norms: "weights_norms", "frozen norms";
+    Head: "weights_head", "frozen head";
     /// Scales of 4-bit quantization blocks.
-    QuantConstants,
+    QuantConstants: "quantization_constants", "quantization constants";
     /// Fully trained weights, in the compute dtype.
-    Trained,
+    Trained: "weights_trained", "weights that train";
     /// LoRA matrices and DoRA magnitudes, in the compute dtype.
-    Adapters,
+    Adapters: "adapters", "adapters";
     #[default]
-    Gradients,
+    Gradients: "gradients", "gradients";
     /// f32 master weights, if the compute dtype is 16-bit.
-    Master,
+    Master: "master", "f32 master weights";
     /// Optimizer moments.
-    Moments,
+    Moments: "moments", "optimizer moments";
     /// Token ids, positions and rotary tables of the micro-batch.
-    Batch,
+    Batch: "batch", "micro-batch";
     /// Saved activations, from forward to backward.
-    Activations,
+    Activations: "activations", "saved activations";
     /// Temporaries of the current layer, or of the current phase.
-    Workspace,
+    Workspace: "workspace", "workspace";
     /// Weights dequantized from 4 bits or gathered from other ranks, for the duration of a visit.
-    InFlight,
+    InFlight: "weights_in_flight", "weights in flight";
     /// The current logit chunk.
-    Logits,
+    Logits: "logits", "logit chunk";
     /// Key-value cache during generation.
-    Cache,
+    Cache: "key_value_cache", "key-value cache";
     /// Buffers of collectives, and staging buffers for host transfers.
-    Communication,
+    Communication: "communication", "communication";
     /// Extra bytes of a mixture if all tokens choose the same experts.
-    Routing,
+    Routing: "routing_reserve", "routing reserve";
     /// Bytes held by the allocator beyond the requested ones.
-    AllocatorOverhead,
+    AllocatorOverhead: "allocator_overhead", "allocator overhead";
     /// CUDA context and workspaces of the libraries.
-    Context,
+    Context: "context", "context, libraries";
 }
 
 impl Component {
-    /// All components, in declaration order.
-    pub const ALL: [Component; 23] = {
-        use Component::*;
-        [
-            Embedding,
-            Attention,
-            Mlp,
-            Experts,
-            Router,
-            Norms,
-            Head,
-            QuantConstants,
-            Trained,
-            Adapters,
-            Gradients,
-            Master,
-            Moments,
-            Batch,
-            Activations,
-            Workspace,
-            InFlight,
-            Logits,
-            Cache,
-            Communication,
-            Routing,
-            AllocatorOverhead,
-            Context,
-        ]
-    };
-
-    /// Key in `ft plan --json`.
-    pub fn key(self) -> &'static str {
-        use Component::*;
-        match self {
-            Embedding => "weights_embedding",
-            Attention => "weights_attention",
-            Mlp => "weights_mlp",
-            Experts => "weights_experts",
-            Router => "weights_router",
-            Norms => "weights_norms",
-            Head => "weights_head",
-            QuantConstants => "quantization_constants",
-            Trained => "weights_trained",
-            Adapters => "adapters",
-            Gradients => "gradients",
-            Master => "master",
-            Moments => "moments",
-            Batch => "batch",
-            Activations => "activations",
-            Workspace => "workspace",
-            InFlight => "weights_in_flight",
-            Logits => "logits",
-            Cache => "key_value_cache",
-            Communication => "communication",
-            Routing => "routing_reserve",
-            AllocatorOverhead => "allocator_overhead",
-            Context => "context",
-        }
-    }
-
-    /// Label in tables.
-    pub fn label(self) -> &'static str {
-        use Component::*;
-        match self {
-            Embedding => "frozen embedding",
-            Attention => "frozen attention",
-            Mlp => "frozen feed-forward",
-            Experts => "frozen experts",
-            Router => "frozen routers",
-            Norms => "frozen norms",
-            Head => "frozen head",
-            QuantConstants => "quantization constants",
-            Trained => "weights that train",
-            Adapters => "adapters",
-            Gradients => "gradients",
-            Master => "f32 master weights",
-            Moments => "optimizer moments",
-            Batch => "micro-batch",
-            Activations => "saved activations",
-            Workspace => "workspace",
-            InFlight => "weights in flight",
-            Logits => "logit chunk",
-            Cache => "key-value cache",
-            Communication => "communication",
-            Routing => "routing reserve",
-            AllocatorOverhead => "allocator overhead",
-            Context => "context, libraries",
-        }
-    }
-
     /// Recipe keys to change to shrink it.
     pub fn keys_to_change(self) -> &'static str {
         use Component::*;
@@ -150,17 +84,12 @@ impl Component {
             Trained | Gradients => "[[train]] (fewer modules, or method = \"lora\"), parallel.zero",
             Adapters => "lora.rank",
             Moments => "optimizer.name, memory.offload or parallel.zero",
-            Batch | Workspace | Logits => "data.max_length or run.micro_rows",
             Cache => "generate.max_new_tokens or data.max_length",
             Activations => "memory.recompute, data.max_length or run.micro_rows",
-            InFlight | Communication | Routing | AllocatorOverhead | Context => {
+            Batch | Workspace | Logits | InFlight | Communication | Routing | AllocatorOverhead | Context => {
                 "data.max_length or run.micro_rows"
             }
         }
-    }
-
-    fn index(self) -> usize {
-        self as usize
     }
 }
 
@@ -171,12 +100,12 @@ pub struct Bytes([u64; Component::ALL.len()]);
 impl Bytes {
     /// Bytes of one component.
     pub fn get(&self, c: Component) -> u64 {
-        self.0[c.index()]
+        self.0[c as usize]
     }
 
     /// Adds bytes to a component.
     pub fn add(&mut self, c: Component, bytes: u64) {
-        self.0[c.index()] += bytes;
+        self.0[c as usize] += bytes;
     }
 
     /// Adds `other` component by component.
@@ -245,7 +174,7 @@ mod tests {
     #[test]
     fn every_component_has_its_own_index_and_names() {
         for (i, c) in Component::ALL.into_iter().enumerate() {
-            assert_eq!(c.index(), i);
+            assert_eq!(c as usize, i);
         }
         let mut keys: Vec<_> = Component::ALL.iter().map(|c| c.key()).collect();
         keys.sort_unstable();

@@ -1,6 +1,7 @@
 //! What every check across keys needs: the recipe as written, and the problems so far.
 
 use crate::check::Checker;
+use crate::keys::{Recipe, Reference};
 use crate::syntax::{Span, Table};
 
 pub(super) struct Cross<'a, 'b> {
@@ -9,13 +10,36 @@ pub(super) struct Cross<'a, 'b> {
 }
 
 impl Cross<'_, '_> {
-    /// Refuses keys that are not built with `axis`: key, whether it is set, why, and a hint.
-    pub(super) fn not_built(&mut self, axis: &str, refused: &[(&str, bool, &str, &str)]) {
-        for (key, _, why, hint) in refused.iter().filter(|(_, set, ..)| *set) {
+    /// Refuses keys that are not built with `axis`, a key of `[parallel]`: key, whether it is set, why, and a hint; and
+    /// those that generate, for `generates` as the reason.
+    pub(super) fn not_built(
+        &mut self,
+        recipe: &Recipe,
+        (axis, generates): (&str, &str),
+        refused: &[(&str, bool, &str, &str)],
+    ) {
+        let (samples, logged) = (recipe.generate.samples > 0, !recipe.log.samples.is_empty());
+        let generating = [
+            ("generate.samples", samples, generates, "generate.samples = 0, and ft eval or chat afterwards"),
+            ("log.samples", logged, generates, "leave log.samples out, and ft chat afterwards"),
+        ];
+        for (key, _, why, hint) in generating.iter().chain(refused).filter(|(_, set, ..)| *set) {
             if self.all_good(&[key]) {
                 self.report(key, format!("not built yet: {key} with {axis}: {why}"), *hint);
             }
         }
+    }
+
+    /// The same, also for projected matrices, refused for the reason `galore`, and for another model as reference.
+    pub(super) fn not_built_in_parts(&mut self, recipe: &Recipe, axis: (&str, &str), galore: &str) {
+        let (projects, other) =
+            (recipe.optimizer.name.projects(), matches!(recipe.preference.reference, Reference::Other(_)));
+        let split = "another model would be split like this one";
+        let refused = [
+            ("optimizer.name", projects, galore, "optimizer.name = \"adamw\""),
+            ("preference.reference", other, split, "preference.reference = \"base\""),
+        ];
+        self.not_built(recipe, axis, &refused);
     }
 
     /// Position of `path`, or of the nearest enclosing table in the recipe.

@@ -1,16 +1,14 @@
 //! Checks across keys, for values valid alone but not together.
 
+mod axes;
 mod context;
 mod data;
-mod experts;
 mod idle;
 mod optimizer;
-mod pipeline;
 mod preference;
 mod rules;
 mod run;
 mod scores;
-mod tensor;
 
 use crate::check::Checker;
 use crate::keys::Recipe;
@@ -31,9 +29,7 @@ pub(crate) fn check(checker: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.optimizer(recipe);
     x.in_backward(recipe);
     x.galore(recipe);
-    x.experts(recipe);
-    x.pipeline(recipe);
-    x.tensor(recipe);
+    x.axes(recipe);
     x.log(recipe);
     x.idle(recipe);
 }

@@ -1,4 +1,4 @@
-//! State of an import, and what became of a key.
+//! State of an import, and the fates of its keys.
 
 use super::draft::{Draft, fitting};
 use super::read::{Entries, Entry, is_off, number, text, truth};
@@ -20,21 +20,21 @@ pub enum Fate {
     NoEffect,
     /// Not supported.
     NotSupported,
-    /// A key that the toolkit is not known to have.
+    /// A key unknown to the toolkit.
     Unknown,
     /// Not in the file: the toolkit's default, where it differs from ft's.
     Default,
 }
 
-/// What an import can ask about things outside the file.
+/// Questions of an import about things outside its file.
 pub trait Around {
-    /// The text of a file that the configuration names.
+    /// Text of a file named by the configuration.
     fn read(&self, path: &str) -> Option<String>;
     /// The groups of modules of a model, if its config is at hand.
     fn groups(&self, model: &str) -> Option<Vec<String>>;
 }
 
-/// What became of a key.
+/// The outcome of a key.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Outcome(pub Fate, pub String);
 
@@ -73,9 +73,9 @@ pub(super) struct Context<'a> {
     pub layers: Option<(String, String)>,
     /// Outcomes of the keys of data sets, by path.
     pub of_data: BTreeMap<String, Outcome>,
-    /// What is trained for.
+    /// The task.
     pub task: Task,
-    /// A task that is not supported, in words.
+    /// A task without support, in words.
     pub other_task: Option<String>,
 }
 
@@ -84,7 +84,7 @@ impl Context<'_> {
         self.entries.get(key)
     }
 
-    /// The first of these keys that has a number.
+    /// The first number among these keys.
     pub fn number(&self, keys: &[&str]) -> Option<f64> {
         keys.iter().find_map(|k| self.get(k).and_then(number))
     }
@@ -147,6 +147,14 @@ impl Context<'_> {
         }
     }
 
+    /// Sets `path` if the entry is true; else it is off.
+    pub fn switch(&mut self, path: &str, value: impl Into<String>, entry: &Entry) -> Outcome {
+        match truth(&entry.value) {
+            Some(true) => converted(self.set(path, value, entry)),
+            _ => needless("off"),
+        }
+    }
+
     /// Sets `KEY = VALUE`s of the table of hints.
     pub fn settings(&mut self, settings: &[String], entry: &Entry) -> Vec<String> {
         let mut shown = Vec::new();
@@ -159,3 +167,15 @@ impl Context<'_> {
 
 /// A conversion.
 pub(super) type Convert = fn(&mut Context<'_>, &Entry) -> Outcome;
+
+/// Defines `by_name`: conversions by their names in the tables of keys, functions first, other expressions next.
+macro_rules! conversions {
+    ($($function:ident),+; $($name:literal => $convert:expr),*) => {
+        pub(super) fn by_name(name: &str) -> Option<Convert> {
+            const ALL: &[(&str, Convert)] =
+                &[$((stringify!($function), $function),)+ $(($name, $convert)),*];
+            ALL.iter().find(|(known, _)| *known == name).map(|(_, convert)| *convert)
+        }
+    };
+}
+pub(super) use conversions;

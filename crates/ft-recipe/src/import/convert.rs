@@ -7,17 +7,13 @@ use super::{data, optimize, prefer, run, train, tune};
 
 /// The conversion that a row of the table names.
 pub(super) fn by_name(name: &str) -> Option<Convert> {
-    run::by_name(name)
-        .or_else(|| optimize::by_name(name))
-        .or_else(|| train::by_name(name))
-        .or_else(|| tune::by_name(name))
-        .or_else(|| prefer::by_name(name))
-        .or(match name {
-            "data" => Some(data::outcome),
-            "template_variable" => Some(|ctx, e| free(ctx, "data.template", e)),
-            "override" => Some(|ctx, e| free(ctx, "model.override", e)),
-            _ => None,
-        })
+    let others = [run::by_name, optimize::by_name, train::by_name, tune::by_name, prefer::by_name];
+    Some(match name {
+        "data" => data::outcome,
+        "template_variable" => |ctx, e| free(ctx, "data.template", e),
+        "override" => |ctx, e| free(ctx, "model.override", e),
+        _ => return others.iter().find_map(|by_name| by_name(name)),
+    })
 }
 
 /// Puts a value into a free table, under the last parts of its path.

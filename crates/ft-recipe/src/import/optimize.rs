@@ -1,25 +1,15 @@
 //! Optimizer, schedule, regularization.
 
-use super::context::{Context, Convert, Extent, Outcome, converted, needless, refused};
+use super::context::{Context, Convert, Extent, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
-use super::read::{Entry, number, text, truth};
+use super::read::{Entry, number, text};
 use crate::syntax::quote;
 
-pub(super) fn by_name(name: &str) -> Option<Convert> {
-    Some(match name {
-        "optimizer" => optimizer,
-        "optimizer_argument" => optimizer_arguments,
-        "galore" => galore,
-        "galore_rank" => galore_argument,
-        "galore_modules" => galore_modules,
-        "betas" => betas,
-        "decay_of_all" => decay_of_all,
-        "schedule" => schedule,
-        "schedule_argument" => schedule_argument,
-        "min_lr_ratio" => min_lr_ratio,
-        "warmup" => warmup,
-        _ => return None,
-    })
+conversions! {
+    optimizer, optimizer_argument, galore_rank, betas, decay_of_all, schedule_argument, min_lr_ratio, warmup;
+    "galore" => |ctx, e| ctx.switch("optimizer.name", quote("galore"), e),
+    "galore_modules" => |_, _| needless("GaLore takes all matrices that train in full"),
+    "schedule" => |ctx, e| ctx.take_word("optimizer.schedule", e)
 }
 
 fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -29,14 +19,7 @@ fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     ctx.take_word("optimizer.name", e)
 }
 
-fn galore(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("optimizer.name", quote("galore"), e)),
-        _ => needless("off"),
-    }
-}
-
-fn galore_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn galore_rank(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match ctx.word("optimizer").contains("galore") {
         true => ctx.take("optimizer.galore_rank", e),
         false => needless("the optimizer is not GaLore"),
@@ -44,7 +27,7 @@ fn galore_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// `rank=64, update_proj_gap=100, scale=0.1`
-fn optimizer_arguments(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn optimizer_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(written) = text(&e.value) else { return needless("not set") };
     let (mut set, mut unknown) = (Vec::new(), Vec::new());
     for argument in written.split(',').map(str::trim).filter(|a| !a.is_empty()) {
@@ -68,10 +51,6 @@ fn optimizer_arguments(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn galore_modules(_: &mut Context<'_>, _: &Entry) -> Outcome {
-    needless("GaLore takes all matrices that train in full")
-}
-
 fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let (a, b) = (ctx.number(&["adam_beta1"]).unwrap_or(0.9), ctx.number(&["adam_beta2"]).unwrap_or(0.999));
     converted(ctx.set("optimizer.betas", format!("[{a:?}, {b:?}]"), e))
@@ -85,10 +64,6 @@ fn decay_of_all(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         return converted(format!("{}, {set}: norms decay there too", outcome.1));
     }
     outcome
-}
-
-fn schedule(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    ctx.take_word("optimizer.schedule", e)
 }
 
 /// The learning rate of the file.

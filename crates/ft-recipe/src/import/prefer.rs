@@ -1,6 +1,6 @@
 //! Preference optimization and reward models: the task, its loss, and their parameters.
 
-use super::context::{Context, Convert, Outcome, converted, needless, refused};
+use super::context::{Context, Convert, Outcome, conversions, converted, needless, refused};
 use super::read::{Entries, Entry, is_off, number, text, truth, words};
 use crate::keys::Task;
 use crate::syntax::quote;
@@ -8,19 +8,12 @@ use crate::syntax::quote;
 /// Keys that name the loss.
 const LOSSES: &[&str] = &["pref_loss", "loss_type", "dpo_loss_type"];
 
-pub(super) fn by_name(name: &str) -> Option<Convert> {
-    Some(match name {
-        "task" => task,
-        "pref_loss" => loss,
-        "pref_beta" => beta,
-        "pref_nll" => nll,
-        "dropout" => dropout,
-        "no_dropout" => |_, e| match truth(&e.value) {
-            Some(false) => needless("lora.dropout says it"),
-            _ => needless("lora.dropout is 0, its default"),
-        },
-        _ => return None,
-    })
+conversions! {
+    task, pref_loss, pref_beta, pref_nll, dropout;
+    "no_dropout" => |_, e| match truth(&e.value) {
+        Some(false) => needless("lora.dropout says it"),
+        _ => needless("lora.dropout is 0, its default"),
+    }
 }
 
 /// Whether rows are pairs or rated completions.
@@ -90,7 +83,7 @@ fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     converted(set)
 }
 
-fn loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn pref_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let word = words(&e.value).join(", ").to_lowercase();
     match (ctx.task, word.as_str()) {
         (Task::Sft, _) if ctx.other_task.is_some() => refused("ft does not have that loss"),
@@ -105,7 +98,7 @@ fn loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// Scale of the rewards; `orpo_alpha` is ORPO's.
-fn beta(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn pref_beta(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let of_task = ctx.task.prefers() && (e.path != "orpo_alpha" || ctx.task == Task::Orpo);
     match of_task {
         false => needless("of another task"),
@@ -116,7 +109,7 @@ fn beta(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// `cpo_alpha`: weight of the likelihood of the chosen completion.
-fn nll(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn pref_nll(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match ctx.task {
         Task::Cpo => ctx.take("preference.nll", e),
         Task::Simpo if number(&e.value) != Some(0.0) => {

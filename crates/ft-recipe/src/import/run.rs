@@ -1,6 +1,6 @@
 //! Length of a run, batches, evaluations, checkpoints, precision, ranks, logs.
 
-use super::context::{Context, Convert, Fate, Outcome, converted, needless, refused};
+use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, is_off, number, text, truth, words};
 use crate::syntax::quote;
@@ -10,28 +10,12 @@ const MICRO: &[&str] = &["micro_batch_size", "per_device_train_batch_size", "bat
 /// Ranks, as launchers name them.
 const RANKS: &[&str] = &["launch.num_processes", "launch.nproc_per_node", "launch.nproc-per-node"];
 
-pub(super) fn by_name(name: &str) -> Option<Convert> {
-    Some(match name {
-        "accumulation" => accumulation,
-        "total_batch" => total_batch,
-        "steps" => steps,
-        "steps_an_epoch" => steps_an_epoch,
-        "every" => every,
-        "strategy" => strategy,
-        "per_epoch" => per_epoch,
-        "patience" => |ctx, e| ctx.take("run.patience", e),
-        "clip" => clip,
-        "precision" => precision,
-        "dtype" => dtype,
-        "cpu" => cpu,
-        "device" => device,
-        "deepspeed" => deepspeed,
-        "fsdp" => fsdp,
-        "offload" => offload,
-        "launch" => launch,
-        "report_to" => report_to,
-        _ => return None,
-    })
+conversions! {
+    accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
+    deepspeed, fsdp, launch, report_to;
+    "patience" => |ctx, e| ctx.take("run.patience", e),
+    "cpu" => |ctx, e| ctx.switch("run.device", quote("cpu"), e),
+    "offload" => |ctx, e| ctx.switch("memory.offload", "[\"params\", \"optimizer\"]", e)
 }
 
 /// Ranks that the command starts; 1 if it does not say.
@@ -148,13 +132,6 @@ fn dtype(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     ctx.take_word("model.dtype", e)
 }
 
-fn cpu(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("run.device", quote("cpu"), e)),
-        _ => needless("off"),
-    }
-}
-
 fn device(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).unwrap_or_default().as_str() {
         "cpu" => ctx.take("run.device", e),
@@ -192,13 +169,6 @@ fn fsdp(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         () if has("shard_grad_op") => zero(ctx, 2, e),
         () if has("full_shard") || truth(&e.value) == Some(true) => zero(ctx, 3, e),
         () => refused("parallel.zero = 2 or 3, and memory.offload = [\"params\"]"),
-    }
-}
-
-fn offload(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("memory.offload", "[\"params\", \"optimizer\"]", e)),
-        _ => needless("off"),
     }
 }
 

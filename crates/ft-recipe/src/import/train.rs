@@ -1,6 +1,6 @@
 //! What trains: method, targets of LoRA, layers, quantization, data masks and templates.
 
-use super::context::{Context, Convert, Extent, Fate, Outcome, converted, needless, refused};
+use super::context::{Context, Convert, Extent, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::prefer::reads_pairs;
 use super::read::{Entries, Entry, is_off, number, text, truth, words};
@@ -10,37 +10,15 @@ use crate::keys::Task;
 use crate::syntax::quote;
 use serde_json::Value;
 
-pub(super) fn by_name(name: &str) -> Option<Convert> {
-    Some(match name {
-        "method" => method,
-        "peft" => peft,
-        "modules" => modules,
-        "all_linear" => all_linear,
-        "factory_rank" => factory_rank,
-        "in_full" => in_full,
-        "layers" => layers,
-        "last_layers" => last_layers,
-        "last_modules" => last_modules,
-        "initial" => initial,
-        "initial_adapter" => |ctx, e| ctx.take("lora.init", e),
-        "pissa" => pissa,
-        "four_bits" => four_bits,
-        "bits" => bits,
-        "from_scratch" => from_scratch,
-        "new_tokens" => new_tokens,
-        "over_length" => over_length,
-        "on_inputs" => on_inputs,
-        "last_turn" => last_turn,
-        "assistant_only" => assistant_only,
-        "completion_only" => completion_only,
-        "template_file" => template_file,
-        "template_name" => template_name,
-        "thinking" => thinking,
-        "factory_packing" => factory_packing,
-        "not_shuffled" => not_shuffled,
-        "share" => share,
-        _ => return None,
-    })
+conversions! {
+    method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial, four_bits,
+    bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file, template_name, thinking,
+    factory_packing, share;
+    "initial_adapter" => |ctx, e| ctx.take("lora.init", e),
+    "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
+    "from_scratch" => |ctx, e| ctx.switch("model.weights", quote("random"), e),
+    "last_turn" => |ctx, e| ctx.switch("data.mask", quote("last"), e),
+    "not_shuffled" => |ctx, e| ctx.switch("data.shuffle", "false", e)
 }
 
 /// Whether a file trains by LoRA.
@@ -223,13 +201,6 @@ fn initial(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn pissa(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("lora.init", quote("pissa"), e)),
-        _ => needless("off"),
-    }
-}
-
 fn four_bits(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
         Some(true) if ctx.extent == Extent::Lora => converted(ctx.set("model.quantize", quote("nf4"), e)),
@@ -245,13 +216,6 @@ fn bits(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         Some(n) => {
             refused(format!("{n} bits: model.quantize = \"nf4\" has 4, or weights are in model.dtype"))
         }
-    }
-}
-
-fn from_scratch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("model.weights", quote("random"), e)),
-        _ => needless("off"),
     }
 }
 
@@ -276,13 +240,6 @@ fn on_inputs(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
         Some(true) => converted(ctx.set("data.mask", quote("none"), e) + ": every token is a target"),
         _ => needless("prompts are no targets here either"),
-    }
-}
-
-fn last_turn(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("data.mask", quote("last"), e)),
-        _ => needless("off"),
     }
 }
 
@@ -338,13 +295,6 @@ fn factory_packing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         outcome.1 += "; documents of a row never see one another (neat_packing there)";
     }
     outcome
-}
-
-fn not_shuffled(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match truth(&e.value) {
-        Some(true) => converted(ctx.set("data.shuffle", "false", e)),
-        _ => needless("off"),
-    }
 }
 
 /// Evaluation data: a share of the samples, or their number.

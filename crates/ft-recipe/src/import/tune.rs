@@ -1,22 +1,13 @@
 //! Keys of torchtune alone.
 
-use super::context::{Context, Convert, Extent, Fate, Outcome, converted, needless, refused};
+use super::context::{Context, Convert, Extent, Fate, Outcome, conversions, converted, needless, refused};
 use super::read::{Entry, number, text, truth};
 use crate::syntax::quote;
 
-pub(super) fn by_name(name: &str) -> Option<Convert> {
-    Some(match name {
-        "tune_model" => model,
-        "tune_mlp" => |ctx, e| target(ctx, e, "mlp"),
-        "tune_head" => |ctx, e| target(ctx, e, "head"),
-        "tune_folder" => folder,
-        "tune_length" => length,
-        "tune_checkpointer" => checkpointer,
-        "tune_loss" => loss,
-        "tune_logger" => logger,
-        "tune_mlflow" => mlflow,
-        _ => return None,
-    })
+conversions! {
+    tune_model, tune_folder, tune_length, tune_checkpointer, tune_loss, tune_logger, tune_mlflow;
+    "tune_mlp" => |ctx, e| target(ctx, e, "mlp"),
+    "tune_head" => |ctx, e| target(ctx, e, "head")
 }
 
 fn last(path: &str) -> &str {
@@ -28,7 +19,7 @@ pub(super) fn is_lora(component: &str) -> bool {
     ["lora_", "qlora_", "dora_", "qdora_"].iter().any(|p| last(component).starts_with(p))
 }
 
-fn model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_model(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let path = text(&e.value).unwrap_or_default();
     let builder = last(&path);
     if path.contains("vision") || path.contains("multimodal") || path.contains("classifier") {
@@ -64,7 +55,7 @@ fn target(ctx: &mut Context<'_>, e: &Entry, module: &str) -> Outcome {
     }
 }
 
-fn folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(path) = text(&e.value) else { return needless("not set") };
     let plain = path.trim_end_matches('/').trim_end_matches("/original");
     let set = ctx.set("model.source", quote(plain), e);
@@ -72,7 +63,7 @@ fn folder(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// `tokenizer.max_seq_len`: without it nothing is cut there.
-fn length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match number(&e.value) {
         Some(n) if n > 0.0 => ctx.take("data.max_length", e),
         _ => {
@@ -81,7 +72,7 @@ fn length(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn checkpointer(_: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_checkpointer(_: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).as_deref().map(last) {
         Some("FullModelHFCheckpointer" | "DistributedCheckpointer") => {
             needless("the folder has a model in Hugging Face's layout")
@@ -92,7 +83,7 @@ fn checkpointer(_: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).as_deref().map(last) {
         Some("CEWithChunkedOutputLoss" | "LinearCrossEntropyLoss" | "CrossEntropyLoss") => {
             needless("cross-entropy, in chunks of targets, is the loss")
@@ -102,7 +93,7 @@ fn loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn logger(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_logger(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match text(&e.value).as_deref().map(last) {
         Some("DiskLogger" | "StdoutLogger") => needless("each step is on the screen and in metrics.jsonl"),
         Some("TensorBoardLogger") => converted(ctx.set("log.tensorboard", "true", e)),
@@ -115,7 +106,7 @@ fn logger(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// Keys of torchtune's logger for MLflow.
-fn mlflow(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+fn tune_mlflow(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if !ctx.word("metric_logger._component_").ends_with("mlflowlogger") {
         return needless("each step is on the screen and in metrics.jsonl");
     }

@@ -213,8 +213,17 @@ mod tests {
             let (found, slice) = Slice::parse(split).unwrap();
             assert_eq!((found, slice.rows(10)), (name, rows), "{split}");
         }
-        for bad in ["train[", "train[1]", "train[a:]", "train[:120%]", "train[1:2]x"] {
+        for bad in ["train[", "train[1]", "train[a:]", "train[:101%]", "train[:-101%]", "train[1:2]x"] {
             assert!(Slice::parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn shares_and_rows_from_the_end_need_all_rows() {
+        for (split, needs) in
+            [("train", false), ("[0:2]", false), ("[:1%]", true), ("[-1:]", true), ("[:-1]", true)]
+        {
+            assert_eq!(Slice::parse(split).unwrap().1.needs_total(), needs, "{split}");
         }
     }
 }

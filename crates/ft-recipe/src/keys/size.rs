@@ -20,9 +20,24 @@ pub(crate) const SMALLEST_BARE: u64 = 1 << 20;
 
 /// Formats a size in the largest binary unit that divides it.
 pub(crate) fn format_bytes(bytes: u64) -> String {
-    let binary = UNITS.iter().filter(|(unit, _)| unit.contains('i') || *unit == "B");
-    match binary.into_iter().find(|(_, size)| bytes.is_multiple_of(*size)) {
-        Some((unit, size)) => quote(&format!("{}{unit}", bytes / size)),
-        None => bytes.to_string(),
+    let mut binary = UNITS.iter().filter(|(unit, _)| unit.contains('i'));
+    let (unit, size) = binary.find(|(_, size)| bytes.is_multiple_of(*size)).unwrap_or(&("B", 1));
+    quote(&format!("{}{unit}", bytes / size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_written_exactly() {
+        for (bytes, text) in [
+            (48 << 30, "48GiB"),
+            (1536 << 20, "1536MiB"),
+            (1 << 40, "1TiB"),
+            (80_000_000_001, "80000000001B"),
+        ] {
+            assert_eq!(format_bytes(bytes), quote(text));
+        }
     }
 }

@@ -143,14 +143,14 @@ fn locate(texts: &[SourceText], at: &Span) -> (Place, String, Range<usize>, bool
         return (Place { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0, false);
     };
     let text = source.text.as_str();
-    let start = floor(text, at.bytes.start);
+    let start = text.floor_char_boundary(at.bytes.start);
     let line = source.lines.partition_point(|begin| *begin <= start).max(1);
     let line_start = source.lines.get(line - 1).copied().unwrap_or(0);
     let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
-    let end = floor(text, at.bytes.end).clamp(start, line_end);
+    let end = text.floor_char_boundary(at.bytes.end).clamp(start, line_end);
     // Shows a very long line only around the position.
-    let from = floor(text, start.saturating_sub(SHOWN).max(line_start));
-    let to = floor(text, (start + SHOWN).min(line_end));
+    let from = text.floor_char_boundary(start.saturating_sub(SHOWN).max(line_start));
+    let to = text.floor_char_boundary((start + SHOWN).min(line_end));
     let shown = text[from..to].trim_end_matches('\r');
     let span = (start - from).min(shown.len())..(end - from).min(shown.len());
     let place = if source.is_file {
@@ -159,15 +159,6 @@ fn locate(texts: &[SourceText], at: &Span) -> (Place, String, Range<usize>, bool
         Place { file: source.name.clone(), line: 0, column: 0 }
     };
     (place, shown.to_string(), span, from > line_start || to < line_end)
-}
-
-/// Rounds `i` down to a character boundary.
-fn floor(text: &str, i: usize) -> usize {
-    let mut i = i.min(text.len());
-    while !text.is_char_boundary(i) {
-        i -= 1;
-    }
-    i
 }
 
 /// The problems of a recipe in file order, followed by problems of the command line.

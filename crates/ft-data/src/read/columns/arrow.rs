@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::read::row::RawRow;
 use crate::shape::schema::Schema;
 use arrow_array::{ArrayRef, RecordBatch};
-use arrow_ipc::{Message, MessageHeader, MetadataVersion, root_as_message};
+use arrow_ipc::{Message, MessageHeader, root_as_message};
 use arrow_schema::SchemaRef;
 use ft_base::store;
 use ft_base::terminal::panics::caught;
@@ -96,7 +96,7 @@ fn batch(
         match message.header_type() {
             MessageHeader::RecordBatch => {
                 let rows = checked(message.header_as_record_batch(), length)?;
-                let version = version(&message);
+                let version = message.version();
                 let batch = arrow_ipc::reader::read_record_batch(
                     &body,
                     rows,
@@ -114,17 +114,13 @@ fn batch(
                 if values.isDelta() {
                     return Err("a dictionary goes on in another message (a delta); write it whole".into());
                 }
-                arrow_ipc::reader::read_dictionary(&body, values, schema, dictionaries, &version(&message))
+                arrow_ipc::reader::read_dictionary(&body, values, schema, dictionaries, &message.version())
                     .map_err(told)?;
             }
             other => return Err(format!("a message of type {other:?} between the rows")),
         }
     }
     Ok(None)
-}
-
-fn version(message: &Message) -> MetadataVersion {
-    message.version()
 }
 
 fn message(metadata: &[u8]) -> Result<Message<'_>, String> {

@@ -98,7 +98,8 @@ fn is_zero(bytes: &[u8], at: u64, width: u64) -> bool {
     (at..at + width).all(|bit| bytes[(bit / 8) as usize] >> (bit % 8) & 1 == 0)
 }
 
-fn varint(bytes: &mut &[u8]) -> Option<u64> {
+/// Takes an integer of 7 bits a byte, the lowest first.
+pub(super) fn varint(bytes: &mut &[u8]) -> Option<u64> {
     let mut out = 0u64;
     for shift in (0..64).step_by(7) {
         let (first, rest) = bytes.split_first()?;

@@ -1,6 +1,7 @@
 //! Sizes of the pages of a Parquet file, from their headers, before any page is decompressed. A small file may
 //! hold pages of gigabytes, which the library unpacks at once.
 
+use super::levels;
 use parquet::errors::{ParquetError, Result};
 use parquet::file::metadata::ParquetMetaData;
 use std::fs::File;
@@ -105,15 +106,7 @@ impl Compact<'_> {
     }
 
     fn varint(&mut self) -> Option<u64> {
-        let mut out = 0u64;
-        for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
-            out |= u64::from(byte & 0x7F) << shift;
-            if byte & 0x80 == 0 {
-                return Some(out);
-            }
-        }
-        None
+        levels::varint(&mut self.0)
     }
 
     fn integer(&mut self) -> Option<i64> {

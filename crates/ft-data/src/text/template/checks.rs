@@ -3,14 +3,13 @@
 use super::bounds::weigh;
 use super::filters;
 use super::python::access::length;
-use super::python::compare::{check_key, contains, equal, order};
+use super::python::compare::{check_key, equal, holds};
 use super::python::kind::{Kind, invalid};
 use super::python::methods::given;
 use super::python::number::remainder;
 use super::python::text::text;
 use minijinja::value::{DynObject, ObjectRepr, Rest, ValueOrKwargs};
 use minijinja::{Environment, Error, Value, tests};
-use std::cmp::Ordering;
 
 type Test = fn(&Value) -> Result<bool, Error>;
 type Pair = fn(&Value, &Value) -> Result<bool, Error>;
@@ -49,13 +48,13 @@ const ALONE: &[(&str, Test)] = &[
 
 /// Tests with one argument.
 const PAIRS: &[(&[&str], Pair)] = &[
-    (&["eq", "equalto", "=="], equal),
-    (&["ne", "!="], |a, b| Ok(!equal(a, b)?)),
-    (&["lt", "lessthan", "<"], |a, b| Ok(order(a, b)? == Some(Ordering::Less))),
-    (&["le", "<="], |a, b| Ok(order(a, b)?.is_some_and(Ordering::is_le))),
-    (&["gt", "greaterthan", ">"], |a, b| Ok(order(a, b)? == Some(Ordering::Greater))),
-    (&["ge", ">="], |a, b| Ok(order(a, b)?.is_some_and(Ordering::is_ge))),
-    (&["in"], |v, container| contains(container, v)),
+    (&["eq", "equalto", "=="], |a, b| holds("Eq", a, b)),
+    (&["ne", "!="], |a, b| holds("Ne", a, b)),
+    (&["lt", "lessthan", "<"], |a, b| holds("Lt", a, b)),
+    (&["le", "<="], |a, b| holds("Lte", a, b)),
+    (&["gt", "greaterthan", ">"], |a, b| holds("Gt", a, b)),
+    (&["ge", ">="], |a, b| holds("Gte", a, b)),
+    (&["in"], |a, b| holds("In", a, b)),
     (&["divisibleby"], |v, n| equal(&remainder(v, n)?, &Value::from(0))),
     (&["sameas"], |a, b| match (Kind::of(a), Kind::of(b)) {
         (Kind::Undefined, _) => Ok(false),

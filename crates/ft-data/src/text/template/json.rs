@@ -3,12 +3,11 @@
 
 use super::bounds::{spend, spend_product, weigh};
 use super::python::access::iterate;
-use super::python::compare::order;
+use super::python::compare::sort;
 use super::python::kind::{Kind, float};
 use super::python::text::float_text;
 use crate::shape::values::is_reserved;
 use minijinja::{Error, ErrorKind, Value};
-use std::cmp::Ordering;
 use std::fmt::Write;
 
 /// Options of `json.dumps`.
@@ -71,7 +70,7 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
                 return Ok(());
             }
             if style.sort_keys {
-                keys = sorted_keys(keys)?;
+                sort(&mut keys, false, |key| key)?;
             }
             out.push('{');
             for (i, key) in keys.iter().enumerate() {
@@ -95,18 +94,6 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
         other => return Err(fail(format!("Object of type {} is not JSON serializable", other.name()))),
     }
     Ok(())
-}
-
-fn sorted_keys(mut keys: Vec<Value>) -> Result<Vec<Value>, Error> {
-    let mut failed = None;
-    keys.sort_by(|a, b| match order(a, b) {
-        Ok(found) => found.unwrap_or(Ordering::Equal),
-        Err(e) => {
-            failed.get_or_insert(e);
-            Ordering::Equal
-        }
-    });
-    failed.map_or(Ok(keys), Err)
 }
 
 /// Writes separator and indentation before an item or a closing bracket.

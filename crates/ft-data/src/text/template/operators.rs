@@ -2,13 +2,12 @@
 
 use super::bounds::{spend, tick, weigh, weigh_data};
 use super::python::access::{attribute, item, iterate, length, slice};
-use super::python::compare::{check_key, contains, equal, order};
+use super::python::compare::{check_key, holds};
 use super::python::kind::{Kind, invalid, tuple};
 use super::python::text::{escaped, text};
 use super::python::{methods, number};
 use minijinja::value::{Kwargs, Rest, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, State, Value};
-use std::cmp::Ordering;
 
 /// Registers the operators.
 pub(super) fn add(env: &mut Environment<'static>) {
@@ -24,17 +23,13 @@ pub(super) fn add(env: &mut Environment<'static>) {
         Ok::<_, Error>(Value::from([text(a)?, text(b)?].concat()))
     });
     env.add_filter("ft_slice", slice);
-    env.add_filter("ft_eq", equal);
-    env.add_filter("ft_ne", |a: &Value, b: &Value| equal(a, b).map(|same| !same));
-    env.add_filter("ft_lt", |a: &Value, b: &Value| Ok::<_, Error>(order(a, b)? == Some(Ordering::Less)));
-    env.add_filter("ft_lte", |a: &Value, b: &Value| {
-        Ok::<_, Error>(order(a, b)?.is_some_and(Ordering::is_le))
-    });
-    env.add_filter("ft_gt", |a: &Value, b: &Value| Ok::<_, Error>(order(a, b)? == Some(Ordering::Greater)));
-    env.add_filter("ft_gte", |a: &Value, b: &Value| {
-        Ok::<_, Error>(order(a, b)?.is_some_and(Ordering::is_ge))
-    });
-    env.add_filter("ft_in", |value: &Value, container: &Value| contains(container, value));
+    env.add_filter("ft_eq", |a: &Value, b: &Value| holds("Eq", a, b));
+    env.add_filter("ft_ne", |a: &Value, b: &Value| holds("Ne", a, b));
+    env.add_filter("ft_lt", |a: &Value, b: &Value| holds("Lt", a, b));
+    env.add_filter("ft_lte", |a: &Value, b: &Value| holds("Lte", a, b));
+    env.add_filter("ft_gt", |a: &Value, b: &Value| holds("Gt", a, b));
+    env.add_filter("ft_gte", |a: &Value, b: &Value| holds("Gte", a, b));
+    env.add_filter("ft_in", |a: &Value, b: &Value| holds("In", a, b));
     env.add_filter("ft_item", item);
     env.add_filter("ft_attr", |object: &Value, name: &Value| {
         attribute(object, name.as_str().unwrap_or_default())
@@ -57,7 +52,10 @@ pub(super) fn add(env: &mut Environment<'static>) {
         let pairs = items.chunks_exact(2).map(|p| (p[0].clone(), p[1].clone()));
         Ok::<_, Error>(Value::from_pairs(pairs))
     });
-    env.add_filter("ft_compare", compared);
+    // a comparison in a chain, with its second operand
+    env.add_filter("ft_compare", |a: &Value, b: &Value, op: &str| {
+        Ok::<_, Error>(tuple(vec![holds(op, a, b)?.into(), b.clone()]))
+    });
     env.add_filter("ft_data", |v: &Value| weigh_data(v).map(|()| v.clone()));
     env.add_filter("ft_iter", looped);
     env.add_filter("ft_unpack", |v: &Value| match Kind::of(v) {
@@ -96,22 +94,6 @@ fn keywords(maps: &[Value]) -> Result<Value, Error> {
         }
     }
     Ok(Value::from(all.into_iter().collect::<Kwargs>()))
-}
-
-/// A comparison in a chain, and its second operand. `op` is the engine's name.
-fn compared(a: &Value, b: &Value, op: &str) -> Result<Value, Error> {
-    let holds = match op {
-        "Eq" => equal(a, b)?,
-        "Ne" => !equal(a, b)?,
-        "Lt" => order(a, b)? == Some(Ordering::Less),
-        "Lte" => order(a, b)?.is_some_and(Ordering::is_le),
-        "Gt" => order(a, b)? == Some(Ordering::Greater),
-        "Gte" => order(a, b)?.is_some_and(Ordering::is_ge),
-        "In" => contains(b, a)?,
-        "NotIn" => !contains(b, a)?,
-        _ => return Err(invalid(format!("the comparison {op} is not built yet"))),
-    };
-    Ok(tuple(vec![Value::from(holds), b.clone()]))
 }
 
 /// A value as the items of a loop.

@@ -1,6 +1,6 @@
 //! Data sets of axolotl: `datasets`, `test_datasets`, `pretraining_dataset`.
 
-use super::source::{Keys, Source, value, word};
+use super::source::{Keys, Source, origin, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
 use crate::import::prefer::reads_pairs;
 use crate::import::read::{is_off, text, words};
@@ -11,8 +11,7 @@ use serde_json::Value;
 const KINDS: &[&str] = &["json", "csv", "parquet", "text", "arrow"];
 
 pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
-    let origin =
-        keys.first().map_or("datasets", |(path, ..)| path.rsplit_once('.').map_or("datasets", |(p, _)| p));
+    let origin = origin(keys, "datasets");
     let path = word(keys, "path").unwrap_or_default();
     let files = value(keys, "data_files").map(words).unwrap_or_default();
     let kind = KINDS.contains(&path.as_str());
@@ -37,11 +36,8 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
     if origin.starts_with("pretraining") && !source.keys.contains_key("format") {
         source.format("text");
     }
-    let at = |file: &String| if kind || path.is_empty() { file.clone() } else { format!("{path}/{file}") };
-    match files.is_empty() {
-        true => vec![source],
-        false => files.iter().map(|f| Source { source: at(f), ..source.clone() }).collect(),
-    }
+    let folder = if kind || path.is_empty() { String::new() } else { format!("{path}/") };
+    source.of_files(&files, &folder)
 }
 
 /// Keys of data for preference tasks.

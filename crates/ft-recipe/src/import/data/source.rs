@@ -57,6 +57,14 @@ impl Source {
         }
     }
 
+    /// A source for each of `files`, below `folder`; without files itself.
+    pub fn of_files(self, files: &[String], folder: &str) -> Vec<Self> {
+        if files.is_empty() {
+            return vec![self];
+        }
+        files.iter().map(|file| Self { source: format!("{folder}{file}"), ..self.clone() }).collect()
+    }
+
     /// Writes the source into the recipe.
     pub fn write(self, ctx: &mut Context<'_>, path: &str) {
         let mut put =
@@ -91,6 +99,11 @@ pub(super) fn each(
         sets.entry(index).or_default().push((e.path.clone(), key.into(), e.value.clone()));
     }
     sets.into_values().flat_map(|keys| convert(ctx, &keys)).collect()
+}
+
+/// The list entry that `keys` are of, or `default`.
+pub(super) fn origin<'k>(keys: &'k Keys, default: &'k str) -> &'k str {
+    keys.first().and_then(|(path, ..)| path.rsplit_once('.')).map_or(default, |(entry, _)| entry)
 }
 
 /// The value of a key of a data set.

@@ -1,14 +1,13 @@
 //! Data sets of torchtune: builders with arguments.
 
-use super::source::{Keys, Source, value, word};
+use super::source::{Keys, Source, origin, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
 use crate::import::read::{is_off, text, truth, words};
 use crate::syntax::quote;
 use serde_json::Value;
 
 pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
-    let origin =
-        keys.first().map_or("dataset", |(path, ..)| path.rsplit_once('.').map_or("dataset", |(p, _)| p));
+    let origin = origin(keys, "dataset");
     let component = word(keys, "_component_").unwrap_or_default();
     let builder = component.rsplit('.').next().unwrap_or_default();
     let tables = ctx.tables;
@@ -55,11 +54,7 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
         let path = keys.iter().find(|(_, k, _)| k == "packed").map_or("", |(p, ..)| p);
         ctx.draft.set("data.pack", pack.to_string(), path, false);
     }
-    match files.is_empty() {
-        true if source.source.is_empty() => Vec::new(),
-        true => vec![source],
-        false => files.iter().map(|f| Source { source: f.clone(), ..source.clone() }).collect(),
-    }
+    if files.is_empty() && source.source.is_empty() { Vec::new() } else { source.of_files(&files, "") }
 }
 
 fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Outcome {

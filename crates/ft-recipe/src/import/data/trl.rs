@@ -1,6 +1,6 @@
 //! Data sets of TRL: `dataset_name` and its kin, or `datasets`.
 
-use super::source::{Keys, Source, each, value, word};
+use super::source::{Keys, Source, each, origin, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
 use crate::import::read::{is_off, text, words};
 use crate::syntax::quote;
@@ -44,8 +44,7 @@ pub(super) fn sources(ctx: &mut Context<'_>) -> (Vec<Source>, Vec<Source>) {
 
 /// One of `datasets`.
 fn mixture(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
-    let origin =
-        keys.first().map_or("datasets", |(path, ..)| path.rsplit_once('.').map_or("datasets", |(p, _)| p));
+    let origin = origin(keys, "datasets");
     let path = word(keys, "path").unwrap_or_default();
     let files = value(keys, "data_files").map(words).unwrap_or_default();
     let mut source = Source::named(&path, origin);
@@ -67,8 +66,5 @@ fn mixture(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
         };
         ctx.of_data.insert(at.clone(), outcome);
     }
-    match files.is_empty() {
-        true => vec![source],
-        false => files.iter().map(|f| Source { source: f.clone(), ..source.clone() }).collect(),
-    }
+    source.of_files(&files, "")
 }

@@ -3,7 +3,7 @@
 use super::{Arguments, Named};
 use crate::text::template::bounds::{spend, spend_product, weigh};
 use crate::text::template::python::access::{item, iterate, slice};
-use crate::text::template::python::compare::{check_key, equal, order};
+use crate::text::template::python::compare::{self, check_key, equal, order};
 use crate::text::template::python::kind::{Generator, Group, Kind, invalid, text_value};
 use crate::text::template::python::methods;
 use crate::text::template::python::number::add;
@@ -109,19 +109,11 @@ fn key(v: Value, sensitive: bool) -> Result<Value, Error> {
     }
 }
 
-/// Sorts by keys like Python: stable, and with an error for types without order.
+/// Pairs of key and value, sorted by keys.
 fn sorted(mut items: Vec<(Value, Value)>, reverse: bool) -> Result<Vec<(Value, Value)>, Error> {
-    let mut failed = None;
     spend_product(items.len(), 64)?;
-    let mut compare = |a: &Value, b: &Value| match order(a, b) {
-        Ok(found) => found.unwrap_or(Ordering::Equal),
-        Err(e) => {
-            failed.get_or_insert(e);
-            Ordering::Equal
-        }
-    };
-    items.sort_by(|a, b| if reverse { compare(&b.0, &a.0) } else { compare(&a.0, &b.0) });
-    failed.map_or(Ok(items), Err)
+    compare::sort(&mut items, reverse, |(key, _)| key)?;
+    Ok(items)
 }
 
 fn second(items: Vec<(Value, Value)>) -> Value {

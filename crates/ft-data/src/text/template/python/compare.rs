@@ -6,6 +6,24 @@ use crate::text::template::bounds::{spend, weigh};
 use minijinja::{Error, ErrorKind, Value};
 use std::cmp::Ordering;
 
+/// A comparison by the engine's name of its operator.
+///
+/// # Errors
+/// Those of [`equal`], [`order`] and [`contains`], and other operators.
+pub(crate) fn holds(op: &str, a: &Value, b: &Value) -> Result<bool, Error> {
+    Ok(match op {
+        "Eq" => equal(a, b)?,
+        "Ne" => !equal(a, b)?,
+        "Lt" => order(a, b)? == Some(Ordering::Less),
+        "Lte" => order(a, b)?.is_some_and(Ordering::is_le),
+        "Gt" => order(a, b)? == Some(Ordering::Greater),
+        "Gte" => order(a, b)?.is_some_and(Ordering::is_ge),
+        "In" => contains(b, a)?,
+        "NotIn" => !contains(b, a)?,
+        _ => return Err(invalid(format!("the comparison {op} is not built yet"))),
+    })
+}
+
 /// `a == b`.
 ///
 /// # Errors
@@ -102,6 +120,23 @@ pub(crate) fn order(a: &Value, b: &Value) -> Result<Option<Ordering>, Error> {
             kb.name()
         ))),
     }
+}
+
+/// Sorts by keys like Python: stable, and with an error for types without order.
+///
+/// # Errors
+/// The first of [`order`].
+pub(crate) fn sort<T>(items: &mut [T], reverse: bool, key: impl Fn(&T) -> &Value) -> Result<(), Error> {
+    let mut failed = None;
+    items.sort_by(|a, b| {
+        let (a, b) = if reverse { (b, a) } else { (a, b) };
+        let found = order(key(a), key(b)).unwrap_or_else(|e| {
+            failed.get_or_insert(e);
+            None
+        });
+        found.unwrap_or(Ordering::Equal)
+    });
+    failed.map_or(Ok(()), Err)
 }
 
 /// `value in container`.

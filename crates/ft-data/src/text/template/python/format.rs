@@ -50,7 +50,8 @@ impl Fields<'_> {
             if tail.starts_with('}') {
                 return Err(invalid("Single '}' encountered in format string"));
             }
-            let end = closing(&tail[1..]).ok_or_else(|| invalid("expected '}' before end of string"))?;
+            let end = closing(&tail[1..], ('{', '}'))
+                .ok_or_else(|| invalid("expected '}' before end of string"))?;
             let piece = self.field(&tail[1..=end], depth)?;
             spend(piece.len())?;
             out.push_str(&piece);
@@ -119,15 +120,11 @@ impl Fields<'_> {
     }
 }
 
-/// The offset of the brace that closes a field.
-fn closing(text: &str) -> Option<usize> {
+/// The offset of the bracket that closes text behind an opening one.
+pub(super) fn closing(text: &str, (open, close): (char, char)) -> Option<usize> {
     let mut depth = 1;
     text.char_indices().find_map(|(i, c)| {
-        depth += match c {
-            '{' => 1,
-            '}' => -1,
-            _ => 0,
-        };
+        depth += i32::from(c == open) - i32::from(c == close);
         (depth == 0).then_some(i)
     })
 }

@@ -2,6 +2,7 @@
 
 use super::access::item;
 use super::digits::{Align, aligned, check_width, float_digits, int_digits};
+use super::format::closing;
 use super::kind::{Kind, integer, invalid};
 use super::number::Number;
 use super::text::{entities, escape_code, repr, text};
@@ -75,7 +76,7 @@ impl Conversion {
     fn parse<'f>(mut text: &'f str, given: &mut Given<'_>) -> Result<(Self, &'f str), Error> {
         let mut this = Self::default();
         if let Some(inner) = text.strip_prefix('(') {
-            let end = closing(inner).ok_or_else(|| invalid("incomplete format key"))?;
+            let end = closing(inner, ('(', ')')).ok_or_else(|| invalid("incomplete format key"))?;
             if !given.mapping {
                 return Err(invalid("format requires a mapping"));
             }
@@ -204,19 +205,6 @@ impl Conversion {
 fn item_of(args: &Value, key: &str) -> Option<Value> {
     let key = Value::from(key);
     args.as_object()?.get_value(&key).and_then(|_| item(args, &key).ok())
-}
-
-/// The offset of the parenthesis that closes a key.
-fn closing(text: &str) -> Option<usize> {
-    let mut depth = 1;
-    text.char_indices().find_map(|(i, c)| {
-        depth += match c {
-            '(' => 1,
-            ')' => -1,
-            _ => 0,
-        };
-        (depth == 0).then_some(i)
-    })
 }
 
 /// Escapes all characters but ASCII's.
