@@ -10,15 +10,15 @@ use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained, peft};
 use ft_engine::model::Config;
-use ft_engine::model::family::QkNorms;
-use ft_engine::model::modules::Module;
+use ft_engine::model::modules::{CutAlong, Group, Kind, Module, modules};
 use ft_engine::model::units::cut;
-use ft_engine::params::buffers::Split;
 use ft_engine::params::buffers::moments::is_large;
+use ft_engine::params::buffers::{Split, cuts_between_blocks};
 use ft_engine::quant::BLOCK;
 use ft_engine::ranks::Mesh;
 use ft_kernels::optimizer::BLOCK as STATES;
 use ft_recipe::{Quantize, Recipe};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 pub use crate::model::{dtype, source_path, unknown_keys};
@@ -131,56 +131,69 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
-/// Refuses matrices that do not divide over the ranks that cut them, and layers that are not built for it.
+/// What the ranks of a tensor group divide.
+struct Divisible {
+    /// Numbers of key heads.
+    heads: BTreeSet<usize>,
+    /// Widths of dense feed-forward parts.
+    widths: BTreeSet<usize>,
+    /// Linears that are cut.
+    linears: Vec<Module>,
+}
+
+impl Divisible {
+    fn of(config: &Config) -> Self {
+        let heads = |l: usize| match config.delta_of(l) {
+            Some(delta) => delta.heads.keys,
+            None => config.attention[l].kv_heads,
+        };
+        let linears = modules(config).into_iter().filter(|m| m.cut != CutAlong::Nothing);
+        let linears: Vec<Module> = linears.filter(|m| matches!(m.kind, Kind::Linear { .. })).collect();
+        // Mixtures stay whole, and so does a width that no layer has.
+        let widths = linears.iter().filter(|m| m.group == Group::Mlp && m.cut == CutAlong::Columns);
+        let widths = widths.map(Module::cols).collect();
+        Self { heads: (0..config.layers).map(heads).collect(), widths, linears }
+    }
+
+    /// Whether `ranks` ranks have whole heads and columns.
+    fn by(&self, ranks: usize) -> bool {
+        self.heads.iter().chain(&self.widths).all(|n| n.is_multiple_of(ranks))
+    }
+
+    /// Whether each of `ranks` ranks has whole blocks of 4-bit values too.
+    fn in_blocks(&self, ranks: usize) -> bool {
+        self.by(ranks) && self.linears.iter().all(|m| cuts_between_blocks(m, ranks, BLOCK))
+    }
+}
+
+/// Refuses matrices that do not divide over the ranks that cut them.
 ///
 /// # Errors
-/// `parallel.tensor` above 1 with linear attention, norms over all heads, or with another number of heads, width, or
-/// 4-bit blocks.
+/// `parallel.tensor` above 1 with another number of heads, width, or 4-bit blocks.
 fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
     if ranks == 1 {
         return Ok(());
     }
-    let family = config.family.model_type;
-    let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.tensor = {ranks}: {why}")));
-    let not_built = if config.delta.is_some() {
-        Some("linear attention")
-    } else if config.family.qk_norm == QkNorms::Whole {
-        Some("norms over the queries and keys of all heads")
-    } else if config.family.by_layer {
-        Some("layers that share inputs, keys and values")
-    } else if config.family.joint_qkv || config.family.joint_mlp {
-        Some("queries, keys and values, or gate and up, in one matrix")
-    } else {
-        None
-    };
-    if let Some(what) = not_built {
-        return refuse(format!(
-            "not built yet: {what}, as {family} has\n  hint: parallel.zero = 3, and parallel.tensor = 1"
-        ));
-    }
-    // Mixtures stay whole, and so does a width that no layer has.
-    let dense = config.moe.as_ref().is_none_or(|moe| moe.sparse.contains(&false));
-    let (heads, width) = (config.kv_heads, if dense { config.intermediate } else { 0 });
+    let parts = Divisible::of(config);
     let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
-    let (d, inner) = (config.hidden, config.heads * config.head_dim);
-    let in_blocks = |n: usize| {
-        let rows = [inner, config.kv_heads * config.head_dim, width].map(|rows| rows / n * d);
-        rows.into_iter().chain([inner / n, width / n]).all(|values| values.is_multiple_of(BLOCK))
-    };
-    let divides = |n: usize| heads.is_multiple_of(n) && width.is_multiple_of(n);
-    let fits = |n: usize| divides(n) && (!quantized || in_blocks(n));
+    let fits = |n: usize| if quantized { parts.in_blocks(n) } else { parts.by(n) };
     if fits(ranks) {
         return Ok(());
     }
-    let near: Vec<String> = (1..=heads).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
+    let most = parts.heads.first().copied().unwrap_or(1);
+    let near: Vec<String> = (1..=most).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
     let blocks =
-        if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
-    let and = if dense { format!(" and a feed-forward width of {width}") } else { String::new() };
-    refuse(format!(
-        "the model has {heads} key heads{and}, which do not divide by it{blocks}\n  hint: one of {}",
+        if parts.by(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
+    let list = |all: &BTreeSet<usize>| all.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
+    let widths = list(&parts.widths);
+    let and = if widths.is_empty() { widths } else { format!(" and a feed-forward width of {widths}") };
+    Err(Error::Ignored(format!(
+        "{place}: parallel.tensor = {ranks}: the model has {} key heads{and}, which do not divide by it{blocks}\n  \
+         hint: one of {}",
+        list(&parts.heads),
         if near.is_empty() { "1".into() } else { near.join(", ") }
-    ))
+    )))
 }
 
 /// Whether so many ranks can cut the matrices of a model.

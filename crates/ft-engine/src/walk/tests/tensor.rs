@@ -3,7 +3,6 @@
 use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
 use crate::model::cut::{Cut, Fault, parts};
-use crate::model::family::QkNorms;
 use crate::params::buffers::Split;
 use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
 use ft_data::Micro;
@@ -67,8 +66,7 @@ impl<'a> Setting<'a> {
         let part = m.part(&[if own.is_empty() { 0..1 } else { own.clone() }]);
         let targets = if own.is_empty() { Vec::new() } else { part.micro.targets };
         let micro = Micro { targets, ..part.micro };
-        let mut cut = Cut::new(comm, all.to_vec(), self.input(&m, &m.docs)?.context);
-        cut.fault = fault;
+        let cut = Cut::new(comm, all.to_vec(), self.input(&m, &m.docs)?.context).with_fault(fault);
         let batch = self.input(&micro, &[micro.ids.len()])?;
         let numbers = if own.is_empty() { Vec::new() } else { part.targets };
         self.walk(d, p, &batch.cut(cut, part.tokens, numbers))
@@ -109,14 +107,12 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// Cases with layers that ranks can cut: mixtures stay whole.
+/// Cases with heads and widths that two ranks can cut: mixtures stay whole.
 fn cuttable() -> Result<Vec<Case>> {
     let mut all = cases()?;
-    let plain = |c: &Config| {
-        let f = c.family;
-        c.delta.is_none() && f.qk_norm != QkNorms::Whole && !(f.by_layer || f.joint_qkv || f.joint_mlp)
-    };
-    all.retain(|c| plain(&c.config) && c.config.kv_heads % 2 == 0 && c.config.intermediate % 2 == 0);
+    let heads = |c: &Config, l| c.delta_of(l).map_or(c.attention[l].kv_heads, |d| d.heads.keys);
+    let even = |c: &Config| (0..c.layers).all(|l| heads(c, l) % 2 == 0 && c.intermediate_of(l) % 2 == 0);
+    all.retain(|c| even(&c.config));
     Ok(all)
 }
 
@@ -142,14 +138,15 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
     Ok(())
 }
 
-/// Each fault is noticed by the comparison above: sums that are not added or are averaged; dropout by the column on the
+/// Each fault is noticed by the comparison above: sums that are not added or are averaged, of tokens or of rows; dropout by the column on the
 /// rank; a bias of a product over columns that is added by no rank.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
     let all = cuttable()?;
     let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
-    let case = find("qwen3-dense")?;
+    let (case, whole) = (find("qwen3-dense")?, find("olmo2")?);
     let full = Setting::new(case, everything(&case.config));
+    let rows = Setting::new(whole, everything(&whole.config));
     let low = Setting::new(case, adapters(&case.config, false, &[Group::Attention, Group::Mlp]));
     let columns: Alter = |d| {
         for layer in &mut d.layers {
@@ -160,6 +157,7 @@ fn every_fault_is_noticed() -> Result<()> {
     for (setting, fault, alter) in [
         (&full, Some(Fault::Sum), (|_| ()) as Alter),
         (&full, Some(Fault::Mean), |_| ()),
+        (&rows, Some(Fault::Rows), |_| ()),
         (&low, None, columns),
     ] {
         let all = parts(setting.micro()?.ids.len(), 2);
