@@ -10,11 +10,10 @@ use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained, peft};
 use ft_engine::model::Config;
-use ft_engine::model::modules::{CutAlong, Group, Kind, Module, modules};
+use ft_engine::model::modules::Module;
 use ft_engine::model::units::cut;
+use ft_engine::params::buffers::Split;
 use ft_engine::params::buffers::moments::is_large;
-use ft_engine::params::buffers::{Split, cuts_between_blocks};
-use ft_engine::quant::BLOCK;
 use ft_engine::ranks::Mesh;
 use ft_kernels::optimizer::BLOCK as STATES;
 use ft_recipe::{Quantize, Recipe};
@@ -110,11 +109,11 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             recipe.parallel.context
         )));
     }
-    if config.family.by_layer && recipe.parallel.pipeline > 1 {
-        let (place, family) = (recipe.place("parallel.pipeline"), config.family.model_type);
+    if config.shares_state() && recipe.parallel.pipeline > 1 {
         return Err(Error::Ignored(format!(
-            "{place}: parallel.pipeline = {}: not built for {family}, whose layers share inputs, keys and values\n  \
-             hint: parallel.pipeline = 1",
+            "{}: parallel.pipeline = {}: not built for layers that share inputs, keys or values\n  hint: \
+             parallel.pipeline = 1",
+            recipe.place("parallel.pipeline"),
             recipe.parallel.pipeline
         )));
     }
@@ -131,67 +130,38 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
-/// What the ranks of a tensor group divide.
-struct Divisible {
-    /// Numbers of key heads.
-    heads: BTreeSet<usize>,
-    /// Widths of dense feed-forward parts.
-    widths: BTreeSet<usize>,
-    /// Linears that are cut.
-    linears: Vec<Module>,
-}
-
-impl Divisible {
-    fn of(config: &Config) -> Self {
-        let heads = |l: usize| match config.delta_of(l) {
-            Some(delta) => delta.heads.keys,
-            None => config.attention[l].kv_heads,
-        };
-        let linears = modules(config).into_iter().filter(|m| m.cut != CutAlong::Nothing);
-        let linears: Vec<Module> = linears.filter(|m| matches!(m.kind, Kind::Linear { .. })).collect();
-        // Mixtures stay whole, and so does a width that no layer has.
-        let widths = linears.iter().filter(|m| m.group == Group::Mlp && m.cut == CutAlong::Columns);
-        let widths = widths.map(Module::cols).collect();
-        Self { heads: (0..config.layers).map(heads).collect(), widths, linears }
-    }
-
-    /// Whether `ranks` ranks have whole heads and columns.
-    fn by(&self, ranks: usize) -> bool {
-        self.heads.iter().chain(&self.widths).all(|n| n.is_multiple_of(ranks))
-    }
-
-    /// Whether each of `ranks` ranks has whole blocks of 4-bit values too.
-    fn in_blocks(&self, ranks: usize) -> bool {
-        self.by(ranks) && self.linears.iter().all(|m| cuts_between_blocks(m, ranks, BLOCK))
-    }
-}
-
 /// Refuses matrices that do not divide over the ranks that cut them.
 ///
 /// # Errors
-/// `parallel.tensor` above 1 with another number of heads, width, or 4-bit blocks.
+/// `parallel.tensor` above 1 with another number of heads or width.
 fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
     if ranks == 1 {
         return Ok(());
     }
-    let parts = Divisible::of(config);
+    let heads: BTreeSet<usize> = (0..config.layers).map(|l| config.heads_to_cut(l)).collect();
+    // Mixtures stay whole, and so does a width that no layer has.
+    let dense = |l: &usize| config.moe.as_ref().is_none_or(|moe| !moe.sparse[*l]);
+    let widths: BTreeSet<usize> =
+        (0..config.layers).filter(dense).map(|l| config.intermediate_of(l)).collect();
     let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
-    let fits = |n: usize| if quantized { parts.in_blocks(n) } else { parts.by(n) };
+    // Two 4-bit codes are one byte.
+    let whole = |width: usize, n: usize| width.is_multiple_of(if quantized { 2 * n } else { n });
+    let fits = |n: usize| heads.iter().all(|h| h.is_multiple_of(n)) && widths.iter().all(|w| whole(*w, n));
     if fits(ranks) {
         return Ok(());
     }
-    let most = parts.heads.first().copied().unwrap_or(1);
+    let most = heads.first().copied().unwrap_or(1);
     let near: Vec<String> = (1..=most).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
-    let blocks =
-        if parts.by(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
     let list = |all: &BTreeSet<usize>| all.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
-    let widths = list(&parts.widths);
-    let and = if widths.is_empty() { widths } else { format!(" and a feed-forward width of {widths}") };
+    let and = match widths.is_empty() {
+        true => String::new(),
+        false => format!(" and a feed-forward width of {}", list(&widths)),
+    };
+    let bytes = if quantized { ", in bytes of two 4-bit codes" } else { "" };
     Err(Error::Ignored(format!(
-        "{place}: parallel.tensor = {ranks}: the model has {} key heads{and}, which do not divide by it{blocks}\n  \
-         hint: one of {}",
-        list(&parts.heads),
+        "{place}: parallel.tensor = {ranks}: layers of {} heads{and} do not divide by it{bytes}\n  hint: one of {}",
+        list(&heads),
         if near.is_empty() { "1".into() } else { near.join(", ") }
     )))
 }

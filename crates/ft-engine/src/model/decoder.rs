@@ -299,7 +299,7 @@ impl<'a> Builder<'a> {
             qk_norm,
             sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
             heads: self.weights.heads(c.heads),
-            kv_heads: self.weights.heads(own.kv_heads),
+            kv_heads: if c.shares_keys(l) { 1 } else { self.weights.heads(own.kv_heads) },
             head_dim: own.head_dim,
             scale: own.scale,
             rope: own.rope,

@@ -40,28 +40,18 @@ pub fn cut_module(m: &Module, ranks: usize) -> Module {
     Module { kind, cut, ..m.clone() }
 }
 
-/// [`Piece::group`] of the weight of a module as [`cut_module`] makes it.
-pub fn group_of(m: &Module, block: usize, group: usize) -> usize {
-    let within = |values: usize| group_within(values / block.max(1), group);
+/// [`Piece::aligned`] of the weight of a module as [`cut_module`] makes it.
+pub fn aligned_of(m: &Module, most: usize) -> usize {
     match m.cut {
-        CutAlong::Rows(parts) => parts.map(|rows| within(rows * m.cols())).into_iter().min().unwrap_or(group),
-        CutAlong::Columns => within(m.cols()),
-        CutAlong::Nothing => group,
+        CutAlong::Rows(parts) => parts.iter().fold(most, |n, rows| within(rows * m.cols(), n)),
+        CutAlong::Columns => within(m.cols(), most),
+        CutAlong::Nothing => most,
     }
 }
 
-/// Whether one of `ranks` ranks of a tensor group has whole blocks of values of the weight of a module.
-pub fn cuts_between_blocks(m: &Module, ranks: usize, block: usize) -> bool {
-    match m.cut {
-        CutAlong::Rows(parts) => parts.iter().all(|rows| (rows / ranks * m.cols()).is_multiple_of(block)),
-        CutAlong::Columns => (m.cols() / ranks).is_multiple_of(block),
-        CutAlong::Nothing => true,
-    }
-}
-
-/// The largest power of two up to `group` that divides `blocks`.
-fn group_within(blocks: usize, group: usize) -> usize {
-    if blocks > 0 { group.min(1 << blocks.trailing_zeros()) } else { group }
+/// The largest power of two up to `most` that divides `values`.
+fn within(values: usize, most: usize) -> usize {
+    if values > 0 { most.min(1 << values.trailing_zeros()) } else { most }
 }
 
 /// Rows or columns of a tensor, or all of it.
@@ -125,12 +115,11 @@ impl Piece {
         (ends && (rows == 1 || whole_units(cols))).then_some(Self { whole, cut: Some((1, scaled)) })
     }
 
-    /// Scales of a group that lies within one of `group` scales of the whole tensor, with a scale for every `block`
-    /// values: the largest power of two that divides the consecutive blocks of the piece.
-    pub fn group(&self, block: usize, group: usize) -> usize {
-        let Some((_, own)) = &self.cut else { return group };
-        let of = |r: &Range<usize>| group_within(r.len() * self.width() / block.max(1), group);
-        own.iter().map(of).min().unwrap_or(group)
+    /// The largest power of two up to `most` that divides the consecutive values of the piece, and of those of other
+    /// ranks: each of as many values lies within one of `most` values of the whole tensor.
+    pub fn aligned(&self, most: usize) -> usize {
+        let Some((_, own)) = &self.cut else { return most };
+        own.iter().fold(most, |n, r| within(r.len() * self.width(), n))
     }
 
     /// Elements of the whole tensor for one index of the dimension that is cut.

@@ -107,31 +107,37 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// Cases with heads and widths that two ranks can cut: mixtures stay whole.
-fn cuttable() -> Result<Vec<Case>> {
-    let mut all = cases()?;
-    let heads = |c: &Config, l| c.delta_of(l).map_or(c.attention[l].kv_heads, |d| d.heads.keys);
-    let even = |c: &Config| (0..c.layers).all(|l| heads(c, l) % 2 == 0 && c.intermediate_of(l) % 2 == 0);
-    all.retain(|c| even(&c.config));
-    Ok(all)
+/// Cases with heads and widths that some ranks can cut, and the fewest such ranks: mixtures stay whole.
+fn cuttable() -> Result<Vec<(Case, usize)>> {
+    let by = |c: &Config, n: usize| {
+        let whole = |l| c.heads_to_cut(l).is_multiple_of(n) && c.intermediate_of(l).is_multiple_of(n);
+        (0..c.layers).all(whole)
+    };
+    let ranks = |case: Case| [2, 3].into_iter().find(|n| by(&case.config, *n)).map(|n| (case, n));
+    Ok(cases()?.into_iter().filter_map(ranks).collect())
 }
 
-/// Even parts, uneven ones, and a rank without tokens.
-fn cuts(tokens: usize) -> [Vec<Range<usize>>; 3] {
-    [parts(tokens, 2), vec![0..5, 5..tokens], vec![0..tokens, tokens..tokens]]
+/// Even parts, uneven ones, and ranks without tokens.
+fn cuts(tokens: usize, ranks: usize) -> [Vec<Range<usize>>; 3] {
+    let uneven = |r: usize| if r + 1 < ranks { 3 * r..3 * r + 3 } else { 3 * r..tokens };
+    let one = |r: usize| if r == 0 { 0..tokens } else { tokens..tokens };
+    [parts(tokens, ranks), (0..ranks).map(uneven).collect(), (0..ranks).map(one).collect()]
 }
 
 /// In full, and adapters with dropout and noise on embeddings, at every level of recompute.
 #[test]
 fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
-    for case in cuttable()? {
+    for (case, ranks) in cuttable()? {
         let groups = [Group::Attention, Group::Mlp, Group::Experts, Group::Head];
         for selection in [everything(&case.config), adapters(&case.config, false, &groups)] {
             let mut setting = Setting::new(&case, selection);
-            for (i, all) in cuts(setting.micro()?.ids.len()).iter().enumerate() {
+            for (i, all) in cuts(setting.micro()?.ids.len(), ranks).iter().enumerate() {
                 setting.recompute = [NORMS, FEED_FORWARD, usize::MAX.into()][i];
                 let far = setting.apart(all, None, |_| ())?;
-                assert!(far[0] <= 5e-6 && far[1] <= 1e-6, "{}, {all:?}: {far:?} from one rank", case.name());
+                // As among context ranks: two float32 results of gemma4 are each up to 9e-6 from float64's.
+                let [most, norm] =
+                    if case.name().starts_with("gemma4") { [2e-5, 1e-5] } else { [5e-6, 1e-6] };
+                assert!(far[0] <= most && far[1] <= norm, "{}, {all:?}: {far:?} from one rank", case.name());
             }
         }
     }
@@ -143,7 +149,7 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
     let all = cuttable()?;
-    let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
+    let find = |name: &str| all.iter().map(|(c, _)| c).find(|c| c.name() == name).context("a case");
     let (case, whole) = (find("qwen3-dense")?, find("olmo2")?);
     let full = Setting::new(case, everything(&case.config));
     let rows = Setting::new(whole, everything(&whole.config));
@@ -171,7 +177,7 @@ fn every_fault_is_noticed() -> Result<()> {
 #[test]
 fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
     let all = cuttable()?;
-    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let (case, _) = all.iter().find(|(c, _)| c.name() == "qwen3-dense").context("a case")?;
     let setting = Setting::new(case, everything(&case.config));
     let mesh = Mesh { data: 2, tensor: 2, ..Mesh::ONE };
     let tokens = parts(setting.micro()?.ids.len(), 2);

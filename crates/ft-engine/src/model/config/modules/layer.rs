@@ -78,6 +78,10 @@ impl MixerTree {
         };
         let within = |name: &str, kind, group| of.module(&format!("self_attn.{name}"), kind, group);
         let linear = |name: &str, out, inp, bias| within(name, linear(out, inp, bias), Group::Attention);
+        let keys = |name: &str| {
+            let keys = linear(name, kv, d, c.biases.qkv);
+            if c.shares_keys(l) { keys } else { keys.by_all_rows() }
+        };
         let qk = || {
             let whole = c.family.qk_norm == QkNorms::Whole;
             let (q, k) = if whole { (q, kv) } else { (own.head_dim, own.head_dim) };
@@ -89,8 +93,8 @@ impl MixerTree {
         };
         MixerTree::Attention {
             q: linear(name_of_q, of_q.iter().sum(), d, c.biases.qkv).by_rows(of_q),
-            k: has_k.then(|| linear("k_proj", kv, d, c.biases.qkv).by_all_rows()),
-            v: has_v.then(|| linear("v_proj", kv, d, c.biases.qkv).by_all_rows()),
+            k: has_k.then(|| keys("k_proj")),
+            v: has_v.then(|| keys("v_proj")),
             o: linear("o_proj", d, q, c.biases.o).by_columns(),
             qk_norm: (c.family.qk_norm != QkNorms::Never).then(qk),
             sinks: c
