@@ -134,9 +134,13 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
             for (i, all) in cuts(setting.micro()?.ids.len(), ranks).iter().enumerate() {
                 setting.recompute = [NORMS, FEED_FORWARD, usize::MAX.into()][i];
                 let far = setting.apart(all, None, |_| ())?;
-                // As among context ranks: two float32 results of gemma4 are each up to 9e-6 from float64's.
-                let [most, norm] =
-                    if case.name().starts_with("gemma4") { [2e-5, 1e-5] } else { [5e-6, 1e-6] };
+                // Rounding of float32: gemma4's gradients on one rank are up to 9e-6 from float64's, and the norm of
+                // qwen3-next's is 1e-5 from PyTorch's.
+                let [most, norm] = match case.name().as_str() {
+                    "qwen3-next" => [1e-5, 5e-6],
+                    name if name.starts_with("gemma4") => [2e-5, 1e-5],
+                    _ => [5e-6, 1e-6],
+                };
                 assert!(far[0] <= most && far[1] <= norm, "{}, {all:?}: {far:?} from one rank", case.name());
             }
         }
