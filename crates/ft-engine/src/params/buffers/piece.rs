@@ -6,8 +6,8 @@ use candle_core::Result;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
 
-/// Dimension along which the ranks of a tensor group cut a part of a module, by the way in which its weight is cut. A of
-/// a product into a block and B of one out of it stay whole.
+/// Dimension along which the ranks of a tensor group cut a part of a module, by the cut of its weight. A of a product
+/// into a block and B of one out of it stay whole.
 fn dim_of(cut: CutAlong, part: Part) -> Option<usize> {
     use Part::{A, B, Bias, Weight};
     match (cut, part) {
