@@ -63,7 +63,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Piece `at` of `of` of a tensor of this shape, cut along a dimension: consecutive `parts` of it, each by itself.
+    /// Piece `at` of `of` for each of the consecutive `parts` of a dimension, in a tensor of this shape.
     pub(crate) fn new(
         whole: Vec<usize>,
         dim: Option<usize>,
@@ -115,8 +115,8 @@ impl Piece {
         (ends && (rows == 1 || whole_units(cols))).then_some(Self { whole, cut: Some((1, scaled)) })
     }
 
-    /// The largest power of two up to `most` that divides the consecutive values of the piece, and of those of other
-    /// ranks: each of as many values lies within one of `most` values of the whole tensor.
+    /// The largest power of two up to `most` that divides runs of consecutive values, on every rank: as many values
+    /// from a multiple of it are within one block of `most` values of the whole tensor.
     pub fn aligned(&self, most: usize) -> usize {
         let Some((_, own)) = &self.cut else { return most };
         own.iter().fold(most, |n, r| within(r.len() * self.width(), n))
