@@ -59,13 +59,17 @@ fn losses(w: &World, run: &str) -> Vec<[u64; 2]> {
 /// too. The last step has two micro-batches.
 #[test]
 fn stages_have_the_bits_of_one() {
-    for (rules, set) in [
-        (FULL, &["memory.recompute=1", "data.neftune=5"][..]),
-        (LORA, &["model.quantize=nf4", "memory.recompute=norms"]),
-        (MIXTURE, &["memory.offload=['optimizer']"]),
-        (UPPER, &["model.dtype=bf16", "parallel.stages=[2, 1]"]),
+    let gemma = json!({"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 16,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": true, "hidden_size_per_layer_input": 0});
+    for (rules, config, set) in [
+        (FULL, json!({}), &["memory.recompute=1", "data.neftune=5"][..]),
+        (LORA, json!({}), &["model.quantize=nf4", "memory.recompute=norms"]),
+        (MIXTURE, json!({}), &["memory.offload=['optimizer']"]),
+        (UPPER, json!({}), &["model.dtype=bf16", "parallel.stages=[2, 1]"]),
+        (FULL, gemma, &["memory.recompute=all"]),
     ] {
-        let w = world(rules, json!({}));
+        let w = world(rules, config);
         for data in [1, 2] {
             let alone: Vec<&str> = set.iter().copied().filter(|s| !s.contains("stages")).collect();
             let want = bits(&w, "one", &with(&layout(data, 1, 0), &alone));

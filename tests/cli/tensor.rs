@@ -50,7 +50,27 @@ fn with<'a>(layout: &'a [String; 3], set: &[&'a str]) -> Vec<&'a str> {
     layout.iter().map(String::as_str).chain(set.iter().copied()).collect()
 }
 
-fn families() -> [(&'static str, Value); 5] {
+/// Linear attention, gated attention with one head of keys.
+fn hybrid() -> Value {
+    json!({"model_type": "qwen3_5_text", "full_attention_interval": 3, "num_key_value_heads": 1,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4})
+}
+
+/// Per-layer inputs, keys of an earlier layer, twice the width there, other heads in full attention.
+fn gemma_4() -> Value {
+    json!({"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 4, "global_head_dim": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": true,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "tie_word_embeddings": true})
+}
+
+/// Norms over all heads.
+fn norms() -> Value {
+    json!({"model_type": "olmo2"})
+}
+
+fn families() -> [(&'static str, Value); 8] {
     let biases = json!({"model_type": "llama", "attention_bias": true, "mlp_bias": true});
     let gemma = json!({"model_type": "gemma3_text", "query_pre_attn_scalar": 8, "sliding_window": 4,
         "sliding_window_pattern": 2, "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh"});
@@ -60,6 +80,9 @@ fn families() -> [(&'static str, Value); 5] {
         (FULL, gemma),
         (CUT, biases),
         (QUANTIZED, json!({"tie_word_embeddings": true})),
+        (CUT, hybrid()),
+        (FULL, norms()),
+        (QUANTIZED, json!({"model_type": "phi3"})),
     ]
 }
 
@@ -141,14 +164,20 @@ fn a_run_goes_on_in_another_layout() {
 /// Planned bytes are those that come.
 #[test]
 fn planned_bytes_are_those_that_come() {
-    for (rules, data, tensor, zero) in [(FULL, 1, 2, 0), (CUT, 2, 2, 3), (QUANTIZED, 1, 4, 0)] {
-        let w = world(rules, Value::Null);
+    for (rules, config, [data, tensor, zero]) in [
+        (FULL, json!({}), [1, 2, 0]),
+        (CUT, hybrid(), [2, 2, 3]),
+        (QUANTIZED, json!({}), [1, 4, 0]),
+        (FULL, norms(), [1, 2, 0]),
+        (FULL, gemma_4(), [1, 2, 0]),
+    ] {
+        let w = world(rules, config);
         let mut dice = Dice(3);
         let mut row =
             || format!("{}\n", json!({"input_ids": (0..32).map(|_| dice.below(64)).collect::<Vec<_>>()}));
         w.write("rows.jsonl", (0..24).map(|_| row()).collect::<String>());
         for recompute in ["memory.recompute=none", "memory.recompute=norms", "memory.recompute=all"] {
-            let own = layout(data, tensor, zero);
+            let own = layout(data, tensor, zero as u8);
             bits(&w, "run", &with(&own, &[recompute]));
             let planned = w.events("run", "start")[0]["plan"]["wire_bytes_a_step"].as_f64().expect("planned");
             let came = w.events("run", "step")[0]["wire_bytes"].as_f64().expect("counted");
@@ -206,11 +235,11 @@ fn what_cannot_be_cut_is_refused() {
     for (config, set, says) in [
         (json!({}), &["parallel.tensor=3"][..], "1, 2, 4"),
         (json!({"num_key_value_heads": 2}), &["parallel.tensor=4"], "1, 2"),
-        (json!({}), &["model.quantize=nf4"], "4-bit blocks"),
+        (json!({"intermediate_size": 50}), &["model.quantize=nf4"], "4-bit"),
+        (json!({"model_type": "phi3", "num_key_value_heads": 1}), &[], "1 heads"),
         (json!({}), &["lora.dora=true"], "DoRA"),
         (json!({}), &["log.samples=['a']"], "log.samples"),
         (json!({}), &["generate.samples=2"], "generate.samples"),
-        (json!({"model_type": "olmo2"}), &[], "norms over"),
     ] {
         let mut all = json!({"num_key_value_heads": 4});
         all.as_object_mut().expect("an object").extend(config.as_object().cloned().expect("an object"));

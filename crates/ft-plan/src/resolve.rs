@@ -10,15 +10,14 @@ use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained, peft};
 use ft_engine::model::Config;
-use ft_engine::model::family::QkNorms;
 use ft_engine::model::modules::Module;
 use ft_engine::model::units::cut;
 use ft_engine::params::buffers::Split;
 use ft_engine::params::buffers::moments::is_large;
-use ft_engine::quant::BLOCK;
 use ft_engine::ranks::Mesh;
 use ft_kernels::optimizer::BLOCK as STATES;
 use ft_recipe::{Quantize, Recipe};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 pub use crate::model::{dtype, source_path, unknown_keys};
@@ -110,11 +109,11 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             recipe.parallel.context
         )));
     }
-    if config.family.by_layer && recipe.parallel.pipeline > 1 {
-        let (place, family) = (recipe.place("parallel.pipeline"), config.family.model_type);
+    if config.shares_state() && recipe.parallel.pipeline > 1 {
         return Err(Error::Ignored(format!(
-            "{place}: parallel.pipeline = {}: not built for {family}, whose layers share inputs, keys and values\n  \
-             hint: parallel.pipeline = 1",
+            "{}: parallel.pipeline = {}: not built for layers that share inputs, keys or values\n  hint: \
+             parallel.pipeline = 1",
+            recipe.place("parallel.pipeline"),
             recipe.parallel.pipeline
         )));
     }
@@ -131,56 +130,40 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     }
 }
 
-/// Refuses matrices that do not divide over the ranks that cut them, and layers that are not built for it.
+/// Refuses matrices that do not divide over the ranks that cut them.
 ///
 /// # Errors
-/// `parallel.tensor` above 1 with linear attention, norms over all heads, or with another number of heads, width, or
-/// 4-bit blocks.
+/// `parallel.tensor` above 1 with another number of heads or width.
 fn check_tensor(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     let (ranks, place) = (recipe.parallel.tensor, recipe.place("parallel.tensor"));
     if ranks == 1 {
         return Ok(());
     }
-    let family = config.family.model_type;
-    let refuse = |why: String| Err(Error::Ignored(format!("{place}: parallel.tensor = {ranks}: {why}")));
-    let not_built = if config.delta.is_some() {
-        Some("linear attention")
-    } else if config.family.qk_norm == QkNorms::Whole {
-        Some("norms over the queries and keys of all heads")
-    } else if config.family.by_layer {
-        Some("layers that share inputs, keys and values")
-    } else if config.family.joint_qkv || config.family.joint_mlp {
-        Some("queries, keys and values, or gate and up, in one matrix")
-    } else {
-        None
-    };
-    if let Some(what) = not_built {
-        return refuse(format!(
-            "not built yet: {what}, as {family} has\n  hint: parallel.zero = 3, and parallel.tensor = 1"
-        ));
-    }
+    let heads: BTreeSet<usize> = (0..config.layers).map(|l| config.heads_to_cut(l)).collect();
     // Mixtures stay whole, and so does a width that no layer has.
-    let dense = config.moe.as_ref().is_none_or(|moe| moe.sparse.contains(&false));
-    let (heads, width) = (config.kv_heads, if dense { config.intermediate } else { 0 });
+    let dense = |l: &usize| config.moe.as_ref().is_none_or(|moe| !moe.sparse[*l]);
+    let widths: BTreeSet<usize> =
+        (0..config.layers).filter(dense).map(|l| config.intermediate_of(l)).collect();
     let quantized = recipe.model.quantize == Quantize::Nf4 || config.four_bit;
-    let (d, inner) = (config.hidden, config.heads * config.head_dim);
-    let in_blocks = |n: usize| {
-        let rows = [inner, config.kv_heads * config.head_dim, width].map(|rows| rows / n * d);
-        rows.into_iter().chain([inner / n, width / n]).all(|values| values.is_multiple_of(BLOCK))
-    };
-    let divides = |n: usize| heads.is_multiple_of(n) && width.is_multiple_of(n);
-    let fits = |n: usize| divides(n) && (!quantized || in_blocks(n));
+    // Two 4-bit codes are one byte.
+    let whole = |width: usize, n: usize| width.is_multiple_of(if quantized { 2 * n } else { n });
+    let fits = |n: usize| heads.iter().all(|h| h.is_multiple_of(n)) && widths.iter().all(|w| whole(*w, n));
     if fits(ranks) {
         return Ok(());
     }
-    let near: Vec<String> = (1..=heads).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
-    let blocks =
-        if divides(ranks) { format!(" in whole 4-bit blocks of {BLOCK} values") } else { String::new() };
-    let and = if dense { format!(" and a feed-forward width of {width}") } else { String::new() };
-    refuse(format!(
-        "the model has {heads} key heads{and}, which do not divide by it{blocks}\n  hint: one of {}",
+    let most = heads.first().copied().unwrap_or(1);
+    let near: Vec<String> = (1..=most).filter(|n| fits(*n)).map(|n| n.to_string()).collect();
+    let list = |all: &BTreeSet<usize>| all.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
+    let and = match widths.is_empty() {
+        true => String::new(),
+        false => format!(" and a feed-forward width of {}", list(&widths)),
+    };
+    let bytes = if quantized { ", in bytes of two 4-bit codes" } else { "" };
+    Err(Error::Ignored(format!(
+        "{place}: parallel.tensor = {ranks}: layers of {} heads{and} do not divide by it{bytes}\n  hint: one of {}",
+        list(&heads),
         if near.is_empty() { "1".into() } else { near.join(", ") }
-    ))
+    )))
 }
 
 /// Whether so many ranks can cut the matrices of a model.

@@ -215,7 +215,11 @@ impl Attention {
                 let normed = |norm: &Norm, x: Tensor| {
                     let shape = x.shape().clone();
                     let x = if n.whole { flat(&x)? } else { x };
-                    norm.forward(&x)?.reshape(shape)
+                    match ctx.columns.filter(|_| n.whole) {
+                        Some(columns) => norm.forward_over(&x, columns),
+                        None => norm.forward(&x),
+                    }?
+                    .reshape(shape)
                 };
                 [normed(&n.q, q)?, normed(n.k.as_ref().unwrap_or(&n.q), k)?]
             }
@@ -265,7 +269,12 @@ impl Attention {
         let (Some(n), Some([q, k])) = (self.apart(), before) else { return Ok([dq, dk]) };
         let back = |norm: &Norm, x: &Tensor, dy: Padded| {
             let x = if n.whole { flat(x)? } else { x.clone() };
-            rows(&norm.backward(&x, &dy.values()?.reshape(x.shape())?, sink)?)
+            let dy = dy.values()?.reshape(x.shape())?;
+            let dx = match ctx.columns.filter(|_| n.whole) {
+                Some(columns) => norm.backward_over(&x, &dy, columns, sink),
+                None => norm.backward(&x, &dy, sink),
+            };
+            rows(&dx?)
         };
         let of_k = n.k.as_ref().map_or(Ok(dk.clone()), |n| back(n, k, dk))?;
         Ok([back(&n.q, q, dq)?, of_k])

@@ -21,6 +21,7 @@ use super::per_layer::PerLayer;
 use super::units::Units;
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
+use ft_kernels::delta::Heads;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
 
@@ -252,12 +253,15 @@ impl<'a> Builder<'a> {
                         }
                     },
                 };
+                let own = |all| self.weights.heads(all);
+                let heads =
+                    Heads { keys: own(delta.heads.keys), values: own(delta.heads.values), ..delta.heads };
                 let mut conv = self.parameter(conv)?;
-                conv.value = conv.value.reshape((delta.heads.channels(), delta.taps))?;
+                conv.value = conv.value.reshape((heads.channels(), delta.taps))?;
                 let (a_log, bias) = (self.parameter(a_log)?, self.parameter(bias)?);
                 // The weight of this norm is stored as it is.
                 let norm = Norm { plus: 0.0, ..self.norm(norm)? };
-                let (out, heads) = (self.linear(out)?, delta.heads);
+                let out = self.linear(out)?;
                 Mixer::Delta(Box::new(DeltaNet { projections, out, conv, a_log, bias, norm, heads }))
             }
         })
@@ -295,7 +299,7 @@ impl<'a> Builder<'a> {
             qk_norm,
             sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
             heads: self.weights.heads(c.heads),
-            kv_heads: self.weights.heads(own.kv_heads),
+            kv_heads: if c.shares_keys(l) { 1 } else { self.weights.heads(own.kv_heads) },
             head_dim: own.head_dim,
             scale: own.scale,
             rope: own.rope,

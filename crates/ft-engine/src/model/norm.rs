@@ -1,10 +1,12 @@
 //! RMSNorm.
 
+use super::pass::cut::Columns;
 use super::pass::sink::{Sink, Slot};
-use candle_core::Result;
+use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::norm;
 use ft_kernels::padded::Padded;
+use ft_kernels::upcast;
 
 /// RMSNorm with a weight.
 #[derive(Clone, Debug)]
@@ -59,6 +61,52 @@ impl Norm {
         let (dx, dw) = norm::backward_add(x, self.scale(), dy, add, self.slot.is_some(), rank)?;
         self.give(dw, sink)?;
         Ok(dx)
+    }
+
+    /// Values of a row on all ranks.
+    fn all(&self, columns: Columns<'_>) -> Result<f64> {
+        Ok((self.weight.dim(0)? * columns.ranks) as f64)
+    }
+
+    /// Factors of rows `[t, 1]` in f64, from the sums of their squares over all ranks.
+    fn factors(&self, squares: &Tensor, columns: Columns<'_>) -> Result<Tensor> {
+        squares.to_dtype(DType::F64)?.affine(1.0 / self.all(columns)?, self.eps)?.sqrt()?.recip()
+    }
+
+    /// The weight as a factor, in f32.
+    fn wide_weight(&self) -> Result<Tensor> {
+        upcast(&self.weight)?.affine(1.0, self.plus)
+    }
+
+    /// As [`Norm::forward`], of rows `[t, d]` of which other ranks have the other columns. Collective.
+    pub fn forward_over(&self, x: &Tensor, columns: Columns<'_>) -> Result<Tensor> {
+        let wide = upcast(x)?;
+        let squares = columns.sum(&wide.sqr()?.sum_keepdim(1)?)?;
+        let r = self.factors(&squares, columns)?.to_dtype(wide.dtype())?;
+        wide.broadcast_mul(&r)?.broadcast_mul(&self.wide_weight()?)?.to_dtype(x.dtype())
+    }
+
+    /// As [`Norm::backward`], of rows `[t, d]` of which other ranks have the other columns. Collective.
+    pub fn backward_over(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        columns: Columns<'_>,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
+        let (wide, dy) = (upcast(x)?, upcast(dy)?);
+        let gw = dy.broadcast_mul(&self.wide_weight()?)?;
+        let own = [wide.sqr()?.sum_keepdim(1)?, (&gw * &wide)?.sum_keepdim(1)?];
+        let sums = columns.sum(&Tensor::cat(&own, 1)?)?;
+        let of = |i| sums.narrow(1, i, 1)?.contiguous();
+        let r = self.factors(&of(0)?, columns)?;
+        let along = ((of(1)?.to_dtype(DType::F64)? * &r)? * (r.sqr()? / self.all(columns)?)?)?;
+        let [r, along] = [r, along].map(|f| f.to_dtype(wide.dtype()));
+        let r = r?;
+        if self.slot.is_some() {
+            self.give(Some((&dy * &wide)?.broadcast_mul(&r)?.sum_keepdim(0)?), sink)?;
+        }
+        (gw.broadcast_mul(&r)? - wide.broadcast_mul(&along?)?)?.to_dtype(x.dtype())
     }
 
     /// Adds the weight's gradient, given as partial sums by row, to the sink.

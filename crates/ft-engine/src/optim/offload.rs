@@ -108,6 +108,7 @@ impl Staged {
 #[cfg(test)]
 mod tests {
     use crate::adapters::{Part, Trained};
+    use crate::model::modules::CutAlong;
     use crate::optim::Optimizer;
     use crate::params::buffers::moments::{Moments, Of};
     use crate::params::{Allocate, Params};
@@ -126,6 +127,7 @@ mod tests {
             shape: shape.to_vec(),
             unit: i / 3,
             expert: None,
+            cut: CutAlong::Nothing,
             lr_scale: if i == 1 { 0.5 } else { 1.0 },
             fused: None,
             matrix: true,

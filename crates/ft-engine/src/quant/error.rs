@@ -20,18 +20,16 @@ pub enum Error {
         /// Dtype or shape in the file.
         dtype: String,
     },
-    /// A cut within a quantization block.
+    /// A cut within a byte of two codes.
     #[error(
-        "{name}: a rank's part is [{rows}, {cols}], which is not of whole 4-bit blocks of {block} values\n  hint: a \
-         smaller parallel.tensor, or 16-bit weights"
+        "{name}: a rank's part is [{rows}, {cols}], and two 4-bit codes are one byte\n  hint: a parallel.tensor that \
+         leaves even parts"
     )]
     Cut {
         name: String,
         /// Rows and columns of a rank.
         rows: usize,
         cols: usize,
-        /// Values of a quantization block.
-        block: usize,
     },
     /// The model is 4-bit already.
     #[error("{dir}: is a 4-bit checkpoint already (quantization_config in config.json)")]

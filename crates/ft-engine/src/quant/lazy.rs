@@ -96,41 +96,50 @@ impl<'a> LazyMatrix<'a> {
 }
 
 impl<'a> LazyVector<'a> {
-    /// The piece of a vector, with `piece` in units of its elements.
-    fn cut(self, piece: &Piece) -> Self {
+    /// The piece of a vector whose elements stand for `each` elements of the piece's tensor.
+    fn cut(self, piece: &Piece, each: usize) -> Self {
         let (own, len) = (piece.clone(), piece.elements());
-        let read: ReadRange<'a> = Box::new(move |r| own.read(r, |r| (self.read)(r)));
-        Self { dtype: self.dtype, len, read }
+        let repeated = move |r: Range<usize>| {
+            let held = (self.read)(r.start / each..r.end.div_ceil(each))?;
+            if each == 1 {
+                return Ok(held);
+            }
+            let of: Vec<u32> = r.clone().map(|i| (i / each - r.start / each) as u32).collect();
+            Ok(held.index_select(&Real::new(of, &Device::Cpu)?, 0)?)
+        };
+        Self { dtype: self.dtype, len, read: Box::new(move |r| own.read(r, &repeated)) }
     }
 }
 
 impl<'a> LazyMatrix<'a> {
-    /// The rows or columns of a piece, with the same values. Groups of scales become as small as the piece asks for;
-    /// several have one factor.
+    /// The rows or columns of a piece, with the same values. Blocks and groups of scales become as small as the piece
+    /// asks for; several have one scale or factor.
     ///
     /// # Errors
-    /// A piece that ends within a block.
+    /// A piece with an odd number of consecutive values.
     pub fn cut(self, name: &str, piece: &Piece) -> ft_base::Result<Self> {
         let (true, &[rows, cols]) = (piece.dim().is_some(), piece.shape().as_slice()) else {
             return Ok(self);
         };
-        let (Some(blocks), Some(pairs)) = (piece.by(self.block), piece.by(2)) else {
-            return Err(Error::Cut { name: name.into(), rows, cols, block: self.block }.into());
+        let block = piece.aligned(self.block);
+        let (Some(blocks), Some(pairs)) = (piece.by(block), piece.by(2)) else {
+            return Err(Error::Cut { name: name.into(), rows, cols }.into());
         };
-        let n = blocks.elements();
+        let each = self.block / block;
         let scales = match self.scales {
-            LazyScales::Plain(scales) => LazyScales::Plain(scales.cut(&blocks)),
+            LazyScales::Plain(scales) => LazyScales::Plain(scales.cut(&blocks, each)),
             LazyScales::Nested { codes, factors, map, group, offset } => {
-                let own = piece.group(self.block, group);
+                let own = piece.aligned(self.block * group) / block;
                 let all = (factors.read)(0..factors.len)?.to_vec1::<f32>()?;
-                let of =
-                    |g: usize| blocks.ranges(g * own..g * own + 1).first().map_or(0, |r| r.start / group);
-                let factors = (0..n.div_ceil(own)).filter_map(|g| all.get(of(g)).copied()).collect();
-                let (codes, factors) = (codes.cut(&blocks), LazyVector::of(factors));
-                LazyScales::Nested { codes, factors, map, group: own, offset }
+                let of = |g: usize| {
+                    blocks.ranges(g * own..g * own + 1).first().map_or(0, |r| r.start / each / group)
+                };
+                let groups = 0..blocks.elements().div_ceil(own);
+                let factors = LazyVector::of(groups.filter_map(|g| all.get(of(g)).copied()).collect());
+                LazyScales::Nested { codes: codes.cut(&blocks, each), factors, map, group: own, offset }
             }
         };
-        Ok(Self { dims: (rows, cols), packed: self.packed.cut(&pairs), scales, ..self })
+        Ok(Self { dims: (rows, cols), block, packed: self.packed.cut(&pairs, 1), scales, ..self })
     }
 }
 

@@ -67,7 +67,7 @@ impl<'a> Walk<'a> {
     where
         'a: 'b,
     {
-        Context { between: Arc::clone(&pass.between), ..batch.context.among(self.hooks.experts()) }
+        batch.context.for_pass(&pass.between, self.hooks.experts())
     }
 
     /// State to save of layer `l`; `None` for layers below the lowest trained unit.

@@ -77,7 +77,7 @@ impl Walk<'_> {
             None => None,
         };
         let hooks = self.hooks;
-        let context = batch.as_ref().map(|batch| batch.context.among(hooks.experts()));
+        let context = batch.as_ref().map(|batch| batch.context.for_pass(&Arc::default(), hooks.experts()));
         let like = Like(decoder.config.hidden, decoder.embedding.dtype, table.device());
         states.resize_with(decoder.layers.len(), || None);
         while visits.made() < until {

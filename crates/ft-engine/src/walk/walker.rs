@@ -13,6 +13,7 @@ use candle_core::Result;
 use ft_base::memory::place::{self, Phase};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::Groups;
+use std::sync::Arc;
 
 /// For a recomputed layer with 4-bit weights: a copy with dequantized weights, if `dequantize` is per layer.
 pub fn dequantized_layer(
@@ -198,7 +199,7 @@ impl<'a> Walk<'a> {
     ) -> ft_base::Result<Option<R>> {
         let decoder = self.decoder;
         let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
-        let context = batch.context.among(self.hooks.experts());
+        let context = batch.context.for_pass(&Arc::default(), self.hooks.experts());
         let mut routing = Routing::default();
         let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
             Some(stage) => stage.receive(batch.tokens)?,

@@ -60,8 +60,7 @@ impl GhostModel {
     ) -> ft_base::Result<Self> {
         let ledger = Ledger::new(machine);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
-        let split = (tensor > 1).then(|| part(config, tensor));
-        let c = split.as_ref().unwrap_or(config);
+        let c = config;
         let mut layers: Vec<Vec<usize>> = vec![Vec::new(); c.layers];
         let (mut first, mut last) = (Vec::new(), Vec::new());
         for (i, (m, _)) in selection.modules.iter().enumerate() {
@@ -75,7 +74,7 @@ impl GhostModel {
         let ghosts = |list: &[usize]| {
             let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
             let mut ghosts = Ghosts::new(&ledger, dtype, execution, weights);
-            (ghosts.own, ghosts.cuts) = (own.clone(), tensor > 1);
+            (ghosts.own, ghosts.cut_over) = (own.clone(), tensor);
             ghosts
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =
@@ -137,14 +136,4 @@ impl GhostModel {
     pub fn goes_down(&self) -> bool {
         self.lowest.is_some_and(|u| u < self.units.end)
     }
-}
-
-/// Config with the heads and the width of one rank of a tensor group.
-fn part(config: &Config, ranks: usize) -> Config {
-    let mut c = config.clone();
-    let by_layer = c.attention.iter_mut().map(|a| &mut a.kv_heads);
-    for n in [&mut c.heads, &mut c.kv_heads, &mut c.intermediate].into_iter().chain(by_layer) {
-        *n /= ranks;
-    }
-    c
 }

@@ -2,7 +2,7 @@
 
 use ft_engine::adapters::{Selection, TrainedPart};
 use ft_engine::model::modules::Module;
-use ft_engine::params::buffers::group_of;
+use ft_engine::params::buffers::aligned_of;
 use ft_engine::params::buffers::layout::wide_units;
 use ft_engine::params::buffers::moments::{self, is_large};
 use ft_engine::params::buffers::projected::Projection;
@@ -21,10 +21,12 @@ pub(super) fn nf4_values(n: u64) -> [u64; 3] {
     [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
 }
 
-/// Like [`nf4_values`] for the weight of a module with the dimensions of a rank that cuts it: groups are smaller.
+/// Like [`nf4_values`] for the weight of a module with the dimensions of a rank that cuts it: blocks and groups may be
+/// smaller.
 pub(super) fn nf4_values_of(m: &Module) -> [u64; 3] {
-    let [codes, blocks, _] = nf4_values(m.weight_values() as u64);
-    [codes, blocks, blocks.div_ceil(group_of(m, NF4_BLOCK as usize, NF4_NESTED as usize) as u64)]
+    let n = m.weight_values() as u64;
+    let group = aligned_of(m, (NF4_BLOCK * NF4_NESTED) as usize) as u64;
+    [n.div_ceil(2), n.div_ceil(group.min(NF4_BLOCK)), n.div_ceil(group)]
 }
 
 /// Like [`nf4_values`] for a weight that the checkpoint holds in MXFP4.

@@ -366,8 +366,9 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Bytes of the keys and values that layer `l` hands on.
+    /// Bytes of the keys and values that layer `l` hands on: of all tokens of a tensor group, of the rank's heads.
     fn lent(&self, l: usize, t: Tokens) -> u64 {
+        let t = self.run.whole(usize::from(t != self.run.train)).unwrap_or(t);
         let a = attention_of(&self.run.shape.kinds[self.run.shape.of[l]]);
         a.filter(|a| a.lends).map_or(0, |a| self.run.key_bytes(a, t))
     }

@@ -254,8 +254,15 @@ impl StepInputs<'_> {
         t.tokens * (2 * a.kv_heads * a.head_dim * self.shape.dtype.size_in_bytes()) as u64
     }
 
-    /// State between the layers at a layer of a micro-batch, which [`super::simulation`] counts.
-    fn between(&self, layer: Option<&Layer>, t: Tokens) -> Arc<Between> {
+    /// The context of a pass at a layer of a micro-batch.
+    fn at_layer<'b>(&self, layer: &Layer, t: Tokens, batch: &Batch<'b>) -> Context<'b> {
+        let attended = batch.context.cut.as_ref().map_or(t.tokens as usize, |cut| cut.tokens());
+        batch.context.for_pass(&self.between(Some(layer), t, attended), None)
+    }
+
+    /// State between the layers at a layer of a micro-batch with keys of `attended` tokens, which
+    /// [`super::simulation`] counts.
+    fn between(&self, layer: Option<&Layer>, t: Tokens, attended: usize) -> Arc<Between> {
         let (s, rows) = (self.shape, t.tokens as usize);
         let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&s.ledger, shape, s.dtype));
         let inputs = match self.layer_inputs() {
@@ -264,7 +271,7 @@ impl StepInputs<'_> {
         };
         let keys = layer.and_then(attention_of).and_then(|a| {
             let l = a.producer.or_else(|| a.lends.then_some(a.layer))?;
-            let keys = || ghost(&[rows, a.kv_heads, a.head_dim]);
+            let keys = || ghost(&[attended, a.kv_heads, a.head_dim]);
             Some((l, [keys(), keys()]))
         });
         Arc::new(Between::ghost(inputs, keys))
@@ -273,7 +280,7 @@ impl StepInputs<'_> {
     pub(super) fn embedding_backward(&self) -> Result<Usage> {
         let (s, batch) = (self.shape, self.batch(self.train, true)?);
         let dy = || self.hidden_states(self.train);
-        let context = Context { between: self.between(None, self.train), ..batch.context.clone() };
+        let context = batch.context.for_pass(&self.between(None, self.train, 0), None);
         self.visit(|| s.embedding.backward(&batch, &context, self.neftune, &dy(), &Sink::new(&s.grads, 0)))
     }
 
@@ -290,7 +297,7 @@ impl StepInputs<'_> {
     pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<LayerVisits> {
         let (ledger, t) = (&self.shape.ledger, self.train);
         let batch = self.in_layers(t, true)?;
-        let context = || Context { between: self.between(Some(layer), t), ..batch.context.clone() };
+        let context = || self.at_layer(layer, t, &batch);
         let taken = || -> Usage {
             let mut full: Usage = ledger.take().into();
             full.call(Component::Gradients, self.states.live_as);
@@ -331,9 +338,9 @@ impl StepInputs<'_> {
         };
         let [a, b, c, d] = Level::ALL.map(way);
         let ways = [a?, b?, c?, d?];
-        let eval = |t: Tokens, mut batch: Batch<'_>| {
-            batch.context.between = self.between(Some(layer), t);
-            self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
+        let eval = |t: Tokens, batch: Batch<'_>| {
+            let context = self.at_layer(layer, t, &batch);
+            self.visit(|| layer.forward(&self.input(t), &context, None, None).map(drop))
         };
         let answer = self.answers.map(|a| eval(a.part, self.batch(a.part, false)?)).transpose()?;
         let eval = self.eval.map(|t| eval(t, self.in_layers(t, false)?)).transpose()?;

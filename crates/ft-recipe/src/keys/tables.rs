@@ -411,8 +411,9 @@ table! {
         data: usize = RANKS, Toml("1");
         /// ZeRO stage.
         zero: u8 = Int(0, 3), Toml("0");
-        /// Ranks that cut the matrices of a layer: heads of attention, and columns of the feed-forward. Number of key heads and
-        /// feed-forward width divide by it. Mixtures stay whole, and are computed on each rank's own tokens.
+        /// Ranks that cut the matrices of a layer: heads of attention, and columns of the feed-forward. Number of key heads (of
+        /// query heads, where there is one key head) and feed-forward width divide by it. Mixtures stay whole, and are computed
+        /// on each rank's own tokens.
         tensor: usize = RANKS, Toml("1");
         /// Pipeline stages: each has consecutive layers, and micro-batches pass through all. The first has the embedding, the
         /// last the head.

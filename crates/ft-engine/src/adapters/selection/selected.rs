@@ -78,6 +78,7 @@ impl Selection {
             shape: t.shape().to_vec(),
             unit: t.module.unit(self.layers),
             expert: t.module.expert,
+            cut: t.module.cut,
             lr_scale: t.lr_scale,
             matrix: t.matrix,
         };

@@ -1,6 +1,6 @@
 //! Trained tensors of a selection.
 
-use crate::model::modules::{Kind, Module, Parameter};
+use crate::model::modules::{CutAlong, Kind, Module, Parameter};
 use ft_recipe::Method;
 use std::sync::Arc;
 
@@ -41,6 +41,8 @@ pub struct Trained {
     pub unit: usize,
     /// Expert of a mixture, if the tensor is of one.
     pub expert: Option<usize>,
+    /// The way in which ranks of a tensor group cut the module's weight.
+    pub cut: CutAlong,
     /// Factor on the learning rate.
     pub lr_scale: f64,
     /// Whether weight decay applies under `decay = "matrices"`.

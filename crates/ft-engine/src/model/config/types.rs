@@ -1,6 +1,6 @@
 //! Architecture of a model.
 
-use super::family::{DeltaProjections, Family};
+use super::family::{DeltaProjections, Family, QkNorms};
 use super::rope::Rope;
 use candle_core::DType;
 use ft_kernels::attention::Cache;
@@ -232,6 +232,28 @@ impl Config {
     pub fn intermediate_of(&self, l: usize) -> usize {
         let twice = self.double_wide && self.attention[l].producer().is_some();
         if twice { 2 * self.intermediate } else { self.intermediate }
+    }
+
+    /// Whether layer `l` has one head of keys and values, with a projection of its own: ranks that cut the matrices of
+    /// the layer all have it, each for its own queries.
+    pub fn shares_keys(&self, l: usize) -> bool {
+        let a = &self.attention[l];
+        a.kv_heads == 1 && a.keys != KeySource::WithQueries && self.family.qk_norm != QkNorms::Whole
+    }
+
+    /// Heads of layer `l` that ranks which cut its matrices divide: of keys, with the queries of each, or of queries
+    /// alone.
+    pub fn heads_to_cut(&self, l: usize) -> usize {
+        match self.delta_of(l) {
+            Some(delta) => delta.heads.keys,
+            None if self.shares_keys(l) => self.heads,
+            None => self.attention[l].kv_heads,
+        }
+    }
+
+    /// Whether layers have inputs of their own, which come from the embedding, or use the keys of earlier ones.
+    pub fn shares_state(&self) -> bool {
+        self.layer_inputs.is_some() || self.attention.iter().any(|a| a.producer().is_some())
     }
 
     /// Whether later layers use the keys and values of layer `l`.

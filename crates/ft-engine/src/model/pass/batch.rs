@@ -4,7 +4,7 @@ use super::across::Across;
 #[cfg(test)]
 use super::across::Fault;
 use super::between::Between;
-use super::cut::Cut;
+use super::cut::{Columns, Cut};
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
 use crate::ranks::{At, Comm};
@@ -88,6 +88,8 @@ pub struct Context<'a> {
     pub sharers: Option<Arc<Sharers<'a>>>,
     /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
     pub cut: Option<Arc<Cut<'a>>>,
+    /// Ranks with other heads of the same tokens, if there are some.
+    pub columns: Option<Columns<'a>>,
     /// Rotary embeddings of the model, in the order of its config.
     pub ropes: Vec<Tables>,
     /// Dropout key in training; `None` disables dropout.
@@ -104,13 +106,24 @@ pub struct Context<'a> {
 impl<'a> Context<'a> {
     /// A context on one rank.
     pub fn new(seqs: Sequences, ropes: Vec<Tables>, dropout: Option<DropoutKey>) -> Self {
-        let (across, sharers, cut, rows, experts) = (None, None, None, None, None);
-        Self { seqs, across, sharers, cut, ropes, dropout, rows, experts, between: Arc::default() }
+        Self {
+            seqs,
+            across: None,
+            sharers: None,
+            cut: None,
+            columns: None,
+            ropes,
+            dropout,
+            rows: None,
+            experts: None,
+            between: Arc::default(),
+        }
     }
 
-    /// The same context for a new pass, among ranks that split the experts.
-    pub fn among(&self, experts: Option<&'a dyn Comm>) -> Self {
-        Self { experts: experts.map(Peers), between: Arc::default(), ..self.clone() }
+    /// The same context for a pass with this state between its layers, among ranks that split the experts.
+    pub fn for_pass(&self, between: &Arc<Between>, experts: Option<&'a dyn Comm>) -> Self {
+        let cut = self.cut.as_ref().map(|cut| Arc::new(cut.for_pass(between)));
+        Self { experts: experts.map(Peers), between: Arc::clone(between), cut, ..self.clone() }
     }
 
     /// Context of all tokens, for blocks with cut matrices.

@@ -5,6 +5,7 @@
 //! order, in f32 (Korthikanti et al., 2022). The backward pass does the same with gradients.
 
 use super::batch::Context;
+use super::between::Between;
 use super::count_exchange;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Result};
@@ -12,6 +13,7 @@ use ft_base::memory::place;
 use ft_kernels::ledger::Peers;
 use ft_kernels::{Tensor, gemm};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Tokens of a micro-batch over a tensor group.
 pub struct Cut<'a> {
@@ -25,7 +27,65 @@ pub struct Cut<'a> {
     whole: Context<'a>,
     /// A fault that tests must notice.
     #[cfg(test)]
-    pub fault: Option<Fault>,
+    fault: Option<Fault>,
+}
+
+/// Ranks with other columns of the same rows.
+#[derive(Clone, Copy)]
+pub struct Columns<'a> {
+    /// The ranks; `None` in a plan.
+    comm: Option<&'a dyn Comm>,
+    me: usize,
+    /// Number of ranks.
+    pub ranks: usize,
+    #[cfg(test)]
+    fault: Option<Fault>,
+}
+
+impl Columns<'_> {
+    /// Sums over the ranks, in rank order: `[t, n]` -> `[t, n]`. Collective.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn sum(&self, own: &Tensor) -> Result<Tensor> {
+        let own = own.contiguous()?;
+        let others = || (0..self.ranks).filter(|r| *r != self.me);
+        let out: Vec<_> = others().map(|r| (r, own.clone())).collect();
+        let into = others().map(|r| Ok((r, own.zeros_like()?))).collect::<Result<Vec<_>>>()?;
+        exchange(self.comm, "the sums of rows", &out, &into)?;
+        #[cfg(test)]
+        if self.fault == Some(Fault::Rows) {
+            return Ok(own);
+        }
+        let sum = own.zeros_like()?;
+        for rank in 0..self.ranks {
+            let came = into.iter().find(|(r, _)| *r == rank).map_or(&own, |(_, t)| t);
+            gemm::acc(&sum, came)?;
+        }
+        Ok(sum)
+    }
+}
+
+impl std::fmt::Debug for Columns<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "columns of rank {} of {}", self.me, self.ranks)
+    }
+}
+
+/// Exchanges rows with the ranks of a tensor group; in a plan, accounts for it.
+fn exchange(
+    comm: Option<&dyn Comm>,
+    what: &'static str,
+    out: &[(usize, Tensor)],
+    into: &[(usize, Tensor)],
+) -> Result<()> {
+    let Some(comm) = comm else {
+        count_exchange(Peers::Tensor, into);
+        return Ok(());
+    };
+    let at = At::unit(what, place::now().1);
+    let sent = comm.exchange(at, out, into).and_then(|arrival| Ok(arrival.wait()?));
+    sent.map_err(candle_core::Error::wrap)
 }
 
 /// Faults of tensor parallelism, for tests of the tests.
@@ -36,6 +96,8 @@ pub enum Fault {
     Sum,
     /// Partial sums are averaged.
     Mean,
+    /// Sums of rows of other ranks are not added.
+    Rows,
     /// The rank is lost in the second layer.
     Lost,
 }
@@ -57,6 +119,14 @@ impl<'a> Cut<'a> {
     }
 
     fn with(comm: Option<&'a dyn Comm>, me: usize, parts: Vec<Range<usize>>, whole: Context<'a>) -> Self {
+        let columns = Columns {
+            comm,
+            me,
+            ranks: parts.len(),
+            #[cfg(test)]
+            fault: None,
+        };
+        let whole = Context { columns: Some(columns), ..whole };
         Self {
             comm,
             me,
@@ -65,6 +135,19 @@ impl<'a> Cut<'a> {
             #[cfg(test)]
             fault: None,
         }
+    }
+
+    /// The same with a fault.
+    #[cfg(test)]
+    pub fn with_fault(mut self, fault: Option<Fault>) -> Self {
+        self.whole.columns.iter_mut().for_each(|columns| columns.fault = fault);
+        Self { fault, ..self }
+    }
+
+    /// The same for a pass with this state between its layers.
+    pub fn for_pass(&self, between: &Arc<Between>) -> Self {
+        let whole = Context { between: Arc::clone(between), ..self.whole.clone() };
+        Self { parts: self.parts.clone(), whole, ..*self }
     }
 
     /// Context of all tokens.
@@ -83,7 +166,7 @@ impl<'a> Cut<'a> {
     }
 
     /// Tokens of all ranks.
-    fn tokens(&self) -> usize {
+    pub fn tokens(&self) -> usize {
         self.parts.last().map_or(0, |r| r.end)
     }
 
@@ -93,17 +176,11 @@ impl<'a> Cut<'a> {
     }
 
     fn exchange(&self, what: &'static str, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
-        let Some(comm) = self.comm else {
-            count_exchange(Peers::Tensor, into);
-            return Ok(());
-        };
         #[cfg(test)]
         if self.fault == Some(Fault::Lost) && place::now().1 == 2 {
             candle_core::bail!("a fault of a test");
         }
-        let at = At::unit(what, place::now().1);
-        let sent = comm.exchange(at, out, into).and_then(|arrival| Ok(arrival.wait()?));
-        sent.map_err(candle_core::Error::wrap)
+        exchange(self.comm, what, out, into)
     }
 
     /// Rows of all ranks' tokens, from those of this rank's: `[own, d]` -> `[t, d]`. Collective.

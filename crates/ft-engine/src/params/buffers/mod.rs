@@ -10,6 +10,6 @@ mod shard;
 mod split;
 
 pub use buffer::{Buffer, Held};
-pub use piece::{Piece, cut_module, group_of, is_cut};
+pub use piece::{Piece, aligned_of, cut_module, is_cut};
 pub use shard::{ALIGN, Shard, common};
 pub use split::{FlatKind, Split};

@@ -1,118 +1,142 @@
 //! The part of a tensor on a rank that cuts matrices with others.
 
 use crate::adapters::{Part, Trained};
-use crate::model::modules::{Kind, Module, SHARED_EXPERT};
+use crate::model::modules::{CutAlong, Kind, Module};
 use candle_core::Result;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
 
-/// Dimension along which the ranks of a tensor group cut a part of a linear, by the name of its module: rows of the
-/// products into a block, columns of those out of it. A of the former and B of the latter stay whole, and so does a
-/// mixture, which every rank computes on its own tokens.
-fn cut_of((name, expert): (&str, Option<usize>), part: Part) -> Option<usize> {
+/// Dimension along which the ranks of a tensor group cut a part of a module, by the cut of its weight. A of a product
+/// into a block and B of one out of it stay whole.
+fn dim_of(cut: CutAlong, part: Part) -> Option<usize> {
     use Part::{A, B, Bias, Weight};
-    let (block, last) = name.rsplit_once('.').unwrap_or(("", name));
-    if expert.is_some() || block.ends_with(SHARED_EXPERT) {
-        return None;
-    }
-    match (last, part) {
-        ("q_proj" | "k_proj" | "v_proj" | "gate_proj" | "up_proj" | "sinks", Weight | Bias | B) => Some(0),
-        ("o_proj" | "down_proj", Weight | A) => Some(1),
+    match (cut, part) {
+        (CutAlong::Rows(_), Weight | Bias | B) => Some(0),
+        (CutAlong::Columns, Weight | A) => Some(1),
         _ => None,
     }
 }
 
 /// Whether the ranks of a tensor group cut a part of a module.
 pub fn is_cut(m: &Module, part: Part) -> bool {
-    cut_of((&m.name, m.expert), part).is_some()
+    dim_of(m.cut, part).is_some()
 }
 
 /// A module with the dimensions that it has on one of `ranks` ranks of a tensor group.
 pub fn cut_module(m: &Module, ranks: usize) -> Module {
-    let cut = cut_of((&m.name, m.expert), Part::Weight);
-    let kind = match (m.kind, cut) {
-        (Kind::Linear { out, inp, bias }, Some(0)) => Kind::Linear { out: out / ranks, inp, bias },
-        (Kind::Linear { out, inp, bias }, Some(_)) => Kind::Linear { out, inp: inp / ranks, bias },
-        (Kind::Vector { dim }, Some(_)) => Kind::Vector { dim: dim / ranks },
+    let kind = match (m.kind, m.cut) {
+        (kind, CutAlong::Nothing) => kind,
+        (Kind::Linear { out, inp, bias }, CutAlong::Columns) => Kind::Linear { out, inp: inp / ranks, bias },
+        (Kind::Linear { out, inp, bias }, _) => Kind::Linear { out: out / ranks, inp, bias },
+        (Kind::Vector { dim }, _) => Kind::Vector { dim: dim / ranks },
+        (Kind::Norm { dim }, _) => Kind::Norm { dim: dim / ranks },
+        (Kind::Conv { channels, taps }, _) => Kind::Conv { channels: channels / ranks, taps },
         (kind, _) => kind,
     };
-    Module { kind, ..m.clone() }
+    let cut = match m.cut {
+        CutAlong::Rows(parts) => CutAlong::Rows(parts.map(|n| n / ranks)),
+        other => other,
+    };
+    Module { kind, cut, ..m.clone() }
 }
 
-/// [`Piece::group`] of the weight of a module as [`cut_module`] makes it.
-pub fn group_of(m: &Module, block: usize, group: usize) -> usize {
-    match cut_of((&m.name, m.expert), Part::Weight) {
-        Some(0) => group_within(m.weight_values() / block.max(1), group),
-        Some(_) => group_within(m.cols() / block.max(1), group),
-        None => group,
+/// [`Piece::aligned`] of the weight of a module as [`cut_module`] makes it.
+pub fn aligned_of(m: &Module, most: usize) -> usize {
+    match m.cut {
+        CutAlong::Rows(parts) => parts.iter().fold(most, |n, rows| within(rows * m.cols(), n)),
+        CutAlong::Columns => within(m.cols(), most),
+        CutAlong::Nothing => most,
     }
 }
 
-/// The largest power of two up to `group` that divides `blocks`.
-fn group_within(blocks: usize, group: usize) -> usize {
-    if blocks > 0 { group.min(1 << blocks.trailing_zeros()) } else { group }
+/// The largest power of two up to `most` that divides `values`.
+fn within(values: usize, most: usize) -> usize {
+    if values > 0 { most.min(1 << values.trailing_zeros()) } else { most }
 }
 
 /// Rows or columns of a tensor, or all of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     whole: Vec<usize>,
-    /// Dimension that is cut, with the index of the piece and the number of pieces.
-    cut: Option<(usize, usize, usize)>,
+    /// Dimension that is cut, with the ranges of it that are in the piece.
+    cut: Option<(usize, Vec<Range<usize>>)>,
 }
 
 impl Piece {
-    /// Piece `at` of `of`, cut along a dimension of a tensor of this shape.
-    pub(crate) fn new(whole: Vec<usize>, dim: Option<usize>, (at, of): (usize, usize)) -> Self {
+    /// Piece `at` of `of` for each of the consecutive `parts` of a dimension, in a tensor of this shape.
+    pub(crate) fn new(
+        whole: Vec<usize>,
+        dim: Option<usize>,
+        parts: &[usize],
+        (at, of): (usize, usize),
+    ) -> Self {
+        let mut start = 0;
+        let own = parts.iter().filter(|n| **n > 0).map(|n| {
+            let own = start + n * at / of..start + n * (at + 1) / of;
+            start += n;
+            own
+        });
+        let own: Vec<Range<usize>> = own.collect();
         let dim = dim.filter(|d| of > 1 && *d < whole.len());
-        Self { whole, cut: dim.map(|d| (d, at, of)) }
+        Self { whole, cut: dim.map(|d| (d, own)) }
+    }
+
+    fn of_part(whole: Vec<usize>, cut: CutAlong, part: Part, place: (usize, usize)) -> Self {
+        let last = whole.last().copied().unwrap_or(0);
+        match cut {
+            CutAlong::Rows(parts) => Self::new(whole, dim_of(cut, part), &parts, place),
+            _ => Self::new(whole, dim_of(cut, part), &[last], place),
+        }
     }
 
     /// Piece of a part of a module.
     pub(super) fn of_module(m: &Module, part: Part, place: (usize, usize)) -> Self {
         let whole = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-        Self::new(whole, cut_of((&m.name, m.expert), part), place)
+        Self::of_part(whole, m.cut, part, place)
     }
 
     /// Piece of a trained tensor.
     pub(super) fn of_trained(t: &Trained, place: (usize, usize)) -> Self {
-        Self::new(t.shape.clone(), cut_of((&t.module, t.expert), t.part), place)
+        Self::of_part(t.shape.clone(), t.cut, t.part, place)
     }
 
     /// The same piece of a tensor with one element for `unit` consecutive ones; `None` if a cut is within one.
     pub fn by(&self, unit: usize) -> Option<Self> {
         let elements: usize = self.whole.iter().product();
-        match self.cut {
-            None => Some(Self { whole: vec![elements.div_ceil(unit)], cut: None }),
-            Some((0, at, of)) => {
-                let own = elements / of;
-                let whole = vec![of, own / unit];
-                own.is_multiple_of(unit).then_some(Self { whole, cut: Some((0, at, of)) })
-            }
-            Some((dim, at, of)) => {
-                let cols: usize = self.whole[dim..].iter().product();
-                let whole = vec![elements / cols.max(1), cols / unit];
-                (cols / of).is_multiple_of(unit).then_some(Self { whole, cut: Some((1, at, of)) })
-            }
-        }
+        let Some((dim, own)) = &self.cut else {
+            return Some(Self { whole: vec![elements.div_ceil(unit)], cut: None });
+        };
+        let cols: usize = self.whole[*dim..].iter().product();
+        let (rows, width) = (elements / cols.max(1), self.width());
+        let whole_units = |n: usize| n.is_multiple_of(unit);
+        let ends = own.iter().flat_map(|r| [r.start, r.end]).all(|end| whole_units(end * width));
+        let scaled = own.iter().map(|r| r.start * width / unit..r.end * width / unit).collect();
+        let whole = vec![rows, cols.div_ceil(unit)];
+        (ends && (rows == 1 || whole_units(cols))).then_some(Self { whole, cut: Some((1, scaled)) })
     }
 
-    /// Scales of a group that lies within one of `group` scales of the whole tensor, with a scale for every `block`
-    /// values: the largest power of two that divides the consecutive blocks of the piece.
-    pub fn group(&self, block: usize, group: usize) -> usize {
-        if self.cut.is_some() { group_within(self.run() / block.max(1), group) } else { group }
+    /// The largest power of two up to `most` that divides runs of consecutive values, on every rank: as many values
+    /// from a multiple of it are within one block of `most` values of the whole tensor.
+    pub fn aligned(&self, most: usize) -> usize {
+        let Some((_, own)) = &self.cut else { return most };
+        own.iter().fold(most, |n, r| within(r.len() * self.width(), n))
+    }
+
+    /// Elements of the whole tensor for one index of the dimension that is cut.
+    fn width(&self) -> usize {
+        self.whole[self.dim().map_or(0, |d| d + 1)..].iter().product()
     }
 
     /// Dimension that is cut, if any.
     pub fn dim(&self) -> Option<usize> {
-        self.cut.map(|(dim, ..)| dim)
+        self.cut.as_ref().map(|(dim, _)| *dim)
     }
 
     /// Shape of the piece.
     pub fn shape(&self) -> Vec<usize> {
         let mut shape = self.whole.clone();
-        if let Some((dim, _, of)) = self.cut {
-            shape[dim] /= of;
+        if let Some((dim, own)) = &self.cut {
+            shape[*dim] = own.iter().map(|r| r.len()).sum();
         }
         shape
     }
@@ -122,21 +146,23 @@ impl Piece {
         self.shape().iter().product()
     }
 
-    /// Length of consecutive elements of the whole tensor.
-    fn run(&self) -> usize {
-        self.shape()[self.dim().unwrap_or(0)..].iter().product()
-    }
-
     /// Ranges of the whole tensor with the elements `own` of the piece, in order.
     pub fn ranges(&self, own: Range<usize>) -> Vec<Range<usize>> {
-        let Some((_, at, of)) = self.cut else { return vec![own] };
-        let (run, mut out, mut from) = (self.run().max(1), Vec::new(), own.start);
+        let Some((dim, parts)) = &self.cut else { return vec![own] };
+        let (width, n) = (self.width(), parts.iter().map(|r| r.len()).sum::<usize>());
+        let (mut out, mut from) = (Vec::new(), own.start);
         while from < own.end {
-            let (row, inside) = (from / run, from % run);
-            let n = (run - inside).min(own.end - from);
-            let start = (row * of + at) * run + inside;
-            out.push(start..start + n);
-            from += n;
+            let (row, mut inside) = (from / (n * width), from % (n * width));
+            for part in parts {
+                let here = part.len() * width;
+                let run = here.saturating_sub(inside).min(own.end - from);
+                if run > 0 {
+                    let start = (row * self.whole[*dim] + part.start) * width + inside;
+                    out.push(start..start + run);
+                    from += run;
+                }
+                inside = inside.saturating_sub(here);
+            }
         }
         out
     }
@@ -168,10 +194,10 @@ impl Piece {
     /// # Errors
     /// A tensor of another shape.
     pub fn of(&self, whole: &Real) -> Result<Real> {
-        let Some((dim, at, of)) = self.cut else { return Ok(whole.clone()) };
+        let Some((dim, own)) = &self.cut else { return Ok(whole.clone()) };
         let whole = whole.reshape(self.whole.as_slice())?;
-        let n = self.whole[dim] / of;
-        whole.narrow(dim, at * n, n)?.force_contiguous()
+        let parts = own.iter().map(|r| whole.narrow(*dim, r.start, r.len())).collect::<Result<Vec<_>>>()?;
+        Real::cat(&parts, *dim)?.force_contiguous()
     }
 }
 
@@ -185,10 +211,14 @@ mod tests {
     fn pieces_cover_a_tensor() -> ft_base::Result<()> {
         let whole = Real::arange(0u32, 48, &Device::Cpu)?.reshape((4, 12))?;
         let flat = whole.flatten_all()?;
-        for (dim, of) in [(None, 2), (Some(0), 2), (Some(0), 4), (Some(1), 3), (Some(1), 2)] {
+        let whole_of = |dim: Option<usize>| vec![if dim == Some(1) { 12 } else { 4 }];
+        let plain = [(None, 2), (Some(0), 2), (Some(0), 4), (Some(1), 3), (Some(1), 2)];
+        let joint = [(Some(0), 2, vec![2, 2]), (Some(1), 2, vec![4, 2, 6]), (Some(1), 2, vec![4, 8])];
+        let plain = plain.into_iter().map(|(dim, of)| (dim, of, whole_of(dim)));
+        for (dim, of, parts) in plain.chain(joint) {
             let mut seen = vec![0; 48];
             for at in 0..of {
-                let piece = Piece::new(vec![4, 12], dim, (at, of));
+                let piece = Piece::new(vec![4, 12], dim, &parts, (at, of));
                 let (n, own) = (piece.elements(), piece.of(&whole)?);
                 assert_eq!(own.dims(), piece.shape());
                 let own = own.flatten_all()?.to_vec1::<u32>()?;
@@ -205,8 +235,8 @@ mod tests {
             }
             assert!(seen.iter().all(|n| *n == if dim.is_some() { 1 } else { of }), "{dim:?} {of}");
         }
-        assert_eq!(Piece::new(vec![4, 12], Some(1), (0, 4)).by(2), None);
-        assert_eq!(Piece::new(vec![3, 10], Some(0), (0, 3)).by(4), None);
+        assert_eq!(Piece::new(vec![4, 12], Some(1), &[12], (0, 4)).by(2), None);
+        assert_eq!(Piece::new(vec![3, 10], Some(0), &[3], (0, 3)).by(4), None);
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
 use crate::model::sink::Slot;
-use crate::params::buffers::is_cut;
+use crate::params::buffers::{cut_module, is_cut};
 use crate::quant;
 use candle_core::{DType, Shape};
 use ft_kernels::padded::Padded;
@@ -56,8 +56,8 @@ pub struct Ghosts<'a> {
     pub quantize: Quantize,
     /// The experts of this rank and the ranks that split them, if they do.
     pub own: Option<(Range<usize>, usize)>,
-    /// Whether ranks cut matrices.
-    pub cuts: bool,
+    /// Ranks that cut matrices; 1 for none.
+    pub cut_over: usize,
     /// Whether weights reside on a CUDA device, so that dense ones get spare columns for adapters.
     rooms: bool,
     used: usize,
@@ -72,7 +72,7 @@ impl<'a> Ghosts<'a> {
         (quantize, stays): (Quantize, bool),
     ) -> Self {
         let rooms = stays && ledger.machine().cuda;
-        Self { ledger, dtype, choices: choices.collect(), quantize, own: None, cuts: false, rooms, used: 0 }
+        Self { ledger, dtype, choices: choices.collect(), quantize, own: None, cut_over: 1, rooms, used: 0 }
     }
 
     /// Gradient buffers for a unit of a model with these weights: of whole tensors, then of pieces, then of experts,
@@ -84,9 +84,14 @@ impl<'a> Ghosts<'a> {
     /// Gradient buffer of a part of a module: see [`Ghosts::grads`].
     fn buffer(&self, m: &Module, part: Part) -> usize {
         match m.expert {
-            Some(_) if self.own.is_some() => 1 + usize::from(self.cuts),
-            _ => usize::from(self.cuts && is_cut(m, part)),
+            Some(_) if self.own.is_some() => 1 + usize::from(self.cut_over > 1),
+            _ => usize::from(self.cut_over > 1 && is_cut(m, part)),
         }
+    }
+
+    /// A module with the dimensions that it has on a rank.
+    fn here(&self, m: &Module) -> Module {
+        cut_module(m, self.cut_over)
     }
 
     fn choice(&self, m: &Module) -> Choice {
@@ -137,11 +142,17 @@ impl Weights for Ghosts<'_> {
         self.dtype
     }
 
+    fn heads(&self, all: usize) -> usize {
+        all / self.cut_over
+    }
+
     fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        let m = &self.here(m);
         Ok(self.tensor((m, Part::Weight), &m.weight_shape()))
     }
 
     fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        let m = &self.here(m);
         match m.weight_shape().as_slice() {
             &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => Ok((
                 Weight::Nf4(Arc::new(QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype))),
@@ -160,10 +171,12 @@ impl Weights for Ghosts<'_> {
     }
 
     fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        let m = &self.here(m);
         Ok(self.tensor((m, Part::Bias), &[m.bias().unwrap_or(0)]))
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
+        let m = &self.here(m);
         let Some((spec, a, b, slots)) = self.update(m) else { return Ok(None) };
         let (o, _) = weight.dims()?;
         let dora = spec.dora.then(|| Dora {

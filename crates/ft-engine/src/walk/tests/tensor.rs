@@ -3,7 +3,6 @@
 use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
 use crate::model::cut::{Cut, Fault, parts};
-use crate::model::family::QkNorms;
 use crate::params::buffers::Split;
 use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
 use ft_data::Micro;
@@ -67,8 +66,7 @@ impl<'a> Setting<'a> {
         let part = m.part(&[if own.is_empty() { 0..1 } else { own.clone() }]);
         let targets = if own.is_empty() { Vec::new() } else { part.micro.targets };
         let micro = Micro { targets, ..part.micro };
-        let mut cut = Cut::new(comm, all.to_vec(), self.input(&m, &m.docs)?.context);
-        cut.fault = fault;
+        let cut = Cut::new(comm, all.to_vec(), self.input(&m, &m.docs)?.context).with_fault(fault);
         let batch = self.input(&micro, &[micro.ids.len()])?;
         let numbers = if own.is_empty() { Vec::new() } else { part.targets };
         self.walk(d, p, &batch.cut(cut, part.tokens, numbers))
@@ -109,47 +107,56 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// Cases with layers that ranks can cut: mixtures stay whole.
-fn cuttable() -> Result<Vec<Case>> {
-    let mut all = cases()?;
-    let plain = |c: &Config| {
-        let f = c.family;
-        c.delta.is_none() && f.qk_norm != QkNorms::Whole && !(f.by_layer || f.joint_qkv || f.joint_mlp)
+/// Cases with heads and widths that some ranks can cut, and the fewest such ranks: mixtures stay whole.
+fn cuttable() -> Result<Vec<(Case, usize)>> {
+    let by = |c: &Config, n: usize| {
+        let whole = |l| c.heads_to_cut(l).is_multiple_of(n) && c.intermediate_of(l).is_multiple_of(n);
+        (0..c.layers).all(whole)
     };
-    all.retain(|c| plain(&c.config) && c.config.kv_heads % 2 == 0 && c.config.intermediate % 2 == 0);
-    Ok(all)
+    let ranks = |case: Case| [2, 3].into_iter().find(|n| by(&case.config, *n)).map(|n| (case, n));
+    Ok(cases()?.into_iter().filter_map(ranks).collect())
 }
 
-/// Even parts, uneven ones, and a rank without tokens.
-fn cuts(tokens: usize) -> [Vec<Range<usize>>; 3] {
-    [parts(tokens, 2), vec![0..5, 5..tokens], vec![0..tokens, tokens..tokens]]
+/// Even parts, uneven ones, and ranks without tokens.
+fn cuts(tokens: usize, ranks: usize) -> [Vec<Range<usize>>; 3] {
+    let uneven = |r: usize| if r + 1 < ranks { 3 * r..3 * r + 3 } else { 3 * r..tokens };
+    let one = |r: usize| if r == 0 { 0..tokens } else { tokens..tokens };
+    [parts(tokens, ranks), (0..ranks).map(uneven).collect(), (0..ranks).map(one).collect()]
 }
 
 /// In full, and adapters with dropout and noise on embeddings, at every level of recompute.
 #[test]
 fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
-    for case in cuttable()? {
+    for (case, ranks) in cuttable()? {
         let groups = [Group::Attention, Group::Mlp, Group::Experts, Group::Head];
         for selection in [everything(&case.config), adapters(&case.config, false, &groups)] {
             let mut setting = Setting::new(&case, selection);
-            for (i, all) in cuts(setting.micro()?.ids.len()).iter().enumerate() {
+            for (i, all) in cuts(setting.micro()?.ids.len(), ranks).iter().enumerate() {
                 setting.recompute = [NORMS, FEED_FORWARD, usize::MAX.into()][i];
                 let far = setting.apart(all, None, |_| ())?;
-                assert!(far[0] <= 5e-6 && far[1] <= 1e-6, "{}, {all:?}: {far:?} from one rank", case.name());
+                // Rounding of float32: gemma4's gradients on one rank are up to 9e-6 from float64's, and the norm of
+                // qwen3-next's is 1e-5 from PyTorch's.
+                let [most, norm] = match case.name().as_str() {
+                    "qwen3-next" => [1e-5, 5e-6],
+                    name if name.starts_with("gemma4") => [2e-5, 1e-5],
+                    _ => [5e-6, 1e-6],
+                };
+                assert!(far[0] <= most && far[1] <= norm, "{}, {all:?}: {far:?} from one rank", case.name());
             }
         }
     }
     Ok(())
 }
 
-/// Each fault is noticed by the comparison above: sums that are not added or are averaged; dropout by the column on the
+/// Each fault is noticed by the comparison above: sums that are not added or are averaged, of tokens or of rows; dropout by the column on the
 /// rank; a bias of a product over columns that is added by no rank.
 #[test]
 fn every_fault_is_noticed() -> Result<()> {
     let all = cuttable()?;
-    let find = |name: &str| all.iter().find(|c| c.name() == name).context("a case");
-    let case = find("qwen3-dense")?;
+    let find = |name: &str| all.iter().map(|(c, _)| c).find(|c| c.name() == name).context("a case");
+    let (case, whole) = (find("qwen3-dense")?, find("olmo2")?);
     let full = Setting::new(case, everything(&case.config));
+    let rows = Setting::new(whole, everything(&whole.config));
     let low = Setting::new(case, adapters(&case.config, false, &[Group::Attention, Group::Mlp]));
     let columns: Alter = |d| {
         for layer in &mut d.layers {
@@ -160,6 +167,7 @@ fn every_fault_is_noticed() -> Result<()> {
     for (setting, fault, alter) in [
         (&full, Some(Fault::Sum), (|_| ()) as Alter),
         (&full, Some(Fault::Mean), |_| ()),
+        (&rows, Some(Fault::Rows), |_| ()),
         (&low, None, columns),
     ] {
         let all = parts(setting.micro()?.ids.len(), 2);
@@ -173,7 +181,7 @@ fn every_fault_is_noticed() -> Result<()> {
 #[test]
 fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
     let all = cuttable()?;
-    let case = all.iter().find(|c| c.name() == "qwen3-dense").context("a case")?;
+    let (case, _) = all.iter().find(|(c, _)| c.name() == "qwen3-dense").context("a case")?;
     let setting = Setting::new(case, everything(&case.config));
     let mesh = Mesh { data: 2, tensor: 2, ..Mesh::ONE };
     let tokens = parts(setting.micro()?.ids.len(), 2);

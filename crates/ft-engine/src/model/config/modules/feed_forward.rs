@@ -1,6 +1,6 @@
 //! Modules of the feed-forward part of a layer.
 
-use super::module::{Group, InLayer, Kind, Module, Parameter, SHARED_EXPERT, Slice, linear};
+use super::module::{Group, InLayer, Kind, Module, Parameter, Slice, linear};
 use crate::model::config::types::Config;
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ impl FeedForwardTree {
     /// Modules of layer `l`.
     pub(super) fn of(c: &Config, l: usize, layer: InLayer<'_>) -> Self {
         let (Some(moe), Some(family)) = (c.moe.as_ref().filter(|m| m.sparse[l]), &c.family.experts) else {
-            return FeedForwardTree::Dense(MlpTree::dense(c, l, layer));
+            return FeedForwardTree::Dense(MlpTree::dense(c, l, layer).cut());
         };
         let linear = |name: &str, out, bias| {
             layer.module(&family.within(name), linear(out, c.hidden, bias), Group::Router)
@@ -62,7 +62,7 @@ impl FeedForwardTree {
         let router = linear(family.router, moe.experts, family.bias);
         let experts = (0..moe.experts).map(expert).collect();
         let shared = || {
-            let (block, of) = (family.within(SHARED_EXPERT), (Group::Mlp, None));
+            let (block, of) = (family.within("shared_expert"), (Group::Mlp, None));
             let own = MlpTree::of((c, layer), &block, NAMES, (moe.shared, false), of);
             (own, linear("shared_expert_gate", 1, false))
         };
@@ -133,6 +133,17 @@ impl MlpTree {
         let names = if c.family.joint_mlp { ["gate_up_proj", "", "down_proj"] } else { NAMES };
         let sizes = (c.intermediate_of(l), c.biases.mlp);
         Self::of((c, layer), "mlp", names, sizes, (Group::Mlp, None))
+    }
+
+    /// The feed-forward, cut along the values between its linears.
+    fn cut(self) -> Self {
+        let f = self.down.cols();
+        let gate = if self.up.is_some() { [f, 0, 0] } else { [f, f, 0] };
+        Self {
+            gate: self.gate.by_rows(gate),
+            up: self.up.map(Module::by_all_rows),
+            down: self.down.by_columns(),
+        }
     }
 
     fn modules(self) -> impl Iterator<Item = Module> {

@@ -73,24 +73,34 @@ impl MixerTree {
         let (has_k, has_v) =
             (matches!(own.keys, KeySource::Own | KeySource::Joint), own.keys == KeySource::Own);
         let (of_q, name_of_q) = match own.keys {
-            KeySource::WithQueries => (q + 2 * kv, "qkv_proj"),
-            _ => (if c.family.gated { 2 * q } else { q }, "q_proj"),
+            KeySource::WithQueries => ([q, kv, kv], "qkv_proj"),
+            _ => ([if c.family.gated { 2 * q } else { q }, 0, 0], "q_proj"),
         };
         let within = |name: &str, kind, group| of.module(&format!("self_attn.{name}"), kind, group);
         let linear = |name: &str, out, inp, bias| within(name, linear(out, inp, bias), Group::Attention);
+        let keys = |name: &str| {
+            let keys = linear(name, kv, d, c.biases.qkv);
+            if c.shares_keys(l) { keys } else { keys.by_all_rows() }
+        };
         let qk = || {
             let whole = c.family.qk_norm == QkNorms::Whole;
             let (q, k) = if whole { (q, kv) } else { (own.head_dim, own.head_dim) };
-            let norm = |name: &str, dim| within(name, Kind::Norm { dim }, Group::Norms);
+            let norm = |name: &str, dim| {
+                let norm = within(name, Kind::Norm { dim }, Group::Norms);
+                if whole { norm.by_all_rows() } else { norm }
+            };
             (norm("q_norm", q), has_k.then(|| norm("k_norm", k)))
         };
         MixerTree::Attention {
-            q: linear(name_of_q, of_q, d, c.biases.qkv),
-            k: has_k.then(|| linear("k_proj", kv, d, c.biases.qkv)),
-            v: has_v.then(|| linear("v_proj", kv, d, c.biases.qkv)),
-            o: linear("o_proj", d, q, c.biases.o),
+            q: linear(name_of_q, of_q.iter().sum(), d, c.biases.qkv).by_rows(of_q),
+            k: has_k.then(|| keys("k_proj")),
+            v: has_v.then(|| keys("v_proj")),
+            o: linear("o_proj", d, q, c.biases.o).by_columns(),
             qk_norm: (c.family.qk_norm != QkNorms::Never).then(qk),
-            sinks: c.family.sinks.then(|| within("sinks", Kind::Vector { dim: c.heads }, Group::Sinks)),
+            sinks: c
+                .family
+                .sinks
+                .then(|| within("sinks", Kind::Vector { dim: c.heads }, Group::Sinks).by_all_rows()),
         }
     }
 
@@ -99,26 +109,29 @@ impl MixerTree {
         let heads = c.heads;
         let of = |name: &str, kind, group| layer.module(&format!("linear_attn.{name}"), kind, group);
         let linear = |name, out, inp| of(name, linear(out, inp, false), Group::Attention);
-        let vector = |name, dim| of(name, Kind::Vector { dim }, Group::Recurrence);
+        let into = |name, out| linear(name, out, d).by_all_rows();
+        let vector = |name, dim| of(name, Kind::Vector { dim }, Group::Recurrence).by_all_rows();
         let (channels, values) = (heads.channels(), heads.value_width());
+        // Queries and keys, each of the key heads, then values.
+        let parts = [heads.key_width(), heads.key_width(), values];
         let projections = match c.projections {
             DeltaProjections::Split => vec![
-                linear("in_proj_qkv", channels, d),
-                linear("in_proj_z", values, d),
-                linear("in_proj_b", heads.values, d),
-                linear("in_proj_a", heads.values, d),
+                linear("in_proj_qkv", channels, d).by_rows(parts),
+                into("in_proj_z", values),
+                into("in_proj_b", heads.values),
+                into("in_proj_a", heads.values),
             ],
             DeltaProjections::Interleaved => {
-                vec![linear("in_proj_qkvz", channels + values, d), linear("in_proj_ba", 2 * heads.values, d)]
+                vec![into("in_proj_qkvz", channels + values), into("in_proj_ba", 2 * heads.values)]
             }
         };
         MixerTree::Delta {
             projections,
-            conv: of("conv1d", Kind::Conv { channels, taps: c.taps }, Group::Recurrence),
+            conv: of("conv1d", Kind::Conv { channels, taps: c.taps }, Group::Recurrence).by_rows(parts),
             a_log: vector("A_log", heads.values),
             bias: vector("dt_bias", heads.values),
             norm: of("norm", Kind::Norm { dim: heads.value_dim }, Group::Norms),
-            out: linear("out_proj", d, values),
+            out: linear("out_proj", d, values).by_columns(),
         }
     }
 }

@@ -7,5 +7,5 @@ mod tree;
 
 pub use feed_forward::{FeedForwardTree, MlpTree};
 pub use layer::{LayerTree, MixerTree};
-pub use module::{Group, Kind, Module, Parameter, SCORE, SHARED_EXPERT, Slice};
+pub use module::{CutAlong, Group, Kind, Module, Parameter, SCORE, Slice};
 pub use tree::{Tree, constants, groups, modules, parameters};

@@ -80,6 +80,21 @@ pub struct Module {
     pub expert: Option<usize>,
     /// The parameter that PEFT adapts in place of this linear, in families whose adapters are fused.
     pub parameter: Option<Arc<Parameter>>,
+    /// The way in which ranks of a tensor group cut the weight.
+    pub cut: CutAlong,
+}
+
+/// Dimension of a weight along which the ranks of a tensor group cut it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CutAlong {
+    /// Every rank has all of it.
+    #[default]
+    Nothing,
+    /// The first: rows of a product into a block. Consecutive parts of these lengths are cut evenly, each by itself;
+    /// 0 where there are fewer.
+    Rows([usize; 3]),
+    /// The last: columns of a product out of a block.
+    Columns,
 }
 
 /// A parameter that PEFT adapts as a whole (`target_parameters`).
@@ -110,8 +125,6 @@ pub struct Slice {
     pub mxfp4: bool,
 }
 
-/// Last name of the block of a shared expert.
-pub const SHARED_EXPERT: &str = "shared_expert";
 /// Name of a score head.
 pub const SCORE: &str = "score";
 
@@ -196,6 +209,22 @@ impl Module {
         Self { parameter: Some(Arc::new(parameter)), ..self }
     }
 
+    /// The module, cut along consecutive parts of its rows.
+    pub(super) fn by_rows(self, parts: [usize; 3]) -> Self {
+        Self { cut: CutAlong::Rows(parts), ..self }
+    }
+
+    /// The module, cut along all of its rows.
+    pub(super) fn by_all_rows(self) -> Self {
+        let rows = self.rows();
+        self.by_rows([rows, 0, 0])
+    }
+
+    /// The module, cut along its columns.
+    pub(super) fn by_columns(self) -> Self {
+        Self { cut: CutAlong::Columns, ..self }
+    }
+
     /// Number of values of the weight.
     pub fn weight_values(&self) -> usize {
         self.rows() * self.cols()
@@ -240,7 +269,7 @@ impl InLayer<'_> {
 
     pub fn module(self, name: &str, kind: Kind, group: Group) -> Module {
         let (name, layer) = (self.name(name), Some(self.layer));
-        Module { name, kind, group, layer, expert: None, parameter: None }
+        Module { name, kind, group, layer, expert: None, parameter: None, cut: CutAlong::Nothing }
     }
 
     pub fn norm(self, name: &str, dim: usize) -> Module {

@@ -1,7 +1,7 @@
 //! Modules of the whole model.
 
 use super::layer::LayerTree;
-use super::module::{Group, Kind, Module, SCORE, linear};
+use super::module::{CutAlong, Group, Kind, Module, SCORE, linear};
 use crate::model::config::types::Config;
 use std::collections::BTreeSet;
 
@@ -38,6 +38,7 @@ impl Tree {
             layer: None,
             expert: None,
             parameter: None,
+            cut: CutAlong::Nothing,
         };
         Some([
             module("embed_tokens_per_layer", Kind::Embedding { vocab: inputs.vocab, dim: all }),
@@ -55,6 +56,7 @@ impl Tree {
             layer: None,
             expert: None,
             parameter: None,
+            cut: CutAlong::Nothing,
         };
         let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
         let name = if c.scores.is_some() { SCORE } else { c.vocabulary_name() };
