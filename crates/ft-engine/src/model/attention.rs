@@ -2,7 +2,7 @@
 //! output gate.
 
 use super::delta::Parameter;
-use super::linear::{self, Linear};
+use super::linear::{self, Linear, Stack};
 use super::norm::Norm;
 use super::pass::across::Outputs;
 use super::pass::batch::{Context, Tables};
@@ -25,6 +25,8 @@ pub struct Attention {
     pub v: Option<Linear>,
     /// Output: `[h c]` -> `[d]`.
     pub o: Linear,
+    /// The adapters of queries, keys and values, if computed together.
+    pub stack: Option<Stack>,
     /// RMSNorm of queries and keys, if the family has them.
     pub qk_norm: Option<QkNorm>,
     /// A logit a query head `[h]` that takes part in the softmax without a key, if the family has them.
@@ -128,7 +130,7 @@ impl Attention {
     }
 
     /// The linears of the input.
-    fn inner(&self) -> impl Iterator<Item = &Linear> {
+    fn inner(&self) -> impl DoubleEndedIterator<Item = &Linear> + Clone {
         std::iter::once(&self.q).chain(&self.k).chain(&self.v)
     }
 
@@ -140,8 +142,9 @@ impl Attention {
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         let mut copy = self.clone();
-        for linear in copy.linears_mut() {
-            *linear = linear.dequantized()?;
+        let (last, rank) = (self.inner().count() - 1, self.stack.as_ref().map_or(0, Stack::all));
+        for (n, linear) in copy.linears_mut().enumerate() {
+            *linear = linear.dequantized_with(if n == last { rank } else { 0 })?;
         }
         Ok(copy)
     }
@@ -326,29 +329,28 @@ impl Attention {
     pub fn forward(&self, x: &Padded, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
         let (t, _) = x.dims();
         let c = self.head_dim;
-        // Reshaped at once: a variable for the flat tensor would keep it alive until the end of the
-        // function.
-        let by_head = |linear: &Linear, heads: usize| -> Result<(Tensor, linear::Saved)> {
-            let (y, saved) = linear.forward_padded(x, ctx)?;
-            Ok((y.reshape((t, heads, c))?, saved))
-        };
+        let low = self.stack.as_ref().map(|s| s.low(self.inner(), &x.values()?)).transpose()?;
+        let mut low = low.into_iter().flatten();
+        let mut project = |linear: &Linear| linear.forward_with(x, low.next(), ctx);
         let (mut joint, mut gate) = (None, None);
         let (q, qs) = if self.gated {
-            let (y, saved) = self.q.forward_padded(x, ctx)?;
+            let (y, saved) = project(&self.q)?;
             let (q, of_q) = gate::split(&y, self.heads)?;
             gate = Some(of_q);
             (q, saved)
         } else if self.joint {
-            let (y, saved) = self.q.forward_padded(x, ctx)?;
+            let (y, saved) = project(&self.q)?;
             let [q, k, v] = self.split(&y)?;
             joint = Some((k, v));
             (q, saved)
         } else {
-            by_head(&self.q, self.heads)?
+            let (y, saved) = project(&self.q)?;
+            (y.reshape((t, self.heads, c))?, saved)
         };
-        let of = |linear: &Option<Linear>| -> Result<(Option<Tensor>, linear::Saved)> {
+        let mut of = |linear: &Option<Linear>| -> Result<(Option<Tensor>, linear::Saved)> {
             let Some(linear) = linear else { return Ok((None, linear::Saved::default())) };
-            by_head(linear, self.kv_heads).map(|(y, saved)| (Some(y), saved))
+            let (y, saved) = project(linear)?;
+            Ok((Some(y.reshape((t, self.kv_heads, c))?), saved))
         };
         let (mut k, ks) = of(&self.k)?;
         let (mut v, vs) = of(&self.v)?;
@@ -403,8 +405,14 @@ impl Attention {
         let d_o = d_o.reshape((t, self.heads, c))?;
         let rank = |l: &Option<Linear>| l.as_ref().map_or(0, |l| l.fused_rank_back(&d_o, ctx));
         let (rq, rk) = (self.q.fused_rank_back(&d_o, ctx), if self.v.is_some() { rank(&self.k) } else { 0 });
-        let (rq, rk) = if self.rotates_neighbors || self.joint { (0, 0) } else { (rq, rk) };
-        let rv = if self.v_norm.is_none() && !self.lends { rank(&self.v) } else { 0 };
+        let stack = self.stack.as_ref().filter(|s| s.trains(self.inner(), &d_o));
+        let (rq, rk) =
+            if self.rotates_neighbors || self.joint || stack.is_some() { (0, 0) } else { (rq, rk) };
+        let rv = match stack {
+            _ if self.v.is_none() || self.v_norm.is_some() || self.lends => 0,
+            Some(stack) => stack.all(),
+            None => rank(&self.v),
+        };
         if let Some((sinks, slot)) = self.sinks.as_ref().and_then(|s| Some((&s.value, s.slot?))) {
             let sinks = sinks.to_dtype(q.dtype())?;
             for (rows, part) in s.out.parts() {
@@ -434,10 +442,14 @@ impl Attention {
             drop((dq, d_keys));
             return self.q.backward_padded(&qs, &all, ctx, sink, None);
         }
+        let others = d_keys.map(|[dk, dv]| [(&self.k, &ks, dk), (&self.v, &vs, dv)]).into_iter().flatten();
+        if let Some(stack) = stack {
+            let others = others.filter_map(|(linear, saved, d)| Some((linear.as_ref()?, saved, d)));
+            return stack.backward(std::iter::once((&self.q, &qs, dq)).chain(others).collect(), sink);
+        }
         let mut dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
         drop(dq);
-        let Some([dk, dv]) = d_keys else { return Ok(dx) };
-        for (linear, saved, d) in [(&self.k, &ks, dk), (&self.v, &vs, dv)] {
+        for (linear, saved, d) in others {
             if let Some(linear) = linear {
                 dx = linear.backward_padded(saved, &d, ctx, sink, Some(dx))?;
             }

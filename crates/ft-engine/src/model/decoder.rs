@@ -12,7 +12,7 @@ use super::head::Head;
 use super::layer::{FeedForward, Layer};
 use super::layer_inputs::LayerInputs;
 use super::linear::Rows;
-use super::linear::{Linear, Lora, Weight};
+use super::linear::{Linear, Lora, Stack, Weight};
 use super::mixer::Mixer;
 use super::norm::Norm;
 use super::pass::batch::{Batch, HostBatch};
@@ -46,6 +46,10 @@ pub trait Weights {
     fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)>;
     /// Adapter of a linear, if any. `weight` is the adapted matrix.
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>>;
+    /// The adapters of linears of one input, if computed together; before the linears.
+    fn stack(&mut self, _: &[&Module]) -> ft_base::Result<Option<Stack>> {
+        Ok(None)
+    }
     /// Trained rows of a module's weight, if any.
     fn rows(&mut self, _: &Module) -> ft_base::Result<Option<Rows>> {
         Ok(None)
@@ -273,6 +277,8 @@ impl<'a> Builder<'a> {
             return Err(candle_core::Error::Msg(format!("layer {l} has no attention")).into());
         };
         let (c, own) = (self.config, &self.config.attention[l]);
+        let inner: Vec<&Module> = std::iter::once(q).chain(k).chain(v).collect();
+        let stack = self.weights.stack(&inner)?;
         let q = self.linear(q)?;
         let mut optional = |m: &Option<Module>| m.as_ref().map(|m| self.linear(m)).transpose();
         let (k, v) = (optional(k)?, optional(v)?);
@@ -295,6 +301,7 @@ impl<'a> Builder<'a> {
             k,
             v,
             o,
+            stack,
             v_norm: qk_norm.as_ref().filter(|_| normed).map(ones).transpose()?,
             qk_norm,
             sinks: sinks.as_ref().map(|m| self.parameter(m)).transpose()?,
@@ -391,8 +398,10 @@ impl<'a> Builder<'a> {
     }
 
     fn mlp(&mut self, t: &MlpTree) -> ft_base::Result<Mlp> {
+        let first: Vec<&Module> = std::iter::once(&t.gate).chain(&t.up).collect();
+        let stack = self.weights.stack(&first)?;
         let gate = self.linear(&t.gate)?;
         let up = t.up.as_ref().map(|up| self.linear(up)).transpose()?;
-        Ok(Mlp { gate, up, down: self.linear(&t.down)?, glu: self.config.glu })
+        Ok(Mlp { gate, up, down: self.linear(&t.down)?, stack, glu: self.config.glu })
     }
 }

@@ -73,7 +73,8 @@ impl Params {
         let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
         let pieces: Vec<Piece> = tensors.iter().map(|t| what.split.piece_of(t)).collect();
         let place = (|t: &Trained| what.split.flat(t, units), |i: usize| pieces[i].shape());
-        let (slots, layouts) = layout(&tensors, (units, what.split.flats(units)), projection, place);
+        let of = (&tensors[..], device.is_cuda());
+        let (slots, layouts) = layout(of, (units, what.split.flats(units)), projection, place);
         let wide: BTreeSet<usize> =
             slots.iter().filter(|s| tensors[s.index].part == Part::Magnitude).map(|s| s.flat).collect();
         let kept = layouts

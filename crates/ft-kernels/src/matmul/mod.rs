@@ -1,5 +1,6 @@
 //! Matrix products and decompositions.
 
+mod columns;
 pub mod decompose;
 pub mod gemm;
 mod packing;

@@ -18,10 +18,10 @@
 //!
 //! On the CPU there is no room: products accumulate in cache, tile by tile.
 
+use super::columns;
 use crate::Tensor;
 use crate::cuda::launch::empty;
 use crate::gemm;
-use crate::tensor::ghosts;
 use candle_core::{DType, Result};
 
 /// Row strides are a multiple of this many values: 16 bytes in half precision.
@@ -171,16 +171,14 @@ impl Padded {
         self.all.narrow(0, 0, self.rows)?.narrow(1, self.cols, rank)
     }
 
-    /// Copies a matrix `[rows, rank]` into the room on the right.
+    /// Copies a matrix `[rows, rank]`, or columns of one, into the room on the right.
     pub fn set_beside(&self, t: &Tensor) -> Result<()> {
-        copies(t);
-        self.all.narrow(0, 0, self.rows)?.slice_set(t, 1, self.cols)
+        columns::copy(t, &self.all, (0, self.cols))
     }
 
     /// Copies a matrix `[rank, cols]` into the room below.
     pub fn set_below(&self, t: &Tensor) -> Result<()> {
-        copies(t);
-        self.all.narrow(0, self.rows, t.dim(0)?)?.slice_set(t, 1, 0)
+        columns::copy(t, &self.all, (self.rows, 0))
     }
 }
 
@@ -204,11 +202,6 @@ impl Padded {
         self.set_below(a)?;
         gemm::product_onto(dx, dydu, false, &self.with_below(a.dim(0)?)?, false)
     }
-}
-
-/// Records one launch for ghosts.
-fn copies(t: &Tensor) {
-    let _ = ghosts(&[t], [], |_| ());
 }
 
 #[cfg(test)]

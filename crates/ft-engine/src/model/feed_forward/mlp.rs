@@ -1,6 +1,6 @@
 //! Gated feed-forward: `down(act(gate(x)) * up(x))`. Used by dense layers and by each expert of a mixture.
 
-use crate::model::linear::{self, Linear};
+use crate::model::linear::{self, Linear, Stack};
 use crate::model::pass::batch::Context;
 use crate::model::pass::sink::Sink;
 use candle_core::Result;
@@ -17,6 +17,8 @@ pub struct Mlp {
     pub up: Option<Linear>,
     /// `[f]` -> `[d]`.
     pub down: Linear,
+    /// The adapters of gate and up, if computed together.
+    pub stack: Option<Stack>,
     /// The elementwise part.
     pub glu: Glu,
 }
@@ -52,16 +54,18 @@ impl Mlp {
 
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
+        let rank = self.stack.as_ref().map_or(0, Stack::all);
         Ok(Self {
             gate: self.gate.dequantized()?,
-            up: self.up.as_ref().map(Linear::dequantized).transpose()?,
+            up: self.up.as_ref().map(|up| up.dequantized_with(rank)).transpose()?,
             down: self.down.dequantized()?,
+            stack: self.stack.clone(),
             glu: self.glu,
         })
     }
 
     /// The linears of the input.
-    fn first(&self) -> impl Iterator<Item = &Linear> {
+    fn first(&self) -> impl DoubleEndedIterator<Item = &Linear> + Clone {
         std::iter::once(&self.gate).chain(&self.up)
     }
 
@@ -72,8 +76,11 @@ impl Mlp {
 
     /// Outputs of gate and up, with an empty entry for `down`.
     fn enter(&self, x: &Padded, ctx: &Context) -> Result<Saved> {
-        let (gate, gate_linear) = self.gate.forward_padded(x, ctx)?;
-        let (up, up_linear) = self.up.as_ref().map(|l| l.forward_padded(x, ctx)).transpose()?.unzip();
+        let low = self.stack.as_ref().map(|s| s.low(self.first(), &x.values()?)).transpose()?;
+        let mut low = low.into_iter().flatten();
+        let (gate, gate_linear) = self.gate.forward_with(x, low.next(), ctx)?;
+        let (up, up_linear) =
+            self.up.as_ref().map(|l| l.forward_with(x, low.next(), ctx)).transpose()?.unzip();
         Ok(Saved { gate_linear, up_linear, down_linear: linear::Saved::default(), gate, up })
     }
 
@@ -125,7 +132,11 @@ impl Mlp {
         let (dh, later) = self.down.backward_input(&down_linear, &like, dy, ctx, sink, None)?;
         drop((like, down_linear));
         let rank = |l: &Linear| l.fused_rank_back(&dh, ctx);
-        let ranks = [rank(&self.gate), self.up.as_ref().map_or(0, rank)];
+        let stack = self.stack.as_ref().filter(|s| s.trains(self.first(), &dh));
+        let ranks = match (stack, &self.up) {
+            (Some(stack), Some(_)) => [0, stack.all()],
+            (_, up) => [rank(&self.gate), up.as_ref().map_or(0, rank)],
+        };
         let (dg, du) = match later {
             None => swiglu::backward_padded(self.glu, &gate, up.as_ref(), &dh, ranks)?,
             Some(later) => {
@@ -135,6 +146,9 @@ impl Mlp {
             }
         };
         drop((gate, up));
+        if let (Some(stack), Some(up), Some(saved), Some(du)) = (stack, &self.up, &up_linear, &du) {
+            return stack.backward(vec![(&self.gate, &gate_linear, dg), (up, saved, du.clone())], sink);
+        }
         let dx = self.gate.backward_padded(&gate_linear, &dg, ctx, sink, None)?;
         match (&self.up, up_linear, du) {
             (Some(up), Some(saved), Some(du)) => up.backward_padded(&saved, &du, ctx, sink, Some(dx)),

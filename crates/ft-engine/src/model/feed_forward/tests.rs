@@ -82,9 +82,15 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
         let (Some(down), Some(up), Some(gate)) = (linears.pop(), linears.pop(), linears.pop()) else {
             candle_core::bail!("three linears")
         };
-        experts.push(Mlp { gate, up: Some(up), down, glu: Glu::default() });
+        experts.push(Mlp { gate, up: Some(up), down, stack: None, glu: Glu::default() });
     }
-    let mlp = Mlp { gate: full(take()), up: Some(full(take())), down: full(take()), glu: Glu::default() };
+    let mlp = Mlp {
+        gate: full(take()),
+        up: Some(full(take())),
+        down: full(take()),
+        stack: None,
+        glu: Glu::default(),
+    };
     let shared = Some(Shared { mlp, gate: full(take()) });
     Ok(Mixture::new(router, (experts, vec![1; E]), shared, top_k, normalise))
 }

@@ -134,9 +134,14 @@ impl Linear {
 
     /// A copy with the matrix dequantized, if 4-bit.
     pub fn dequantized(&self) -> Result<Self> {
+        self.dequantized_with(0)
+    }
+
+    /// As [`Linear::dequantized`], with room for at least the LoRA rank `stack`.
+    pub fn dequantized_with(&self, stack: usize) -> Result<Self> {
         // DoRA is not fused and needs no spare columns.
         let rank = match &self.lora {
-            Some(Lora { dora: None, a, .. }) => a.dim(0)?,
+            Some(Lora { dora: None, a, .. }) => a.dim(0)?.max(stack),
             _ => 0,
         };
         Ok(Self { weight: self.weight.dequantized(rank)?, ..self.clone() })
@@ -194,6 +199,11 @@ impl Linear {
 
     /// As [`Linear::forward`], for an input with spare columns: see [`Linear::fused_rank`].
     pub fn forward_padded(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
+        self.forward_with(x, None, ctx)
+    }
+
+    /// As [`Linear::forward_padded`], given `s x A^T`, if computed already: see [`Stack::low`](super::Stack::low).
+    pub fn forward_with(&self, x: &Padded, low: Option<Tensor>, ctx: &Context) -> Result<(Tensor, Saved)> {
         let padded = x;
         let x = &padded.values()?;
         let mut saved = Saved { x: self.input(x), ..Saved::default() };
@@ -205,7 +215,7 @@ impl Linear {
         let (xd, k) = masked(x, &mask)?;
         let rank = self.fused_rank(x);
         let one = rank > 0 && padded.room() >= rank;
-        let (u, rest) = lora.low(&xd, k, one)?;
+        let (u, rest) = low.map_or_else(|| lora.low(&xd, k, one), |u| Ok((u, 1.0)))?;
         let y = match &lora.dora {
             None if one => {
                 padded.set_beside(&u)?;

@@ -18,9 +18,11 @@
 mod backward;
 mod forward;
 mod rows;
+mod stack;
 mod weight;
 
 pub use backward::DeferredGradients;
 pub use forward::{Dora, Linear, Lora, Saved};
 pub use rows::Rows;
+pub use stack::Stack;
 pub use weight::Weight;

@@ -278,6 +278,32 @@ impl<'a> Sink<'a> {
         gemm::matmul_onto((&grad, add), a, true, b, false, alpha)
     }
 
+    /// [`Sink::product`] for several tensors `[rows, cols]` of one `b`; `a` has their columns side by side. One product
+    /// if they follow one another in their buffer.
+    pub fn products(&self, slots: &[Slot], a: &Tensor, b: &Tensor, alpha: f64) -> Result<()> {
+        let [first, .., last] = slots else {
+            return slots.iter().try_for_each(|s| self.product(*s, a, b, alpha));
+        };
+        let stale = self.stale.borrow();
+        let is_stale = |s: &Slot| stale.contains_key(&s.index);
+        let follows = |p: &[Slot]| p[0].flat == p[1].flat && p[0].range().end == p[1].offset;
+        let alike = slots.windows(2).all(|p| is_stale(&p[0]) == is_stale(&p[1]) && p[0].cols == p[1].cols);
+        // slots of a plan have no places
+        let one = alike && self.later.is_none() && (a.ghost().is_some() || slots.windows(2).all(follows));
+        drop(stale);
+        if !one {
+            let mut at = 0;
+            return slots.iter().try_for_each(|s| {
+                at += s.rows;
+                self.product(*s, &a.narrow(1, at - s.rows, s.rows)?, b, alpha)
+            });
+        }
+        let add =
+            slots.iter().map(|s| self.target(*s)).collect::<Result<Vec<_>>>()?.iter().all(|(_, add)| *add);
+        let all = Slot { rows: slots.iter().map(|s| s.rows).sum(), ..*first };
+        gemm::matmul_onto((&all.view(&self.buffer(last.flat)?)?, add), a, true, b, false, alpha)
+    }
+
     /// `grad += dw`.
     pub fn add(&self, slot: Slot, dw: &Tensor) -> Result<()> {
         if self.collect(slot, dw, || What::Values(dw.clone())) {

@@ -33,9 +33,10 @@ impl FlatLayout {
 }
 
 /// Assigns slots to all tensors, in the buffer that `flat` names for each of `units` units; `shape` is that of a tensor
-/// on this rank.
+/// on this rank. With `stacks`, the A of adapters stand before all else of their kind, so that those of one input follow
+/// one another ([`crate::model::linear::Stack`]).
 pub(crate) fn layout(
-    tensors: &[Trained],
+    (tensors, stacks): (&[Trained], bool),
     (units, flats): (usize, usize),
     how: Projection,
     (flat, shape): (impl Fn(&Trained) -> usize, impl Fn(usize) -> Vec<usize>),
@@ -51,8 +52,10 @@ pub(crate) fn layout(
     };
     let ends: [fn(&mut FlatLayout) -> &mut usize; 4] =
         [|u| &mut u.large_full, |u| &mut u.large, |u| &mut u.adapters, |u| &mut u.plain];
+    let mut order: Vec<(usize, &Trained)> = tensors.iter().enumerate().collect();
+    order.sort_by_key(|(_, t)| !(stacks && t.part == Part::A));
     for number in 0..5 {
-        for (index, t) in tensors.iter().enumerate().filter(|(_, t)| kind(t) == number) {
+        for &(index, t) in order.iter().filter(|(_, t)| kind(t) == number) {
             let shape = shape(index);
             let (cols, elements) = (*shape.last().unwrap_or(&1), shape.iter().product::<usize>());
             let rows = elements / cols.max(1);

@@ -5,10 +5,10 @@ use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::Owned;
 use crate::model::linear::Rows;
-use crate::model::linear::{Dora, Lora, Weight};
+use crate::model::linear::{Dora, Lora, Stack, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
 use crate::model::sink::Slot;
-use crate::params::buffers::{cut_module, is_cut};
+use crate::params::buffers::{ALIGN, cut_module, is_cut};
 use crate::quant;
 use candle_core::{DType, Shape};
 use ft_kernels::padded::Padded;
@@ -43,6 +43,23 @@ pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
     let Choice::Lora { spec, .. } = choice else { return 0 };
     let takes = rooms && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
     if takes { spec.rank } else { 0 }
+}
+
+/// Sum of the LoRA ranks of linears of one input if their adapters are computed together, otherwise 0: all linears have
+/// equal adapters, without DoRA and dropout, that follow one another in their buffer. `whole` is whether matrices are
+/// whole and on a CUDA device.
+pub(super) fn stacked(modules: &[&Module], choice: impl Fn(&Module) -> Choice, whole: bool) -> usize {
+    let [first, _, ..] = modules else { return 0 };
+    let Choice::Lora { spec, .. } = choice(first) else { return 0 };
+    let alike = |m: &&Module| {
+        matches!(choice(m), Choice::Lora { spec: own, .. } if own == spec)
+            && matches!(m.group, Group::Attention | Group::Mlp)
+            && m.expert.is_none()
+            && m.a_of() == m.name
+            && m.cols() == first.cols()
+    };
+    let takes = whole && !spec.dora && spec.dropout == 0.0 && modules.iter().all(alike);
+    if takes && (spec.rank * first.cols()).is_multiple_of(ALIGN) { spec.rank * modules.len() } else { 0 }
 }
 
 /// Source of shape-only weights, given the choice for every module.
@@ -168,6 +185,13 @@ impl Weights for Ghosts<'_> {
                 Ok((Weight::Dense(weight), slot))
             }
         }
+    }
+
+    fn stack(&mut self, modules: &[&Module]) -> ft_base::Result<Option<Stack>> {
+        let whole = self.ledger.machine().cuda && self.cut_over == 1;
+        let rank = stacked(modules, |m| self.choice(m), whole);
+        let Some(last) = modules.last().filter(|_| rank > 0) else { return Ok(None) };
+        Ok(Some(Stack { a: self.ghost((rank, last.cols()), self.dtype) }))
     }
 
     fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {

@@ -10,7 +10,7 @@ use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::feed_forward::Owned;
 use crate::model::linear::Rows;
-use crate::model::linear::{Dora, Lora, Weight};
+use crate::model::linear::{Dora, Lora, Stack, Weight};
 use crate::model::modules::{Kind, MlpTree, Module};
 use crate::model::sink::Slot;
 use crate::model::{Decoder, Units};
@@ -381,6 +381,20 @@ impl Weights for Loader<'_> {
                 ))
             }
         }
+    }
+
+    fn stack(&mut self, modules: &[&Module]) -> ft_base::Result<Option<Stack>> {
+        let whole = self.b.device.is_cuda() && self.params.split.mesh.tensor == 1;
+        let rank = super::ghost::stacked(modules, |m| self.choice(m), whole);
+        let slots: Vec<Slot> =
+            modules.iter().filter_map(|m| Some(self.params.slots[self.part(m, Part::A)?])).collect();
+        let follow = slots.windows(2).all(|p| p[0].flat == p[1].flat && p[0].range().end == p[1].offset);
+        let Some(first) = slots.first() else { return Ok(None) };
+        if rank == 0 || !follow || slots.len() != modules.len() {
+            return Ok(None);
+        }
+        let a = Slot { rows: rank, ..*first }.view(&self.params.flat(first)?.compute.whole)?;
+        Ok(Some(Stack { a }))
     }
 
     fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
