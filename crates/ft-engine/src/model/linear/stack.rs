@@ -2,8 +2,8 @@
 //!
 //! The A of all, `[n r, i]`, stand end to end in their buffer. One product gives `x A^T` of all, and one the gradients
 //! of all A, so that x is read once for n adapters. In the backward pass, the gradients of `x A^T` of all stand beside
-//! the output gradient of the last linear: `[dy | du] [W ; A]`, one product, adds what all adapters give to the gradient
-//! of x.
+//! the output gradient of the last linear: `[dy | du] [W ; A]`, one product, adds the part of all adapters to the
+//! gradient of x.
 
 use super::forward::{Linear, Lora, Saved};
 use crate::model::pass::sink::Sink;
