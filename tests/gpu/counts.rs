@@ -93,7 +93,7 @@ fn counts(
                 // codes is a quarter of a warp. `tests/cuda/accesses.txt` covers published model sizes.
                 let narrow = ["route_", "dispatch_", "dequantize_"].iter().any(|n| fields[0].starts_with(n));
                 assert!(narrow || useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
-                if fields[0].starts_with("copy2d_") {
+                if fields[0].starts_with("columns_") {
                     *counts.entry("copied").or_default() += ((load + store) * 1e6) as i64;
                 } else if !OTHERS.iter().any(|o| fields[0].starts_with(o)) {
                     *counts.entry("bytes").or_default() += ((load + store) * 1e6) as i64;
@@ -144,7 +144,9 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
                 "{quantize}, {tokens} tokens: {} launches a layer forward, {backward} backward, {} around; a step waits {} times",
                 forward["launches"], around["launches"], around["waits"]
             );
-            assert!(forward["launches"] <= 40 && backward <= 70, "{quantize}: {forward:?} {both:?}");
+            // The adapters of one input take one product, in the backward pass those of 4-bit matrices.
+            let most = (27, if quantize == "nf4" { 44 } else { 47 });
+            assert!(forward["launches"] <= most.0 && backward <= most.1, "{quantize}: {forward:?} {both:?}");
             for part in [&forward, &both] {
                 assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
             }

@@ -112,6 +112,31 @@ fn every_kind_of_adapter_is_close_to_the_cpu() {
     }
 }
 
+/// Queries, keys and values, and gate and up, whose adapters are computed together.
+#[test]
+fn adapters_of_one_input_are_close_to_the_cpu() {
+    if !device() {
+        return;
+    }
+    let rules = "[lora]\nrank = 8\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
+    let cases = [
+        &["model.quantize=nf4", "memory.dequantize=per_layer", "memory.recompute=all"][..],
+        &["model.quantize=nf4", "memory.dequantize=per_matmul", "memory.recompute=none"],
+        &["memory.recompute=norms"],
+        &["model.quantize=nf4", "memory.offload=['params', 'activations']"],
+        &[
+            "optimizer.in_backward=true",
+            "run.clip=0",
+            "run.micro_rows=2",
+            "run.batch_rows=2",
+            "model.quantize=nf4",
+        ],
+    ];
+    for set in cases.into_iter().take(few(2)) {
+        close_of(&json!({"hidden_size": 64}), rules, &[&["model.dtype=f32"], set].concat(), 1e-4);
+    }
+}
+
 /// f16 with loss scaling agrees with the CPU, including repeated steps after an overflow.
 #[test]
 fn half_precision_is_close_to_the_cpu() {

@@ -13,7 +13,7 @@
 //! On CUDA, the products of the matrix and the adapter are fused into one if the kernels producing the
 //! operands leave spare columns ([`Linear::fused_rank`], [`Linear::fused_rank_back`]); [`ft_kernels::padded`] has
 //! the reasons. Not fused: DoRA, and backward with dropout, since the mask applies to the adapter's part of
-//! the gradient only.
+//! the gradient only. The adapters of linears of one input are computed together: see [`Stack`].
 
 mod backward;
 mod forward;

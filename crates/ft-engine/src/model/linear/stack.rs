@@ -1,8 +1,9 @@
 //! Linears of one input, whose adapters are computed together on CUDA: queries, keys and values; gate and up.
 //!
-//! The A of all, `[n r, i]`, stand end to end in their buffer. One product gives `x A^T` of all, and one the gradients of
-//! all A, so that x is read once for n adapters. In the backward pass, the gradients of `x A^T` of all stand beside the
-//! output gradient of the last linear: `[dy | du] [W ; A]`, one product, adds what all adapters give to the gradient of x.
+//! The A of all, `[n r, i]`, stand end to end in their buffer. One product gives `x A^T` of all, and one the gradients
+//! of all A, so that x is read once for n adapters. In the backward pass, the gradients of `x A^T` of all stand beside
+//! the output gradient of the last linear: `[dy | du] [W ; A]`, one product, adds the part of all adapters to the
+//! gradient of x.
 
 use super::forward::{Linear, Lora, Saved};
 use crate::model::pass::sink::Sink;
@@ -45,8 +46,8 @@ impl Stack {
         (0..all.len()).map(|n| low.narrow(1, n * rank, rank)).collect()
     }
 
-    /// Whether [`Stack::backward`] takes the gradients of these linears' outputs, like `y` `[t, ..]`: the last matrix is
-    /// 4-bit, so that A of all can stand below it. A dense one has room for its own A only.
+    /// Whether [`Stack::backward`] takes the gradients of these linears' outputs, like `y` `[t, ..]`: the last matrix
+    /// is 4-bit, so that A of all can stand below it. A dense one has room for its own A only.
     pub fn trains<'a>(
         &self,
         linears: impl DoubleEndedIterator<Item = &'a Linear> + Clone,
@@ -57,8 +58,8 @@ impl Stack {
         adapters.is_some_and(|all| all.iter().all(|l| l.slots.is_some()))
     }
 
-    /// Backward pass of all linears in turn: returns the gradient of their input. Gradients of trained tensors go to the
-    /// sink.
+    /// Backward pass of all linears in turn: returns the gradient of their input. Gradients of trained tensors go to
+    /// the sink.
     pub fn backward(&self, members: Vec<Member<'_>>, sink: &Sink<'_>) -> Result<Tensor> {
         let Some((last, saved, dy)) = members.last() else { candle_core::bail!("{NONE}") };
         let (Some(x), (t, _)) = (saved.x.clone(), dy.dims()) else { candle_core::bail!("{NONE}") };

@@ -33,8 +33,8 @@ impl FlatLayout {
 }
 
 /// Assigns slots to all tensors, in the buffer that `flat` names for each of `units` units; `shape` is that of a tensor
-/// on this rank. With `stacks`, the A of adapters stand before all else of their kind, so that those of one input follow
-/// one another ([`crate::model::linear::Stack`]).
+/// on this rank. With `stacks`, the A of adapters stand before all else of their kind, so that those of one input
+/// follow one another ([`crate::model::linear::Stack`]).
 pub(crate) fn layout(
     (tensors, stacks): (&[Trained], bool),
     (units, flats): (usize, usize),
