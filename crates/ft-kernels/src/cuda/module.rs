@@ -30,14 +30,22 @@ struct Loaded {
 static LOADED: Mutex<Option<HashMap<DeviceId, Arc<Mutex<Loaded>>>>> = Mutex::new(None);
 
 impl Module {
-    /// Loads the machine code for a device. Without any, or if the driver is older than the assembler and refuses it,
-    /// the driver compiles the PTX.
-    fn load(&self, context: &Arc<CudaContext>) -> Result<Arc<CudaModule>, DriverError> {
+    /// Loads a kernel with its module, from the machine code for the device. Without any, or if the driver is older
+    /// than the assembler and refuses it (some only when they load a kernel), the driver compiles the PTX.
+    fn load(
+        &self,
+        context: &Arc<CudaContext>,
+        kernel: &str,
+    ) -> Result<(Arc<CudaModule>, CudaFunction), DriverError> {
         let (major, minor) = context.compute_capability()?;
         let runs = |capability: c_int| capability / 10 == major && capability % 10 <= minor;
         let code = self.code.iter().filter(|(c, _)| runs(*c)).max_by_key(|(c, _)| *c);
-        let cubin = code.and_then(|(_, cubin)| context.load_module(Ptx::from_binary(cubin.to_vec())).ok());
-        cubin.map_or_else(|| context.load_module(Ptx::from_src(self.ptx)), Ok)
+        let of = |image: Ptx| {
+            let module = context.load_module(image)?;
+            Ok((Arc::clone(&module), module.load_function(kernel)?))
+        };
+        let machine = code.and_then(|(_, cubin)| of(Ptx::from_binary(cubin.to_vec())).ok());
+        machine.map_or_else(|| of(Ptx::from_src(self.ptx)), Ok)
     }
 
     /// Names of the kernels.
@@ -60,15 +68,14 @@ impl Module {
             return Ok(f.clone());
         }
         let failed = |e| candle_core::Error::msg(format!("CUDA kernel {}/{kernel}: {e}", self.name));
-        let module = match loaded.modules.get(&at) {
-            Some(m) => Arc::clone(m),
+        let f = match loaded.modules.get(&at) {
+            Some(module) => module.load_function(kernel).map_err(failed)?,
             None => {
-                let m = self.load(device.cuda_stream().context()).map_err(failed)?;
-                loaded.modules.insert(at, Arc::clone(&m));
-                m
+                let (module, f) = self.load(device.cuda_stream().context(), kernel).map_err(failed)?;
+                loaded.modules.insert(at, module);
+                f
             }
         };
-        let f = module.load_function(kernel).map_err(failed)?;
         loaded.functions.entry(at).or_default().insert(kernel.to_string(), f.clone());
         Ok(f)
     }
