@@ -437,17 +437,29 @@ impl Attention {
             None => dq,
             Some(d_gate) => gate::join(&dq, &d_gate, self.heads)?,
         };
+        self.input_back([&qs, &ks, &vs], dq, d_keys, stack, (ctx, sink))
+    }
+
+    /// Gradient of the input from those of queries, keys and values.
+    fn input_back(
+        &self,
+        [qs, ks, vs]: [&linear::Saved; 3],
+        dq: Padded,
+        d_keys: Option<[Padded; 2]>,
+        stack: Option<&Stack>,
+        (ctx, sink): (&Context, &Sink<'_>),
+    ) -> Result<Tensor> {
         if let (true, Some([dk, dv])) = (self.joint, &d_keys) {
             let all = Padded::of(&Tensor::cat(&[dq.values()?, dk.values()?, dv.values()?], 1)?)?;
             drop((dq, d_keys));
-            return self.q.backward_padded(&qs, &all, ctx, sink, None);
+            return self.q.backward_padded(qs, &all, ctx, sink, None);
         }
-        let others = d_keys.map(|[dk, dv]| [(&self.k, &ks, dk), (&self.v, &vs, dv)]).into_iter().flatten();
+        let others = d_keys.map(|[dk, dv]| [(&self.k, ks, dk), (&self.v, vs, dv)]).into_iter().flatten();
         if let Some(stack) = stack {
             let others = others.filter_map(|(linear, saved, d)| Some((linear.as_ref()?, saved, d)));
-            return stack.backward(std::iter::once((&self.q, &qs, dq)).chain(others).collect(), sink);
+            return stack.backward(std::iter::once((&self.q, qs, dq)).chain(others).collect(), sink);
         }
-        let mut dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
+        let mut dx = self.q.backward_padded(qs, &dq, ctx, sink, None)?;
         drop(dq);
         for (linear, saved, d) in others {
             if let Some(linear) = linear {

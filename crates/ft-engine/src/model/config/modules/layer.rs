@@ -8,6 +8,7 @@ use crate::model::config::types::{Config, Delta, KeySource};
 
 /// Part of a layer that mixes tokens.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "one for each layer, taken apart at once")]
 pub enum MixerTree {
     Attention {
         q: Module,
