@@ -68,6 +68,7 @@ impl Maker {
 
     fn mlp(&mut self, width: usize, inner: usize) -> Result<Mlp> {
         Ok(Mlp {
+            stack: None,
             gate: self.linear(inner, width)?,
             up: Some(self.linear(inner, width)?),
             down: self.linear(width, inner)?,

@@ -487,7 +487,7 @@ fn cut_matrices_take_what_their_plan_says() -> Result<()> {
         (&qwen3, FULL, &full_rows, &[CUT, data, "parallel.zero=2", FEED_FORWARD]),
         (&biased, LORA, &full_rows, &["parallel.tensor=4", "memory.recompute=1", LOAD]),
     ];
-    within_a_percent(dir.path(), &cases)
+    within_a_percent(dir.path(), cases)
 }
 
 /// A Gemma 4 of small sizes, with further keys.
