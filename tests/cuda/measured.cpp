@@ -87,15 +87,15 @@ template <typename T> static void measure(const std::string &type) {
   std::vector<double> want(n), as = values(a), bs = values(b), cs = values(c), ws = values(w), gs = values(g);
   for (size_t i = 0; i < n; i++) want[list[i / D] * D + i % D] = as[i];
   check::close("spread", d, want, 0);
-  // a sum of two tensors
-  for (size_t i = 0; i < n; i++) want[i] = as[i] + bs[i];
-  call("add_" + type, grid(n * sizeof(T) / 4096), 256, a.at(), b.at(), d.at(), count);
-  check::close("a sum", d, want, check::BAR<T>);
   // columns 16 to 32 of one matrix to columns 32 to 48 of another
   for (size_t i = 0; i < R; i++)
     for (size_t c = 0; c < 16; c++) want[i * D + 32 + c] = as[i * D + 16 + c];
   call("columns_" + type, grid(1), 256, a.at() + 16, D, d.at() + 32, D, R, 16u);
   check::close("columns", d, want, 0);
+  // a sum of two tensors
+  for (size_t i = 0; i < n; i++) want[i] = as[i] + bs[i];
+  call("add_" + type, grid(n * sizeof(T) / 4096), 256, a.at(), b.at(), d.at(), count);
+  check::close("a sum", d, want, check::BAR<T>);
   // a bias and its gradient
   for (size_t i = 0; i < n; i++) want[i] = cs[i] + ws[i % D];
   call("bias_add_" + type, grid(R), 256, w.at(), rows, width, c.at());
