@@ -44,7 +44,7 @@ pub enum Axis {
     Stage,
     /// Ranks of one stage with the same index along the tensor axis: copies of the same cut tensors.
     Replica,
-    /// Ranks with tokens of the same rows: those of a context group, and those that cut matrices with them.
+    /// Ranks with tokens of the same rows: a context group and its tensor groups.
     Rows,
     /// Ranks with segments of the same rows.
     Context,

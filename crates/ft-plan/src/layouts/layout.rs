@@ -50,7 +50,7 @@ impl Layout {
         !(context && (pipeline || tensor) || tensor && expert)
     }
 
-    /// All keys with values, and the least of each, which is its default.
+    /// Keys, values and defaults; a default is also the minimum.
     fn all_keys(&self) -> [(&'static str, usize, usize); 6] {
         let Self { data, pipeline, context, tensor, expert, zero } = *self;
         [

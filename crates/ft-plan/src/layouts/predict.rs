@@ -39,9 +39,9 @@ pub struct Rates<'n> {
     /// Work a second of a device.
     pub rate: f64,
     pub network: &'n Network,
-    /// Whether devices have engines that copy beside arithmetic. Processors copy by themselves.
+    /// Whether transfers overlap with arithmetic: copy engines on GPUs, none on CPUs.
     pub engines: bool,
-    /// Speed of a rank alone over that while all compute: ranks share processors if these are fewer.
+    /// Speedup of a rank while all others are idle; above 1 if ranks outnumber processors.
     pub alone: f64,
 }
 

@@ -10,8 +10,8 @@ pub(super) struct Cross<'a, 'b> {
 }
 
 impl Cross<'_, '_> {
-    /// Refuses keys that are not built with `axis`, a key of `[parallel]`: key, whether it is set, why, and a hint; and
-    /// those that generate, for `generates` as the reason.
+    /// Refuses keys without support for `axis`, a key of `[parallel]`, by (key, whether it is set, reason, hint). The
+    /// reason for keys that generate text is `generates`.
     pub(super) fn not_built(
         &mut self,
         recipe: &Recipe,

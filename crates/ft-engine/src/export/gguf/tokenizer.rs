@@ -207,7 +207,7 @@ fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error
         _ => None,
     };
     match known {
-        // Every token of gpt-oss is what its merges make of its text.
+        // gpt-oss: merging the text of a token gives the token itself.
         Some(name @ ("llama-bpe" | "gpt-4o")) => Ok(name.into()),
         Some(name) if !ignores_merges => Ok(name.into()),
         _ => refuse(

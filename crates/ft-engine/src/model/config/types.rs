@@ -241,8 +241,8 @@ impl Config {
         a.kv_heads == 1 && a.keys != KeySource::WithQueries && self.family.qk_norm != QkNorms::Whole
     }
 
-    /// Heads of layer `l` that ranks which cut its matrices divide: of keys, with the queries of each, or of queries
-    /// alone.
+    /// Number of heads in layer `l` that tensor parallelism divides: key heads with their queries, or query heads if
+    /// all share one key head.
     pub fn heads_to_cut(&self, l: usize) -> usize {
         match self.delta_of(l) {
             Some(delta) => delta.heads.keys,
