@@ -143,6 +143,11 @@ impl Padded {
         self.stride() - self.cols
     }
 
+    /// Rows of room. Rows are not aligned: there may be fewer than columns.
+    pub fn room_below(&self) -> usize {
+        self.all.dims().first().map_or(0, |rows| rows - self.rows)
+    }
+
     /// The whole buffer.
     pub fn all(&self) -> &Tensor {
         &self.all
@@ -229,6 +234,7 @@ mod tests {
         close(&xp.beside(r)?, &u, 0.0);
         assert!(Padded::within(w, (o + 1, i)).is_err());
         assert_eq!((stride(6, 0), Padded::of(&x)?.room()), (6, 0));
+        assert_eq!(wp.room_below(), r);
         Ok(())
     }
 }

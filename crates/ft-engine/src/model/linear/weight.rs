@@ -56,7 +56,7 @@ impl Weight {
     /// Whether products with operands like `x` can be fused with an adapter's: [`Weight::forward_with`] and
     /// [`Weight::backward_with`].
     pub(super) fn merges(&self, x: &Tensor, rank: usize) -> bool {
-        let room = |w: &Padded| w.room() >= rank && w.dtype() == x.dtype();
+        let room = |w: &Padded| w.room().min(w.room_below()) >= rank && w.dtype() == x.dtype();
         match self {
             Weight::Dense(_) => false,
             Weight::Padded(w) => room(w),
