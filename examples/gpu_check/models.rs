@@ -94,10 +94,11 @@ fn forward_backward(d: &Decoder, p: &Params, device: &Device) -> Result<(f64, Te
     let grads = p.grads();
     let sink = Sink::new(&grads, p.tensors.len());
     let losses = Walk::new(d, p.lowest_unit(), usize::MAX).train(&batch, 1.0, &sink)?;
-    let flat: Vec<Tensor> = grads
-        .iter()
-        .flatten()
-        .map(|g| g.real()?.to_device(&Device::Cpu).map(Tensor::Real))
-        .collect::<candle_core::Result<_>>()?;
-    Ok((loss::total(&losses)?, logits, Tensor::cat(&flat, 0)?))
+    // by name: devices place tensors in their buffers differently
+    let mut order: Vec<usize> = (0..p.tensors.len()).collect();
+    order.sort_by_key(|i| &p.tensors[*i].name);
+    let flat = |g: Tensor| g.flatten_all()?.real()?.to_device(&Device::Cpu).map(Tensor::Real);
+    let all = order.into_iter().filter_map(|i| p.grad(i).transpose()).map(|g| flat(g?));
+    let all: Vec<Tensor> = all.collect::<candle_core::Result<_>>()?;
+    Ok((loss::total(&losses)?, logits, Tensor::cat(&all, 0)?))
 }
