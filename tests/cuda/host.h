@@ -280,6 +280,8 @@ inline void cp_async_16(void *to, const void *from, bool some) {
 }
 inline void cp_async_commit() { host::cp_async_commit(); }
 template <int N> void cp_async_wait() { host::cp_async_wait(N); }
+// As a barrier of the whole block, since all groups meet equally often.
+template <int THREADS, int PARTS> void part_barrier(int) { __syncthreads(); }
 NOT_WATCHED inline uint32_t load_4(const void *p) {
   host::access(p, 4, false, __builtin_return_address(0));
   return *static_cast<const uint32_t *>(p);

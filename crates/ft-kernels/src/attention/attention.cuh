@@ -27,6 +27,11 @@ DEVICE Tile tile_at(const Tile *tiles, uint32_t i) {
   return {t.x, t.y, t.z, t.w};
 }
 
+// The tile of a block, and its head of `heads`. Heads vary fastest: blocks start in order, and the heaviest tiles, which are
+// the first of the list, start before the others in all heads.
+DEVICE Tile tile_of(const Tile *tiles, uint32_t heads) { return tile_at(tiles, blockIdx.x / heads); }
+DEVICE uint32_t head_of(uint32_t heads) { return blockIdx.x % heads; }
+
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 DEVICE uint32_t most(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
@@ -97,13 +102,13 @@ template <typename T> struct Cached {
 
 // ---- matrices [rows, D] of 16-bit values in shared memory: heads of at most D channels, a multiple of 8 ----
 
-// Starts an async copy of N rows by BY threads. Rows from `rows` on and channels from `channels` on are filled with
+// Starts an async copy of N rows by BY threads of consecutive numbers, from a multiple of BY on. Rows from `rows` on and channels from `channels` on are filled with
 // zeros; their addresses are not read. All pieces of a thread have one swizzle, so their offsets differ by constants.
 template <int D, int N, int BY, typename Rows>
 DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows, uint32_t channels) {
   constexpr int LANES = D / 8 % 8 == 0 ? 8 : 4, STEP = BY / LANES; // LANES: threads per row
   static_assert(N % STEP == 0 && STEP % 8 == 0, "the same number of rows for each thread, of one swizzle");
-  const uint32_t first = threadIdx.x / LANES, piece = threadIdx.x % LANES;
+  const uint32_t first = threadIdx.x % BY / LANES, piece = threadIdx.x % LANES;
   unsigned char *const at = to + place<D>(first, piece);
 #pragma unroll
   for (int n = 0; n < N; n += STEP) {

@@ -48,8 +48,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   unsigned char *const sq = shared, *const sg = sq + ROWS * D * 2, *const sk = sg + ROWS * D * 2,
                 *const sv = sk + STEP * D * 2;
   float *const base = reinterpret_cast<float *>(sv + STEP * D * 2), *const sd = base + ROWS; // of each row
-  const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups), c = shape.channels;
+  const Tile tile = tile_of(tiles, shape.heads);
+  const uint32_t head = head_of(shape.heads), of = head / (shape.heads / shape.groups), c = shape.channels;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
@@ -123,23 +123,28 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
 }
 
 // dk and dv: a block owns 64 keys of one key head and iterates over all queries that see them, for every
-// query head of the group. It sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the
-// full sums exceed the register file.
-template <typename T, int D, int W>
+// query head of the group: STEP queries of one head at a time. Each of PARTS groups of four warps takes every PARTS-th
+// step, with barriers of its own, and their sums are added in order at the end. A block then lasts 1 / PARTS as long with
+// as many warps on a multiprocessor: few key heads make few blocks, and the heaviest of them bounds the launch.
+// A block sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the full sums exceed the
+// register file.
+template <typename T, int D, int W, int PARTS>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
-  constexpr int STEP = 32;
+  constexpr int STEP = 32, OF_PART = 2 * STEP * D * 2 + 2 * STEP * 4;
+  const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP, part = threadIdx.x / THREADS;
   SHARED_BYTES(shared);
-  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const sq = sv + ROWS * D * 2,
+  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const sq = sv + ROWS * D * 2 + part * OF_PART,
                 *const sg = sq + STEP * D * 2;
   float *const base = reinterpret_cast<float *>(sg + STEP * D * 2), *const dl = base + STEP;
-  const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t of = blockIdx.y, per = shape.heads / shape.groups, c = shape.channels;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, col = W == D ? 0 : blockIdx.z * W;
+  const Tile tile = tile_of(tiles, shape.groups);
+  const uint32_t of = head_of(shape.groups), per = shape.heads / shape.groups, c = shape.channels;
+  const int col = W == D ? 0 : blockIdx.z * W;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * c;
   const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
-  const bool works = warp * 16 < static_cast<int>(tile.rows);
+  const uint32_t steps = begin < end ? (end - begin + STEP - 1) / STEP : 0; // of one head
+  const bool owns = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
   // copies STEP queries of a head starting at i; missing queries get probability 0
@@ -153,25 +158,36 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
     if (warp == 0) base[lane] = some ? lse[stat] * LOG2E : INFINITY;
     else dl[lane] = some ? delta[stat] : 0.0f;
   };
-  uint32_t head = of * per, i = begin;
-  copy_rows<D, ROWS, THREADS>(sk, k + at, tile.rows, ks, c);
-  copy_rows<D, ROWS, THREADS>(sv, v + at, tile.rows, ks, c);
-  if (begin < end) copy(sq, q, head, i);
+  uint32_t head = of * per, step = part;
+  // whether a step is left, after those of finished heads
+  const auto settle = [&] {
+    while (step >= steps && head < (of + 1) * per) step -= steps, head++;
+    return head < (of + 1) * per;
+  };
+  bool some = steps > 0 && settle();
+  if (part == 0) copy_rows<D, ROWS, THREADS>(sk, k + at, tile.rows, ks, c);
+  if (part == PARTS - 1) copy_rows<D, ROWS, THREADS>(sv, v + at, tile.rows, ks, c);
+  if (some) copy(sq, q, head, begin + step * STEP);
   cp_async_commit();
-  if (begin < end) copy(sg, d_o, head, i), statistics(head, i);
+  if (some) copy(sg, d_o, head, begin + step * STEP), statistics(head, begin + step * STEP);
   cp_async_commit();
   float ak[1][W / 8][4] = {}, av[1][W / 8][4] = {};
-  while (begin < end && head < (of + 1) * per) {
-    const uint32_t query = i + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
-    const bool turn = i + STEP >= end; // advance to the next head
-    i = turn ? begin : i + STEP, head += turn;
-    const bool more = head < (of + 1) * per;
-    float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {};
+  if constexpr (PARTS > 1) {
     cp_async_wait<1>();
     __syncthreads();
+  }
+  for (uint32_t n = 0; n < steps * per; n += PARTS) {
+    const uint32_t query = begin + step * STEP + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
+    const bool works = owns && some;
+    step += PARTS;
+    some = some && settle();
+    const uint32_t i = begin + step * STEP;
+    float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {};
+    cp_async_wait<1>();
+    part_barrier<THREADS, PARTS>(part);
     if (works) product<T, D, STEP, 1>(p, sk, warp * 16, sq, lane);
     cp_async_wait<0>();
-    __syncthreads();
+    part_barrier<THREADS, PARTS>(part);
     if (works) {
       product<T, D, STEP, 1>(dp, sv, warp * 16, sg, lane);
 #pragma unroll
@@ -185,26 +201,47 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
         }
       add_product<T, D, W, STEP, 1>(ak, dp, sq, col, lane);
     }
-    __syncthreads();
-    if (more) copy(sq, q, head, i), statistics(head, i);
+    part_barrier<THREADS, PARTS>(part);
+    if (some) copy(sq, q, head, i), statistics(head, i);
     cp_async_commit();
     if (works) add_product<T, D, W, STEP, 1>(av, p, sg, col, lane);
-    __syncthreads();
-    if (more) copy(sg, d_o, head, i);
+    part_barrier<THREADS, PARTS>(part);
+    if (some) copy(sg, d_o, head, i);
     cp_async_commit();
   }
-  if (W != D || begin >= end) {
-    // The staging rows of the stores may overlap rows of other warps if W != D. If no query sees these
-    // keys, the initial copies are still in flight.
+  if (PARTS > 1 || W != D || steps == 0) {
+    // The staging rows of the stores, and the sums of other parts, may overlap rows of other warps. If no query sees
+    // these keys, the initial copies are still in flight.
     cp_async_wait<0>();
     __syncthreads();
   }
-  if (!works) return;
+  for (int other = 1; other < PARTS; other++) {
+    const auto place = [&](int n) { return reinterpret_cast<float *>(shared) + (n * THREADS + thread) * 4; };
+#pragma unroll
+    for (int n = 0; n < W / 8; n++)
+      if (part == other && owns) store_vector(place(n), ak[0][n]), store_vector(place(W / 8 + n), av[0][n]);
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < W / 4; n++)
+      if (part == 0 && owns) {
+        float more[4];
+        load_vector(place(n), more);
+        float(&sum)[4] = n < W / 8 ? ak[0][n] : av[0][n - W / 8];
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[i] += more[i];
+      }
+    __syncthreads();
+  }
+  if (part > 0 || !owns) return;
   const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
   store_rows<T, W>(dk + at + col, ak[0], factor, sk, tile.rows, c - col, ks, warp, lane);
   T *const to = dv + static_cast<uint64_t>(tile.first) * shape.apart + of * c + col;
   store_rows<T, W>(to, av[0], one, sv, tile.rows, c - col, shape.apart, warp, lane);
 }
+
+// Groups of four warps of dk and dv, as many as the register file holds; one if keys, values and the steps of two exceed
+// the shared memory of some cards.
+template <int D> constexpr int PARTS = D <= 96 ? 3 : D <= 128 ? 2 : 1;
 
 #define BACKWARD_Q(NAME, T, D, M)                                                                                      \
   KERNEL(attention_backward_q_##NAME##_##D, THREADS / M, const T *q, const T *k, const T *v, const T *o, const T *d_o,    \
@@ -213,9 +250,9 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   }
 #define BACKWARD(NAME, T, D, W)                                                                                        \
   BACKWARD_Q(NAME, T, D, 1)                                                                                            \
-  KERNEL(attention_backward_kv_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
+  KERNEL(attention_backward_kv_##NAME##_##D, THREADS * PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
          const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
-    backward_kv<T, D, W>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
+    backward_kv<T, D, W, PARTS<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
   }
 #define BACKWARDS(D, W) BACKWARD(bf16, bf16, D, W) BACKWARD(f16, f16, D, W)
 #define PAIRS_Q(D) BACKWARD_Q(pair_bf16, bf16, D, 2) BACKWARD_Q(pair_f16, f16, D, 2)

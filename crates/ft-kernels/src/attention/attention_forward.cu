@@ -12,8 +12,8 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
   constexpr int KEYS = M * D <= 128 ? 64 : 32, BY = THREADS / M, H = 16 * M; // H: queries of a warp
   SHARED_BYTES(shared);
   unsigned char *const sq = shared, *const sk = sq + ROWS * D * 2, *const sv = sk + KEYS * D * 2;
-  const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y, c = shape.channels;
+  const Tile tile = tile_of(tiles, shape.heads);
+  const uint32_t head = head_of(shape.heads), c = shape.channels;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint32_t qs = shape.heads * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
@@ -124,12 +124,12 @@ constexpr int BESIDE(int channels) { return channels == 96 ? 2 : 1; }
 #define FORWARD(NAME, T, D, M)                                                                                         \
   KERNEL(attention_forward_##NAME##_##D, SIDE_BY_SIDE(BESIDE(D), THREADS / M), const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, \
          float *lse) {                                                                                                 \
-    const uint32_t of = blockIdx.y / (heads / groups) * channels, stride = groups * channels;                          \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
     forward<T, D, M>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                  \
   }                                                                                                                    \
   KERNEL(attention_cached_##NAME##_##D, SIDE_BY_SIDE(BESIDE(D), THREADS / M), const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o,   \
          float *lse) {                                                                                                 \
-    const uint32_t of = blockIdx.y / (heads / groups) * channels, stride = groups * channels;                          \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
     forward<T, D, M>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);      \
   }
 #define FORWARDS(D) FORWARD(bf16, bf16, D, 1) FORWARD(f16, f16, D, 1)

@@ -57,8 +57,8 @@ template <typename T, typename Keys>
 DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
   const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
-  const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y;
+  const Tile tile = tile_of(tiles, shape.heads);
+  const uint32_t head = head_of(shape.heads);
   each_token(tile, n + WARP, [&](uint32_t query, float *acc) {
     float *const weight = acc + n;
     const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
@@ -89,8 +89,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
                        const Shape &shape, float *delta, T *dq) {
   const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
-  const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const Tile tile = tile_of(tiles, shape.heads);
+  const uint32_t head = head_of(shape.heads), of = head / (shape.heads / shape.groups);
   const uint64_t ks = static_cast<uint64_t>(shape.groups) * n;
   each_token(tile, n + WARP, [&](uint32_t query, float *acc) {
     float *const weight = acc + n;
@@ -119,8 +119,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
   const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
-  const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t of = blockIdx.y, per = shape.heads / shape.groups;
+  const Tile tile = tile_of(tiles, shape.groups);
+  const uint32_t of = head_of(shape.groups), per = shape.heads / shape.groups;
   const uint64_t qs = static_cast<uint64_t>(shape.heads) * n;
   each_token(tile, 2 * (n + WARP), [&](uint32_t key, float *ak) {
     float *const av = ak + n, *const wk = av + n, *const wv = wk + WARP;
@@ -152,11 +152,11 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
 
 #define PLAIN(T)                                                                                                       \
   KERNEL(attention_forward_##T, THREADS, const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, float *lse) {  \
-    const uint32_t of = blockIdx.y / (heads / groups) * channels, stride = groups * channels;                          \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
     forward<T>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                        \
   }                                                                                                                    \
   KERNEL(attention_cached_##T, THREADS, const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o, float *lse) {    \
-    const uint32_t of = blockIdx.y / (heads / groups) * channels, stride = groups * channels;                          \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
     forward<T>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);            \
   }                                                                                                                    \
   KERNEL(attention_backward_q_##T, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,                 \

@@ -32,6 +32,8 @@ struct Kernels {
     forward: usize,
     backward_q: usize,
     backward_kv: usize,
+    /// Groups of [`THREADS`] threads of the dk/dv kernel, which share the queries of a tile of keys.
+    sharers: u32,
     /// Blocks per tile of keys, each summing some of the channels.
     parts: usize,
 }
@@ -47,19 +49,26 @@ impl Kernels {
             let (row, wide) = (2 * size, size > WIDE);
             let pairs = much && !wide;
             let tiles = |own: usize, others: usize| (own * ROWS + 2 * others) * row;
+            // as PARTS in attention_backward.cu
+            let sharers: u32 = match size {
+                64 | 96 => 3,
+                128 => 2,
+                _ => 1,
+            };
             Self {
                 size: Some(size),
                 pairs,
                 forward: tiles(1, if wide || (pairs && 2 * size > WIDE) { 32 } else { 64 }),
                 backward_q: tiles(2, if wide { 16 } else { 32 }) + 8 * ROWS,
-                backward_kv: tiles(2, 32) + 4 * ROWS,
+                backward_kv: tiles(2, 32 * sharers as usize) + 4 * ROWS * sharers as usize,
+                sharers,
                 parts: if size == 192 { 3 } else { size.div_ceil(WIDE) },
             }
         } else {
             // per warp: channel sums and one weight per lane
             let one = THREADS as usize / 32 * (channels + 32) * 4;
             let (forward, backward_q, backward_kv) = (one, one, 2 * one);
-            Self { size: None, pairs: false, forward, backward_q, backward_kv, parts: 1 }
+            Self { size: None, pairs: false, forward, backward_q, backward_kv, sharers: 1, parts: 1 }
         }
     }
 
@@ -72,6 +81,11 @@ impl Kernels {
     /// Threads per block of the kernels that own queries.
     fn threads(self) -> u32 {
         if self.pairs { THREADS / 2 } else { THREADS }
+    }
+
+    /// Blocks of the kernels that own queries, `heads` a tile.
+    fn of_queries(self, tiles: &Tiles, heads: usize, shared: usize) -> Result<Grid> {
+        Ok(Grid::new(tiles.queries.dim(0)? * heads, self.threads()).shared(shared))
     }
 }
 
@@ -145,7 +159,7 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let launch = Launch::named(&q, source, kernels.name("forward", q.dtype()))?;
     let launch = launch.with(args![&q, &k, &v, &tiles.queries])?;
     let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
-    let grid = Grid::new(tiles.queries.dim(0)?, kernels.threads()).by(shape.h).shared(kernels.forward);
+    let grid = kernels.of_queries(tiles, shape.h, kernels.forward)?;
     // SAFETY: `Shape::of` checked q [t, h, c] and k, v [keys, g, c]; o has t rows with stride `apart`,
     // lse is [h, t]; the tiles were built from these documents and cover every query.
     unsafe { launch.run(grid) }?;
@@ -177,7 +191,7 @@ pub fn forward_cached(
     let launch = Launch::named(&q, source, kernels.name("cached", q.dtype()))?;
     let launch = launch.with(args![&q, table, &tiles.queries])?;
     let launch = shape.push(launch, how, apart)?.with(args![&o, &lse])?;
-    let grid = Grid::new(tiles.queries.dim(0)?, kernels.threads()).by(shape.h).shared(kernels.forward);
+    let grid = kernels.of_queries(tiles, shape.h, kernels.forward)?;
     // SAFETY: as in `forward`; the table lists all blocks of the cache, which hold every key and value of
     // the g heads.
     unsafe { launch.run(grid) }?;
@@ -236,15 +250,15 @@ pub fn backward(
     let of_q = launch("backward_q")?.with(args![&q, &k, &v, o, &d_o])?;
     let of_q = shape.push(of_q.with(args![lse, &tiles.queries])?, how, saved.o.stride())?;
     let of_q = of_q.with(args![&delta, &dq])?;
-    let grid = Grid::new(tiles.queries.dim(0)?, kernels.threads()).by(shape.h).shared(kernels.backward_q);
+    let grid = kernels.of_queries(tiles, shape.h, kernels.backward_q)?;
     // SAFETY: as in `forward`; o (with its stride), d_o and dq have the shape of q, delta has the shape
     // of lse.
     unsafe { of_q.run(grid) }?;
     let of_kv = launch("backward_kv")?.with(args![&q, &k, &v, &d_o])?;
     let of_kv = of_kv.with(args![lse, &delta, &tiles.keys])?;
     let of_kv = shape.push(of_kv, how, apart)?.with(args![&dk, &dv])?;
-    let grid = Grid::new(tiles.keys.dim(0)?, THREADS).by(shape.g).shared(kernels.backward_kv);
-    let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], kernels.parts], ..grid };
+    let blocks = [tiles.keys.dim(0)? * shape.g, 1, kernels.parts];
+    let grid = Grid { blocks, ..Grid::new(0, THREADS * kernels.sharers).shared(kernels.backward_kv) };
     // SAFETY: as above; dk and dv have the shapes of k and v, dv with row stride `apart`.
     unsafe { of_kv.run(grid) }?;
     Ok((dq, dk, Padded::within(dv, rows)?))
@@ -254,14 +268,14 @@ pub fn backward(
 mod tests {
     use super::*;
 
-    /// GPUs with 100 KiB of shared memory per SM (8.6, 8.9) allow 99 KiB per block; two blocks fit up to
-    /// 128 channels.
+    /// GPUs with 100 KiB of shared memory per SM (8.6, 8.9) allow 99 KiB per block; two blocks of the kernels
+    /// that own queries fit up to 128 channels.
     #[test]
     fn shared_memory_fits_every_card() {
         for c in SIZES {
             let k = Kernels::of(DType::BF16, c, true, false);
-            for bytes in [k.forward, k.backward_q, k.backward_kv] {
-                let blocks = if c <= WIDE { 2 } else { 1 };
+            let blocks = if c <= WIDE { 2 } else { 1 };
+            for (blocks, bytes) in [(blocks, k.forward), (blocks, k.backward_q), (1, k.backward_kv)] {
                 assert!(blocks * (bytes + 1024) <= 100 << 10, "{c}: {bytes}");
             }
         }

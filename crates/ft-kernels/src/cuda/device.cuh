@@ -225,4 +225,10 @@ DEVICE void cp_async_16(void *to, const void *from, bool some) {
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// A barrier of THREADS consecutive threads, group `part` of PARTS of a block. All groups meet equally often.
+template <int THREADS, int PARTS> DEVICE void part_barrier(int part) {
+  if constexpr (PARTS == 1) __syncthreads();
+  else asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(THREADS) : "memory");
+}
+
 #endif
