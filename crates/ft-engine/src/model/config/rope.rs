@@ -5,6 +5,7 @@ use super::keys::Keys;
 use super::limits::POSITIONS;
 use candle_core::Device;
 use ft_kernels::Tensor;
+use rayon::prelude::*;
 use std::f64::consts::PI;
 use std::ops::RangeInclusive;
 
@@ -309,23 +310,27 @@ impl Rope {
     /// Host values of [`Rope::tables`].
     pub fn values(&self, positions: &[u32], docs: &[usize]) -> [Vec<f32>; 2] {
         let [near, far] = [0, usize::MAX].map(|tokens| self.frequencies_of(tokens));
-        let mut cos = Vec::with_capacity(positions.len() * near.0.len());
-        let mut sin = Vec::with_capacity(positions.len() * near.0.len());
         let past = docs.iter().sum::<usize>().saturating_sub(positions.len());
         let turn = self.turn().unwrap_or(usize::MAX);
         let is_far = docs.iter().flat_map(|n| std::iter::repeat_n(*n > turn, *n)).skip(past);
         let is_far = is_far.chain(std::iter::repeat(false));
-        for (p, is_far) in positions.iter().zip(is_far) {
-            let (freq, factor) = if is_far { &far } else { &near };
-            for f in freq {
+        let rows: Vec<(u32, bool)> = positions.iter().copied().zip(is_far).collect();
+        let half = near.0.len().max(1);
+        let [mut cos, mut sin] = [(); 2].map(|()| vec![0.0; rows.len() * near.0.len()]);
+        let all = (cos.par_chunks_mut(half), sin.par_chunks_mut(half), &rows).into_par_iter();
+        all.with_min_len(ROWS).for_each(|(cos, sin, (p, is_far))| {
+            let (freq, factor) = if *is_far { &far } else { &near };
+            for ((cos, sin), f) in cos.iter_mut().zip(sin).zip(freq) {
                 let (s, c) = (*p as f32 * f).sin_cos();
-                cos.push(c * factor);
-                sin.push(s * factor);
+                (*cos, *sin) = (c * factor, s * factor);
             }
-        }
+        });
         [cos, sin]
     }
 }
+
+/// Positions of a task of [`Rope::values`].
+const ROWS: usize = 64;
 
 /// Names of LongRoPE.
 const LONG: [&str; 2] = ["longrope", "su"];
