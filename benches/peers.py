@@ -3,9 +3,9 @@
 
     python benches/peers.py target/release/ft [--shape q100m] [--layers N] [--tokens 512] [--rounds 3] [--dtype f32]
                             [--base plain|nf4] [--train lora|full] [--recompute none|all] [--device cpu|cuda]
-                            [--threads 1 2 ..]
+                            [--liger] [--threads 1 2 ..]
 
-Needs torch, transformers and peft in this Python, and bitsandbytes for `--base nf4`. `--recompute` applies to both.
+Needs torch, transformers and peft in this Python, bitsandbytes for `--base nf4`, liger-kernel for `--liger`. `--recompute` applies to both.
 Prints a line per run. Then, per thread count, prints the ratios of median tokens per second and of peak memory (process on
 the CPU, device on CUDA), as text and as a line of JSON. Supports the dense shapes of benches/shapes.py.
 """
@@ -39,6 +39,10 @@ def torch_steps(a):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if a.liger:
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
+
+        _apply_liger_kernel("llama" if a.shape.startswith("llama") else "qwen3")
     torch.manual_seed(0)
     torch.set_num_threads(a.threads[0])
     dtype = dict(f32=torch.float32, bf16=torch.bfloat16)[a.dtype]
@@ -125,6 +129,7 @@ def main():
     p.add_argument("--base", default="plain", choices=["plain", "nf4"])
     p.add_argument("--train", default="lora", choices=["lora", "full"])
     p.add_argument("--recompute", default="none", choices=["none", "all"])
+    p.add_argument("--liger", action="store_true", help="PyTorch with the kernels of liger-kernel")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()], help="compare with each of these")
     a = p.parse_args()

@@ -125,7 +125,12 @@ impl MemoryMonitor {
             }
             (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
-            _ => ft_kernels::cuda::device_bytes(&self.device),
+            _ => {
+                // the values of a tensor in f32, from which others are made, are free once the device is done
+                let done = self.device.synchronize().ok();
+                let used = done.and_then(|()| ft_kernels::cuda::pool_bytes(&self.device));
+                used.map_or_else(|| ft_kernels::cuda::device_bytes(&self.device), |(now, _)| now)
+            }
         };
         let mut k = StateBytes::default();
         // On the CPU, offloaded states live in the same memory.
