@@ -164,18 +164,18 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       if (!(sqrt(apart / length) <= bar)) check::wrong("low rank: " + std::to_string(sqrt(apart / length)));
     };
     if (most > 0) {
-      start("grouped_" + name + "forward_" + type, blocks(list.size(), columns(ranks)), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
+      start("grouped_" + name + "forward_" + type, blocks(columns(ranks), list.size()), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
             begins.at(), tiles.at(), u.at());
       low(u, xs, s.i, bank.ad, true, bank);
-      start("grouped_" + name + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+      start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du.at());
       low(du, ds, s.o, bank.bd, false, bank);
-      start("grouped_" + name + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+      start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du2.at());
     }
-    start("grouped_" + name + "forward_" + type, blocks(list.size(), columns(s.o)), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
+    start("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
           begins.at(), tiles.at(), y.at());
-    start("grouped_" + name + "backward_" + type, blocks(list.size(), shared_columns(s.i)), shared, bank.table.at(), dy.at(), du.at(),
+    start("grouped_" + name + "backward_" + type, blocks(shared_columns(s.i), list.size()), shared, bank.table.at(), dy.at(), du.at(),
           static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at());
     const std::vector<double> us = wide(u), dus = wide(du), dus2 = wide(du2);
     std::vector<double> want(n * s.o), want_x(n * s.i);
@@ -200,12 +200,12 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       const auto some = [](uint32_t c) { return (c + 31) / 32; };
       if (most > 0) {
         host::Buffer<T> other(n * ranks);
-        start("grouped_one_" + type, blocks(list.size(), some(ranks)), 2 * s.i, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(),
+        start("grouped_one_" + type, blocks(some(ranks), list.size()), 2 * s.i, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(),
               other.at());
         low(other, xs, s.i, bank.ad, true, bank);
       }
       host::Buffer<T> other(n * s.o);
-      start("grouped_one_" + type, blocks(list.size(), some(s.o)), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(),
+      start("grouped_one_" + type, blocks(some(s.o), list.size()), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(),
             other.at());
       check::close("y by warps", other, want, bar);
     }
@@ -315,7 +315,7 @@ TEST(bytes) {
     host::Buffer<bf16> x(check::randn<bf16>(c.tokens * in, 1)), y(c.tokens * out);
     bf16 *const no = nullptr;
     host::forget();
-    start(name, blocks(1, columns), one ? 2 * in : shared_of(std::string(c.name).find("coded_") == 0 ? "coded_" : "few_", c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
+    start(name, blocks(columns, 1), one ? 2 * in : shared_of(std::string(c.name).find("coded_") == 0 ? "coded_" : "few_", c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
           0u, starts.at(), tiles.at(), y.at());
     const auto found = host::counts().find(name);
     if (found == host::counts().end()) check::wrong(name + " is not counted");

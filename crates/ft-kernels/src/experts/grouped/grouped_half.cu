@@ -301,9 +301,9 @@ template <typename T, bool TRANSPOSED, int ROWS, int DOWN, int AHEAD, int BESIDE
 DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // per warp
   SHARED_BYTES(shared);
-  const Rows tile = rows_at(tiles, starts, blockIdx.x, ROWS);
+  const Rows tile = rows_at(tiles, starts, blockIdx.y, ROWS);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, col0 = blockIdx.y * BESIDE * COLS;
+  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, col0 = blockIdx.x * BESIDE * COLS;
   if (col0 >= outer) return;
   const uint32_t tiles_left = (outer - col0 + COLS - 1) / COLS, beside = tiles_left < BESIDE ? tiles_left : BESIDE;
   Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));

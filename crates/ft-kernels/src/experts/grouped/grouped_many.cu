@@ -256,9 +256,9 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
 template <typename T, bool TRANSPOSED, bool CODES>
 DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   SHARED_BYTES(shared);
-  const Rows rows = rows_at(tiles, starts, blockIdx.x, SIDE);
+  const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (rows.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[rows.expert].rank : p.outer, col0 = blockIdx.y * COLS;
+  const uint32_t outer = p.low ? p.experts[rows.expert].rank : p.outer, col0 = blockIdx.x * COLS;
   if (col0 >= outer) return;
   using Held = typename std::conditional<CODES, Constants, Uncoded>::type;
   Held *const held = reinterpret_cast<Held *>(shared + LEFT_STAGES * STAGE_LEFT + (CODES ? 2 : 3) * STAGE_RIGHT);

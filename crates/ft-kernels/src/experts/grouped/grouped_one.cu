@@ -90,11 +90,11 @@ DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &
 template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   SHARED_ARRAY(Constants, constants, 1);
   SHARED_BYTES(shared); // one row of `inner` values
-  const Rows tile = rows_at(tiles, starts, blockIdx.x, SIDE);
+  const Rows tile = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (tile.expert == NONE) return;
   const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer;
-  const uint32_t first = (blockIdx.y * WARPS + threadIdx.x / WARP) * ROWS;
-  if (blockIdx.y * WARPS * ROWS >= outer) return;
+  const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / WARP) * ROWS;
+  if (blockIdx.x * WARPS * ROWS >= outer) return;
   load_constants(constants, p.experts + tile.expert, nullptr, !p.low);
   const uint32_t lane = threadIdx.x % WARP;
 #pragma unroll 1

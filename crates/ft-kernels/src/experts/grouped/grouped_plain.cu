@@ -89,9 +89,9 @@ DEVICE void products(const Products<float> &p, const uint32_t *starts, const uin
   SHARED_ARRAY(float, a, SIDE * DEPTH);
   SHARED_ARRAY(float, b, SIDE * DEPTH);
   SHARED_ARRAY(Constants, held, 2); // of both tables
-  const Rows tile = rows_at(tiles, starts, blockIdx.x, SIDE);
+  const Rows tile = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * SIDE;
+  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.x * SIDE;
   if (col0 >= outer) return;
   load_constants(held, p.experts + tile.expert, p.more != nullptr ? p.more + tile.expert : nullptr, !p.low);
   const Expert &e = held[0].expert;

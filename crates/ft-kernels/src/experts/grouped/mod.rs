@@ -186,7 +186,8 @@ fn products(
         launch.with(args![more.as_ref().map(|m| &m.0.experts_words), more.as_ref().map(|m| &m.1)])?;
     let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, table.ranks])?;
     let launch = launch.with(args![u32::from(low), &s.starts, &s.tiles, &out])?;
-    let grid = Grid::new(tiles, THREADS).by(width.div_ceil(columns)).shared(bytes);
+    // Columns vary fastest: blocks of a tile of rows run together, and find these in the cache.
+    let grid = Grid::new(width.div_ceil(columns), THREADS).by(tiles).shared(bytes);
     // SAFETY: the table holds addresses of matrices with these dimensions, and keeps the tensors alive;
     // it has as many experts as the schedule; the rows of x, u and the result were checked above.
     unsafe { launch.run(grid) }?;
