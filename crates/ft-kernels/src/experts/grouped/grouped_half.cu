@@ -356,14 +356,16 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
 }
 
 // A thread's pieces of an operand of the gradient of one expert's matrix, stage after stage: 128 columns of 32 of the
-// expert's rows.
-template <typename T> struct Pieces {
+// expert's rows. Pieces of warps without columns, of OF_WARP columns each, are left out: factors have few.
+template <typename T, uint32_t OF_WARP> struct Pieces {
   const T *from;
   const uint32_t stride, cols, piece;
+  const bool some;
   uint32_t row;
 
   DEVICE Pieces(const T *from, uint32_t stride, uint32_t cols)
-      : from(from), stride(stride), cols(cols), piece(threadIdx.x % (COLS / 8)), row(threadIdx.x / (COLS / 8)) {
+      : from(from), stride(stride), cols(cols), piece(threadIdx.x % (COLS / 8)), some(piece * 8 / OF_WARP * OF_WARP < cols),
+        row(threadIdx.x / (COLS / 8)) {
     this->from += static_cast<uint64_t>(row) * stride + (piece * 8 < cols ? piece * 8 : 0);
   }
 
@@ -372,8 +374,7 @@ template <typename T> struct Pieces {
     constexpr uint32_t APART = THREADS / (COLS / 8);
     static_assert(2 * APART == DEPTH, "two pieces of a thread");
     to += place<COLS>(static_cast<int>(row % DEPTH), static_cast<int>(piece));
-    cp_async_16(to, from, row < rows);
-    cp_async_16(to + STAGE_RIGHT / 2, from + APART * stride, row + APART < rows);
+    if (some) cp_async_16(to, from, row < rows), cp_async_16(to + STAGE_RIGHT / 2, from + APART * stride, row + APART < rows);
     row += DEPTH, from += DEPTH * static_cast<uint64_t>(stride);
   }
 
@@ -400,6 +401,7 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   if (to.at == NOWHERE || first == end || row0 >= to.rows || col0 >= to.cols) return;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = warp % 4 * H, col = warp / 4 * W;
   const uint32_t some_rows = to.rows - row0, some_cols = to.cols - col0;
+  const bool works = static_cast<uint32_t>(row) < some_rows && static_cast<uint32_t>(col) < some_cols;
   const auto of_a = left_transposed<COLS>(0, row, lane), of_b = right<COLS>(0, col, lane);
   a += row0, b += col0;
   const bool whole_a = a_stride % 8 == 0 && some_rows % 8 == 0 && is_aligned(a);
@@ -423,7 +425,8 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   };
   const uint32_t count = end - first;
   a += static_cast<uint64_t>(first) * a_stride, b += static_cast<uint64_t>(first) * b_stride;
-  Pieces<T> of_left(a, a_stride, some_rows), of_right(b, b_stride, some_cols);
+  Pieces<T, H> of_left(a, a_stride, some_rows);
+  Pieces<T, W> of_right(b, b_stride, some_cols);
   if (whole_a && whole_b) {
     const auto stage = [&](int s) {
       of_left.bring(shared + s * 2 * STAGE_RIGHT, count), of_right.bring(shared + (s * 2 + 1) * STAGE_RIGHT, count);
@@ -437,8 +440,9 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       cp_async_wait<STAGES - 2>();
       __syncthreads();
       stage((s + STAGES - 1) % STAGES);
+      if (works)
 #pragma unroll
-      for (int k = 0; k < DEPTH; k += 16) multiply(s, k);
+        for (int k = 0; k < DEPTH; k += 16) multiply(s, k);
     }
     cp_async_wait<0>();
   } else {
@@ -447,8 +451,9 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       __syncthreads();
       of_left.bring_slowly(shared, a, n, count), of_right.bring_slowly(shared + STAGE_RIGHT, b, n, count);
       __syncthreads();
+      if (works)
 #pragma unroll 1
-      for (int k = 0; k < DEPTH; k += 16) multiply(0, k);
+        for (int k = 0; k < DEPTH; k += 16) multiply(0, k);
     }
   }
   grads += to.at;

@@ -103,10 +103,12 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
     let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
     // exact for o = i
     let low_flops = n * table.mean_rank * (i + o);
+    let values = 2.0 * n * o * i;
     let cost = match terms {
         Terms::Low | Terms::Adapter => Cost { flops: low_flops, ..Cost::default() },
         Terms::Whole | Terms::Values => Cost {
-            flops: 2.0 * n * o * i + if terms == Terms::Whole { low_flops } else { 0.0 },
+            flops: values + if terms == Terms::Whole { low_flops } else { 0.0 },
+            grouped: values,
             dequantized: busy * table.coded,
             read: busy * table.bytes,
             ..Cost::default()
