@@ -6,6 +6,7 @@ use candle_core::DType;
 use candle_core::Device;
 use ft_kernels::attention::Sequences;
 use ft_kernels::check::{close, gradient, randn};
+use ft_kernels::padded::Padded;
 use std::sync::Arc;
 
 const T: usize = 5;
@@ -256,5 +257,15 @@ fn dora_norms_are_those_of_the_matrix() -> Result<()> {
         let want = merged.sqr()?.sum(1)?.sqrt()?;
         close(&lora.norms(&l.weight, &lora.dora.as_ref().expect("dora").row_squares)?, &want, 1e-12);
     }
+    Ok(())
+}
+
+/// Columns of room are rounded up, rows are not: two factors of rank 4 fit beside a dense matrix, and not below it.
+#[test]
+fn a_dense_matrix_has_room_for_its_own_adapter() -> Result<()> {
+    let w = Padded::copy_of(&randn(1, (20, 64), DType::F32)?, 4)?;
+    assert_eq!((w.room(), w.room_below()), (8, 4));
+    let (weight, dy) = (Weight::Padded(w), randn(2, (3, 20), DType::F32)?);
+    assert!(weight.merges(&dy, 4) && !weight.merges(&dy, 8));
     Ok(())
 }
