@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// A matrix with random codes and scales.
-fn blocks(
+pub fn blocks(
     (rows, cols): (usize, usize),
     block: usize,
     group: Option<usize>,
@@ -135,7 +135,7 @@ fn with_an_adapter(
 }
 
 /// Seconds per call, best of three rounds.
-fn seconds<T>(device: &Device, mut f: impl FnMut() -> candle_core::Result<T>) -> Result<f64> {
+pub fn seconds<T>(device: &Device, mut f: impl FnMut() -> candle_core::Result<T>) -> Result<f64> {
     const CALLS: u32 = 20;
     f()?;
     let mut best = f64::INFINITY;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- tests/fixtures/reference
-//! gpu_check FIXTURES kernels models   selected parts: kernels, four_bit, models, offload, speed
+//! gpu_check FIXTURES kernels models   selected parts: kernels, four_bit, fp8, models, offload, speed
 //! gpu_check BIN instructions          asm instructions against the host twin; BIN from `.ci/gpu bundle`
 //! gpu_check FIXTURES cpu              CPU against CPU: a check of this program
 //! ```
@@ -11,6 +11,7 @@
 //! distance exceeds the tolerance.
 
 mod four_bit;
+mod fp8;
 #[cfg(feature = "cuda")]
 mod instructions;
 mod kernels;
@@ -26,7 +27,8 @@ use std::path::{Path, PathBuf};
 const BARS: [(DType, f64); 2] = [(DType::F32, 1e-5), (DType::BF16, 3e-2)];
 
 /// Parts that can be selected; `instructions` runs only on request.
-const PARTS: [&str; 6] = ["instructions", "kernels", "four_bit", "models", "offload", "speed"];
+const PARTS: [&str; 8] =
+    ["instructions", "kernels", "four_bit", "fp8", "models", "offload", "speed", "fp8_speed"];
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -57,6 +59,9 @@ fn main() -> Result<()> {
     if all || named("four_bit") {
         four_bit::check(&device, DType::F16, 4e-3, &mut report)?;
     }
+    if (all && device.is_cuda()) || named("fp8") {
+        fp8::check(&device, &mut report)?;
+    }
     if all || named("models") {
         for model_dir in fixtures(dir)? {
             models::check(&model_dir, &device, &mut report)?;
@@ -67,6 +72,9 @@ fn main() -> Result<()> {
     }
     if (all && device.is_cuda()) || named("speed") {
         four_bit::speed(&device, &mut report)?;
+    }
+    if (all && device.is_cuda()) || named("fp8_speed") {
+        fp8::speed(&device)?;
     }
     println!("{} checks passed, {} failed", report.checks - report.over, report.over);
     if report.over > 0 { bail!("{} checks over their bar", report.over) } else { Ok(()) }

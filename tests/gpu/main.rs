@@ -21,8 +21,19 @@ mod split;
 #[allow(dead_code)]
 mod server;
 
+// The checks of `examples/gpu_check`.
+#[path = "../../examples/gpu_check/four_bit.rs"]
+#[allow(dead_code)]
+mod four_bit;
+#[path = "../../examples/gpu_check/fp8.rs"]
+#[allow(dead_code)]
+mod fp8_products;
+#[path = "../../examples/gpu_check/report.rs"]
+mod report;
+
 mod counts;
 mod faults;
+mod fp8;
 mod libraries;
 mod ranks;
 mod reference;

@@ -64,6 +64,7 @@ fn a_run_allocates_what_its_plan_lists() {
     let (all, none, nf4, f32s) =
         ("memory.recompute=all", "memory.recompute=none", "model.quantize=nf4", "model.dtype=f32");
     let inputs = "memory.offload=['activations']";
+    let fp8 = "memory.products=fp8";
     let (feed_forward, norms) = ("memory.recompute=feed_forward", "memory.recompute=norms");
     let cases: &[(&Value, &str, &[&str])] = &[
         (&dense, FULL, &[none]),
@@ -85,6 +86,8 @@ fn a_run_allocates_what_its_plan_lists() {
         (&dense, LORA, &[none, "lora.dropout=0.1"]),
         (&dense, LORA, &[none, "lora.dora=true"]),
         (&dense, LORA, &[nf4, none]),
+        (&dense, LORA, &[fp8, none]),
+        (&dense, LORA, &[fp8, nf4, all]),
         (&dense, LORA, &[nf4, all, "memory.dequantize=per_matmul"]),
         (&dense, LORA, &[nf4, all, "memory.dequantize=per_layer"]),
         (&tied, FULL, &[all, "run.micro_rows=1"]),
@@ -100,6 +103,7 @@ fn a_run_allocates_what_its_plan_lists() {
         (&dense, FULL, &["optimizer.master=none", all, one, two, "parallel.zero=1"]),
         (&dense, FULL, &["optimizer.master=none", all, one, two, "parallel.zero=3"]),
         (&dense, LORA, &[nf4, all, one, two, "parallel.zero=3"]),
+        (&dense, LORA, &[fp8, all, one, two, "parallel.zero=3"]),
         (&moe, EXPERTS, &[none, one, two, "parallel.zero=3"]),
     ];
     let ranks = if super::ranks::devices(2) { ranks } else { &[] };

@@ -40,7 +40,7 @@ pub use adapters::{dora, dropout};
 pub use arithmetic::{is_half, scaled, to_host, upcast};
 pub use experts::{dispatch, grouped, route, spread};
 pub use layers::{bias, embed, gate, loss, noise, norm, rope, swiglu};
-pub use matmul::{decompose, gemm, padded};
+pub use matmul::{decompose, fp8, gemm, padded};
 pub use quantized::dequantized;
 pub use tensor::ledger::{Ledger, Machine, Role};
 pub use tensor::{Real, Tensor, bytes, ledger, vacant};

@@ -2,7 +2,7 @@
 //! Shared by `ft plan`, `ft run`, `ft check`, and `ft eval`, so that all accept and refuse the same recipes.
 
 use crate::Error;
-use crate::host::{beside_device, budget};
+use crate::host::{beside_device, budget, lacks_fp8};
 use crate::inference::Server;
 use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
@@ -10,13 +10,15 @@ use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained, peft};
 use ft_engine::model::Config;
-use ft_engine::model::modules::Module;
+use ft_engine::model::modules::{Group, Module};
 use ft_engine::model::units::cut;
-use ft_engine::params::buffers::Split;
 use ft_engine::params::buffers::moments::is_large;
+use ft_engine::params::buffers::{Split, cut_module};
+use ft_engine::params::build::ghost::in_fp8;
 use ft_engine::ranks::Mesh;
+use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
-use ft_recipe::{Quantize, Recipe};
+use ft_recipe::{Products, Quantize, Recipe};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -71,6 +73,7 @@ impl Resolved {
         host: Option<u64>,
     ) -> ft_base::Result<Inputs<'a>> {
         let machine = stored(machine(recipe, target), recipe, config, dir);
+        check_products(recipe, selection, machine)?;
         let server = Server::of(recipe, config, selection, machine.stored)?.map_or(0, |s| s.on_host);
         let workload = workloads.of(recipe, recipe.run.micro_rows.count());
         Ok(Inputs {
@@ -128,6 +131,59 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
         }
         None => Ok(()),
     }
+}
+
+/// Refuses products of 8-bit floats on a machine without them, and where no product is one.
+///
+/// # Errors
+/// `memory.products = "fp8"` on the CPU, on a card before compute capability 8.9, in another dtype, or with no frozen
+/// matrix that takes part.
+fn check_products(recipe: &Recipe, selection: &Selection, machine: Machine) -> Result<(), Error> {
+    if recipe.memory.products != Products::Fp8 {
+        return Ok(());
+    }
+    let other = "memory.products = \"dtype\"";
+    let refuse = |why: &str, hint: &str| {
+        let place = recipe.place("memory.products");
+        Err(Error::Ignored(format!("{place}: memory.products = \"fp8\": {why}\n  hint: {hint}")))
+    };
+    let (of, all) = products(recipe, selection, machine);
+    match (machine.cuda, machine.card) {
+        (false, _) => refuse(
+            "the plan is for the CPU, which has no such products",
+            &format!("{other}, or --gpu H100 to plan for a card"),
+        ),
+        (true, Some(card)) if lacks_fp8(card) => refuse(
+            &format!("{card} has compute capability below 8.9, and no such products"),
+            &format!("{other}, or a card of Ada, Hopper or Blackwell (L40S, 4090, H100, 5090)"),
+        ),
+        _ if machine.width != 2 => {
+            refuse("model.dtype is not bf16", &format!("{other}, or model.dtype = \"bf16\""))
+        }
+        _ if of == 0 => refuse(
+            &format!(
+                "none of {all} frozen matrices of attention and dense feed-forward blocks has rows and columns in \
+                 multiples of 16"
+            ),
+            other,
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Frozen matrices whose products are in 8-bit floats, of those of attention and dense feed-forward blocks.
+pub(crate) fn products(recipe: &Recipe, selection: &Selection, machine: Machine) -> (usize, usize) {
+    let ranks = recipe.parallel.tensor;
+    let frozen = |(m, choice): &&(Module, Choice)| {
+        choice.leaves_weight()
+            && m.expert.is_none()
+            && matches!(m.group, Group::Attention | Group::Mlp)
+            && m.weight_shape().len() == 2
+    };
+    let own = selection.modules.iter().filter(frozen);
+    own.fold((0, 0), |(of, all), (m, c)| {
+        (of + usize::from(in_fp8(&cut_module(m, ranks), c, machine.fp8)), all + 1)
+    })
 }
 
 /// Refuses matrices that do not divide over the ranks that cut them.

@@ -1,5 +1,6 @@
 //! `ft bench`: times steps of a recipe on random rows, or the links between ranks.
 
+mod fp8;
 mod link;
 mod matmul;
 mod report;

@@ -1,6 +1,7 @@
 //! `ft bench`: times steps of a recipe on random rows. Reports tokens per second, time by part, throughput
 //! relative to the fastest matrix product of the machine, and peak memory relative to the plan.
 
+use super::fp8::Fp8Error;
 use super::matmul::MatmulRate;
 use super::report::{Limit, StepTimes};
 use crate::train::Error;
@@ -61,10 +62,10 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), ranks::alone());
     let cx = TrainContext::new(&job, &model, &alone, plan.execution, scale);
     let all: Vec<usize> = (0..data.rows.len()).collect();
+    // The learning rate of 1e-9 keeps the numbers finite over any number of steps.
+    let input = |step: u64| StepInput { data: &data, rows: &all, step, lr: &|_| 1e-9 };
     let step = |n: u64| -> ft_base::Result<(usize, Times)> {
-        let mut times = Times::start(&job.device)?;
-        // The learning rate of 1e-9 keeps the numbers finite over any number of steps.
-        let input = StepInput { data: &data, rows: &all, step: n, lr: &|_| 1e-9 };
+        let (mut times, input) = (Times::start(&job.device)?, input(n));
         let tokens = cx.timed_step(&input, &mut times)?.tokens;
         times.settle()?;
         Ok((tokens, times))
@@ -84,6 +85,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
         monitor.measure();
         products.measure()?;
     }
+    let fp8 = Fp8Error::measure(&model, &job.device, || cx.step(&input(0)))?;
     let rate = rates::Rate {
         matmul: products.rate(),
         step: plan.step_work() / timed.fastest(),
@@ -92,9 +94,11 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     let kept = rates::save(plan.machine, rate)?;
     let mut json = timed.json(&plan, &monitor, &products);
     json["products"] = json!(job.products()?.map(pairs::Path::word));
+    fp8.iter().for_each(|fp8| json["fp8"] = fp8.json());
     json["threads"] = json!(rayon::current_num_threads());
     let (computes, threads) = (job.computes()?, rayon::current_num_threads());
-    let text = format!("{computes}, {threads} threads\n{}", timed.text(&plan, &monitor, &products));
+    let fp8 = fp8.map_or(String::new(), |fp8| fp8.text());
+    let text = format!("{computes}, {threads} threads\n{}{fp8}", timed.text(&plan, &monitor, &products));
     Ok(Measured { json, text, kept })
 }
 

@@ -6,7 +6,7 @@ use candle_core::DType;
 use ft_base::store::{self, hash};
 use ft_data::Dataset;
 use ft_engine::load::Base;
-use ft_recipe::Method;
+use ft_recipe::{Method, Products};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
@@ -63,6 +63,10 @@ impl Identity {
             && job.selection.parts().iter().any(|t| t.part.method() == Method::Full)
         {
             map.insert("optimizer.master".into(), "none".into());
+        }
+        // Of the keys of [memory] the one that changes numbers.
+        if job.recipe.memory.products == Products::Fp8 {
+            map.insert("memory.products".into(), "fp8".into());
         }
         if let Some(a) = &job.adapter {
             let mut h = blake3::Hasher::new();

@@ -19,7 +19,7 @@ use ft_engine::quant;
 use ft_engine::ranks::{self, Comm};
 use ft_kernels::gemm::pairs;
 use ft_plan::{InferenceModel, Resolved};
-use ft_recipe::{Method, Offload, Quantize, Recipe, Rule, Weights};
+use ft_recipe::{Method, Offload, Products, Quantize, Recipe, Rule, Weights};
 use std::sync::Arc;
 
 /// Chooses a selection from a recipe, a config and an adapter.
@@ -252,6 +252,7 @@ impl Job {
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
             .allocate(allocate)
+            .in_fp8(train && self.recipe.memory.products == Products::Fp8)
             .among(comm);
         if split.rank > 0 {
             return build.run();

@@ -236,7 +236,7 @@ impl<'a> Launch<'a> {
 }
 
 #[cfg(feature = "cuda")]
-pub(super) use device::at;
+pub(crate) use device::at;
 
 #[cfg(feature = "cuda")]
 mod device {

@@ -252,7 +252,7 @@ pub fn load_cublas() -> Result<(), String> {
     once(&DONE, || {
         let mut first = None;
         for version in (OLDEST / 1000..=major()).rev() {
-            let inside = if version == 12 { "cublas/lib".into() } else { format!("cu{version}/lib") };
+            let inside = cublas_folder(version);
             let [needed, name] = ["cublasLt", "cublas"].map(|n| format!("lib{n}.so.{version}"));
             match find(&name, libc::RTLD_GLOBAL, &inside, &[&needed]) {
                 Ok(handle) => {
@@ -268,6 +268,33 @@ pub fn load_cublas() -> Result<(), String> {
         };
         Err(format!("no cuBLAS here: {}\n{}", first.unwrap_or_default(), install(&package)))
     })
+}
+
+/// Returns the addresses of the functions `names` of cuBLASLt, in order: of the version of cuBLAS, which needs it and
+/// is loaded first.
+///
+/// # Errors
+/// The library or a function is missing; the message includes a hint.
+pub fn cublas_lt<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String> {
+    load_cublas()?;
+    let mut first = None;
+    for version in (OLDEST / 1000..=major()).rev() {
+        let name = format!("libcublasLt.so.{version}");
+        match find(&name, libc::RTLD_LOCAL, &cublas_folder(version), &[]) {
+            Ok(handle) => {
+                let all = names.map(|name| address(handle, name));
+                let missing = names.iter().zip(all).find(|(_, at)| at.is_null());
+                return missing.map_or(Ok(all), |(f, _)| Err(format!("{name} has no {f}")));
+            }
+            Err(why) => first = first.or(Some(why)),
+        }
+    }
+    Err(format!("no cuBLASLt here: {}\nhint: it comes with cuBLAS", first.unwrap_or_default()))
+}
+
+/// Folder of cuBLAS inside NVIDIA's wheels.
+fn cublas_folder(version: c_int) -> String {
+    if version == 12 { "cublas/lib".into() } else { format!("cu{version}/lib") }
 }
 
 /// Hints for a missing library of NVIDIA's wheels.

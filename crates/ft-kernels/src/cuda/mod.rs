@@ -27,6 +27,9 @@ pub mod nccl;
 pub mod staging;
 pub mod upload;
 
+#[cfg(feature = "cuda")]
+pub(crate) use libraries::cublas_lt;
+
 pub use device::{
     count, cuda_memory, device_bytes, enter, name, nccl_is_here, open, pool_bytes, reserved_bytes,
 };
@@ -45,6 +48,9 @@ mod libraries {
     }
     pub fn load_cublas() -> Result<(), String> {
         Ok(())
+    }
+    pub fn cublas_lt<const N: usize>(_: [&str; N]) -> Result<[*mut std::ffi::c_void; N], String> {
+        Err("8-bit products are for Linux".into())
     }
     pub fn nccl<const N: usize>(_: [&str; N]) -> Result<[*mut std::ffi::c_void; N], String> {
         Err("NCCL is for Linux".into())

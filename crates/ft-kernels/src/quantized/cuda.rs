@@ -47,7 +47,7 @@ enum AdapterPart<'a> {
 }
 
 /// Pushes the fields of `struct Matrix` in codes.cuh as the first arguments.
-fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> {
+pub fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> {
     let launch = launch.with(args![&w.packed, &w.book.pairs])?;
     let (launch, group, offset) = match &w.scales {
         Scales::Plain(s) => (launch.with(args![s, Argument::Null, Argument::Null])?, 1, 0.0),

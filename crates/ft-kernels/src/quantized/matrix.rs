@@ -110,6 +110,11 @@ impl QuantizedMatrix {
         self.compute
     }
 
+    /// Largest magnitude of a code value.
+    pub fn largest_code(&self) -> f32 {
+        self.book.code.iter().fold(0.0, |most, c| most.max(c.abs()))
+    }
+
     /// Packed codes, and scales.
     pub fn parts(&self) -> (&Tensor, &Scales) {
         (&self.packed, &self.scales)

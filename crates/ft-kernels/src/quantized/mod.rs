@@ -20,6 +20,9 @@ mod matrix;
 mod products;
 pub mod tiles;
 
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{dequantizes, launch as launch_of};
+
 pub use cpu::{few_tokens, tile_width};
 pub use matrix::{Codebook, QuantizedMatrix, Scales};
 

@@ -19,6 +19,8 @@ pub struct Machine {
     pub threads: u64,
     /// Model of the CUDA card, if it is one whose rates are known.
     pub card: Option<&'static str>,
+    /// Whether products with frozen matrices of dense linears are in 8-bit floats: see [`crate::fp8`].
+    pub fp8: bool,
 }
 
 impl Machine {
@@ -69,6 +71,8 @@ pub struct Cost {
     pub attention: f64,
     /// Share of grouped products in `flops`.
     pub grouped: f64,
+    /// Share of products of 8-bit floats in `flops`.
+    pub fp8: f64,
     /// 4-bit values dequantized.
     pub dequantized: f64,
     /// Bytes of matrices dequantized as a whole and read again.
@@ -126,6 +130,7 @@ impl Cost {
         self.flops += n * c.flops;
         self.attention += n * c.attention;
         self.grouped += n * c.grouped;
+        self.fp8 += n * c.fp8;
         self.dequantized += n * c.dequantized;
         self.held += n * c.held;
         self.read += n * c.read;

@@ -72,6 +72,12 @@ pub fn sheet_of(name: &str) -> Option<Sheet> {
     CARDS.iter().find(|(n, ..)| *n == name)?.2
 }
 
+/// Whether a card of the table has no products of 8-bit floats, which need compute capability 8.9.
+pub fn lacks_fp8(name: &str) -> bool {
+    const HAVE: [&str; 7] = ["L4", "4090", "5090", "L40S", "H100", "H200", "B200"];
+    CARDS.iter().any(|(card, ..)| *card == name) && !HAVE.contains(&name)
+}
+
 /// Names of the cards, for messages.
 pub fn card_names() -> String {
     CARDS.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(", ")

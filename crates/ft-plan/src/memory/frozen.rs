@@ -5,7 +5,7 @@ use super::optimizer::{mxfp4_values, nf4_values, nf4_values_of};
 use super::setup::Setup;
 use ft_engine::adapters::{Choice, Part, initial};
 use ft_engine::model::modules::{Group, Module};
-use ft_engine::params::build::ghost::{is_quantized, room, stays_stored};
+use ft_engine::params::build::ghost::{in_fp8, is_quantized, room, stays_stored};
 use ft_kernels::decompose;
 use ft_kernels::grouped::table;
 use ft_kernels::padded::Padded;
@@ -132,7 +132,8 @@ impl Frozen {
             values.f32s += groups;
             return Stored { bytes: codes, constants: blocks + 4 * groups, quantized: true };
         }
-        let room = room(m, choice, c.machine.cuda && c.recipe.has_rooms());
+        let fp8 = in_fp8(m, choice, c.machine.fp8);
+        let room = room(m, choice, c.machine.cuda && c.recipe.has_rooms() && !fp8);
         let bytes = match m.weight_shape().as_slice() {
             &[o, i] if room > 0 => {
                 let (rows, cols) = Padded::shape((o, i), room);

@@ -56,7 +56,7 @@ fn levels(recompute: Recomputed, dequantize: Dequantize, head: usize) -> Setting
     Settings { recompute, inputs: Inputs::default(), dequantize, head }
 }
 
-const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1, card: None };
+const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1, card: None, fp8: false };
 
 fn work(
     config: &str,

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
 use ft_kernels::Machine;
-use ft_recipe::{Dtype, Recipe, Weights};
+use ft_recipe::{Dtype, Products, Recipe, Weights};
 use std::path::Path;
 
 /// Device to plan for.
@@ -38,7 +38,8 @@ pub fn machine(recipe: &Recipe, target: impl Into<Target>) -> Machine {
     let Target { cuda, card } = target.into();
     let width = dtype(recipe.model.dtype, cuda).size_in_bytes() as u64;
     let threads = recipe.parallel.threads(rayon::current_num_threads());
-    Machine { cuda, width, stored: width, threads: threads as u64, card }
+    let fp8 = cuda && recipe.memory.products == Products::Fp8;
+    Machine { cuda, width, stored: width, threads: threads as u64, card, fp8 }
 }
 
 /// Sets the stored weight width from the model's checkpoint; `dir` is its folder, if downloaded.

@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::host::HostPlan;
 use crate::inference::Server;
 use crate::memory::{Allocation, Settings, Theory, rounded};
+use crate::resolve::products;
 use crate::search::{Inputs, Prepared, SearchResult, choose};
 use crate::time::actions::{Actions, StageActions};
 use crate::workload::ReferencePass;
@@ -102,6 +103,7 @@ impl Plan {
             space: HostPlan::new(r, i.selection, i.machine, &d.workload, host),
             pipeline: Pipelined::of(i, prepared, micro_batches, d.execution.micro_rows),
             server,
+            fp8: i.machine.fp8.then(|| products(i.recipe, i.selection, i.machine)),
             mixture: i.config.moe.is_some(),
             layers: i.config.layers,
             walked: prepared.walked(),

@@ -41,6 +41,9 @@ pub struct Plan {
     pub space: HostPlan,
     /// The inference server of `serve.devices`; `space` includes its host memory.
     pub server: Option<Server>,
+    /// Frozen matrices whose products are in 8-bit floats, and all of attention and dense feed-forward blocks; `None`
+    /// if products are in the compute dtype.
+    pub fp8: Option<(usize, usize)>,
     /// Whether the model is a mixture of experts.
     pub mixture: bool,
     /// Number of layers.

@@ -47,6 +47,9 @@ impl Plan {
             "time": time,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
         });
+        if let Some((of, all)) = self.fp8 {
+            out["fp8"] = json!({"matrices": of, "of": all});
+        }
         if let Some(reference) = &self.reference {
             out["reference"] = reference.json(self.reference_time(range).map(|r| [r.low, r.high]));
         }

@@ -100,6 +100,7 @@ impl Plan {
                 writeln!(s, "time        not known: ft bench measures it on such a machine{sheets}")?
             }
         }
+        self.write_products(s)?;
         self.write_reference(s, range)?;
         if let Some(p) = &self.pipeline {
             writeln!(s, "pipeline    {}", p.words(self.micro_batches))?;
@@ -126,6 +127,16 @@ impl Plan {
         let alone = reference.other.as_ref();
         let alone = alone.map_or(String::new(), |other| format!("; {other} is loaded alone for it"));
         writeln!(s, "reference   one pass over {samples} before training{time}{kept}{alone}")
+    }
+
+    /// Products of 8-bit floats, if there are any.
+    fn write_products(&self, s: &mut String) -> fmt::Result {
+        let Some((of, all)) = self.fp8 else { return Ok(()) };
+        let others = match all - of {
+            0 => String::new(),
+            n => format!("; {n} have sizes that are no multiples of 16 and stay in bf16"),
+        };
+        writeln!(s, "products    in fp8 with {of} of {all} frozen matrices (e4m3, gradients e5m2){others}")
     }
 
     fn write_time(&self, s: &mut String, data_ranks: u64, range: Option<Range>) -> fmt::Result {
@@ -210,6 +221,7 @@ impl Plan {
             )?;
         }
         writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize)?;
+        self.write_products(s)?;
         writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows)?;
         self.write_time(s, data_ranks, range)
     }

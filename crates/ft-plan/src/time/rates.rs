@@ -46,7 +46,11 @@ pub struct Range {
 }
 
 fn key(m: Machine) -> String {
-    let width = if m.computes_in_f32() { "f32" } else { "half" };
+    let width = match (m.computes_in_f32(), m.fp8) {
+        (true, _) => "f32",
+        (false, true) => "fp8",
+        (false, false) => "half",
+    };
     match (m.cuda, m.card) {
         (true, Some(card)) => format!("cuda-{width}-{card}"),
         (true, None) => format!("cuda-{width}"),
@@ -92,7 +96,7 @@ mod tests {
 
     /// A card of this name, which no test has measured.
     fn on(card: Option<&'static str>, width: u64) -> Machine {
-        Machine { cuda: true, width, stored: width, threads: 1, card }
+        Machine { cuda: true, width, stored: width, threads: 1, card, fp8: false }
     }
 
     #[test]

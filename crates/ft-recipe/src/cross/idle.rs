@@ -2,8 +2,8 @@
 
 use super::context::Cross;
 use crate::keys::{
-    Dtype, Form, Format, Kind, Method, Offload, PreferenceLoss, Quantize, Recipe, Recompute, Rule, Schedule,
-    Task, Unset, Weights, find_key, first_entries,
+    Dtype, Form, Format, Kind, Method, Offload, PreferenceLoss, Products, Quantize, Recipe, Recompute, Rule,
+    Schedule, Task, Unset, Weights, find_key, first_entries,
 };
 use crate::syntax::{Table, parse_value};
 use std::collections::BTreeSet;
@@ -170,6 +170,10 @@ const ROWS: &[Row] = rows! {
         "leave it out, or write optimizer.name = \"galore\"";
     refuse ["memory.scale"] if |c| c.r.model.dtype != Some(Dtype::F16), of ["model.dtype"]:
         " does nothing: only training in f16 scales the loss", "leave it out, or write model.dtype = \"f16\"";
+    refuse ["memory.products"] if |c| matches!(c.r.model.dtype, Some(Dtype::F32 | Dtype::F16))
+            && c.r.memory.products == Products::Fp8,
+        of ["model.dtype"]: " = \"fp8\" has bf16 results, and model.dtype is another",
+        "leave it out, or write model.dtype = \"bf16\"";
     tell ["memory.dequantize"] if |c| c.r.model.quantize == Quantize::None && c.facts.four_bit == Some(false),
         of ["model.quantize"]: " does nothing: no weights have 4 bits",
         "leave it out, or write model.quantize = \"nf4\"";

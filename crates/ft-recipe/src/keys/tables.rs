@@ -391,6 +391,12 @@ table! {
         recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
         /// When the 4-bit weights of a recomputed layer are dequantized.
         dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");
+        /// Type of the operands of products with frozen weights of attention and dense feed-forward blocks in training: that of
+        /// model.dtype, or "fp8": weights and inputs rounded to e4m3, output gradients to e5m2 (3 and 2 bits of mantissa), with
+        /// f32 sums and bf16 results. Needs CUDA, bf16 and compute capability 8.9 or later (Ada, Hopper, Blackwell). Adapters,
+        /// experts, the head, what trains in full, and weights of sizes that are no multiples of 16 stay in bf16. Losses change;
+        /// ft bench shows the error.
+        products: Products = Word(Products::WORDS), Toml("\"dtype\"");
         /// What lives on the host. Without the key nothing does; but on CUDA, where memory.recompute is "auto", the plan moves
         /// inputs of layers that are computed again there if that saves a hundredth of a step or nothing fits without, into at
         /// most half of the host's memory that is left. [] is nothing at all.

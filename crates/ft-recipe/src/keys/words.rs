@@ -396,6 +396,16 @@ words! {
 }
 
 words! {
+    /// `memory.products`
+    pub enum Products {
+        /// In `model.dtype`.
+        Dtype = "dtype",
+        /// In 8-bit floats: e4m3, and e5m2 for gradients.
+        Fp8 = "fp8",
+    }
+}
+
+words! {
     /// `memory.offload`
     pub enum Offload {
         /// Master weights and moments; the optimizer step runs on the host.

@@ -52,7 +52,7 @@ fn supports_linear(l: &Linear, dtype: DType) -> bool {
     let weight = match &l.weight {
         Weight::Dense(w) => w.dtype() == dtype && w.is_contiguous(),
         Weight::Nf4(w) => w.dtype() == dtype && table::takes(w),
-        Weight::Padded(_) | Weight::Dequantized(_) => false,
+        Weight::Padded(_) | Weight::Dequantized(_) | Weight::Fp8(_) => false,
     };
     let adapter =
         l.lora.as_ref().is_none_or(|l| l.dora.is_none() && l.a.dtype() == dtype && l.b.dtype() == dtype);
@@ -71,7 +71,7 @@ impl GroupedLinear {
             let weight = match &l.weight {
                 Weight::Nf4(q) => Side::Codes(q),
                 Weight::Dense(w) => Side::Values(w),
-                Weight::Padded(_) | Weight::Dequantized(_) => {
+                Weight::Padded(_) | Weight::Dequantized(_) | Weight::Fp8(_) => {
                     candle_core::bail!("an expert whose matrix is another's: supports() was not asked")
                 }
             };

@@ -6,6 +6,7 @@
 //! gradient of x.
 
 use super::forward::{Linear, Lora, Saved};
+use super::weight::Weight;
 use crate::model::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::padded::Padded;
@@ -47,13 +48,17 @@ impl Stack {
     }
 
     /// Whether [`Stack::backward`] takes the gradients of these linears' outputs, like `y` `[t, ..]`: the last matrix
-    /// is 4-bit, so that A of all can stand below it. A dense one has room for its own A only.
+    /// is 4-bit, so that A of all can stand below it, or in 8-bit floats, whose product is apart from all A. A dense
+    /// one has room for its own A only.
     pub fn trains<'a>(
         &self,
         linears: impl DoubleEndedIterator<Item = &'a Linear> + Clone,
         y: &Tensor,
     ) -> bool {
-        let fits = linears.clone().next_back().is_some_and(|last| last.weight.merges(y, self.all()));
+        let fits = linears
+            .clone()
+            .next_back()
+            .is_some_and(|last| last.weight.merges(y, self.all()) || matches!(last.weight, Weight::Fp8(_)));
         let adapters = self.adapters(linears).filter(|_| fits && y.dtype() == self.a.dtype());
         adapters.is_some_and(|all| all.iter().all(|l| l.slots.is_some()))
     }

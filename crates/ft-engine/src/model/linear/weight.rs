@@ -2,6 +2,7 @@
 
 use candle_core::Result;
 use ft_kernels::dequantized::Dequantized;
+use ft_kernels::fp8::{Fp8Matrix, Source};
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::{Tensor, gemm, upcast};
@@ -19,6 +20,8 @@ pub enum Weight {
     Nf4(Arc<QuantizedMatrix>),
     /// 4-bit matrix dequantized for one visit of the walk: see [`super::Linear::dequantized`].
     Dequantized(Arc<Dequantized>),
+    /// Frozen, multiplied in 8-bit floats (`memory.products`).
+    Fp8(Fp8Matrix),
 }
 
 impl Weight {
@@ -29,6 +32,7 @@ impl Weight {
             Weight::Padded(w) => gemm::matmul(x, false, &w.values()?, true),
             Weight::Nf4(w) => w.forward(x),
             Weight::Dequantized(w) => w.forward(x),
+            Weight::Fp8(w) => w.forward(x),
         }
     }
 
@@ -38,6 +42,7 @@ impl Weight {
         let w = match self {
             Weight::Nf4(w) => return w.backward(dy, dx),
             Weight::Dequantized(w) => return w.backward(dy, dx),
+            Weight::Fp8(w) => return w.backward(dy, dx),
             Weight::Dense(w) => w,
             Weight::Padded(w) => {
                 padded = w.values()?;
@@ -58,7 +63,7 @@ impl Weight {
     pub(super) fn merges(&self, x: &Tensor, rank: usize) -> bool {
         let room = |w: &Padded| w.room().min(w.room_below()) >= rank && w.dtype() == x.dtype();
         match self {
-            Weight::Dense(_) => false,
+            Weight::Dense(_) | Weight::Fp8(_) => false,
             Weight::Padded(w) => room(w),
             Weight::Nf4(w) => w.merges(x),
             Weight::Dequantized(w) => room(w.room()),
@@ -74,7 +79,7 @@ impl Weight {
                 gemm::work(xu, false, &w.with(b.dim(1)?)?, None)?;
                 w.forward_with(xu, b)
             }
-            Weight::Dense(_) => {
+            Weight::Dense(_) | Weight::Fp8(_) => {
                 candle_core::bail!("a product with an adapter and a matrix without room for it")
             }
         }
@@ -89,7 +94,7 @@ impl Weight {
                 gemm::work(dydu, false, &w.with_below(a.dim(0)?)?, dx.as_ref())?;
                 w.backward_with(dydu, a, dx)
             }
-            Weight::Dense(_) => {
+            Weight::Dense(_) | Weight::Fp8(_) => {
                 candle_core::bail!("a product with an adapter and a matrix without room for it")
             }
         }
@@ -105,6 +110,7 @@ impl Weight {
             Weight::Padded(w) => gemm::matmul(&w.values()?, false, a, true),
             Weight::Nf4(w) => w.times(a),
             Weight::Dequantized(w) => w.times(a),
+            Weight::Fp8(w) => w.times(a),
         }
     }
 
@@ -115,6 +121,10 @@ impl Weight {
             Weight::Padded(w) => row_squares(&w.values()?),
             Weight::Nf4(w) => w.row_squares(),
             Weight::Dequantized(w) => w.blocks().row_squares(),
+            Weight::Fp8(w) => match w.source() {
+                Source::Dense(w) => row_squares(w),
+                Source::Blocks(w) => w.row_squares(),
+            },
         }
     }
 
@@ -125,6 +135,7 @@ impl Weight {
             Weight::Padded(w) => w.values()?.narrow(0, rows.start, rows.len()),
             Weight::Nf4(w) => w.dequantize_rows(rows),
             Weight::Dequantized(w) => w.values()?.narrow(0, rows.start, rows.len()),
+            Weight::Fp8(w) => w.rows(rows),
         }
     }
 
@@ -135,6 +146,7 @@ impl Weight {
             Weight::Padded(w) => Ok(w.dims()),
             Weight::Nf4(w) => Ok(w.dims()),
             Weight::Dequantized(w) => Ok(w.blocks().dims()),
+            Weight::Fp8(w) => Ok(w.dims()),
         }
     }
 

@@ -19,6 +19,7 @@ pub struct Build<'a> {
     pub(super) comm: Option<&'a dyn Comm>,
     pub(super) alone: Threads,
     pub(super) shown: Option<&'static str>,
+    pub(super) fp8: bool,
 }
 
 impl<'a> Build<'a> {
@@ -35,6 +36,7 @@ impl<'a> Build<'a> {
             comm: None,
             alone: ranks::alone(),
             shown: None,
+            fp8: false,
         }
     }
 
@@ -61,6 +63,11 @@ impl<'a> Build<'a> {
     /// Ranks building the same model at the same time, matching [`Allocate::split`].
     pub fn among(self, comm: &'a dyn Comm) -> Self {
         Self { comm: Some(comm), ..self }
+    }
+
+    /// Whether dense linears multiply their frozen weights in 8-bit floats.
+    pub fn in_fp8(self, fp8: bool) -> Self {
+        Self { fp8, ..self }
     }
 
     /// Shows a progress bar of bytes read, with this label.

@@ -11,6 +11,7 @@ use crate::model::sink::Slot;
 use crate::params::buffers::{ALIGN, cut_module, is_cut};
 use crate::quant;
 use candle_core::{DType, Shape};
+use ft_kernels::fp8::{self, Fp8Matrix, Source};
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Ghost;
@@ -43,6 +44,15 @@ pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
     let Choice::Lora { spec, .. } = choice else { return 0 };
     let takes = rooms && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
     if takes { spec.rank } else { 0 }
+}
+
+/// Whether a frozen matrix is multiplied in 8-bit floats if `fp8` is set: linears of attention and dense feed-forward
+/// blocks, of sizes that the products take. `m` has the dimensions of a rank.
+pub fn in_fp8(m: &Module, choice: &Choice, fp8: bool) -> bool {
+    fp8 && choice.leaves_weight()
+        && m.expert.is_none()
+        && matches!(m.group, Group::Attention | Group::Mlp)
+        && matches!(m.weight_shape().as_slice(), &[o, i] if fp8::fits((o, i)))
 }
 
 /// Sum of the LoRA ranks of linears of one input if their adapters are computed together, otherwise 0: all linears have
@@ -170,11 +180,23 @@ impl Weights for Ghosts<'_> {
 
     fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
         let m = &self.here(m);
+        let fp8 = in_fp8(m, &self.choice(m), self.ledger.machine().fp8);
         match m.weight_shape().as_slice() {
-            &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => Ok((
-                Weight::Nf4(Arc::new(QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype))),
-                None,
-            )),
+            &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => {
+                let blocks = QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype);
+                let blocks = Arc::new(blocks);
+                Ok((
+                    match fp8 {
+                        true => Weight::Fp8(Fp8Matrix::new(Source::Blocks(blocks))?),
+                        false => Weight::Nf4(blocks),
+                    },
+                    None,
+                ))
+            }
+            shape if fp8 => {
+                let (weight, slot) = self.tensor((m, Part::Weight), shape);
+                Ok((Weight::Fp8(Fp8Matrix::new(Source::Dense(weight))?), slot))
+            }
             shape => {
                 let rank = room(m, &self.choice(m), self.rooms);
                 if let (&[o, i], true) = (shape, rank > 0) {

@@ -15,7 +15,7 @@ use crate::model::modules::{Kind, MlpTree, Module};
 use crate::model::sink::Slot;
 use crate::model::{Decoder, Units};
 use crate::params::Params;
-use crate::params::buffers::{FlatKind, Piece, Shard};
+use crate::params::buffers::{FlatKind, Piece, Shard, cut_module};
 use crate::quant::{BLOCK, CodeTables, LazyVector};
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device};
@@ -23,6 +23,7 @@ use ft_base::rng::{Purpose, Stream};
 use ft_base::terminal::bytes_bar;
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
+use ft_kernels::fp8::{Fp8Matrix, Source};
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Real;
@@ -364,10 +365,24 @@ impl Weights for Loader<'_> {
             return Ok((Weight::Dense(weight), slot));
         }
         self.come_to(m)?;
+        let here = cut_module(m, self.params.split.mesh.tensor);
+        let fp8 = super::ghost::in_fp8(&here, &self.choice(m), self.b.fp8);
         match four_bit(self.b.base, m, &self.choice(m)) {
-            Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
+            Some(how) => {
+                let blocks = Arc::new(self.blocks(m, how)?);
+                Ok((
+                    match fp8 {
+                        true => Weight::Fp8(Fp8Matrix::new(Source::Blocks(blocks))?),
+                        false => Weight::Nf4(blocks),
+                    },
+                    None,
+                ))
+            }
             None => {
                 let (weight, slot) = self.weight(m)?;
+                if fp8 {
+                    return Ok((Weight::Fp8(Fp8Matrix::new(Source::Dense(weight))?), slot));
+                }
                 let (ranks, apart) = (self.params.split.mesh.ranks(), self.params.is_gathered());
                 let rooms = self.b.device.is_cuda() && ranks == 1 && !apart;
                 let rank = super::ghost::room(m, &self.choice(m), rooms);

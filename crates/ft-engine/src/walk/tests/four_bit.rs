@@ -272,7 +272,7 @@ fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
                     let (n, blocks) = (w.dims().0 * w.dims().1, (w.dims().0 * w.dims().1).div_ceil(64));
                     assert_eq!(w.bytes(), n.div_ceil(2) + blocks + 4 * blocks.div_ceil(256), "{}", m.name);
                 }
-                Weight::Dense(_) | Weight::Padded(_) | Weight::Dequantized(_) => {
+                Weight::Dense(_) | Weight::Padded(_) | Weight::Dequantized(_) | Weight::Fp8(_) => {
                     assert_eq!(m.name, "lm_head")
                 }
             }
