@@ -170,6 +170,9 @@ fn planned_bytes_are_those_that_come() {
         (QUANTIZED, json!({}), [1, 4, 0]),
         (FULL, norms(), [1, 2, 0]),
         (FULL, gemma_4(), [1, 2, 0]),
+        (FULL, gemma_4(), [2, 2, 3]),
+        (FULL, gemma_4(), [2, 1, 3]),
+        (CUT, gemma_4(), [2, 1, 3]),
     ] {
         let w = world(rules, config);
         let mut dice = Dice(3);

@@ -64,6 +64,9 @@ impl Frozen {
         for (m, choice) in c.selection.modules.iter().filter(|(m, _)| own(m) && c.ranks.has(m)) {
             out.add(c, m, choice);
         }
+        for m in c.selection.constants.iter().filter(|m| c.ranks.has(m)) {
+            out.add(c, m, &Choice::Freeze);
+        }
         out
     }
 

@@ -4,7 +4,7 @@ use super::choice::Choice;
 use super::tokens::Tokens;
 use super::trained::{Fused, Part, Trained, TrainedPart, tensor_name};
 use crate::model::Config;
-use crate::model::modules::{Group, Kind, Module, modules};
+use crate::model::modules::{Group, Kind, Module, constants, modules};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -13,6 +13,8 @@ use std::sync::Arc;
 pub struct Selection {
     /// Modules in the order of the forward pass.
     pub modules: Vec<(Module, Choice)>,
+    /// Tensors that no rule takes, and that never train.
+    pub constants: Vec<Module>,
     /// Number of decoder layers.
     pub layers: usize,
     /// Names of the outputs of a score head, if the model has one.
@@ -38,6 +40,7 @@ impl Selection {
     pub fn frozen(config: &Config) -> Self {
         Self {
             modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
+            constants: constants(config),
             layers: config.layers,
             scores: config.scores.clone(),
             tied: config.tied,
