@@ -61,16 +61,13 @@ impl Entry {
     }
 }
 
-/// Optimizer tensors of a trained tensor: both moments, with scales if they are 8-bit codes, and the GaLore
-/// projector if there is one.
+/// Optimizer tensors of a trained tensor, here or on another rank: both moments, with scales if they are 8-bit codes,
+/// and the GaLore projector if there is one.
 fn entries(params: &Params, index: usize) -> Vec<Entry> {
     let t = &params.tensors[index];
-    let projected = params.projected(index);
+    let projected = params.projected_shapes(index);
     let (shape, coded) = match projected {
-        Some(p) => {
-            let (rows, cols) = p.low();
-            (vec![rows, cols], p.moments.is_coded())
-        }
+        Some(p) => (vec![p.low.0, p.low.1], p.coded),
         None => (t.shape.clone(), params.is_coded(index)),
     };
     let entry = |what: &str, dtype, shape, block| {
@@ -90,7 +87,7 @@ fn entries(params: &Params, index: usize) -> Vec<Entry> {
     };
     if let Some(p) = projected {
         let name = format!("{}.projector", t.name);
-        out.push(Entry { name, dtype: DType::F32, shape: p.basis.dims().to_vec(), block: 1 });
+        out.push(Entry { name, dtype: DType::F32, shape: vec![p.basis.0, p.basis.1], block: 1 });
     }
     out
 }

@@ -10,7 +10,7 @@
 use super::buffers::allocate::Allocate;
 use super::buffers::layout::{FlatLayout, layout};
 use super::buffers::moments::is_large;
-use super::buffers::projected::{Projected, Projection};
+use super::buffers::projected::{Projected, Projection, Shapes};
 use super::buffers::{Buffer, FlatKind, Piece, Split, common};
 use super::flat::{Flat, Placement};
 use crate::adapters::{Part, Trained};
@@ -257,7 +257,14 @@ impl Params {
         grads.as_ref().map(|g| g.whole(slot, &self.pieces[index].shape())).transpose()
     }
 
-    /// GaLore state of a tensor, if the gradient is projected.
+    /// Shapes of the GaLore state of a tensor, here or on another rank, if the gradient is projected.
+    pub fn projected_shapes(&self, index: usize) -> Option<Shapes> {
+        let t = &self.tensors[index];
+        let &[o, i] = t.shape.as_slice() else { return None };
+        self.projection.takes_tensor(t, self.frozen.len()).then(|| self.projection.shapes((o, i)))
+    }
+
+    /// GaLore state of a tensor of this rank, if the gradient is projected.
     pub fn projected(&self, index: usize) -> Option<&Projected> {
         self.flat(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
     }

@@ -102,11 +102,6 @@ impl Moments {
         Ok(true)
     }
 
-    /// Whether some moments are in 8 bits.
-    pub fn is_coded(&self) -> bool {
-        self.coded.is_some()
-    }
-
     /// Memory of the moments, in bytes.
     pub fn bytes(&self) -> u64 {
         let coded = self.coded.as_ref().map_or(0, |c| bytes(c.at.len()));

@@ -35,12 +35,31 @@ impl Projection {
         self.takes(t.part, &t.shape, t.unit, units)
     }
 
-    /// State bytes of a matrix: the basis and two moments.
-    pub fn bytes(self, (o, i): (usize, usize)) -> u64 {
-        let low = self.rank * o.max(i);
-        let moments = if self.eight_bit && is_large(low) { moments::bytes(low) } else { 8 * low as u64 };
-        4 * (self.rank * o.min(i)) as u64 + moments
+    /// Shapes of the state of a matrix `[o, i]`.
+    pub fn shapes(self, (o, i): (usize, usize)) -> Shapes {
+        let low = if o >= i { (o, self.rank) } else { (self.rank, i) };
+        let coded = self.eight_bit && is_large(low.0 * low.1);
+        Shapes { low, basis: (o.min(i), self.rank), coded }
     }
+
+    /// State bytes of a matrix: the basis and two moments.
+    pub fn bytes(self, dims: (usize, usize)) -> u64 {
+        let Shapes { low, basis, coded } = self.shapes(dims);
+        let low = low.0 * low.1;
+        let moments = if coded { moments::bytes(low) } else { 8 * low as u64 };
+        4 * (basis.0 * basis.1) as u64 + moments
+    }
+}
+
+/// Shapes of the GaLore state of one matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shapes {
+    /// The projection.
+    pub low: (usize, usize),
+    /// The basis.
+    pub basis: (usize, usize),
+    /// Whether moments are in 8 bits.
+    pub coded: bool,
 }
 
 /// GaLore state of one matrix.
@@ -50,7 +69,8 @@ pub struct Projected {
     pub index: usize,
     /// Rows and columns.
     pub dims: (usize, usize),
-    rank: usize,
+    /// Rows and columns of the projection.
+    low: (usize, usize),
     /// Basis `[min(o, i), r]`, f32.
     pub basis: Tensor,
     /// Moments of the flattened projection.
@@ -60,10 +80,11 @@ pub struct Projected {
 impl Projected {
     /// Zero-filled state.
     pub(crate) fn new(index: usize, dims: (usize, usize), how: Projection, device: &Device) -> Result<Self> {
-        let low = how.rank * dims.0.max(dims.1);
-        let large = if how.eight_bit && is_large(low) { low } else { 0 };
-        let basis = Tensor::zeros((dims.0.min(dims.1), how.rank), DType::F32, device)?;
-        Ok(Self { index, dims, rank: how.rank, basis, moments: Moments::new(&(0..low), large, device)? })
+        let Shapes { low, basis, coded } = how.shapes(dims);
+        let len = low.0 * low.1;
+        let basis = Tensor::zeros(basis, DType::F32, device)?;
+        let moments = Moments::new(&(0..len), if coded { len } else { 0 }, device)?;
+        Ok(Self { index, dims, low, basis, moments })
     }
 
     /// Whether the projection is from the right, preserving the rows.
@@ -73,7 +94,7 @@ impl Projected {
 
     /// Dimensions of the projection.
     pub fn low(&self) -> (usize, usize) {
-        if self.is_right() { (self.dims.0, self.rank) } else { (self.rank, self.dims.1) }
+        self.low
     }
 
     /// Projects a gradient `[o, i]`.
