@@ -33,6 +33,31 @@ fn scores(e: &Value) -> [f64; 3] {
     ["exact_match", "rouge_l", "regex_match"].map(|key| e[key].as_f64().unwrap_or(-1.0))
 }
 
+/// Stages have the answers and samples of one rank, at ZeRO stage 3 too, and to a prompt that is read in several parts.
+#[test]
+fn stages_answer_as_one_rank() {
+    let w = world();
+    let long = format!("log.samples=['Where is it?', '{}']", "Who goes there? ".repeat(700));
+    let set = ["run.steps=6", "run.eval_every=3", &long];
+    let told = |run: &str, layout: &[&str]| {
+        let output = format!("run.output={run}");
+        w.ok(&[&["run", "r.toml", "--overwrite", &output][..], &set, layout].concat());
+        let of = |event: &str, keys: &[&str]| -> Vec<Value> {
+            let events = w.events(run, event);
+            events.iter().flat_map(|e| keys.iter().map(|key| e[*key].clone()).collect::<Vec<_>>()).collect()
+        };
+        let evals = of("eval", &["loss", "rouge_l", "exact_match", "generated_tokens"]);
+        [evals, of("answer", &["prompt", "reply"]), of("sample", &["prompt", "reply"])]
+    };
+    for (data, pipeline, zero) in [("1", "3", "0"), ("2", "2", "3")] {
+        let data = format!("parallel.data={data}");
+        let one = told("one", &[&data]);
+        assert!(one.iter().all(|all| all.len() >= 4), "{one:?}");
+        let (stages, zero) = (format!("parallel.pipeline={pipeline}"), format!("parallel.zero={zero}"));
+        assert_eq!(told("run", &[&data, &stages, &zero]), one, "{stages} {zero}");
+    }
+}
+
 /// Memorized answers are reproduced, unlike the third; also from the run folder, and on several ranks.
 #[test]
 fn answers_are_scored_beside_the_loss() {

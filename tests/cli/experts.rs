@@ -44,6 +44,17 @@ experts = [0, 1]
 method = "full"
 "#;
 
+/// DoRA beside LoRA, whose result has magnitudes without effect of all experts.
+const MIXED: &str = r#"
+[lora]
+rank = 2
+[[train]]
+modules = ["attention"]
+dora = true
+[[train]]
+modules = ["experts"]
+"#;
+
 const ROUTER: &str = r#"
 [[train]]
 modules = ["router"]
@@ -122,6 +133,7 @@ fn experts_over_ranks_train_as_one() {
         (ADAPTERS, &[]),
         (DORA, &["memory.recompute=norms"]),
         (CHOSEN, &["memory.offload=['optimizer']"]),
+        (MIXED, &[]),
     ] {
         let w = world(rules, Value::Null);
         let one = bits(&w, "one", set);
@@ -131,6 +143,8 @@ fn experts_over_ranks_train_as_one() {
             let far = apart(&want[0], &one[0]);
             eprintln!("{data} ranks, experts over {expert}: {far:.1e} from one rank");
             assert!(far <= 1e-5, "{rules}{data} {expert}: {far:.1e}");
+            let far = apart(&want[2], &one[2]);
+            assert!(far <= 1e-5, "{rules}{data} {expert}: results are {far:.1e} apart");
             for zero in 1..=3 {
                 let own = layout(data, expert, zero);
                 let got = bits(&w, "run", &[&with(&own, set)[..], &["--overwrite"]].concat());
@@ -215,6 +229,37 @@ fn planned_bytes_are_those_that_come() {
             assert!(far.abs() <= 0.01, "{own:?} {recompute}: {planned} planned, {came} came");
         }
     }
+}
+
+/// With projected gradients, the weights and states of a step are those of one rank, and a run goes on on one. Later steps
+/// may differ by more: a basis follows from near singular values.
+#[test]
+fn projected_gradients_of_experts_are_those_of_one_rank() {
+    let w = world(ALL, Value::Null);
+    let set = ["optimizer.name=galore", "optimizer.galore_rank=4", "run.epochs=0.1", "run.save_every=1"];
+    let one = bits(&w, "one", &set);
+    for (data, expert) in [(2, 2), (4, 4)] {
+        let got = bits(&w, "run", &[&with(&layout(data, expert, 0), &set)[..], &["--overwrite"]].concat());
+        let far = apart(&got[0], &one[0]);
+        assert!(far <= 1e-5, "{data} {expert}: {far:.1e}");
+        assert_eq!(got[1].len(), one[1].len(), "{data} {expert}: other states");
+    }
+    let more = ["run.epochs=0.2", "--resume", "--accept-change", "run.epochs"];
+    w.ok(&[&["run", "r.toml", "run.output=run"], &set[..2], &more].concat());
+}
+
+/// Processes have the bits of threads: the owners of experts tell the first rank what the result needs of these.
+#[test]
+fn processes_have_the_bits_of_threads() {
+    let w = world(MIXED, Value::Null);
+    let own = layout(2, 2, 0);
+    let set = with(&own, &["lora.init=pissa", "run.epochs=0.3"]);
+    let want = bits(&w, "threads", &set);
+    let args = [&["run", "r.toml", "run.output=processes"][..], &set].concat();
+    for ran in split::all(split::launch(&w, &[0, 1], 2, &args)) {
+        assert_eq!(ran.code, 0, "{}", ran.err);
+    }
+    assert!(ends(&w, "processes") == want);
 }
 
 /// A process that dies is named, and ends all with exit code 7.

@@ -8,7 +8,7 @@ use crate::model::{Target, machine, stored};
 use crate::search::Inputs;
 use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
-use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained, peft};
+use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained};
 use ft_engine::model::Config;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::model::units::cut;
@@ -46,17 +46,6 @@ impl Resolved {
         check_stages(recipe, &config)?;
         let config = with_head(recipe, config)?;
         let selection = select(&config)?;
-        let p = &recipe.parallel;
-        let split = [("parallel.expert", p.expert), ("parallel.pipeline", p.pipeline)];
-        let split = split.iter().find(|(_, ranks)| *ranks > 1);
-        if let Some((key, _)) = split.filter(|_| peft::needs_neutral(&selection)) {
-            let place = recipe.place(key);
-            return Err(Error::Ignored(format!(
-                "{place}: not built yet: {key} with dora in some rules and not in others\n  hint: dora in \
-                    every rule or in none"
-            ))
-            .into());
-        }
         Ok(Self { config, selection })
     }
 
@@ -112,12 +101,13 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
             recipe.parallel.context
         )));
     }
-    if config.shares_state() && recipe.parallel.pipeline > 1 {
+    let answers = recipe.generate.samples > 0 || !recipe.log.samples.is_empty();
+    if config.shares_state() && recipe.parallel.pipeline > 1 && answers {
+        let key = if recipe.generate.samples > 0 { "generate.samples" } else { "log.samples" };
         return Err(Error::Ignored(format!(
-            "{}: parallel.pipeline = {}: not built for layers that share inputs, keys or values\n  hint: \
-             parallel.pipeline = 1",
-            recipe.place("parallel.pipeline"),
-            recipe.parallel.pipeline
+            "{}: not built yet: {key} with parallel.pipeline where layers share inputs, keys or values\n  hint: leave it \
+             out, and ft chat afterwards",
+            recipe.place(key),
         )));
     }
     check_tensor(recipe, config)?;

@@ -84,8 +84,7 @@ pub fn evaluate(
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());
-    // Between two of these, stages of a pipeline work on several micro-batches at a time.
-    let (mut passed, apart) = (0usize, if ranks.stages() > 1 { 4 * ranks.stages() } else { 1 });
+    let (mut passed, apart) = (0usize, ranks.turns_between_stops());
     loop {
         let turn: Vec<Vec<usize>> = micros.by_ref().take(ranks.at_once()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {

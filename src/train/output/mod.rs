@@ -1,5 +1,6 @@
 //! The result of a run on disk.
 
+mod collect;
 mod export;
 mod folder;
 mod logits;
@@ -7,6 +8,7 @@ mod read_back;
 mod write;
 
 pub use super::layout::{RESULTS, is_of_adapter, is_of_model};
+pub use collect::give;
 pub use export::of_checkpoint;
 pub use logits::logits_apart;
 pub use read_back::read_back;

@@ -1,6 +1,7 @@
 //! The result of a run: `adapter/` or `model/`, read back and compared by logits before the folder gets its
 //! final name.
 
+use super::collect;
 use super::folder::{save_adapter, write_model};
 use super::logits::logits_apart;
 use super::read_back::{read_back, same_choices};
@@ -8,17 +9,17 @@ use crate::report;
 use crate::train::Error;
 use crate::train::eval::probe_of;
 use crate::train::layout::{is_of_adapter, is_of_model, result_dir};
+use crate::train::step::TrainContext;
 use crate::train::step::command::{self, Command};
-use crate::train::step::{LeaderGather, TrainContext};
 use candle_core::Tensor;
 use ft_base::store::AtomicFolder;
 use ft_data::Micro;
 use ft_engine::adapters::Adapter;
 use ft_engine::adapters::Selection;
-use ft_engine::adapters::peft::{self, Values};
+use ft_engine::adapters::peft::Values;
 use ft_engine::load::{check_tensors, layout};
 use ft_engine::model::Config;
-use ft_engine::walk::{self, Outline, visit};
+use ft_engine::walk;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
 
@@ -36,7 +37,7 @@ pub fn write(
     dir: &Path,
     sample: &Micro,
 ) -> ft_base::Result<PathBuf> {
-    let (job, decoder, params) = (cx.job, &cx.model.decoder, &cx.model.params);
+    let (job, params) = (cx.job, &cx.model.params);
     let before = probe_of(cx, sample)?;
     let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a \
         lower optimizer.lr, or run.clip";
@@ -51,14 +52,7 @@ pub fn write(
         check_tensors(&config, &layout::open(&config, &out)?)?;
     } else {
         let selection = job.selection.exported(params.initials.as_deref());
-        let mut neutral = Vec::new();
-        if peft::needs_neutral(&job.selection) {
-            let alone = LeaderGather::new(decoder, params, cx.comm);
-            visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
-                neutral.extend(peft::neutral(&job.selection, decoder, unit)?);
-                Ok(())
-            })?;
-        }
+        let neutral = collect::of_all_ranks(cx)?;
         let held = |i: usize| -> ft_base::Result<Tensor> { Ok(params.exported(i, &values(i)?)?) };
         save_adapter(job, &selection, (&params.tensors, &held, neutral), &out)?;
         let read = Adapter::open(&out)?;

@@ -83,8 +83,11 @@ impl Scorer<'_> {
     ) -> ft_base::Result<Vec<u64>> {
         let (turn, own) = (self.ranks.at_once(), self.ranks.own());
         let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.of_tokens());
-        for first in (0..count).step_by(turn) {
-            check_stop(self.ranks.comm, stop)?;
+        let apart = self.ranks.turns_between_stops();
+        for (i, first) in (0..count).step_by(turn).enumerate() {
+            if i.is_multiple_of(apart) {
+                check_stop(self.ranks.comm, stop)?;
+            }
             let m = if first + own < count { micro(first + own)? } else { Micro::default() };
             let own = OwnMicro::new(m, context.as_ref());
             let losses = self.one(&own)?;
@@ -98,7 +101,7 @@ impl Scorer<'_> {
         Ok(all)
     }
 
-    /// Losses of a micro-batch's targets, or the outputs of a score head. Empty on a rank without tokens.
+    /// Losses of a micro-batch's targets, or the outputs of a score head. Empty on a rank without tokens or head.
     fn one(&self, own: &OwnMicro<'_>) -> ft_base::Result<Vec<f64>> {
         if own.whole.targets.is_empty() || own.is_empty() {
             // all ranks make a pass in every turn
@@ -108,6 +111,9 @@ impl Scorer<'_> {
         let batch = own.batch(&self.decoder.config, ((0, 0), None), None, self.device)?;
         let mut walk = Walk::chosen(self.decoder, None, self.execution).hooks(self.hooks);
         let losses = walk.eval(&batch).map_err(|e| self.ranks.cause(e))?;
+        if !self.decoder.units.has_head() {
+            return Ok(Vec::new());
+        }
         own.whole_losses(loss::on_host(losses)?.concat())
     }
 

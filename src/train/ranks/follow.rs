@@ -15,6 +15,7 @@ use crate::train::step::{Gather, Stop, TrainContext, finite};
 use ft_base::memory::place;
 use ft_engine::load::Base;
 use ft_engine::ranks::{self, Comm};
+use ft_engine::walk::generate::Reader;
 use ft_engine::walk::{Times, Walk};
 use ft_recipe::Part;
 use std::time::Duration;
@@ -40,10 +41,16 @@ pub fn follow(inputs: &RunInputs, base: &Base, comm: &dyn Comm, stop: Stop<'_>) 
     let model = ready(inputs, load(&inputs.job, base, comm)?, (reference, None), comm)?;
     let cx = inputs.context(&model, comm);
     let gather = Gather::new(&model.decoder, &model.params, comm);
+    let mut reader = Reader::new(&model.decoder, &inputs.job.device).hooks(&gather);
     loop {
         let command = command::receive(comm)?;
-        if command == Command::End {
-            return Ok(());
+        match &command {
+            Command::End => return Ok(()),
+            Command::Read(reading) if cx.ranks().reads() => {
+                reader.follow(reading)?;
+                continue;
+            }
+            _ => reader.clear(),
         }
         match execute(command, inputs, &cx, &gather, stop) {
             // The first rank handles the signal.
@@ -82,8 +89,11 @@ fn execute(
             finite::check_weights(params, comm, step)?;
             save(cx, &dir)
         }
-        Command::Forward => Walk::chosen(decoder, None, &inputs.execution).hooks(gather).serve_forward(),
+        Command::Forward | Command::Read(_) => {
+            Walk::chosen(decoder, None, &inputs.execution).hooks(gather).serve_forward()
+        }
         Command::Probe(of) => logits_of_all(cx, gather, of).map(drop),
+        Command::Collect => output::give(cx, gather),
         Command::ReadBack(dir) => output::read_back(job, params, &dir),
         Command::Load(dir) => load_checkpoint(params, &dir, comm),
         Command::End => Ok(()),

@@ -231,7 +231,7 @@ pub(super) struct Passes<'a, 's> {
 }
 
 /// Weights of the targets of a rank from their losses, by the losses of the whole micro-batch.
-fn weigh(
+pub(super) fn weigh(
     objective: StepObjective<'_>,
     own: &OwnMicro<'_>,
     losses: &[Tensor],

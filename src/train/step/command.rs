@@ -2,6 +2,7 @@
 
 use crate::train::Error;
 use ft_engine::ranks::{At, Comm};
+use ft_engine::walk::Reading;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -15,8 +16,12 @@ pub enum Command {
     Save(u64, #[serde(with = "path_bytes")] PathBuf),
     /// A forward pass of the first rank alone, with shards gathered from the other ranks.
     Forward,
+    /// Tokens of a document of the first rank, to read on all stages.
+    Read(Reading),
     /// A forward pass of all ranks over a micro-batch of the first; the first rank gets the logits.
     Probe(Probed),
+    /// Parts of the result that only their ranks know go to the first rank.
+    Collect,
     /// Loading of the result in a folder, for the check after writing.
     ReadBack(#[serde(with = "path_bytes")] PathBuf),
     /// Loading of a checkpoint.
@@ -82,6 +87,8 @@ mod tests {
             Command::Step(u64::MAX),
             Command::Evaluate,
             Command::Forward,
+            Command::Collect,
+            Command::Read(Reading { past: 3, ids: vec![5], total: 9, limit: 64, logits: true }),
             Command::Probe(Probed { ids: vec![7, 9], positions: vec![0, 1], docs: vec![2] }),
             Command::Save(7, odd.into()),
             Command::ReadBack(odd.into()),

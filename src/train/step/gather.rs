@@ -7,7 +7,7 @@ use super::command::{self, Command};
 use ft_engine::model::Decoder;
 use ft_engine::params::Params;
 use ft_engine::ranks::{Comm, Group};
-use ft_engine::walk::{Hooks, Outline, Stage, Visit};
+use ft_engine::walk::{Hooks, Outline, Reading, Stage, Visit};
 use ft_kernels::crossing::Arrival;
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
@@ -30,7 +30,7 @@ impl<'a> Gather<'a> {
     /// Creates a gatherer for passes in which all ranks take part.
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let experts = params.split.experts_group(comm);
-        let stage = Stage::of(decoder, &params.split, comm);
+        let stage = Stage::of(decoder, (&params.split, params.lowest_unit()), comm);
         Self { outline: Outline::of(decoder), params, comm, experts, stage, here: RefCell::default() }
     }
 
@@ -85,8 +85,9 @@ impl Drop for Gather<'_> {
     }
 }
 
-/// As [`Gather`], for forward passes of the first rank alone, of a model that no axis divides. Announces every pass to
-/// the other ranks, so they can send their shards.
+/// As [`Gather`], for forward passes of the first rank alone, of a model whose matrices and experts no axis divides.
+/// Announces every pass to the other ranks, so they can send their shards, and the tokens of documents to other stages,
+/// so they can follow.
 pub struct LeaderGather<'a>(Gather<'a>);
 
 impl<'a> LeaderGather<'a> {
@@ -98,8 +99,18 @@ impl<'a> LeaderGather<'a> {
 
 impl Hooks for LeaderGather<'_> {
     fn begin(&self) -> ft_base::Result<()> {
-        let Gather { params, comm, .. } = self.0;
-        if params.needs_others() { command::announce(comm, &Command::Forward) } else { Ok(()) }
+        let Gather { params, comm, stage, .. } = &self.0;
+        let forward = params.needs_others() && stage.is_none();
+        if forward { command::announce(*comm, &Command::Forward) } else { Ok(()) }
+    }
+
+    fn stage(&self) -> Option<&Stage<'_>> {
+        self.0.stage()
+    }
+
+    fn read(&self, reading: &Reading) -> ft_base::Result<()> {
+        let announce = || command::announce(self.0.comm, &Command::Read(reading.clone()));
+        self.0.stage.as_ref().map_or(Ok(()), |_| announce())
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {

@@ -5,6 +5,7 @@ use candle_core::Device;
 use ft_data::{Micro, Segments, segments};
 use ft_engine::model::across::Across;
 use ft_engine::model::batch::{Distillation, HostBatch, Sharers};
+use ft_engine::model::carried::Rows;
 use ft_engine::model::cut::{self, Cut};
 use ft_engine::model::{Batch, Config};
 use ft_engine::ranks::{self, At, Axis, Comm, Group, Mesh};
@@ -55,6 +56,12 @@ impl<'a> Ranks<'a> {
         self.mesh.coordinates(self.comm.rank()).pipeline
     }
 
+    /// Turns of forward passes between two agreements on signals: in between, stages of a pipeline work on several
+    /// micro-batches at a time.
+    pub fn turns_between_stops(&self) -> usize {
+        if self.stages() > 1 { 4 * self.stages() } else { 1 }
+    }
+
     /// Index of this rank's micro-batch in a turn.
     pub fn own(&self) -> usize {
         self.mesh.coordinates(self.comm.rank()).data
@@ -74,6 +81,12 @@ impl<'a> Ranks<'a> {
         Some(TokenRanks { all, context, tensor })
     }
 
+    /// Whether this rank has the layers of its stage for documents of the first rank.
+    pub fn reads(&self) -> bool {
+        let place = self.mesh.coordinates(self.comm.rank());
+        (place.data, place.context, place.tensor) == (0, 0, 0)
+    }
+
     /// An error of a pass, or the loss of a rank that it follows from.
     pub fn cause(&self, e: ft_base::Error) -> ft_base::Error {
         match (e.of::<ranks::Error>(), self.comm.lost()) {
@@ -82,10 +95,10 @@ impl<'a> Ranks<'a> {
         }
     }
 
-    /// Whether this rank says what all ranks with the same micro-batch know.
+    /// Whether this rank says what all ranks with the same micro-batch know. One of the last stage, which has the head.
     pub fn speaks(&self) -> bool {
         let place = self.mesh.coordinates(self.comm.rank());
-        (place.pipeline, place.context, place.tensor) == (0, 0, 0)
+        (place.pipeline + 1, place.context, place.tensor) == (self.mesh.pipeline, 0, 0)
     }
 }
 
@@ -147,6 +160,12 @@ impl<'a> Part<'a> {
         Self { own, is_idle, across, tensor, sharers: Sharers { comm: &ranks.all, active }, targets }
     }
 
+    /// Number of tokens of the tensor group.
+    fn attended(&self, whole: &Micro) -> usize {
+        let own = |across: &Arc<Across<'_>>| across.own().iter().map(|range| range.len()).sum();
+        self.across.as_ref().map_or(whole.ids.len(), own)
+    }
+
     /// Context of the tokens of a tensor group, if ranks cut matrices: `input` makes a batch.
     fn cut(
         &self,
@@ -178,6 +197,13 @@ impl<'a> OwnMicro<'a> {
     /// Tokens and targets of this rank.
     pub fn micro(&self) -> &Micro {
         self.part.as_ref().map_or(&self.whole, |part| &part.own.micro)
+    }
+
+    /// Numbers of tokens of this rank, and of those that ranks with the same segments have together.
+    pub fn rows(&self) -> Rows {
+        let own = self.micro().ids.len();
+        let attended = self.part.as_ref().and_then(|part| part.tensor.map(|_| part.attended(&self.whole)));
+        Rows { own, attended: attended.unwrap_or(own) }
     }
 
     /// Whether this rank has no tokens, and no row that counts nowhere either.

@@ -75,6 +75,13 @@ impl Initials {
         self.modules.values().filter_map(|m| m.lock().clone()).map(|f| 4 * values(f)).sum()
     }
 
+    /// Sets the factors of a module, as computed on another rank.
+    pub fn put(&self, module: &str, factors: Factors) {
+        if let Some(initial) = self.modules.get(module) {
+            *initial.lock() = Some(Arc::new(factors));
+        }
+    }
+
     /// Factors subtracted from a module's base weight, if computed already. `None` for LoftQ.
     pub fn subtracted(&self, module: &str) -> Option<Arc<Factors>> {
         self.modules.get(module).filter(|_| self.how.changes_base())?.lock().clone()

@@ -30,5 +30,5 @@ pub use config::{
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{across, batch, between, cut, sink};
+pub use pass::{across, batch, between, carried, cut, sink};
 pub use units::Units;

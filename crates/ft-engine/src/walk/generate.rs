@@ -1,8 +1,10 @@
 //! Token-by-token generation with a KV cache; adapters stay unmerged.
 
 use super::finite::finite;
-use super::visit::{Hooks, NoHooks, Outline, Visits};
+use super::stage::Crossing;
+use super::visit::{Hooks, NoHooks, Outline, Reading, Visits};
 use crate::model::batch::{Context, HostBatch};
+use crate::model::carried::Rows;
 use crate::model::mixer::Cache;
 use crate::model::{Batch, Decoder};
 use candle_core::{DType, Device};
@@ -21,24 +23,37 @@ const ROWS: usize = 64;
 ///
 /// Keys and values grow by blocks as tokens arrive; cached entries are never moved or recomputed. The state of linear
 /// attention has a fixed size, and cannot go back to an earlier token.
+///
+/// If ranks split the layers, the reader of the first stage leads: [`Hooks::read`] tells those of the other stages, which
+/// [follow](Reader::follow), and the last stage sends the logits.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
     caches: Vec<Cache>,
     seen: Vec<u32>,
+    /// Most tokens of the document.
+    limit: usize,
     hooks: &'a dyn Hooks,
 }
 
 impl<'a> Reader<'a> {
     /// A reader with an empty cache.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
-        Self { decoder, device, caches: Vec::new(), seen: Vec::new(), hooks: &NoHooks }.within(usize::MAX)
+        let (caches, seen) = (Vec::new(), Vec::new());
+        Self { decoder, device, caches, seen, limit: 0, hooks: &NoHooks }.within(usize::MAX)
     }
 
     /// Limits the document to `tokens` tokens; the cache allocates no more. Clears the cache.
-    pub fn within(self, tokens: usize) -> Self {
-        let caches = self.decoder.layers.iter().map(|l| l.attn.cache(tokens)).collect();
-        Self { caches, seen: Vec::new(), ..self }
+    pub fn within(mut self, tokens: usize) -> Self {
+        self.limit = tokens;
+        self.clear();
+        self
+    }
+
+    /// Drops the document and its cache.
+    pub fn clear(&mut self) {
+        self.caches = self.decoder.layers.iter().map(|l| l.attn.cache(self.limit)).collect();
+        self.seen.clear();
     }
 
     /// Sets the hooks around visits to units.
@@ -68,14 +83,45 @@ impl<'a> Reader<'a> {
         let mut logits = None;
         for part in ids.chunks(PART) {
             left -= part.len();
-            let mut last = |x: &Tensor, ctx: &Context| {
-                let x = x.narrow(0, part.len() - 1, 1)?.contiguous()?;
-                logits = Some(on_host(&decoder.head.logits(&x, ctx)?)?.squeeze(0)?);
-                Ok(())
-            };
-            self.pass(part, total, if left == 0 { Some(&mut last) } else { None })?;
+            let (past, limit) = (self.seen.len(), self.limit);
+            self.hooks.read(&Reading { past, ids: part.to_vec(), total, limit, logits: left == 0 })?;
+            logits = self.last_logits(part, total, left == 0)?;
         }
-        logits.ok_or_else(|| candle_core::Error::Msg("nothing to read".into()).into())
+        if let Some(stage) = self.hooks.stage().filter(|_| logits.is_none()) {
+            logits = stage.logits(None, decoder.head.vocab)?;
+        }
+        let logits = logits.ok_or_else(|| candle_core::Error::Msg("nothing to read".into()))?;
+        Ok(on_host(&logits)?.flatten_all()?)
+    }
+
+    /// Runs tokens through the layers here. Returns the logits after the last one, `[1, v]`, if wanted, on a rank with
+    /// the head.
+    fn last_logits(&mut self, ids: &[u32], total: usize, wanted: bool) -> ft_base::Result<Option<Tensor>> {
+        let (decoder, mut logits) = (self.decoder, None);
+        let mut last = |x: &Tensor, ctx: &Context| {
+            let x = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
+            logits = Some(decoder.head.logits(&x, ctx)?);
+            Ok(())
+        };
+        self.pass(ids, total, if wanted { Some(&mut last) } else { None })?;
+        Ok(logits)
+    }
+
+    /// Reads what the first stage reads; the last stage sends it the logits.
+    ///
+    /// # Errors
+    /// A lost rank; a failed tensor operation.
+    pub fn follow(&mut self, reading: &Reading) -> ft_base::Result<()> {
+        self.limit = reading.limit;
+        if reading.past == 0 {
+            self.clear();
+        }
+        self.forget(reading.past);
+        let logits = self.last_logits(&reading.ids, reading.total, reading.logits)?;
+        if let (Some(stage), Some(logits)) = (self.hooks.stage(), logits) {
+            stage.logits(Some(&logits), self.decoder.head.vocab)?;
+        }
+        Ok(())
     }
 
     /// Reads a whole document without the cached prefix. `on_row` receives the logits `[v]` after each token,
@@ -138,25 +184,33 @@ impl<'a> Reader<'a> {
             batch = batch.of_document(config, &positions, total, self.device)?;
         }
         let Batch { ids: sent, context: ctx, .. } = batch;
-        let mut visits = Outline::of(self.decoder).forward();
-        if head.is_none() {
-            // the head comes last
-            visits.pop();
-        }
-        let mut pass = Visits::begin(visits, self.hooks)?;
-        pass.arrive()?;
-        let mut x = self.decoder.embedding.forward(&sent)?;
-        self.decoder.embedding.begin(&x, &sent, &ctx)?;
-        pass.leave()?;
-        for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
+        let (decoder, stage) = (self.decoder, self.hooks.stage());
+        // with the head's: ranks that only give their shards make all visits
+        let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
+        let mut x = match stage.filter(|_| !decoder.units.has_embedding()) {
+            Some(stage) => stage.receive(Rows { own: n, attended: n })?.remove(0),
+            None => {
+                pass.arrive()?;
+                let x = decoder.embedding.forward(&sent)?;
+                decoder.embedding.begin(&x, &sent, &ctx)?;
+                pass.leave()?;
+                x
+            }
+        };
+        for l in decoder.units.own_layers() {
             pass.arrive()?;
-            x = layer.forward(&x, &ctx, Some(cache), None)?.0;
+            x = decoder.layers[l].forward(&x, &ctx, Some(&mut self.caches[l]), None)?.0;
             pass.leave()?;
         }
         self.seen.extend(ids);
-        let Some(head) = head else { return Ok(()) };
+        if let Some(stage) = stage.filter(|_| !decoder.units.has_head()) {
+            stage.exchange(true, Crossing { out: Some(vec![x]), into: None })?;
+            return Ok(());
+        }
         pass.arrive()?;
-        head(&x, &ctx)?;
+        if let Some(head) = head {
+            head(&x, &ctx)?;
+        }
         pass.leave()
     }
 

@@ -25,5 +25,5 @@ pub use pass::Pass;
 pub use routing::{HostRouting, Load, RouterLosses, Routing, Total, dead, entropy, peak};
 pub use stage::{Crossing, Stage};
 pub use times::{Part, Times};
-pub use visit::{Hooks, NoHooks, Outline, Visit};
+pub use visit::{Hooks, NoHooks, Outline, Reading, Visit};
 pub use walker::{Walk, dequantized_layer};

@@ -1,6 +1,7 @@
 //! Neighbours of a stage of the pipeline: hidden states come from below and go above, gradients the other way.
 
 use crate::model::Decoder;
+use crate::model::carried::{Carried, Rows};
 use crate::params::buffers::Split;
 use crate::ranks::{At, Axis, Comm, Group};
 use candle_core::{DType, Device};
@@ -13,29 +14,40 @@ pub struct Stage<'a> {
     group: Group<'a>,
     /// First units of this stage and of the next.
     units: (usize, usize),
+    /// What crosses the boundaries above and below, beside hidden states.
+    carried: [Carried; 2],
     hidden: usize,
     dtype: DType,
     device: &'a Device,
 }
 
-/// Tensors to send to a neighbour and to get from it.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Crossing<'t> {
-    /// Hidden states or their gradient, `[t, d]`, to send.
-    pub out: Option<&'t Tensor>,
-    /// Number of tokens to receive.
-    pub into: Option<usize>,
+/// Tensors to send to a neighbour and to get from it: hidden states or their gradient `[t, d]`, then what layers above
+/// take from layers below beside them, or its gradients.
+#[derive(Debug, Default)]
+pub struct Crossing {
+    /// To send.
+    pub out: Option<Vec<Tensor>>,
+    /// Numbers of tokens to receive.
+    pub into: Option<Rows>,
 }
 
 impl<'a> Stage<'a> {
-    /// The stage of this rank; `None` without a pipeline. `comm` are all ranks.
-    pub fn of(decoder: &'a Decoder, split: &Split, comm: &'a dyn Comm) -> Option<Self> {
+    /// The stage of this rank; `None` without a pipeline. `lowest` is the lowest unit that trains, `comm` are all ranks.
+    pub fn of(
+        decoder: &'a Decoder,
+        (split, lowest): (&Split, Option<usize>),
+        comm: &'a dyn Comm,
+    ) -> Option<Self> {
         let units = (split.mesh.pipeline > 1).then_some(decoder.units)?;
-        let table = &decoder.embedding.table;
+        let (table, config) = (&decoder.embedding.table, &decoder.config);
+        let below = |unit: usize| {
+            Carried::below(config, unit.saturating_sub(1), split.mesh.tensor, lowest == Some(0))
+        };
         Some(Self {
             group: Group::new(comm, &split.mesh, Axis::Pipeline),
             units: (units.first, units.end),
-            hidden: decoder.config.hidden,
+            carried: [below(units.end), below(units.first)],
+            hidden: config.hidden,
             dtype: decoder.embedding.dtype,
             device: table.real().ok()?.device(),
         })
@@ -46,36 +58,63 @@ impl<'a> Stage<'a> {
         &self.group
     }
 
+    /// What crosses the boundary above, or the one below, beside hidden states.
+    pub fn carried(&self, above: bool) -> &Carried {
+        &self.carried[usize::from(!above)]
+    }
+
     /// Exchanges tensors with the stage above, or below. Collective with that stage; nothing happens without tensors.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn exchange(&self, above: bool, c: Crossing<'_>) -> ft_base::Result<Option<Tensor>> {
-        let into = c.into.map(|t| Tensor::zeros((t, self.hidden), self.dtype, self.device)).transpose()?;
-        self.pass(above, c.out, into.as_ref())?;
+    pub fn exchange(&self, above: bool, c: Crossing) -> ft_base::Result<Option<Vec<Tensor>>> {
+        let into = c.into.map(|rows| self.room(above, rows)).transpose()?;
+        self.pass(above, c.out.as_deref().unwrap_or_default(), into.as_deref().unwrap_or_default())?;
         Ok(into)
     }
 
-    /// Receives hidden states of so many tokens from the stage below, `[t, d]`.
+    /// Receives what the stage below sends up, of so many tokens.
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn receive(&self, tokens: usize) -> ft_base::Result<Tensor> {
-        let into = Tensor::zeros((tokens, self.hidden), self.dtype, self.device)?;
-        self.pass(false, None, Some(&into))?;
+    pub fn receive(&self, rows: Rows) -> ft_base::Result<Vec<Tensor>> {
+        let into = self.room(false, rows)?;
+        self.pass(false, &[], &into)?;
         Ok(into)
     }
 
-    fn pass(&self, above: bool, out: Option<&Tensor>, into: Option<&Tensor>) -> ft_base::Result<()> {
-        if out.is_none() && into.is_none() {
+    /// Zeros to receive what comes from the stage above, or below.
+    fn room(&self, above: bool, rows: Rows) -> candle_core::Result<Vec<Tensor>> {
+        let x = Tensor::zeros((rows.own, self.hidden), self.dtype, self.device)?;
+        let rest = self.carried(above).zeros(rows, above, self.dtype, self.device)?;
+        Ok(std::iter::once(x).chain(rest).collect())
+    }
+
+    fn pass(&self, above: bool, out: &[Tensor], into: &[Tensor]) -> ft_base::Result<()> {
+        if out.is_empty() && into.is_empty() {
             return Ok(());
         }
         let (members, peer, at) = self.with(above);
         let piece = |t: &Tensor| -> candle_core::Result<_> { Ok((peer, t.contiguous()?.flatten_all()?)) };
-        let give: Option<_> = out.map(piece).transpose()?;
-        let take: Option<_> = into.map(piece).transpose()?;
-        let (give, take): (Vec<_>, Vec<_>) = (give.into_iter().collect(), take.into_iter().collect());
-        Ok(self.group.exchange_among(&members, at, &give, &take)?.wait()?)
+        let pieces = |all: &[Tensor]| all.iter().map(piece).collect::<candle_core::Result<Vec<_>>>();
+        Ok(self.group.exchange_among(&members, at, &pieces(out)?, &pieces(into)?)?.wait()?)
+    }
+
+    /// Passes the logits of a token, `[v]` in f32, from the last stage to the first: the last one gives them, and the first
+    /// gets them. Collective of these two; stages between them do nothing.
+    ///
+    /// # Errors
+    /// A lost rank; device errors.
+    pub fn logits(&self, own: Option<&Tensor>, vocab: usize) -> ft_base::Result<Option<Tensor>> {
+        let (me, last) = (self.group.rank(), self.group.world() - 1);
+        let (give, take) = match own {
+            Some(own) if me == last => (vec![(0, own.contiguous()?.flatten_all()?)], Vec::new()),
+            None if me == 0 => (Vec::new(), vec![(last, Tensor::zeros(vocab, DType::F32, self.device)?)]),
+            _ => return Ok(None),
+        };
+        let at = At::all("the logits of a token");
+        self.group.exchange_among(&[0, last], at, &give, &take)?.wait()?;
+        Ok(take.into_iter().next().map(|(_, logits)| logits))
     }
 
     /// Exchanges words with the stage above, or below; returns those of that stage.

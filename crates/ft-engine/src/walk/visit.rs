@@ -4,6 +4,7 @@ use super::stage::Stage;
 use crate::model::{Decoder, Units};
 use crate::ranks::Comm;
 use ft_base::memory::place::Phase;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
 /// A visit to a unit: 0 is the embedding, then the layers, then the head.
@@ -77,6 +78,21 @@ impl Outline {
     }
 }
 
+/// Tokens of a document that a reader with a key-value cache reads next.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reading {
+    /// Number of tokens before them; a document begins anew at 0.
+    pub past: usize,
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// Number of tokens of the document, with later ones that are known.
+    pub total: usize,
+    /// Most tokens that the document can have.
+    pub limit: usize,
+    /// Whether logits follow the last token.
+    pub logits: bool,
+}
+
 /// Hooks called around the visits of a pass.
 pub trait Hooks {
     /// Called at the start of a pass.
@@ -95,6 +111,14 @@ pub trait Hooks {
     /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbours.
     fn stage(&self) -> Option<&Stage<'_>> {
         None
+    }
+
+    /// Called before the tokens of a document are read; [`Hooks::begin`] follows.
+    ///
+    /// # Errors
+    /// A lost rank.
+    fn read(&self, _: &Reading) -> ft_base::Result<()> {
+        Ok(())
     }
 
     /// Called before a visit; `next` is the visit after it.

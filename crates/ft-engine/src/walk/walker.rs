@@ -199,10 +199,16 @@ impl<'a> Walk<'a> {
     ) -> ft_base::Result<Option<R>> {
         let decoder = self.decoder;
         let mut pass = Visits::begin(Outline::of(decoder).forward(), self.hooks)?;
-        let context = batch.context.for_pass(&Arc::default(), self.hooks.experts());
+        let between = Arc::default();
+        let context = batch.context.for_pass(&between, self.hooks.experts());
         let mut routing = Routing::default();
         let mut x = match self.hooks.stage().filter(|_| !decoder.units.has_embedding()) {
-            Some(stage) => stage.receive(batch.tokens)?,
+            Some(stage) => {
+                let mut came = stage.receive(batch.rows())?;
+                let x = came.remove(0);
+                stage.carried(false).arrive(&between, came)?;
+                x
+            }
             None => {
                 self.arrive(&pass)?;
                 let x = decoder.embedding.forward(&batch.ids)?;
@@ -218,7 +224,9 @@ impl<'a> Walk<'a> {
         }
         self.routing = routing;
         if let Some(stage) = self.hooks.stage().filter(|_| !decoder.units.has_head()) {
-            stage.exchange(true, Crossing { out: Some(&x), into: None })?;
+            let mut out = vec![x];
+            out.extend(stage.carried(true).up(&between)?);
+            stage.exchange(true, Crossing { out: Some(out), into: None })?;
             return Ok(None);
         }
         self.arrive(&pass)?;

@@ -64,10 +64,11 @@ impl InferenceMemory {
         let s = ModelStates::new(&recipe, of.selection, machine, (0, Units::all(of.config.layers)));
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
-        let token = c.cache_of_a_token(dtype);
+        let token = c.cache_of_a_token(0..c.layers, dtype);
         let weights = s.weights();
-        let context =
-            s.device.get(Component::Context) + overhead::overhead(machine, weights) + c.states(dtype) as u64;
+        let context = s.device.get(Component::Context)
+            + overhead::overhead(machine, weights)
+            + c.states(0..c.layers, dtype) as u64;
         let host = Capacity::of(machine).host;
         let budget = budget(&recipe, machine, &Workload::default(), (host, 0));
         Ok(Self { machine, weights, context, loading: s.load_transient, token: token as u64, budget })

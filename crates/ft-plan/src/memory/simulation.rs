@@ -248,12 +248,13 @@ impl<'a> Simulation<'a> {
         // other micro-batches of the pipeline, between their passes
         let kept = self.run.shape.own().filter_map(|(l, _)| self.kept(l, settings));
         let kept: u64 = kept.map(|k| k.total).sum();
-        at.waiting = (kept + self.batch.total) * self.run.flying.saturating_sub(1);
+        let between = self.between(self.run.train);
+        at.waiting = (kept + self.batch.total + between) * self.run.flying.saturating_sub(1);
         if self.run.shape.units.has_embedding() {
             at.next(flights);
             f(at.visit(0, &self.embedding));
-            at.between = self.run.input_bytes(self.run.train);
         }
+        at.between = between;
         for (l, kind) in self.run.shape.own() {
             at.next(flights);
             at.crossing = self.crosses(l, settings);
@@ -286,7 +287,8 @@ impl<'a> Simulation<'a> {
         if self.run.shape.embedding.trains() {
             at.between += self.run.input_bytes(self.run.train);
         }
-        let mut given = 0;
+        let mut given = self.given(self.run.shape.units.own_layers().end);
+        at.between += given;
         for (l, kind) in self.run.shape.own().rev() {
             let Some(way) = self.way(l, settings) else { break };
             at.kept = l;
@@ -355,8 +357,8 @@ impl<'a> Simulation<'a> {
         if self.run.shape.units.has_embedding() {
             at.next(flights);
             f(at.visit(0, embedding));
-            at.between = self.run.input_bytes(t);
         }
+        at.between = if lends { self.between(t) } else { self.run.input_bytes(t) };
         for (l, kind) in self.run.shape.own() {
             at.next(flights);
             if let Some(usage) = layers(*kind) {
@@ -364,6 +366,18 @@ impl<'a> Simulation<'a> {
             }
             at.between += if lends { self.lent(l, t) } else { 0 };
         }
+    }
+
+    /// Bytes that the layers here take from those below: their inputs, keys and values.
+    fn between(&self, t: Tokens) -> u64 {
+        let first = self.run.shape.units.own_layers().start;
+        self.run.input_bytes(t) + self.lenders(first).into_iter().map(|p| self.lent(p, t)).sum::<u64>()
+    }
+
+    /// Layers below `l` whose keys layers from `l` on use.
+    fn lenders(&self, l: usize) -> BTreeSet<usize> {
+        let of = |l: usize| attention_of(&self.run.shape.kinds[self.run.shape.of[l]])?.producer;
+        (l..self.run.shape.of.len()).filter_map(of).filter(|p| *p < l).collect()
     }
 
     /// Bytes of the keys and values that layer `l` hands on: of all tokens of a tensor group, of the rank's heads.
@@ -375,10 +389,7 @@ impl<'a> Simulation<'a> {
 
     /// Bytes of the gradients that layers from `l` on have given for keys and values of layers below it.
     fn given(&self, l: usize) -> u64 {
-        let of = |l: usize| attention_of(&self.run.shape.kinds[self.run.shape.of[l]])?.producer;
-        let producers: BTreeSet<usize> =
-            (l..self.run.shape.of.len()).filter_map(of).filter(|p| *p < l).collect();
-        producers.into_iter().map(|p| self.lent(p, self.run.train)).sum()
+        self.lenders(l).into_iter().map(|p| self.lent(p, self.run.train)).sum()
     }
 
     /// Live gradient bytes of one micro-batch during a unit's backward visit.
@@ -483,6 +494,11 @@ impl Simulation<'_> {
     pub fn wire(&self, settings: Settings) -> u64 {
         let received = |(_, costs): (Visit, [Cost; 3])| costs.iter().map(Cost::received).sum::<f64>();
         self.visits(settings).map(received).sum::<f64>() as u64
+    }
+
+    /// The part of [`Self::wire`] in the forward pass.
+    pub fn forward_wire(&self, settings: Settings) -> u64 {
+        self.visits(settings).map(|(_, [forward, ..])| forward.received()).sum::<f64>() as u64
     }
 
     /// Costs of the visits of a micro-batch, in their order: of their forward pass, recompute and backward pass. The

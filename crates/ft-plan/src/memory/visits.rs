@@ -244,9 +244,16 @@ impl StepInputs<'_> {
         inputs.and_then(|i| i.table.dims().last().copied()).unwrap_or(0)
     }
 
-    /// Bytes that a micro-batch hands from the embedding to all layers.
+    /// Bytes that a micro-batch hands from the embedding to all layers from the lowest here on.
     pub(super) fn input_bytes(&self, t: Tokens) -> u64 {
-        t.tokens * (self.layer_inputs() * self.shape.dtype.size_in_bytes()) as u64
+        self.inputs_from(self.shape.units.own_layers().start, t)
+    }
+
+    /// Bytes of the inputs of the layers from `first` on.
+    pub(super) fn inputs_from(&self, first: usize, t: Tokens) -> u64 {
+        let layers = self.shape.of.len();
+        let width = self.layer_inputs() / layers.max(1) * (layers - first.min(layers));
+        t.tokens * (width * self.shape.dtype.size_in_bytes()) as u64
     }
 
     /// Bytes of the keys and values of a layer.

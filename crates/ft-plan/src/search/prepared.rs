@@ -8,6 +8,7 @@ use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
+use ft_engine::model::carried::{Carried, Rows};
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::model::units::{Units, cut};
@@ -15,7 +16,7 @@ use ft_engine::ranks::Axis;
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
 use ft_kernels::ledger::Peers;
-use ft_recipe::Recipe;
+use ft_recipe::{Recipe, Task};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -117,7 +118,9 @@ impl<'a> Prepared<'a> {
         // lowest trained unit, counted from the first one
         let lowest = |u: Units| s.lowest.map(|unit| unit.saturating_sub(u.first).min(u.end - u.first));
         let ends = |u: Units| (u.has_embedding(), u.has_head());
-        (kinds(own), ends(own), lowest(own)) == (kinds(other), ends(other), lowest(other))
+        let same = (kinds(own), ends(own), lowest(own)) == (kinds(other), ends(other), lowest(other));
+        let carried = |u: Units| [u.first, u.end].map(|unit| self.carried(unit));
+        same && carried(own) == carried(other)
     }
 
     /// Layers walked backward.
@@ -190,7 +193,9 @@ impl<'a> Prepared<'a> {
     fn answers(&self, eval: Tokens) -> Answers {
         let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
         let dtype = self.shape.dtype;
-        Answers::new(eval.longest, most as u64, c.cache_of_a_token(dtype) as u64, c.states(dtype) as u64)
+        let own = || self.shape.units.own_layers();
+        let (token, states) = (c.cache_of_a_token(own(), dtype), c.states(own(), dtype));
+        Answers::new(eval.longest, most as u64, token as u64, states as u64)
     }
 
     /// Simulates a run with this workload; `heads` are candidate logit chunk sizes in targets.
@@ -238,22 +243,38 @@ impl<'a> Prepared<'a> {
     /// micro-batch.
     fn passed(&self, w: &Workload) -> [u64; 2] {
         let (s, tokens) = (&self.shape, self.tokens(w.train));
-        let hidden = tokens * (s.d * s.dtype.size_in_bytes()) as u64;
-        let below = !s.units.has_embedding();
-        let above = !s.units.has_head() && s.goes_down();
-        [below, above].map(|comes| hidden * u64::from(comes))
+        let rows = Rows { own: tokens as usize, attended: self.part(w.train).0.tokens as usize };
+        let bytes = |comes: bool, unit: usize, back: bool| {
+            let values = s.d as u64 * tokens + self.carried(unit).values(rows, back) as u64;
+            if comes { values * s.dtype.size_in_bytes() as u64 } else { 0 }
+        };
+        let below = bytes(!s.units.has_embedding(), s.units.first, false);
+        [below, bytes(!s.units.has_head() && s.goes_down(), s.units.end, true)]
+    }
+
+    /// What crosses the boundary below a unit beside hidden states.
+    fn carried(&self, unit: usize) -> Carried {
+        let tensor = self.inputs.recipe.parallel.tensor;
+        Carried::below(self.inputs.config, unit.saturating_sub(1), tensor, self.shape.lowest == Some(0))
     }
 
     /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,
     /// hidden states of other stages, tokens and sums of cut matrices.
     pub fn keys(&self, w: &Workload, e: &Execution) -> candle_core::Result<u64> {
         let p = &self.inputs.recipe.parallel;
-        let passed = self.passed(w).iter().sum::<u64>();
+        let [up, down] = self.passed(w);
+        let passed = up + down + if self.estimates() { up } else { 0 };
         if (p.context, p.expert, p.tensor) == (1, 1, 1) {
             return Ok(passed);
         }
         let (run, settings) = self.chosen(w, e)?;
-        Ok(passed + run.wire(settings))
+        let estimate = if self.estimates() { run.forward_wire(settings) } else { 0 };
+        Ok(passed + run.wire(settings) + estimate)
+    }
+
+    /// Whether each micro-batch of a step comes with a forward pass for KTO's estimate.
+    fn estimates(&self) -> bool {
+        self.inputs.recipe.task == Task::Kto
     }
 
     /// A run with a chosen execution.
@@ -267,7 +288,8 @@ impl<'a> Prepared<'a> {
     pub fn wire(&self, micro_batches: u64) -> u64 {
         let (s, outline) = (&self.states, self.shape.outline());
         let gathered = |units: BTreeSet<usize>| s.flows.iter().filter(move |f| units.contains(&f.unit));
-        let visits = outline.training(self.shape.lowest).into_iter();
+        let estimate = if self.estimates() { outline.forward() } else { Vec::new() };
+        let visits = outline.training(self.shape.lowest).into_iter().chain(estimate);
         let gathered: u64 = visits.flat_map(|v| gathered(outline.needs([v]))).map(|f| f.gathered).sum();
         let summed: u64 = s.flows.iter().flat_map(|f| f.summed).sum();
         (summed + gathered) * micro_batches + self.exposed()

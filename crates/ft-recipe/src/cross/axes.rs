@@ -1,27 +1,34 @@
 //! Checks of the axes of `[parallel]` against keys that need a whole model on one rank.
 
-use super::context::Cross;
-use crate::keys::Recipe;
+use super::context::{Cross, Refused};
+use crate::keys::{Recipe, Reference};
 
 impl Cross<'_, '_> {
     /// Refuses keys that are not built for experts, layers or matrices over ranks, and stages of another number.
     pub(super) fn axes(&mut self, recipe: &Recipe) {
         let p = &recipe.parallel;
+        let other = matches!(recipe.preference.reference, Reference::Other(_));
+        let split = "another model would be split like this one";
+        let other = ("preference.reference", other, split, "preference.reference = \"base\"");
         if p.expert > 1 && self.all_good(&["parallel", "parallel.expert"]) {
             let generates = "answers are generated on one rank, and its experts are on several";
-            let galore = "matrices are projected whole, and an expert's is on one rank";
-            self.not_built_in_parts(recipe, ("parallel.expert", generates), galore);
+            self.no_answers(recipe, "parallel.expert", generates);
+            self.not_built("parallel.expert", &[other]);
         }
         if self.all_good(&["parallel", "parallel.pipeline", "parallel.stages"]) {
-            self.stages(recipe);
+            self.stages(recipe, other);
         }
         if p.tensor > 1 && self.all_good(&["parallel", "parallel.tensor"]) {
             let generates = "answers are generated on one rank, and its matrices are cut";
-            self.not_built_in_parts(recipe, ("parallel.tensor", generates), "projected matrices are whole");
+            let projects = recipe.optimizer.name.projects();
+            let galore =
+                ("optimizer.name", projects, "projected matrices are whole", "optimizer.name = \"adamw\"");
+            self.no_answers(recipe, "parallel.tensor", generates);
+            self.not_built("parallel.tensor", &[galore, other]);
         }
     }
 
-    fn stages(&mut self, recipe: &Recipe) {
+    fn stages(&mut self, recipe: &Recipe, other: Refused<'_>) {
         let p = &recipe.parallel;
         if !p.stages.is_empty() && p.stages.len() != p.pipeline {
             let (given, stages) = (p.stages.len(), p.pipeline);
@@ -31,15 +38,6 @@ impl Cross<'_, '_> {
         if p.pipeline == 1 {
             return;
         }
-        let (projects, init) = (recipe.optimizer.name.projects(), recipe.lora.init.decomposition().is_some());
-        let (galore, factors) = ("projected matrices of other stages", "factors of a stage's layers alone");
-        let losses = "losses of whole documents are on the last stage alone";
-        let refused = [
-            ("optimizer.name", projects, galore, "optimizer.name = \"adamw\""),
-            ("lora.init", init, factors, "lora.init = \"default\""),
-            ("task", recipe.task.has_objective(), losses, "parallel.data or parallel.context instead"),
-        ];
-        let generates = "answers are generated on one rank, and its layers are on several";
-        self.not_built(recipe, ("parallel.pipeline", generates), &refused);
+        self.not_built("parallel.pipeline", &[other]);
     }
 }

@@ -1,7 +1,7 @@
 //! What every check across keys needs: the recipe as written, and the problems so far.
 
 use crate::check::Checker;
-use crate::keys::{Recipe, Reference};
+use crate::keys::Recipe;
 use crate::syntax::{Span, Table};
 
 pub(super) struct Cross<'a, 'b> {
@@ -9,37 +9,27 @@ pub(super) struct Cross<'a, 'b> {
     pub root: &'a Table,
 }
 
+/// A key that is not built with an axis of `[parallel]`: the key, whether it is set, reason, hint.
+pub(super) type Refused<'a> = (&'a str, bool, &'a str, &'a str);
+
 impl Cross<'_, '_> {
-    /// Refuses keys without support for `axis`, a key of `[parallel]`, by (key, whether it is set, reason, hint). The
-    /// reason for keys that generate text is `generates`.
-    pub(super) fn not_built(
-        &mut self,
-        recipe: &Recipe,
-        (axis, generates): (&str, &str),
-        refused: &[(&str, bool, &str, &str)],
-    ) {
-        let (samples, logged) = (recipe.generate.samples > 0, !recipe.log.samples.is_empty());
-        let generating = [
-            ("generate.samples", samples, generates, "generate.samples = 0, and ft eval or chat afterwards"),
-            ("log.samples", logged, generates, "leave log.samples out, and ft chat afterwards"),
-        ];
-        for (key, _, why, hint) in generating.iter().chain(refused).filter(|(_, set, ..)| *set) {
+    /// Refuses keys without support for `axis`, a key of `[parallel]`.
+    pub(super) fn not_built(&mut self, axis: &str, refused: &[Refused<'_>]) {
+        for (key, _, why, hint) in refused.iter().filter(|(_, set, ..)| *set) {
             if self.all_good(&[key]) {
                 self.report(key, format!("not built yet: {key} with {axis}: {why}"), *hint);
             }
         }
     }
 
-    /// The same, also for projected matrices, refused for the reason `galore`, and for another model as reference.
-    pub(super) fn not_built_in_parts(&mut self, recipe: &Recipe, axis: (&str, &str), galore: &str) {
-        let (projects, other) =
-            (recipe.optimizer.name.projects(), matches!(recipe.preference.reference, Reference::Other(_)));
-        let split = "another model would be split like this one";
+    /// Refuses keys that generate text with `axis`, for a reason.
+    pub(super) fn no_answers(&mut self, recipe: &Recipe, axis: &str, why: &str) {
+        let (samples, logged) = (recipe.generate.samples > 0, !recipe.log.samples.is_empty());
         let refused = [
-            ("optimizer.name", projects, galore, "optimizer.name = \"adamw\""),
-            ("preference.reference", other, split, "preference.reference = \"base\""),
+            ("generate.samples", samples, why, "generate.samples = 0, and ft eval or chat afterwards"),
+            ("log.samples", logged, why, "leave log.samples out, and ft chat afterwards"),
         ];
-        self.not_built(recipe, axis, &refused);
+        self.not_built(axis, &refused);
     }
 
     /// Position of `path`, or of the nearest enclosing table in the recipe.

@@ -1,11 +1,13 @@
 //! The micro-batches of a step on one stage, by its schedule.
 
-use crate::train::step::accumulate::Passes;
+use crate::train::preference::Tally;
+use crate::train::step::accumulate::{Passes, weigh};
 use crate::train::step::context::TrainContext;
 use crate::train::step::sums::Collected;
 use crate::train::step::turn::{OwnMicro, Ranks, TokenRanks};
 use ft_data::Micro;
 use ft_engine::model::Batch;
+use ft_engine::model::carried::Rows;
 use ft_engine::ranks::schedule::{Action, Passed, schedule};
 use ft_engine::walk::{Crossing, Hooks, Pass, RouterLosses, Stage, Times, Total, Walk};
 use ft_kernels::Tensor;
@@ -18,23 +20,23 @@ struct Flight<'a> {
     micro: Option<OwnMicro<'a>>,
     /// Its input, from the forward pass on.
     batch: Option<Batch<'a>>,
-    /// Number of tokens, after the backward pass.
-    tokens: Option<usize>,
+    /// Numbers of tokens, after the backward pass.
+    tokens: Option<Rows>,
     /// State between forward and backward.
     pass: Option<Pass<'a>>,
-    /// Hidden states from the stage below, then those for the stage above.
-    x: Option<Tensor>,
-    /// The gradient from above, then that for the stage below.
-    dy: Option<Tensor>,
+    /// Hidden states from the stage below, then those for the stage above, with what layers take beside them.
+    x: Option<Vec<Tensor>>,
+    /// Gradients from above, then those for the stage below.
+    dy: Option<Vec<Tensor>>,
     /// Routing of the stages below and of this one; on its way down, of all stages and ranks with tokens.
     total: Total,
 }
 
 impl Flight<'_> {
-    /// Number of tokens on this rank, of a micro-batch that has any.
-    fn tokens(&self) -> Option<usize> {
-        let before = self.micro.as_ref().map(|micro| micro.micro().ids.len()).filter(|n| *n > 0);
-        before.or(self.tokens).or(self.batch.as_ref().map(|batch| batch.tokens))
+    /// Numbers of tokens on this rank, of a micro-batch that has any.
+    fn tokens(&self) -> Option<Rows> {
+        let before = self.micro.as_ref().map(OwnMicro::rows).filter(|rows| rows.own > 0);
+        before.or(self.tokens).or(self.batch.as_ref().map(Batch::rows))
     }
 }
 
@@ -136,26 +138,42 @@ impl<'b> StageStep<'_, 'b, '_> {
 
     /// Forward pass of a turn's micro-batch, with the head on the last stage.
     fn up(&mut self, turn: usize, got: &mut Collected, times: &mut Times) -> ft_base::Result<()> {
-        let (cx, Passes { batches, sink, .. }) = (self.cx, *self.passes);
+        let (cx, Passes { batches, sink, objective, .. }) = (self.cx, *self.passes);
         self.flight(turn)?;
         let mut flight = self.flights.remove(&turn).unwrap_or_default();
         let mut pass = self.begin()?;
         if let (Some(micro), Some(i)) = (flight.micro.take().filter(|m| !m.is_empty()), self.own(turn)) {
             let (config, random) = (&cx.model.decoder.config, (self.first[i], Some(self.random())));
             let batch = micro.batch(config, random, cx.distillation(), cx.device())?;
-            let mut walk = self.walk(times);
-            let y = walk.up(&mut pass, &batch, flight.x.take())?;
-            if cx.model.decoder.units.has_head() {
-                let scale = batches.scale(None) * cx.loss_factor();
-                let (out, weights) =
-                    (walk.head(&mut pass, &batch, y, (scale, sink))?, &micro.micro().weights);
-                flight.dy = out.dx;
-                got.losses.keep(out.losses, weights)?;
-                got.divergences.keep(out.divergences, weights)?;
-            } else {
-                flight.x = Some(y);
+            let mut came = flight.x.take().unwrap_or_default().into_iter();
+            let below = came.next();
+            if below.is_some() {
+                pass.arrive(self.stage.carried(false), came.collect())?;
             }
-            drop(walk);
+            let y = self.walk(times).up(&mut pass, &batch, below)?;
+            if cx.model.decoder.units.has_head() {
+                let mut unsaid = Tally::default();
+                let tally = if self.ranks.speaks() { &mut got.tally } else { &mut unsaid };
+                let (of, device) = (&micro, cx.device());
+                let mut weigh =
+                    objective.map(|o| move |losses: &[Tensor]| weigh(o, of, losses, tally, device));
+                let mut walk = self.walk(times);
+                if let Some(weigh) = &mut weigh {
+                    walk = walk.objective(weigh);
+                }
+                let scale = batches.scale(objective) * cx.loss_factor();
+                let out = walk.head(&mut pass, &batch, y, (scale, sink))?;
+                flight.dy = out.dx.map(|dx| vec![dx]);
+                if objective.is_none() {
+                    let weights = &micro.micro().weights;
+                    got.losses.keep(out.losses, weights)?;
+                    got.divergences.keep(out.divergences, weights)?;
+                }
+            } else {
+                let mut out = vec![y];
+                out.extend(pass.go_up(self.stage.carried(true))?);
+                flight.x = Some(out);
+            }
             if self.router.any() {
                 let total = pass.routing.add_to(std::mem::take(&mut flight.total))?;
                 let all = batch.context.sharers.as_deref().filter(|_| cx.model.decoder.units.has_head());
@@ -179,11 +197,16 @@ impl<'b> StageStep<'_, 'b, '_> {
                 if self.router.any() {
                     pass.routing.set_total(flight.total.clone());
                 }
-                if let Some(dy) = flight.dy.take() {
+                let mut came = flight.dy.take().unwrap_or_default().into_iter();
+                if let Some(dy) = came.next() {
+                    if !self.cx.model.decoder.units.has_head() {
+                        pass.arrive_back(self.stage.carried(true), came.collect())?;
+                    }
                     let below = self.walk(times).down(&mut pass, &batch, &dy, self.passes.sink)?;
-                    flight.dy = below.filter(|_| self.trains[1]);
+                    flight.dy =
+                        below.filter(|_| self.trains[1]).map(|dy| self.down_with(dy, &pass)).transpose()?;
                 }
-                flight.tokens = Some(batch.tokens);
+                flight.tokens = Some(batch.rows());
                 got.routings.push(pass.routing);
             }
             None => self.walk(times).serve(&mut pass, self.random(), self.passes.sink)?,
@@ -191,6 +214,13 @@ impl<'b> StageStep<'_, 'b, '_> {
         self.passes.reduce.end()?;
         self.flights.insert(turn, flight);
         Ok(())
+    }
+
+    /// The gradient of hidden states, with those of what else came up.
+    fn down_with(&self, dy: Tensor, pass: &Pass<'_>) -> ft_base::Result<Vec<Tensor>> {
+        let mut out = vec![dy];
+        out.extend(pass.go_down(self.stage.carried(false))?);
+        Ok(out)
     }
 
     /// Exchanges hidden states and gradients of two micro-batches with the stage above or below.
@@ -213,7 +243,7 @@ impl<'b> StageStep<'_, 'b, '_> {
                 None => comes = None,
             }
         }
-        let came = self.stage.exchange(above, Crossing { out: out.as_ref(), into })?;
+        let came = self.stage.exchange(above, Crossing { out, into })?;
         let total = match self.router.any() && (leaves, comes) != (None, None) {
             true => Some(Total::of(&self.stage.words(above, &words)?)),
             false => None,

@@ -79,7 +79,7 @@ pub fn needs_neutral(selection: &Selection) -> bool {
     selection.modules.iter().any(dora) && plain_lora(selection).next().is_some()
 }
 
-/// DoRA magnitudes without effect for the plain LoRA modules of a unit, by file key.
+/// DoRA magnitudes without effect for the plain LoRA modules of a unit that `has` takes, by file key.
 ///
 /// # Errors
 /// LoRA on the embedding: PEFT has no neutral magnitude for it.
@@ -87,6 +87,7 @@ pub fn neutral(
     selection: &Selection,
     decoder: &Decoder,
     unit: usize,
+    has: &dyn Fn(&Module) -> bool,
 ) -> ft_base::Result<Vec<(String, Tensor)>> {
     let layers = decoder.layers.len();
     let linears: HashMap<String, &Linear> = decoder
@@ -96,7 +97,7 @@ pub fn neutral(
         .map(|(m, l)| (m.name, l))
         .collect();
     let mut out = Vec::new();
-    for m in plain_lora(selection).filter(|m| m.unit(layers) == unit) {
+    for m in plain_lora(selection).filter(|m| m.unit(layers) == unit && has(m)) {
         let Some((linear, lora)) = linears.get(&m.name).and_then(|l| Some((l, l.lora.as_ref()?))) else {
             return Err(Error::Peft {
                 file: m.name.clone(),

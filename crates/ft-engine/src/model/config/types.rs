@@ -7,6 +7,7 @@ use ft_kernels::attention::Cache;
 use ft_kernels::delta::{Heads, State};
 use ft_kernels::swiglu::Glu;
 use serde_json::{Map, Value, json};
+use std::ops::Range;
 
 /// Architecture of a model, as read from `config.json`.
 #[derive(Clone, Debug)]
@@ -212,20 +213,20 @@ impl Config {
         self.delta.as_ref().filter(|d| d.is_linear[l])
     }
 
-    /// Bytes of a key-value cache per token, over all layers, for values of `dtype`.
-    pub fn cache_of_a_token(&self, dtype: DType) -> usize {
+    /// Bytes of a key-value cache per token, over these layers, for values of `dtype`.
+    pub fn cache_of_a_token(&self, layers: Range<usize>, dtype: DType) -> usize {
         let own = |l: &usize| self.delta_of(*l).is_none() && self.attention[*l].producer().is_none();
         let of = |l: usize| {
             let a = &self.attention[l];
             Cache::bytes_of_a_token(a.kv_heads * a.head_dim, dtype)
         };
-        (0..self.layers).filter(own).map(of).sum()
+        layers.filter(own).map(of).sum()
     }
 
-    /// Bytes of the states of all layers with linear attention, in generation with values of `dtype`.
-    pub fn states(&self, dtype: DType) -> usize {
+    /// Bytes of the states of those of these layers with linear attention, in generation with values of `dtype`.
+    pub fn states(&self, layers: Range<usize>, dtype: DType) -> usize {
         let of = |d: &Delta| State::bytes(d.heads, d.taps, dtype.size_in_bytes());
-        (0..self.layers).filter_map(|l| self.delta_of(l)).map(of).sum()
+        layers.filter_map(|l| self.delta_of(l)).map(of).sum()
     }
 
     /// Inner width of the feed-forward part of layer `l`, if it is dense.

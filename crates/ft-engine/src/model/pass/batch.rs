@@ -4,6 +4,7 @@ use super::across::Across;
 #[cfg(test)]
 use super::across::Fault;
 use super::between::Between;
+use super::carried::Rows;
 use super::cut::{Columns, Cut};
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
@@ -309,6 +310,11 @@ impl<'a> Batch<'a> {
             *own = Tables { cos, sin };
         }
         Ok(self)
+    }
+
+    /// Number of tokens, and of those of all ranks that cut the same matrices.
+    pub fn rows(&self) -> Rows {
+        Rows { own: self.tokens, attended: self.context.cut.as_ref().map_or(self.tokens, |cut| cut.tokens()) }
     }
 
     /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of

@@ -5,6 +5,7 @@ use candle_core::{Result, bail};
 use ft_kernels::Tensor;
 use ft_kernels::attention::Cache;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// State of a pass between its layers.
@@ -13,8 +14,10 @@ pub struct Between(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Per-layer inputs of all layers `[t, l p]`.
+    /// Per-layer inputs `[t, l p]` of all layers from one on.
     inputs: Option<Tensor>,
+    /// That layer.
+    first: usize,
     /// Their gradient, if it is wanted.
     d_inputs: Option<Tensor>,
     wants_inputs: bool,
@@ -48,8 +51,27 @@ impl Between {
 
     /// Starts a pass with the per-layer inputs `[t, l p]`; `wants` is whether their gradient is wanted.
     pub fn set_inputs(&self, inputs: Tensor, wants: bool) {
+        self.set_inputs_of(0, inputs, wants);
+    }
+
+    /// As [`Between::set_inputs`], of the layers from `first` on.
+    pub fn set_inputs_of(&self, first: usize, inputs: Tensor, wants: bool) {
         let mut state = self.state();
-        (state.inputs, state.wants_inputs) = (Some(inputs), wants);
+        (state.inputs, state.first, state.wants_inputs) = (Some(inputs), first, wants);
+    }
+
+    /// Inputs `[t, n p]` of `layers`.
+    ///
+    /// # Errors
+    /// As [`Between::inputs`].
+    pub fn inputs_of(&self, layers: Range<usize>, width: usize) -> Result<Tensor> {
+        let state = self.state();
+        match &state.inputs {
+            Some(all) => {
+                all.narrow(1, (layers.start - state.first) * width, layers.len() * width)?.contiguous()
+            }
+            None => bail!("layers {layers:?} have inputs of their own, and the pass has none"),
+        }
     }
 
     /// Inputs `[t, p]` of layer `l`.
@@ -57,10 +79,7 @@ impl Between {
     /// # Errors
     /// A pass without them.
     pub fn inputs(&self, l: usize, width: usize) -> Result<Tensor> {
-        match &self.state().inputs {
-            Some(all) => all.narrow(1, l * width, width)?.contiguous(),
-            None => bail!("layer {l} has inputs of its own, and the pass has none"),
-        }
+        self.inputs_of(l..l + 1, width)
     }
 
     /// Sets the gradient of the inputs of layer `l`, if it is wanted.
@@ -76,8 +95,34 @@ impl Between {
             state.d_inputs = state.inputs.as_ref().map(Tensor::zeros_like).transpose()?;
         }
         match &state.d_inputs {
-            Some(all) => all.slice_set(d, 1, l * d.dim(1)?),
+            Some(all) => all.slice_set(d, 1, (l - state.first) * d.dim(1)?),
             None => bail!("layer {l} has a gradient for inputs that the pass lacks"),
+        }
+    }
+
+    /// Sets the gradient `d` of the inputs of the topmost layers, if it is wanted.
+    ///
+    /// # Errors
+    /// As [`Between::inputs`].
+    pub fn give_topmost(&self, d: &Tensor) -> Result<()> {
+        let d_inputs = self.d_inputs()?;
+        let first = d_inputs.dim(1)? - d.dim(1)?;
+        d_inputs.slice_set(d, 1, first)?;
+        let mut state = self.state();
+        state.d_inputs = Some(d_inputs);
+        Ok(())
+    }
+
+    /// The gradient of all per-layer inputs; zero where no layer has given one.
+    ///
+    /// # Errors
+    /// As [`Between::inputs`].
+    pub fn d_inputs(&self) -> Result<Tensor> {
+        let state = self.state();
+        match (&state.d_inputs, &state.inputs) {
+            (Some(d), _) => Ok(d.clone()),
+            (None, Some(inputs)) => inputs.zeros_like(),
+            (None, None) => bail!("a gradient for inputs that the pass lacks"),
         }
     }
 
@@ -116,6 +161,19 @@ impl Between {
         };
         state.d_keys.insert(l, sum);
         Ok(())
+    }
+
+    /// The gradients that later layers have given for the keys and values of layer `l`; zero without any.
+    ///
+    /// # Errors
+    /// As [`Between::keys`].
+    pub fn d_keys(&self, l: usize) -> Result<[Tensor; 2]> {
+        let given = self.state().d_keys.get(&l).cloned();
+        let zeros = || {
+            let [k, v] = self.keys(l)?;
+            Ok([k.zeros_like()?, v.zeros_like()?])
+        };
+        given.map_or_else(zeros, Ok)
     }
 
     /// Takes the gradients that later layers have given for the keys and values of layer `l`, if any. The keys go.

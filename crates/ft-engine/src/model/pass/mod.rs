@@ -3,6 +3,7 @@
 pub mod across;
 pub mod batch;
 pub mod between;
+pub mod carried;
 pub mod cut;
 pub mod sink;
 

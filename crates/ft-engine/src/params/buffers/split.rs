@@ -154,6 +154,13 @@ impl Split {
         }
     }
 
+    /// Whether this rank is the first of those with copies of a module of a model of `layers` layers.
+    pub fn is_first(&self, m: &Module, layers: usize) -> bool {
+        let is_owner = m.expert.is_none_or(|e| self.own().is_none_or(|own| own.contains(&e)));
+        let all = self.mesh.members(self.kind_of(m, Part::Weight).axis(), self.rank);
+        self.units.is_none_or(|u| u.has(m.unit(layers))) && is_owner && all.first() == Some(&self.rank)
+    }
+
     /// Sharding of the buffers of a kind, and this rank's share.
     pub fn shard(&self, kind: FlatKind) -> Shard {
         let all = self.mesh.members(kind.axis(), self.rank);

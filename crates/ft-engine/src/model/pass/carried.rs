@@ -1,0 +1,114 @@
+//! What layers from one on take from layers below it beside hidden states: stages of a pipeline pass it on.
+
+use super::between::Between;
+use crate::model::Config;
+use candle_core::{DType, Device, Result, bail};
+use ft_kernels::Tensor;
+
+/// State that layers from one on take from those below: their per-layer inputs, and keys and values of lower layers. In
+/// the backward pass, its gradients.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Values of a token in the inputs of a layer, and the layers above.
+    inputs: Option<(usize, std::ops::Range<usize>)>,
+    /// Whether the gradient of the inputs is wanted: the embedding trains.
+    wants: bool,
+    /// Layers below whose keys and values are used above, with heads and channels.
+    keys: Vec<(usize, [usize; 2])>,
+}
+
+/// Number of tokens of a rank, and of those whose keys it has: of all ranks that cut the same matrices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rows {
+    pub own: usize,
+    pub attended: usize,
+}
+
+impl Carried {
+    /// What crosses the boundary below layer `layer`, if `tensor` ranks cut the heads; `wants` is whether the embedding
+    /// trains.
+    pub fn below(config: &Config, layer: usize, tensor: usize, wants: bool) -> Self {
+        let heads = |l: usize| match config.shares_keys(l) {
+            true => 1,
+            false => config.attention[l].kv_heads / tensor.max(1),
+        };
+        let above = layer..config.layers;
+        let producers = config.attention.get(above.clone()).into_iter().flatten();
+        let mut lent: Vec<usize> = producers.filter_map(|a| a.producer()).filter(|l| *l < layer).collect();
+        lent.sort_unstable();
+        lent.dedup();
+        let keys = lent.into_iter().map(|l| (l, [heads(l), config.attention[l].head_dim])).collect();
+        Self { inputs: config.layer_inputs.map(|i| (i.width, above)), wants, keys }
+    }
+
+    /// Values that go up for so many tokens, or with `back` those that come down.
+    pub fn values(&self, rows: Rows, back: bool) -> usize {
+        self.shapes(rows, back).iter().map(|shape| shape.iter().product::<usize>()).sum()
+    }
+
+    /// Shapes of the tensors that go up, or with `back` of those that come down.
+    fn shapes(&self, rows: Rows, back: bool) -> Vec<Vec<usize>> {
+        let inputs = self.inputs.iter().filter(|_| self.wants || !back);
+        let inputs = inputs.map(|(width, layers)| vec![rows.own, width * layers.len()]);
+        let keys = self
+            .keys
+            .iter()
+            .flat_map(|(_, [g, c])| [vec![rows.attended, *g, *c], vec![rows.attended, *g, *c]]);
+        inputs.chain(keys).collect()
+    }
+
+    /// Zeros to receive the tensors that come up or down.
+    pub fn zeros(&self, rows: Rows, back: bool, dtype: DType, device: &Device) -> Result<Vec<Tensor>> {
+        self.shapes(rows, back).into_iter().map(|shape| Tensor::zeros(shape, dtype, device)).collect()
+    }
+
+    /// Takes from a pass what layers above need.
+    pub fn up(&self, between: &Between) -> Result<Vec<Tensor>> {
+        let inputs = self.inputs.iter().map(|(width, layers)| between.inputs_of(layers.clone(), *width));
+        let mut out = inputs.collect::<Result<Vec<_>>>()?;
+        for (l, _) in &self.keys {
+            out.extend(between.keys(*l)?);
+        }
+        Ok(out)
+    }
+
+    /// Starts a pass above with what came up.
+    pub fn arrive(&self, between: &Between, came: Vec<Tensor>) -> Result<()> {
+        let mut came = came.into_iter();
+        if let Some((_, layers)) = &self.inputs {
+            between.set_inputs_of(layers.start, next(&mut came)?, self.wants);
+        }
+        self.keys.iter().try_for_each(|(l, _)| {
+            between.lend_keys(*l, [next(&mut came)?, next(&mut came)?]);
+            Ok(())
+        })
+    }
+
+    /// Takes the gradients for layers below from a pass above.
+    pub fn down(&self, between: &Between) -> Result<Vec<Tensor>> {
+        let mut out = Vec::new();
+        if self.inputs.is_some() && self.wants {
+            out.push(between.d_inputs()?);
+        }
+        for (l, _) in &self.keys {
+            out.extend(between.d_keys(*l)?);
+        }
+        Ok(out)
+    }
+
+    /// Gives a pass below the gradients that came down.
+    pub fn arrive_back(&self, between: &Between, came: Vec<Tensor>) -> Result<()> {
+        let mut came = came.into_iter();
+        if self.inputs.is_some() && self.wants {
+            between.give_topmost(&next(&mut came)?)?;
+        }
+        self.keys.iter().try_for_each(|(l, _)| between.give_keys(*l, [next(&mut came)?, next(&mut came)?]))
+    }
+}
+
+fn next(came: &mut impl Iterator<Item = Tensor>) -> Result<Tensor> {
+    match came.next() {
+        Some(t) => Ok(t),
+        None => bail!("a stage has passed on too few tensors: a bug in ft"),
+    }
+}
