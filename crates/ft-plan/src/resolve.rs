@@ -105,8 +105,8 @@ pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     if config.shares_state() && recipe.parallel.pipeline > 1 && answers {
         let key = if recipe.generate.samples > 0 { "generate.samples" } else { "log.samples" };
         return Err(Error::Ignored(format!(
-            "{}: not built yet: {key} with parallel.pipeline where layers share inputs, keys or values\n  hint: leave it \
-             out, and ft chat afterwards",
+            "{}: not built yet: {key} with parallel.pipeline where layers share inputs, keys or values\n  hint: leave \
+             it out, and ft chat afterwards",
             recipe.place(key),
         )));
     }

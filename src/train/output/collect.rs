@@ -1,5 +1,5 @@
-//! Parts of a result that only the ranks with the layers or experts know: magnitudes without effect of plain LoRA beside
-//! DoRA, and the factors that a base lacks.
+//! Parts of a result that only the ranks with the layers or experts know: magnitudes without effect for plain LoRA
+//! beside DoRA, and the factors subtracted from the base.
 
 use crate::train::job::Job;
 use crate::train::step::command::{self, Command};

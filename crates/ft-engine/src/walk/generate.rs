@@ -24,8 +24,8 @@ const ROWS: usize = 64;
 /// Keys and values grow by blocks as tokens arrive; cached entries are never moved or recomputed. The state of linear
 /// attention has a fixed size, and cannot go back to an earlier token.
 ///
-/// If ranks split the layers, the reader of the first stage leads: [`Hooks::read`] tells those of the other stages, which
-/// [follow](Reader::follow), and the last stage sends the logits.
+/// If ranks split the layers, the reader of the first stage leads: [`Hooks::read`] tells the other stages. Their
+/// readers [follow](Reader::follow), and the last one sends the logits.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,

@@ -14,15 +14,15 @@ pub struct Stage<'a> {
     group: Group<'a>,
     /// First units of this stage and of the next.
     units: (usize, usize),
-    /// What crosses the boundaries above and below, beside hidden states.
+    /// Tensors across the boundaries above and below, beside hidden states.
     carried: [Carried; 2],
     hidden: usize,
     dtype: DType,
     device: &'a Device,
 }
 
-/// Tensors to send to a neighbour and to get from it: hidden states or their gradient `[t, d]`, then what layers above
-/// take from layers below beside them, or its gradients.
+/// Tensors to send to a neighbour and to get from it: hidden states or their gradient `[t, d]`, then the tensors of
+/// [`Carried`].
 #[derive(Debug, Default)]
 pub struct Crossing {
     /// To send.
@@ -32,7 +32,7 @@ pub struct Crossing {
 }
 
 impl<'a> Stage<'a> {
-    /// The stage of this rank; `None` without a pipeline. `lowest` is the lowest unit that trains, `comm` are all ranks.
+    /// The stage of this rank; `None` without a pipeline. `lowest` is the lowest trained unit, `comm` are all ranks.
     pub fn of(
         decoder: &'a Decoder,
         (split, lowest): (&Split, Option<usize>),
@@ -53,12 +53,12 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// Ranks that pass on the same micro-batches, by stage.
+    /// Ranks with the same micro-batches, by stage.
     pub fn group(&self) -> &Group<'a> {
         &self.group
     }
 
-    /// What crosses the boundary above, or the one below, beside hidden states.
+    /// Tensors across the boundary above, or the one below, beside hidden states.
     pub fn carried(&self, above: bool) -> &Carried {
         &self.carried[usize::from(!above)]
     }
@@ -73,7 +73,7 @@ impl<'a> Stage<'a> {
         Ok(into)
     }
 
-    /// Receives what the stage below sends up, of so many tokens.
+    /// Receives tensors of so many tokens from the stage below.
     ///
     /// # Errors
     /// A lost rank; device errors.
@@ -83,7 +83,7 @@ impl<'a> Stage<'a> {
         Ok(into)
     }
 
-    /// Zeros to receive what comes from the stage above, or below.
+    /// Zeros to receive tensors from the stage above, or below.
     fn room(&self, above: bool, rows: Rows) -> candle_core::Result<Vec<Tensor>> {
         let x = Tensor::zeros((rows.own, self.hidden), self.dtype, self.device)?;
         let rest = self.carried(above).zeros(rows, above, self.dtype, self.device)?;
@@ -100,8 +100,8 @@ impl<'a> Stage<'a> {
         Ok(self.group.exchange_among(&members, at, &pieces(out)?, &pieces(into)?)?.wait()?)
     }
 
-    /// Passes the logits of a token, `[v]` in f32, from the last stage to the first: the last one gives them, and the first
-    /// gets them. Collective of these two; stages between them do nothing.
+    /// Passes the logits of a token, `[v]` in f32, from the last stage (`own`) to the first. Collective of these two;
+    /// other stages do nothing.
     ///
     /// # Errors
     /// A lost rank; device errors.
