@@ -151,7 +151,11 @@ impl Rows {
 
     /// The row of documents with this prefix.
     fn of_documents(case: &Case, prefix: &str) -> Result<Self> {
-        let e = case.open("expected.safetensors")?;
+        Self::of_file(&case.open("expected.safetensors")?, prefix)
+    }
+
+    /// As [`Rows::of_documents`], of a file.
+    fn of_file(e: &TensorFiles, prefix: &str) -> Result<Self> {
         let of = |what: &str| ints(&e, &format!("{prefix}{what}"));
         let (ids, labels, positions) = (of("input_ids")?, of("labels")?, of("position_ids")?);
         let mut lengths: Vec<usize> = Vec::new();
