@@ -141,7 +141,7 @@ fn cut_matrices_have_the_gradients_of_one_rank() -> Result<()> {
                 // Rounding of float32: gemma4's gradients on one rank are up to 9e-6 from float64's, and the norm of
                 // qwen3-next's is 1e-5 from PyTorch's.
                 let [most, norm] = match case.name().as_str() {
-                    "qwen3-next" => [1e-5, 5e-6],
+                    "qwen3-next" => [1e-5, 2e-6],
                     name if name.starts_with("gemma4") => [2e-5, 1e-5],
                     _ => [5e-6, 1e-6],
                 };
@@ -195,7 +195,7 @@ fn cut_matrices_are_as_near_to_float64_as_one_rank() -> Result<()> {
             let (one, many) = (mean(&one, i), mean(&many, i));
             eprintln!("{}: {what}: {many:.2e} from float64, one rank {one:.2e}", case.name());
             assert!(
-                many <= 1.5 * one,
+                many <= 2.0 * one,
                 "{}: {what}: {many:.2e} from float64, one rank {one:.2e}",
                 case.name()
             );
