@@ -156,7 +156,7 @@ impl Rows {
 
     /// As [`Rows::of_documents`], of a file.
     fn of_file(e: &TensorFiles, prefix: &str) -> Result<Self> {
-        let of = |what: &str| ints(&e, &format!("{prefix}{what}"));
+        let of = |what: &str| ints(e, &format!("{prefix}{what}"));
         let (ids, labels, positions) = (of("input_ids")?, of("labels")?, of("position_ids")?);
         let mut lengths: Vec<usize> = Vec::new();
         for p in positions {
