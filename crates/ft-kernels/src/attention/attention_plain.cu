@@ -150,12 +150,13 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   });
 }
 
+// Eight blocks on a multiprocessor: by itself ptxas spills registers of the forward pass for a tenth one on 8.0.
 #define PLAIN(T)                                                                                                       \
-  KERNEL(attention_forward_##T, THREADS, const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, float *lse) {  \
+  KERNEL(attention_forward_##T, SIDE_BY_SIDE(8, THREADS), const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, float *lse) {  \
     const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
     forward<T>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                        \
   }                                                                                                                    \
-  KERNEL(attention_cached_##T, THREADS, const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o, float *lse) {    \
+  KERNEL(attention_cached_##T, SIDE_BY_SIDE(8, THREADS), const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o, float *lse) {    \
     const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
     forward<T>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);            \
   }                                                                                                                    \
