@@ -83,7 +83,7 @@ const CASES: &[Case] = &[
         std::fs::remove_file(w.path("r.toml")).expect("removed");
         vec![]
     }),
-    ("not built", 2, |_| vec!["parallel.pipeline=2", "log.samples=['a']"]),
+    ("not built", 2, |_| vec!["parallel.tensor=2", "log.samples=['a']"]),
     ("micro rows do not divide", 2, |_| vec!["run.micro_rows=3"]),
     ("a rule matches nothing", 2, |w| set(w, ("\"attention\"", "\"q_porj\""))),
     ("a budget of 48 bytes", 2, |_| vec!["memory.budget=48"]),
