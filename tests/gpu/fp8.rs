@@ -42,16 +42,16 @@ fn products_are_those_of_the_rounded_operands() {
 }
 
 /// Losses and gradient norms near those of bf16, with a scale a row (9.0) and one for all (8.9), for dense and 4-bit
-/// weights; recomputing changes no bit.
+/// weights (at a push for 4-bit ones on 9.0); recomputing changes no bit.
 #[test]
 fn runs_are_near_those_in_bf16() {
     if !device() {
         return;
     }
     let w = world();
-    for base in ["model.quantize=none", "model.quantize=nf4"] {
+    for base in ["model.quantize=nf4", "model.quantize=none"].into_iter().take(few(1)) {
         let exact = steps(&w, "90", &[base, "memory.recompute=none"]);
-        for arch in ["90", "89"].into_iter().take(few(2)) {
+        for arch in ["90", "89"].into_iter().take(few(1)) {
             let ours = steps(&w, arch, &[base, FP8, "memory.recompute=none"]);
             for (a, b) in ours.iter().zip(&exact) {
                 let apart = |a, b| super::apart(f64::from_bits(a), f64::from_bits(b));
