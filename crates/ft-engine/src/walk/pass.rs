@@ -74,7 +74,7 @@ impl<'a> Pass<'a> {
         c.arrive_back(&self.between, came)
     }
 
-    /// The gradients that go down beside that of hidden states.
+    /// Gradients for the stage below, beside the hidden states' gradient.
     ///
     /// # Errors
     /// Device errors.

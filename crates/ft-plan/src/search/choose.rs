@@ -85,7 +85,7 @@ impl Search<'_, '_> {
         fastest
     }
 
-    /// Takes a combination that fits if it is faster.
+    /// Replaces the fastest combination so far by a faster one within the budget.
     fn take(&mut self, fastest: &mut Option<Scored>, s: Scored, budget: u64) {
         if s.total > budget {
             return;

@@ -234,7 +234,7 @@ impl<'a> Prepared<'a> {
         if self.shape.goes_down() { above.min(self.micro_batches(micro_rows)) } else { 1 }
     }
 
-    /// Time of a step over that of its micro-batches.
+    /// Time of a step divided by the time of its micro-batches: stages wait while a pipeline fills and drains.
     pub(super) fn waits(&self, micro_rows: usize) -> f64 {
         1.0 + (self.inputs.recipe.parallel.pipeline - 1) as f64 / self.micro_batches(micro_rows).max(1) as f64
     }

@@ -41,12 +41,12 @@ impl Carried {
         Self { inputs: config.layer_inputs.map(|i| (i.width, above)), wants, keys }
     }
 
-    /// Values that go up for so many tokens, or with `back` those that come down.
+    /// Number of values sent up for `rows`; with `back`, of gradients sent down.
     pub fn values(&self, rows: Rows, back: bool) -> usize {
         self.shapes(rows, back).iter().map(|shape| shape.iter().product::<usize>()).sum()
     }
 
-    /// Shapes of the tensors that go up, or with `back` of those that come down.
+    /// Shapes of the tensors sent up; with `back`, of the gradients sent down.
     fn shapes(&self, rows: Rows, back: bool) -> Vec<Vec<usize>> {
         let inputs = self.inputs.iter().filter(|_| self.wants || !back);
         let inputs = inputs.map(|(width, layers)| vec![rows.own, width * layers.len()]);

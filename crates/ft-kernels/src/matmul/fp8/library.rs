@@ -247,10 +247,10 @@ fn capability(device: &CudaDevice) -> Result<(c_int, c_int)> {
     ))
 }
 
-/// Checks that a device multiplies 8-bit floats, and that the library is there.
+/// Checks the compute capability of a device, and loads the library.
 ///
 /// # Errors
-/// Why not.
+/// An older card, a missing library: the reason in words.
 pub fn check(device: &CudaDevice) -> std::result::Result<(), String> {
     let (major, minor) = capability(device).map_err(|e| e.to_string())?;
     if (major, minor) < OLDEST {

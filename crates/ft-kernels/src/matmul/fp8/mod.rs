@@ -118,10 +118,10 @@ pub fn fits((rows, cols): (usize, usize)) -> bool {
     rows.is_multiple_of(UNIT) && cols.is_multiple_of(UNIT)
 }
 
-/// Checks that a device multiplies 8-bit floats, and that cuBLASLt is there.
+/// Checks the device and cuBLASLt for products of 8-bit floats.
 ///
 /// # Errors
-/// Why not.
+/// The CPU, an older card, a missing library: the reason in words.
 pub fn check(device: &Device) -> std::result::Result<(), String> {
     match device {
         #[cfg(feature = "cuda")]
