@@ -10,11 +10,11 @@ use crate::workload::Workloads;
 use ft_data::hub::{self, Settings};
 use ft_engine::adapters::{self, Choice, PeftConfig, Selection, Trained};
 use ft_engine::model::Config;
-use ft_engine::model::modules::{Group, Module};
+use ft_engine::model::modules::Module;
 use ft_engine::model::units::cut;
 use ft_engine::params::buffers::moments::is_large;
 use ft_engine::params::buffers::{Split, cut_module};
-use ft_engine::params::build::ghost::in_fp8;
+use ft_engine::params::build::ghost::{in_fp8, is_frozen_dense};
 use ft_engine::ranks::Mesh;
 use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
@@ -164,13 +164,7 @@ fn check_products(recipe: &Recipe, selection: &Selection, machine: Machine) -> R
 /// Frozen matrices whose products are in 8-bit floats, of those of attention and dense feed-forward blocks.
 pub(crate) fn products(recipe: &Recipe, selection: &Selection, machine: Machine) -> (usize, usize) {
     let ranks = recipe.parallel.tensor;
-    let frozen = |(m, choice): &&(Module, Choice)| {
-        choice.leaves_weight()
-            && m.expert.is_none()
-            && matches!(m.group, Group::Attention | Group::Mlp)
-            && m.weight_shape().len() == 2
-    };
-    let own = selection.modules.iter().filter(frozen);
+    let own = selection.modules.iter().filter(|(m, choice)| is_frozen_dense(m, choice));
     own.fold((0, 0), |(of, all), (m, c)| {
         (of + usize::from(in_fp8(&cut_module(m, ranks), c, machine.fp8)), all + 1)
     })

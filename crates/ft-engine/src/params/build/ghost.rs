@@ -49,10 +49,15 @@ pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
 /// Whether a frozen matrix is multiplied in 8-bit floats if `fp8` is set: linears of attention and dense feed-forward
 /// blocks, of sizes that the products take. `m` has the dimensions of a rank.
 pub fn in_fp8(m: &Module, choice: &Choice, fp8: bool) -> bool {
-    fp8 && choice.leaves_weight()
+    fp8 && is_frozen_dense(m, choice) && matches!(m.weight_shape().as_slice(), &[o, i] if fp8::fits((o, i)))
+}
+
+/// Whether a module is a frozen matrix of an attention or dense feed-forward block.
+pub fn is_frozen_dense(m: &Module, choice: &Choice) -> bool {
+    choice.leaves_weight()
         && m.expert.is_none()
         && matches!(m.group, Group::Attention | Group::Mlp)
-        && matches!(m.weight_shape().as_slice(), &[o, i] if fp8::fits((o, i)))
+        && m.weight_shape().len() == 2
 }
 
 /// Sum of the LoRA ranks of linears of one input if their adapters are computed together, otherwise 0: all linears have
