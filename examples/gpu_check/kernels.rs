@@ -7,14 +7,18 @@ use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::padded::Padded;
 use ft::kernel::swiglu::{Activation, Glu, Joint};
-use ft::kernel::{Tensor, attention, dispatch, dropout, embed, gemm, loss, norm, rope, route, swiglu};
+use ft::kernel::{
+    Tensor, attention, dispatch, dropout, embed, factors, gemm, loss, norm, rope, route, swiglu,
+};
 use ft::rng::{Purpose, Stream};
 
 type Results = Vec<(String, Tensor)>;
 
 /// Compares all operations.
 pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<()> {
-    let all = [matmuls, norms, ropes, swiglus, attentions, embeddings, losses, dropouts, experts, updates];
+    let all = [
+        matmuls, adapters, norms, ropes, swiglus, attentions, embeddings, losses, dropouts, experts, updates,
+    ];
     for results in all {
         let (mut mine, mut cpu) = (Vec::new(), Vec::new());
         results(device, dtype, &mut mine)?;
@@ -47,6 +51,27 @@ fn matmuls(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         let c = r(25, &[70, 50])?;
         gemm::matmul_acc(&c, &a, ta, &b, tb, 0.5)?;
         out.push((format!("matmul, += a b, transposed {ta} {tb}"), c));
+    }
+    Ok(())
+}
+
+/// Gradients of LoRA's factors: one kernel in half precision on CUDA, two products elsewhere.
+fn adapters(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
+    let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
+    for (i, (t, o, rank)) in [(9, 8, 4), (300, 584, 16), (130, 1024, 31)].into_iter().enumerate() {
+        let seed = 200 + 10 * i as u64;
+        let (dy, b, u) = (r(seed, &[t, o])?, r(seed + 1, &[o, rank])?, r(seed + 2, &[t, rank])?);
+        let grad = Tensor::ones((o, rank), DType::F32, device)?;
+        let du = if factors::takes(&dy, &b)? {
+            let du = r(seed + 3, &[t, rank])?;
+            factors::gradients(&dy, (&b, 0.5), &du, (&u, 2.0), (&grad, true))?;
+            du
+        } else {
+            gemm::matmul_acc(&grad, &dy, true, &u, false, 2.0)?;
+            gemm::matmul_scaled(&dy, false, &b, false, 0.5)?
+        };
+        out.push((format!("du of rank {rank}"), du));
+        out.push((format!("dB of rank {rank}, added"), grad));
     }
     Ok(())
 }

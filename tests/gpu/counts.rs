@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 
 /// Counts by name: kernel launches and library calls (`launches`), host synchronizations (`waits`), copies
 /// between host and device (`copies`), bytes of elementwise kernels (`bytes`), bytes written by library
-/// products (`written`), and bytes copied to the operands of products (`copied`).
+/// products (`written`), bytes copied to the operands of products (`copied`), and bytes read and written for
+/// the gradients of LoRA's factors (`factors`).
 type Counts = BTreeMap<&'static str, i64>;
 
 /// Dimensions of the model: hidden, feed-forward, queries, keys, and head.
@@ -95,6 +96,8 @@ fn counts(
                 assert!(narrow || useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
                 if fields[0].starts_with("columns_") {
                     *counts.entry("copied").or_default() += ((load + store) * 1e6) as i64;
+                } else if fields[0].starts_with("factors_") {
+                    *counts.entry("factors").or_default() += ((load + store) * 1e6) as i64;
                 } else if !OTHERS.iter().any(|o| fields[0].starts_with(o)) {
                     *counts.entry("bytes").or_default() += ((load + store) * 1e6) as i64;
                 }
@@ -108,7 +111,7 @@ fn counts(
 
 /// Difference `a - b`, per count.
 fn less(a: &Counts, b: &Counts) -> Counts {
-    ["launches", "waits", "copies", "bytes", "written", "copied"]
+    ["launches", "waits", "copies", "bytes", "written", "copied", "factors"]
         .into_iter()
         .map(|k| (k, a.get(k).copied().unwrap_or(0) - b.get(k).copied().unwrap_or(0)))
         .collect()
@@ -154,6 +157,7 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
             traffic(tokens, &forward, &both);
             products(tokens, &forward, &both);
             copies(tokens, quantize == "none", &forward, &both);
+            factors(tokens, &both);
             let now = (forward["launches"], backward);
             assert_eq!(*first.get_or_insert(now), now, "{quantize}: launches depend on the number of tokens");
         }
@@ -177,8 +181,8 @@ fn traffic(tokens: usize, again: &Counts, both: &Counts) {
     }
 }
 
-/// Bytes written by the products of a layer in bf16: every output and every input gradient once, including
-/// the adapter; low-rank activations; gradients of A and B in f32. The recomputed forward ends before the
+/// Bytes written by the library's products of a layer in bf16: every output and every input gradient once,
+/// including the adapter; low-rank activations; gradients of A in f32. The recomputed forward ends before the
 /// last output.
 fn products(tokens: usize, again: &Counts, both: &Counts) {
     let [d, f, q, k, _] = WIDTHS;
@@ -186,15 +190,33 @@ fn products(tokens: usize, again: &Counts, both: &Counts) {
     let low = 2 * tokens * RANK * linears.len();
     let outputs: usize = linears.iter().map(|[_, o]| 2 * tokens * o).sum();
     let inputs: usize = linears.iter().map(|[i, _]| 2 * tokens * i).sum();
-    let gradients: usize = linears.iter().map(|[i, o]| 4 * RANK * (i + o)).sum();
+    let gradients: usize = linears.iter().map(|[i, _]| 4 * RANK * i).sum();
     let list_again = outputs - 2 * tokens * d + low;
     for (what, list, measured) in
-        [("again", list_again, again), ("both ways", outputs + inputs + 2 * low + gradients, both)]
+        [("again", list_again, again), ("both ways", outputs + inputs + low + gradients, both)]
     {
         let share = measured["written"] as f64 / list as f64;
         eprintln!("{what}, {tokens} tokens: products write {share:.3} of the list's {list} bytes");
         assert!((0.97..=1.03).contains(&share), "{what}: {measured:?}, the list has {list}");
     }
+}
+
+/// Bytes of the gradients of u and B: each output's gradient is read once, by blocks of 512 columns and 128 tokens;
+/// each writes sums in f32, which are read again.
+fn factors(tokens: usize, both: &Counts) {
+    let [d, f, q, k, _] = WIDTHS;
+    let list: usize = [q, k, k, d, f, f, d]
+        .iter()
+        .map(|o| {
+            let (slabs, blocks) = (o.div_ceil(512), tokens.div_ceil(128));
+            let sums = 4 * RANK * (slabs * tokens + blocks * o);
+            let operands = 2 * RANK * (blocks * o + slabs * tokens);
+            2 * tokens * o + operands + 2 * sums + 2 * RANK * tokens + 4 * RANK * o
+        })
+        .sum();
+    let share = both["factors"] as f64 / list as f64;
+    eprintln!("{tokens} tokens: gradients of factors move {share:.3} of the list's {list} bytes");
+    assert!((0.95..=1.05).contains(&share), "{both:?}, the list has {list}");
 }
 
 /// Bytes copied in bf16: low-rank activations next to the inputs; on a dense base, also B next to and A

@@ -36,7 +36,7 @@ mod transfer;
 #[doc(hidden)]
 pub mod check;
 
-pub use adapters::{dora, dropout};
+pub use adapters::{dora, dropout, factors};
 pub use arithmetic::{is_half, scaled, to_host, upcast};
 pub use experts::{dispatch, grouped, route, spread};
 pub use layers::{bias, embed, gate, loss, noise, norm, rope, swiglu};

@@ -2,3 +2,4 @@
 
 pub mod dora;
 pub mod dropout;
+pub mod factors;

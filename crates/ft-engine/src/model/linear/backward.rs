@@ -67,9 +67,8 @@ impl Linear {
         };
         let rank = self.fused_rank_back(dy, ctx);
         if rank > 0 && padded.room() >= rank {
-            sink.product(b_slot, dy, u, *u_rest)?;
             let du = padded.beside(rank)?;
-            gemm::matmul_into(&du, dy, false, &lora.b, false, lora.scale)?;
+            lora.low_gradient_into(&du, dy, b_slot, (u, *u_rest), sink)?;
             let dx = self.weight.backward_with(&padded.with(rank)?, &lora.a, dx)?;
             let a = DeferredA { slot: a_slot, du, factor: 1.0, mask: None };
             return Ok((dx, Some(DeferredGradients { weight, a: Some(a) })));
@@ -77,8 +76,7 @@ impl Linear {
         let mask = lora.mask(like, ctx)?;
         let k = mask.as_ref().map_or(1.0, |(_, k)| *k);
         let dz = lora.unscaled(saved, dy, sink)?;
-        sink.product(b_slot, &dz, u, *u_rest)?;
-        let (du, rest) = lora.low_gradient(&dz, k)?;
+        let (du, rest) = lora.low_gradient(&dz, k, b_slot, (u, *u_rest), sink)?;
         let (dx, mask) = match mask {
             None => {
                 let dx = self.weight.backward(&dz, dx)?;
@@ -116,10 +114,37 @@ impl Linear {
 
 impl Lora {
     /// Gradient of `x A^T`, and the remaining part of the factor k s, which is rounded only where rounding
-    /// costs nothing.
-    fn low_gradient(&self, dz: &Tensor, k: f64) -> Result<(Tensor, f64)> {
+    /// costs nothing. Adds the gradient of B to the sink, with the saved `u = x A^T` and its factor.
+    fn low_gradient(
+        &self,
+        dz: &Tensor,
+        k: f64,
+        b_slot: Slot,
+        u: (&Tensor, f64),
+        sink: &Sink<'_>,
+    ) -> Result<(Tensor, f64)> {
+        if let Some(du) = sink.factors(b_slot, dz, (&self.b, 1.0), u, None)? {
+            return Ok((du, self.scale * k));
+        }
+        sink.product(b_slot, dz, u.0, u.1)?;
         let du = gemm::matmul(dz, false, &self.b, false)?;
         Ok(if is_half(&du) { (du, self.scale * k) } else { ((du * self.scale)?, 1.0) })
+    }
+
+    /// On CUDA, the gradient of `s x A^T`, written to `du`, and that of B, added to the sink.
+    pub(super) fn low_gradient_into(
+        &self,
+        du: &Tensor,
+        dy: &Tensor,
+        b_slot: Slot,
+        u: (&Tensor, f64),
+        sink: &Sink<'_>,
+    ) -> Result<()> {
+        if sink.factors(b_slot, dy, (&self.b, self.scale), u, Some(du))?.is_none() {
+            sink.product(b_slot, dy, u.0, u.1)?;
+            gemm::matmul_into(du, dy, false, &self.b, false, self.scale)?;
+        }
+        Ok(())
     }
 
     /// Gradient of the output before DoRA's magnitude; adds the magnitude's gradient to the sink.

@@ -87,8 +87,7 @@ impl Stack {
             if let Some(slot) = linear.bias_slot {
                 sink.column_sums(slot, &values)?;
             }
-            sink.product(b_slot, &values, u, *rest)?;
-            gemm::matmul_into(&du.narrow(1, at, rank)?, &values, false, &lora.b, false, lora.scale)?;
+            lora.low_gradient_into(&du.narrow(1, at, rank)?, &values, b_slot, (u, *rest), sink)?;
             dx = Some(match dx {
                 dx if beside && n + 1 == count => linear.weight.backward_with(&dy.with(all)?, &self.a, dx)?,
                 dx => linear.weight.backward(&values, dx)?,

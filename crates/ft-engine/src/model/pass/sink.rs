@@ -5,7 +5,8 @@ use ft_kernels::Tensor;
 use ft_kernels::embed::ById;
 use ft_kernels::ledger::{Allocation, Ledger, Role};
 use ft_kernels::optimizer::BLOCK;
-use ft_kernels::{bias, dora, embed, gemm, upcast};
+use ft_kernels::padded::Padded;
+use ft_kernels::{bias, dora, embed, factors, gemm, upcast};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -276,6 +277,28 @@ impl<'a> Sink<'a> {
         }
         let (grad, add) = self.target(slot)?;
         gemm::matmul_onto((&grad, add), a, true, b, false, alpha)
+    }
+
+    /// [`Sink::product`] of `dy` and `u` for a slot of B, and `du = scale dy B` from the same read of `dy`, written to
+    /// `to` if given. `None` and nothing done unless [`factors::takes`] them.
+    pub fn factors(
+        &self,
+        slot: Slot,
+        dy: &Tensor,
+        (b, scale): (&Tensor, f64),
+        u: (&Tensor, f64),
+        to: Option<&Tensor>,
+    ) -> Result<Option<Tensor>> {
+        if self.later.is_some() || !factors::takes(dy, b)? {
+            return Ok(None);
+        }
+        let du = match to {
+            Some(du) => du.clone(),
+            None => Padded::empty(dy, (dy.dim(0)?, b.dim(1)?), 0, dy.dtype())?.values()?,
+        };
+        let (grad, add) = self.target(slot)?;
+        factors::gradients(dy, (b, scale), &du, u, (&grad, add))?;
+        Ok(Some(du))
     }
 
     /// [`Sink::product`] for several tensors `[rows, cols]` of one `b`; `a` has their columns side by side. One product
