@@ -25,6 +25,18 @@ pub enum Weight {
 }
 
 impl Weight {
+    /// A matrix without room for an adapter, multiplied in 8-bit floats if `fp8`.
+    ///
+    /// # Errors
+    /// A matrix that cannot be multiplied in 8-bit floats.
+    pub fn of(source: Source, fp8: bool) -> Result<Self> {
+        Ok(match source {
+            source if fp8 => Weight::Fp8(Fp8Matrix::new(source)?),
+            Source::Dense(w) => Weight::Dense(w),
+            Source::Blocks(w) => Weight::Nf4(w),
+        })
+    }
+
     /// `x W^T`: `[t, i]` -> `[t, o]`.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {

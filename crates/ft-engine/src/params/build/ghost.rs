@@ -11,7 +11,7 @@ use crate::model::sink::Slot;
 use crate::params::buffers::{ALIGN, cut_module, is_cut};
 use crate::quant;
 use candle_core::{DType, Shape};
-use ft_kernels::fp8::{self, Fp8Matrix, Source};
+use ft_kernels::fp8::{self, Source};
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Ghost;
@@ -189,27 +189,16 @@ impl Weights for Ghosts<'_> {
         match m.weight_shape().as_slice() {
             &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => {
                 let blocks = QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype);
-                let blocks = Arc::new(blocks);
-                Ok((
-                    match fp8 {
-                        true => Weight::Fp8(Fp8Matrix::new(Source::Blocks(blocks))?),
-                        false => Weight::Nf4(blocks),
-                    },
-                    None,
-                ))
-            }
-            shape if fp8 => {
-                let (weight, slot) = self.tensor((m, Part::Weight), shape);
-                Ok((Weight::Fp8(Fp8Matrix::new(Source::Dense(weight))?), slot))
+                Ok((Weight::of(Source::Blocks(Arc::new(blocks)), fp8)?, None))
             }
             shape => {
                 let rank = room(m, &self.choice(m), self.rooms);
-                if let (&[o, i], true) = (shape, rank > 0) {
+                if let (&[o, i], true) = (shape, rank > 0 && !fp8) {
                     let all = self.ghost(Padded::shape((o, i), rank), self.dtype);
                     return Ok((Weight::Padded(Padded::within(all, (o, i))?), None));
                 }
                 let (weight, slot) = self.tensor((m, Part::Weight), shape);
-                Ok((Weight::Dense(weight), slot))
+                Ok((Weight::of(Source::Dense(weight), fp8)?, slot))
             }
         }
     }

@@ -23,7 +23,7 @@ use ft_base::rng::{Purpose, Stream};
 use ft_base::terminal::bytes_bar;
 use ft_kernels::Tensor;
 use ft_kernels::crossing::Arrival;
-use ft_kernels::fp8::{Fp8Matrix, Source};
+use ft_kernels::fp8::Source;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Real;
@@ -370,30 +370,18 @@ impl Weights for Loader<'_> {
         match four_bit(self.b.base, m, &self.choice(m)) {
             Some(how) => {
                 let blocks = Arc::new(self.blocks(m, how)?);
-                Ok((
-                    match fp8 {
-                        true => Weight::Fp8(Fp8Matrix::new(Source::Blocks(blocks))?),
-                        false => Weight::Nf4(blocks),
-                    },
-                    None,
-                ))
+                Ok((Weight::of(Source::Blocks(blocks), fp8)?, None))
             }
             None => {
                 let (weight, slot) = self.weight(m)?;
-                if fp8 {
-                    return Ok((Weight::Fp8(Fp8Matrix::new(Source::Dense(weight))?), slot));
-                }
                 let (ranks, apart) = (self.params.split.mesh.ranks(), self.params.is_gathered());
                 let rooms = self.b.device.is_cuda() && ranks == 1 && !apart;
                 let rank = super::ghost::room(m, &self.choice(m), rooms);
-                Ok((
-                    if rank == 0 {
-                        Weight::Dense(weight)
-                    } else {
-                        Weight::Padded(Padded::copy_of(&weight, rank)?)
-                    },
-                    slot,
-                ))
+                let weight = match rank {
+                    1.. if !fp8 => Weight::Padded(Padded::copy_of(&weight, rank)?),
+                    _ => Weight::of(Source::Dense(weight), fp8)?,
+                };
+                Ok((weight, slot))
             }
         }
     }
