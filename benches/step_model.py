@@ -27,9 +27,10 @@ CARDS = {
 }
 # Shares that kernels reach of the bound of their loop, on H200 at 4,096 tokens, 32 heads of 128, 128 experts.
 SHARES = {"attention_forward": 0.51, "attention_backward_q": 0.60, "attention_backward_kv": 0.66, "grouped": 0.31}
-# Skinny products (LoRA factors) reach this share of the memory rate. A decoded value costs the time of so many bytes. A
-# launch costs this many seconds of gaps.
-SKINNY, DECODED, GAP = 0.62, 3.8, 2e-6
+# Skinny products (LoRA factors) reach this share of the memory rate (0.78 measured alone; factors.cu is not measured). A
+# decoded value costs the time of so many bytes (2.4 measured; 3.8 on average when an adapter's factor was copied beside
+# it value by value, in 15 microseconds). A launch costs this many seconds of gaps.
+SKINNY, DECODED, GAP = 0.70, 2.6, 2e-6
 TOKENS, RANK = 4096, 16
 # Instructions of a thread for each value of adamw8bit (machine code for 9.0, the path of whole blocks).
 ADAM = 250
@@ -50,7 +51,7 @@ WORKLOADS = [
 ]
 # Tokens a second on H100: aims, and figures that no change may lower.
 BARS = {0: 9500, 1: 12000, 3: 9000, 4: 7000}
-FLOORS = {0: 9250, 1: 12000, 2: 13300, 3: 7200, 4: 7100}
+FLOORS = {0: 9700, 1: 12600, 2: 13800, 3: 7300, 4: 7100}
 
 
 def loops():
@@ -82,6 +83,13 @@ class Card:
         return wide if self.column in (0, 3) and wide in self.cycles else kernel
 
 
+def partial_sums(o):
+    """Bytes of the sums that factors.cu writes for a linear of `o` outputs: 10 MB at most, read again from L2."""
+    slabs, tiles = -(-o // 512), -(-TOKENS // 128)
+    blocks = -(-tiles // -(-tiles // max(132 // slabs, 1)))
+    return 4 * RANK * (slabs * TOKENS + blocks * o)
+
+
 def step(card, model, trains, coded, recomputed):
     """Seconds of each part of a step."""
     layers, d, q, kv, f, vocab, top = MODELS[model]
@@ -110,11 +118,13 @@ def step(card, model, trains, coded, recomputed):
     if coded:
         out["decoding"] = (passes * weights * layers * DECODED) / card.stream
     if trains == "lora":
-        reads = lambda pairs, rows: rows * ((1 + again) * sum(i for i, _ in pairs) + sum(i + 2 * o for i, o in pairs))
-        values = reads(linears, 1) + (reads([(d, f), (d, f), (f, d)], top) if top else 0) - again * (last and f)
+        # dy is read once for du and dB, twice by experts
+        reads = lambda pairs, rows, dy: rows * ((1 + again) * sum(i for i, _ in pairs) + sum(i + dy * o for i, o in pairs))
+        values = reads(linears, 1, 1) + (reads([(d, f), (d, f), (f, d)], top, 2) if top else 0) - again * (last and f)
         # q, k, v and gate, up read their input once: in each forward pass, and of a 4-bit base for the gradients of A
         values -= (2 + (0 if top else 1)) * d * (1 + again + (1 if coded else 0))
-        out["adapters"] = 2 * values * tokens / (card.stream * SKINNY)
+        parts = sum(partial_sums(o) for _, o in linears) * layers
+        out["adapters"] = 2 * values * tokens / (card.stream * SKINNY) + parts / card.stream
     if top:
         flops = 2 * 3 * d * f * top * tokens
         kind = "coded_" if coded else ""

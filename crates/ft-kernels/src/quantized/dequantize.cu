@@ -22,12 +22,35 @@ template <typename Out> struct Low {
   uint32_t rows, cols;
   uint64_t stride, to;
 
-  // Copies the elements assigned to warp `warp`: one chunk.
+  // Copies the values of warp `warp`: one chunk.
   DEVICE void copy(Out *out, uint64_t apart, uint32_t warp, unsigned lane) const {
+    constexpr int N = VECTOR<Out>;
     if (from == nullptr) return;
-    const uint64_t all = static_cast<uint64_t>(rows) * cols, begin = warp * static_cast<uint64_t>(CHUNK);
-    for (uint64_t i = begin + lane; i < all && i < begin + CHUNK; i += WARP)
-      out[to + i / cols * apart + i % cols] = from[i / cols * stride + i % cols];
+    const bool whole = cols % N == 0 && (stride | apart | to) % N == 0 && is_aligned(from) && is_aligned(out);
+    if (whole) copy_by<N>(out, apart, warp, lane);
+    else copy_by<1>(out, apart, warp, lane);
+  }
+
+private:
+  // Copies V values at a time. BATCH loads are in flight.
+  template <int V> DEVICE void copy_by(Out *out, uint64_t apart, uint32_t warp, unsigned lane) const {
+    using Unit = std::conditional_t<V == 1, Out, uint4>;
+    constexpr uint32_t BATCH = 4;
+    const uint32_t across = cols / V, begin = warp * (CHUNK / V), end = min(begin + CHUNK / V, rows * across);
+#pragma unroll 1
+    for (uint32_t first = begin + lane; first < end; first += BATCH * WARP) {
+      Unit unit[BATCH];
+#pragma unroll
+      for (uint32_t b = 0; b < BATCH; b++) {
+        const uint32_t i = min(first + b * WARP, end - 1);
+        unit[b] = *reinterpret_cast<const Unit *>(from + i / across * stride + i % across * V);
+      }
+#pragma unroll
+      for (uint32_t b = 0; b < BATCH; b++) {
+        const uint32_t i = first + b * WARP;
+        if (i < end) *reinterpret_cast<Unit *>(out + to + i / across * apart + i % across * V) = unit[b];
+      }
+    }
   }
 };
 

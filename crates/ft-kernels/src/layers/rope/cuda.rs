@@ -14,8 +14,6 @@ const WARPS: usize = 4;
 const WARP: usize = 32;
 /// Maximum number of partial sums of the weight gradients.
 const PARTS: usize = 256;
-/// Maximum number of tokens per warp with frozen weights.
-const TOKENS: usize = 4;
 
 /// Sizes of queries and keys.
 struct Sizes {
@@ -148,8 +146,9 @@ pub fn backward(
     {
         candle_core::bail!("rope: {:?} with a gradient {:?}", q.shape(), dyq.shape());
     }
-    let most = if want_dw { sizes.tokens.div_ceil(PARTS).max(WARPS) } else { TOKENS * WARPS };
-    let per = most.min(sizes.tokens.max(1));
+    // a token a warp, unless there would be too many partial sums
+    let per = if want_dw { sizes.tokens.div_ceil(PARTS).max(WARPS) } else { WARPS };
+    let per = per.min(sizes.tokens.max(1));
     let (parts, c) = (sizes.tokens.div_ceil(per), 2 * sizes.half);
     let of_w = (Shape::from((2, parts, c)), DType::F32);
     let split = |dw: &Tensor| -> Result<[Tensor; 2]> {
