@@ -124,7 +124,6 @@ const STACK: usize = 8 << 20;
 /// memory for it. Without limits it runs on the main thread, and only subcommands that compute get a
 /// thread of their own, one of the compute pool.
 pub fn main() -> ExitCode {
-    ft_base::names::without_modules();
     let work = || call(std::env::args_os());
     if !is_limited() {
         return ExitCode::from(work());

@@ -1,13 +1,12 @@
 //! Names of hosts and users in a static binary.
 
-/// Restricts lookups to `/etc/hosts`, DNS and `/etc/passwd` in a binary that is linked with glibc statically. Does
-/// nothing in others.
+/// Restricts glibc's lookups to `/etc/hosts`, DNS and `/etc/passwd`, for a binary that is linked with it statically.
+/// Called before other threads exist.
 ///
 /// glibc loads the other services of `/etc/nsswitch.conf` (mDNS, systemd's) as shared libraries, also into a static
 /// binary. They need the C library of the machine, and the process ends by a signal where that has another version.
-/// Call it before there are threads.
 pub fn without_modules() {
-    #[cfg(all(target_env = "gnu", target_feature = "crt-static"))]
+    #[cfg(target_env = "gnu")]
     for (database, services) in [(c"hosts", c"files dns"), (c"passwd", c"files")] {
         use std::ffi::{c_char, c_int};
         unsafe extern "C" {
