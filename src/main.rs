@@ -7,5 +7,8 @@ use std::process::ExitCode;
 static ALLOCATOR: ft_base::memory::CountingAllocator = ft_base::memory::CountingAllocator;
 
 fn main() -> ExitCode {
+    if cfg!(target_feature = "crt-static") {
+        ft_base::names::without_modules();
+    }
     ft::cli::main()
 }

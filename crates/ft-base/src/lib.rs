@@ -1,4 +1,4 @@
-//! Base of `ft`: errors with exit codes, random numbers, files on disk, the terminal, memory.
+//! Base of `ft`: errors with exit codes, random numbers, files on disk, the terminal, memory, names of hosts.
 //!
 //! Free of candle; the feature `candle` gives its errors an exit code.
 
@@ -13,6 +13,7 @@ extern crate self as ft_base;
 pub mod device_error;
 pub mod error;
 pub mod memory;
+pub mod names;
 pub mod rng;
 pub mod store;
 pub mod terminal;
