@@ -74,7 +74,7 @@ impl World {
         self.write(&format!("{name}/config.json"), raw.to_string());
     }
 
-    /// Runs a command in this folder.
+    /// Runs a command in this folder. A first start on a card measures nothing: each test would.
     pub fn command(&self, args: &[&str]) -> std::process::Command {
         let mut c = std::process::Command::new(FT);
         c.args(args).current_dir(self.0.path()).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
