@@ -1,5 +1,5 @@
-//! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a process of its own, at its
-//! first start on a card.
+//! `ft bench --probe`: rates of a CUDA card for plans, measured in a few seconds. A run does so in a process of its
+//! own, at its first start on a card.
 
 use crate::train::Error;
 use crate::train::job::Job;
@@ -84,9 +84,9 @@ fn of_now(device: &Device) -> Option<(&'static str, Probe)> {
     Some((Target::of(device).card?, probe))
 }
 
-/// Measures the card of a job in a process of `program`, `ft` itself, unless its rates are known for this device, driver
-/// and ft. That process leaves no memory on the device, and an error in it does not end the run. `FT_PROBE=0` leaves it
-/// out, and so does an f32 run, whose plan takes no such rates.
+/// Measures the card of a job in a process of `program`, `ft` itself, unless its rates are known for this device,
+/// driver and ft. The process leaves no memory on the device, and an error in it does not end the run. Does nothing for
+/// f32, whose plans take no such rates, and with `FT_PROBE=0`.
 pub fn before(job: &Job, program: Option<&Path>) {
     let off = job.device.is_cpu()
         || job.dtype == DType::F32
@@ -104,7 +104,7 @@ pub fn before(job: &Job, program: Option<&Path>) {
     match child(program) {
         Ok(probe) => probe::take(card, probe),
         Err(why) => warn(&format!(
-            "the rates of {card} are not measured: {why}\n  hint: ft bench --probe while nothing else runs on the card, \
+            "the rates of {card} are not measured: {why}\n  hint: ft bench --probe with nothing else on the card, \
              or FT_PROBE=0"
         )),
     }
@@ -298,8 +298,8 @@ fn blocks(device: &Device, (rows, cols): (usize, usize)) -> Result<QuantizedMatr
     QuantizedMatrix::new((rows, cols), 64, packed, scales, book, DType::BF16, DType::BF16)
 }
 
-/// FLOPs per second of grouped products with 4-bit experts, forward and back. The cost model adds the time to dequantize
-/// the experts, which is left out here, up to half of all.
+/// FLOPs per second of grouped products with 4-bit experts, forward and back. The cost model adds the time to
+/// dequantize the experts: it is left out here, up to half of all.
 fn grouped(device: &Device, dequantize: f64) -> Result<f64> {
     let flops = |(experts, o, i): (usize, usize, usize)| 4.0 * (experts * OF_EXPERT * o * i) as f64;
     let whole = rate(EXPERTS, flops, |(experts, o, i)| {

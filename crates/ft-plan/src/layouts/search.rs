@@ -74,8 +74,8 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The measured rate, else the rate of the card's probe or data sheet, else an assumption. Ranks on the CPU share its
-    /// threads: a rank's rate was measured with as many, or is its share of the rate of all.
+    /// The measured rate, else the rate of the card's probe or data sheet, else an assumption. Ranks on the CPU share
+    /// its threads: a rank's rate was measured with as many, or is its share of the rate of all.
     fn of(m: Machine, ranks: usize) -> Self {
         let sharing = sharing(ranks) as u64;
         if m.cuda || sharing == 1 {

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 
 const RATES: Kept = Kept("rates.json");
 
-/// Relative uncertainty of a step time predicted from measured rates, of steps or of a card's probe; plans print a range
-/// of ±30%. No step on a card has confirmed it for probes.
+/// Relative uncertainty of a step time predicted from measured rates, of steps or of a card's probe; plans print a
+/// range of ±30%. No step on a card has confirmed it for probes.
 const SPREAD: f64 = 0.3;
 
 /// The same from a data sheet.
