@@ -346,7 +346,7 @@ fn crossing(device: &Device, pin: bool) -> Result<f64> {
 fn launch(device: &Device) -> Result<f64> {
     let (a, b) = (square(device, 16)?, square(device, 16)?);
     let all = || (0..LAUNCHES).try_for_each(|_| gemm::matmul(&a, false, &b, true).map(drop));
-    rate(&[LAUNCHES], |n| n as f64, |_| Ok(timed(device, &all))).map(|rate| 1.0 / rate)
+    rate(&[LAUNCHES], |n| n as f64, |_| Ok(timed(device, all))).map(|rate| 1.0 / rate)
 }
 
 /// Time of a product of 8-bit floats with its casts as a share of that in bf16; `None` on cards without.

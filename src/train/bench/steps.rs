@@ -89,12 +89,8 @@ pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base:
         products.measure()?;
     }
     let fp8 = Fp8Error::measure(&model, &job.device, || cx.step(&input(0)))?;
-    let rate = rates::Rate {
-        matmul: products.rate(),
-        step: plan.step_work() / timed.fastest(),
-        copy: products.copy(),
-        probed: None,
-    };
+    let step = plan.step_work() / timed.fastest();
+    let rate = rates::Rate { matmul: products.rate(), step, copy: products.copy(), probed: None };
     let kept = rates::save(plan.machine, rate)?;
     let mut json = timed.json(&plan, &monitor, &products);
     json["products"] = json!(job.products()?.map(pairs::Path::word));
