@@ -15,17 +15,18 @@ fn world() -> World {
     w
 }
 
-/// A run that measures if it is the first, with its memory and the bits of its steps.
-fn first(w: &World, cache: &str, set: &[&str]) -> (Ran, Value, Vec<(u64, u64, u64, u64)>) {
+/// A run that measures if it is the first.
+fn run(w: &World, cache: &str, set: &[&str]) -> Ran {
     let args = [&TINY[..], set].concat();
     let r = ran(w.command(&args).env_remove("FT_PROBE").env("FT_CACHE", cache).output().expect("started"));
     assert_eq!(r.code, 0, "{}", r.err);
-    (r, memory(w), w.steps("out"))
+    r
 }
 
-fn memory(w: &World) -> Value {
+/// Bits of the steps, and most bytes on the device, in use and held.
+fn outcome(w: &World) -> Value {
     let end = &w.events("out", "end")[0];
-    json!([end["peak_device_bytes"], end["reserved_device_bytes"]])
+    json!([w.steps("out"), end["peak_device_bytes"], end["reserved_device_bytes"]])
 }
 
 #[test]
@@ -58,18 +59,18 @@ fn a_first_start_measures_once_and_trains_the_same() {
     }
     let w = world();
     w.ok(&TINY);
-    let (same, steps) = (memory(&w), w.steps("out"));
-    let (begins, cache) = ("measuring the rates of", w.path("cache"));
+    let (same, cache) = (outcome(&w), w.path("cache"));
     let cache = cache.to_str().expect("UTF-8");
     // a file that is not one of rates
     w.write("cache/probes.json", "{");
-    let (r, used, bits) = first(&w, cache, &[]);
-    assert!(r.err.contains(begins) && r.err.contains("probes.json: no measured rates of"), "{}", r.err);
-    assert!(r.err.contains("the rates are kept in"), "{}", r.err);
-    assert_eq!((&used, &bits), (&same, &steps));
-    let (r, used, bits) = first(&w, cache, &[]);
-    assert!(!r.err.contains("rates of"), "{}", r.err);
-    assert_eq!((&used, &bits), (&same, &steps));
+    let err = run(&w, cache, &[]).err;
+    for said in ["measuring the rates of", "probes.json: no measured rates of", "the rates are kept in"] {
+        assert!(err.contains(said), "{err}");
+    }
+    assert_eq!(outcome(&w), same);
+    let err = run(&w, cache, &[]).err;
+    assert!(!err.contains("rates of"), "{err}");
+    assert_eq!(outcome(&w), same);
 }
 
 #[test]
@@ -79,8 +80,8 @@ fn a_first_start_goes_on_without_a_cache_folder() {
     }
     let w = world();
     // the plan of an f32 run takes no rates of bf16
-    let (r, ..) = first(&w, "/dev/null", &["model.dtype=f32"]);
-    assert!(!r.err.contains("the rates"), "{}", r.err);
-    let (r, ..) = first(&w, "/dev/null", &[]);
-    assert!(r.err.contains("warning: the rates are not kept: "), "{}", r.err);
+    let err = run(&w, "/dev/null", &["model.dtype=f32"]).err;
+    assert!(!err.contains("the rates"), "{err}");
+    let err = run(&w, "/dev/null", &[]).err;
+    assert!(err.contains("warning: the rates are not kept: "), "{err}");
 }
