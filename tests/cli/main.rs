@@ -33,6 +33,7 @@ mod optimizers;
 mod pipeline;
 mod plan;
 mod preference;
+mod probe;
 mod push;
 mod ranks;
 mod rates;

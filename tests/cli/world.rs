@@ -74,12 +74,12 @@ impl World {
         self.write(&format!("{name}/config.json"), raw.to_string());
     }
 
-    /// Runs a command in this folder.
+    /// Runs a command in this folder. A first start on a card measures nothing: each test would.
     pub fn command(&self, args: &[&str]) -> std::process::Command {
         let mut c = std::process::Command::new(FT);
         c.args(args).current_dir(self.0.path()).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
         c.env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN").env_remove("HF_HUB_CACHE");
-        c.env("FT_CACHE", self.path("cache"));
+        c.env("FT_CACHE", self.path("cache")).env("FT_PROBE", "0");
         c
     }
 

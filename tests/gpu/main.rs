@@ -35,6 +35,7 @@ mod counts;
 mod faults;
 mod fp8;
 mod libraries;
+mod probe;
 mod ranks;
 mod reference;
 mod room;

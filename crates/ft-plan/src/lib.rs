@@ -52,5 +52,5 @@ pub use model::{Target, machine, source, stored};
 pub use plan::{Hint, Pipelined, Plan, allocations, of_recipe, of_recipe_in};
 pub use resolve::Resolved;
 pub use search::{Inputs, Reasons, SearchResult};
-pub use time::{actions, links, rates};
+pub use time::{actions, links, probe, rates};
 pub use workload::{Tokens, Workload, Workloads, check_steps};

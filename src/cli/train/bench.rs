@@ -1,16 +1,17 @@
-//! `ft bench`: throughput and memory on synthetic rows; rates of links.
+//! `ft bench`: throughput and memory on synthetic rows; rates of links and of a card.
 
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::train::bench;
 use ft_base::terminal::tell;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// Arguments of `ft bench`.
 #[derive(Debug, clap::Args)]
 #[command(
-    override_usage = "ft bench [OPTIONS] <RECIPE> [KEY=VALUE]...\n       ft bench [OPTIONS] --ranks <N>"
+    override_usage = "ft bench [OPTIONS] <RECIPE> [KEY=VALUE]...\n       ft bench [OPTIONS] --ranks <N>\n       \
+                      ft bench [OPTIONS] --probe"
 )]
 pub struct Args {
     #[command(flatten)]
@@ -23,6 +24,10 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     #[arg(conflicts_with_all = ["recipe", "steps"])]
     ranks: Option<u32>,
+    /// In place of a recipe: measure the rates of the CUDA card for plans, in a few seconds (products, attention, 4-bit
+    /// values, copies, launches). ft run does so at its first start on a card; FT_PROBE=0 leaves that out
+    #[arg(long, conflicts_with_all = ["recipe", "steps", "ranks"])]
+    probe: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -31,8 +36,13 @@ pub struct Args {
 /// Runs the benchmark and prints the result.
 pub fn run(args: &Args) -> ft_base::Result<()> {
     if let Some(recipe) = &args.recipe {
-        let measured = bench::run(recipe.load()?, args.steps as usize)?;
+        let program = std::env::current_exe().ok();
+        let measured = bench::run(recipe.load()?, args.steps as usize, program.as_deref())?;
         return show(args, measured.kept, &measured.json, measured.text);
+    }
+    if args.probe {
+        let measured = bench::run_probe()?;
+        return show(args, measured.keep(), &json!(measured.probe), measured.text());
     }
     // the parser asks for a recipe without it
     let Some(ranks) = args.ranks else { return Ok(()) };
@@ -42,7 +52,8 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 
 fn show(args: &Args, kept: Option<PathBuf>, json: &Value, text: String) -> ft_base::Result<()> {
     if let Some(path) = kept {
-        tell(&format!("the rate is kept in {} for plans", path.display()));
+        let rates = if args.probe { "rates are" } else { "rate is" };
+        tell(&format!("the {rates} kept in {} for plans", path.display()));
     }
     print(&if args.json { format!("{json:#}\n") } else { text })
 }

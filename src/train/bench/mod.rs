@@ -1,10 +1,12 @@
-//! `ft bench`: times steps of a recipe on random rows, or the links between ranks.
+//! `ft bench`: times steps of a recipe on random rows, the links between ranks, or parts of a step on a card.
 
 mod fp8;
 mod link;
 mod matmul;
+mod probe;
 mod report;
 mod steps;
 
 pub use link::{MeasuredLink, run as run_links};
+pub use probe::{Measured as MeasuredCard, before as probe_before, run as run_probe};
 pub use steps::{Measured, run};

@@ -3,6 +3,7 @@
 
 use super::fp8::Fp8Error;
 use super::matmul::MatmulRate;
+use super::probe::before as probe_before;
 use super::report::{Limit, StepTimes};
 use crate::train::Error;
 use crate::train::job::Job;
@@ -18,7 +19,7 @@ use ft_kernels::gemm::pairs;
 use ft_plan::{Workload, rates};
 use ft_recipe::{Format, Recipe, ScoreTargets, TOP_K, Task, Weights};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Result of a benchmark.
 #[derive(Debug)]
@@ -32,11 +33,12 @@ pub struct Measured {
 }
 
 /// Runs one warm-up step and `steps` timed steps on full rows of random tokens. Every token is a target, as
-/// `ft plan` assumes. Writes nothing except the measured rate.
+/// `ft plan` assumes. Writes nothing except the measured rate, and the rates of the card before it, by `program` as for
+/// [`probe_before`].
 ///
 /// # Errors
 /// As a run, up to the first step.
-pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
+pub fn run(mut recipe: Recipe, steps: usize, program: Option<&Path>) -> ft_base::Result<Measured> {
     // With random weights, `config.json` is enough to measure speed.
     let want = if recipe.model.weights == Weights::Random { Want::Config } else { Want::Weights };
     // Rows are generated; data files are ignored.
@@ -51,6 +53,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
         return Err(Error::Usage(format!("{place}: {why}")).into());
     }
     let data = rows(r, job.config.vocab)?;
+    probe_before(&job, program);
     let mut plan = job.plan_without_files(Workload::of_recipe)?;
     limits::check(&job, &plan)?;
     plan.workload.steps = Some(steps as u64);
@@ -86,11 +89,8 @@ pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
         products.measure()?;
     }
     let fp8 = Fp8Error::measure(&model, &job.device, || cx.step(&input(0)))?;
-    let rate = rates::Rate {
-        matmul: products.rate(),
-        step: plan.step_work() / timed.fastest(),
-        copy: products.copy(),
-    };
+    let step = plan.step_work() / timed.fastest();
+    let rate = rates::Rate { matmul: products.rate(), step, copy: products.copy(), probed: None };
     let kept = rates::save(plan.machine, rate)?;
     let mut json = timed.json(&plan, &monitor, &products);
     json["products"] = json!(job.products()?.map(pairs::Path::word));

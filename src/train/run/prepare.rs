@@ -7,6 +7,7 @@ use super::server;
 use super::signals::Signals;
 use crate::log::{Observer, read_metrics};
 use crate::train::Error;
+use crate::train::bench::probe_before;
 use crate::train::checkpoint::identity::Identity;
 use crate::train::checkpoint::state::{self, State};
 use crate::train::eval::{EvalHistory, check_tokenizer};
@@ -119,6 +120,10 @@ pub fn prepare(
     let dir = recipe.run.output.clone();
     let CheckedInputs { mut job, data, eval, batches, schedule, result, saved } =
         check_inputs(recipe, options, remote)?;
+    if remote.is_none() {
+        // other processes would wait, or measure the same card at the same time
+        probe_before(&job, options.program.as_deref());
+    }
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // A finished run must return before memory and disk space are checked.
     let goes_on = options.resume && saved;

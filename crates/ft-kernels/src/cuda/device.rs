@@ -47,6 +47,18 @@ pub fn name(_: &Device) -> Option<String> {
     None
 }
 
+/// CUDA version of the driver, such as 12040 for 12.4; `None` without a driver, or if it does not say.
+#[cfg(feature = "cuda")]
+pub fn driver_version() -> Option<i32> {
+    libraries::load_driver().ok().and_then(|()| libraries::driver_version())
+}
+
+/// CUDA version of the driver: `None` in this CPU-only build.
+#[cfg(not(feature = "cuda"))]
+pub fn driver_version() -> Option<i32> {
+    None
+}
+
 /// Makes a device current on this thread, as every device operation does. No-op for the CPU.
 ///
 /// # Errors

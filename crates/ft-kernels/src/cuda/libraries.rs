@@ -213,7 +213,7 @@ pub fn load_driver() -> Result<(), String> {
 }
 
 /// CUDA version of the loaded driver, such as 12040 for 12.4; `None` if it does not say.
-fn driver_version() -> Option<c_int> {
+pub fn driver_version() -> Option<c_int> {
     let mut version = 0;
     // SAFETY: the pointer points to a c_int.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) };

@@ -31,7 +31,8 @@ pub mod upload;
 pub(crate) use libraries::cublas_lt;
 
 pub use device::{
-    count, cuda_memory, device_bytes, enter, name, nccl_is_here, open, pool_bytes, reserved_bytes,
+    count, cuda_memory, device_bytes, driver_version, enter, name, nccl_is_here, open, pool_bytes,
+    reserved_bytes,
 };
 
 /// On other platforms, the loader resolves the libraries at program start.
@@ -42,6 +43,9 @@ pub use device::{
 mod libraries {
     pub fn load_driver() -> Result<(), String> {
         Ok(())
+    }
+    pub fn driver_version() -> Option<i32> {
+        None
     }
     pub fn check_driver() -> Result<(), String> {
         Ok(())

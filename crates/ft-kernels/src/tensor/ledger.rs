@@ -17,7 +17,7 @@ pub struct Machine {
     pub stored: u64,
     /// Number of CPU threads.
     pub threads: u64,
-    /// Model of the CUDA card, if it is one whose rates are known.
+    /// Model of the CUDA card, if it is known.
     pub card: Option<&'static str>,
     /// Whether products with frozen matrices of dense linears are in 8-bit floats: see [`crate::fp8`].
     pub fp8: bool,

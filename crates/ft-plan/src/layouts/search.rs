@@ -74,8 +74,8 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The measured rate, else the rate of the card's data sheet, else an assumption. Ranks on the CPU share its
-    /// threads: a rank's rate was measured with as many, or is its share of the rate of all.
+    /// The measured rate, else the rate of the card's probe or data sheet, else an assumption. Ranks on the CPU share
+    /// its threads: a rank's rate was measured with as many, or is its share of the rate of all.
     fn of(m: Machine, ranks: usize) -> Self {
         let sharing = sharing(ranks) as u64;
         if m.cuda || sharing == 1 {
@@ -90,10 +90,9 @@ impl Arithmetic {
     }
 
     fn of_device(m: Machine) -> Self {
-        let rate = |m| rates::predict(m, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.sheet));
+        let rate = |m| rates::predict(m, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.source));
         match rate(m) {
-            Some((rate, None)) => Self { rate, source: "measured by ft bench".into() },
-            Some((rate, Some(card))) => Self { rate, source: format!("by the data sheet of {card}") },
+            Some((rate, source)) => Self { rate, source: source.words() },
             None if m.cuda => {
                 let like = Machine { card: Some(CARD), width: 2, stored: 2, ..m };
                 let rate = rate(like).map_or(0.0, |r| r.0);

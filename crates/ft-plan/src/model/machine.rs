@@ -1,6 +1,7 @@
 //! Machine of a recipe.
 
 use crate::host::of_driver;
+use crate::time::probe;
 use candle_core::{DType, Device};
 use ft_engine::load::Base;
 use ft_engine::model::Config;
@@ -13,15 +14,16 @@ use std::path::Path;
 pub struct Target {
     /// CUDA instead of CPU.
     pub cuda: bool,
-    /// Model of the card, as [`crate::card`] names it, if it is known.
+    /// Model of the card, as [`crate::card`] or its driver names it, if it is known.
     pub card: Option<&'static str>,
 }
 
 impl Target {
-    /// A device that is there.
+    /// A device that is there: its name is that of the table of cards, else its driver's.
     pub fn of(device: &Device) -> Self {
         let name = ft_kernels::cuda::name(device);
-        Self { cuda: device.is_cuda(), card: name.and_then(|name| of_driver(&name)) }
+        let card = name.map(|name| of_driver(&name).unwrap_or_else(|| probe::named(&name)));
+        Self { cuda: device.is_cuda(), card }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::place;
 use crate::plan::{Hint, Plan};
-use crate::time::rates::Range;
+use crate::time::rates::{Range, Source};
 use serde_json::{Map, Value, json};
 
 impl Plan {
@@ -15,9 +15,12 @@ impl Plan {
         let (total, trainable) = self.parameters;
         let over_run = |low: f64, high: f64| self.workload.steps.map(|n| [low * n as f64, high * n as f64]);
         let tokens = self.tokens_per_step(data_ranks) as f64;
+        let sheet = |s| if let Source::Sheet(card) = s { Some(card) } else { None };
+        let probe = |s| if let Source::Probe(probe) = s { Some(probe) } else { None };
         let time = range.map(|r| {
             json!({"step_seconds": [r.low, r.high], "total_seconds": over_run(r.low, r.high),
-                   "tokens_per_second": [tokens / r.high, tokens / r.low], "data_sheet": r.sheet})
+                   "tokens_per_second": [tokens / r.high, tokens / r.low], "data_sheet": sheet(r.source),
+                   "probe": probe(r.source)})
         });
         let c = self.execution.recompute;
         let mut out = json!({

@@ -4,7 +4,7 @@ use super::place;
 use crate::host::sum;
 use crate::memory::{Component, Theory, overhead};
 use crate::plan::Plan;
-use crate::time::rates::Range;
+use crate::time::rates::{Range, Source};
 use crate::units::{bytes, count, seconds};
 use ft_engine::params::learning_rates;
 use std::fmt::{self, Write};
@@ -147,9 +147,11 @@ impl Plan {
             format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
         });
         writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))?;
-        let by = r.sheet.map_or(String::new(), |card| {
-            format!(", by the data sheet of {card}: not measured (ft bench measures)")
-        });
+        let by = match r.source {
+            Source::Measured => String::new(),
+            Source::Probe(_) => format!(", {}", r.source.words()),
+            Source::Sheet(_) => format!(", {}: not measured (ft bench --probe measures)", r.source.words()),
+        };
         writeln!(s, "            {fewest} to {most} tokens a second{by}")
     }
 

@@ -3,6 +3,7 @@
 pub mod actions;
 mod kept;
 pub mod links;
+pub mod probe;
 pub mod rates;
 mod work;
 

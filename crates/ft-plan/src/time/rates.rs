@@ -1,6 +1,7 @@
 //! Throughput measured by `ft bench` and stored for later plans, or estimated from a card's data sheet.
 
 use super::kept::Kept;
+use super::probe::{self, Probe};
 use crate::host::{Sheet, sheet_of};
 use ft_base::store;
 use ft_kernels::Machine;
@@ -9,10 +10,11 @@ use std::path::PathBuf;
 
 const RATES: Kept = Kept("rates.json");
 
-/// Relative uncertainty of a step time predicted from a measured rate; plans print a range of ±30%.
+/// Relative uncertainty of a step time predicted from measured rates, of steps or of a card's probe; plans print a
+/// range of ±30%. No step on a card has confirmed it for probes.
 const SPREAD: f64 = 0.3;
 
-/// The same from a data sheet. No figure of a card has confirmed it.
+/// The same from a data sheet.
 const SHEET_SPREAD: f64 = 0.4;
 
 /// Share of a data sheet's products that cuBLAS reaches at the sizes of a layer. Published for H100 (0.66), A6000
@@ -25,7 +27,7 @@ const HOPPER_SHARE: f64 = 0.78;
 pub const MEMORY_SHARE: f64 = 0.8;
 
 /// Throughput of one kind of device and dtype.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rate {
     /// Floating-point operations per second of a large matrix product.
     pub matmul: f64,
@@ -34,6 +36,9 @@ pub struct Rate {
     /// Bytes read plus written per second by a large copy.
     #[serde(default)]
     pub copy: f64,
+    /// Date of the probe in whose units `step` is; `None` without one. Set by [`save`].
+    #[serde(default)]
+    pub probed: Option<String>,
 }
 
 /// A time range in seconds.
@@ -41,8 +46,29 @@ pub struct Rate {
 pub struct Range {
     pub low: f64,
     pub high: f64,
-    /// The card whose data sheet it comes from; `None` if a rate was measured.
-    pub sheet: Option<&'static str>,
+    pub source: Source,
+}
+
+/// Origin of the rate of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Source {
+    /// A step that `ft bench` measured on such a machine.
+    Measured,
+    /// Rates of the card, measured by its probe.
+    Probe(&'static Probe),
+    /// The data sheet of this card.
+    Sheet(&'static str),
+}
+
+impl Source {
+    /// The origin in words.
+    pub fn words(self) -> String {
+        match self {
+            Self::Measured => "measured by ft bench".into(),
+            Self::Probe(probe) => format!("by rates {}", probe.words()),
+            Self::Sheet(card) => format!("by the data sheet of {card}"),
+        }
+    }
 }
 
 fn key(m: Machine) -> String {
@@ -58,9 +84,19 @@ fn key(m: Machine) -> String {
     }
 }
 
-/// Rate measured on a machine of this kind, if any.
+/// The probe of the machine's card, if there is one and the machine computes in a half precision.
+pub fn probe_of(m: Machine) -> Option<&'static Probe> {
+    m.card.filter(|_| m.cuda && !m.computes_in_f32()).and_then(probe::find)
+}
+
+/// Whether a rate is in the units of a cost model: by this probe, or by none.
+fn in_units(rate: &Rate, probe: Option<&Probe>) -> bool {
+    rate.probed.as_deref() == probe.map(|p| p.date.as_str())
+}
+
+/// Rate measured on a machine of this kind, if any, in the units of its cost model.
 pub fn find(m: Machine) -> Option<Rate> {
-    RATES.find(&key(m))
+    RATES.find(&key(m)).filter(|rate| in_units(rate, probe_of(m)))
 }
 
 /// Stores a measured rate and returns the file, or `None` without a cache folder.
@@ -68,7 +104,7 @@ pub fn find(m: Machine) -> Option<Rate> {
 /// # Errors
 /// A cache folder or file that cannot be written.
 pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
-    RATES.save(key(m), rate)
+    RATES.save(key(m), Rate { probed: probe_of(m).map(|p| p.date.clone()), ..rate })
 }
 
 /// FLOPs per second of large bf16 products on a card.
@@ -76,17 +112,18 @@ pub fn of_products(sheet: Sheet) -> f64 {
     sheet.products * 1e12 * if sheet.warp_groups { HOPPER_SHARE } else { PRODUCTS_SHARE }
 }
 
-/// Seconds for `work` on a machine: by its measured rate, else by the data sheet of its card when it computes in a
-/// half precision. `None` without both.
+/// Seconds for `work` on a machine: by its measured rate, else by the probe or the data sheet of its card when it
+/// computes in a half precision. `None` without any.
 pub fn predict(m: Machine, work: f64) -> Option<Range> {
-    let measured = find(m).map(|rate| (rate.step, SPREAD, None));
+    let measured = find(m).map(|rate| (rate.step, SPREAD, Source::Measured));
+    let by_parts = || probe_of(m).map(|probe| (probe.rates.products, SPREAD, Source::Probe(probe)));
     let estimated = || {
         let name = m.card.filter(|_| m.cuda && !m.computes_in_f32())?;
-        Some((of_products(sheet_of(name)?), SHEET_SPREAD, Some(name)))
+        Some((of_products(sheet_of(name)?), SHEET_SPREAD, Source::Sheet(name)))
     };
-    let (rate, spread, sheet) = measured.or_else(estimated)?;
+    let (rate, spread, source) = measured.or_else(by_parts).or_else(estimated)?;
     let middle = work / rate;
-    let range = Range { low: middle * (1.0 - spread), high: middle * (1.0 + spread), sheet };
+    let range = Range { low: middle * (1.0 - spread), high: middle * (1.0 + spread), source };
     (rate > 0.0 && middle.is_finite()).then_some(range)
 }
 
@@ -101,15 +138,38 @@ mod tests {
 
     #[test]
     fn data_sheets_stand_in_for_rates_that_were_not_measured() {
-        let of = |card| predict(on(Some(card), 2), 1e15).map(|r| (r.low, r.high, r.sheet));
-        let (low, high, sheet) = of("L40S").unwrap_or_default();
+        let of = |card| predict(on(Some(card), 2), 1e15).map(|r| (r.low, r.high, r.source));
+        let (low, high, source) = of("L40S").expect("a range");
         assert!(0.0 < low && low < high && high < 60.0, "{low} to {high} seconds");
-        assert_eq!(sheet, Some("L40S"));
+        assert_eq!(source, Source::Sheet("L40S"));
         // a higher product rate is a shorter time
         assert!(of("B200").is_some_and(|b| b.1 < low));
         // cards without bf16, unknown ones, f32
         assert_eq!(of("T4"), None);
-        assert_eq!(predict(on(None, 2), 1e15).and_then(|r| r.sheet), None);
-        assert_eq!(predict(on(Some("L40S"), 4), 1e15).and_then(|r| r.sheet), None);
+        assert_eq!(predict(on(None, 2), 1e15).map(|r| r.source), None);
+        assert_eq!(predict(on(Some("L40S"), 4), 1e15).map(|r| r.source), None);
+    }
+
+    /// A name of its own: other tests of this process plan for the cards of the table.
+    #[test]
+    fn measured_rates_come_before_data_sheets() {
+        let card = probe::named("a card of this test");
+        assert_eq!(predict(on(Some(card), 2), 1e15), None);
+        probe::take(card, probe::example());
+        let r = predict(on(Some(card), 2), 1e15).expect("a range");
+        let Source::Probe(probe) = r.source else { panic!("{:?}", r.source) };
+        assert_eq!((r.low, r.high), (0.7 * 10.0, 1.3 * 10.0));
+        assert_eq!(r.source.words(), "by rates measured on a card on 2026-11-26");
+        // those of bf16 say nothing about f32
+        assert_eq!(predict(on(Some(card), 4), 1e15), None);
+        // rates of steps are in units of the probe that was there
+        let rate = |probed: Option<&str>| Rate {
+            matmul: 1.0,
+            step: 1.0,
+            copy: 1.0,
+            probed: probed.map(str::to_string),
+        };
+        assert!(in_units(&rate(Some(&probe.date)), Some(probe)) && in_units(&rate(None), None));
+        assert!(!in_units(&rate(None), Some(probe)) && !in_units(&rate(Some("2026-11-25T")), Some(probe)));
     }
 }

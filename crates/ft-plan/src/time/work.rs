@@ -6,6 +6,7 @@
 //! each operation has a launch cost; offloaded inputs cross the bus. [`CostModel`] converts each to FLOPs
 //! of a large product. The sum assumes no overlap, except for transfers.
 
+use super::probe::CardRates;
 use super::rates;
 use crate::host::{Sheet, sheet_of};
 use ft_engine::walk::Inputs;
@@ -98,11 +99,14 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// CPU values are measured (`docs/lab/cpu-speed.md`). Those of CUDA are estimates, by the data sheet of the card
-    /// if it is known ([`Self::of_sheet`]), else of an H200 (790 TFLOP/s in bf16, 4.8 TB/s) with design rates of 350
-    /// and 265 TFLOP/s for the attention kernels. On devices with slower products, transfers cost less than
-    /// stated there.
+    /// CPU values are measured (`docs/lab/cpu-speed.md`). Those of CUDA come from the probe of the card
+    /// ([`Self::of_probe`]). Without one they are estimates, by the data sheet of the card if it is known
+    /// ([`Self::of_sheet`]), else of an H200 (790 TFLOP/s in bf16, 4.8 TB/s) with design rates of 350 and 265 TFLOP/s
+    /// for the attention kernels. On devices with slower products, transfers cost less than stated there.
     pub fn of(m: Machine) -> Self {
+        if let Some(probe) = rates::probe_of(m) {
+            return Self::of_probe(probe.rates);
+        }
         match (m.cuda, m.card.and_then(sheet_of)) {
             (true, Some(sheet)) => Self::of_sheet(sheet),
             // a tile is dequantized in L2 from half a byte a value; a full matrix is written to memory
@@ -129,6 +133,23 @@ impl CostModel {
                 start: 1e6,
                 crossing: [0.0; 2],
             },
+        }
+    }
+
+    /// From measured rates. A matrix that is dequantized as a whole is written once and read twice at the rate of a
+    /// copy.
+    fn of_probe(r: CardRates) -> Self {
+        let byte = r.products / r.copy;
+        Self {
+            attention: r.attention.map(|rate| r.products / rate),
+            grouped: r.products / r.grouped,
+            fp8: r.fp8.unwrap_or(1.0),
+            dequantize: r.products / r.dequantize,
+            held: 3.0 * byte,
+            moved: byte,
+            byte,
+            start: r.products * r.launch,
+            crossing: r.crossing.map(|rate| r.products / rate),
         }
     }
 
@@ -165,5 +186,33 @@ impl CostModel {
             true => (bytes as f64 * self.crossing[0] - visit.total()).max(0.0),
             false => bytes as f64 * self.crossing[1],
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::time::probe;
+
+    #[test]
+    fn measured_rates_are_the_cost_model() {
+        let card = probe::named("a card of the cost model");
+        let m = Machine { cuda: true, width: 2, stored: 2, threads: 1, card: Some(card), fp8: false };
+        assert_eq!(CostModel::of(m), CostModel::of(Machine { card: None, ..m }));
+        probe::take(card, probe::example());
+        let want = CostModel {
+            attention: [2.0, 4.0],
+            grouped: 5.0,
+            fp8: 1.0,
+            dequantize: 100.0,
+            held: 300.0,
+            moved: 100.0,
+            byte: 100.0,
+            start: 5e8,
+            crossing: [5e3, 1e4],
+        };
+        let got = CostModel::of(m);
+        assert!((got.start / want.start - 1.0).abs() < 1e-12);
+        assert_eq!(CostModel { start: want.start, ..got }, want);
     }
 }
