@@ -38,7 +38,7 @@ fn scores(e: &Value) -> [f64; 3] {
 fn stages_answer_as_one_rank() {
     let w = world();
     let long = format!("log.samples=['Where is it?', '{}']", "Who goes there? ".repeat(700));
-    let set = ["run.steps=6", "run.eval_every=3", &long];
+    let set = ["run.steps=6", "run.eval_every=6", &long];
     let told = |run: &str, layout: &[&str]| {
         let output = format!("run.output={run}");
         w.ok(&[&["run", "r.toml", "--overwrite", &output][..], &set, layout].concat());

@@ -13,6 +13,7 @@
 //! All pages share one copy of `recipes/` and `data/`, in the order README.md, then `docs/` by name, so that later pages can use
 //! the run of the quickstart. Without network access to the hub.
 
+use super::learned::by_the_pages;
 use super::world::{FT, Ran, World, ran, repository};
 use std::path::Path;
 use std::process::Command;
@@ -112,6 +113,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
+/// Each command runs, prints what the page says, and what trains learns.
 #[test]
 fn commands_of_the_pages_run() {
     let w = World::new();
@@ -154,6 +156,7 @@ fn commands_of_the_pages_run() {
         }
     }
     assert!(commands >= 20, "only {commands} commands were found");
+    by_the_pages(&w);
 }
 
 /// Commands in running text name existing subcommands.

@@ -335,16 +335,3 @@ fn labeled_rows_are_read_and_told() {
         assert!(r.code == 3 && r.err.contains(words), "{row}: {}", r.err);
     }
 }
-
-/// From chance to more than nine in ten, on rows that are not trained on.
-#[test]
-fn the_shipped_recipes_learn() {
-    let w = World::new();
-    for (name, chance) in [("quickstart-reward", 0.6), ("quickstart-classify", 0.4)] {
-        w.ok(&["run", name, "run.device=cpu"]);
-        let evals = w.events(&format!("runs/{name}"), "eval");
-        let accuracy = |e: Option<&Value>| e.and_then(|e| e["accuracy"].as_f64()).expect("an accuracy");
-        let (first, last) = (accuracy(evals.first()), accuracy(evals.last()));
-        assert!(first < chance && last > 0.9, "{name}: {first} {last}");
-    }
-}

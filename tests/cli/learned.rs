@@ -10,13 +10,22 @@ fn after(w: &World, run: &str, step: u64, key: &str) -> f64 {
     eval[key].as_f64().unwrap_or_else(|| panic!("no {key} in {eval}"))
 }
 
-/// A third of the recipe, with a tie before the first step.
-#[test]
-fn pairs_are_told_apart_after_twenty_steps() {
-    let w = World::new();
-    w.ok(&["run", "quickstart-dpo", "run.steps=20"]);
-    assert_eq!(after(&w, "runs/quickstart-dpo", 0, "accuracy"), 0.0);
-    assert!(after(&w, "runs/quickstart-dpo", 20, "accuracy") > 0.9);
+/// What the commands of the pages teach, in the folder where they ran: the quickstart its manner, a third of the recipe of
+/// preferences its pairs, and score heads more than nine in ten rows that are not trained on, from chance.
+pub fn by_the_pages(w: &World) {
+    let run = "runs/quickstart";
+    let (before, learned) = (after(w, run, 0, "loss"), after(w, run, 100, "loss"));
+    assert!(before > 4.0 && learned <= 0.5, "{run}: loss {before}, then {learned}");
+    let run = "runs/quickstart-dpo";
+    // a tie before the first step
+    assert_eq!(after(w, run, 0, "accuracy"), 0.0);
+    assert!(after(w, run, 20, "accuracy") > 0.9, "{run}");
+    for (name, chance) in [("quickstart-reward", 0.6), ("quickstart-classify", 0.4)] {
+        let evals = w.events(&format!("runs/{name}"), "eval");
+        let accuracy = |e: Option<&Value>| e.and_then(|e| e["accuracy"].as_f64()).expect("an accuracy");
+        let (first, last) = (accuracy(evals.first()), accuracy(evals.last()));
+        assert!(first < chance && last > 0.9, "{name}: {first} {last}");
+    }
 }
 
 /// From chance to more than nine of ten held-out pairs, in each task.

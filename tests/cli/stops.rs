@@ -99,8 +99,8 @@ pub fn hangups_are_ignored() -> bool {
 #[test]
 fn signals_do_not_wait_for_a_step() {
     let w = world();
-    // The second step has thousands of micro-batches.
-    let set = ["run.batch_rows=3000", "run.micro_rows=1", "data.pack=false", "run.steps=2"];
+    // The second step has a thousand micro-batches.
+    let set = ["run.batch_rows=1000", "run.micro_rows=1", "data.pack=false", "run.steps=2"];
     let args = |output: &'static str| [&["run", "r.toml", output, "--resume"][..], &set].concat();
     w.ok(&args("run.output=whole"));
     for (signal, code) in

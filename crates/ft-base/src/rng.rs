@@ -113,12 +113,31 @@ impl Stream {
     pub fn normal(&self, index: u64) -> f32 {
         let b = self.block(index / 4);
         let pair = ((index % 4) / 2 * 2) as usize;
-        // In (0, 1], so that the logarithm is finite.
-        let u = (f64::from(b[pair]) + 1.0) / 4_294_967_296.0;
-        let v = f64::from(b[pair + 1]) / 4_294_967_296.0;
-        let r = (-2.0 * u.ln()).sqrt();
-        let a = std::f64::consts::TAU * v;
+        let (r, a) = polar(b[pair], b[pair + 1]);
         (if index.is_multiple_of(2) { r * a.cos() } else { r * a.sin() }) as f32
+    }
+
+    /// Calls `take(i, value)` with the normal number at index `start + i`, for `i` in `0..count`. Computes each block
+    /// of four words, and the polar coordinates of each pair, once.
+    pub fn normals(&self, start: u64, count: usize, mut take: impl FnMut(usize, f32)) {
+        let (mut at, end) = (start, start + count as u64);
+        while at < end {
+            let words = self.block(at / 4);
+            let next = (at / 4 * 4 + 4).min(end);
+            while at < next {
+                let pair = (at % 4 / 2 * 2) as usize;
+                let (r, a) = polar(words[pair], words[pair + 1]);
+                if at.is_multiple_of(2) {
+                    take((at - start) as usize, (r * a.cos()) as f32);
+                    at += 1;
+                }
+                if at < next && !at.is_multiple_of(2) {
+                    // Sine and cosine of one argument would be one call of libm, whose last bits differ.
+                    take((at - start) as usize, (r * std::hint::black_box(a).sin()) as f32);
+                    at += 1;
+                }
+            }
+        }
     }
 
     /// A random permutation of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32).
@@ -132,6 +151,14 @@ impl Stream {
         }
         order
     }
+}
+
+/// Polar coordinates of a point of the plane with a normal distribution, from two words.
+fn polar(radius: u32, angle: u32) -> (f64, f64) {
+    // In (0, 1], so that the logarithm is finite.
+    let u = (f64::from(radius) + 1.0) / 4_294_967_296.0;
+    let v = f64::from(angle) / 4_294_967_296.0;
+    ((-2.0 * u.ln()).sqrt(), std::f64::consts::TAU * v)
 }
 
 /// Maps the upper 24 bits of a word to [0, 1).
@@ -175,6 +202,13 @@ mod tests {
             s.uniforms(start, count, |i, x| all[i] = x);
             let one_by_one: Vec<f32> = (0..count).map(|i| s.uniform(start + i as u64)).collect();
             assert_eq!(all, one_by_one, "{count} from {start}");
+        }
+        for (start, count) in [(0, 0), (0, 4096), (1, 1), (1, 2), (2, 1), (3, 1), (5, 2), (6, 6), (7, 1029)] {
+            let mut all = vec![f32::NAN; count];
+            s.normals(start, count, |i, x| all[i] = x);
+            let bits = |x: f32| x.to_bits();
+            let one_by_one: Vec<u32> = (0..count).map(|i| bits(s.normal(start + i as u64))).collect();
+            assert_eq!(all.into_iter().map(bits).collect::<Vec<_>>(), one_by_one, "{count} from {start}");
         }
     }
 

@@ -25,7 +25,8 @@ pub fn is_composed() -> bool {
 pub fn randn(seed: u64, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     let shape = shape.into();
     let s = Stream::new(seed, Purpose::Test, 0, 0);
-    let v: Vec<f32> = (0..shape.elem_count() as u64).map(|i| s.normal(i)).collect();
+    let mut v = vec![0f32; shape.elem_count()];
+    s.normals(0, v.len(), |i, x| v[i] = x);
     Tensor::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)
 }
 

@@ -368,6 +368,9 @@ fn matrix(m: &Module) -> Result<(usize, usize), Error> {
     }
 }
 
+/// Random values that a thread draws at a time.
+const DRAWN: usize = 4096;
+
 /// A range of a randomly initialized tensor, f32 on the CPU.
 fn random(
     m: &Module,
@@ -389,7 +392,12 @@ fn random(
                 let why = format!("initializer_range: {std:e} makes weights that are infinite");
                 return Err(Error::Tensors { dir: "config.json".into(), why }.into());
             }
-            (elements.start as u64..elements.end as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
+            let mut values = vec![0.0; n];
+            values.par_chunks_mut(DRAWN).enumerate().for_each(|(k, part)| {
+                let start = (elements.start + k * DRAWN) as u64;
+                s.normals(start, part.len(), |i, x| part[i] = x * std);
+            });
+            values
         }
     };
     Ok(Real::from_vec(values, n, &Device::Cpu)?)

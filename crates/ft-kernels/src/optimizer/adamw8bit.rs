@@ -3,10 +3,10 @@
 use super::adamw::put_copy;
 use super::cuda;
 use super::draws::{Draws, Stored, Words, on_stored};
-use super::eight_bit::{BLOCK, EightBit, MAPS, encode};
+use super::eight_bit::{BLOCK, BOUNDS, EightBit, MAPS, encode};
 use super::settings::AdamW;
 use crate::Tensor;
-use crate::cpu::{in_place, is_cpu, view};
+use crate::cpu::{in_place, is_cpu, vectorised, view};
 use candle_core::Result;
 use rayon::prelude::*;
 
@@ -97,8 +97,8 @@ fn block<T: Stored>(
         *p = T::of(p.widen() * decay - step * (m / (v.sqrt() / root + eps)), &mut words);
         (ms[i], vs[i]) = (m, v);
     }
-    for ((codes, scale), (values, map)) in codes.into_iter().zip(scales).zip(moments.iter().zip(MAPS.iter()))
-    {
-        *scale = encode(&values[..codes.len()], map, codes);
+    let quantized = codes.into_iter().zip(scales);
+    for ((codes, scale), (values, bounds)) in quantized.zip(moments.iter().zip(BOUNDS.iter())) {
+        *scale = vectorised(|| encode(&values[..codes.len()], bounds, codes));
     }
 }

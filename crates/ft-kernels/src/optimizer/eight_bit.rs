@@ -72,20 +72,28 @@ impl EightBit {
     }
 }
 
+/// Upper bounds of the values that round to each code of [`MAPS`].
+pub(super) static BOUNDS: LazyLock<[[f32; CODES]; 2]> = LazyLock::new(|| {
+    let bounds = |map: &[f32; CODES]| {
+        std::array::from_fn(|i| map.get(i + 1).map_or(f32::INFINITY, |above| (map[i] + above) / 2.0))
+    };
+    [bounds(&MAPS[0]), bounds(&MAPS[1])]
+});
+
 /// Quantizes values and returns the scale. An infinite value makes the scale infinite, a NaN makes it NaN.
-pub(super) fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
+#[inline(always)]
+pub(super) fn encode(values: &[f32], bounds: &[f32; CODES], codes: &mut [u8]) -> f32 {
     let larger = |a: f32, x: &f32| if x.abs() <= a || a.is_nan() { a } else { x.abs() };
     let scale = values.iter().fold(0f32, larger);
     let inverse = 1.0 / scale.max(1e-38);
-    for (code, x) in codes.iter_mut().zip(values) {
-        let x = (x * inverse).clamp(-1.0, 1.0);
-        // first code with upper bound >= x
-        let (mut low, mut high) = (0, CODES - 1);
-        while low < high {
-            let at = (low + high) / 2;
-            if (map[at] + map[at + 1]) / 2.0 < x { low = at + 1 } else { high = at }
+    codes.fill(0);
+    // Binary search for the first code with a bound of at least x, one half after the other for all values: without
+    // branches.
+    for half in [128, 64, 32, 16, 8, 4, 2, 1] {
+        for (code, x) in codes.iter_mut().zip(values) {
+            let x = (x * inverse).clamp(-1.0, 1.0);
+            *code += half * u8::from(bounds[usize::from(*code + (half - 1))] < x);
         }
-        *code = low as u8;
     }
     scale
 }
@@ -124,9 +132,9 @@ mod tests {
     fn codes_are_the_nearest() -> Result<()> {
         let x = values(&randn(1, 200, DType::F32)?);
         let x: Vec<f32> = x.iter().map(|x| (x * x * x) as f32).collect();
-        for map in MAPS.iter() {
+        for (map, bounds) in MAPS.iter().zip(BOUNDS.iter()) {
             let mut codes = vec![0; x.len()];
-            let scale = encode(&x, map, &mut codes);
+            let scale = encode(&x, bounds, &mut codes);
             assert_eq!(scale, x.iter().fold(0f32, |a, x| a.max(x.abs())));
             for (x, code) in x.iter().zip(codes) {
                 let x = (x / scale).clamp(map[0], 1.0);
@@ -137,11 +145,11 @@ mod tests {
         for at in [0, 1, 127, 254, 255] {
             let mut values = [1.0; BLOCK];
             values[at] = f32::NAN;
-            assert!(encode(&values, &MAPS[0], &mut [0; BLOCK]).is_nan(), "NaN at {at}");
+            assert!(encode(&values, &BOUNDS[0], &mut [0; BLOCK]).is_nan(), "NaN at {at}");
         }
         let mut zero = [9; 3];
-        for (map, code) in MAPS.iter().zip(ZERO) {
-            assert_eq!((encode(&[0.0; 3], map, &mut zero), zero), (0.0, [code; 3]));
+        for (bounds, code) in BOUNDS.iter().zip(ZERO) {
+            assert_eq!((encode(&[0.0; 3], bounds, &mut zero), zero), (0.0, [code; 3]));
         }
         Ok(())
     }
