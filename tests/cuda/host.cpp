@@ -1,16 +1,13 @@
 // Runs kernels on the host; see host.h. Always compiled without sanitizers.
-#include "host.h"
-#include <algorithm>
-#include <deque>
-#include <memory>
+#include "costs.h"
+#include "history.h"
 #include <random>
-#include <set>
 #include <sys/mman.h>
-#include <unordered_map>
 
 Dim threadIdx, blockIdx, blockDim, gridDim;
 
-// Saves callee-saved registers and switches stacks. (ucontext would need two system calls.)
+// Saves callee-saved registers and switches stacks. (ucontext would need two system calls; `ret` would be predicted as
+// the end of another call.)
 #ifdef __x86_64__
 extern "C" void host_switch(void **save, void *to);
 asm(R"(.text
@@ -30,7 +27,8 @@ host_switch:
  popq %r12
  popq %rbx
  popq %rbp
- ret
+ popq %rcx
+ jmp *%rcx
 )");
 #else
 #error "kernels run on the host of x86-64 only"
@@ -41,7 +39,6 @@ namespace host {
 namespace {
 
 constexpr size_t PAGE = 4096, STACK = 256 << 10;
-constexpr unsigned NOBODY = ~0u;
 
 struct Copy {
   void *to;
@@ -52,137 +49,56 @@ struct Copy {
 struct Fiber {
   void *sp = nullptr;
   Meet meet;
-  std::vector<Copy> open;
-  std::deque<std::vector<Copy>> groups;
+  // copies by cp.async, and the end of each group; those before `head` and `first` are delivered
+  std::vector<Copy> copies;
+  std::vector<size_t> groups;
+  size_t head = 0, first = 0;
   unsigned warp_epoch = 1;
-  std::unordered_map<const void *, unsigned> times; // executions of each instruction
-};
-
-// Access history of a byte of shared memory. Epochs count barriers; warp epochs count __syncwarp.
-struct Shadow {
-  unsigned writer = NOBODY, write_epoch = 0, write_warp_epoch = 0;
-  unsigned read_epoch = 0, read_warp_epoch = 0, warps = 0, lanes = 0, reader = NOBODY;
-  bool exists = false, written = false, pending = false;
-};
-
-// Access history of a byte of a Buffer within one launch.
-struct GlobalShadow {
-  unsigned launch = 0, writer = NOBODY, reader = NOBODY;
-};
-
-// One instruction of a warp with the accesses of its lanes.
-struct Request {
-  std::vector<std::pair<uintptr_t, unsigned>> lanes;
-  std::vector<unsigned> lane;
 };
 
 constexpr size_t ARENA = 256 << 10;
 unsigned char *arena;
-std::vector<Shadow> shadow(ARENA);
+History<OfShared> shared_history(ARENA);
 size_t dynamic_bytes, used;
 std::map<const void *, std::pair<size_t, size_t>> statics; // by key: offset, bytes
 
-std::map<uintptr_t, std::pair<size_t, std::vector<GlobalShadow>>> buffers; // by start address: bytes
+Regions buffers;
 std::vector<Fiber> fibers;
 unsigned char *stacks;
 size_t stack_count;
 void *scheduler;
 const std::function<void()> *body;
 const char *name = "no kernel";
-unsigned current, epoch, launches;
-bool in_kernel;
+unsigned current, epoch, launches, blocks;
+bool in_kernel, counted; // counted: whether loads and stores call back
 std::mt19937 random_(1);
-std::map<std::pair<unsigned, const void *>, std::vector<Request>> requests;
-
-void race(const char *what, size_t at, unsigned other) {
-  fail(std::string(what) + " at shared byte " + std::to_string(at) + ", with thread " + std::to_string(other) +
-       ", no barrier between");
-}
-
-void touch_shared(size_t at, size_t n, bool write) {
-  const unsigned t = current, w = t / 32, lane = 1u << t % 32;
-  const unsigned mine = fibers[t].warp_epoch;
-  for (size_t i = at; i < at + n; i++) {
-    Shadow &s = shadow[i];
-    if (!s.exists) fail("beyond shared memory");
-    if (s.pending) fail("a byte of shared memory that cp.async has not delivered");
-    if (!write && !s.written) fail("a byte of shared memory that nothing has written");
-    const bool ordered = s.writer / 32 == w && mine > s.write_warp_epoch;
-    if (s.writer != NOBODY && s.writer != t && s.write_epoch == epoch && !ordered)
-      race(write ? "write after write" : "read after write", i, s.writer);
-    if (write) {
-      if (s.read_epoch == epoch) {
-        if (s.warps & ~(1u << w)) race("write after another warp's read", i, s.reader);
-        if ((s.lanes & ~lane) && mine <= s.read_warp_epoch) race("write after read", i, s.reader);
-      }
-      s.writer = t, s.write_epoch = epoch, s.write_warp_epoch = mine, s.written = true;
-    } else {
-      if (s.read_epoch != epoch) s.warps = 0, s.lanes = 0;
-      if (s.read_warp_epoch != mine || s.reader / 32 != w) s.lanes = 0;
-      s.read_epoch = epoch, s.read_warp_epoch = mine, s.warps |= 1u << w, s.lanes |= lane, s.reader = t;
-    }
-  }
-}
-
-void touch_global(uintptr_t p, size_t n, bool write) {
-  auto b = buffers.upper_bound(p);
-  if (b == buffers.begin()) return;
-  --b;
-  const size_t at = p - b->first, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  if (at >= b->second.first) return;
-  for (size_t i = at; i < std::min(at + n, b->second.first); i++) {
-    GlobalShadow &s = b->second.second[i];
-    if (s.launch != launches) s = {launches, NOBODY, NOBODY};
-    if (s.writer != NOBODY && s.writer != block) fail("global memory that block " + std::to_string(s.writer) + " has written in this launch");
-    if (write && s.reader != NOBODY && s.reader != block)
-      fail("writes global memory that block " + std::to_string(s.reader) + " has read in this launch");
-    (write ? s.writer : s.reader) = static_cast<unsigned>(block);
-  }
-}
-
-bool is_global(uintptr_t p) {
-  auto b = buffers.upper_bound(p);
-  if (b == buffers.begin()) return false;
-  --b;
-  return p - b->first < b->second.first;
-}
+Requests requests;
+Counts *costs;
 
 bool is_shared(const void *p) { return p >= arena && p < arena + ARENA; }
 
-void note(const void *p, size_t n, const void *at) {
-  auto &of = requests[{current / 32, at}];
-  const unsigned time = fibers[current].times[at]++;
-  if (of.size() <= time) of.resize(time + 1);
-  of[time].lanes.push_back({reinterpret_cast<uintptr_t>(p), static_cast<unsigned>(n)});
-  of[time].lane.push_back(current % 32);
+const auto shared_address = [](uintptr_t p) { return is_shared(reinterpret_cast<void *>(p)); };
+
+bool exists(size_t at, size_t n) {
+  if (at + n <= dynamic_bytes) return true;
+  for (const auto &[key, place] : statics)
+    if (at >= place.first && at + n <= place.first + place.second) return true;
+  return false;
 }
 
-// Adds up the cost of the block's requests and clears them.
-void settle() {
-  Counts &c = counts()[name];
-  for (auto &[key, list] : requests)
-    for (Request &r : list) {
-      if (r.lanes.empty()) continue;
-      if (is_shared(reinterpret_cast<void *>(r.lanes[0].first))) {
-        // a phase serves as many lanes as fill 128 bytes; lanes with one address share it
-        const unsigned together = 128 / std::max(4u, r.lanes[0].second);
-        std::map<unsigned, std::map<unsigned, std::set<uintptr_t>>> banks;
-        for (size_t i = 0; i < r.lanes.size(); i++)
-          for (uintptr_t word = r.lanes[i].first / 4; word * 4 < r.lanes[i].first + r.lanes[i].second; word++)
-            banks[r.lane[i] / together][word % 32].insert(word);
-        for (auto &[phase, words] : banks) {
-          size_t most = 1;
-          for (auto &[bank, set] : words) most = std::max(most, set.size());
-          c.phases++, c.passes += most;
-        }
-      } else {
-        std::set<uintptr_t> sectors, bytes;
-        for (auto &[p, n] : r.lanes)
-          for (uintptr_t b = p; b < p + n; b++) sectors.insert(b / 32), bytes.insert(b);
-        c.sectors += sectors.size(), c.asked += bytes.size();
-      }
-    }
-  requests.clear();
+void touch_shared(size_t at, size_t n, bool write) {
+  if (!exists(at, n)) fail("beyond shared memory");
+  const Who who = {current, epoch, fibers[current].warp_epoch};
+  shared_history.each(at, n, blocks, [&](OfShared &s, size_t i) { touch(s, i, who, write); });
+}
+
+bool touch_global(uintptr_t p, size_t n, bool write) {
+  const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  return buffers.touch(p, n, write, block, launches);
+}
+
+void note(const void *p, size_t n, const void *at) {
+  if (counted) requests.note(current, reinterpret_cast<uintptr_t>(p), n, at, shared_address, *costs);
 }
 
 void entry() {
@@ -191,56 +107,64 @@ void entry() {
   abort();
 }
 
-float value16(uint32_t bits, bool half) {
-  if (!half) return __uint_as_float(bits << 16);
-  __half h;
-  const uint16_t b = static_cast<uint16_t>(bits);
-  memcpy(&h, &b, 2);
-  return __half2float(h);
-}
+// Values of 16 bits, as f64.
+struct Values {
+  double bf16[1 << 16], f16[1 << 16];
+  Values() {
+    for (uint32_t bits = 0; bits < 1 << 16; bits++) {
+      __half h;
+      const uint16_t b = static_cast<uint16_t>(bits);
+      memcpy(&h, &b, 2);
+      bf16[bits] = static_cast<double>(__uint_as_float(bits << 16)), f16[bits] = static_cast<double>(__half2float(h));
+    }
+  }
+};
 
 void multiply(unsigned first) {
-  counts()[name].mma++;
-  float a[16][16], b[16][8];
+  static const Values values;
+  typedef double Columns __attribute__((vector_size(64)));
+  costs->mma++;
+  double a[16][16];
+  Columns b[16];
   const bool half = fibers[first].meet.kind;
+  const double *const value = half ? values.f16 : values.bf16;
   for (unsigned l = 0; l < 32; l++) {
     const Meet &m = fibers[first + l].meet;
     if ((m.kind != 0) != half) fail("lanes multiply different types");
     const uint32_t *ra = static_cast<const uint32_t *>(m.a), *rb = static_cast<const uint32_t *>(m.b);
     const unsigned g = l / 4, t = l % 4;
     for (unsigned h = 0; h < 2; h++) {
-      const auto part = [&](uint32_t r) { return value16(r >> 16 * h & 0xffff, half); };
+      const auto part = [&](uint32_t r) { return value[r >> 16 * h & 0xffff]; };
       a[g][2 * t + h] = part(ra[0]), a[g + 8][2 * t + h] = part(ra[1]);
       a[g][2 * t + 8 + h] = part(ra[2]), a[g + 8][2 * t + 8 + h] = part(ra[3]);
       b[2 * t + h][g] = part(rb[0]), b[2 * t + 8 + h][g] = part(rb[1]);
     }
   }
+  Columns sums[16];
+  for (unsigned row = 0; row < 16; row++) {
+    Columns sum = {};
+    for (unsigned k = 0; k < 16; k++) sum += a[row][k] * b[k];
+    sums[row] = sum;
+  }
   for (unsigned l = 0; l < 32; l++) {
     float *d = static_cast<float *>(fibers[first + l].meet.out);
-    for (unsigned i = 0; i < 4; i++) {
-      const unsigned row = l / 4 + i / 2 * 8, col = l % 4 * 2 + i % 2;
-      double sum = 0;
-      for (unsigned k = 0; k < 16; k++) sum += static_cast<double>(a[row][k]) * b[k][col];
-      d[i] = static_cast<float>(d[i] + sum);
-    }
+    for (unsigned i = 0; i < 4; i++) d[i] = static_cast<float>(d[i] + sums[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2]);
   }
 }
 
 void load_matrices(unsigned first, bool transposed) {
-  Counts &c = counts()[name];
   for (unsigned x = 0; x < 4; x++) {
     const unsigned char *row[8];
     unsigned groups[8] = {};
-    std::set<const unsigned char *> seen;
     for (unsigned i = 0; i < 8; i++) {
       current = first + x * 8 + i;
       row[i] = static_cast<const unsigned char *>(fibers[current].meet.a);
       if (reinterpret_cast<uintptr_t>(row[i]) % 16) fail("ldmatrix from an address that is no multiple of 16");
       if (!is_shared(row[i])) fail("ldmatrix from elsewhere than shared memory");
       touch_shared(static_cast<size_t>(row[i] - arena), 16, false);
-      if (seen.insert(row[i]).second) groups[(row[i] - arena) / 16 % 8]++;
+      if (std::find(row, row + i, row[i]) == row + i) groups[(row[i] - arena) / 16 % 8]++;
     }
-    c.phases++, c.passes += *std::max_element(groups, groups + 8);
+    costs->phases++, costs->passes += *std::max_element(groups, groups + 8);
     for (unsigned l = 0; l < 32; l++) {
       uint16_t v[2];
       for (unsigned h = 0; h < 2; h++) {
@@ -316,19 +240,21 @@ Op run_warp(unsigned first) {
 }
 
 void run_block(unsigned threads) {
-  std::fill(shadow.begin(), shadow.begin() + static_cast<long>(used), Shadow{});
-  for (size_t i = 0; i < dynamic_bytes; i++) shadow[i].exists = true;
+  blocks++;
   memset(arena, 0xff, used);
   used = (dynamic_bytes + 255) / 128 * 128;
   statics.clear();
   epoch = 1;
   for (unsigned i = 0; i < threads; i++) {
-    fibers[i] = Fiber{};
-    void **sp = reinterpret_cast<void **>(stacks + (i + 1) * STACK);
+    Fiber &f = fibers[i];
+    f.meet = Meet{}, f.warp_epoch = 1;
+    f.copies.clear(), f.groups.clear(), f.head = f.first = 0;
+    // tops of stacks in different sets of a cache
+    void **sp = reinterpret_cast<void **>(stacks + (i + 1) * STACK - i % 64 * 17 * 64);
     *--sp = nullptr;
     *--sp = reinterpret_cast<void *>(&entry);
     for (int r = 0; r < 6; r++) *--sp = nullptr;
-    fibers[i].sp = sp;
+    f.sp = sp;
   }
   std::vector<unsigned> warps(threads / 32);
   for (unsigned i = 0; i < warps.size(); i++) warps[i] = i;
@@ -341,7 +267,7 @@ void run_block(unsigned threads) {
     epoch++;
     for (Fiber &f : fibers) f.meet.op = Op::None;
   }
-  settle();
+  if (counted) requests.end(shared_address, *costs);
 }
 
 } // namespace
@@ -378,7 +304,6 @@ void *static_shared(const void *key, size_t bytes) {
   auto [at, fresh] = statics.insert({key, {used, bytes}});
   if (fresh) {
     if (used + bytes + 256 > ARENA) fail("too much shared memory");
-    for (size_t i = used; i < used + bytes; i++) shadow[i].exists = true;
     memset(arena + used, 0xff, bytes);
     // the gap afterwards is not shared memory
     used = (used + bytes + 255) / 128 * 128;
@@ -387,17 +312,15 @@ void *static_shared(const void *key, size_t bytes) {
 }
 
 void access(const void *p, size_t n, bool write, const void *at) {
-  if (!in_kernel) return;
+  // registers in memory, above all
+  const unsigned char *const c = static_cast<const unsigned char *>(p);
+  if (!in_kernel || (c >= stacks && c < stacks + stack_count * STACK)) return;
   in_kernel = false;
   if (is_shared(p)) {
-    touch_shared(static_cast<size_t>(static_cast<const unsigned char *>(p) - arena), n, write);
+    touch_shared(static_cast<size_t>(c - arena), n, write);
     note(p, n, at);
-  } else {
-    const uintptr_t u = reinterpret_cast<uintptr_t>(p);
-    if (is_global(u)) {
-      touch_global(u, n, write);
-      note(p, n, at);
-    }
+  } else if (touch_global(reinterpret_cast<uintptr_t>(p), n, write)) {
+    note(p, n, at);
   }
   in_kernel = true;
 }
@@ -417,31 +340,30 @@ void cp_async(void *to, const void *from, bool some) {
   note(from, some ? 16 : 0, static_cast<const char *>(__builtin_return_address(0)) + 1);
   // NaN until the copy is complete
   memset(to, 0xff, 16);
-  for (size_t i = at; i < at + 16; i++) shadow[i].pending = true;
-  fibers[current].open.push_back({to, from, some});
+  shared_history.each(at, 16, blocks, [](OfShared &s, size_t) { s.pending = true; });
+  fibers[current].copies.push_back({to, from, some});
   in_kernel = true;
 }
 
 void cp_async_commit() {
   Fiber &f = fibers[current];
-  f.groups.push_back(std::move(f.open));
-  f.open.clear();
+  f.groups.push_back(f.copies.size());
 }
 
 void cp_async_wait(int left) {
   Fiber &f = fibers[current];
   in_kernel = false;
-  while (static_cast<int>(f.groups.size()) > left) {
-    for (const Copy &c : f.groups.front()) {
+  for (; static_cast<int>(f.groups.size() - f.first) > left; f.first++)
+    for (; f.head < f.groups[f.first]; f.head++) {
+      const Copy &c = f.copies[f.head];
       const size_t at = static_cast<size_t>(static_cast<unsigned char *>(c.to) - arena);
-      for (size_t i = at; i < at + 16; i++) shadow[i].pending = false;
+      shared_history.each(at, 16, blocks, [](OfShared &s, size_t) { s.pending = false; });
       // a write by this thread, now: other threads need a barrier
       touch_shared(at, 16, true);
       if (c.some) memcpy(c.to, c.from, 16);
       else memset(c.to, 0, 16);
     }
-    f.groups.pop_front();
-  }
+  if (f.head == f.copies.size()) f.copies.clear(), f.groups.clear(), f.head = f.first = 0;
   in_kernel = true;
 }
 
@@ -451,12 +373,12 @@ void *allocate(size_t bytes, size_t skew) {
   if (posix_memalign(&memory, 128, bytes + skew)) abort();
   unsigned char *p = static_cast<unsigned char *>(memory);
   memset(p, 0xff, bytes + skew);
-  buffers[reinterpret_cast<uintptr_t>(p + skew)] = {bytes, std::vector<GlobalShadow>(bytes)};
+  buffers.add(reinterpret_cast<uintptr_t>(p + skew), bytes);
   return p + skew;
 }
 
 void release(void *p, size_t skew) {
-  buffers.erase(reinterpret_cast<uintptr_t>(p));
+  buffers.remove(reinterpret_cast<uintptr_t>(p));
   free(static_cast<unsigned char *>(p) - skew);
 }
 
@@ -484,7 +406,9 @@ void launch(const char *kernel, Dim grid, unsigned threads, size_t shared_bytes,
   blockDim = {threads, 1, 1}, gridDim = grid;
   dynamic_bytes = shared_bytes;
   launches++;
-  counts()[kernel].launches++;
+  costs = &counts()[kernel];
+  costs->launches++;
+  requests.begin(threads);
   for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block(threads);
@@ -509,7 +433,7 @@ void __tsan_read_range(void *p, unsigned long n) { host::access(p, n, false, __b
 void __tsan_write_range(void *p, unsigned long n) { host::access(p, n, true, __builtin_return_address(0)); }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
-void __tsan_init() {}
+void __tsan_init() { host::counted = true; }
 void __tsan_vptr_update(void **, void *) {}
 void __tsan_vptr_read(void **) {}
 }
