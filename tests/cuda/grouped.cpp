@@ -104,7 +104,7 @@ template <typename... A> static void start(const std::string &name, Dim grid, si
 static size_t shared_of(const std::string &kind, size_t rows) {
   const size_t constants = 2 * (128 + (16 + 256) * 4);
   if (kind == "") return 3 * (rows + 128) * 64 + 2 * 128;
-  return kind == "coded_" ? (3 * rows + 2 * 128) * 64 + constants : 4 * (rows + 128) * 64 + constants + 32 * 128;
+  return kind == "coded_" ? (4 * rows + 2 * 128) * 64 + constants - 2 * 256 * 4 : 4 * (rows + 128) * 64 + constants + 32 * 128;
 }
 
 static Dim blocks(size_t x, size_t y, size_t z = 1) {
