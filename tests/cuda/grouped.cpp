@@ -229,6 +229,22 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
           for (uint32_t t = starts[e]; t < starts[e + 1]; t++) want[to.at + y * to.cols + x] += as[t * wa + y] * bs[t * wb + x];
     }
   };
+  // of adapters: whole vectors by a kernel of their own too, onto a buffer of its own
+  if constexpr (HALF)
+    if (most > 0 && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0) {
+      host::Buffer<float> own(old);
+      const auto low = [&](uint32_t of_b, host::Buffer<T> &narrow, host::Buffer<T> &wide, uint32_t width) {
+        start("grouped_low_gradient_" + type, blocks(columns(width), (ranks + LOW - 1) / LOW, experts), 4 * 64 * (128 + LOW), bank.table.at(), of_b, narrow.at(), ranks,
+              wide.at(), width, begins.at(), own.at());
+      };
+      low(0, du, x, s.i), low(1, u, dy, s.o);
+      std::vector<double> sums(old.begin(), old.end());
+      want.swap(sums);
+      gradient(OF_A, du, ranks, x, s.i, most, s.i), gradient(OF_B, dy, s.o, u, ranks, s.o, most);
+      check::close("gradients of adapters", own, want, 2e-6);
+      want.swap(sums);
+      for (size_t i = 0; i < old.size(); i++) grads[i] = old[i];
+    }
   gradient(OF_WEIGHT, dy, s.o, x, s.i, s.o, s.i);
   if (most > 0) gradient(OF_A, du, ranks, x, s.i, most, s.i), gradient(OF_B, dy, s.o, u, ranks, s.o, most);
   check::close("gradients", grads, want, 2e-6);

@@ -20,7 +20,7 @@ pub use self::bias::Biases;
 pub use self::table::{Adapter, Entry, Gradient, Side, Table};
 
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, Source, args, compiled, empty};
+use crate::cuda::launch::{Grid, Launch, Source, address_of, args, compiled, empty};
 use crate::dispatch::Sorted;
 use crate::ledger::Cost;
 use crate::tensor::{ghost_products, ghosts};
@@ -49,6 +49,17 @@ const CONSTANTS: usize = CODED + 2 * 256 * 4;
 /// Shared memory of a gradient block: four stages.
 const OF_GRADIENT: usize = 4 * STAGE * 2 * COLUMNS;
 
+/// LoRA rank that a block of an adapter's gradient covers, and its shared memory: four stages.
+const LOW: usize = 32;
+const OF_LOW_GRADIENT: usize = 4 * STAGE * (COLUMNS + LOW);
+
+/// Whether the kernel for gradients of adapters takes the rows on the side of the layer's width: whole vectors, which
+/// begin on one.
+fn takes_low(wide: &Tensor) -> bool {
+    let whole = wide.dtype() != DType::F32 && wide.dim(1).is_ok_and(|width| width % 8 == 0);
+    whole && address_of(wide).is_ok_and(|at| at % 16 == 0)
+}
+
 /// Kernel source and columns per tile for a dtype.
 fn source(dtype: DType) -> (Source, usize) {
     match dtype {
@@ -74,6 +85,7 @@ pub fn shared_memory(kernel: &str) -> usize {
         Some(rest) if rest.starts_with("one") => 2 * 2048,
         Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") || rest.starts_with("bias") => 0,
         Some(rest) if rest.starts_with("gradient") => OF_GRADIENT,
+        Some(rest) if rest.starts_with("low_gradient") => OF_LOW_GRADIENT,
         Some(rest) => {
             let kind = ["few_", "coded_"].into_iter().find(|kind| rest.starts_with(kind));
             of_products(kind.unwrap_or(""), if kind == Some("few_") { 32 } else { COLUMNS })
@@ -305,6 +317,18 @@ pub fn gradients(
         return Ok(());
     }
     let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let of_b = which == Gradient::B;
+    let (low, wide) = if of_b { (&b, &a) } else { (&a, &b) };
+    if which != Gradient::Weight && takes_low(wide) {
+        let width = wide.dim(1)?;
+        let launch = Launch::of(&a, compiled!(GROUPED_HALF), "grouped_low_gradient")?;
+        let launch = launch.with(args![&table.experts_words, u32::from(of_b), low, table.ranks, wide, width])?;
+        let launch = launch.with(args![&s.starts, grads])?;
+        let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(table.ranks.div_ceil(LOW));
+        let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
+        // SAFETY: as below; rows of `low` are whole vectors, those of `wide` were asked for.
+        return unsafe { launch.run(grid.shared(OF_LOW_GRADIENT)) };
+    }
     let (source, columns) = source(a.dtype());
     let launch = Launch::of(&a, source, "grouped_gradient")?;
     let launch = launch.with(args![&table.experts_words, which as u32, &a, own.0, &b, own.1, rows, cols])?;
