@@ -261,7 +261,6 @@ inline float exp2_fast(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.0f : y;
 }
-// As the instruction: the fourth bit of a digit gives the sign of the byte, eight times.
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t which) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t y = 0;

@@ -180,8 +180,8 @@ DEVICE float exp2_fast(float x) {
 
 DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// Four bytes of a (0 to 3) and b (4 to 7), by the low three bits of each of the four low digits of `which`. The fourth bit
-// leaves the byte undefined.
+// Four bytes of a (0 to 3) and b (4 to 7), by the four low hexadecimal digits of `which`; its fourth bit asks for the sign
+// of the byte, eight times.
 DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t which) {
   uint32_t y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));

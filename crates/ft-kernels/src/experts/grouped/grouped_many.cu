@@ -227,14 +227,8 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
       : rows(rows), outer(outer), col0(col0), left(shared), right(shared + LEFT_BYTES),
         works(static_cast<uint32_t>(row()) < rows.count && static_cast<uint32_t>(col()) < outer - col0), acc() {}
 
-  // Multiplies columns from `col` on of a left tile [128, D] by a right tile. `between` is called after each eighth, and
-  // alone where no value is before the edges.
+  // Multiplies columns from `col` on of a left tile [128, D] by a right tile. `between` is called after each eighth.
   template <int D, int TOGETHER, typename F> DEVICE void step(const unsigned char *a, int col, const unsigned char *b, const F &between) {
-    if (!works) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) between(i);
-      return;
-    }
     const int lane = threadIdx.x % WARP;
     const auto of_a = ::left<D>(row(), 0, lane);
     const auto of_b = right_corner<TRANSPOSED>(this->col(), lane);
@@ -288,14 +282,15 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
       cp_async_wait<STAGES - 2>();
       __syncthreads();
       bring(next);
-      step<DEPTH, 2>(left + stage * STAGE_LEFT, 0, right + stage * STAGE_RIGHT, [](int) {});
+      if (works) step<DEPTH, 2>(left + stage * STAGE_LEFT, 0, right + stage * STAGE_RIGHT, [](int) {});
       stage = stage == STAGES - 1 ? 0 : stage + 1, next = next == STAGES - 1 ? 0 : next + 1;
     }
     cp_async_wait<0>();
   }
 
-  // Sums a product with W in codes: right tile 1 is filled while tile 0 is multiplied, then tile 0 of the next turn.
-  template <typename Codes> DEVICE void codes(const Factors<T> &f, Codes of) {
+  // Sums a product with W in codes: right tile 1 is filled while tile 0 is multiplied, then tile 0 of the next turn. Warps
+  // without values before the edges only fill, in a loop of their own that meets the same barriers.
+  template <bool WORKS, typename Codes> DEVICE void codes(const Factors<T> &f, Codes of) {
     Left<T, TURN> from(f, rows);
     const auto bring = [&](int stage) { from.bring(left + stage * 2 * STAGE_LEFT), cp_async_commit(); };
     __syncthreads();
@@ -306,18 +301,24 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
     int stage = 0;
 #pragma unroll 1
     for (uint32_t k = 0; k < f.depth; k += TURN) {
-      const auto fill = [&](int i, int part) {
-        if (part == 0) of.begin(i, k + TURN);
-        if (part % 2 == 1) of.store(right, i, part / 2);
-      };
       const unsigned char *const a = left + stage * 2 * STAGE_LEFT;
+      const auto half = [&](int i) {
+        const auto fill = [&](int part) {
+          if (part == 0) of.begin(1 - i, k + TURN);
+          if (part % 2 == 1) of.store(right, 1 - i, part / 2);
+        };
+        if constexpr (WORKS) step<TURN, 2>(a, i * DEPTH, right + i * STAGE_RIGHT, fill);
+        else
+#pragma unroll
+          for (int part = 0; part < 8; part++) fill(part);
+      };
       cp_async_wait<0>();
       __syncthreads();
       stage = 1 - stage;
       bring(stage);
-      step<TURN, 2>(a, 0, right, [&](int part) { fill(1, part); });
+      half(0);
       __syncthreads();
-      step<TURN, 2>(a, DEPTH, right + STAGE_RIGHT, [&](int part) { fill(0, part); });
+      half(1);
     }
     cp_async_wait<0>();
   }
@@ -343,7 +344,7 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
         });
       }
       __syncthreads();
-      step<DEPTH, 1>(left, 0, right, [](int) {});
+      if (works) step<DEPTH, 1>(left, 0, right, [](int) {});
     }
   }
 
@@ -361,7 +362,8 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
 
   template <bool ROUNDED> DEVICE void of_source(const Factors<T> &f, const Coded &of) {
     using Codes = typename std::conditional<TRANSPOSED, Across<T, ROUNDED>, Down<T, ROUNDED>>::type;
-    codes(f, Codes(of, f.depth, outer, col0));
+    if (works) codes<true>(f, Codes(of, f.depth, outer, col0));
+    else codes<false>(f, Codes(of, f.depth, outer, col0));
   }
 };
 
