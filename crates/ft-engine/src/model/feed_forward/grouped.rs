@@ -223,8 +223,7 @@ impl GroupedExperts {
     }
 
     /// Backward pass from gradients of the outputs `dout` `[n, d]`: returns the gradient of the expert inputs `[n, d]`.
-    /// With `gates` `[t, k]`, `dout` are gradients of the outputs times their gates, over these: returns the gradient of
-    /// the gates too.
+    /// With `gates` `[t, k]`, `dout` are those of the outputs over their gates: returns the gradient of the gates too.
     pub fn backward(
         &self,
         saved: Saved,
@@ -237,7 +236,8 @@ impl GroupedExperts {
         drop(out);
         let dh = {
             let du = grouped::low_back(&self.down.table, &dout, s)?;
-            self.down_gradients((&dout, du.as_ref()), (&gate, up.as_ref()), low_down, gates, ctx, s, sink)?;
+            let inputs = (&gate, up.as_ref(), low_down);
+            self.down_gradients((&dout, du.as_ref()), inputs, gates, ctx, s, sink)?;
             self.down.backward((&dout, du.as_ref()), None, ctx, s)?
         };
         drop(dout);
@@ -273,15 +273,15 @@ impl GroupedExperts {
     fn down_gradients(
         &self,
         (dout, du): (&Tensor, Option<&Tensor>),
-        (gate, up): (&Tensor, Option<&Tensor>),
-        low: Option<Tensor>,
+        (gate, up, low): (&Tensor, Option<&Tensor>, Option<Tensor>),
         gates: Option<&Tensor>,
         ctx: &Context,
         s: &Sorted,
         sink: &Sink<'_>,
     ) -> Result<()> {
         let of_input = self.down.table.trains(Gradient::Weight);
-        let weighted = |x: &Tensor, in_place| gates.map_or(Ok(x.clone()), |gates| s.weigh(x, gates, in_place));
+        let weighted =
+            |x: &Tensor, in_place| gates.map_or(Ok(x.clone()), |gates| s.weigh(x, gates, in_place));
         let h = self.down.needs_input.then(|| swiglu::forward(self.glu, gate, up)).transpose()?;
         let h = h.map(|h| if of_input { weighted(&h, true) } else { Ok(h) }).transpose()?;
         let du = du.map(|du| if of_input { Ok(du.clone()) } else { weighted(du, false) }).transpose()?;

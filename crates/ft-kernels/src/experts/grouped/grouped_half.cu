@@ -538,25 +538,46 @@ DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_
   }
   cp_async_wait<0>();
 
-  // several loads before the first store
+  // several loads before the first store, of A in pairs
   grads += at;
+  const bool pairs = !of_b && is_aligned(grads);
 #pragma unroll
   for (int m = 0; m < LOW / 16; m++) {
-    uint32_t place[OF_WARP / 8][4];
-    float old[OF_WARP / 8][4];
+    constexpr int N = OF_WARP / 8;
+    uint32_t place[N][4];
+    float old[N][4];
 #pragma unroll
-    for (int c = 0; c < OF_WARP / 8; c++)
+    for (int c = 0; c < N; c++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const uint32_t r = rank0 + m * 16 + i / 2 * 8 + lane / 4, x = col0 + col + c * 8 + lane % 4 * 2 + i % 2;
         place[c][i] = r < rank && x < width ? (of_b ? x * rank + r : r * width + x) : NONE;
-        old[c][i] = place[c][i] != NONE ? grads[place[c][i]] : 0.0f;
       }
+    if (pairs) {
 #pragma unroll
-    for (int c = 0; c < OF_WARP / 8; c++)
+      for (int c = 0; c < N; c++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (place[c][i] != NONE) grads[place[c][i]] = old[c][i] + acc[m][c][i];
+        for (int i = 0; i < 4; i += 2) {
+          const uint2 two = place[c][i] != NONE ? load_8(grads + place[c][i]) : make_uint2(0, 0);
+          old[c][i] = __uint_as_float(two.x), old[c][i + 1] = __uint_as_float(two.y);
+        }
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)
+          if (place[c][i] != NONE)
+            store_8(grads + place[c][i], make_uint2(__float_as_uint(old[c][i] + acc[m][c][i]), __float_as_uint(old[c][i + 1] + acc[m][c][i + 1])));
+    } else {
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) old[c][i] = place[c][i] != NONE ? grads[place[c][i]] : 0.0f;
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (place[c][i] != NONE) grads[place[c][i]] = old[c][i] + acc[m][c][i];
+    }
   }
 }
 

@@ -322,7 +322,8 @@ pub fn gradients(
     if which != Gradient::Weight && takes_low(wide) {
         let width = wide.dim(1)?;
         let launch = Launch::of(&a, compiled!(GROUPED_HALF), "grouped_low_gradient")?;
-        let launch = launch.with(args![&table.experts_words, u32::from(of_b), low, table.ranks, wide, width])?;
+        let launch =
+            launch.with(args![&table.experts_words, u32::from(of_b), low, table.ranks, wide, width])?;
         let launch = launch.with(args![&s.starts, grads])?;
         let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(table.ranks.div_ceil(LOW));
         let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
