@@ -261,6 +261,15 @@ inline float exp2_fast(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.0f : y;
 }
+inline uint32_t permute(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t y = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t digit = which >> 4 * i & 15, byte = bytes >> (digit & 7) * 8 & 255;
+    y |= (digit & 8 ? byte >> 7 ? 255u : 0u : byte) << 8 * i;
+  }
+  return y;
+}
 template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t b[2] = {b0, b1};
   host::Meet m{host::Op::Mma};

@@ -145,6 +145,16 @@ template <typename T> static void rows(const std::string &type, uint32_t tokens,
       const double d = as[of[i] * width + c];
       dots[pairs[i]] += d * ys[i * width + c], want[i * width + c] = gates[pairs[i]] * d;
     }
+  // rows times their gates, apart and in place
+  host::Buffer<T> weighed(n * width);
+  std::vector<double> products(n * width);
+  for (uint32_t i = 0; i < n * width; i++) products[i] = gates[pairs[i / width]] * ys[i];
+  const uint32_t each = 128 * VECTOR<T>;
+  call("dispatch_weigh_" + type, grid((n * width + each - 1) / each), 128, y.at(), pair.at(), gates.at(), static_cast<uint64_t>(n * width), width, weighed.at());
+  check::close("weighed", weighed, products, check::BAR<T>);
+  for (size_t i = 0; i < n * width; i++) weighed[i] = y[i];
+  call("dispatch_weigh_" + type, grid((n * width + each - 1) / each), 128, weighed.at(), pair.at(), gates.at(), static_cast<uint64_t>(n * width), width, weighed.at());
+  check::close("weighed in place", weighed, products, check::BAR<T>);
   call("dispatch_scale_" + type, grid(n), 128, add.at(), token.at(), pair.at(), gates.at(), width, y.at(), dgates.at());
   check::close("gradient of gates", dgates, dots, 1e-5), check::close("gradient of rows", y, want, check::BAR<T>);
 }

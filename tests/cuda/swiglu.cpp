@@ -84,8 +84,39 @@ template <typename T> static void joint(const std::string &type, Act act) {
     }
 }
 
+// Rows times a factor each: gradients, and those of the factors. Gate and up apart, or in one row of both.
+template <typename T> static void weighted(const std::string &type, Act act) {
+  unsigned seed = 200;
+  struct Rows { uint32_t rows, width; bool joint; size_t skew; };
+  for (auto [rows, width, joint, skew] : std::vector<Rows>{{3, 768, false, 0}, {2, 2560, false, 0}, {5, 33, false, 1}, {3, 40, true, 0}, {2, 2100, true, 0}}) {
+    const size_t n = static_cast<size_t>(rows) * width;
+    const uint32_t of_input = joint ? 2 * width : width;
+    host::Buffer<T> gate(check::randn<T>(static_cast<size_t>(rows) * of_input, seed++, 2), skew), up(check::randn<T>(n, seed++), skew), dy(check::randn<T>(n, seed++), skew),
+        dgate(gate.size(), skew), dup(n, skew);
+    const std::vector<double> gs = values(gate), us = values(up), ds = values(dy);
+    std::vector<uint32_t> order(rows);
+    for (uint32_t r = 0; r < rows; r++) order[r] = (r + 1) % rows;
+    host::Buffer<uint32_t> pair(order);
+    host::Buffer<float> factors(check::randn<float>(rows, seed++)), dfactors(rows);
+    std::vector<double> wg(gate.size()), wu(n), wf(rows);
+    for (size_t i = 0; i < n; i++) {
+      const uint32_t own = order[i / width];
+      const size_t at = i / width * of_input + i % width;
+      const auto [value, of_gate, of_up] = act.of(gs[at], joint ? gs[at + width] : us[i]);
+      wg[at] = factors[own] * ds[i] * of_gate, (joint ? wg[at + width] : wu[i]) = factors[own] * ds[i] * of_up, wf[own] += ds[i] * value;
+    }
+    T *no = nullptr;
+    const uint32_t threads = std::min<uint32_t>(THREADS, (width + VECTOR<T> * WARP - 1) / (VECTOR<T> * WARP) * WARP);
+    call("swiglu_weighted_" + type, grid(rows), threads, gate.at(), joint ? no : up.at(), dy.at(), pair.at(), factors.at(), dgate.at(), joint ? no : dup.at(),
+         dfactors.at(), width, of_input, 1u, joint ? width : 0u, act.kind, act.alpha, act.limit);
+    check::close("dgate", dgate, wg, check::BAR<T>);
+    if (!joint) check::close("dup", dup, wu, check::BAR<T>);
+    check::close("dfactors", dfactors, wf, 2 * check::BAR<T>);
+  }
+}
+
 template <typename T> static void all(const std::string &type) {
-  for (Act act : {SILU, GELU, CLAMPED}) apart<T>(type, act), joint<T>(type, act);
+  for (Act act : {SILU, GELU, CLAMPED}) apart<T>(type, act), joint<T>(type, act), weighted<T>(type, act);
 }
 
 TEST(swiglu_in_f32) { all<float>("f32"); }

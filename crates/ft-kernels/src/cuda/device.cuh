@@ -180,6 +180,14 @@ DEVICE float exp2_fast(float x) {
 
 DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// Four bytes of a (0 to 3) and b (4 to 7), by the four low hexadecimal digits of `which`; its fourth bit asks for the sign
+// of the byte, eight times.
+DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t which) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));
+  return y;
+}
+
 // d += a b, per warp: a [16, 16] row-major, b [16, 8] column-major, d [16, 8] in f32.
 template <typename T> DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

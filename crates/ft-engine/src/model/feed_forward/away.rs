@@ -269,11 +269,10 @@ impl Mixture {
             (Some(came), Some(sorted)) => {
                 let rows = sorted.gather(&came)?;
                 drop(came);
-                let mut saved = self.grouped_experts(like.1)?.forward(rows, ctx, sorted)?;
-                let out = sorted.combine(&saved.out, None, None)?;
-                // The backward pass puts gradients here.
-                saved.out = Tensor::zeros((1, 1), like.1, like.2)?;
-                (Here::Grouped(Box::new(saved)), Some(out))
+                let mut saved = self.grouped_experts(like.1)?.forward(rows, ctx, sorted, true)?;
+                // The gradients of the gates are computed at the source.
+                let Some(out) = saved.out.take() else { candle_core::bail!("{OTHER}") };
+                (Here::Grouped(Box::new(saved)), Some(sorted.combine(&out, None, None)?))
             }
             (Some(came), None) => {
                 let rows = travel.here.gather(&came)?;
@@ -318,10 +317,10 @@ impl Mixture {
                 slots.for_each(|slot| sink.touch(slot));
                 None
             }
-            (Here::Grouped(mut saved), Some(came), Some(sorted)) => {
-                saved.out = sorted.gather(&came)?;
+            (Here::Grouped(saved), Some(came), Some(sorted)) => {
+                let dout = sorted.gather(&came)?;
                 drop(came);
-                let dx = self.grouped_backward(*saved, ctx, sorted, sink)?;
+                let (dx, _) = self.grouped_backward(*saved, (dout, None), ctx, sorted, sink)?;
                 Some(sorted.combine(&dx, None, None)?)
             }
             (Here::Each(saved), Some(came), None) => {

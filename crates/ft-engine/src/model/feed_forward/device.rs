@@ -47,9 +47,9 @@ impl Mixture {
         &self,
         x: &Tensor,
         ctx: &Context,
-        logits: &Tensor,
-        router: linear::Saved,
+        (logits, router): (&Tensor, linear::Saved),
         replay: Option<Arc<Groups>>,
+        outputs: bool,
     ) -> Result<Saved> {
         let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
         let Routed { chosen, probs, lse, gates } =
@@ -64,7 +64,7 @@ impl Mixture {
             let rows = sorted.gather(x)?;
             return self.recompute_away(x, rows, ctx, ((groups, probs, lse, gates), router));
         }
-        let out = self.grouped_experts(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
+        let out = self.grouped_experts(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted, outputs)?;
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
         let experts = SavedExperts::Grouped(Box::new(out));
         Ok(Saved { groups, probs, lse, gates, router, experts, shared })
@@ -80,15 +80,24 @@ impl Mixture {
     ) -> Result<(Tensor, Tensor)> {
         let routed = s.routed().map(|r| r.1);
         let (Some(routed), Some(sorted)) = (routed, s.groups.sorted()) else { candle_core::bail!("{OTHER}") };
-        // Outputs are replaced by their gradients in place.
+        let gates = &s.gates.factored;
         let (dgates, dx) = match s.experts {
-            SavedExperts::Grouped(saved) => {
-                let dgates = sorted.scale(&saved.out, &s.gates.factored, dy)?;
-                (dgates, self.grouped_backward(*saved, ctx, sorted, sink)?)
-            }
+            SavedExperts::Grouped(mut saved) => match saved.out.take() {
+                // Outputs are replaced by their gradients in place.
+                Some(out) => {
+                    let dgates = sorted.scale(&out, gates, dy)?;
+                    (dgates, self.grouped_backward(*saved, (out, None), ctx, sorted, sink)?.0)
+                }
+                None => {
+                    let of = (sorted.gather(dy)?, Some(gates));
+                    let (dx, dgates) = self.grouped_backward(*saved, of, ctx, sorted, sink)?;
+                    let Some(dgates) = dgates else { candle_core::bail!("{OTHER}") };
+                    (dgates, dx)
+                }
+            },
             SavedExperts::Away(mut away) => {
                 let Some(out) = away.out.take() else { candle_core::bail!("{OTHER}") };
-                let dgates = sorted.scale(&out, &s.gates.factored, dy)?;
+                let dgates = sorted.scale(&out, gates, dy)?;
                 let dx = self.backward_away(*away, Some(out), ctx, sink)?;
                 let Some(dx) = dx else { candle_core::bail!("{OTHER}") };
                 (dgates, dx)
@@ -107,15 +116,16 @@ impl Mixture {
         Ok((dx, self.router.backward(&s.router, &dlogits, ctx, sink, None)?))
     }
 
-    /// Backward pass of all experts; gradients of their outputs are in `saved.out`.
+    /// Backward pass of all experts: [`GroupedExperts::backward`].
     pub(super) fn grouped_backward(
         &self,
         saved: grouped::Saved,
+        of: (Tensor, Option<&Tensor>),
         ctx: &Context,
         sorted: &Sorted,
         sink: &Sink<'_>,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Option<Tensor>)> {
         self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
-        self.grouped_experts(saved.out.dtype())?.backward(saved, ctx, sorted, sink)
+        self.grouped_experts(of.0.dtype())?.backward(saved, of, ctx, sorted, sink)
     }
 }

@@ -43,8 +43,9 @@ pub struct Saved {
     up: Option<Tensor>,
     /// `s drop(x) A^T` of gate, up and down `[n, ranks]`; `None` without adapters.
     low: [Option<Tensor>; 3],
-    /// Expert outputs `[n, d]`, before the gates.
-    pub out: Tensor,
+    /// Expert outputs `[n, d]`, before the gates: of a forward pass, and of a recomputed one whose backward pass reads
+    /// them ([`GroupedExperts::reads_outputs`]).
+    pub out: Option<Tensor>,
 }
 
 /// Whether the grouped products support a linear.
@@ -102,18 +103,27 @@ impl GroupedLinear {
         Ok(Self { table: Table::new(&entries, dtype)?, biases, needs_input, flat })
     }
 
+    fn has_adapters(&self) -> bool {
+        self.table.has_adapters()
+    }
+
     /// Dropout parameters, if dropout is active.
     fn drops(&self, ctx: &Context) -> Option<Drops> {
         let d = ctx.dropout.filter(|_| self.table.drops)?;
         Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
     }
 
-    /// Forward pass of rows `x`; also returns `s drop(x) A^T`.
-    fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
-        let u = match self.drops(ctx) {
+    /// `s drop(x) A^T` of rows `x`; `None` without adapters.
+    fn low(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<Option<Tensor>> {
+        match self.drops(ctx) {
             Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
             None => grouped::low(&self.table, x, s),
-        }?;
+        }
+    }
+
+    /// Forward pass of rows `x`; also returns `s drop(x) A^T`.
+    fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
+        let u = self.low(x, ctx, s)?;
         let y = grouped::forward((&self.table, x, u.as_ref()), s)?;
         self.biases.iter().try_for_each(|b| b.add(&y, s))?;
         Ok((y, u))
@@ -188,44 +198,94 @@ impl GroupedExperts {
         }
     }
 
-    /// Forward pass of rows `x` `[n, d]`.
-    pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted) -> Result<Saved> {
+    /// Whether the backward pass reads the outputs. Otherwise it has the gradients of the gates from the down
+    /// projection's input: `dy . (W h + B u) = (dy W + du A) . h`, with dropout on both sides too.
+    pub fn reads_outputs(&self) -> bool {
+        self.down.biases.is_some()
+    }
+
+    /// Forward pass of rows `x` `[n, d]`, without the outputs if neither `outputs` nor the backward pass asks for them.
+    pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted, outputs: bool) -> Result<Saved> {
         let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
         let (up, low_up) = self.up.as_ref().map(|up| up.forward(&x, ctx, s)).transpose()?.unzip();
         let needs_input = self.gate.needs_input || self.up.as_ref().is_some_and(|up| up.needs_input);
         let x = needs_input.then_some(x);
-        let (out, low_down) = self.down.forward(&swiglu::forward(self.glu, &gate, up.as_ref())?, ctx, s)?;
+        let h = || swiglu::forward(self.glu, &gate, up.as_ref());
+        let (out, low_down) = if outputs || self.reads_outputs() {
+            let (out, low) = self.down.forward(&h()?, ctx, s)?;
+            (Some(out), low)
+        } else if self.down.has_adapters() {
+            (None, self.down.low(&h()?, ctx, s)?)
+        } else {
+            (None, None)
+        };
         Ok(Saved { x, gate, up, low: [low_gate, low_up.flatten(), low_down], out })
     }
 
-    /// Backward pass: returns the gradient of the expert inputs `[n, d]`. Expects the gradient of the
-    /// outputs in `saved.out`.
-    pub fn backward(&self, saved: Saved, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<Tensor> {
-        let Saved { x, gate, up, low: [low_gate, low_up, low_down], out: dout } = saved;
+    /// Backward pass from gradients of the outputs `dout` `[n, d]`: returns the gradient of the expert inputs `[n, d]`.
+    /// With `gates` `[t, k]`, `dout` are those of the outputs over their gates: returns the gradient of the gates too.
+    pub fn backward(
+        &self,
+        saved: Saved,
+        (dout, gates): (Tensor, Option<&Tensor>),
+        ctx: &Context,
+        s: &Sorted,
+        sink: &Sink<'_>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let Saved { x, gate, up, low: [low_gate, low_up, low_down], out } = saved;
+        drop(out);
         let dh = {
             let du = grouped::low_back(&self.down.table, &dout, s)?;
-            let again = || swiglu::forward(self.glu, &gate, up.as_ref());
-            let h = self.down.needs_input.then(again).transpose()?;
-            self.down.gradients((&dout, du.as_ref()), (h.as_ref(), low_down.as_ref()), ctx, s, sink)?;
-            drop(h);
+            let inputs = (&gate, up.as_ref(), low_down);
+            self.down_gradients((&dout, du.as_ref()), inputs, gates, ctx, s, sink)?;
             self.down.backward((&dout, du.as_ref()), None, ctx, s)?
         };
-        drop((dout, low_down));
-        let (dg, du) = swiglu::backward(self.glu, &gate, up.as_ref(), &dh)?;
+        drop(dout);
+        let (dg, du, dgates) = match gates {
+            None => {
+                let (dg, du) = swiglu::backward(self.glu, &gate, up.as_ref(), &dh)?;
+                (dg, du, None)
+            }
+            Some(gates) => {
+                let (dg, du, dgates) = swiglu::weighted_back(self.glu, &gate, up.as_ref(), &dh, s, gates)?;
+                (dg, du, Some(dgates))
+            }
+        };
         drop((dh, gate, up));
         let low_dg = grouped::low_back(&self.gate.table, &dg, s)?;
         self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
         let (Some(up), Some(du)) = (&self.up, du) else {
-            return self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s);
+            return Ok((self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?, dgates));
         };
         let low_du = grouped::low_back(&up.table, &du, s)?;
         up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
         drop((x, low_gate, low_up));
         if self.gate.drops(ctx).is_some() || up.drops(ctx).is_some() {
             let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
-            return up.backward((&du, low_du.as_ref()), Some(dx), ctx, s);
+            return Ok((up.backward((&du, low_du.as_ref()), Some(dx), ctx, s)?, dgates));
         }
         let more = (&up.table, &du, low_du.as_ref());
-        grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(more), s)
+        Ok((grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(more), s)?, dgates))
+    }
+
+    /// Adds the gradients of the down projection. Rows are weighted by `gates` here, where few values are: on both
+    /// sides of the adapters' rank, or on the input of a weight that trains.
+    fn down_gradients(
+        &self,
+        (dout, du): (&Tensor, Option<&Tensor>),
+        (gate, up, low): (&Tensor, Option<&Tensor>, Option<Tensor>),
+        gates: Option<&Tensor>,
+        ctx: &Context,
+        s: &Sorted,
+        sink: &Sink<'_>,
+    ) -> Result<()> {
+        let of_input = self.down.table.trains(Gradient::Weight);
+        let weighted =
+            |x: &Tensor, in_place| gates.map_or(Ok(x.clone()), |gates| s.weigh(x, gates, in_place));
+        let h = self.down.needs_input.then(|| swiglu::forward(self.glu, gate, up)).transpose()?;
+        let h = h.map(|h| if of_input { weighted(&h, true) } else { Ok(h) }).transpose()?;
+        let du = du.map(|du| if of_input { Ok(du.clone()) } else { weighted(du, false) }).transpose()?;
+        let low = low.map(|low| weighted(&low, true)).transpose()?;
+        self.down.gradients((dout, du.as_ref()), (h.as_ref(), low.as_ref()), ctx, s, sink)
     }
 }

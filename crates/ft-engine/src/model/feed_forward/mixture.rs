@@ -113,18 +113,24 @@ impl Mixture {
         ctx: &Context,
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
-        let s = self.recompute(x, ctx, replay)?;
+        let mut s = self.enter(x, ctx, replay, true)?;
         let x = x.experts;
         let open = |s: &SharedSaved| s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?);
         let shared = s.shared.as_ref().map(open).transpose()?;
         let y = match (&s.experts, s.groups.sorted()) {
             (SavedExperts::Grouped(e), Some(sorted)) => {
-                sorted.combine(&e.out, Some(&s.gates.factored), shared.as_ref())?
+                let Some(out) = &e.out else { candle_core::bail!("{OTHER}") };
+                sorted.combine(out, Some(&s.gates.factored), shared.as_ref())?
             }
             (SavedExperts::PerExpert(_, out), None) => self.combine(&s, out, shared, x.dtype())?,
             (SavedExperts::Away(away), _) => self.combine_away(&s, away, shared, x.dtype())?,
             _ => candle_core::bail!("{OTHER}"),
         };
+        if let SavedExperts::Grouped(e) = &mut s.experts
+            && !self.grouped_experts(x.dtype())?.reads_outputs()
+        {
+            e.out = None;
+        }
         Ok((y, s))
     }
 
@@ -140,12 +146,24 @@ impl Mixture {
         shared.map_or(Ok(y.clone()), |shared| y + shared)
     }
 
-    /// Recomputes the saved activations: the forward pass without the final sum over experts.
+    /// Recomputes the saved activations: the forward pass without the final sum over experts, and where the backward
+    /// pass does not read them without their outputs.
     pub fn recompute(&self, x: Inputs<'_>, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
+        self.enter(x, ctx, replay, false)
+    }
+
+    /// The forward pass up to the outputs of the experts; these only if `outputs` or the backward pass asks for them.
+    fn enter(
+        &self,
+        x: Inputs<'_>,
+        ctx: &Context,
+        replay: Option<Arc<Groups>>,
+        outputs: bool,
+    ) -> Result<Saved> {
         let (logits, router) = self.router.forward(&x.router()?, ctx)?;
         let x = x.experts;
         if self.is_grouped(x.device(), x.dtype()) {
-            return self.recompute_grouped(x, ctx, &logits, router, replay);
+            return self.recompute_grouped(x, ctx, (&logits, router), replay, outputs);
         }
         let (probs, lse) = route::softmax(&logits)?;
         let groups = match replay {

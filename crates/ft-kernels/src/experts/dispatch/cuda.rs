@@ -152,6 +152,31 @@ impl Sorted {
         Ok(dgates)
     }
 
+    /// `rows` [n, width] times their gates [t, k], in place if asked for.
+    pub fn weigh(&self, rows: &Tensor, gates: &Tensor, in_place: bool) -> Result<Tensor> {
+        let (n, width) = (self.rows(), self.width(rows, self.rows())?);
+        if gates.elem_count() != n || gates.dtype() != DType::F32 || in_place && !rows.is_contiguous() {
+            candle_core::bail!("routing: {:?} with {gates:?}", rows.shape());
+        }
+        if in_place {
+            if ghosts(&[rows, gates], [], |_| ()).is_some() {
+                return Ok(rows.clone());
+            }
+        } else if let Some([y]) = ghosts(&[rows, gates], [((n, width).into(), rows.dtype())], |_| ()) {
+            return Ok(y);
+        }
+        let x = rows.contiguous()?;
+        let y = if in_place { x.clone() } else { empty(&x, (n, width), x.dtype())? };
+        let values = n * width;
+        let launch = Launch::of(&x, compiled!(DISPATCH), "dispatch_weigh")?;
+        let launch = launch.with(args![&x, &self.pair, gates, values as u64, width, &y])?;
+        let each = THREADS as usize * 16 / x.dtype().size_in_bytes();
+        // SAFETY: x and y have n rows of `width` values, a thread reads values before it writes them; the n pairs are
+        // those of the gates.
+        unsafe { launch.run(Grid::new(values.div_ceil(each), THREADS)) }?;
+        Ok(y)
+    }
+
     /// `y[t] = add[t] + sum over j of gates[t, j] * row(t, j)`, in the order of j, for `rows` [n, d]; a
     /// plain sum without gates.
     pub fn combine(&self, rows: &Tensor, gates: Option<&Tensor>, add: Option<&Tensor>) -> Result<Tensor> {

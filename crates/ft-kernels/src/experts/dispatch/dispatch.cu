@@ -109,6 +109,17 @@ template <typename T, int V> DEVICE float scale(const T *dy, float gate, uint32_
   return dot;
 }
 
+// V values of y = x times the gates of their rows.
+template <typename T, int V>
+DEVICE void weigh(const T *x, const uint32_t *pair, const float *gates, uint32_t width, T *y, size_t at) {
+  const float gate = gates[pair[at / width]];
+  float v[V];
+  get(x + at, v);
+#pragma unroll
+  for (int i = 0; i < V; i++) v[i] *= gate;
+  put(y + at, v);
+}
+
 // y = add + sum of a token's rows in the order of its experts, weighted by the gates.
 template <typename T, int V>
 DEVICE void combine(const T *rows, const uint32_t *place, const float *gates, const T *add, uint32_t top_k, uint32_t width,
@@ -147,6 +158,12 @@ DEVICE void combine(const T *rows, const uint32_t *place, const float *gates, co
     const float part = whole ? scale<T, VECTOR<T>>(dy, gates[p], width, rows) : scale<T, 1>(dy, gates[p], width, rows);\
     const float dot = block_sum<THREADS>(part, scratch);                                                               \
     if (threadIdx.x == 0) dgates[p] = dot;                                                                             \
+  }                                                                                                                    \
+  KERNEL(dispatch_weigh_##NAME, THREADS, const T *x, const uint32_t *pair, const float *gates, uint64_t count,            \
+         uint32_t width, T *y) {                                                                                       \
+    each<VECTOR<T>>(width % VECTOR<T> == 0 && is_aligned(x) && is_aligned(y), count,                                   \
+                    [&](size_t i) { weigh<T, VECTOR<T>>(x, pair, gates, width, y, i); },                               \
+                    [&](size_t i) { weigh<T, 1>(x, pair, gates, width, y, i); }, blockIdx.x);                          \
   }                                                                                                                    \
   KERNEL(dispatch_combine_##NAME, THREADS, const T *rows, const uint32_t *place, const float *gates, const T *add,        \
          uint32_t top_k, uint32_t width, T *y) {                                                                       \

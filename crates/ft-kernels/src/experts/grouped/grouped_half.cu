@@ -2,7 +2,7 @@
 // steps of 32, four stages of shared memory. Values arrive by cp.async two stages ahead. 4-bit codes are loaded into
 // registers several stages ahead and dequantized into shared memory by the loading threads, overlapping
 // with tensor core work. Codes are loaded in whole sectors. With W transposed, a sector spans 64 inner
-// values, so every second stage loads no codes.
+// values, so every second stage loads no codes. Also gradients, for any number of rows.
 #include "grouped_tiles.cuh"
 
 constexpr int STAGES = 4;
@@ -478,6 +478,109 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       }
 }
 
+// Gradients of adapters: low^T x wide for one expert, low [n, ranks] (du or u) and wide [n, width] (x or dy), added to A's
+// gradient [rank, width] or transposed to B's [width, rank]. A block takes 128 columns and up to LOW of the rank, so that
+// `wide` is read once; all its warps have columns. Columns of `low` past the rank are any values, and so are their sums.
+constexpr int LOW = 32, OF_WARP = COLS / (THREADS / WARP), STAGE_LOW = DEPTH * LOW * 2; // of the rank; columns; bytes
+constexpr int LOW_STAGES = 4;
+
+template <typename T>
+DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_t ranks, const T *wide, uint32_t width,
+                         const uint32_t *starts, float *grads) {
+  SHARED_BYTES(shared);
+  const uint32_t first = starts[blockIdx.z], count = starts[blockIdx.z + 1] - first, rank0 = blockIdx.y * LOW, col0 = blockIdx.x * COLS;
+  const uint64_t at = of_b ? experts[blockIdx.z].grad_b : experts[blockIdx.z].grad_a;
+  const uint32_t rank = experts[blockIdx.z].rank;
+  if (at == NOWHERE || count == 0 || rank0 >= rank) return;
+  const int lane = threadIdx.x % WARP, col = threadIdx.x / WARP * OF_WARP;
+
+  // pieces of a thread: of `wide` two, half a stage apart, of `low` one for half of the threads; rows past the last and
+  // columns past the edge are zeros
+  constexpr uint32_t APART = THREADS / (COLS / 8);
+  static_assert(2 * APART == DEPTH && THREADS == 2 * DEPTH * LOW / 8, "pieces of a thread");
+  const uint32_t piece = threadIdx.x % (COLS / 8), low_piece = threadIdx.x % (LOW / 8);
+  uint32_t row = threadIdx.x / (COLS / 8), low_row = threadIdx.x / (LOW / 8);
+  const bool some_low = rank0 + low_piece * 8 < ranks;
+  const uint32_t rows = col0 + piece * 8 < width ? count : 0, low_rows = some_low ? count : 0;
+  unsigned char *const to = shared + place<COLS>(static_cast<int>(row), static_cast<int>(piece));
+  unsigned char *const low_to = shared + STAGE_RIGHT + place<LOW>(static_cast<int>(low_row) % DEPTH, static_cast<int>(low_piece));
+  const bool brings_low = threadIdx.x < DEPTH * LOW / 8;
+  wide += static_cast<uint64_t>(first + row) * width + col0 + piece * 8;
+  low += static_cast<uint64_t>(first + low_row) * ranks + rank0 + low_piece * 8;
+  const auto bring = [&](int stage) {
+    unsigned char *const own = to + stage * (STAGE_RIGHT + STAGE_LOW);
+    cp_async_16(own, wide, row < rows), cp_async_16(own + STAGE_RIGHT / 2, wide + APART * static_cast<uint64_t>(width), row + APART < rows);
+    if (brings_low) cp_async_16(low_to + stage * (STAGE_RIGHT + STAGE_LOW), low, low_row < low_rows);
+    row += DEPTH, low_row += DEPTH, wide += DEPTH * static_cast<uint64_t>(width), low += DEPTH * static_cast<uint64_t>(ranks);
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int s = 0; s < LOW_STAGES - 1; s++) bring(s);
+  const auto of_low = left_transposed<LOW>(0, 0, lane);
+  const auto of_wide = right<COLS>(0, col, lane);
+  float acc[LOW / 16][OF_WARP / 8][4] = {};
+  int s = 0;
+#pragma unroll 1
+  for (uint32_t n = 0; n < count; n += DEPTH, s = (s + 1) % LOW_STAGES) {
+    cp_async_wait<LOW_STAGES - 2>();
+    __syncthreads();
+    bring((s + LOW_STAGES - 1) % LOW_STAGES);
+    const unsigned char *const w = shared + s * (STAGE_RIGHT + STAGE_LOW);
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+      uint32_t fa[LOW / 16][4], fb[4];
+#pragma unroll
+      for (int m = 0; m < LOW; m += 16) load_transposed(fa[m / 16], w + STAGE_RIGHT, of_low, k, m);
+      load_transposed(fb, w, of_wide, k, 0);
+#pragma unroll
+      for (int m = 0; m < LOW / 16; m++) mma<T>(acc[m][0], fa[m], fb[0], fb[1]), mma<T>(acc[m][1], fa[m], fb[2], fb[3]);
+    }
+  }
+  cp_async_wait<0>();
+
+  // several loads before the first store, of A in pairs
+  grads += at;
+  const bool pairs = !of_b && is_aligned(grads);
+#pragma unroll
+  for (int m = 0; m < LOW / 16; m++) {
+    constexpr int N = OF_WARP / 8;
+    uint32_t place[N][4];
+    float old[N][4];
+#pragma unroll
+    for (int c = 0; c < N; c++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t r = rank0 + m * 16 + i / 2 * 8 + lane / 4, x = col0 + col + c * 8 + lane % 4 * 2 + i % 2;
+        place[c][i] = r < rank && x < width ? (of_b ? x * rank + r : r * width + x) : NONE;
+      }
+    if (pairs) {
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const uint2 two = place[c][i] != NONE ? load_8(grads + place[c][i]) : make_uint2(0, 0);
+          old[c][i] = __uint_as_float(two.x), old[c][i + 1] = __uint_as_float(two.y);
+        }
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)
+          if (place[c][i] != NONE)
+            store_8(grads + place[c][i], make_uint2(__float_as_uint(old[c][i] + acc[m][c][i]), __float_as_uint(old[c][i + 1] + acc[m][c][i + 1])));
+    } else {
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) old[c][i] = place[c][i] != NONE ? grads[place[c][i]] : 0.0f;
+#pragma unroll
+      for (int c = 0; c < N; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (place[c][i] != NONE) grads[place[c][i]] = old[c][i] + acc[m][c][i];
+    }
+  }
+}
+
 #define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE)                                                        \
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                              \
     products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out);                               \
@@ -487,6 +590,10 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                      \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \
     gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
+  }                                                                                                                    \
+  KERNEL(grouped_low_gradient_##T, SIDE_BY_SIDE(4, THREADS), const Expert *experts, uint32_t of_b, const T *low,       \
+         uint32_t ranks, const T *wide, uint32_t width, const uint32_t *starts, float *grads) {                        \
+    low_gradient<T>(experts, of_b != 0, low, ranks, wide, width, starts, grads);                                       \
   }
 
 GROUPED(bf16)

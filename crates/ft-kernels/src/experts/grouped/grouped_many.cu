@@ -1,62 +1,276 @@
-// Grouped GEMMs of 16-bit values for experts with many rows, on tensor cores: eight warps per 128 x 128 tile, inner
-// steps of 32. Two blocks stand on a multiprocessor, also where it has 100 KiB of shared memory.
+// Grouped GEMMs of 16-bit values for experts with many rows, on tensor cores: four warps per 128 x 128 tile, each with
+// 64 x 64 values of it, so that a fragment from shared memory feeds eight tensor-core instructions. Two blocks stand on
+// a multiprocessor, also where it has 100 KiB of shared memory.
 //
 // There are two kernels of each direction. For matrices of values, left and right tiles arrive by cp.async in three
-// stages. With 4-bit codes, the codes of a step are loaded into registers a step ahead and dequantized into one of two
-// right tiles while the other one is multiplied; other matrices of the launch (adapters) take two stages there.
+// stages of 32 inner values. With 4-bit codes, left tiles arrive in two stages of 64, whole lines of the cache; codes
+// are loaded into registers a step ahead and dequantized into one of two right tiles of 32 while the other one is
+// multiplied. Other matrices of the launch (adapters) take two stages there.
+//
+// On 8.0 and 9.0 shared memory is the bound, and shuffles take its cycles too. Codes are therefore looked up in
+// registers: a thread has 32 codes of one scale, computes the 16 values that they can have, and selects their bytes.
 #include "grouped_tiles.cuh"
 
-constexpr int SIDE = 128, H = 32, W = 64; // rows of a tile; rows and columns of a warp
+constexpr int OF_MANY = 128;               // threads; must match crates/ft-kernels/src/experts/grouped/mod.rs
+constexpr int SIDE = 128, H = 64, W = 64;  // rows of a tile; rows and columns of a warp
+constexpr int TURN = 2 * DEPTH;            // inner values of a left stage with codes
 constexpr int STAGE_LEFT = SIDE * DEPTH * 2; // bytes
-constexpr int LEFT_STAGES = 3;
+
+// The expert of a launch with codes, and the codebook of its W.
+struct Coded {
+  Expert expert;
+  float book[16];
+};
+
+DEVICE void load_books(Coded *to, bool second) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if ((i == 0 || second) && to[i].expert.weight == nullptr && threadIdx.x < 16) to[i].book[threadIdx.x] = to[i].expert.pairs[2 * threadIdx.x + 1];
+  __syncthreads();
+}
+
+// The 16 values of a quantization block's codes, split into low and high bytes, four values to a word.
+struct Lookup {
+  uint32_t low[4], high[4];
+
+  // Values are rounded to T; with ROUNDED to the other 16-bit type before.
+  template <typename T, bool ROUNDED> DEVICE void fill(const float *book, float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        v[j] = __fmul_rn(book[4 * i + j], scale);
+        if constexpr (ROUNDED) v[j] = rounded<Other<T>>(v[j]);
+      }
+      const uint32_t first = pack<T>(v[0], v[1]), second = pack<T>(v[2], v[3]);
+      low[i] = permute(first, second, 0x6420), high[i] = permute(first, second, 0x7531);
+    }
+  }
+
+  // Values of the 8 codes of a word; the first code of a byte is in its high half.
+  DEVICE uint4 values(uint32_t word) const {
+    // index in a half of the codebook, and which half
+    const uint32_t index = word & 0x77777777u, half = (word >> 1 & 0x44444444u) | 0x32103210u;
+    uint32_t out[4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t at = index >> 16 * i, of = half >> 16 * i;
+      const uint32_t l = permute(permute(low[0], low[1], at), permute(low[2], low[3], at), of);
+      const uint32_t h = permute(permute(high[0], high[1], at), permute(high[2], high[3], at), of);
+      out[2 * i] = permute(l, h, 0x4051), out[2 * i + 1] = permute(l, h, 0x6273);
+    }
+    return make_uint4(out[0], out[1], out[2], out[3]);
+  }
+};
+
+// The parts of a scale, loaded ahead of their product.
+struct Scale {
+  uint32_t code = 0, group = NONE; // code 0: or the bits of a plain scale
+  float absmax = 0.0f;
+
+  // Starts loading that of the block of value `at`.
+  DEVICE void fetch(const Matrix &m, uint64_t at) {
+    const uint32_t block = static_cast<uint32_t>(at >> m.shift);
+    if (m.scale_codes == nullptr) {
+      code = __float_as_uint(m.scales[block]);
+      return;
+    }
+    code = m.scale_codes[block];
+    const uint32_t own = block / m.group;
+    if (own != group) group = own, absmax = m.scales[own];
+  }
+
+  // Rounded after the product and after the sum; see codes.cuh.
+  DEVICE float value(const Matrix &m) const {
+    return m.scale_codes == nullptr ? __uint_as_float(code) : __fadd_rn(__fmul_rn(m.map[code], absmax), m.offset);
+  }
+};
+
+// Codes of W [outer, depth] in forward. Threads 2j and 2j + 1 load the same sector of two rows, and then own one of
+// these rows each: 64 codes a turn. Past the edges, codes repeat.
+template <typename T, bool ROUNDED> struct Across {
+  const Coded &of;
+  const uint32_t depth;
+  const bool apart; // whether 64 codes may have two scales
+  uint32_t at[2];   // first values of both rows, and of the thread's half
+  uint64_t first[2];
+  int to;
+  Scale scales[2];
+  float scale[2];
+  uint4 raw[2];
+  uint32_t words[8];
+  Lookup lookup;
+
+  DEVICE Across(const Coded &of, uint32_t depth, uint32_t outer, uint32_t col0)
+      : of(of), depth(depth), apart(depth % TURN != 0 || of.expert.shift < 6), scale(), raw(), words(), lookup() {
+    // rows of 8 consecutive threads differ modulo 8, so that their stores meet no bank twice
+    const uint32_t row = threadIdx.x / 8 * 8 + threadIdx.x / 2 % 4;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+      const uint32_t col = col0 + row + 4 * i;
+      first[i] = static_cast<uint64_t>(col < outer ? col : outer - 1) * depth;
+    }
+    to = place<DEPTH>(static_cast<int>(row + threadIdx.x % 2 * 4), 0);
+  }
+
+  DEVICE void fetch(uint32_t k) {
+    const Matrix m = codes_of(of.expert);
+    const bool odd = threadIdx.x % 2;
+    const uint32_t half = k + (odd ? DEPTH : 0), own = half < depth ? half : 0;
+    raw[0] = load_16(m.packed + (first[0] + own) / 2), raw[1] = load_16(m.packed + (first[1] + own) / 2);
+    const uint64_t row = odd ? first[1] : first[0];
+    scales[0].fetch(m, row + (k < depth ? k : 0));
+    if (apart) scales[1].fetch(m, row + (k + DEPTH < depth ? k + DEPTH : 0));
+  }
+
+  // Prepares step `i` of two, and starts loading the turn at `next` after the last one.
+  DEVICE void begin(int i, uint32_t next) {
+    if (i == 0) {
+      const bool odd = threadIdx.x % 2;
+      const auto swap = [&](int n, uint32_t a, uint32_t b) {
+        const uint32_t other = __shfl_xor_sync(ALL, odd ? a : b, 1);
+        words[n] = odd ? other : a, words[4 + n] = odd ? b : other;
+      };
+      swap(0, raw[0].x, raw[1].x), swap(1, raw[0].y, raw[1].y), swap(2, raw[0].z, raw[1].z), swap(3, raw[0].w, raw[1].w);
+      const Matrix m = codes_of(of.expert);
+      scale[0] = scales[0].value(m), scale[1] = apart ? scales[1].value(m) : scale[0];
+    }
+    lookup.fill<T, ROUNDED>(of.book, scale[i]);
+    if (i == 1) fetch(next);
+  }
+
+  // Dequantizes a quarter of step `i`.
+  DEVICE void store(unsigned char *right, int i, int quarter) const {
+    store_16(right + i * STAGE_RIGHT + (to ^ quarter * 16), lookup.values(words[4 * i + quarter]));
+  }
+};
+
+// Codes of W [depth, outer] in backward: a thread has 32 codes of a row in each step. Past the edges the last row and
+// the last codes repeat.
+template <typename T, bool ROUNDED> struct Down {
+  const Coded &of;
+  const uint32_t depth, outer;
+  uint32_t line, col;
+  int to;
+  Scale scale;
+  uint4 raw;
+  uint32_t words[4];
+  Lookup lookup;
+
+  DEVICE Down(const Coded &of, uint32_t depth, uint32_t outer, uint32_t col0) : of(of), depth(depth), outer(outer), raw(), words(), lookup() {
+    // 8 consecutive threads have different rows, so that their stores meet no bank twice
+    line = threadIdx.x / WARP * 8 + threadIdx.x % 8;
+    const uint32_t part = threadIdx.x % WARP / 8, at = col0 + part * 32;
+    col = at < outer ? at : outer - 32;
+    to = place<COLS>(static_cast<int>(line), static_cast<int>(part * 4));
+  }
+
+  DEVICE void fetch(uint32_t k) {
+    const Matrix m = codes_of(of.expert);
+    const uint64_t at = static_cast<uint64_t>(k + line < depth ? k + line : depth - 1) * outer + col;
+    raw = load_16(m.packed + at / 2);
+    scale.fetch(m, at);
+  }
+
+  DEVICE void begin(int i, uint32_t next) {
+    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+    lookup.fill<T, ROUNDED>(of.book, scale.value(codes_of(of.expert)));
+    fetch(i == 1 ? next : next + DEPTH);
+  }
+
+  DEVICE void store(unsigned char *right, int i, int quarter) const {
+    store_16(right + i * STAGE_RIGHT + (to ^ quarter * 16), lookup.values(words[quarter]));
+  }
+};
+
+// Pieces of left tiles [128, D], tile after tile; rows past the edge are zeros.
+template <typename T, int D> struct Left {
+  static constexpr int PIECES = D / 8, APART = OF_MANY / PIECES; // pieces of a row; rows between those of a thread
+  const T *from;
+  const uint64_t apart;
+  const uint32_t depth;
+  uint32_t deep;
+  int some; // rows of the thread
+  int to;
+
+  DEVICE Left(const Factors<T> &f, Rows rows) : apart(static_cast<uint64_t>(APART) * f.stride), depth(f.depth), deep(threadIdx.x % PIECES * 8) {
+    const int row = threadIdx.x / PIECES;
+    from = f.left + static_cast<uint64_t>(row) * f.stride + deep;
+    some = (static_cast<int>(rows.count) - row + APART - 1) / APART;
+    to = place<D>(row, threadIdx.x % PIECES);
+  }
+
+  DEVICE void bring(unsigned char *tile) {
+    static_assert(APART % 8 == 0, "a swizzle for all rows of a thread");
+    const int own = deep < depth ? some : 0;
+#pragma unroll
+    for (int i = 0; i < SIDE / APART; i++) cp_async_16(tile + to + i * APART * D * 2, from + i * apart, i < own);
+    from += D, deep += D;
+  }
+};
 
 // One tile of the result, and this thread's part of it.
 template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
-  static constexpr int RIGHT_STAGES = CODES ? 2 : 3, STAGES = RIGHT_STAGES;
+  static constexpr int STAGES = CODES ? 2 : 3;
+  static constexpr int LEFT_BYTES = (CODES ? 4 : 3) * STAGE_LEFT;
   const Rows rows;
   const uint32_t outer, col0;
-  unsigned char *const left, *const right; // [LEFT_STAGES], [RIGHT_STAGES]
-  const Corner<DEPTH> of_a;
-  const Corner<TRANSPOSED ? DEPTH : COLS> of_b;
+  unsigned char *const left, *const right; // LEFT_BYTES, [STAGES]
+  const bool works;                        // whether the warp has values before the edges
   float acc[H / 16][W / 8][4];
 
-  static DEVICE int row() { return threadIdx.x / WARP % 4 * H; }
-  static DEVICE int col() { return threadIdx.x / WARP / 4 * W; }
+  static DEVICE int row() { return threadIdx.x / WARP % 2 * H; }
+  static DEVICE int col() { return threadIdx.x / WARP / 2 * W; }
 
   DEVICE Tile(Rows rows, uint32_t outer, uint32_t col0, unsigned char *shared)
-      : rows(rows), outer(outer), col0(col0), left(shared), right(shared + LEFT_STAGES * STAGE_LEFT),
-        of_a(::left<DEPTH>(row(), 0, threadIdx.x % WARP)), of_b(right_corner<TRANSPOSED>(col(), threadIdx.x % WARP)), acc() {}
+      : rows(rows), outer(outer), col0(col0), left(shared), right(shared + LEFT_BYTES),
+        works(static_cast<uint32_t>(row()) < rows.count && static_cast<uint32_t>(col()) < outer - col0), acc() {}
 
-  // Multiplies two tiles, TOGETHER halves of the inner step in a turn of a loop.
-  template <int TOGETHER = 2> DEVICE void step(int a, int b) {
-    multiply<T, TRANSPOSED, H, W, TOGETHER>(acc, left + a * STAGE_LEFT, right + b * STAGE_RIGHT, of_a, of_b);
+  // Multiplies columns from `col` on of a left tile [128, D] by a right tile. `between` is called after each eighth.
+  template <int D, int TOGETHER, typename F> DEVICE void step(const unsigned char *a, int col, const unsigned char *b, const F &between) {
+    const int lane = threadIdx.x % WARP;
+    const auto of_a = ::left<D>(row(), 0, lane);
+    const auto of_b = right_corner<TRANSPOSED>(this->col(), lane);
+#pragma unroll(TOGETHER)
+    for (int k = 0; k < DEPTH; k += 16) {
+      uint32_t fa[H / 16][4];
+#pragma unroll
+      for (int m = 0; m < H; m += 16) load(fa[m / 16], a, of_a, m, col + k);
+#pragma unroll
+      for (int n = 0; n < W; n += 16) {
+        uint32_t fb[4];
+        if constexpr (TRANSPOSED) load(fb, b, of_b, n, k);
+        else load_transposed(fb, b, of_b, k, n);
+#pragma unroll
+        for (int m = 0; m < H; m += 16) {
+          mma<T>(acc[m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
+          mma<T>(acc[m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
+        }
+        between((k * W / 16 + n) / 16);
+      }
+    }
   }
 
   // Sums a product of stored values whose rows are whole 16-byte pieces.
   DEVICE void values(const Factors<T> &f) {
-    Left from(f, rows);
-    // two pieces of a thread, half a tile apart; rows and columns past the edge are zeros
-    constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8;
-    const uint32_t line = threadIdx.x / PIECES, piece = threadIdx.x % PIECES, half = THREADS / PIECES;
-    const T *of[2];
-    uint32_t deep = TRANSPOSED ? piece * 8 : line, depth[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint32_t c = col0 + (TRANSPOSED ? line + i * half : piece * 8), last = TRANSPOSED ? outer - 1 : outer - 8;
-      of[i] = f.right + (TRANSPOSED ? static_cast<uint64_t>(c < last ? c : last) * f.depth + piece * 8
-                                    : static_cast<uint64_t>(line + i * half) * outer + (c < last ? c : last));
-      depth[i] = c < outer ? f.depth : 0;
-    }
-    const uint64_t pitch = TRANSPOSED ? DEPTH : static_cast<uint64_t>(DEPTH) * outer;
-    unsigned char *const to = right + right_place<TRANSPOSED>(line, piece);
+    Left<T, DEPTH> from(f, rows);
+    // a thread's pieces of right tiles; rows and columns past the edge are zeros
+    constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8, APART = OF_MANY / PIECES, EACH = COLS * DEPTH / 8 / OF_MANY;
+    const uint32_t line = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    const uint32_t c = col0 + (TRANSPOSED ? line : piece * 8);
+    uint32_t deep = TRANSPOSED ? piece * 8 : line;
+    const uint64_t pitch = TRANSPOSED ? f.depth : outer;
+    const T *of = f.right + (TRANSPOSED ? static_cast<uint64_t>(c) * pitch + deep : deep * pitch + c);
+    unsigned char *const to = right + right_place<TRANSPOSED>(static_cast<int>(line), static_cast<int>(piece));
     const auto bring = [&](int stage) {
       from.bring(left + stage * STAGE_LEFT);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        cp_async_16(to + stage * STAGE_RIGHT + i * STAGE_RIGHT / 2, of[i], deep + (TRANSPOSED ? 0 : i * half) < depth[i]);
-        of[i] += pitch;
+      for (int i = 0; i < EACH; i++) {
+        const bool some = TRANSPOSED ? deep < f.depth && c + i * APART < outer : deep + i * APART < f.depth && c < outer;
+        cp_async_16(to + stage * STAGE_RIGHT + i * (STAGE_RIGHT / EACH), of + i * APART * pitch, some);
       }
-      deep += DEPTH;
+      of += TRANSPOSED ? DEPTH : DEPTH * pitch, deep += DEPTH;
       cp_async_commit();
     };
     __syncthreads();
@@ -68,148 +282,43 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
       cp_async_wait<STAGES - 2>();
       __syncthreads();
       bring(next);
-      step(stage, stage);
+      if (works) step<DEPTH, 2>(left + stage * STAGE_LEFT, 0, right + stage * STAGE_RIGHT, [](int) {});
       stage = stage == STAGES - 1 ? 0 : stage + 1, next = next == STAGES - 1 ? 0 : next + 1;
     }
     cp_async_wait<0>();
   }
 
-  // A thread's two pieces of left tiles, step after step, half a tile apart. Rows past the edge are zeros.
-  struct Left {
-    const T *from;
-    uint32_t apart, deep, depth[2]; // values between the pieces, first inner index, and its end for both
-
-    DEVICE Left(const Factors<T> &f, Rows rows) : deep(threadIdx.x % 4 * 8) {
-      const uint32_t row = threadIdx.x / 4;
-      from = f.left + static_cast<uint64_t>(row < rows.count ? row : 0) * f.stride + deep;
-      apart = row + SIDE / 2 < rows.count ? SIDE / 2 * f.stride : 0;
-      depth[0] = row < rows.count ? f.depth : 0, depth[1] = row + SIDE / 2 < rows.count ? f.depth : 0;
-    }
-
-    DEVICE void bring(unsigned char *to) {
-      to += place<DEPTH>(threadIdx.x / 4, threadIdx.x % 4);
-      cp_async_16(to, from, deep < depth[0]), cp_async_16(to + STAGE_LEFT / 2, from + apart, deep < depth[1]);
-      from += DEPTH, deep += DEPTH;
-    }
-  };
-
-  // Sums a product with W [outer, depth] in codes, two inner steps a turn: the codes of a turn are loaded in the turn
-  // before it, a sector of a row by two threads. Threads 2j and 2j + 1 share the codes of each step in row j. Scales of a
-  // row lie in one sector for 32 blocks, and come from the cache. Past the edges, codes repeat; left values are zeros.
-  template <typename Held> DEVICE void codes_across(const Factors<T> &f, const Held &of) {
-    Left from(f, rows);
-    const uint32_t row = col0 + threadIdx.x / 2, col = row < outer ? row : outer - 1;
-    uint32_t held_group = NONE;
-    float held = 0.0f;
-    const auto fetch = [&](uint32_t k) {
-      const Matrix m = codes_of(of.expert);
-      const uint32_t at = k + threadIdx.x % 2 * DEPTH;
-      const uint64_t from = static_cast<uint64_t>(col) * f.depth + (at < f.depth ? at : 0);
-      const uint32_t block = static_cast<uint32_t>(from >> m.shift);
-      Codes c = {load_16(m.packed + from / 2), 0.0f, 0.0f};
-      if (m.scale_codes == nullptr) {
-        c.factor = m.scales[block];
-        return c;
-      }
-      c.factor = of.map[m.scale_codes[block]];
-      const uint32_t group = block / m.group;
-      if (group != held_group) held_group = group, held = m.scales[group];
-      c.absmax = held;
-      return c;
-    };
-    const float entry = of.book[threadIdx.x % 16];
-    const bool odd = threadIdx.x % 2;
-    const int to = place<DEPTH>(threadIdx.x / 2, odd ? 2 : 0); // the next piece is the other one of 32 bytes
-    uint32_t words[4];
-    float scale[2];
-    // this thread's half of both steps
-    const auto take = [&](const Codes &c) {
-      const float own = c.scale(codes_of(of.expert));
-      const uint32_t x = __shfl_xor_sync(ALL, odd ? c.words.x : c.words.z, 1), y = __shfl_xor_sync(ALL, odd ? c.words.y : c.words.w, 1);
-      words[0] = odd ? x : c.words.x, words[1] = odd ? y : c.words.y;
-      words[2] = odd ? c.words.z : x, words[3] = odd ? c.words.w : y;
-      const float other = __shfl_xor_sync(ALL, own, 1);
-      scale[0] = odd ? other : own, scale[1] = odd ? own : other;
-    };
-    const auto decode = [&](int i) {
-      store_16(right + i * STAGE_RIGHT + to, dequantized<T>(words[2 * i], entry, scale[i], of.expert.source));
-      store_16(right + i * STAGE_RIGHT + (to ^ 16), dequantized<T>(words[2 * i + 1], entry, scale[i], of.expert.source));
-    };
-    const auto bring = [&](int stage) { from.bring(left + stage * STAGE_LEFT), cp_async_commit(); };
+  // Sums a product with W in codes: right tile 1 is filled while tile 0 is multiplied, then tile 0 of the next turn. Warps
+  // without values before the edges only fill, in a loop of their own that meets the same barriers.
+  template <bool WORKS, typename Codes> DEVICE void codes(const Factors<T> &f, Codes of) {
+    Left<T, TURN> from(f, rows);
+    const auto bring = [&](int stage) { from.bring(left + stage * 2 * STAGE_LEFT), cp_async_commit(); };
     __syncthreads();
-    bring(0), bring(1);
-    take(fetch(0));
-    decode(0);
+    bring(0);
+    of.fetch(0), of.begin(0, 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) of.store(right, 0, i);
     int stage = 0;
 #pragma unroll 1
-    for (uint32_t k = 0; k < f.depth; k += 2 * DEPTH) {
-      const int second_stage = stage == 2 ? 0 : stage + 1, third = stage == 0 ? 2 : stage - 1;
-      cp_async_wait<1>();
+    for (uint32_t k = 0; k < f.depth; k += TURN) {
+      const unsigned char *const a = left + stage * 2 * STAGE_LEFT;
+      const auto half = [&](int i) {
+        const auto fill = [&](int part) {
+          if (part == 0) of.begin(1 - i, k + TURN);
+          if (part % 2 == 1) of.store(right, 1 - i, part / 2);
+        };
+        if constexpr (WORKS) step<TURN, 2>(a, i * DEPTH, right + i * STAGE_RIGHT, fill);
+        else
+#pragma unroll
+          for (int part = 0; part < 8; part++) fill(part);
+      };
+      cp_async_wait<0>();
       __syncthreads();
-      bring(third);
-      decode(1);
-      const Codes next = fetch(k + 2 * DEPTH);
-      step(stage, 0);
-      cp_async_wait<1>();
-      __syncthreads();
+      stage = 1 - stage;
       bring(stage);
-      take(next);
-      decode(0);
-      step(second_stage, 1);
-      stage = third;
-    }
-    cp_async_wait<0>();
-  }
-
-  // Sums a product with W [depth, outer] in codes: a thread has 16 codes of a row in each step, loaded in the step
-  // before it. Past the edges the last row and the last codes repeat.
-  template <typename Held> DEVICE void codes_down(const Factors<T> &f, const Held &of) {
-    Left from(f, rows);
-    const Matrix m = codes_of(of.expert);
-    const uint32_t line = threadIdx.x / 8, part = threadIdx.x % 8, at = col0 + part * 16, c = at < outer ? at : outer - 16;
-    const uint32_t rounding = of.expert.source;
-    const float entry = of.book[threadIdx.x % 16];
-    // neighboring threads store pieces in swapped order to avoid bank conflicts
-    const bool turned = part >= 4;
-    const int to = place<COLS>(line, 2 * part + turned);
-    uint32_t words[2], held_group = NONE;
-    uint32_t code = 0; // of the scale, or its bits
-    float absmax = 0.0f;
-    const auto fetch = [&](uint32_t k) {
-      const uint32_t deep = k + line < f.depth ? k + line : f.depth - 1;
-      const uint64_t value = static_cast<uint64_t>(deep) * outer + c;
-      const uint2 w = load_8(m.packed + value / 2);
-      words[0] = turned ? w.y : w.x, words[1] = turned ? w.x : w.y;
-      const uint32_t block = static_cast<uint32_t>(value >> m.shift);
-      if (m.scale_codes == nullptr) {
-        code = __float_as_uint(m.scales[block]);
-      } else {
-        code = m.scale_codes[block];
-        const uint32_t group = block / m.group;
-        if (group != held_group) held_group = group, absmax = m.scales[group];
-      }
-    };
-    const auto decode = [&](int b) {
-      const Codes c = {make_uint4(0, 0, 0, 0), m.scale_codes == nullptr ? __uint_as_float(code) : of.map[code], absmax};
-      const float scale = c.scale(m);
-      store_16(right + b * STAGE_RIGHT + to, dequantized<T>(words[0], entry, scale, rounding));
-      store_16(right + b * STAGE_RIGHT + (to ^ 16), dequantized<T>(words[1], entry, scale, rounding));
-    };
-    const auto bring = [&](int stage) { from.bring(left + stage * STAGE_LEFT), cp_async_commit(); };
-    __syncthreads();
-    bring(0), bring(1);
-    fetch(0), decode(0), fetch(DEPTH);
-    int stage = 0, b = 0;
-#pragma unroll 1
-    for (uint32_t k = 0; k < f.depth; k += DEPTH) {
-      const int third = stage == 0 ? 2 : stage - 1;
-      cp_async_wait<1>();
+      half(0);
       __syncthreads();
-      bring(third);
-      decode(1 - b);
-      fetch(k + 2 * DEPTH);
-      step(stage, b);
-      stage = stage == 2 ? 0 : stage + 1, b = 1 - b;
+      half(1);
     }
     cp_async_wait<0>();
   }
@@ -221,7 +330,7 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
     for (uint32_t k0 = 0; k0 < f.depth; k0 += DEPTH) {
       __syncthreads();
 #pragma unroll 1
-      for (int i = threadIdx.x; i < SIDE * DEPTH / 8; i += THREADS) {
+      for (int i = threadIdx.x; i < SIDE * DEPTH / 8; i += OF_MANY) {
         const uint32_t row = i / 4, k = k0 + i % 4 * 8;
         store_eight<T>(left + place<DEPTH>(row, i % 4), [&](uint32_t j) {
           return row < rows.count && k + j < f.depth ? load(f.left + static_cast<uint64_t>(row) * f.stride + k + j) : 0.0f;
@@ -235,7 +344,7 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
         });
       }
       __syncthreads();
-      step<1>(0, 0);
+      if (works) step<DEPTH, 1>(left, 0, right, [](int) {});
     }
   }
 
@@ -245,33 +354,40 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
     if constexpr (CODES)
       if (f.right == nullptr) {
         if (!whole_left || run % 32 != 0 || !is_aligned(f.expert->packed)) return slowly(f);
-        if constexpr (TRANSPOSED) return codes_across(f, of);
-        else return codes_down(f, of);
+        return f.expert->source == 3 - own_source<T>() ? of_source<true>(f, of) : of_source<false>(f, of);
       }
     if (!whole_left || run % 8 != 0 || !is_aligned(f.right)) return slowly(f);
     values(f);
+  }
+
+  template <bool ROUNDED> DEVICE void of_source(const Factors<T> &f, const Coded &of) {
+    using Codes = typename std::conditional<TRANSPOSED, Across<T, ROUNDED>, Down<T, ROUNDED>>::type;
+    if (works) codes<true>(f, Codes(of, f.depth, outer, col0));
+    else codes<false>(f, Codes(of, f.depth, outer, col0));
   }
 };
 
 template <typename T, bool TRANSPOSED, bool CODES>
 DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+  using Own = Tile<T, TRANSPOSED, CODES>;
   SHARED_BYTES(shared);
   const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (rows.expert == NONE) return;
   const uint32_t outer = p.low ? p.experts[rows.expert].rank : p.outer, col0 = blockIdx.x * COLS;
   if (col0 >= outer) return;
-  using Held = typename std::conditional<CODES, Constants, Uncoded>::type;
-  Held *const held = reinterpret_cast<Held *>(shared + LEFT_STAGES * STAGE_LEFT + (CODES ? 2 : 3) * STAGE_RIGHT);
+  using Held = typename std::conditional<CODES, Coded, Uncoded>::type;
+  Held *const held = reinterpret_cast<Held *>(shared + Own::LEFT_BYTES + Own::STAGES * STAGE_RIGHT);
   load_experts(held, p.experts + rows.expert, p.more != nullptr ? p.more + rows.expert : nullptr);
-  if constexpr (CODES) load_maps(held, p.more != nullptr);
+  if constexpr (CODES) load_books(held, p.more != nullptr);
 
-  Tile<T, TRANSPOSED, CODES> tile(rows, outer, col0, shared);
+  Own tile(rows, outer, col0, shared);
 #pragma unroll 1
   for (int at = 0; at < 4; at++) {
     const Factors<T> f = factors<T, TRANSPOSED>(p, held[at / 2].expert, rows.first, at);
     if (f.depth > 0) tile.add(f, held[at / 2]);
   }
   __syncthreads();
+  if (!tile.works) return;
   const int row = tile.row(), col = tile.col();
   const uint32_t stride = p.low ? p.ranks : p.outer;
   T *const to = out + static_cast<uint64_t>(rows.first + row) * stride + col0 + col;
@@ -279,15 +395,15 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
                       static_cast<int>(rows.count) - row, static_cast<int>(outer - col0) - col);
 }
 
-#define OF_MANY(NAME, T, TRANSPOSED, CODES)                                                                            \
-  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, THREADS), PRODUCTS(T)) {                                                \
+#define MANY_OF(NAME, T, TRANSPOSED, CODES)                                                                            \
+  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, OF_MANY), PRODUCTS(T)) {                                                \
     products<T, TRANSPOSED, CODES>(PRODUCTS_OF, starts, tiles, out);                                                   \
   }
 #define MANY(T)                                                                                                        \
-  OF_MANY(forward, T, true, false)                                                                                     \
-  OF_MANY(backward, T, false, false)                                                                                   \
-  OF_MANY(coded_forward, T, true, true)                                                                                \
-  OF_MANY(coded_backward, T, false, true)
+  MANY_OF(forward, T, true, false)                                                                                     \
+  MANY_OF(backward, T, false, false)                                                                                   \
+  MANY_OF(coded_forward, T, true, true)                                                                                \
+  MANY_OF(coded_backward, T, false, true)
 
 MANY(bf16)
 MANY(f16)

@@ -20,15 +20,16 @@ pub use self::bias::Biases;
 pub use self::table::{Adapter, Entry, Gradient, Side, Table};
 
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, Source, args, compiled, empty};
+use crate::cuda::launch::{Grid, Launch, Source, address_of, args, compiled, empty};
 use crate::dispatch::Sorted;
 use crate::ledger::Cost;
 use crate::tensor::{ghost_products, ghosts};
 use candle_core::{DType, Result};
 use ft_base::rng::{Purpose, Stream};
 
-/// Threads per block; must match grouped.cuh.
+/// Threads per block; must match grouped.cuh, and for products of many rows grouped_many.cu.
 const THREADS: u32 = 256;
+const OF_MANY: u32 = 128;
 /// Columns per tile: tensor cores, and f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
@@ -42,10 +43,22 @@ const TOO_FEW: usize = 128;
 const STAGED: usize = 40 << 10;
 /// Shared memory per row or column of a tile: a stage of 32 16-bit values.
 const STAGE: usize = 32 * 2;
-/// Shared memory for the constants of two tables: expert, codebook, map.
-const CONSTANTS: usize = 2 * (table::BYTES + (16 + 256) * 4);
+/// Shared memory for the constants of two tables: expert, codebook, with few rows also the map.
+const CODED: usize = 2 * (table::BYTES + 16 * 4);
+const CONSTANTS: usize = CODED + 2 * 256 * 4;
 /// Shared memory of a gradient block: four stages.
 const OF_GRADIENT: usize = 4 * STAGE * 2 * COLUMNS;
+
+/// LoRA rank that a block of an adapter's gradient covers, and its shared memory: four stages.
+const LOW: usize = 32;
+const OF_LOW_GRADIENT: usize = 4 * STAGE * (COLUMNS + LOW);
+
+/// Whether the kernel for gradients of adapters takes the rows on the side of the layer's width: whole vectors, which
+/// begin on one.
+fn takes_low(wide: &Tensor) -> bool {
+    let whole = wide.dtype() != DType::F32 && wide.dim(1).is_ok_and(|width| width % 8 == 0);
+    whole && address_of(wide).is_ok_and(|at| at % 16 == 0)
+}
 
 /// Kernel source and columns per tile for a dtype.
 fn source(dtype: DType) -> (Source, usize) {
@@ -59,7 +72,7 @@ fn source(dtype: DType) -> (Source, usize) {
 fn of_products(kind: &str, rows: usize) -> usize {
     match kind {
         "" => 3 * STAGE * (rows + COLUMNS) + 2 * table::BYTES,
-        "coded_" => STAGE * (3 * rows + 2 * COLUMNS) + CONSTANTS,
+        "coded_" => STAGE * (4 * rows + 2 * COLUMNS) + CODED,
         // also 32 bytes of scales per column
         _ => 4 * STAGE * (rows + COLUMNS) + CONSTANTS + 32 * COLUMNS,
     }
@@ -72,6 +85,7 @@ pub fn shared_memory(kernel: &str) -> usize {
         Some(rest) if rest.starts_with("one") => 2 * 2048,
         Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") || rest.starts_with("bias") => 0,
         Some(rest) if rest.starts_with("gradient") => OF_GRADIENT,
+        Some(rest) if rest.starts_with("low_gradient") => OF_LOW_GRADIENT,
         Some(rest) => {
             let kind = ["few_", "coded_"].into_iter().find(|kind| rest.starts_with(kind));
             of_products(kind.unwrap_or(""), if kind == Some("few_") { 32 } else { COLUMNS })
@@ -117,8 +131,9 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, terms: Terms) {
     g.ledger().work(cost);
 }
 
-/// Source, name, columns of a block and shared memory of the kernel for products by tiles; `coded` if of codes.
-fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, usize, usize) {
+/// Source, name, columns and threads of a block and shared memory of the kernel for products by tiles; `coded` if of
+/// codes.
+fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, usize, u32, usize) {
     let ((source, columns), half) = (source(dtype), dtype != DType::F32);
     // in backward with few rows, a block takes several column tiles, because codes dominate its traffic
     let (kind, beside) = match (s.few(), name) {
@@ -126,9 +141,10 @@ fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, 
         (true, _) => ("few_", 1),
         (false, _) => (if half && coded { "coded_" } else { "" }, 1),
     };
-    let source = if half && kind != "few_" { compiled!(GROUPED_MANY) } else { source };
+    let many = half && kind != "few_";
+    let (source, threads) = if many { (compiled!(GROUPED_MANY), OF_MANY) } else { (source, THREADS) };
     let bytes = if half { of_products(kind, s.side) } else { 0 };
-    (source, format!("grouped_{kind}{name}"), beside * columns, bytes)
+    (source, format!("grouped_{kind}{name}"), beside * columns, threads, bytes)
 }
 
 /// Launches the kernel `name` (forward or backward). `outer` is the width of the result.
@@ -176,8 +192,8 @@ fn products(
     // single token: tiles would leave most SMs idle
     let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
     let one = one && tiles * width.div_ceil(source(x.dtype()).1) < TOO_FEW;
-    let (source, name, columns, bytes) = if one {
-        (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
+    let (source, name, columns, threads, bytes) = if one {
+        (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, THREADS, staged)
     } else {
         tiled(name, x.dtype(), coded, s)
     };
@@ -189,7 +205,7 @@ fn products(
     let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, table.ranks])?;
     let launch = launch.with(args![u32::from(low), &s.starts, &s.tiles, &out])?;
     // Columns vary fastest: blocks of a tile of rows run together, and find these in the cache.
-    let grid = Grid::new(width.div_ceil(columns), THREADS).by(tiles).shared(bytes);
+    let grid = Grid::new(width.div_ceil(columns), threads).by(tiles).shared(bytes);
     // SAFETY: the table holds addresses of matrices with these dimensions, and keeps the tensors alive;
     // it has as many experts as the schedule; the rows of x, u and the result were checked above.
     unsafe { launch.run(grid) }?;
@@ -301,6 +317,19 @@ pub fn gradients(
         return Ok(());
     }
     let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let of_b = which == Gradient::B;
+    let (low, wide) = if of_b { (&b, &a) } else { (&a, &b) };
+    if which != Gradient::Weight && takes_low(wide) {
+        let width = wide.dim(1)?;
+        let launch = Launch::of(&a, compiled!(GROUPED_HALF), "grouped_low_gradient")?;
+        let launch =
+            launch.with(args![&table.experts_words, u32::from(of_b), low, table.ranks, wide, width])?;
+        let launch = launch.with(args![&s.starts, grads])?;
+        let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(table.ranks.div_ceil(LOW));
+        let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
+        // SAFETY: as below; rows of `low` are whole vectors, those of `wide` were asked for.
+        return unsafe { launch.run(grid.shared(OF_LOW_GRADIENT)) };
+    }
     let (source, columns) = source(a.dtype());
     let launch = Launch::of(&a, source, "grouped_gradient")?;
     let launch = launch.with(args![&table.experts_words, which as u32, &a, own.0, &b, own.1, rows, cols])?;

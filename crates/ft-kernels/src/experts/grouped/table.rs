@@ -205,6 +205,11 @@ impl Table {
         })
     }
 
+    /// Whether any expert has an adapter.
+    pub fn has_adapters(&self) -> bool {
+        self.ranks > 0
+    }
+
     /// Whether any expert has a gradient of this kind.
     pub fn trains(&self, which: Gradient) -> bool {
         self.trains[which as usize] > 0

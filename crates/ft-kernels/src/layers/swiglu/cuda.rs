@@ -3,9 +3,10 @@
 use super::activation::{Activation, Glu};
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
+use crate::dispatch::Sorted;
 use crate::padded::{Padded, stride};
 use crate::tensor::ghosts;
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 /// Threads per block, same as in swiglu.cu; each processes 16 bytes.
 const THREADS: usize = 256;
@@ -124,4 +125,41 @@ pub fn backward(
     // SAFETY: as in `forward`; each thread writes values of `dy` only after reading them.
     unsafe { launch.run(grid(dims, &gate)) }?;
     Ok((Padded::within(dgate, own)?, Some(Padded::within(dup, own)?)))
+}
+
+/// [`super::weighted_back`].
+pub fn weighted_back(
+    glu: Glu,
+    (gate, up): (&Tensor, Option<&Tensor>),
+    dy: &Tensor,
+    s: &Sorted,
+    factors: &Tensor,
+) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+    alike(gate, up, Some(dy))?;
+    let dims = sizes(gate, up);
+    if dims.0 != s.rows() || factors.elem_count() != dims.0 || factors.dtype() != DType::F32 {
+        candle_core::bail!("swiglu: {:?} weighted by {factors:?}", gate.shape());
+    }
+    let like = || (gate.shape().clone(), gate.dtype());
+    let sums = ((s.tokens, s.top_k).into(), DType::F32);
+    let reads: Vec<&Tensor> = [gate, dy, factors].into_iter().chain(up).collect();
+    let found = match up {
+        Some(_) => ghosts(&reads, [like(), like(), sums.clone()], |_| ()).map(|[g, u, f]| (g, Some(u), f)),
+        None => ghosts(&reads, [like(), sums.clone()], |_| ()).map(|[g, f]| (g, None, f)),
+    };
+    if let Some(found) = found {
+        return Ok(found);
+    }
+    let (gate, up, dy) = (gate.contiguous()?, up.map(Tensor::contiguous).transpose()?, dy.contiguous()?);
+    let dgate = empty(&gate, gate.shape(), gate.dtype())?;
+    let dup = up.as_ref().map(|up| empty(up, up.shape(), up.dtype())).transpose()?;
+    let dfactors = empty(&gate, sums.0, DType::F32)?;
+    let (apart, step, beside) = places(glu, dims.1, up.as_ref());
+    let (kind, alpha, limit) = numbers(glu.activation);
+    let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_weighted")?;
+    let launch = launch.with(args![&gate, up.as_ref(), &dy, &s.pair, factors, &dgate, dup.as_ref()])?;
+    let launch = launch.with(args![&dfactors, dims.1, apart, step, beside, kind, alpha, limit])?;
+    // SAFETY: as in `backward`; the pairs of the rows are those of `factors` and their gradients; one block a row.
+    unsafe { launch.run(Grid { blocks: [dims.0, 1, 1], ..grid(dims, &gate) }) }?;
+    Ok((dgate, dup, dfactors))
 }

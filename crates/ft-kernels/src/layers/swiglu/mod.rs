@@ -10,6 +10,7 @@ pub use activation::{Activation, Glu, Joint};
 use crate::Tensor;
 use crate::cpu::blocks::{BLOCK, Values, ghosts, written};
 use crate::cpu::{Float, ROWS, is_cpu, on_real, vectorised};
+use crate::dispatch::Sorted;
 use crate::padded::Padded;
 use activation::{Function, with_function};
 use candle_core::Result;
@@ -86,6 +87,19 @@ pub fn backward_again(
     let (dgate, dup) = backward_padded(glu, gate, up, &dy, ranks)?;
     drop(dy);
     Ok((dgate, dup, forward(glu, gate, up)?))
+}
+
+/// Gradients of gate and up (or of both in one tensor), and of the `factors` `[t, k]` (f32) on rows sorted by expert,
+/// on CUDA. A row of the output times its factor has the gradient `dy` times the factor.
+pub fn weighted_back(
+    glu: Glu,
+    gate: &Tensor,
+    up: Option<&Tensor>,
+    dy: &Tensor,
+    s: &Sorted,
+    factors: &Tensor,
+) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+    cuda::weighted_back(glu, (gate, up), dy, s, factors)
 }
 
 /// Elementwise `1 / (1 + e^-x)` by candle, for gates.
