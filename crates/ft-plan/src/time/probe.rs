@@ -1,7 +1,7 @@
 //! Rates of a CUDA card, measured on it by `ft bench --probe`, or by a run at its first start on the card.
 //!
 //! They are in `probes.json` of the cache folder, by the name of the card in plans. Plans take them in place of its
-//! data sheet, in the cost model ([`super::CostModel`]) and for the time of a step.
+//! data sheet, in the cost model (`CostModel`) and for the time of a step.
 
 use super::kept::Kept;
 use ft_base::store;
