@@ -1,7 +1,7 @@
 //! Experts over ranks (`parallel.expert`): results agree with one rank, and do not depend on sharding.
 
 use super::split::{self, apart, ends, gradients, gradients_apart};
-use super::world::{Dice, World, recipe};
+use super::world::{Dice, World, alternate, content, recipe};
 use serde_json::{Value, json};
 
 const ALL: &str = r#"
@@ -128,16 +128,17 @@ fn gradients_are_those_of_one_rank() {
 /// two micro-batches: of four ranks, two serve.
 #[test]
 fn experts_over_ranks_train_as_one() {
-    for (rules, set) in [
+    let cases = [
         (ALL, &["memory.recompute=1"][..]),
         (ADAPTERS, &[]),
         (DORA, &["memory.recompute=norms"]),
         (CHOSEN, &["memory.offload=['optimizer']"]),
         (MIXED, &[]),
-    ] {
+    ];
+    for (at, (rules, set)) in cases.into_iter().enumerate() {
         let w = world(rules, Value::Null);
         let one = bits(&w, "one", set);
-        for (data, expert) in [(2, 2), (4, 2), (4, 4)] {
+        for (i, (data, expert)) in [(2, 2), (4, 2), (4, 4)].into_iter().enumerate() {
             let want =
                 bits(&w, "first", &[&with(&layout(data, expert, 0), set)[..], &["--overwrite"]].concat());
             let far = apart(&want[0], &one[0]);
@@ -145,7 +146,7 @@ fn experts_over_ranks_train_as_one() {
             assert!(far <= 1e-5, "{rules}{data} {expert}: {far:.1e}");
             let far = apart(&want[2], &one[2]);
             assert!(far <= 1e-5, "{rules}{data} {expert}: results are {far:.1e} apart");
-            for zero in 1..=3 {
+            for zero in alternate(at + i, 1..=3) {
                 let own = layout(data, expert, zero);
                 let got = bits(&w, "run", &[&with(&own, set)[..], &["--overwrite"]].concat());
                 assert!(got == want, "{rules}{own:?}");
@@ -171,11 +172,14 @@ fn a_run_goes_on_in_another_layout() {
         }
     };
     let layouts = [layout(1, 1, 0), layout(2, 2, 3), layout(4, 2, 1), layout(4, 4, 2)];
-    for from in &layouts {
+    for (at, from) in layouts.iter().enumerate() {
+        bits(&w, "run", &with(from, &["--overwrite"]));
+        half("run");
+        let begun = content(&w.path("run"));
         let mut ways = Vec::new();
-        for (to, zero) in layouts.iter().flat_map(|to| [(to, 0), (to, 3)]) {
-            bits(&w, "run", &with(from, &["--overwrite"]));
-            half("run");
+        for (to, zero) in alternate(at + 1, &layouts).flat_map(|to| [(to, 0), (to, 3)]) {
+            std::fs::remove_dir_all(w.path("run")).expect("removed");
+            begun.iter().for_each(|(path, bytes)| w.write(&path.to_string_lossy(), bytes));
             let saved = w.read("run/checkpoints/step-00000004/weights.safetensors");
             let to = [to[0].clone(), to[1].clone(), format!("parallel.zero={zero}")];
             ways.push((to.clone(), bits(&w, "run", &with(&to, &["--resume"]))));

@@ -294,6 +294,13 @@ pub fn few(n: usize) -> usize {
     if nightly() { usize::MAX } else { n }
 }
 
+/// Layouts for case `at` of a grid of cases and layouts: every second one at each push, so that two cases in a row have
+/// all; all in the nightly tier.
+pub fn alternate<T>(at: usize, layouts: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    let every = if nightly() { 1 } else { 2 };
+    layouts.into_iter().skip(at % every).step_by(every)
+}
+
 /// Whether this is the nightly tier (`FT_TIER=nightly`): all cases and sizes of the slow tests, more kills.
 pub fn nightly() -> bool {
     std::env::var("FT_TIER").is_ok_and(|tier| tier == "nightly")
