@@ -312,12 +312,10 @@ void *static_shared(const void *key, size_t bytes) {
 }
 
 void access(const void *p, size_t n, bool write, const void *at) {
-  // registers in memory, above all
-  const unsigned char *const c = static_cast<const unsigned char *>(p);
-  if (!in_kernel || (c >= stacks && c < stacks + stack_count * STACK)) return;
+  if (!in_kernel) return;
   in_kernel = false;
   if (is_shared(p)) {
-    touch_shared(static_cast<size_t>(c - arena), n, write);
+    touch_shared(static_cast<size_t>(static_cast<const unsigned char *>(p) - arena), n, write);
     note(p, n, at);
   } else if (touch_global(reinterpret_cast<uintptr_t>(p), n, write)) {
     note(p, n, at);
@@ -421,16 +419,19 @@ void launch(const char *kernel, Dim grid, unsigned threads, size_t shared_bytes,
 
 } // namespace host
 
-// Callbacks that -fsanitize=thread inserts before loads and stores.
+// Callbacks that -fsanitize=thread inserts before loads and stores; most are of a thread's stack.
 extern "C" {
+#define CALLBACK(WRITE, N)                                                                                             \
+  if (static_cast<size_t>(static_cast<unsigned char *>(p) - host::stacks) >= host::stack_count * host::STACK)          \
+    host::access(p, N, WRITE, __builtin_return_address(0));
 #define ACCESS(SIZE)                                                                                                   \
-  void __tsan_read##SIZE(void *p) { host::access(p, SIZE, false, __builtin_return_address(0)); }                       \
-  void __tsan_write##SIZE(void *p) { host::access(p, SIZE, true, __builtin_return_address(0)); }                       \
-  void __tsan_unaligned_read##SIZE(void *p) { host::access(p, SIZE, false, __builtin_return_address(0)); }             \
-  void __tsan_unaligned_write##SIZE(void *p) { host::access(p, SIZE, true, __builtin_return_address(0)); }
+  void __tsan_read##SIZE(void *p) { CALLBACK(false, SIZE) }                                                            \
+  void __tsan_write##SIZE(void *p) { CALLBACK(true, SIZE) }                                                            \
+  void __tsan_unaligned_read##SIZE(void *p) { CALLBACK(false, SIZE) }                                                  \
+  void __tsan_unaligned_write##SIZE(void *p) { CALLBACK(true, SIZE) }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
-void __tsan_read_range(void *p, unsigned long n) { host::access(p, n, false, __builtin_return_address(0)); }
-void __tsan_write_range(void *p, unsigned long n) { host::access(p, n, true, __builtin_return_address(0)); }
+void __tsan_read_range(void *p, unsigned long n) { CALLBACK(false, n) }
+void __tsan_write_range(void *p, unsigned long n) { CALLBACK(true, n) }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_init() { host::counted = true; }
