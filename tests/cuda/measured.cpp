@@ -63,6 +63,8 @@ template <typename T> static void measure(const std::string &type) {
   call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, D, D, 8u, 1e-5f, 0.0f);
   call("swiglu_forward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), d.at(), D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
   call("swiglu_backward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), D, D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
+  call("swiglu_weighted_" + type, grid(R), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), list.at(), x.at(), d.at(), e.at(), one.at(), D, D, 1u, 0u, 0u,
+       0.0f, 0.0f);
   call("loss_" + type, grid(4), 512, x.at(), list.at(), all, one.at(), d.at(), 4 * D, 0.5f);
   host::Buffer<float> kept(std::vector<float>(16, 0.25f));
   call("loss_distill_" + type, grid(4), 512, x.at(), list.at(), list.at(), kept.at(), all, one.at(), two.at(), d.at(), 4 * D, 4u, 2.0f, 0.25f, 0.5f);
