@@ -437,7 +437,7 @@ fn hints_name_one_card_before_many() -> anyhow::Result<()> {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes"));
     for (name, budget, says) in [
         ("qwen3-8b-qlora", "6GB", "memory.offload = [\"params\"]: 5."),
-        ("mixtral-8x7b-qlora-experts", "24GB", "memory.offload = [\"params\"]: 18."),
+        ("mixtral-8x7b-qlora-experts", "24GB", "memory.offload = [\"params\"]: 21."),
         ("qwen3-8b-full", "48GB", "the recipe qwen3-8b-48gb-full: 4"),
     ] {
         let set = ["run.device=cuda".into(), format!("memory.budget={budget}")];
