@@ -334,7 +334,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
 #pragma unroll
       for (uint32_t c = 0; c < BESIDE; c++)
         if (BESIDE == 1 || column == c)
-          multiply<T, TRANSPOSED, H, W, TRANSPOSED ? 2 : 1>(acc[c], a, b, of_a, of_b);
+          multiply<T, TRANSPOSED, H, W, DEPTH, TRANSPOSED ? 2 : 1>(acc[c], a, 0, b, of_a, of_b, [](int) {});
       if (BESIDE > 1 && ++column == beside) column = 0, left_stage = (left_stage + 1) % STAGES;
     }
     loader.end();

@@ -230,26 +230,7 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
   // Multiplies columns from `col` on of a left tile [128, D] by a right tile. `between` is called after each eighth.
   template <int D, int TOGETHER, typename F> DEVICE void step(const unsigned char *a, int col, const unsigned char *b, const F &between) {
     const int lane = threadIdx.x % WARP;
-    const auto of_a = ::left<D>(row(), 0, lane);
-    const auto of_b = right_corner<TRANSPOSED>(this->col(), lane);
-#pragma unroll(TOGETHER)
-    for (int k = 0; k < DEPTH; k += 16) {
-      uint32_t fa[H / 16][4];
-#pragma unroll
-      for (int m = 0; m < H; m += 16) load(fa[m / 16], a, of_a, m, col + k);
-#pragma unroll
-      for (int n = 0; n < W; n += 16) {
-        uint32_t fb[4];
-        if constexpr (TRANSPOSED) load(fb, b, of_b, n, k);
-        else load_transposed(fb, b, of_b, k, n);
-#pragma unroll
-        for (int m = 0; m < H; m += 16) {
-          mma<T>(acc[m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
-          mma<T>(acc[m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
-        }
-        between((k * W / 16 + n) / 16);
-      }
-    }
+    multiply<T, TRANSPOSED, H, W, D, TOGETHER>(acc, a, col, b, ::left<D>(row(), 0, lane), right_corner<TRANSPOSED>(this->col(), lane), between);
   }
 
   // Sums a product of stored values whose rows are whole 16-byte pieces.

@@ -27,16 +27,17 @@ template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
   else return place<COLS>(row, piece);
 }
 
-// acc += left right for an inner step: left [.., 32] and right in shared memory, from the warp's first row and column
-// on. TOGETHER of its two halves are in a turn of a loop. Operands past the edges are zeros.
-template <typename T, bool TRANSPOSED, int H, int W, int TOGETHER>
-DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, const unsigned char *b, Corner<DEPTH> of_a,
-                     Corner<TRANSPOSED ? DEPTH : COLS> of_b) {
+// acc += left right for an inner step: columns from `col` on of left [.., D], and right, in shared memory, from the warp's
+// first row and column on. TOGETHER of its two halves are in a turn of a loop. `between` is called with its number after
+// the products of 16 inner values and 16 columns. Operands past the edges are zeros.
+template <typename T, bool TRANSPOSED, int H, int W, int D, int TOGETHER, typename F>
+DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, int col, const unsigned char *b, Corner<D> of_a,
+                     Corner<TRANSPOSED ? DEPTH : COLS> of_b, const F &between) {
 #pragma unroll(TOGETHER)
   for (int k = 0; k < DEPTH; k += 16) {
     uint32_t fa[H / 16][4];
 #pragma unroll
-    for (int m = 0; m < H; m += 16) load(fa[m / 16], a, of_a, m, k);
+    for (int m = 0; m < H; m += 16) load(fa[m / 16], a, of_a, m, col + k);
 #pragma unroll
     for (int n = 0; n < W; n += 16) {
       uint32_t fb[4];
@@ -47,6 +48,7 @@ DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, con
         mma<T>(acc[m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
         mma<T>(acc[m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
       }
+      between((k * W / 16 + n) / 16);
     }
   }
 }
