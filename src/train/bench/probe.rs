@@ -64,22 +64,12 @@ pub fn run() -> ft_base::Result<Measured> {
 
 /// The card as plans name it, and a probe of it by this program and driver, without rates.
 fn of_now(device: &Device) -> Option<(&'static str, Probe)> {
-    let none = CardRates {
-        products: 0.0,
-        attention: [0.0; 2],
-        grouped: 0.0,
-        dequantize: 0.0,
-        fp8: None,
-        copy: 0.0,
-        crossing: [0.0; 2],
-        launch: 0.0,
-    };
     let probe = Probe {
         device: cuda::name(device)?,
         driver: cuda::driver_version().unwrap_or_default(),
         ft: env!("CARGO_PKG_VERSION").into(),
         date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
-        rates: none,
+        rates: CardRates::default(),
     };
     Some((Target::of(device).card?, probe))
 }
@@ -192,7 +182,7 @@ fn measure(device: &Device) -> Result<CardRates> {
     })
 }
 
-/// A timed call, which returns its seconds.
+/// Runs a call and returns its seconds.
 type Timed<'a> = Box<dyn Fn() -> Result<f64> + 'a>;
 
 /// Times a call on the stream of the device.

@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 const PROBES: Kept = Kept("probes.json");
 
 /// Rates of a card, in bf16.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CardRates {
     /// Floating-point operations per second of a large product.
     pub products: f64,
