@@ -47,7 +47,7 @@ pub struct Flat {
     pub projected: Vec<Projected>,
 }
 
-/// What to allocate, and the devices of its buffers.
+/// A buffer to allocate and its devices.
 #[derive(Clone, Copy)]
 pub(super) struct Placement<'a> {
     /// Unit of the walk, and kind.

@@ -36,7 +36,7 @@ fn prefetch(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
     }
 }
 
-/// A micro-batch between its forward and its backward pass.
+/// State of a micro-batch after forward, for backward.
 pub struct Pass<'a> {
     pub(super) visits: Visits<'a>,
     /// State of each layer passed upwards, from the bottom; `None` below the lowest trained unit.

@@ -368,7 +368,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Bytes that the layers here take from those below: their inputs, keys and values.
+    /// Bytes received from the layers below this stage: inputs, keys and values.
     fn between(&self, t: Tokens) -> u64 {
         let first = self.run.shape.units.own_layers().start;
         self.run.input_bytes(t) + self.lenders(first).into_iter().map(|p| self.lent(p, t)).sum::<u64>()

@@ -19,7 +19,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// A device that is there: its name is that of the table of cards, else its driver's.
+    /// An open device, named by the table of cards, else by the driver.
     pub fn of(device: &Device) -> Self {
         let name = ft_kernels::cuda::name(device);
         let card = name.map(|name| of_driver(&name).unwrap_or_else(|| probe::named(&name)));

@@ -107,7 +107,7 @@ pub(super) struct BatchSize<'p> {
     pub(super) simulation: Simulation<'p>,
     /// Simulation with mean-sized micro-batches; `None` if equal to the largest.
     pub(super) mean: Option<Simulation<'p>>,
-    /// Time of a step over that of its micro-batches: stages of a pipeline wait for one another.
+    /// Ratio of a step's time to the time of all micro-batches: above 1 if stages of a pipeline wait.
     waits: f64,
 }
 
