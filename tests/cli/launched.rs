@@ -1,7 +1,7 @@
 //! Ranks as processes of a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`,
 //! without MPI.
 
-use super::split::{self, CASES, LATE, all, ends, launch, launch_at, meeting};
+use super::split::{self, CASES, LATE, all, ends, launch, launch_at, meeting, wait_until};
 use super::world::{FULL, World};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, Write};
@@ -53,12 +53,12 @@ fn a_process_that_dies_ends_all() {
     for (signal, lost, says, timeout) in [
         (Signal::KILL, 2, "its process is gone", "parallel.timeout=600"),
         (Signal::KILL, 0, "its process is gone", "parallel.timeout=600"),
-        (Signal::STOP, 1, "within 4 s", "parallel.timeout=4"),
+        (Signal::STOP, 1, "within 20 s", "parallel.timeout=20"),
     ] {
         let name = format!("lost-{}-{lost}", signal.as_raw());
         let long = ["parallel.zero=3", timeout, "run.save_every=2", "run.epochs=4000"];
-        let processes = launch(&w, &[0, 1, 2, 3], 4, &run(&own(&name, 4), &long));
-        split::wait_for_a_checkpoint(&w, &name);
+        let mut processes = launch(&w, &[0, 1, 2, 3], 4, &run(&own(&name, 4), &long));
+        split::wait_for_a_checkpoint(&w, &name, &mut processes);
         let pid = |rank: usize| Pid::from_raw(processes[rank].id() as i32).expect("a number");
         let since = Instant::now();
         kill_process(pid(lost), signal).expect("signalled");
@@ -88,11 +88,9 @@ fn a_process_that_dies_ends_all() {
         let again = ["--resume", "parallel.zero=1", "run.epochs=4000", "run.save_every=2"];
         let steps = w.events(&name, "step").len();
         let mut child = w.start(&run(&own(&name, 2), &again));
-        let end = Instant::now() + LATE;
-        while w.events(&name, "step").len() <= steps + 2 {
-            assert!(Instant::now() < end, "it does not go on");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until(std::slice::from_mut(&mut child), "further step", || {
+            w.events(&name, "step").len() > steps + 2
+        });
         child.kill().and_then(|()| child.wait()).expect("gone");
     }
 }
@@ -107,12 +105,8 @@ fn a_signal_to_any_process_stops_all() {
     let long = [&set[..], &["run.epochs=4000", "parallel.zero=2"]].concat();
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
         let name = format!("told-{code}");
-        let processes = launch(&w, &[0, 1], 2, &run(&own(&name, 2), &long));
-        let end = Instant::now() + LATE;
-        while w.events(&name, "step").is_empty() {
-            assert!(Instant::now() < end, "no step");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let mut processes = launch(&w, &[0, 1], 2, &run(&own(&name, 2), &long));
+        wait_until(&mut processes, "step", || !w.events(&name, "step").is_empty());
         kill_process(Pid::from_raw(processes[1].id() as i32).expect("a number"), signal).expect("signalled");
         let ended = all(processes);
         assert_eq!(ended[0].code, code, "{}", ended[0].err);

@@ -1,24 +1,15 @@
 //! Processes that `ft run` starts itself: `parallel.local`, and the variables of pods.
 
-use super::split::{self, LATE, all, ends, meeting};
+use super::split::{self, all, ends, meeting};
 use super::world::{FULL, Ran, World, ran};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
 
 const OWN: [&str; 4] = ["run", "r.toml", "parallel.data=2", "parallel.local=2"];
 
 fn start(w: &World, args: &[&str], env: &[(&str, &str)]) -> Child {
     let mut c = w.command(args);
     c.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
-}
-
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + LATE;
-    while !is() {
-        assert!(Instant::now() < end, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// Children of a process, in the order of their start.
@@ -35,8 +26,8 @@ fn children(parent: u32) -> Vec<Pid> {
 fn long(w: &World, name: &str) -> (Child, Vec<Pid>) {
     let output = format!("run.output={name}");
     let set = [output.as_str(), "run.save_every=2", "run.epochs=4000", "parallel.zero=2"];
-    let child = start(w, &[&OWN[..], &set].concat(), &[]);
-    wait_until("no checkpoint", || !w.checkpoints(name).is_empty());
+    let mut child = start(w, &[&OWN[..], &set].concat(), &[]);
+    split::wait_for_a_checkpoint(w, name, std::slice::from_mut(&mut child));
     let ranks = children(child.id());
     assert_eq!(ranks.len(), 2);
     (child, ranks)
@@ -143,7 +134,7 @@ fn processes_end_with_the_one_that_started_them() {
     let (mut child, ranks) = long(&w, "orphans");
     child.kill().and_then(|()| child.wait()).expect("gone");
     for pid in ranks {
-        wait_until("it goes on alone", || test_kill_process(pid).is_err());
+        split::wait_until(&mut [], "end", || test_kill_process(pid).is_err());
     }
     assert_eq!(w.events("orphans", "stopped")[0]["code"], 143);
 }

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use std::io::Read;
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -204,20 +205,44 @@ pub fn launch_at<'a>(
     ranks.iter().map(start).collect()
 }
 
-/// Waits for the first checkpoint of a run in other processes.
+/// Waits for an event of running processes. The end of one of them is the end of the wait, with its output.
 #[track_caller]
-pub fn wait_for_a_checkpoint(w: &World, run: &str) {
+pub fn wait_until(processes: &mut [Child], event: &str, mut is: impl FnMut() -> bool) {
     let end = Instant::now() + LATE;
-    while w.checkpoints(run).is_empty() {
-        assert!(Instant::now() < end, "no checkpoint");
-        std::thread::sleep(Duration::from_millis(20));
+    while !is() {
+        if processes.iter_mut().any(|p| p.try_wait().expect("a status").is_some()) {
+            panic!("no {event}: {}", ends_of(processes));
+        }
+        assert!(Instant::now() < end, "no {event}");
+        std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Status and stderr of each process. The others have some seconds after the end of one.
+fn ends_of(processes: &mut [Child]) -> String {
+    let end = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < end && processes.iter_mut().any(|p| matches!(p.try_wait(), Ok(None))) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let of = |p: &mut Child| {
+        let killed = p.kill().and_then(|()| p.wait());
+        let mut said = String::new();
+        let read = p.stderr.as_mut().map(|e| e.read_to_string(&mut said));
+        format!("{killed:?} {read:?}: {said}")
+    };
+    processes.iter_mut().map(of).collect::<Vec<_>>().join("\n")
+}
+
+/// Waits for the first checkpoint of a run.
+#[track_caller]
+pub fn wait_for_a_checkpoint(w: &World, run: &str, processes: &mut [Child]) {
+    wait_until(processes, "checkpoint", || !w.checkpoints(run).is_empty());
 }
 
 /// Outcomes of all processes, by rank, after one is killed when the run has a checkpoint.
 #[track_caller]
-pub fn killed(w: &World, run: &str, processes: Vec<Child>, lost: usize) -> Vec<Ran> {
-    wait_for_a_checkpoint(w, run);
+pub fn killed(w: &World, run: &str, mut processes: Vec<Child>, lost: usize) -> Vec<Ran> {
+    wait_for_a_checkpoint(w, run, &mut processes);
     let pid = Pid::from_raw(processes[lost].id() as i32).expect("a number");
     kill_process(pid, Signal::KILL).expect("signalled");
     all(processes)

@@ -223,7 +223,8 @@ fn no_format(name: &str, dtype: DType) -> Error {
     Error::Convert { name: name.to_string(), from, to: "a safetensors format".to_string() }
 }
 
-/// Calls `put` with the bytes of a tensor, in chunks.
+/// Calls `put` with the bytes of a tensor, in chunks. Values of the format are little-endian, as on all processors
+/// supported.
 fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), Error>) -> Result<(), Error> {
     let candle = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
     let flat = to_host(tensor).and_then(|t| t.flatten_all()).map_err(candle)?;
@@ -235,14 +236,7 @@ fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), 
                 (Storage::Cpu(s), Some((start, end))) => &s.as_slice::<$t>().map_err(candle)?[start..end],
                 _ => return Err(candle(candle_core::Error::Msg("not contiguous on the CPU".into()))),
             };
-            let mut buffer = Vec::with_capacity(CHUNK * size_of::<$t>());
-            for chunk in values.chunks(CHUNK) {
-                buffer.clear();
-                for value in chunk {
-                    buffer.extend_from_slice(&value.to_le_bytes());
-                }
-                put(&buffer)?;
-            }
+            values.chunks(CHUNK).try_for_each(|chunk| put(bytemuck::cast_slice(chunk)))?;
         }};
     }
     const CHUNK: usize = 1 << 18;

@@ -375,8 +375,8 @@ impl Monitor {
         self.fail(Error { hangs: true, ..self.error(rank, why, ExitCode::LostRank) }, false);
     }
 
-    /// Monitors the peers until this process leaves; after a failure, exits the
-    /// process if it does not end in time.
+    /// Monitors the peers until this process leaves; after a failure, writes the cause and exits the process if it
+    /// does not end in time.
     fn run(&self) {
         let (mut looked, mut beat) = (Instant::now(), Instant::now());
         loop {
@@ -395,8 +395,8 @@ impl Monitor {
                     drop(s);
                     if say {
                         ft_base::terminal::to_terminal();
-                        tell(&format!("error: {e}"));
                     }
+                    tell(&format!("error: {e}"));
                     e.code.end_process();
                 }
                 continue;
