@@ -58,7 +58,9 @@ fn counts(
              batch_rows = 1\ndevice = \"cuda\"\noutput = \"out\"\n[memory]\nrecompute = \"{recompute}\"\n"
         ),
     );
-    let out = w.command(&["run", "r.toml"]).env("EMU_REPORT", w.path("report")).output().expect("started");
+    // Other tests search the same kernels for races, which changes no count.
+    let mut run = w.command(&["run", "r.toml"]);
+    let out = run.env("EMU_REPORT", w.path("report")).env_remove("EMU_RACES").output().expect("started");
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let report = std::fs::read_to_string(w.path("report")).ok()?;
     let (mut counts, mut in_table) = (Counts::new(), false);
@@ -242,7 +244,7 @@ fn a_mixture_starts_few_operations_whatever_its_experts() {
     }
     for quantize in ["nf4", "none"].into_iter().take(few(1)) {
         let mut first = None;
-        for (experts, tokens) in [(4, 24), (12, 60)] {
+        for (experts, tokens) in [(4, 24), (8, 48)] {
             let Some([forward, both, around]) = of_a_layer((tokens, quantize, experts)) else {
                 eprintln!("not run: the device writes no report");
                 return;

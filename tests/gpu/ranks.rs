@@ -51,8 +51,8 @@ fn processes(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> 
     ends(w, name)
 }
 
-/// Six steps.
-const SHORT: &str = "run.epochs=0.6";
+/// Three steps.
+const SHORT: &str = "run.epochs=0.3";
 
 #[test]
 fn stages_and_devices_have_the_same_bits() {
@@ -134,11 +134,13 @@ fn tokens_experts_and_matrices_over_devices() {
         let set = [set, &["model.dtype=f32", steps, "--overwrite"]].concat();
         let want = bits(&w, data, "threads", &[&set[..], axes].concat());
         let both = [&set[..], axes, &["parallel.zero=3"]].concat();
-        assert!(bits(&w, data, "stage-3", &both) == want, "{axes:?}: other bits at stage 3");
+        if nightly() {
+            assert!(bits(&w, data, "stage-3", &both) == want, "{axes:?}: other bits at stage 3");
+        }
         for r in all(launch(&w, &[0, 1, 2, 3], 4, &args(&own("processes", data), &both))) {
             assert_eq!(r.code, 0, "{axes:?}: {}", r.err);
         }
-        assert!(ends(&w, "processes") == want, "{axes:?}: other bits in processes");
+        assert!(ends(&w, "processes") == want, "{axes:?}: other bits in processes at stage 3");
         let one = bits(&w, 1, "one", &set);
         let far = apart(&want[0], &one[0]);
         assert!(far <= 1e-5, "{axes:?}: {far:.1e} from one device");

@@ -33,6 +33,8 @@ fn an_adapter_from_the_device_is_one_anywhere() {
         "run.device=cuda",
         "model.dtype=f32",
         "run.steps=3",
+        "run.batch_rows=2",
+        "run.micro_rows=2",
         "run.eval_at_start=false",
         "run.output=a",
     ]);
