@@ -13,7 +13,7 @@
 mod loops;
 
 use super::isa;
-use crate::{attention, grouped};
+use crate::{attention, factors, grouped};
 use loops::Loop;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -159,6 +159,7 @@ fn tables() -> [String; 2] {
         }
         let dynamic = attention::shared_memory(&name)
             + grouped::shared_memory(&name)
+            + factors::shared_memory(&name)
             + crate::delta::rule::shared_memory(&name);
         write!(out, "{name} {} {}", k.threads, k.shared + dynamic).expect("a string");
         for (card, (on, registers)) in CARDS.iter().zip(k.registers).enumerate() {
@@ -238,6 +239,7 @@ fn hot_loops_stay_lean() {
         ("grouped_coded_forward_bf16 ", 10.0),
         ("grouped_coded_backward_bf16 ", 10.0),
         ("grouped_gradient_bf16 ", 7.0),
+        ("factors_16_bf16 ", 7.5),
     ];
     let table = include_str!("../../../../../tests/cuda/loops.txt");
     for (kernel, most) in limits {
