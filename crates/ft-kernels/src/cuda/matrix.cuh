@@ -2,12 +2,6 @@
 #pragma once
 #include "device.cuh"
 
-// A value that the compiler does not derive others from ahead of time, so that these take no registers in between.
-DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // Offset of a piece of 8 values. The swizzle avoids bank conflicts both for one piece of 8 consecutive
 // rows (ldmatrix) and for adjacent pieces of a row (copies and stores).
 template <int D> DEVICE int place(int row, int piece) {
