@@ -4,8 +4,8 @@
 //
 // p = exp(scale q k - lse), delta = sum over channels of o d_o, ds = p (d_o v - delta); dq = scale ds k,
 // dk = scale ds q, dv = p d_o. A block owns ROWS rows and iterates over STEP rows of the opposite kind.
-// While one of the two matrices of an iteration is being multiplied, the next copy of the other one is in
-// flight. No double buffering is needed, so two blocks fit on an SM.
+// For dq, while one of the two matrices of an iteration is being multiplied, the next copy of the other one is in
+// flight, and two blocks fit on an SM. For dk and dv, whose registers allow one block, both matrices of the next iteration are.
 #include "attention.cuh"
 
 // Computes delta for 16 rows of a warp, from 16 `part` on, into `to` and global memory. d_o is in shared memory, o in global
@@ -126,17 +126,17 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
 // query head of the group: STEP queries of one head at a time. Each of PARTS groups of four warps takes every PARTS-th
 // step, with barriers of its own, and their sums are added in order at the end. A block then lasts 1 / PARTS as long with
 // as many warps on a multiprocessor: few key heads make few blocks, and the heaviest of them bounds the launch.
+// STAGES: with 2, the next step is copied during a whole step, which has one barrier; with 1, each matrix as soon as the
+// products with the one before are done.
 // A block sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the full sums exceed the
 // register file.
-template <typename T, int D, int W, int PARTS>
+template <typename T, int D, int W, int PARTS, int STAGES>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
-  constexpr int STEP = 32, OF_PART = 2 * STEP * D * 2 + 2 * STEP * 4;
+  constexpr int STEP = 32, MATRIX = STEP * D * 2, OF_STAGE = 2 * MATRIX + 2 * STEP * 4;
   const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP, part = threadIdx.x / THREADS;
   SHARED_BYTES(shared);
-  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const sq = sv + ROWS * D * 2 + part * OF_PART,
-                *const sg = sq + STEP * D * 2;
-  float *const base = reinterpret_cast<float *>(sg + STEP * D * 2), *const dl = base + STEP;
+  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const own = sv + ROWS * D * 2 + part * STAGES * OF_STAGE;
   const Tile tile = tile_of(tiles, shape.groups);
   const uint32_t of = head_of(shape.groups), per = shape.heads / shape.groups, c = shape.channels;
   const int col = W == D ? 0 : blockIdx.z * W;
@@ -147,67 +147,89 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   const bool owns = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
-  // copies STEP queries of a head starting at i; missing queries get probability 0
-  const auto copy = [&](unsigned char *to, const T *from, uint32_t head, uint32_t i) {
-    copy_rows<D, STEP, THREADS>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * c, end - i, qs, c);
-  };
-  const auto statistics = [&](uint32_t head, uint32_t i) {
-    if (warp >= 2) return;
-    const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + (i - shape.first_query) + lane;
-    const bool some = lane < static_cast<int>(end - i);
-    if (warp == 0) base[lane] = some ? lse[stat] * LOG2E : INFINITY;
-    else dl[lane] = some ? delta[stat] : 0.0f;
-  };
+  // The next step, and whether one is left after those of finished heads.
   uint32_t head = of * per, step = part;
-  // whether a step is left, after those of finished heads
   const auto settle = [&] {
     while (step >= steps && head < (of + 1) * per) step -= steps, head++;
     return head < (of + 1) * per;
   };
   bool some = steps > 0 && settle();
+  // copies STEP queries of the next step
+  const auto copy = [&](unsigned char *to, const T *from) {
+    const uint32_t i = begin + step * STEP;
+    if (some) copy_rows<D, STEP, THREADS>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * c, end - i, qs, c);
+    cp_async_commit();
+  };
+  // Their statistics, one a thread of two warps: missing queries get probability 0.
+  const auto statistic = [&] {
+    const uint32_t i = begin + step * STEP + lane;
+    if (!some || warp >= 2 || i >= end) return warp == 0 ? INFINITY : 0.0f;
+    const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + (i - shape.first_query);
+    return warp == 0 ? lse[stat] * LOG2E : delta[stat];
+  };
+  const auto put = [&](unsigned char *stage, float x) {
+    if (warp < 2) reinterpret_cast<float *>(stage + 2 * MATRIX)[thread] = x;
+  };
   if (part == 0) copy_rows<D, ROWS, THREADS>(sk, k + at, tile.rows, ks, c);
   if (part == PARTS - 1) copy_rows<D, ROWS, THREADS>(sv, v + at, tile.rows, ks, c);
-  if (some) copy(sq, q, head, begin + step * STEP);
-  cp_async_commit();
-  if (some) copy(sg, d_o, head, begin + step * STEP), statistics(head, begin + step * STEP);
-  cp_async_commit();
+  copy(own, q), copy(own + MATRIX, d_o), put(own, statistic());
   float ak[1][W / 8][4] = {}, av[1][W / 8][4] = {};
   if constexpr (PARTS > 1) {
     cp_async_wait<1>();
     __syncthreads();
   }
+  int stage = 0;
   for (uint32_t n = 0; n < steps * per; n += PARTS) {
-    const uint32_t query = begin + step * STEP + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
+    unsigned char *const sq = own + stage * OF_STAGE, *const sg = sq + MATRIX;
+    const float *const base = reinterpret_cast<const float *>(sq + 2 * MATRIX), *const dl = base + STEP;
+    const uint32_t first = begin + step * STEP;
     const bool works = owns && some;
     step += PARTS;
     some = some && settle();
-    const uint32_t i = begin + step * STEP;
-    float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {};
-    cp_async_wait<1>();
+    if constexpr (STAGES > 1) stage ^= 1;
+    unsigned char *const next = own + stage * OF_STAGE;
+    float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {}, kept = 0;
+    cp_async_wait<STAGES == 1 ? 1 : 0>();
     part_barrier<THREADS, PARTS>(part);
+    if constexpr (STAGES > 1) copy(next, q), copy(next + MATRIX, d_o), kept = statistic();
     if (works) product<T, D, STEP, 1>(p, sk, warp * 16, sq, lane);
-    cp_async_wait<0>();
-    part_barrier<THREADS, PARTS>(part);
+    if constexpr (STAGES > 1) {
+      put(next, kept);
+    } else {
+      cp_async_wait<0>();
+      part_barrier<THREADS, PARTS>(part);
+      kept = statistic();
+    }
     if (works) {
       product<T, D, STEP, 1>(dp, sv, warp * 16, sg, lane);
+      // mask, unless all of these queries see every key
+      if (first < tile.first + ROWS || first + STEP - tile.first > shape.window) {
+        const uint32_t query = first + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
+#pragma unroll
+        for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+          for (int x = 0; x < 4; x++)
+            if (!shape.sees(query + n * 8 + x % 2, key + x / 2 * 8)) p[0][n][x] = -INFINITY;
+      }
 #pragma unroll
       for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
         for (int x = 0; x < 4; x++) {
           const int column = n * 8 + lane % 4 * 2 + x % 2;
-          const float w = exp2_fast(fmaf(p[0][n][x], scale_log2, -base[column]));
-          p[0][n][x] = shape.sees(query + n * 8 + x % 2, key + x / 2 * 8) ? w : 0.0f;
+          p[0][n][x] = exp2_fast(fmaf(p[0][n][x], scale_log2, -base[column]));
           dp[0][n][x] = p[0][n][x] * (dp[0][n][x] - dl[column]);
         }
       add_product<T, D, W, STEP, 1>(ak, dp, sq, col, lane);
     }
-    part_barrier<THREADS, PARTS>(part);
-    if (some) copy(sq, q, head, i), statistics(head, i);
-    cp_async_commit();
+    if constexpr (STAGES == 1) {
+      part_barrier<THREADS, PARTS>(part);
+      copy(next, q);
+    }
     if (works) add_product<T, D, W, STEP, 1>(av, p, sg, col, lane);
-    part_barrier<THREADS, PARTS>(part);
-    if (some) copy(sg, d_o, head, i);
-    cp_async_commit();
+    if constexpr (STAGES == 1) {
+      part_barrier<THREADS, PARTS>(part);
+      copy(next + MATRIX, d_o), put(next, kept);
+    }
   }
   if (PARTS > 1 || W != D || steps == 0) {
     // The staging rows of the stores, and the sums of other parts, may overlap rows of other warps. If no query sees
@@ -242,6 +264,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
 // Groups of four warps of dk and dv, as many as the register file holds; one if keys, values and the steps of two exceed
 // the shared memory of some cards.
 template <int D> constexpr int PARTS = D <= 96 ? 3 : D <= 128 ? 2 : 1;
+// Steps of queries in shared memory: two, unless fewer blocks would fit a multiprocessor.
+template <int D> constexpr int STAGES = D <= 128 ? 2 : 1;
 
 #define BACKWARD_Q(NAME, T, D, M)                                                                                      \
   KERNEL(attention_backward_q_##NAME##_##D, THREADS / M, const T *q, const T *k, const T *v, const T *o, const T *d_o,    \
@@ -252,7 +276,7 @@ template <int D> constexpr int PARTS = D <= 96 ? 3 : D <= 128 ? 2 : 1;
   BACKWARD_Q(NAME, T, D, 1)                                                                                            \
   KERNEL(attention_backward_kv_##NAME##_##D, THREADS * PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
          const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
-    backward_kv<T, D, W, PARTS<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
+    backward_kv<T, D, W, PARTS<D>, STAGES<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
   }
 #define BACKWARDS(D, W) BACKWARD(bf16, bf16, D, W) BACKWARD(f16, f16, D, W)
 #define PAIRS_Q(D) BACKWARD_Q(pair_bf16, bf16, D, 2) BACKWARD_Q(pair_f16, f16, D, 2)

@@ -55,12 +55,14 @@ impl Kernels {
                 128 => 2,
                 _ => 1,
             };
+            // as STAGES there: steps of a group in shared memory, with two statistics for each of 32 queries
+            let held = if wide { 1 } else { 2 } * sharers as usize;
             Self {
                 size: Some(size),
                 pairs,
                 forward: tiles(1, if wide || (pairs && 2 * size > WIDE) { 32 } else { 64 }),
                 backward_q: tiles(2, if wide { 16 } else { 32 }) + 8 * ROWS,
-                backward_kv: tiles(2, 32 * sharers as usize) + 4 * ROWS * sharers as usize,
+                backward_kv: tiles(2, 32 * held) + 4 * ROWS * held,
                 sharers,
                 parts: if size == 192 { 3 } else { size.div_ceil(WIDE) },
             }

@@ -328,8 +328,8 @@ const CHANGES: &[(&str, &str, &str, u32, &str, Watched, &str)] = &[
     ),
     (
         "attention_backward.cu",
-        "    part_barrier<THREADS, PARTS>(part);\n    if (some) copy(sg",
-        "    if (some) copy(sg",
+        "    part_barrier<THREADS, PARTS>(part);\n    if constexpr (STAGES > 1) copy(next",
+        "    if constexpr (STAGES > 1) copy(next",
         64,
         "bf16_of_64_channels",
         Watched::Accesses,
