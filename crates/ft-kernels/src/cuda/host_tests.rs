@@ -327,7 +327,7 @@ const CHANGES: &[(&str, &str, &str, u32, &str, Watched, &str)] = &[
         "cp.async has not delivered",
     ),
     (
-        "attention_backward.cu",
+        "attention_backward_kv.cuh",
         "    part_barrier<THREADS, PARTS>(part);\n    if constexpr (STAGES > 1) copy(next",
         "    if constexpr (STAGES > 1) copy(next",
         64,
@@ -397,7 +397,7 @@ fn keep_channels(source: &Path, channels: u32) {
     let text = std::fs::read_to_string(source).expect("a source");
     let of = |line: &str| {
         let (kernels, sizes) = line.split_once('(')?;
-        ["FORWARDS", "PAIRS", "BACKWARDS", "PAIRS_Q"].contains(&kernels).then_some(())?;
+        ["FORWARDS", "PAIRS", "BACKWARDS", "PAIRS_Q", "PAIRS_KV"].contains(&kernels).then_some(())?;
         sizes.split([',', ')']).next()?.parse::<u32>().ok()
     };
     let kept: Vec<_> = text.lines().filter(|line| of(line).is_none_or(|n| n == channels)).collect();
