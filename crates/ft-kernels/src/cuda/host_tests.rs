@@ -336,6 +336,15 @@ const CHANGES: &[(&str, &str, &str, u32, &str, Watched, &str)] = &[
         "no barrier between",
     ),
     (
+        "attention_backward_kv.cuh",
+        "    part_barrier<THREADS, PARTS>(part);\n    if (owns) {\n      add_exchanged",
+        "    if (owns) {\n      add_exchanged",
+        64,
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "no barrier between",
+    ),
+    (
         "attention_backward.cu",
         "    cp_async_wait<0>();\n    __syncthreads();\n    if (next < end) copy_rows",
         "    cp_async_wait<1>();\n    __syncthreads();\n    if (next < end) copy_rows",
