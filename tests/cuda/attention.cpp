@@ -5,10 +5,11 @@
 
 // Heads of `channels` channels with the kernels of size `n`.
 template <typename T> void all(const char *type, uint32_t n, const std::vector<Case> &cases, uint32_t channels = 0) {
-  const size_t row = 2 * n, parts = n <= 96 ? PARTS<64> : n <= 128 ? PARTS<128> : PARTS<256>;
+  const size_t row = 2 * n, held = n <= 96 ? PARTS<64> * STAGES<64> : n <= 128 ? PARTS<128> * STAGES<128> : PARTS<256> * STAGES<256>;
   const std::vector<size_t> shared = {(64 + 2 * (n > 128 ? 32 : 64)) * row, (128 + 2 * (n > 128 ? 16 : 32)) * row + 512,
-                                       (128 + 64 * parts) * row + 256 * parts,
-                                       (64 + 2 * (n > 64 ? 32 : 64)) * row};
+                                       (128 + 64 * held) * row + 256 * held,
+                                       (64 + 2 * (n > 64 ? 32 : 64)) * row,
+                                       (128 + 128 * held) * row + held * 512 + held / 2 * 16384};
   unsigned seed = 1;
   for (const Case &c : cases)
     run<T>(c, channels ? channels : n, std::string(type) + "_" + std::to_string(n), shared, n == 192 ? 3 : n > 128 ? 2 : 1, check::BAR<T>, seed++);

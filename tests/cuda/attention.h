@@ -88,7 +88,8 @@ Want attention(const Case &c, uint32_t n, double scale, const std::vector<T> &q,
   return w;
 }
 
-// Runs the kernels with suffix `name` on a case. `shared`: shared memory of the three kernels; `z`:
+// Runs the kernels with suffix `name` on a case. `shared`: shared memory of the three kernels, and of pairs forward and for
+// dk and dv; `z`:
 // blocks per key tile in the third grid dimension.
 template <typename T>
 void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t> shared, unsigned z, double bar, unsigned seed) {
@@ -141,7 +142,7 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
   };
   grown(want.dq, dq, "dq"), grown(want.dk, dk, "dk"), grown(want.dv, dv, "dv");
   if (!host::kernels().count("attention_forward_pair_" + name)) return;
-  // warps with twice as many queries; dq has the same bits
+  // warps with twice as many queries or keys; gradients have the same bits
   launch("attention_forward_pair_", {unsigned(tq.size() * c.heads)}, shared[3], bq.at(), bk.at(), bv.at(), tq.at(), again.at(), lse_again.at());
   check::close("log-sum-exp by pairs", lse_again, want.lse, 1e-5);
   host::Buffer<T> other = compact(again, of_o, of_o + room), other_dq(nq);
@@ -154,6 +155,11 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     check::wrong(name + ": another output of a cache by pairs");
   launch("attention_backward_q_pair_", {unsigned(tq.size() * c.heads)}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), other_delta.at(), other_dq.at());
   if (memcmp(dq.at(), other_dq.at(), nq * sizeof(T)) != 0 || memcmp(delta.at(), other_delta.at(), delta.size() * 4) != 0) check::wrong(name + ": another dq by pairs");
+  if (!host::kernels().count("attention_backward_kv_pair_" + name)) return;
+  host::Buffer<T> other_dk(nk), other_wide(wide_v.size());
+  launch("attention_backward_kv_pair_", {unsigned(tk.size() * c.groups), 1, z}, shared[4], bq.at(), bk.at(), bv.at(), bg.at(), lse.at(), delta.at(), tk.at(), other_dk.at(), other_wide.at());
+  host::Buffer<T> other_dv = compact(other_wide, of_v, of_v + room);
+  if (memcmp(dk.at(), other_dk.at(), nk * sizeof(T)) != 0 || memcmp(dv.at(), other_dv.at(), nk * sizeof(T)) != 0) check::wrong(name + ": another dk or dv by pairs");
 }
 
 inline std::vector<Case> cases() {

@@ -58,9 +58,11 @@ template <typename T> static void measure(const std::string &type) {
       two(R), part(R * D);
   host::Buffer<uint32_t> list(std::vector<uint32_t>{7, 0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15}), starts(std::vector<uint32_t>{0, 1, 3, 5, 16});
   uint32_t *all = nullptr;
+  float *none = nullptr;
 
   call("norm_forward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), b.at(), w.at(), d.at(), e.at(), R, D, D, 8u, 1e-5f, 0.0f);
-  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, D, D, 8u, 1e-5f, 0.0f);
+  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), none, R, D, D, D, 8u, 1e-5f, 0.0f);
+  call("norm_backward_weight_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, D, D, 8u, 1e-5f, 0.0f);
   call("swiglu_forward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), d.at(), D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
   call("swiglu_backward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), D, D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
   call("swiglu_weighted_" + type, grid(R), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), list.at(), x.at(), d.at(), e.at(), one.at(), D, D, 1u, 0u, 0u,

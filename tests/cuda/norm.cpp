@@ -54,7 +54,7 @@ template <typename T> static void norms(const std::string &type) {
       if (add) check::close("sum", sum, s, 0.0);
       for (bool weight : {false, true}) {
         float *none = nullptr;
-        call("norm_backward_" + type, grid(blocks), c.threads, add ? sum.at() : x.at(), w.at(), dy.at(), add ? far.at() : no, dx.at(),
+        call((weight ? "norm_backward_weight_" : "norm_backward_") + type, grid(blocks), c.threads, add ? sum.at() : x.at(), w.at(), dy.at(), add ? far.at() : no, dx.at(),
              weight ? partial.at() : none, c.rows, c.d, apart, apart, c.per, e, plus);
         check::close("dx", compact(dx, c.d, apart), grad, check::BAR<T>);
       }

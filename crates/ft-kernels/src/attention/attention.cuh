@@ -59,19 +59,6 @@ struct Shape {
 
 // ---- keys and values of a key head: contiguous, or in the blocks of a cache ----
 
-// A row of a matrix with rows of less than 4 GiB: one multiplication.
-template <typename T> DEVICE const T *row_at(const T *first, uint32_t row, uint32_t stride) {
-  const uint32_t bytes = stride * static_cast<uint32_t>(sizeof(T));
-  const auto *const from = reinterpret_cast<const unsigned char *>(first);
-  return reinterpret_cast<const T *>(from + static_cast<uint64_t>(row) * bytes);
-}
-
-// A range of `count` tokens.
-template <typename T> struct Stretch {
-  const T *first;
-  uint32_t stride;
-  DEVICE const T *operator[](uint32_t row) const { return row_at(first, row, stride); }
-};
 template <typename T> struct Whole {
   const T *first;
   uint32_t stride;
@@ -101,29 +88,6 @@ template <typename T> struct Cached {
 };
 
 // ---- matrices [rows, D] of 16-bit values in shared memory: heads of at most D channels, a multiple of 8 ----
-
-// Starts an async copy of N rows by BY threads of consecutive numbers, from a multiple of BY on. Rows from `rows` on and channels from `channels` on are filled with
-// zeros; their addresses are not read. All pieces of a thread have one swizzle, so their offsets differ by constants.
-template <int D, int N, int BY, typename Rows>
-DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows, uint32_t channels) {
-  constexpr int LANES = D / 8 % 8 == 0 ? 8 : 4, STEP = BY / LANES; // LANES: threads per row
-  static_assert(N % STEP == 0 && STEP % 8 == 0, "the same number of rows for each thread, of one swizzle");
-  const uint32_t first = threadIdx.x % BY / LANES, piece = threadIdx.x % LANES;
-  unsigned char *const at = to + place<D>(first, piece);
-#pragma unroll
-  for (int n = 0; n < N; n += STEP) {
-    const auto *const row = from[first + n] + piece * 8;
-#pragma unroll
-    for (int c = 0; c < D; c += LANES * 8)
-      cp_async_16(at + (n * D + c) * 2, row + c, first + n < rows && piece * 8 + c < channels);
-  }
-}
-
-// The same for rows with a fixed stride.
-template <int D, int N, int BY, typename T>
-DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride, uint32_t channels) {
-  copy_rows<D, N, BY>(to, Stretch<T>{from, stride}, rows, channels);
-}
 
 // c [16 M, N] += a[row .. row + 16 M] b^T, where b has N rows; both are [.., D].
 template <typename T, int D, int N, int M>

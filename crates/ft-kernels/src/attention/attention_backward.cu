@@ -4,9 +4,9 @@
 //
 // p = exp(scale q k - lse), delta = sum over channels of o d_o, ds = p (d_o v - delta); dq = scale ds k,
 // dk = scale ds q, dv = p d_o. A block owns ROWS rows and iterates over STEP rows of the opposite kind.
-// While one of the two matrices of an iteration is being multiplied, the next copy of the other one is in
-// flight. No double buffering is needed, so two blocks fit on an SM.
-#include "attention.cuh"
+// For dq, while one of the two matrices of an iteration is being multiplied, the next copy of the other one is in
+// flight, and two blocks fit on an SM. For dk and dv, whose registers allow one block, both matrices of the next iteration are.
+#include "attention_backward_kv.cuh"
 
 // Computes delta for 16 rows of a warp, from 16 `part` on, into `to` and global memory. d_o is in shared memory, o in global
 // memory.
@@ -122,127 +122,6 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   for (int m = 0; m < M; m++) store_rows<T, D>(dq + at, acc[m], factor, sq, tile.rows, c, qs, warp * M + m, lane);
 }
 
-// dk and dv: a block owns 64 keys of one key head and iterates over all queries that see them, for every
-// query head of the group: STEP queries of one head at a time. Each of PARTS groups of four warps takes every PARTS-th
-// step, with barriers of its own, and their sums are added in order at the end. A block then lasts 1 / PARTS as long with
-// as many warps on a multiprocessor: few key heads make few blocks, and the heaviest of them bounds the launch.
-// A block sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the full sums exceed the
-// register file.
-template <typename T, int D, int W, int PARTS>
-DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
-                        const Tile *tiles, const Shape &shape, T *dk, T *dv) {
-  constexpr int STEP = 32, OF_PART = 2 * STEP * D * 2 + 2 * STEP * 4;
-  const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP, part = threadIdx.x / THREADS;
-  SHARED_BYTES(shared);
-  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const sq = sv + ROWS * D * 2 + part * OF_PART,
-                *const sg = sq + STEP * D * 2;
-  float *const base = reinterpret_cast<float *>(sg + STEP * D * 2), *const dl = base + STEP;
-  const Tile tile = tile_of(tiles, shape.groups);
-  const uint32_t of = head_of(shape.groups), per = shape.heads / shape.groups, c = shape.channels;
-  const int col = W == D ? 0 : blockIdx.z * W;
-  const uint32_t qs = shape.heads * c, ks = shape.groups * c;
-  const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * c;
-  const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
-  const uint32_t steps = begin < end ? (end - begin + STEP - 1) / STEP : 0; // of one head
-  const bool owns = warp * 16 < static_cast<int>(tile.rows);
-  const float scale_log2 = shape.scale * LOG2E;
-
-  // copies STEP queries of a head starting at i; missing queries get probability 0
-  const auto copy = [&](unsigned char *to, const T *from, uint32_t head, uint32_t i) {
-    copy_rows<D, STEP, THREADS>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * c, end - i, qs, c);
-  };
-  const auto statistics = [&](uint32_t head, uint32_t i) {
-    if (warp >= 2) return;
-    const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + (i - shape.first_query) + lane;
-    const bool some = lane < static_cast<int>(end - i);
-    if (warp == 0) base[lane] = some ? lse[stat] * LOG2E : INFINITY;
-    else dl[lane] = some ? delta[stat] : 0.0f;
-  };
-  uint32_t head = of * per, step = part;
-  // whether a step is left, after those of finished heads
-  const auto settle = [&] {
-    while (step >= steps && head < (of + 1) * per) step -= steps, head++;
-    return head < (of + 1) * per;
-  };
-  bool some = steps > 0 && settle();
-  if (part == 0) copy_rows<D, ROWS, THREADS>(sk, k + at, tile.rows, ks, c);
-  if (part == PARTS - 1) copy_rows<D, ROWS, THREADS>(sv, v + at, tile.rows, ks, c);
-  if (some) copy(sq, q, head, begin + step * STEP);
-  cp_async_commit();
-  if (some) copy(sg, d_o, head, begin + step * STEP), statistics(head, begin + step * STEP);
-  cp_async_commit();
-  float ak[1][W / 8][4] = {}, av[1][W / 8][4] = {};
-  if constexpr (PARTS > 1) {
-    cp_async_wait<1>();
-    __syncthreads();
-  }
-  for (uint32_t n = 0; n < steps * per; n += PARTS) {
-    const uint32_t query = begin + step * STEP + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
-    const bool works = owns && some;
-    step += PARTS;
-    some = some && settle();
-    const uint32_t i = begin + step * STEP;
-    float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {};
-    cp_async_wait<1>();
-    part_barrier<THREADS, PARTS>(part);
-    if (works) product<T, D, STEP, 1>(p, sk, warp * 16, sq, lane);
-    cp_async_wait<0>();
-    part_barrier<THREADS, PARTS>(part);
-    if (works) {
-      product<T, D, STEP, 1>(dp, sv, warp * 16, sg, lane);
-#pragma unroll
-      for (int n = 0; n < STEP / 8; n++)
-#pragma unroll
-        for (int x = 0; x < 4; x++) {
-          const int column = n * 8 + lane % 4 * 2 + x % 2;
-          const float w = exp2_fast(fmaf(p[0][n][x], scale_log2, -base[column]));
-          p[0][n][x] = shape.sees(query + n * 8 + x % 2, key + x / 2 * 8) ? w : 0.0f;
-          dp[0][n][x] = p[0][n][x] * (dp[0][n][x] - dl[column]);
-        }
-      add_product<T, D, W, STEP, 1>(ak, dp, sq, col, lane);
-    }
-    part_barrier<THREADS, PARTS>(part);
-    if (some) copy(sq, q, head, i), statistics(head, i);
-    cp_async_commit();
-    if (works) add_product<T, D, W, STEP, 1>(av, p, sg, col, lane);
-    part_barrier<THREADS, PARTS>(part);
-    if (some) copy(sg, d_o, head, i);
-    cp_async_commit();
-  }
-  if (PARTS > 1 || W != D || steps == 0) {
-    // The staging rows of the stores, and the sums of other parts, may overlap rows of other warps. If no query sees
-    // these keys, the initial copies are still in flight.
-    cp_async_wait<0>();
-    __syncthreads();
-  }
-  for (int other = 1; other < PARTS; other++) {
-    const auto place = [&](int n) { return reinterpret_cast<float *>(shared) + (n * THREADS + thread) * 4; };
-#pragma unroll
-    for (int n = 0; n < W / 8; n++)
-      if (part == other && owns) store_vector(place(n), ak[0][n]), store_vector(place(W / 8 + n), av[0][n]);
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < W / 4; n++)
-      if (part == 0 && owns) {
-        float more[4];
-        load_vector(place(n), more);
-        float(&sum)[4] = n < W / 8 ? ak[0][n] : av[0][n - W / 8];
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum[i] += more[i];
-      }
-    __syncthreads();
-  }
-  if (part > 0 || !owns) return;
-  const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
-  store_rows<T, W>(dk + at + col, ak[0], factor, sk, tile.rows, c - col, ks, warp, lane);
-  T *const to = dv + static_cast<uint64_t>(tile.first) * shape.apart + of * c + col;
-  store_rows<T, W>(to, av[0], one, sv, tile.rows, c - col, shape.apart, warp, lane);
-}
-
-// Groups of four warps of dk and dv, as many as the register file holds; one if keys, values and the steps of two exceed
-// the shared memory of some cards.
-template <int D> constexpr int PARTS = D <= 96 ? 3 : D <= 128 ? 2 : 1;
-
 #define BACKWARD_Q(NAME, T, D, M)                                                                                      \
   KERNEL(attention_backward_q_##NAME##_##D, THREADS / M, const T *q, const T *k, const T *v, const T *o, const T *d_o,    \
          const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \
@@ -252,9 +131,15 @@ template <int D> constexpr int PARTS = D <= 96 ? 3 : D <= 128 ? 2 : 1;
   BACKWARD_Q(NAME, T, D, 1)                                                                                            \
   KERNEL(attention_backward_kv_##NAME##_##D, THREADS * PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
          const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
-    backward_kv<T, D, W, PARTS<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
+    backward_kv<T, D, W, PARTS<D>, STAGES<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
   }
 #define BACKWARDS(D, W) BACKWARD(bf16, bf16, D, W) BACKWARD(f16, f16, D, W)
+#define BACKWARD_KV_PAIR(NAME, T, D)                                                                                   \
+  KERNEL(attention_backward_kv_pair_##NAME##_##D, THREADS * PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
+         const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
+    backward_kv_pair<T, D, PARTS<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                         \
+  }
+#define PAIRS_KV(D) BACKWARD_KV_PAIR(bf16, bf16, D) BACKWARD_KV_PAIR(f16, f16, D)
 #define PAIRS_Q(D) BACKWARD_Q(pair_bf16, bf16, D, 2) BACKWARD_Q(pair_f16, f16, D, 2)
 BACKWARDS(64, 64)
 BACKWARDS(96, 96)
@@ -264,3 +149,5 @@ BACKWARDS(256, 128)
 PAIRS_Q(64)
 PAIRS_Q(96)
 PAIRS_Q(128)
+PAIRS_KV(64)
+PAIRS_KV(128)

@@ -9,7 +9,7 @@ use super::sequences::{Causal, Saved, Shape};
 use super::split::{self, KeySplit};
 use super::tiles::{ROWS, THREADS, Tiles};
 use crate::Tensor;
-use crate::cuda::launch::{Grid, Launch, args, compiled, empty, has_much_shared_memory};
+use crate::cuda::launch::{self, Grid, Launch, args, compiled, empty};
 use crate::padded::{Padded, stride};
 use crate::tensor::{ghost_products, started};
 use candle_core::{DType, Result};
@@ -17,8 +17,13 @@ use candle_core::{DType, Result};
 /// Sizes of tensor-core kernels; a head takes the next larger one, with zeros for the channels that it lacks.
 const SIZES: [usize; 5] = [64, 96, 128, 192, 256];
 /// Largest head size handled by one block of the dk/dv kernel; larger heads are split in parts of 64 or 128. Also the
-/// largest with kernels for devices of [`has_much_shared_memory`].
+/// largest with kernels for devices of [`MUCH`].
 const WIDE: usize = 128;
+/// Bytes of shared memory of a multiprocessor above which tensor cores are fast (8.0, 9.0, 10.0), so that reads of
+/// shared memory bound a kernel; elsewhere (8.6, 8.9, 12.0) tensor cores do.
+const MUCH: usize = 128 << 10;
+/// Shared memory that the driver reserves for a block.
+const RESERVED: usize = 1024;
 /// Largest head size, limited by the shared memory of the plain kernels.
 const MOST: usize = 3000;
 
@@ -29,6 +34,8 @@ struct Kernels {
     size: Option<usize>,
     /// Whether two warps have 32 queries each, in place of four with 16.
     pairs: bool,
+    /// Whether two warps of the dk/dv kernel have 32 keys, in place of one with 16.
+    pairs_kv: bool,
     forward: usize,
     backward_q: usize,
     backward_kv: usize,
@@ -39,15 +46,15 @@ struct Kernels {
 }
 
 impl Kernels {
-    /// `much`: of [`has_much_shared_memory`].
-    fn of(dtype: DType, channels: usize, aligned: bool, much: bool) -> Self {
+    /// `room`: bytes of shared memory of a multiprocessor.
+    fn of(dtype: DType, channels: usize, aligned: bool, room: usize) -> Self {
         let half = matches!(dtype, DType::BF16 | DType::F16);
         let size = SIZES.into_iter().find(|size| channels <= *size);
         if let (true, Some(size)) = (half && aligned && channels.is_multiple_of(8), size) {
             // own rows plus one step of keys and values (or queries and gradients), in bytes; step sizes
             // as in the kernels
             let (row, wide) = (2 * size, size > WIDE);
-            let pairs = much && !wide;
+            let pairs = room > MUCH && !wide;
             let tiles = |own: usize, others: usize| (own * ROWS + 2 * others) * row;
             // as PARTS in attention_backward.cu
             let sharers: u32 = match size {
@@ -55,12 +62,21 @@ impl Kernels {
                 128 => 2,
                 _ => 1,
             };
+            // as STAGES there: steps of a group in shared memory, with two statistics for each of 32 queries
+            let groups = sharers as usize;
+            let held = if wide { 1 } else { 2 } * groups;
+            let backward_kv = tiles(2, 32 * held) + 4 * ROWS * held;
+            // twice as many queries, and two matrices [64, 64] that warps exchange; sums of other sizes exceed the
+            // registers
+            let of_pair = tiles(2, 64 * held) + 8 * ROWS * held + groups * 4 * ROWS * ROWS;
+            let pairs_kv = matches!(size, 64 | 128) && of_pair + RESERVED <= room;
             Self {
                 size: Some(size),
                 pairs,
+                pairs_kv,
                 forward: tiles(1, if wide || (pairs && 2 * size > WIDE) { 32 } else { 64 }),
                 backward_q: tiles(2, if wide { 16 } else { 32 }) + 8 * ROWS,
-                backward_kv: tiles(2, 32 * sharers as usize) + 4 * ROWS * sharers as usize,
+                backward_kv: if pairs_kv { of_pair } else { backward_kv },
                 sharers,
                 parts: if size == 192 { 3 } else { size.div_ceil(WIDE) },
             }
@@ -68,13 +84,23 @@ impl Kernels {
             // per warp: channel sums and one weight per lane
             let one = THREADS as usize / 32 * (channels + 32) * 4;
             let (forward, backward_q, backward_kv) = (one, one, 2 * one);
-            Self { size: None, pairs: false, forward, backward_q, backward_kv, sharers: 1, parts: 1 }
+            Self {
+                size: None,
+                pairs: false,
+                pairs_kv: false,
+                forward,
+                backward_q,
+                backward_kv,
+                sharers: 1,
+                parts: 1,
+            }
         }
     }
 
     fn name(self, role: &str, dtype: DType) -> String {
         let size = self.size.map_or(String::new(), |size| format!("_{size}"));
-        let pair = if self.pairs && role != "backward_kv" { "pair_" } else { "" };
+        let pairs = if role == "backward_kv" { self.pairs_kv } else { self.pairs };
+        let pair = if pairs { "pair_" } else { "" };
         format!("attention_{role}_{pair}{}{size}", dtype.as_str())
     }
 
@@ -97,7 +123,8 @@ pub fn shared_memory(kernel: &str) -> usize {
     }
     let Some(rest) = kernel.strip_prefix("attention_") else { return 0 };
     let size = rest.rsplit('_').next().and_then(|c| c.parse().ok());
-    let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some(), rest.contains("_pair_"));
+    let room = if rest.contains("_pair_") { usize::MAX } else { 0 };
+    let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some(), room);
     if rest.starts_with("forward") || rest.starts_with("cached") {
         k.forward
     } else if rest.starts_with("backward_q") {
@@ -152,7 +179,7 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let tiles = tiles(&[q, k, v], shape, how)?;
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let aligned = is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?;
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned, has_much_shared_memory(&q));
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned, launch::shared_memory(&q));
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
     let source =
         if kernels.size.is_some() { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
@@ -185,7 +212,7 @@ pub fn forward_cached(
         split::forward(&q, table, shape, how, parts, &o, &lse)?;
         return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned, has_much_shared_memory(&q));
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned, launch::shared_memory(&q));
     let source =
         if kernels.size.is_some() { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = Launch::named(&q, source, kernels.name("cached", q.dtype()))?;
@@ -239,7 +266,7 @@ pub fn backward(
     for t in [&q, &k, &v, &d_o, o] {
         aligned &= is_aligned(t)?;
     }
-    let kernels = Kernels::of(q.dtype(), shape.c, aligned, has_much_shared_memory(&q));
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned, launch::shared_memory(&q));
     let delta = empty(&q, (shape.h, shape.t), DType::F32)?;
     let like = |t: &Tensor| empty(&q, t.shape(), t.dtype());
     let (dq, dk, dv) = (like(&q)?, like(&k)?, empty(&q, of_v().0, v.dtype())?);
@@ -272,19 +299,19 @@ mod tests {
     /// that own queries fit up to 128 channels.
     #[test]
     fn shared_memory_fits_every_card() {
-        for c in SIZES {
-            let k = Kernels::of(DType::BF16, c, true, false);
+        for (c, room) in SIZES.into_iter().flat_map(|c| [100, 164, 228].map(|kib| (c, kib << 10))) {
+            let k = Kernels::of(DType::BF16, c, true, room);
             let blocks = if c <= WIDE { 2 } else { 1 };
             for (blocks, bytes) in [(blocks, k.forward), (blocks, k.backward_q), (1, k.backward_kv)] {
-                assert!(blocks * (bytes + 1024) <= 100 << 10, "{c}: {bytes}");
+                assert!(blocks * (bytes + RESERVED) <= room, "{c}: {bytes} of {room}");
             }
         }
-        assert!(Kernels::of(DType::F32, MOST, true, false).backward_kv <= 99 << 10);
+        assert!(Kernels::of(DType::F32, MOST, true, 0).backward_kv <= 99 << 10);
     }
 
     #[test]
     fn tensor_cores_take_half_precision_of_their_sizes() {
-        let name = |dtype, c, aligned| Kernels::of(dtype, c, aligned, false).name("forward", dtype);
+        let name = |dtype, c, aligned| Kernels::of(dtype, c, aligned, 100 << 10).name("forward", dtype);
         assert_eq!(name(DType::BF16, 128, true), "attention_forward_bf16_128");
         assert_eq!(name(DType::F16, 96, true), "attention_forward_f16_96");
         assert_eq!(name(DType::F16, 80, true), "attention_forward_f16_96");
@@ -293,10 +320,16 @@ mod tests {
         assert_eq!(name(DType::F16, 264, true), "attention_forward_f16");
         assert_eq!(name(DType::BF16, 128, false), "attention_forward_bf16");
         assert_eq!(name(DType::F32, 128, true), "attention_forward_f32");
-        let much = |c, role| Kernels::of(DType::BF16, c, true, true).name(role, DType::BF16);
+        let of = |kib: usize, c, role| Kernels::of(DType::BF16, c, true, kib << 10).name(role, DType::BF16);
+        let much = |c, role| of(228, c, role);
         assert_eq!(much(128, "forward"), "attention_forward_pair_bf16_128");
         assert_eq!(much(256, "forward"), "attention_forward_bf16_256");
-        assert_eq!(much(128, "backward_kv"), "attention_backward_kv_bf16_128");
+        assert_eq!(much(128, "backward_kv"), "attention_backward_kv_pair_bf16_128");
+        assert_eq!(much(64, "backward_kv"), "attention_backward_kv_pair_bf16_64");
+        assert_eq!(much(96, "backward_kv"), "attention_backward_kv_bf16_96");
+        assert_eq!(of(164, 128, "backward_kv"), "attention_backward_kv_bf16_128");
+        assert_eq!(of(164, 128, "backward_q"), "attention_backward_q_pair_bf16_128");
+        assert_eq!(of(164, 64, "backward_kv"), "attention_backward_kv_pair_bf16_64");
     }
 
     /// Every kernel name exists in the compiled sources.
@@ -309,8 +342,8 @@ mod tests {
                 let name = format!("attention_{role}_{}", dtype.as_str());
                 assert!(module::ATTENTION_SPLIT.ptx.contains(&format!(".entry {name}(")), "{name}");
             }
-            for (c, much) in SIZES.into_iter().chain([84]).flat_map(|c| [(c, false), (c, true)]) {
-                let k = Kernels::of(dtype, c, true, much);
+            for (c, room) in SIZES.into_iter().chain([84]).flat_map(|c| [(c, 0), (c, usize::MAX)]) {
+                let k = Kernels::of(dtype, c, true, room);
                 for role in ["forward", "cached", "backward_q", "backward_kv"] {
                     let source = match (k.size.is_some(), role) {
                         (false, _) => module::ATTENTION_PLAIN,

@@ -72,6 +72,12 @@ template <> DEVICE uint32_t pack<f16>(float low, float high) {
 }
 #endif
 
+// A value that the compiler does not derive others from ahead of time, so that these take no registers in between.
+DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- memory ----
 
 // Values of T per 16-byte access.
@@ -100,15 +106,18 @@ DEVICE bool is_aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 
 template <typename T> DEVICE float load(const T *p) { return Number<T>::widen(*p); }
 template <typename T> DEVICE void store(T *p, float x) { *p = Number<T>::from(x); }
 
-// VECTOR<T> values as f32, in one access. The address is 16-byte aligned.
-template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>]) {
+// VECTOR<T> values of 16 bytes as f32.
+template <typename T> DEVICE void unpack(uint4 bits, float (&out)[VECTOR<T>]) {
   union {
     uint4 bits;
     T value[VECTOR<T>];
-  } of = {load_16(p)};
+  } of = {bits};
 #pragma unroll
   for (int i = 0; i < VECTOR<T>; i++) out[i] = Number<T>::widen(of.value[i]);
 }
+
+// The same in one access. The address is 16-byte aligned.
+template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>]) { unpack<T>(load_16(p), out); }
 
 // VECTOR<T> values packed into 16 bytes.
 template <typename T> DEVICE uint4 packed(const float (&in)[VECTOR<T>]) {

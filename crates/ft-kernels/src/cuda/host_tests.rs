@@ -327,9 +327,18 @@ const CHANGES: &[(&str, &str, &str, u32, &str, Watched, &str)] = &[
         "cp.async has not delivered",
     ),
     (
-        "attention_backward.cu",
-        "    part_barrier<THREADS, PARTS>(part);\n    if (some) copy(sg",
-        "    if (some) copy(sg",
+        "attention_backward_kv.cuh",
+        "    part_barrier<THREADS, PARTS>(part);\n    if constexpr (STAGES > 1) copy(next",
+        "    if constexpr (STAGES > 1) copy(next",
+        64,
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "no barrier between",
+    ),
+    (
+        "attention_backward_kv.cuh",
+        "    part_barrier<THREADS, PARTS>(part);\n    if (owns) {\n      add_exchanged",
+        "    if (owns) {\n      add_exchanged",
         64,
         "bf16_of_64_channels",
         Watched::Accesses,
@@ -397,7 +406,7 @@ fn keep_channels(source: &Path, channels: u32) {
     let text = std::fs::read_to_string(source).expect("a source");
     let of = |line: &str| {
         let (kernels, sizes) = line.split_once('(')?;
-        ["FORWARDS", "PAIRS", "BACKWARDS", "PAIRS_Q"].contains(&kernels).then_some(())?;
+        ["FORWARDS", "PAIRS", "BACKWARDS", "PAIRS_Q", "PAIRS_KV"].contains(&kernels).then_some(())?;
         sizes.split([',', ')']).next()?.parse::<u32>().ok()
     };
     let kept: Vec<_> = text.lines().filter(|line| of(line).is_none_or(|n| n == channels)).collect();

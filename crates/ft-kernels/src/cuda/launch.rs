@@ -50,10 +50,9 @@ pub(crate) fn empty_on(device: &candle_core::Device, n: usize, dtype: DType) -> 
     device::empty(device, n.into(), dtype)
 }
 
-/// Whether a multiprocessor of the tensor's device has more than 128 KiB of shared memory (8.0, 9.0, 10.0). Tensor
-/// cores are fast there, so that reads of shared memory bound a kernel; elsewhere (8.6, 8.9, 12.0) tensor cores do.
-pub fn has_much_shared_memory(t: &Tensor) -> bool {
-    t.real().is_ok_and(|t| device::shared_memory(t.device()) > 128 << 10)
+/// Bytes of shared memory of a multiprocessor of the tensor's device; 0 if unknown.
+pub fn shared_memory(t: &Tensor) -> usize {
+    t.real().map_or(0, |t| device::shared_memory(t.device()))
 }
 
 /// Device address of a tensor's values. Kernels using the address must be launched on the device's single

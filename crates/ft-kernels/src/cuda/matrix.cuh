@@ -2,12 +2,6 @@
 #pragma once
 #include "device.cuh"
 
-// A value that the compiler does not derive others from ahead of time, so that these take no registers in between.
-DEVICE int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // Offset of a piece of 8 values. The swizzle avoids bank conflicts both for one piece of 8 consecutive
 // rows (ldmatrix) and for adjacent pieces of a row (copies and stores).
 template <int D> DEVICE int place(int row, int piece) {
@@ -42,4 +36,43 @@ template <int D> DEVICE void load(uint32_t (&f)[4], const unsigned char *m, Corn
 }
 template <int D> DEVICE void load_transposed(uint32_t (&f)[4], const unsigned char *m, Corner<D> corner, int row, int col) {
   ldmatrix_x4_trans(f, m + corner.at(row, col));
+}
+
+// ---- copies of rows ----
+
+// A row of a matrix with rows of less than 4 GiB: one multiplication.
+template <typename T> DEVICE const T *row_at(const T *first, uint32_t row, uint32_t stride) {
+  const uint32_t bytes = stride * static_cast<uint32_t>(sizeof(T));
+  const auto *const from = reinterpret_cast<const unsigned char *>(first);
+  return reinterpret_cast<const T *>(from + static_cast<uint64_t>(row) * bytes);
+}
+
+// Rows with a fixed stride.
+template <typename T> struct Stretch {
+  const T *first;
+  uint32_t stride;
+  DEVICE const T *operator[](uint32_t row) const { return row_at(first, row, stride); }
+};
+
+// Starts an async copy of N rows of at most D columns by BY threads of consecutive numbers, from a multiple of BY on. Rows
+// from `rows` on and columns from `columns` on, a multiple of 8, are filled with zeros; their addresses are not read. All pieces of a thread have one swizzle, so their offsets differ by constants.
+template <int D, int N, int BY, typename Rows>
+DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows, uint32_t columns) {
+  constexpr int LANES = D / 8 % 8 == 0 ? 8 : 4, STEP = BY / LANES; // LANES: threads per row
+  static_assert(N % STEP == 0 && STEP % 8 == 0, "the same number of rows for each thread, of one swizzle");
+  const uint32_t first = threadIdx.x % BY / LANES, piece = threadIdx.x % LANES;
+  unsigned char *const at = to + place<D>(first, piece);
+#pragma unroll
+  for (int n = 0; n < N; n += STEP) {
+    const auto *const row = from[first + n] + piece * 8;
+#pragma unroll
+    for (int c = 0; c < D; c += LANES * 8)
+      cp_async_16(at + (n * D + c) * 2, row + c, first + n < rows && piece * 8 + c < columns);
+  }
+}
+
+// The same for rows with a fixed stride.
+template <int D, int N, int BY, typename T>
+DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride, uint32_t columns) {
+  copy_rows<D, N, BY>(to, Stretch<T>{from, stride}, rows, columns);
 }

@@ -11,16 +11,6 @@ constexpr int TOKENS = 128, COLS = 64, CHUNKS = 8, SLAB = COLS * CHUNKS; // a ti
 constexpr int LOW = 32;                                                  // row length of B and u in shared memory
 constexpr int TILE_BYTES = TOKENS * COLS * 2, B_BYTES = SLAB * LOW * 2, U_BYTES = TOKENS * LOW * 2;
 
-// Starts to copy a tile of dy from `row` and `col` on. Zeros past the edges.
-template <typename T> DEVICE void fetch_tile(unsigned char *to, const T *dy, uint32_t apart, uint32_t t, uint32_t o, uint32_t row, uint32_t col) {
-#pragma unroll
-  for (int i = threadIdx.x; i < TOKENS * COLS / 8; i += THREADS) {
-    const uint32_t line = row + i / (COLS / 8), piece = i % (COLS / 8), at = col + piece * 8;
-    const bool some = line < t && at < o;
-    cp_async_16(to + place<COLS>(i / (COLS / 8), piece), some ? dy + static_cast<uint64_t>(line) * apart + at : dy, some);
-  }
-}
-
 // Starts to copy ROWS rows of `r` values from `row` on, of rows before `end`. Zeros past the edges.
 template <typename T, int R, int ROWS>
 DEVICE void fetch_low(unsigned char *to, const T *from, uint32_t apart, uint32_t row, uint32_t end, uint32_t r) {
@@ -54,21 +44,21 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
   unsigned char *const factor = shared + STAGES * TILE_BYTES, *const saved = factor + B_BYTES;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const uint32_t col0 = blockIdx.x * SLAB, begin = blockIdx.y * tiles * TOKENS, end = min(begin + tiles * TOKENS, t);
-  // at least 2: u of a tile is copied with its first chunk, two steps ahead
+  // at least 2: u of a tile is copied with the tile before, at least two steps ahead
   const int chunks = max(2, static_cast<int>(min((o - col0 + COLS - 1) / COLS, static_cast<uint32_t>(CHUNKS))));
 
   uint32_t next_row = begin;
-  int next_chunk = 0, next_stage = 0, next_saved = 0;
+  int next_chunk = 0, next_stage = 0;
   const auto fetch = [&] {
-    if (next_row < end) {
-      if (next_chunk == 0) fetch_low<T, R, TOKENS>(saved + next_saved * U_BYTES, u, u_apart, next_row, end, r), next_saved ^= 1;
-      fetch_tile(shared + next_stage * TILE_BYTES, dy, apart, end, o, next_row, col0 + next_chunk * COLS);
-      if (++next_chunk == chunks) next_chunk = 0, next_row += TOKENS;
-      if (++next_stage == STAGES) next_stage = 0;
-    }
+    const uint32_t col = col0 + next_chunk * COLS;
+    if (next_row < end)
+      copy_rows<COLS, TOKENS, THREADS>(shared + next_stage * TILE_BYTES, dy + static_cast<uint64_t>(next_row) * apart + col, end - next_row, apart, max(o, col) - col);
     cp_async_commit();
+    if (++next_chunk == chunks) next_chunk = 0, next_row += TOKENS;
+    if (++next_stage == STAGES) next_stage = 0;
   };
   fetch_low<T, R, SLAB>(factor, b, r, col0, o, r);
+  fetch_low<T, R, TOKENS>(saved, u, u_apart, begin, end, r);
 #pragma unroll 1
   for (int s = 1; s < STAGES; s++) fetch();
 
@@ -88,6 +78,7 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
       if (c >= chunks) break;
       cp_async_wait<STAGES - 2>();
       __syncthreads();
+      if (c == 0 && row + TOKENS < end) fetch_low<T, R, TOKENS>(saved + (side ^ 1) * U_BYTES, u, u_apart, row + TOKENS, end, r);
       fetch();
       const unsigned char *const tile = shared + stage * TILE_BYTES;
       if (c == 0)

@@ -22,6 +22,13 @@ const SHARED: usize = 3 * TOKENS * 64 * 2 + SLAB * LOW * 2 + 2 * TOKENS * LOW * 
 /// Blocks of a launch, about: one for each multiprocessor of a large card. More would write more partial sums.
 const BLOCKS: usize = 132;
 
+/// Shared memory at launch of the kernel `kernel`.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> usize {
+    let is_sum = kernel.starts_with("factors_sum");
+    if kernel.starts_with("factors_") && !is_sum { SHARED } else { 0 }
+}
+
 /// Whether [`gradients`] takes an output's gradient `[t, o]` and B `[o, r]`: on CUDA in half precision, up to rank 32.
 ///
 /// # Errors

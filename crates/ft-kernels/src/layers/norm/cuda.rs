@@ -106,7 +106,8 @@ pub fn backward(
     let add = add.map(|a| Ok::<_, candle_core::Error>((a.all().contiguous()?, a.stride()))).transpose()?;
     let dx = empty(&x, own.0, x.dtype())?;
     let dw = if want_dw { Some(empty(&x, of_w.0, of_w.1)?) } else { None };
-    let launch = Launch::of(&x, compiled!(NORM), "norm_backward")?;
+    let kernel = if want_dw { "norm_backward_weight" } else { "norm_backward" };
+    let launch = Launch::of(&x, compiled!(NORM), kernel)?;
     let launch = launch.with(args![&x, &w, &dy, add.as_ref().map(|a| &a.0), &dx, dw.as_ref(), rows, d])?;
     let launch = launch.with(args![add.as_ref().map_or(apart, |a| a.1), apart, per])?;
     let launch = launch.with(args![eps as f32, plus as f32])?;
