@@ -33,6 +33,21 @@ fn render(error: &Error, color: bool) -> String {
     out
 }
 
+/// Colors the headings of help, and `error` and `tip`, in the text of a page or an error of clap.
+pub(super) fn color_headings(text: &str) -> String {
+    let color = |line: &str| {
+        let heading = line.split_inclusive(':').next().filter(|h| h.ends_with(':')).unwrap_or_default();
+        let code = match heading {
+            "error:" => "1;31",
+            "  tip:" => "32",
+            "Usage:" | "Arguments:" | "Commands:" | "Options:" => "1;4",
+            _ => return line.to_string(),
+        };
+        format!("\x1b[{code}m{heading}\x1b[0m{}", &line[heading.len()..])
+    };
+    text.split_inclusive('\n').map(color).collect()
+}
+
 /// Prints a result on stdout. A closed pipe (`| head`) is no error.
 pub(super) fn print(text: &str) -> ft_base::Result<()> {
     Ok(ft_recipe::Error::of_print(ft_base::terminal::print(text))?)
@@ -53,5 +68,13 @@ mod tests {
         let e = usage("a\n  hint: b\n  more\nhint: c");
         assert_eq!(render(&e, false), "error: a\nhint: b\n  more\nhint: c");
         assert!(render(&e, true).contains("\x1b[1;36mhint\x1b[0m: b"));
+    }
+
+    #[test]
+    fn headings_of_help_and_errors_are_colored() {
+        let text = "error: no 'a'\n\n  tip: b: c\n\nUsage: ft\n\nOptions:\n  -h  Usage: none\n\nNote: d\n";
+        let colored = "\x1b[1;31merror:\x1b[0m no 'a'\n\n\x1b[32m  tip:\x1b[0m b: c\n\n\x1b[1;4mUsage:\x1b[0m ft\n\n\
+            \x1b[1;4mOptions:\x1b[0m\n  -h  Usage: none\n\nNote: d\n";
+        assert_eq!(color_headings(text), colored);
     }
 }

@@ -27,7 +27,7 @@ mod version;
 
 use crate::infer::usage;
 use clap::{CommandFactory, Parser, Subcommand};
-use console::exit;
+use console::{color_headings, exit};
 use ft_base::memory;
 use ft_base::terminal::{
     color_on_stderr, color_on_stdout, escape, panics, print_escaped, tell, tell_wrapped,
@@ -36,7 +36,6 @@ use ft_kernels::gemm::pairs;
 use model::{export, merge, push, quantize};
 use recipe::{check, data, import, init, plan, recipes, schema};
 use rustix::process::{Resource, getrlimit};
-use std::borrow::Cow;
 use std::ffi::OsString;
 use std::process::ExitCode;
 use train::{bench, eval, logits, report, routes, run};
@@ -174,10 +173,8 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
             }
             let color = if e.use_stderr() { color_on_stderr() } else { color_on_stdout() };
             let plain = e.render().to_string();
-            let text = match escape(&plain) {
-                Cow::Borrowed(_) if color => e.render().ansi().to_string(),
-                text => text.into_owned(),
-            };
+            let text = escape(&plain);
+            let text = if color { color_headings(&text).into() } else { text };
             match e.use_stderr() {
                 true => tell_wrapped(text.trim_end()),
                 // a closed pipe is no error

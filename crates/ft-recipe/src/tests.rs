@@ -193,6 +193,7 @@ fn bad_overrides() {
         &["run.seed=1", "run.seed=2"],
         &["run.batch_rows=10", "run.micro_rows=4"],
         &["parallel.tensor=2", "log.samples=['a']"],
+        &["log.mlflow='http://b\u{fc}cher.example'"],
         &["optimizer.warmup_steps=1", "optimizer.warmup_ratio=0.1"],
         &["lora=3"],
     ];

@@ -1,10 +1,10 @@
 use super::*;
 use axum::body::{Body, Bytes};
 use axum::routing::get;
+use futures_util::Stream;
 use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::sync::mpsc;
-use tokio_stream::Stream;
 
 const QUICK: Duration = Duration::from_millis(50);
 

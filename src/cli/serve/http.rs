@@ -1,6 +1,6 @@
 //! Routes.
 
-use super::api::{ApiError, Endpoint, Reply, Request, parse};
+use super::api::{ApiError, Endpoint, Json, Reply, Request, parse};
 use super::connections;
 use super::guard;
 use super::job::Job;
@@ -13,8 +13,9 @@ use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Json, Router, middleware};
-use serde_json::{Value, json};
+use axum::{Router, middleware};
+use futures_util::StreamExt;
+use serde_json::json;
 use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -22,7 +23,6 @@ use std::thread::JoinHandle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, timeout_at};
-use tokio_stream::StreamExt;
 
 /// Channel to end the server.
 pub(super) type Ending = (mpsc::Sender<()>, mpsc::Receiver<()>);
@@ -78,18 +78,18 @@ fn router(state: Arc<ServerState>) -> Router {
         .with_state(state)
 }
 
-async fn health() -> Json<Value> {
+async fn health() -> Json {
     Json(json!({"status": "ok"}))
 }
 
-async fn models(State(state): State<Arc<ServerState>>) -> Json<Value> {
+async fn models(State(state): State<Arc<ServerState>>) -> Json {
     Json(json!({"object": "list", "data": [state.describe()]}))
 }
 
 async fn model(
     State(state): State<Arc<ServerState>>,
     name: Result<Path<String>, PathRejection>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json, ApiError> {
     let name = name.map(|Path(name)| name).map_err(|e| ApiError::new(e.status(), e.body_text()))?;
     if name == state.name {
         return Ok(Json(state.describe()));

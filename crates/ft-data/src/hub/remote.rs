@@ -100,9 +100,13 @@ impl<'a> Remote<'a> {
         if let Some(token) = &settings.token {
             builder = builder.token(token);
         }
+        let hint = match settings.endpoint.is_ascii() {
+            true => "",
+            false => "\nhint: write a host name with other than ASCII letters in Punycode (xn--..)",
+        };
         let client = builder.build_sync().map_err(|e| Error::Client {
             id: repository.id(),
-            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {e}")),
+            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {e}{hint}")),
         })?;
         let kind = if repository.is_dataset() { RepoTypeAny::Dataset } else { RepoTypeAny::Model };
         let api = client.repository(kind, &repository.owner, &repository.name);

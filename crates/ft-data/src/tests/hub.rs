@@ -458,6 +458,9 @@ mod remote {
         let error = fetch_model_with(&gone, "owner/name", "main", Want::Config, false).unwrap_err();
         assert!(matches!(error, Error::Unreachable { .. }), "{error}");
         assert_eq!(error.exit_code(), ExitCode::Model);
+        let foreign = settings(home.path(), "http://b\u{fc}cher.example");
+        let error = fetch_model_with(&foreign, "owner/name", "main", Want::Config, false).unwrap_err();
+        assert!(error.to_string().contains("HF_ENDPOINT") && error.to_string().contains("xn--"), "{error}");
     }
 
     #[test]

@@ -89,6 +89,9 @@ impl Cross<'_, '_> {
             let message = "log.mlflow holds a user or a password".to_string();
             let hint = "recipes are kept and shown: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD";
             self.report("log.mlflow", message, hint);
+        } else if !host.is_ascii() {
+            let message = format!("log.mlflow = {url:?} has a host name with other than ASCII letters");
+            self.report("log.mlflow", message, "its Punycode (xn--..)");
         }
     }
 }

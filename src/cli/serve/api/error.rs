@@ -1,6 +1,6 @@
 //! Errors in OpenAI's format.
 
-use axum::Json;
+use super::response::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};

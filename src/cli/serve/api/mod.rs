@@ -8,4 +8,4 @@ mod response;
 
 pub use error::ApiError;
 pub use request::{Request, parse};
-pub use response::{Endpoint, Reply};
+pub use response::{Endpoint, Json, Reply};

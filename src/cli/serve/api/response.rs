@@ -4,16 +4,25 @@ use super::error::ApiError;
 use crate::cli::serve::job::{Event, FinishReason, Generation, random};
 use crate::cli::serve::scores::{Spelled, Token};
 use crate::log::unix_time;
-use axum::Json;
+use axum::http::header;
 use axum::response::sse::{self, Sse};
 use axum::response::{IntoResponse, Response};
+use futures_util::stream::poll_fn;
 use serde_json::{Map, Value, json};
 use std::convert::Infallible;
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 
 /// Events of a stream that wait for a slow client.
 const WAITING: usize = 16;
+
+/// Body of type JSON.
+pub struct Json(pub Value);
+
+impl IntoResponse for Json {
+    fn into_response(self) -> Response {
+        ([(header::CONTENT_TYPE, "application/json")], self.0.to_string()).into_response()
+    }
+}
 
 /// API endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,7 +144,7 @@ impl Reply {
 
     /// The answer as server-sent events, with token counts at the end if `include_usage`.
     pub fn streamed(self, events: mpsc::UnboundedReceiver<Event>, include_usage: bool) -> Response {
-        let (sender, receiver) = mpsc::channel(WAITING);
+        let (sender, mut receiver) = mpsc::channel(WAITING);
         tokio::spawn(async move {
             // a disconnected client drops the receiver; this drops the events and ends the generation
             tokio::select! {
@@ -143,7 +152,7 @@ impl Reply {
                 _ = self.stream(events, &sender, include_usage) => {}
             }
         });
-        Sse::new(ReceiverStream::new(receiver)).into_response()
+        Sse::new(poll_fn(move |context| receiver.poll_recv(context))).into_response()
     }
 
     /// Sends the chunks of a stream; `None` if the client is gone.
