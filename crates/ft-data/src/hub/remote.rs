@@ -82,6 +82,11 @@ pub(super) fn upload(settings: &Settings, repository: &Repository, push: &Push) 
     Remote::connect(settings, repository)?.push(push)
 }
 
+/// The first cause of an error.
+fn innermost(error: &dyn std::error::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), innermost)
+}
+
 struct Remote<'a> {
     settings: &'a Settings,
     repository: &'a Repository,
@@ -106,7 +111,7 @@ impl<'a> Remote<'a> {
         };
         let client = builder.build_sync().map_err(|e| Error::Client {
             id: repository.id(),
-            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {e}{hint}")),
+            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {}{hint}", innermost(&e))),
         })?;
         let kind = if repository.is_dataset() { RepoTypeAny::Dataset } else { RepoTypeAny::Model };
         let api = client.repository(kind, &repository.owner, &repository.name);
@@ -281,11 +286,7 @@ impl<'a> Remote<'a> {
         let revision = Some(self.repository.revision.clone());
         match error {
             HFError::Request { source, .. } => {
-                let mut cause: &dyn std::error::Error = &source;
-                while let Some(inner) = cause.source() {
-                    cause = inner;
-                }
-                Error::Unreachable { id, endpoint, cause: scrub(self.settings, &cause.to_string()) }
+                Error::Unreachable { id, endpoint, cause: scrub(self.settings, &innermost(&source)) }
             }
             HFError::RepoNotFound { .. } => Error::NotFound { id, endpoint, revision: None },
             HFError::RevisionNotFound { context, .. } => {
