@@ -50,13 +50,13 @@ fn pinning_falls_back_to_pageable_memory() {
         assert!(locked.code == 0 && !locked.err.contains("page-locked"), "{}", locked.err);
         let steps = w.steps("run");
         assert_eq!(steps.len(), 2);
-        for fault in ["refuse", "none"] {
-            for pin in ["memory.pin=true", "memory.pin=false"] {
-                let pageable = run(&w, ("EMU_PIN", fault), &[set, &[pin]].concat());
-                assert_eq!(pageable.code, 0, "{}", pageable.err);
-                assert_eq!(pageable.err.matches("cannot be page-locked").count(), 1, "{}", pageable.err);
-                assert_eq!(w.steps("run"), steps, "{fault}, {pin}");
-            }
+        let (on, off) = ("memory.pin=true", "memory.pin=false");
+        let faults = [("refuse", on), ("none", off), ("refuse", off), ("none", on)];
+        for (fault, pin) in faults.into_iter().take(few(2)) {
+            let pageable = run(&w, ("EMU_PIN", fault), &[set, &[pin]].concat());
+            assert_eq!(pageable.code, 0, "{}", pageable.err);
+            assert_eq!(pageable.err.matches("cannot be page-locked").count(), 1, "{}", pageable.err);
+            assert_eq!(w.steps("run"), steps, "{fault}, {pin}");
         }
     }
 }
