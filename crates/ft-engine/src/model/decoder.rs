@@ -136,7 +136,7 @@ impl Decoder {
         base
     }
 
-    /// Every linear with its module, in the order of the forward pass; of experts that ranks split, those of this one.
+    /// Every linear with its module, in forward order. Of experts split over ranks, only those of this rank.
     pub fn linears(&self) -> Vec<(Module, &Linear)> {
         let own = self.embedding.linears().chain(self.layers.iter().flat_map(Layer::linears));
         let own = own.chain([&self.head.linear]);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub struct Selection {
     /// Modules in the order of the forward pass.
     pub modules: Vec<(Module, Choice)>,
-    /// Tensors that no rule takes, and that never train.
+    /// Tensors outside all rules, which never train.
     pub constants: Vec<Module>,
     /// Number of decoder layers.
     pub layers: usize,
@@ -88,7 +88,7 @@ impl Selection {
         self.parts().into_iter().map(named).collect()
     }
 
-    /// Modules of which a parameter is adapted around others.
+    /// Blocks with an outer LoRA adapter on a parameter.
     fn wrapped(&self) -> HashSet<&str> {
         let outer = |(m, c): &'_ (Module, Choice)| {
             m.slice().is_some_and(|s| s.outer) && matches!(c, Choice::Lora { .. })

@@ -255,7 +255,7 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
     }
 }
 
-/// Rotated channels of a head: a share of them, in `rope_parameters` or beside it.
+/// Number of rotated channels of a head, from the key of their share in `rope_parameters` or at the top level.
 fn rotary_of(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
     const KEY: &str = PARTIAL;
     let table = keys.table("rope_parameters")?;

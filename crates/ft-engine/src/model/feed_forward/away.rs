@@ -461,7 +461,7 @@ fn peers<'a>(ctx: &Context<'a>) -> Result<&'a dyn Comm> {
     }
 }
 
-/// An error of a collective, in a layer. [`crate::walk::Walk`] returns that of the group in its place.
+/// Wraps an error of a collective in a layer. [`crate::walk::Walk`] returns the error of the group instead.
 fn told(e: ft_base::Error) -> candle_core::Error {
     candle_core::Error::wrap(e)
 }

@@ -20,7 +20,7 @@ pub struct Stack {
     pub a: Tensor,
 }
 
-/// One linear of a stack in the backward pass: its saved activations, and the gradient of its output.
+/// One linear of a stack in the backward pass, with its saved activations and output gradient.
 pub type Member<'a> = (&'a Linear, &'a Saved, Padded);
 
 impl Stack {
