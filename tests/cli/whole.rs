@@ -1,6 +1,7 @@
 //! Atomicity: results and folders are replaced only on request, are whole or absent after a crash, and
 //! derived files are invalidated with the model.
 
+use super::split::wait_until;
 use super::world::{Dice, World, content, kills, recipe, reference};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
@@ -53,16 +54,6 @@ fn code(child: &mut Child) -> i32 {
     child.wait().expect("an end").code().unwrap_or(-1)
 }
 
-/// Waits for another process. The limit only ends a hanging test.
-#[track_caller]
-fn until(what: &str, done: &dyn Fn() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < Duration::from_secs(120), "{what} does not come");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
 /// The run folder is locked while the model loads, so its contents are checked under the lock.
 #[test]
 fn a_run_that_loads_has_its_folder() {
@@ -72,7 +63,9 @@ fn a_run_that_loads_has_its_folder() {
     let mut first = w.start(&["run", "r.toml", many, "run.output=o", "run.steps=100000"]);
     // A lock file with contents is locked; an empty one may not be locked yet.
     let note = format!("process {}\n", first.id());
-    until("the lock", &|| std::fs::read(w.path("o/.lock")).is_ok_and(|text| text == note.as_bytes()));
+    wait_until(std::slice::from_mut(&mut first), "lock", || {
+        std::fs::read(w.path("o/.lock")).is_ok_and(|text| text == note.as_bytes())
+    });
     // Pauses the process during loading.
     let pid = Pid::from_raw(first.id() as i32).expect("a process");
     kill_process(pid, Signal::STOP).expect("stopped");
