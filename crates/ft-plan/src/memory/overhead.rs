@@ -22,7 +22,7 @@ const KEPT_PART: u64 = 40;
 
 /// Small blocks, their gaps, and lazily loaded code on the CPU: a constant, plus a fraction 1/64 of
 /// engine bytes (`benches/memory.py`).
-const SMALL_BLOCKS: (u64, u64) = (5 << 20, 64);
+const SMALL_BLOCKS: (u64, u64) = (6 << 20, 64);
 
 /// Buffers of the checkpoint writer on the CPU.
 pub const WRITER: u64 = 1 << 20;
