@@ -1,26 +1,10 @@
 //! A run that was killed, stopped or restarted ends like an uninterrupted run.
 
+use super::stops::{at_a_moment, send, until};
 use super::world::{Dice, FULL, LORA, World, content, kills, recipe, reference};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::json;
-use std::process::Child;
-use std::time::{Duration, Instant};
-
-/// Waits until a run has recorded a number of steps. Returns false if the process ended before.
-fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
-    // The limit only ends a hanging test.
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(120) {
-        if w.events(run, "step").len() >= steps {
-            return true;
-        }
-        if child.try_wait().expect("a child").is_some() {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    panic!("{run} does not come to step {steps}");
-}
+use std::time::Duration;
 
 /// Kills a run `times` times at random moments and resumes it with the arguments of the round. Some kills
 /// hit the start, some hit a step. If a run completes first on a busy machine, the result must satisfy
@@ -39,7 +23,7 @@ pub fn killed<'a>(
         let mut child = w.start(&args(round));
         let done = w.events(run, "step").len();
         let later = if round % 3 == 2 { 0 } else { done + 1 + dice.below(4) as usize };
-        if !reaches(w, &mut child, run, later) {
+        if !until(&mut child, || w.events(run, "step").len() >= later) {
             ended();
             std::fs::remove_dir_all(w.path(run)).expect("a folder");
             continue;
@@ -51,12 +35,6 @@ pub fn killed<'a>(
     assert_eq!(kills, times, "the run is over before it can be killed");
     w.ok(&args(100));
     ended();
-}
-
-fn signal(child: &mut Child, signal: Signal) -> Option<i32> {
-    let pid = Pid::from_raw(child.id() as i32).expect("a process");
-    kill_process(pid, signal).expect("signalled");
-    child.wait().expect("an end").code()
 }
 
 const STEPS: usize = 60;
@@ -128,12 +106,12 @@ fn signals_save_first() {
     let w = world(LORA);
     let args = ["run", "r.toml", "run.output=stopped", "run.save_every=0", "--resume"];
     for (which, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
-        let mut child = w.start(&args);
-        let on = w.events("stopped", "step").len() + 3;
-        assert!(reaches(&w, &mut child, "stopped", on));
-        assert_eq!(signal(&mut child, which), Some(code));
-        let done = w.events("stopped", "step").len();
-        assert!(done < STEPS, "the run was over before the signal");
+        let steps = || w.events("stopped", "step").len();
+        let on = steps() + 3;
+        let goes_on = || (on..STEPS).contains(&steps());
+        let ended = at_a_moment(&w, ("stopped", &args), goes_on, |child| send(child, which));
+        assert_eq!(ended, Some(code));
+        let done = steps();
         assert_eq!(w.checkpoints("stopped").last(), Some(&format!("step-{done:08}")));
     }
     // Settings that affect the result may change only with `--accept-change`.

@@ -16,10 +16,10 @@ fn world() -> World {
 }
 
 /// Waits for a condition. Returns false if the process ended before.
-fn until(child: &mut Child, so: impl Fn() -> bool) -> bool {
+pub fn until(child: &mut Child, so: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
     // The limit only ends a hanging test.
-    while begun.elapsed() < Duration::from_secs(300) {
+    while begun.elapsed() < Duration::from_secs(600) {
         if so() {
             return true;
         }
@@ -31,8 +31,32 @@ fn until(child: &mut Child, so: impl Fn() -> bool) -> bool {
     panic!("it does not come to it");
 }
 
-fn send(child: &Child, signal: Signal) {
+/// Sends a signal to a process.
+pub fn send(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id() as i32).expect("a process"), signal).expect("signalled");
+}
+
+/// Interferes with a run at a moment, and returns its exit code. If the moment has passed at the end of the run, because
+/// the test was late, the run starts over in a new folder.
+#[track_caller]
+pub fn at_a_moment(
+    w: &World,
+    (run, args): (&str, &[&str]),
+    is_it: impl Fn() -> bool,
+    interfere: impl Fn(&Child),
+) -> Option<i32> {
+    for _ in 0..20 {
+        let mut child = w.start(args);
+        if until(&mut child, &is_it) {
+            interfere(&child);
+        }
+        let code = child.wait().expect("an end").code();
+        if is_it() {
+            return code;
+        }
+        std::fs::remove_dir_all(w.path(run)).expect("removed");
+    }
+    panic!("the moment of {args:?} is always missed");
 }
 
 /// Steps, evaluations and adapter of a run.
@@ -52,14 +76,8 @@ fn a_kill_in_the_last_evaluation_loses_nothing() {
     w.ok(&["run", "r.toml", "run.output=whole"]);
     for signal in [Signal::KILL, Signal::TERM] {
         let args = ["run", "r.toml", "run.output=cut", "--resume"];
-        let mut child = w.start(&args);
-        let saved = || w.checkpoints("cut") == ["step-00000006"];
-        assert!(
-            until(&mut child, saved) && w.events("cut", "eval").is_empty(),
-            "the evaluation was too short"
-        );
-        send(&child, signal);
-        let code = child.wait().expect("an end").code();
+        let evaluates = || w.checkpoints("cut") == ["step-00000006"] && w.events("cut", "eval").is_empty();
+        let code = at_a_moment(&w, ("cut", &args), evaluates, |child| send(child, signal));
         assert_eq!(code, if signal == Signal::KILL { None } else { Some(143) });
         assert!(!w.path("cut/adapter").exists());
         let r = w.ok(&args);
@@ -109,20 +127,10 @@ fn signals_do_not_wait_for_a_step() {
         if signal == Signal::HUP && hangups_are_ignored() {
             continue;
         }
-        let mut ended = Some(0);
-        // On a busy machine, a run may complete before the signal arrives.
-        for _ in 0..5 {
-            let mut child = w.start(&args("run.output=cut"));
-            assert!(until(&mut child, || !w.events("cut", "step").is_empty()));
-            send(&child, signal);
-            ended = child.wait().expect("an end").code();
-            if ended != Some(0) {
-                break;
-            }
-            std::fs::remove_dir_all(w.path("cut")).expect("removed");
-        }
+        let second_step = || w.events("cut", "step").len() == 1;
+        let ended = at_a_moment(&w, ("cut", &args("run.output=cut")), second_step, |c| send(c, signal));
         assert_eq!(ended, Some(code));
-        assert_eq!((w.steps("cut").len(), w.checkpoints("cut")), (1, vec!["step-00000001".to_string()]));
+        assert_eq!(w.checkpoints("cut"), ["step-00000001"]);
         let stopped = w.events("cut", "stopped");
         assert_eq!((stopped[0]["step"].as_u64(), stopped[0]["code"].as_i64()), (Some(1), Some(code.into())));
         w.ok(&args("run.output=cut"));
@@ -131,10 +139,9 @@ fn signals_do_not_wait_for_a_step() {
     }
     // Before the first step, there is nothing to save, and the same command starts over.
     let plain = [&["run", "r.toml", "run.output=cut"][..], &set].concat();
-    let mut child = w.start(&plain);
-    assert!(until(&mut child, || !w.events("cut", "start").is_empty()));
-    send(&child, Signal::TERM);
-    assert_eq!(child.wait().expect("an end").code(), Some(143));
+    let first_step = || !w.events("cut", "start").is_empty() && w.events("cut", "step").is_empty();
+    let ended = at_a_moment(&w, ("cut", &plain), first_step, |child| send(child, Signal::TERM));
+    assert_eq!(ended, Some(143));
     assert!(w.checkpoints("cut").is_empty());
     w.ok(&plain);
     assert!(end(&w, "cut") == end(&w, "whole"));
@@ -323,10 +330,9 @@ fn metrics_that_are_damaged_or_gone() {
     assert!(r.err.contains("metrics.jsonl: it is a folder") && r.err.contains("hint: "), "{}", r.err);
 
     let args = ["run", "r.toml", "run.output=b", "run.steps=400"];
-    let mut child = w.start(&args);
-    assert!(until(&mut child, || w.events("b", "step").len() > 3));
-    std::fs::remove_file(w.path("b/metrics.jsonl")).expect("removed");
-    assert_eq!(child.wait().expect("an end").code(), Some(0));
+    let has_steps = || w.events("b", "step").len() > 3;
+    let remove = |_: &Child| std::fs::remove_file(w.path("b/metrics.jsonl")).expect("removed");
+    assert_eq!(at_a_moment(&w, ("b", &args), has_steps, remove), Some(0));
     let steps: Vec<u64> = w.steps("b").iter().map(|s| s.0).collect();
     assert_eq!(steps, (1..=400).collect::<Vec<_>>());
     assert_eq!((w.events("b", "start").len(), w.events("b", "end").len()), (1, 1));
