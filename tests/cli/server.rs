@@ -5,7 +5,10 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Limit of a wait, which only ends a hanging test.
+const LATE: Duration = Duration::from_secs(600);
 
 /// A server on the quickstart model, stopped at the end of the test.
 pub struct Server {
@@ -41,7 +44,7 @@ impl Server {
     /// Sends a request as it is.
     pub fn send(&self, request: &[u8]) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).expect("connected");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
+        stream.set_read_timeout(Some(LATE)).expect("set");
         // A refusing server may close the connection before it has read everything.
         let _ = stream.write_all(request);
         stream
@@ -93,7 +96,7 @@ pub fn answer(mut stream: TcpStream) -> (u16, String) {
 /// Sends a request. Returns status and body.
 pub fn ask(address: &str, method: &str, path: &str, body: &Value) -> std::io::Result<(u16, Value)> {
     let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(Duration::from_secs(60)))?;
+    stream.set_read_timeout(Some(LATE))?;
     let headers = format!("Host: {address}\r\nContent-Type: application/json\r\n");
     stream.write_all(&request(method, path, &headers, body.to_string().as_bytes()))?;
     let mut text = String::new();
@@ -112,7 +115,8 @@ impl Drop for Server {
 
 /// Waits until a path exists.
 pub fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    for _ in 0..6000 {
+    let end = Instant::now() + LATE;
+    while Instant::now() < end {
         match look() {
             Some(found) => return found,
             None => std::thread::sleep(Duration::from_millis(20)),
