@@ -8,7 +8,7 @@ use ft::ranks::{self, At, Comm};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Returns true if there are `count` devices and NCCL; otherwise prints a note.
 pub fn devices(n: usize) -> bool {
@@ -290,7 +290,6 @@ fn a_process_that_dies_ends_all() {
         let mut processes = launch(&w, &[0, 1, 2, 3], 4, &args(&own(&name, 4), &long));
         split::wait_for_a_checkpoint(&w, &name, &mut processes);
         let gone = Pid::from_raw(processes[lost].id() as i32).expect("a number");
-        let since = Instant::now();
         kill_process(gone, signal).expect("signalled");
         let mut stays = Vec::new();
         for (rank, p) in processes.into_iter().enumerate() {
@@ -307,8 +306,6 @@ fn a_process_that_dies_ends_all() {
                 assert!(log.contains(words), "rank {rank}: {words:?} is not in {log}");
             }
         }
-        let took = since.elapsed();
-        assert!(took < LATE, "{took:?}");
         for mut p in stays {
             p.kill().and_then(|()| p.wait()).expect("gone");
         }
@@ -396,7 +393,6 @@ fn a_thread_that_fails_releases_the_others() {
     };
     let cases: [(&Does<'_>, _, _); 2] = [(&fails, "no room", 600), (&late, "parallel.timeout", 20)];
     for (does, why, timeout) in cases {
-        let since = Instant::now();
         for (rank, got) in each(3, Duration::from_secs(timeout), does).into_iter().enumerate() {
             let e = got.expect_err("a rank is lost");
             if rank != 1 {
@@ -404,6 +400,5 @@ fn a_thread_that_fails_releases_the_others() {
                 assert!(lost.rank == 1 && lost.at == SUM && e.to_string().contains(why), "{e}");
             }
         }
-        assert!(since.elapsed() < LATE, "{:?}", since.elapsed());
     }
 }

@@ -218,10 +218,7 @@ fn a_lost_rank_ends_all() {
         let mut child = begun(&w, &run, &["parallel.zero=3", timeout, "run.save_every=2"]);
         let lost = process(&mut child, &run, rank).expect("a process");
         kill_process(lost, signal).expect("signalled");
-        let since = Instant::now();
         let r = ran(child.wait_with_output().expect("an end"));
-        let took = since.elapsed();
-        assert!(took < LATE, "{took:?}: {}", r.err);
         let name = format!("error: rank {rank} of 4 on {host}: ");
         for words in [&*name, says, "its last collective: "] {
             assert!(r.err.contains(words), "{words:?} is not in {}", r.err);
@@ -233,7 +230,8 @@ fn a_lost_rank_ends_all() {
             let log = [String::from_utf8_lossy(&log).into_owned(), r.err.clone()].concat();
             assert!(log.contains(&name), "rank {other} does not say it: {log}");
         }
-        if rank != 0 {
+        // After a death, mpirun ends rank 0 within a second, whether it has written this or not.
+        if rank != 0 && signal == Signal::STOP {
             assert_eq!(w.events(&run, "stopped")[0]["code"], 7);
         }
         let whole = w.checkpoints(&run);
