@@ -130,9 +130,10 @@ mod tests {
     #[test]
     fn large_allocations_are_counted() {
         let big = vec![1u8; 64 << 20];
-        // Other tests allocate too, but far less.
-        assert!(live_bytes().is_some_and(|b| b >= 64 << 20), "{:?}", live_bytes());
-        assert!(peak_bytes() >= live_bytes());
+        // Other tests allocate too: live bytes change between two calls.
+        for bytes in [live_bytes(), peak_bytes()] {
+            assert!(bytes >= Some(64 << 20), "{bytes:?}");
+        }
         drop(big);
     }
 

@@ -147,6 +147,11 @@ mod tests {
         SystemTime::now() + 2 * TICK
     }
 
+    /// The moment of the last write to a file.
+    fn written_at(path: &Path) -> SystemTime {
+        fs::metadata(path).unwrap().modified().unwrap()
+    }
+
     fn write_at(path: &Path, at: u64, byte: u8) {
         fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(&[byte], at).unwrap();
     }
@@ -237,8 +242,8 @@ mod tests {
         let path = dir.path().join("tokens");
         fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
         let written = KnownHash::new(path.clone(), "known".into()).unwrap();
-        let hash = || of_in(at(), &fs::File::open(&path).unwrap(), &path, None, SystemTime::now()).unwrap().0;
-        written.keep_in(at(), SystemTime::now());
+        let hash = || of_in(at(), &fs::File::open(&path).unwrap(), &path, None, written_at(&path)).unwrap().0;
+        written.keep_in(at(), written_at(&path));
         assert_ne!(hash(), "known", "it was written a moment ago");
         written.keep_in(at(), later());
         assert_eq!(hash(), "known");
@@ -259,7 +264,7 @@ mod tests {
             |now| of_in(Some(at.clone()), &fs::File::open(&path).unwrap(), &path, None, now).unwrap().0;
         let kept = || fs::read_dir(&cache).into_iter().flatten().flatten().map(|e| e.path()).next();
         fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
-        let (fresh, real) = (SystemTime::now(), path.canonicalize().unwrap());
+        let (fresh, real) = (written_at(&path), path.canonicalize().unwrap());
         let first = hash(fresh);
         assert_eq!(kept(), None, "it was written a moment ago");
         assert_eq!(hash(later()), first);
