@@ -90,6 +90,7 @@ pub fn run(mut recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft
             let _threads = start_threads_beside(neighbours.on_processors)?;
             auto_layout::agree(&mut recipe, &comm)?;
             check_count(&recipe, comm.world())?;
+            comm.know_stages(recipe.parallel.pipeline);
             if comm.rank() == 0 { lead(recipe, options, &comm) } else { follow(recipe, &comm) }
         });
         rank.join()

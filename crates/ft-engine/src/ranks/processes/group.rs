@@ -107,6 +107,11 @@ impl Processes {
         transport.into_iter().for_each(Transport::end);
     }
 
+    /// Sets the number of pipeline stages. Errors then name the stage of a lost rank.
+    pub fn know_stages(&self, stages: usize) {
+        self.monitor.know_stages(stages);
+    }
+
     /// After an error: waits until rank 0 has reported it. Returns whether this rank must report it,
     /// because rank 0 is the lost one.
     pub fn must_report(&self) -> bool {

@@ -115,6 +115,8 @@ pub struct Monitor {
     /// Timeout of a collective.
     timeout: Duration,
     hosts: OnceLock<Vec<String>>,
+    /// Number of pipeline stages.
+    stages: OnceLock<usize>,
     /// Connections by rank.
     lines: OnceLock<Vec<Option<Mutex<TcpStream>>>>,
     state: Mutex<State>,
@@ -135,8 +137,8 @@ impl Monitor {
             when_failed: Vec::new(),
             over: false,
         };
-        let (hosts, lines) = (OnceLock::new(), OnceLock::new());
-        Self { rank, world, timeout, hosts, lines, state: Mutex::new(state), changed: Condvar::new() }
+        let (hosts, stages, lines) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        Self { rank, world, timeout, hosts, stages, lines, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -168,6 +170,11 @@ impl Monitor {
     /// Sets the host names by rank.
     pub fn know_hosts(&self, hosts: Vec<String>) {
         let _ = self.hosts.set(hosts);
+    }
+
+    /// Sets the number of pipeline stages. Errors then name the stage of a lost rank.
+    pub fn know_stages(&self, stages: usize) {
+        let _ = self.stages.set(stages);
     }
 
     /// Cause of the failure, if any.
@@ -250,6 +257,10 @@ impl Monitor {
         let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
         // leaks at most once per process
         let at = At::all(self.at(rank).leak());
+        let why = match self.stages.get() {
+            Some(stages @ 2..) => format!("stage {}: {why}", rank * stages / self.world),
+            _ => why,
+        };
         Error { rank, world: self.world, host, at, why, code, hangs: false }
     }
 
@@ -436,7 +447,7 @@ mod tests {
     /// The blamed rank and the reason when `rank` times out, for peers given as (members of the current collective, its
     /// number, seconds since the last message).
     fn named(peers: &[(&[usize], u64, u64)], rank: usize) -> (usize, String) {
-        let monitor = Monitor::new((0, peers.len()), Duration::from_secs(3));
+        let monitor = Monitor::new((0, peers.len()), Duration::from_secs(600));
         for (peer, (members, number, ago)) in monitor.lock().peers.iter_mut().zip(peers) {
             peer.numbers.insert(Vec::new(), 6);
             let name = if members.is_empty() { format!("sum {number}") } else { format!("keys {number}") };
@@ -451,15 +462,15 @@ mod tests {
     #[test]
     fn one_that_is_stopped_is_named_before_those_it_keeps_waiting() {
         const ALL: &[usize] = &[];
-        let both = [(ALL, 6, 0), (ALL, 6, 3), (ALL, 7, 0), (ALL, 7, 0)];
-        let ahead = [(ALL, 6, 0), (ALL, 7, 3), (ALL, 7, 0), (ALL, 7, 0)];
+        let both = [(ALL, 6, 0), (ALL, 6, 600), (ALL, 7, 0), (ALL, 7, 0)];
+        let ahead = [(ALL, 6, 0), (ALL, 7, 600), (ALL, 7, 0), (ALL, 7, 0)];
         let slow = [(ALL, 7, 0), (ALL, 7, 0), (ALL, 6, 0), (ALL, 7, 0)];
         let wire = [(ALL, 7, 0); 4];
         let group: &[usize] = &[2, 3];
         // Rank 3 waits for all, rank 0 among them, and rank 0 computes.
         let chain = [(ALL, 6, 0), (ALL, 7, 0), (group, 5, 0), (ALL, 7, 0)];
         for (peers, late, rank, says) in [
-            (both, 2, 1, "it has not come to sum 7 within 3 s"),
+            (both, 2, 1, "it has not come to sum 7 within 600 s"),
             (ahead, 1, 1, "it has come to sum 7, and goes no further"),
             (slow, 0, 2, "it has not come to sum 7"),
             (wire, 0, 0, "all have come to sum 7"),
