@@ -32,9 +32,14 @@ fn world() -> World {
     w
 }
 
-/// A hanging command fails the test within a time limit.
+/// Runs a command. The limit only ends a hanging test.
+fn ends(command: std::process::Command) -> Ran {
+    ran(Command::from_std(command).timeout(Duration::from_secs(600)).output().expect("started"))
+}
+
+/// Runs `ft`, with the limit of [`ends`].
 fn within(w: &World, args: &[&str]) -> Ran {
-    ran(Command::from_std(w.command(args)).timeout(Duration::from_secs(120)).output().expect("started"))
+    ends(w.command(args))
 }
 
 fn edit(w: &World, file: &str, pointer: &str, value: Value) {
@@ -118,7 +123,7 @@ fn long_rows_are_cut_or_refused_in_bounded_memory() {
                 sh.env(k, v);
             }
         }
-        ran(Command::from_std(sh).timeout(Duration::from_secs(300)).output().expect("started"))
+        ends(sh)
     };
     let args = "data r.toml --rows 0 'data.train=[{source=\"long.jsonl\",format=\"text\"}]' data.mask=none data.max_length=64";
     w.write("long.jsonl", text(&words) + &text("and a short one"));
@@ -271,7 +276,7 @@ fn outputs_that_take_nothing_are_survived() {
             // Of the processes in a pipe, the status of `ft` counts.
             sh.args(["-c", &format!("{line}; exit ${{PIPESTATUS[0]}}")]).current_dir(w.path(""));
             sh.env("FT_CACHE", w.path("cache")).env("HF_HUB_OFFLINE", "1").env("HF_HOME", w.path("hf"));
-            let r = ran(Command::from_std(sh).timeout(Duration::from_secs(120)).output().expect("started"));
+            let r = ends(sh);
             let fine = codes.contains(&r.code) || (verb == "nonsense" && r.code == 2);
             assert!(fine, "{line}: {} {}", r.code, r.err);
         }
@@ -305,7 +310,7 @@ fn folders_need_no_utf_8() {
     ] {
         let mut c = w.command(args);
         c.current_dir(&odd);
-        let r = ran(Command::from_std(c).timeout(Duration::from_secs(120)).output().expect("started"));
+        let r = ends(c);
         assert_eq!(r.code, 0, "{args:?}: {}", r.err);
     }
 }

@@ -191,6 +191,15 @@ tests! {
 /// Strangers and damaged bytes at the rendezvous of ranks.
 #[test]
 fn meeting() {
+    const ALONE: &str = "FT_FUZZ_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        // Threads and descriptors are counted, and other tests of this process have theirs.
+        let mut alone = std::process::Command::new(std::env::current_exe().expect("this binary"));
+        alone.args(["meeting", "--exact", "--nocapture"]).env(ALONE, "1");
+        let said = alone.output().expect("started");
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+        return;
+    }
     let (first, cases) = (number("FT_FUZZ_SEED").unwrap_or(0), number("FT_FUZZ_CASES").unwrap_or(60));
     let wrong = meeting::run(first, cases);
     assert!(wrong.is_empty(), "{} of {cases} from {first}:\n{}", wrong.len(), wrong.join("\n"));

@@ -16,7 +16,7 @@ pub const MEMORY: u64 = 1 << 30;
 /// Processor time limit of a case; independent of the load on the machine, unlike elapsed time.
 const PROCESSOR: Duration = Duration::from_secs(10);
 /// Elapsed time without any processor time after which a case counts as hanging.
-const WAITING: Duration = Duration::from_secs(20);
+const WAITING: Duration = Duration::from_secs(120);
 /// Stack size of the case's thread in bytes, an eighth of the usual main thread.
 const STACK: usize = 1 << 20;
 /// Number of cases after which a worker is replaced.
