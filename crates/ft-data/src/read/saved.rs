@@ -88,7 +88,7 @@ fn object(file: &Path) -> Result<Value, Error> {
     if value.is_object() { Ok(value) } else { Err(invalid("it holds no object".into())) }
 }
 
-/// The names in a list: files or folders beside the one that lists them. They are strings, or `inner` of objects.
+/// Names of files or folders in a list of a file in the same folder, as strings or as `inner` of objects.
 fn names(of: &Value, key: &str, inner: Option<&str>) -> Result<Vec<String>, String> {
     let list = of.get(key).and_then(Value::as_array).ok_or_else(|| format!("{key} is no list"))?;
     let name = |entry: &Value| {

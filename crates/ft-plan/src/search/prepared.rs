@@ -252,7 +252,7 @@ impl<'a> Prepared<'a> {
         [below, bytes(!s.units.has_head() && s.goes_down(), s.units.end, true)]
     }
 
-    /// What crosses the boundary below a unit beside hidden states.
+    /// Values across the boundary below a unit, besides hidden states.
     fn carried(&self, unit: usize) -> Carried {
         let tensor = self.inputs.recipe.parallel.tensor;
         Carried::below(self.inputs.config, unit.saturating_sub(1), tensor, self.shape.lowest == Some(0))

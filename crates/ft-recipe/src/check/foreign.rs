@@ -102,7 +102,7 @@ mod tests {
     use crate::keys::{Kind, each_key, find_key};
     use crate::syntax::parse_value;
 
-    /// Each entry says one thing, of keys that exist, in settings that a recipe takes.
+    /// Each entry has one meaning, existing keys and valid settings.
     #[test]
     fn entries_name_keys_of_recipes() {
         let table: Table = toml::from_str(include_str!("foreign.toml")).unwrap_or_else(|e| panic!("{e}"));

@@ -58,7 +58,7 @@ fn within(values: usize, most: usize) -> usize {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     whole: Vec<usize>,
-    /// Dimension that is cut, with the ranges of it that are in the piece.
+    /// Cut dimension, with the ranges inside the piece.
     cut: Option<(usize, Vec<Range<usize>>)>,
 }
 
