@@ -3,18 +3,21 @@
 
     python benches/peers.py target/release/ft [--shape q100m] [--layers N] [--tokens 512] [--rounds 3] [--dtype f32]
                             [--base plain|nf4] [--train lora|full] [--recompute none|all] [--device cpu|cuda]
-                            [--liger] [--threads 1 2 ..]
+                            [--liger | --unsloth] [--threads 1 2 ..]
 
-Needs torch, transformers and peft in this Python, bitsandbytes for `--base nf4`, liger-kernel for `--liger`. `--recompute` applies to both.
+Needs torch, transformers and peft in this Python, bitsandbytes for `--base nf4`, liger-kernel for `--liger`, unsloth and a tokenizer
+in data/model for `--unsloth`, which trains LoRA. `--recompute` applies to both.
 Prints a line per run. Then, per thread count, prints the ratios of median tokens per second and of peak memory (process on
 the CPU, device on CUDA), as text and as a line of JSON. Supports the dense shapes of benches/shapes.py.
 """
-import argparse, json, os, resource, statistics, subprocess, sys, tempfile, time
+import argparse, gc, json, os, resource, shutil, statistics, subprocess, sys, tempfile, time
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
 import shapes
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DTYPES = dict(f32="float32", bf16="bfloat16")
 STEPS = 5
 
 
@@ -34,25 +37,26 @@ def in_4_bits(model, dtype, device):
     model.is_loaded_in_4bit = True
 
 
-def torch_steps(a):
-    """Runs the PyTorch side in this process: seconds of each step after the first, and peak memory."""
-    import torch
+def random_model(a, folder):
     from transformers import AutoConfig, AutoModelForCausalLM
+    import torch
 
+    shapes.write(folder, a.shape, a.layers)
+    config = AutoConfig.from_pretrained(folder, use_cache=False)
+    with torch.device(a.device):
+        return AutoModelForCausalLM.from_config(config, torch_dtype=getattr(torch, DTYPES[a.dtype]), attn_implementation="sdpa")
+
+
+def peft_model(a):
+    """A model of transformers that PEFT or full training has prepared."""
     if a.liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
 
         _apply_liger_kernel("llama" if a.shape.startswith("llama") else "qwen3")
-    torch.manual_seed(0)
-    torch.set_num_threads(a.threads[0])
-    dtype = dict(f32=torch.float32, bf16=torch.bfloat16)[a.dtype]
     with tempfile.TemporaryDirectory() as d:
-        shapes.write(d, a.shape, a.layers)
-        config = AutoConfig.from_pretrained(d, use_cache=False)
-    with torch.device(a.device):
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, attn_implementation="sdpa")
+        model = random_model(a, d)
     if a.base == "nf4":
-        in_4_bits(model, dtype, a.device)
+        in_4_bits(model, model.dtype, a.device)
     if a.train == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -60,13 +64,46 @@ def torch_steps(a):
     if a.recompute == "all":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+    return model
+
+
+def unsloth_model(a):
+    """A model that Unsloth has loaded from a folder, with its LoRA."""
+    from unsloth import FastLanguageModel
+    import torch
+
+    with tempfile.TemporaryDirectory() as d:
+        random_model(a, d).save_pretrained(d)
+        gc.collect()
+        if a.device == "cuda":
+            torch.cuda.empty_cache()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(os.path.join(os.path.dirname(HERE), "data", "model", name), d)
+        model, _ = FastLanguageModel.from_pretrained(d, max_seq_length=a.tokens, dtype=getattr(torch, DTYPES[a.dtype]),
+                                                     load_in_4bit=a.base == "nf4")
+    return FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=LINEARS,
+                                            use_gradient_checkpointing=a.recompute == "all")
+
+
+def torch_steps(a):
+    """Runs the PyTorch side in this process: seconds of each step after the first, and peak memory."""
+    # before torch and transformers, which it changes
+    if a.unsloth:
+        import unsloth  # noqa: F401
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(a.threads[0])
+    model = unsloth_model(a) if a.unsloth else peft_model(a)
     model.train()
+    if a.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     wait = torch.cuda.synchronize if a.device == "cuda" else lambda: None
     seconds = []
     for _ in range(STEPS + 1):
-        ids = torch.randint(0, config.vocab_size, (1, a.tokens), device=a.device)
+        ids = torch.randint(0, model.config.vocab_size, (1, a.tokens), device=a.device)
         wait()
         start = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
@@ -129,10 +166,14 @@ def main():
     p.add_argument("--base", default="plain", choices=["plain", "nf4"])
     p.add_argument("--train", default="lora", choices=["lora", "full"])
     p.add_argument("--recompute", default="none", choices=["none", "all"])
-    p.add_argument("--liger", action="store_true", help="PyTorch with the kernels of liger-kernel")
+    kernels = p.add_mutually_exclusive_group()
+    kernels.add_argument("--liger", action="store_true", help="PyTorch with the kernels of liger-kernel")
+    kernels.add_argument("--unsloth", action="store_true", help="Unsloth, which trains LoRA")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()], help="compare with each of these")
     a = p.parse_args()
+    if a.unsloth and a.train == "full":
+        p.error("--unsloth compares LoRA")
     if a.ft == "torch":
         return torch_steps(a)
     for threads in a.threads:
