@@ -17,9 +17,6 @@ use std::sync::{Arc, Mutex};
 /// Plan of the current run, for the allocator hook.
 static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
 
-/// Begins the reason of the loss of a rank, with the number of its stage.
-const STAGE: &str = "stage ";
-
 /// A plan with the list of its allocations.
 #[derive(Debug)]
 pub struct Planned {
@@ -62,20 +59,12 @@ fn wanted_of(wanted: u64, what: &str, free: Option<u64>) -> String {
 }
 
 impl Planned {
-    /// Adds the figures of the plan to an out-of-memory error, the place in the walk to another error of a device, and
-    /// the stage of a pipeline to the loss of a rank.
+    /// Adds the figures of the plan to an out-of-memory error, and the place in the walk to another error of a device.
     pub fn explain(&self, e: Error) -> Error {
         let at = place::now();
         let fault = e.of::<DeviceError>();
         if let Some(fault) = fault {
             fault.set_place(report::place_of(at.0, at.1, self.plan.layers));
-        }
-        if let (Some(p), Some(lost)) = (&self.plan.pipeline, e.of::<ft_engine::ranks::Error>())
-            && !lost.why.starts_with(STAGE)
-        {
-            let stage = lost.rank / (lost.world / p.stages.len().max(1)).max(1);
-            let why = format!("{STAGE}{stage}: {}", lost.why);
-            return ft_engine::ranks::Error { why, ..lost.clone() }.into();
         }
         // Skips errors that were explained already, here or on another rank.
         let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::ranks::Error>().is_some();

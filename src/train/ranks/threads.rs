@@ -22,7 +22,7 @@ pub struct RankThreads {
 
 /// Creates the ranks of a run: the first, and the others.
 pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
-    let mut all = ranks::group(Mesh::of(p).ranks(), Duration::from_secs(p.timeout));
+    let mut all = ranks::group_of(&Mesh::of(p), Duration::from_secs(p.timeout));
     let others = all.split_off(1);
     (all.swap_remove(0), others)
 }

@@ -282,12 +282,14 @@ impl Failure for NotJson {
 
 /// A lost rank.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("rank {rank} of {world} on {host}: {why}\n  its last collective: {at}")]
+#[error("rank {rank} of {world} on {host}: {}{why}\n  its last collective: {at}", of_stage(*.stage))]
 pub struct Error {
     /// Number of the rank.
     pub rank: usize,
     /// Number of ranks.
     pub world: usize,
+    /// Stage of the rank, in a pipeline of several.
+    pub stage: Option<u16>,
     /// Host name.
     pub host: String,
     /// Last collective of the rank.
@@ -298,6 +300,18 @@ pub struct Error {
     pub code: ExitCode,
     /// The rank hangs and must not be joined.
     pub hangs: bool,
+}
+
+fn of_stage(stage: Option<u16>) -> String {
+    stage.map_or(String::new(), |n| format!("stage {n}: "))
+}
+
+impl Error {
+    /// The error of a rank, in a pipeline of `stages`.
+    pub(crate) fn with_stage_of(self, stages: usize) -> Self {
+        let stage = u16::try_from(self.rank * stages / self.world).ok().filter(|_| stages > 1);
+        Self { stage, ..self }
+    }
 }
 
 impl Failure for Error {

@@ -24,4 +24,4 @@ pub use device::on_device;
 pub use group::Group;
 pub use mesh::{Axis, Mesh, Place};
 pub use processes::ROUND;
-pub use threads::{Threads, alone, group};
+pub use threads::{Threads, alone, group, group_of};

@@ -5,6 +5,7 @@
 
 use super::callbacks::{Callback, call_all};
 use super::comm::{At, Comm, Error, Piece, Received};
+use super::mesh::Mesh;
 use super::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
@@ -40,6 +41,8 @@ struct State {
 
 struct Group {
     world: usize,
+    /// Number of pipeline stages.
+    stages: usize,
     timeout: Duration,
     host: String,
     state: Mutex<State>,
@@ -55,17 +58,23 @@ pub struct Threads {
 
 /// Creates a group of `world` ranks, one per thread. A collective fails after `timeout`.
 pub fn group(world: usize, timeout: Duration) -> Vec<Threads> {
-    let group = Arc::new(Group::new(world, timeout));
-    (0..world).map(|rank| Threads::new(&group, rank)).collect()
+    group_of(&Mesh { data: world, ..Mesh::ONE }, timeout)
+}
+
+/// As [`group`], of the ranks of a mesh.
+pub fn group_of(mesh: &Mesh, timeout: Duration) -> Vec<Threads> {
+    let group = Arc::new(Group::new(mesh, timeout));
+    (0..mesh.ranks()).map(|rank| Threads::new(&group, rank)).collect()
 }
 
 /// A group of one.
 pub fn alone() -> Threads {
-    Threads::new(&Arc::new(Group::new(1, Duration::MAX)), 0)
+    Threads::new(&Arc::new(Group::new(&Mesh::ONE, Duration::MAX)), 0)
 }
 
 impl Group {
-    fn new(world: usize, timeout: Duration) -> Self {
+    fn new(mesh: &Mesh, timeout: Duration) -> Self {
+        let world = mesh.ranks();
         let state = State {
             boxes: (0..world * world).map(|_| VecDeque::new()).collect(),
             at: vec![START; world],
@@ -74,7 +83,7 @@ impl Group {
             when_lost: Vec::new(),
         };
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        Self { world, timeout, host, state: Mutex::new(state), wake: Condvar::new() }
+        Self { world, stages: mesh.pipeline, timeout, host, state: Mutex::new(state), wake: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -83,7 +92,17 @@ impl Group {
     }
 
     fn error(&self, rank: usize, at: At, why: String, code: ExitCode) -> Error {
-        Error { rank, world: self.world, host: self.host.clone(), at, why, code, hangs: false }
+        let e = Error {
+            rank,
+            world: self.world,
+            stage: None,
+            host: self.host.clone(),
+            at,
+            why,
+            code,
+            hangs: false,
+        };
+        e.with_stage_of(self.stages)
     }
 
     /// Aborts the group; returns the first error recorded.

@@ -59,8 +59,16 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let about = format!("{host}\n{}", processors());
     let (rank, world) = launch.map_or((0, 1), |l| (l.rank, l.world));
-    let fail =
-        |why: String, code| Error { rank, world, host: host.clone(), at: START, why, code, hangs: false };
+    let fail = |why: String, code| Error {
+        rank,
+        world,
+        stage: None,
+        host: host.clone(),
+        at: START,
+        why,
+        code,
+        hangs: false,
+    };
     match launch.map(|l| (l, &l.meeting)) {
         Some((launch, Meeting::At(host, port))) => {
             let lost = |why: String| fail(why, ExitCode::LostRank);

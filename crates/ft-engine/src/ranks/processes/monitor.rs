@@ -257,11 +257,11 @@ impl Monitor {
         let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
         // leaks at most once per process
         let at = At::all(self.at(rank).leak());
-        let why = match self.stages.get() {
-            Some(stages @ 2..) => format!("stage {}: {why}", rank * stages / self.world),
-            _ => why,
-        };
-        Error { rank, world: self.world, host, at, why, code, hangs: false }
+        self.staged(Error { rank, world: self.world, stage: None, host, at, why, code, hangs: false })
+    }
+
+    fn staged(&self, e: Error) -> Error {
+        e.with_stage_of(self.stages.get().copied().unwrap_or(1))
     }
 
     /// Ends the run for all ranks; the first cause is kept. `died` says whether a process is gone.
@@ -341,8 +341,8 @@ impl Monitor {
                     drop(s);
                     let (at, code) = (At::all(t.at.leak()), ExitCode::of(t.code));
                     let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
-                    let e = Error { rank, world: self.world, host, at, why, code, hangs };
-                    self.fail(e, t.died);
+                    let e = Error { rank, world: self.world, stage: None, host, at, why, code, hangs };
+                    self.fail(self.staged(e), t.died);
                 }
             }
         }
@@ -457,7 +457,7 @@ mod tests {
         }
         monitor.judge(rank);
         let e = monitor.failed().expect("a failure");
-        (e.rank, e.why)
+        (e.rank, e.to_string())
     }
 
     #[test]
@@ -471,14 +471,14 @@ mod tests {
         // Rank 3 waits for all, rank 0 among them, and rank 0 computes.
         let chain = [(ALL, 6, 0), (ALL, 7, 0), (group, 5, 0), (ALL, 7, 0)];
         for (peers, late, rank, says) in [
-            (both, 2, 1, "stage 0: it has not come to sum 7 within 600 s"),
-            (ahead, 1, 1, "stage 0: it has come to sum 7, and goes no further"),
-            (slow, 0, 2, "stage 1: it has not come to sum 7"),
-            (wire, 0, 0, "stage 0: all have come to sum 7"),
-            (chain, 2, 0, "stage 0: it has not come to sum 7"),
+            (both, 2, 1, ": stage 0: it has not come to sum 7 within 600 s"),
+            (ahead, 1, 1, ": stage 0: it has come to sum 7, and goes no further"),
+            (slow, 0, 2, ": stage 1: it has not come to sum 7"),
+            (wire, 0, 0, ": stage 0: all have come to sum 7"),
+            (chain, 2, 0, ": stage 0: it has not come to sum 7"),
         ] {
             let (named, why) = named(&peers, late);
-            assert!(named == rank && why.starts_with(says), "{peers:?}: rank {named}: {why}");
+            assert!(named == rank && why.contains(says), "{peers:?}: rank {named}: {why}");
         }
     }
 }
