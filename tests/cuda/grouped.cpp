@@ -173,6 +173,16 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du2.at());
     }
+    // whole vectors by a kernel of their own too
+    if (most > 0 && name == "coded_" && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0) {
+      host::Buffer<T> other(n * ranks);
+      const auto narrow = [&](const std::string &way, host::Buffer<T> &wide, uint32_t in, uint32_t out) {
+        start("grouped_low_" + way + type, blocks((ranks + LOW - 1) / LOW, list.size()), 3 * 2 * 64 * (128 + LOW), bank.table.at(), wide.at(), no, none, no, no, in, out,
+              ranks, 1u, begins.at(), tiles.at(), other.at());
+      };
+      narrow("forward_", x, s.i, s.o), low(other, xs, s.i, bank.ad, true, bank);
+      narrow("backward_", dy, s.o, s.i), low(other, ds, s.o, bank.bd, false, bank);
+    }
     start("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
           begins.at(), tiles.at(), y.at());
     start("grouped_" + name + "backward_" + type, blocks(shared_columns(s.i), list.size()), shared, bank.table.at(), dy.at(), du.at(),

@@ -9,6 +9,9 @@
 //
 // On 8.0 and 9.0 shared memory is the bound, and shuffles take its cycles too. Codes are therefore looked up in
 // registers: a thread has 32 codes of one scale, computes the 16 values that they can have, and selects their bytes.
+//
+// A product with the narrow side of an adapter (u and du) has a kernel of its own, bound by the rows of x or dy: 128 of
+// them by 32 columns, in three stages of 64 inner values, with few registers.
 #include "grouped_tiles.cuh"
 
 constexpr int OF_MANY = 128;               // threads; must match crates/ft-kernels/src/experts/grouped/mod.rs
@@ -376,15 +379,83 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
                       static_cast<int>(rows.count) - row, static_cast<int>(outer - col0) - col);
 }
 
+constexpr int LOW = 32, LOW_STAGES = 3, LOW_RIGHT = LOW * DEPTH * 2; // columns; bytes of half a stage's right tile
+
+// u or du of a tile of rows. Rows of the left operand are whole 16-byte pieces.
+template <typename T, bool TRANSPOSED> DEVICE void narrow(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+  constexpr int OF_WARP = SIDE * WARP / OF_MANY, STAGE_BYTES = 2 * (STAGE_LEFT + LOW_RIGHT);
+  SHARED_BYTES(shared);
+  const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
+  if (rows.expert == NONE) return;
+  const Expert &e = p.experts[rows.expert];
+  const uint32_t rank = e.rank, first = blockIdx.x * LOW;
+  if (first >= rank) return;
+  const Factors<T> f = factors<T, TRANSPOSED>(p, e, rows.first, 0);
+
+  // a thread's pieces of right tiles, [LOW, DEPTH] if TRANSPOSED, else [DEPTH, LOW]; values past the edges are zeros
+  static_assert(LOW == DEPTH && OF_MANY * 8 == LOW * DEPTH, "a piece a thread");
+  const uint32_t line = threadIdx.x / (DEPTH / 8), piece = threadIdx.x % (DEPTH / 8), r = first + (TRANSPOSED ? line : piece * 8);
+  uint32_t k = TRANSPOSED ? piece * 8 : line;
+  const uint64_t pitch = TRANSPOSED ? 1 : rank;
+  const T *of = f.right + (TRANSPOSED ? static_cast<uint64_t>(r) * f.depth + k : k * pitch + r);
+  const bool whole = (TRANSPOSED ? f.depth : rank) % 8 == 0 && is_aligned(f.right);
+  unsigned char *const to = shared + 2 * STAGE_LEFT + place<DEPTH>(static_cast<int>(line), static_cast<int>(piece));
+  Left<T, TURN> from(f, rows);
+  const auto bring = [&](int stage) {
+    from.bring(shared + stage * STAGE_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2; i++, k += DEPTH, of += DEPTH * pitch) {
+      unsigned char *const own = to + stage * STAGE_BYTES + i * LOW_RIGHT;
+      if (whole) cp_async_16(own, of, r < rank && k < f.depth);
+      else
+        store_eight<T>(own, [&](uint32_t j) {
+          const bool some = TRANSPOSED ? r < rank && k + j < f.depth : r + j < rank && k < f.depth;
+          return some ? load(of + j) : 0.0f;
+        });
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int s = 0; s < LOW_STAGES - 1; s++) bring(s);
+  const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * OF_WARP, some_rows = static_cast<int>(rows.count) - row;
+  const auto of_left = left<TURN>(row, 0, lane);
+  const auto of_right = TRANSPOSED ? right_transposed<DEPTH>(0, 0, lane) : right<DEPTH>(0, 0, lane);
+  float acc[OF_WARP / 16][LOW / 8][4] = {};
+  int stage = 0, next = LOW_STAGES - 1;
+#pragma unroll 1
+  for (uint32_t n = 0; n < f.depth; n += TURN) {
+    cp_async_wait<LOW_STAGES - 2>();
+    __syncthreads();
+    bring(next);
+    const unsigned char *const a = shared + stage * STAGE_BYTES;
+    if (some_rows > 0)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        multiply<T, TRANSPOSED, OF_WARP, LOW, TURN, 2>(acc, a, i * DEPTH, a + 2 * STAGE_LEFT + i * LOW_RIGHT, of_left, of_right,
+                                                       [](int) {});
+    stage = stage == LOW_STAGES - 1 ? 0 : stage + 1, next = next == LOW_STAGES - 1 ? 0 : next + 1;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  T *const own = out + static_cast<uint64_t>(rows.first + row) * p.ranks + first;
+  store_tile<T, OF_WARP, LOW>(acc, e.scale, shared + threadIdx.x / WARP * OF_WARP * LOW * 2, own, p.ranks, some_rows, static_cast<int>(rank - first));
+}
+
 #define MANY_OF(NAME, T, TRANSPOSED, CODES)                                                                            \
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, OF_MANY), PRODUCTS(T)) {                                                \
     products<T, TRANSPOSED, CODES>(PRODUCTS_OF, starts, tiles, out);                                                   \
+  }
+#define LOW_OF(NAME, T, TRANSPOSED)                                                                                    \
+  KERNEL(grouped_low_##NAME##_##T, SIDE_BY_SIDE(3, OF_MANY), PRODUCTS(T)) {                                            \
+    narrow<T, TRANSPOSED>(PRODUCTS_OF, starts, tiles, out);                                                            \
   }
 #define MANY(T)                                                                                                        \
   MANY_OF(forward, T, true, false)                                                                                     \
   MANY_OF(backward, T, false, false)                                                                                   \
   MANY_OF(coded_forward, T, true, true)                                                                                \
-  MANY_OF(coded_backward, T, false, true)
+  MANY_OF(coded_backward, T, false, true)                                                                              \
+  LOW_OF(forward, T, true)                                                                                             \
+  LOW_OF(backward, T, false)
 
 MANY(bf16)
 MANY(f16)

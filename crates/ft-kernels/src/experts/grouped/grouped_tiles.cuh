@@ -27,12 +27,12 @@ template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
   else return place<COLS>(row, piece);
 }
 
-// acc += left right for an inner step: columns from `col` on of left [.., D], and right, in shared memory, from the warp's
-// first row and column on. TOGETHER of its two halves are in a turn of a loop. `between` is called with its number after
+// acc += left right for an inner step: columns from `col` on of left [.., D], and right [.., R], in shared memory, from the
+// warp's first row and column on. TOGETHER of its two halves are in a turn of a loop. `between` is called with its number after
 // the products of 16 inner values and 16 columns. Operands past the edges are zeros.
-template <typename T, bool TRANSPOSED, int H, int W, int D, int TOGETHER, typename F>
-DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, int col, const unsigned char *b, Corner<D> of_a,
-                     Corner<TRANSPOSED ? DEPTH : COLS> of_b, const F &between) {
+template <typename T, bool TRANSPOSED, int H, int W, int D, int TOGETHER, int R, typename F>
+DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, int col, const unsigned char *b, Corner<D> of_a, Corner<R> of_b,
+                     const F &between) {
 #pragma unroll(TOGETHER)
   for (int k = 0; k < DEPTH; k += 16) {
     uint32_t fa[H / 16][4];

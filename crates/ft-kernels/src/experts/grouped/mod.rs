@@ -49,12 +49,13 @@ const CONSTANTS: usize = CODED + 2 * 256 * 4;
 /// Shared memory of a gradient block: four stages.
 const OF_GRADIENT: usize = 4 * STAGE * 2 * COLUMNS;
 
-/// LoRA rank that a block of an adapter's gradient covers, and its shared memory: four stages.
+/// LoRA rank that a block of an adapter's gradient, or of u and du, covers, and its shared memory: four stages, and
+/// three of 64 values.
 const LOW: usize = 32;
 const OF_LOW_GRADIENT: usize = 4 * STAGE * (COLUMNS + LOW);
+const OF_LOW: usize = 3 * 2 * STAGE * (COLUMNS + LOW);
 
-/// Whether the kernel for gradients of adapters takes the rows on the side of the layer's width: whole vectors, which
-/// begin on one.
+/// Whether the kernels for adapters take the rows on the side of the layer's width: whole vectors, which begin on one.
 fn takes_low(wide: &Tensor) -> bool {
     let whole = wide.dtype() != DType::F32 && wide.dim(1).is_ok_and(|width| width % 8 == 0);
     whole && address_of(wide).is_ok_and(|at| at % 16 == 0)
@@ -86,6 +87,7 @@ pub fn shared_memory(kernel: &str) -> usize {
         Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") || rest.starts_with("bias") => 0,
         Some(rest) if rest.starts_with("gradient") => OF_GRADIENT,
         Some(rest) if rest.starts_with("low_gradient") => OF_LOW_GRADIENT,
+        Some(rest) if rest.starts_with("low_") => OF_LOW,
         Some(rest) => {
             let kind = ["few_", "coded_"].into_iter().find(|kind| rest.starts_with(kind));
             of_products(kind.unwrap_or(""), if kind == Some("few_") { 32 } else { COLUMNS })
@@ -194,6 +196,8 @@ fn products(
     let one = one && tiles * width.div_ceil(source(x.dtype()).1) < TOO_FEW;
     let (source, name, columns, threads, bytes) = if one {
         (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, THREADS, staged)
+    } else if low && !s.few() && takes_low(&x) {
+        (compiled!(GROUPED_MANY), format!("grouped_low_{name}"), LOW, OF_MANY, OF_LOW)
     } else {
         tiled(name, x.dtype(), coded, s)
     };
