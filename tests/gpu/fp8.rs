@@ -1,7 +1,7 @@
 //! Products in 8-bit floats: against their rounded operands, runs beside bf16, and refusals.
 
-use super::device;
 use super::world::{LORA, Ran, World, few, ran, recipe};
+use super::{device, emulated};
 use serde_json::{Value, json};
 
 const FP8: &str = "memory.products=fp8";
@@ -78,7 +78,7 @@ fn rows_do_not_depend_on_their_micro_batch() {
 
 #[test]
 fn older_cards_and_the_cpu_are_refused() {
-    if !device() {
+    if !device() || !emulated() {
         return;
     }
     let w = world();
@@ -97,7 +97,7 @@ fn older_cards_and_the_cpu_are_refused() {
 /// The bench says how far products are from bf16.
 #[test]
 fn the_bench_says_the_error() {
-    if !device() {
+    if !device() || !emulated() {
         return;
     }
     let w = world();

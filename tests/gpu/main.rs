@@ -55,6 +55,16 @@ pub fn device() -> bool {
     }
 }
 
+/// Returns true if the device is an emulated one, of any card; otherwise prints a note.
+pub fn emulated() -> bool {
+    let name = ft::kernel::cuda::open(0).ok().and_then(|device| ft::kernel::cuda::name(&device));
+    let emulated = name.as_ref().is_some_and(|name| name.ends_with("(emulated)"));
+    if !emulated {
+        eprintln!("not run: {name:?} is one card");
+    }
+    emulated
+}
+
 /// Relative distance.
 pub fn apart(a: f64, b: f64) -> f64 {
     (a - b).abs() / b.abs().max(f64::MIN_POSITIVE)
