@@ -82,7 +82,12 @@ fn train(w: &World, what: &str, file: &str, expected: &Value) {
     assert!(loss <= 1e-5 && norm <= 1e-4 && end <= 1e-4, "{what}: {loss:.1e} {norm:.1e} {end:.1e}");
 }
 
-fn cases(names: &[&str]) {
+fn reference(case: &str) -> String {
+    format!("reference/{case}")
+}
+
+/// The first of these cases; all of them each night.
+fn cases(names: &[String]) {
     if !device() {
         return;
     }
@@ -103,21 +108,26 @@ fn cases(names: &[&str]) {
 
 #[test]
 fn dense_models_train_as_in_pytorch() {
-    cases(&["reference/qwen3-dense", "reference/qwen2-bias", "reference/llama3-rope"]);
+    cases(&["qwen3-dense", "qwen2-bias", "llama3-rope", "llama-yarn", "mistral"].map(reference));
 }
 
 #[test]
 fn windows_and_other_heads_train_as_in_pytorch() {
-    cases(&["reference/qwen2-sliding", "reference/qwen3-one-kv", "reference/llama-embed-head"]);
+    cases(&["qwen2-sliding", "qwen3-one-kv", "llama-embed-head", "qwen3-moe-sliding"].map(reference));
 }
 
 #[test]
 fn mixtures_train_as_in_pytorch() {
-    cases(&["reference/mixtral", "reference/qwen3-moe"]);
+    cases(&["mixtral", "qwen3-moe", "mixtral-fused", "qwen2-moe", "qwen3-moe-top1"].map(reference));
 }
 
-/// Norms behind the blocks, neighboring channels that rotate, joint matrices, factors by length; experts beside a dense part.
+/// Norms behind the blocks, neighboring channels that rotate, joint matrices, factors by length; experts beside a dense
+/// part; the delta rule, sinks.
 #[test]
 fn newer_families_train_as_in_pytorch() {
-    cases(&["families/gemma4-moe", "families/phi3-long", "families/glm4", "families/phi3", "families/olmo3"]);
+    let attention = ["gemma4-moe", "phi3-long", "glm4", "phi3", "olmo2", "olmo3", "smollm3", "ministral"];
+    let others = ["gemma3", "gemma4", "gemma4-joint", "gpt-oss", "qwen35-dense", "qwen35-moe", "qwen3-next"];
+    cases(
+        &[&attention[..], &others].concat().into_iter().map(|c| format!("families/{c}")).collect::<Vec<_>>(),
+    );
 }
