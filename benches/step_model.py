@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Tokens a second on paper: the time of a training step from machine code, data sheets and arithmetic, with the shares of
-their bounds that kernels reached on an H200 (2026-11-26, benches/RESULTS.md). Other cards are estimates.
+their bounds that kernels reached on an H200 (2026-11-27, docs/lab/gpu.md). Other cards are estimates.
 
     python3 benches/step_model.py             a table for the cards and workloads below
     python3 benches/step_model.py --parts     the milliseconds of each part, on H100
     python3 benches/step_model.py --check     exit code 1 if a figure is below FLOORS (.ci/run)
 
 Loops of attention and of grouped products come from tests/cuda/loops.txt: the most of cycles for tensor cores, issue
-slots and shared memory, over the share that kernels reach of such a bound; those of grouped 4-bit products from counts
-of their accesses (WAVES). All other parts are bytes over the rate of a large copy, or products over the rate of cuBLAS.
+slots and shared memory, over the share that kernels reach of such a bound. All other parts are bytes over the rate of a
+large copy, or products over the rate of cuBLAS.
 """
 import os
 import sys
@@ -25,35 +25,20 @@ CARDS = {
     "A6000": (1, 84, 1.6, 115, 0.64),
     "L40S": (2, 142, 2.2, 195, 0.72),
 }
-# Shares that kernels reach of the bound of their loop, on H200 at 4,096 tokens, 32 heads of 128, 128 experts.
-SHARES = {"attention_forward": 0.51, "attention_backward_q": 0.60, "attention_backward_kv": 0.66, "grouped": 0.31}
-# Skinny products (LoRA factors) reach this share of the memory rate (0.78 measured alone; factors.cu is not measured);
-# those of experts the second, gradients of experts' factors GRADIENTS of it. A decoded value costs the time of so many
-# bytes (2.4 measured; OLD_DECODED on average when an adapter's factor was copied beside it value by value, in 15
-# microseconds). A launch costs this many seconds of gaps.
-SKINNY, SKINNY_GROUPED, DECODED, OLD_DECODED, GAP = 0.70, 0.50, 2.6, 3.8, 2e-6
-# Grouped products of 4-bit codes, by counts: cycles of a multiprocessor's L1 for one HMMA of a full tile (a wavefront of
-# 128 bytes of shared memory or of loads, or a shuffle, takes one), and the share of all cycles that L1 is busy.
-#
-# Measured by ncu on an H200 (32,768 rows, 128 experts, 2,048 x 768, a warp with 32 x 64 values; 0.552 and 0.593 ms at
-# 1.78 GHz): 98.9 M and 86.5 M wavefronts for 31.95 M HMMA, so 3.10 and 2.71 of each, at 0.76 and 0.62 of the cycles. Of
-# the 3.10, fragments (LDSM) were 1.50, left tiles 0.46 (lines of 64 bytes take two), decoded values 0.32, shuffles 0.55,
-# constants and codes 0.27.
-#
-# Not run on a card: a warp with 64 x 64 values reads fragments for 1.00, left tiles by whole lines take 0.25, decoded
-# values 0.30, shuffles 0.03, constants, codes and the stores of results 0.29; warps beyond a tile's last row read none.
-# The same shares of L1, with the rate of L2 (40 bytes an HMMA) and of tensor cores (the highest share of attention) as
-# other bounds, are a prediction. Until one has run, so is the share of GRADIENTS: measured were 0.24 with an older kernel.
-FILLED, HALVES = 1.27, 0.90  # tiles of 128 rows for the rows there are; of their halves, those with rows
-WAVES = {"forward": (1.00, 0.87, 0.76), "backward": (1.00, 0.84, 0.62)}  # fragments, the rest, share
-OLD_WAVES = {"forward": (1.50, 1.60, 0.76), "backward": (1.50, 1.21, 0.62)}
-L2_BYTES, L2_RATE, OF_TENSOR = 40, 0.85 * 4.6e12, 0.66  # 2.53 TB/s were 55% of L2's
-GRADIENTS, OLD_GRADIENTS = 0.50, 0.24
+# Shares that kernels reach of the bound of their loop, on H200 at 4,096 tokens, 32 heads of 128; grouped products of 128
+# experts with tiles of 128 rows that are not full. Those of values have an older share: they have run in no bench since.
+SHARES = {"attention_forward": 0.50, "attention_backward_q": 0.59, "attention_backward_kv": 0.59, "grouped_coded_forward": 0.37,
+          "grouped_coded_backward": 0.35, "grouped": 0.31}
+# Skinny products (LoRA factors) reach this share of the memory rate, those of experts the second, gradients of experts'
+# factors the third. A decoded value costs the time of so many bytes. A launch costs this many seconds of gaps. A router's
+# products, in f32 and with their casts, reach the last share of what multiprocessors can.
+SKINNY, SKINNY_GROUPED, GRADIENTS, DECODED, GAP, ROUTER = 0.70, 1.05, 0.75, 2.6, 2e-6, 0.37
 TOKENS, RANK = 4096, 16
-# Instructions of a thread for each value of adamw8bit (machine code for 9.0, the path of whole blocks).
-ADAM = 250
+# Issue slots of a thread for each value of adamw8bit, by its time on an H200 (7.2 ps).
+ADAM = 213
 
-# Layers, width, queries, keys, feed-forward, vocabulary, experts of a token (0: dense).
+# Layers, width, queries, keys, feed-forward, vocabulary, experts of a token (0: dense) of EXPERTS.
+EXPERTS = 128
 MODELS = {
     "Qwen3-8B": (36, 4096, 4096, 1024, 12288, 151936, 0),
     "Llama-3-8B": (32, 4096, 4096, 1024, 14336, 128256, 0),
@@ -69,9 +54,9 @@ WORKLOADS = [
 ]
 # Tokens a second on H100: aims, and figures that no change may lower.
 BARS = {0: 9500, 1: 12000, 3: 9000, 4: 7000}
-# Workload, layers, and tokens a second that an H200 reached on 2026-11-26, with the kernels of then.
-MEASURED = [(0, 36, 9938), (0, 12, 27361), (3, 6, 53320), (4, 6, 33290)]
-FLOORS = {0: 9700, 1: 12600, 2: 13800, 3: 9100, 4: 7100}
+# Workload, layers, and tokens a second that an H200 reached on 2026-11-27.
+MEASURED = [(0, 36, 10427), (0, 12, 28642), (1, 12, 37102), (3, 6, 62832), (4, 6, 35612)]
+FLOORS = {0: 9900, 1: 12900, 2: 14000, 3: 8400, 4: 7400}
 
 
 def loops():
@@ -97,16 +82,6 @@ class Card:
         share = next(share for name, share in SHARES.items() if kernel.startswith(name))
         return flops / (self.sms * 4 * self.clock * 4096 / each * share)
 
-    def grouped(self, kind, flops, old=False):
-        """Seconds of grouped products of codes."""
-        fragments, rest, share = (OLD_WAVES if old else WAVES)[kind]
-        halves = 1 if old else HALVES
-        tensor = self.cycles[f"grouped_coded_{kind}_bf16"][self.column] / 4 * halves / OF_TENSOR
-        cycles = max(tensor, (fragments * halves + rest) / share)
-        hmma = flops / 4096 * FILLED
-        seconds = hmma * cycles / (self.sms * self.clock)
-        return seconds if old or self.column != 3 else max(seconds, hmma * L2_BYTES / L2_RATE)
-
     def pair(self, kernel):
         """The variant for much shared memory, where the card runs it."""
         wide = kernel.replace("_bf16", "_pair_bf16")
@@ -120,8 +95,8 @@ def partial_sums(o):
     return 4 * RANK * (slabs * TOKENS + blocks * o)
 
 
-def step(card, model, trains, coded, recomputed, some=None, old=False):
-    """Seconds of each part of a step of all layers or some; `old`: with the kernels of MEASURED."""
+def step(card, model, trains, coded, recomputed, some=None):
+    """Seconds of each part of a step of all layers or some."""
     layers, d, q, kv, f, vocab, top = MODELS[model]
     layers = some or layers
     dense_f = 0 if top else f
@@ -137,8 +112,7 @@ def step(card, model, trains, coded, recomputed, some=None, old=False):
     scores = 2 * TOKENS * TOKENS * q * layers  # of a forward pass: two products of half a square
     forward = card.tensor(card.pair("attention_forward_bf16_128"), scores * (1 + again))
     dq = card.tensor(card.pair("attention_backward_q_bf16_128"), scores * 1.5)
-    # measured with 16 keys a warp; pairs, and steps copied ahead, have not run on a card
-    dkv = card.tensor("attention_backward_kv_bf16_128", scores * 2)
+    dkv = card.tensor(card.pair("attention_backward_kv_bf16_128"), scores * 2)
     out["attention"] = forward + dq + dkv
     qk = q + kv
     values = (8 + 6 * again + 8) * d + (2 + 2 * again + 3) * qk + (3 + 3 * again + 6) * dense_f
@@ -149,28 +123,26 @@ def step(card, model, trains, coded, recomputed, some=None, old=False):
     head = 3 if trains == "full" else 2
     out["head"] = head * 2 * d * vocab * TOKENS / card.products + 12 * vocab * TOKENS / card.stream
     if coded:
-        out["decoding"] = passes * weights * layers * (OLD_DECODED if old else DECODED) / card.stream
+        out["decoding"] = passes * weights * layers * DECODED / card.stream
     if trains == "lora":
         # dy is read once for du and dB
-        dy = 2 if old else 1
-        values = sum((1 + again) * i for i, _ in linears) + sum(i + dy * o for i, o in linears) - again * (last and f)
+        values = sum((1 + again) * i for i, _ in linears) + sum(i + o for i, o in linears) - again * (last and f)
         # q, k, v and gate, up read their input once: in each forward pass, and of a 4-bit base for the gradients of A
         values -= (2 + (0 if top else 1)) * d * (1 + again + (1 if coded else 0))
-        parts = 0 if old else sum(partial_sums(o) for _, o in linears) * layers
+        parts = sum(partial_sums(o) for _, o in linears) * layers
         out["adapters"] = 2 * values * tokens / (card.stream * SKINNY) + parts / card.stream
         if top:
             inputs, outputs = 2 * d + f, 2 * f + d
             low, gradients = (1 + again) * inputs + outputs, inputs + outputs
-            each = low / SKINNY_GROUPED + gradients / (OLD_GRADIENTS if old else GRADIENTS)
+            each = low / SKINNY_GROUPED + gradients / GRADIENTS
             out["adapters"] += 2 * top * each * tokens / card.stream
     if top:
         flops = 2 * d * f * top * tokens
         # the recomputed forward pass ends before the last product
-        across, back = flops * (3 + again * (3 if old else 2)), flops * 3
-        if coded:
-            out["experts"] = card.grouped("forward", across, old) + card.grouped("backward", back, old)
-        else:
-            out["experts"] = card.tensor("grouped_forward_bf16", across) + card.tensor("grouped_backward_bf16", back)
+        kind = "grouped_coded" if coded else "grouped"
+        across, back = flops * (3 + again * 2), flops * 3
+        out["router"] = (3 + again) * 2 * d * EXPERTS * tokens / (card.sms * 256 * card.clock * ROUTER)
+        out["experts"] = card.tensor(f"{kind}_forward_bf16", across) + card.tensor(f"{kind}_backward_bf16", back)
     if trains == "full":
         count = weights * layers + 2 * vocab * d
         # gradients: written, squared, read; 8-bit moments and 16-bit weights: read and written
@@ -193,7 +165,7 @@ def main():
         if rates[0] < FLOORS[n]:
             bad.append(f"{WORKLOADS[n][0]}: {rates[0]:.0f} tokens/s on H100 on paper, at least {FLOORS[n]} wanted")
     for n, layers, rate in MEASURED:
-        model = TOKENS / sum(step(Card("H200"), *WORKLOADS[n][1:], layers, old=True).values())
+        model = TOKENS / sum(step(Card("H200"), *WORKLOADS[n][1:], layers).values())
         print(f"measured on H200, {layers} layers: {WORKLOADS[n][0]}: {rate}, by this model {model:.0f}")
         if abs(model / rate - 1) > 0.05:
             bad.append("the model is more than 5% from a measured figure")
