@@ -1,7 +1,7 @@
 //! Ranks as threads of one process; tensors are shared, not copied.
 //!
 //! Each rank runs on a dedicated thread, never on the compute pool, so a rank blocked in a collective does
-//! not stall computation. There is a mailbox for each ordered pair of ranks; a collective waits for its members alone.
+//! not stall computation. Each ordered pair of ranks has a mailbox; a collective waits for its members only.
 
 use super::callbacks::{Callback, call_all};
 use super::comm::{At, Comm, Error, Piece, Received};

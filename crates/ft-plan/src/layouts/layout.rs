@@ -21,7 +21,7 @@ pub struct Layout {
 
 impl Layout {
     /// Layouts of `devices` ranks in a search, for a model of so many `layers` with so many `experts` each (0 for
-    /// none); `cuts` tells numbers of ranks that can cut its matrices. A stage of one rank has nothing to split by
+    /// none); `cuts` is true for a number of ranks that divides its matrices. A stage of one rank has nothing to split by
     /// ZeRO.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
         let mut all = Vec::new();

@@ -54,8 +54,9 @@ pub struct Candidate {
     pub beside: Vec<String>,
     /// Device peak of the rank with the most.
     pub memory: u64,
-    /// Bytes that a rank receives in a step, and those of them from other machines.
+    /// Bytes that a rank receives in a step.
     pub wire_bytes_a_step: u64,
+    /// The part of `wire_bytes_a_step` from other machines.
     pub wire_bytes_between: u64,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
