@@ -21,8 +21,8 @@ pub struct Layout {
 
 impl Layout {
     /// Layouts of `devices` ranks in a search, for a model of so many `layers` with so many `experts` each (0 for
-    /// none); `cuts` is true for a number of ranks that divides its matrices. A stage of one rank has nothing to split by
-    /// ZeRO.
+    /// none); `cuts` is true for a number of ranks that divides its matrices. A stage of one rank has nothing to split
+    /// by ZeRO.
     pub fn all(devices: usize, layers: usize, experts: usize, cuts: impl Fn(usize) -> bool) -> Vec<Self> {
         let mut all = Vec::new();
         for pipeline in divisors(devices).filter(|n| *n == 1 || *n <= layers) {
