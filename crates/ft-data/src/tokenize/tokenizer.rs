@@ -451,7 +451,8 @@ impl Decoder<'_> {
 /// Loads the library's tokenizer, with truncation and padding disabled.
 fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     let load = || {
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+        // parsed by compiled code of the library; `from_bytes` is generic, and would be compiled here
+        let mut inner: tokenizers::Tokenizer = std::str::from_utf8(bytes)?.parse()?;
         inner.with_truncation(None)?;
         inner.with_padding(None);
         Ok::<_, tokenizers::Error>(inner)
