@@ -4,8 +4,8 @@
 //! rounds to nearest, ties to even, like `Tensor::to_dtype`.
 
 use candle_core::{DType, Device, Tensor, WithDType};
+use ft_kernels::cpu;
 use half::{bf16, f16};
-use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::Error;
@@ -241,24 +241,25 @@ impl Load<'_> {
         // The header check bounds the count by the file size.
         let (first, count) = (self.elements.start, self.elements.len());
         let mut out = vec![D::default(); count];
-        out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
-            Vec::new,
-            |bytes: &mut Vec<u8>, (piece, out)| {
-                bytes.resize(out.len() * S::BYTES, 0);
-                (self.fetch)(((first + piece * PIECE) * S::BYTES) as u64, bytes)?;
-                let begin = first + piece * PIECE;
-                for (i, (to, from)) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)).enumerate() {
-                    *to = convert(S::from_le(from), begin + i);
-                }
-                // A separate loop: both loops are vectorized, a fused one would not be.
-                let over = out.iter().fold(D::Over::default(), |over, x| over | x.over());
-                if !D::is_over(over) {
-                    return Ok(());
-                }
-                let bad = out.iter().position(|x| D::is_over(x.over()));
-                Err(self.not_finite(first + piece * PIECE + bad.unwrap_or(0), D::DTYPE))
-            },
-        )?;
+        let of_piece = |bytes: &mut Vec<u8>, piece: usize, out: &mut [D]| {
+            let begin = first + piece * PIECE;
+            bytes.resize(out.len() * S::BYTES, 0);
+            (self.fetch)((begin * S::BYTES) as u64, bytes)?;
+            for (i, (to, from)) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)).enumerate() {
+                *to = convert(S::from_le(from), begin + i);
+            }
+            // A separate loop: both loops are vectorized, a fused one would not be.
+            let over = out.iter().fold(D::Over::default(), |over, x| over | x.over());
+            if !D::is_over(over) {
+                return Ok(());
+            }
+            let bad = out.iter().position(|x| D::is_over(x.over()));
+            Err(self.not_finite(begin + bad.unwrap_or(0), D::DTYPE))
+        };
+        let pieces = out.chunks_mut(PIECE).enumerate();
+        let read: Vec<Result<(), Error>> =
+            cpu::map_with(pieces, Vec::new, |bytes, (piece, out)| of_piece(bytes, piece, out));
+        read.into_iter().collect::<Result<(), Error>>()?;
         Tensor::from_vec(out, count, self.device)
             .map_err(|e| Error::Tensor { name: self.name.to_string(), source: e.into() })
     }

@@ -14,9 +14,9 @@ use crate::quant::{self, CodeTables, LazyMatrix};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store;
-use ft_kernels::gemm;
 use ft_kernels::quantized::QuantizedMatrix;
 use ft_kernels::tensor::Real;
+use ft_kernels::{cpu, gemm};
 use ft_recipe::Decomposition;
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -393,7 +393,7 @@ fn random(
                 return Err(Error::Tensors { dir: "config.json".into(), why }.into());
             }
             let mut values = vec![0.0; n];
-            values.par_chunks_mut(DRAWN).enumerate().for_each(|(k, part)| {
+            cpu::each(values.chunks_mut(DRAWN).enumerate(), |(k, part)| {
                 let start = (elements.start + k * DRAWN) as u64;
                 s.normals(start, part.len(), |i, x| part[i] = x * std);
             });

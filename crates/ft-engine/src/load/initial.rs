@@ -14,11 +14,11 @@
 use super::error::Error;
 use candle_core::Device;
 use ft_base::rng::{Purpose, Stream};
+use ft_kernels::cpu;
 use ft_kernels::decompose::{LowRank, Matrix};
 use ft_kernels::tensor::Real;
 use ft_recipe::Decomposition;
 use nalgebra::DMatrix;
-use rayon::prelude::*;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -158,7 +158,7 @@ impl Factors {
             pieces.push((at, piece));
             (at, rest) = (at + n, after);
         }
-        pieces.into_par_iter().for_each(|(at, piece)| {
+        cpu::each(pieces.into_iter(), |(at, piece)| {
             let (row, first) = (at / cols, at % cols);
             let mut sums = vec![0f32; piece.len()];
             for k in 0..rank {

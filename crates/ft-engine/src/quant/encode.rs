@@ -4,9 +4,9 @@ use super::codebook::{CodeTables, Type, dynamic_map};
 use super::error::Error;
 use super::lazy::{LazyMatrix, LazyScales, LazyVector, ReadRange};
 use candle_core::{DType, Device, Result};
+use ft_kernels::cpu;
 use ft_kernels::quantized::{QuantizedMatrix, Scales};
 use ft_kernels::{Real, Tensor};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Values per quantization block.
@@ -72,14 +72,13 @@ impl Encoded {
     ) -> std::result::Result<Self, Error> {
         let mut e = Self::empty(dims, source);
         let piece = 256 * BLOCK;
-        let finite = e
-            .packed
-            .par_chunks_mut(piece / 2)
-            .zip(e.scales.par_chunks_mut(piece / BLOCK))
-            .zip(values.par_chunks(piece))
-            .map(|((p, s), v)| encode(v, p, s, true))
-            .reduce(|| true, |a, b| a && b);
-        if finite { Ok(e) } else { Err(Error::NotFinite { name: name.into() }) }
+        let blocks = e.packed.chunks_mut(piece / 2).zip(e.scales.chunks_mut(piece / BLOCK));
+        let finite = cpu::map(blocks.zip(values.chunks(piece)), |((p, s), v)| encode(v, p, s, true));
+        if finite.into_iter().all(|finite| finite) {
+            Ok(e)
+        } else {
+            Err(Error::NotFinite { name: name.into() })
+        }
     }
 
     pub(super) fn empty(dims: (usize, usize), source: DType) -> Self {

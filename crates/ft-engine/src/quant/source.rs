@@ -5,7 +5,7 @@ use super::error::Error;
 use crate::files::TensorFiles;
 use crate::model::modules::{Group, Kind, Module};
 use candle_core::{DType, Device};
-use rayon::prelude::*;
+use ft_kernels::cpu;
 use safetensors::Dtype;
 
 /// Values read and quantized per task.
@@ -57,23 +57,18 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
     let unit = BLOCK / gcd(BLOCK, cols);
     let rows_a_piece = unit * (PIECE / (unit * cols)).max(1);
     let values = rows_a_piece * cols;
-    let finite = e
-        .packed
-        .par_chunks_mut(values / 2)
-        .zip(e.scales.par_chunks_mut(values / BLOCK))
-        .enumerate()
-        .map(|(i, (packed, scales))| {
-            let first = i * rows_a_piece;
-            let own = first..(first + rows_a_piece).min(rows);
-            let values = if files.is_scaled(name) {
-                files.part(name, own.start * cols..own.end * cols, DType::F32, &Device::Cpu)?.to_vec1()?
-            } else {
-                widen(&files.read_rows(name, own)?, source)
-            };
-            Ok(encode::encode(&values, packed, scales, codes))
-        })
-        .collect::<ft_base::Result<Vec<bool>>>()?;
-    if finite.into_iter().all(|f| f) {
+    let pieces = e.packed.chunks_mut(values / 2).zip(e.scales.chunks_mut(values / BLOCK));
+    let finite = cpu::map(pieces.enumerate(), |(i, (packed, scales))| {
+        let first = i * rows_a_piece;
+        let own = first..(first + rows_a_piece).min(rows);
+        let values = if files.is_scaled(name) {
+            files.part(name, own.start * cols..own.end * cols, DType::F32, &Device::Cpu)?.to_vec1()?
+        } else {
+            widen(&files.read_rows(name, own)?, source)
+        };
+        Ok(encode::encode(&values, packed, scales, codes))
+    });
+    if finite.into_iter().collect::<ft_base::Result<Vec<bool>>>()?.into_iter().all(|f| f) {
         return Ok(e);
     }
     let path = files.path_of(name).map_or(String::new(), |p| format!("{}: ", p.display()));

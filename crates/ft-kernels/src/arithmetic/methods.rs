@@ -1,11 +1,10 @@
 //! Operations on tensors with values and on ghosts.
 
 use super::cast;
-use crate::cpu::{in_place, pairwise};
+use crate::cpu::{each, in_place, pairwise};
 use crate::tensor::{Ghost, Real, Tensor};
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D, DType, Layout, Result, Shape, WithDType, bail};
-use rayon::prelude::*;
 use std::borrow::Borrow;
 
 fn mixed<T>() -> Result<T> {
@@ -312,7 +311,7 @@ impl Tensor {
         match self {
             Tensor::Real(t) if t.dtype() == DType::F32 && t.device().is_cpu() && t.is_contiguous() => {
                 in_place::<f32>("zeros", self, |v| {
-                    v.par_chunks_mut(1 << 18).for_each(|v| v.fill(0.0));
+                    each(v.chunks_mut(1 << 18), |v| v.fill(0.0));
                     Ok(())
                 })
             }

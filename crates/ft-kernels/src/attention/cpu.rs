@@ -11,7 +11,6 @@ use crate::gemm::{Mat, gemm};
 use crate::ledger::Ledger;
 use crate::padded::Padded;
 use candle_core::{DType, Result};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Forward pass. Each task handles [`BLOCK`] queries, one head after another.
@@ -30,28 +29,26 @@ pub fn forward<T: Float>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (qv, kv, vv) = (&*qv, &*kv, &*vv);
     let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
-    o.par_chunks_mut(BLOCK * h * c).zip(lse.par_chunks_mut(BLOCK * h)).enumerate().for_each(
-        |(b, (o, lse))| {
-            let i0 = b * BLOCK;
-            let rows = lse.len() / h;
-            let block = Block::of(how, i0, rows);
-            let Block { k0, n } = block;
-            let mut p = vec![T::zero(); rows * n];
-            for head in 0..h {
-                let at = (k0 * g + head / (h / g)) * c;
-                let qm = Mat::new(&qv[(i0 * h + head) * c..], rows, c, h * c);
-                let [km, vm] = [kv, vv].map(|x| Mat::new(&x[at..], n, c, g * c));
-                gemm(&mut p, n, false, qm, km.t(), T::of(how.scale), false);
-                for (r, row) in p.chunks_mut(n).enumerate() {
-                    let (a, z) = block.seen(how, i0, r);
-                    row[..a].fill(T::zero());
-                    row[z..].fill(T::zero());
-                    lse[r * h + head] = vectorised(|| softmax(&mut row[a..z]));
-                }
-                gemm(&mut o[head * c..], h * c, false, Mat::new(&p, rows, n, n), vm, T::one(), false);
+    cpu::each(o.chunks_mut(BLOCK * h * c).zip(lse.chunks_mut(BLOCK * h)).enumerate(), |(b, (o, lse))| {
+        let i0 = b * BLOCK;
+        let rows = lse.len() / h;
+        let block = Block::of(how, i0, rows);
+        let Block { k0, n } = block;
+        let mut p = vec![T::zero(); rows * n];
+        for head in 0..h {
+            let at = (k0 * g + head / (h / g)) * c;
+            let qm = Mat::new(&qv[(i0 * h + head) * c..], rows, c, h * c);
+            let [km, vm] = [kv, vv].map(|x| Mat::new(&x[at..], n, c, g * c));
+            gemm(&mut p, n, false, qm, km.t(), T::of(how.scale), false);
+            for (r, row) in p.chunks_mut(n).enumerate() {
+                let (a, z) = block.seen(how, i0, r);
+                row[..a].fill(T::zero());
+                row[z..].fill(T::zero());
+                lse[r * h + head] = vectorised(|| softmax(&mut row[a..z]));
             }
-        },
-    );
+            gemm(&mut o[head * c..], h * c, false, Mat::new(&p, rows, n, n), vm, T::one(), false);
+        }
+    });
     let o = tensor(o, (t, h * c), q.dtype())?;
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
@@ -145,7 +142,7 @@ pub fn forward_cached<T: Float>(q: &Tensor, cache: &Cache, shape: Shape, how: &C
         }
         (o, lse)
     };
-    let groups: Vec<(Vec<T>, Vec<T>)> = (0..t.div_ceil(rows) * g).into_par_iter().map(group).collect();
+    let groups: Vec<(Vec<T>, Vec<T>)> = cpu::map(0..t.div_ceil(rows) * g, group);
     let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
     for (i, (own, own_lse)) in groups.iter().enumerate() {
         let (i0, kvh) = (i / g * rows, i % g);

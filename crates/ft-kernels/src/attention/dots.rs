@@ -5,7 +5,7 @@ use super::gradients::{AT_ONCE, Block, Inputs, Item, KEYS, Products, Tile, gradi
 use super::sequences::{Causal, Saved, Shape};
 use super::tiles::BLOCK;
 use crate::Tensor;
-use crate::cpu::{Float, Halves, dot, ghost_products_in, max, sum, tensor, vectorised, view};
+use crate::cpu::{self, Float, Halves, dot, ghost_products_in, max, sum, tensor, vectorised, view};
 use crate::cpu::{narrow, wide};
 use crate::gemm::pairs::{Onto, Right, packing, product_onto};
 use crate::gemm::{Mat, serial};
@@ -13,7 +13,6 @@ use crate::ledger::Ledger;
 use crate::padded::Padded;
 use candle_core::{DType, Device, Result};
 use half::bf16;
-use rayon::prelude::*;
 
 /// Keys per step of the backward pass; bounds the f32 scores of a thread.
 const CHUNK: usize = 4 * BLOCK;
@@ -69,7 +68,7 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<S
             }
         }
     };
-    o.par_chunks_mut(BLOCK * h * c).zip(lse.par_chunks_mut(BLOCK * h)).enumerate().for_each(block);
+    cpu::each(o.chunks_mut(BLOCK * h * c).zip(lse.chunks_mut(BLOCK * h)).enumerate(), block);
     let o = Tensor::from_vec(o, (t, h * c), &Device::Cpu)?;
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), DType::F32)? })
 }

@@ -5,9 +5,9 @@
 
 use super::sequences::{Causal, Shape};
 use super::tiles::BLOCK;
+use crate::cpu;
 use crate::gemm::Mat;
 use candle_core::WithDType;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Keys per task when summing key and value gradients.
@@ -121,15 +121,14 @@ pub fn gradients<T: WithDType, S: WithDType, P: Products<T, S>>(
     let mut dq = zeros(t * h * c);
     let (mut dk, mut dv) = (vec![S::zero(); keys * g * c], vec![S::zero(); keys * g * c]);
     for now in items.chunks(at_once) {
-        let work = tiles.par_iter_mut().zip(now).with_max_len(1);
-        work.for_each(|(tile, of)| P::tile(inputs, shape, how, of, tile));
+        cpu::each(tiles.iter_mut().zip(now), |(tile, of)| P::tile(inputs, shape, how, of, tile));
         for (tile, of) in tiles.iter().zip(now) {
             for (r, row) in tile.dq.chunks(c).take(of.rows).enumerate() {
                 dq[of.at(h, c) + r * h * c..][..c].copy_from_slice(row);
             }
         }
-        let blocks = dk.par_chunks_mut(KEYS * g * c).zip(dv.par_chunks_mut(KEYS * g * c));
-        blocks.enumerate().for_each(|(b, (dk, dv))| {
+        let blocks = dk.chunks_mut(KEYS * g * c).zip(dv.chunks_mut(KEYS * g * c));
+        cpu::each(blocks.enumerate(), |(b, (dk, dv))| {
             let (first, end) = (b * KEYS, keys.min((b + 1) * KEYS));
             for (tile, of) in tiles.iter().zip(now) {
                 let Item { kvh, rows, block: Block { k0, n }, .. } = *of;

@@ -2,13 +2,12 @@
 //! f32 copy would pass through memory three times.
 
 use crate::Tensor;
-use crate::cpu::{Float, Halves, View, ghosts_in, tensor, vectorised, view};
+use crate::cpu::{Float, Halves, View, ghosts_in, map, tensor, vectorised, view};
 use crate::cpu::{narrow, wide};
 use crate::ledger::Ledger;
 use candle_core::{DType, Device, Result, Shape};
 use half::bf16;
 use half::vec::HalfBitsVecExt;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Values widened at a time in kernels without rows.
@@ -110,12 +109,12 @@ pub fn written<T: Float, R: Send, const N: usize>(
     if by_blocks::<T>(dtype) {
         let mut out: [Vec<bf16>; N] = std::array::from_fn(|_| vec![0u16; len].reinterpret_into());
         let work = |(i, own)| f(i * task, Out::Halves(own));
-        let done = tasks(&mut out, task).into_par_iter().enumerate().map(work).collect();
+        let done = map(tasks(&mut out, task).into_iter().enumerate(), work);
         return Ok((tensors(out.map(|v| Tensor::from_vec(v, shape, &Device::Cpu)))?, done));
     }
     let mut out: [Vec<T>; N] = std::array::from_fn(|_| vec![T::zero(); len]);
     let work = |(i, own)| f(i * task, Out::Whole(own));
-    let done = tasks(&mut out, task).into_par_iter().enumerate().map(work).collect();
+    let done = map(tasks(&mut out, task).into_iter().enumerate(), work);
     Ok((tensors(out.map(|v| tensor(v, shape, dtype)))?, done))
 }
 

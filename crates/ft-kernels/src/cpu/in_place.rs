@@ -5,12 +5,15 @@ use crate::Tensor;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result};
 use std::cell::RefCell;
 
-struct Closure<F> {
+type Change<'a> = dyn FnMut(&mut CpuStorage, &Layout) -> Result<()> + 'a;
+
+/// One type for all closures, so that candle's code is compiled for it once.
+struct Closure<'a> {
     name: &'static str,
-    f: RefCell<F>,
+    f: RefCell<&'a mut Change<'a>>,
 }
 
-impl<F: FnMut(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
+impl InplaceOp1 for Closure<'_> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -28,7 +31,7 @@ pub fn in_place<T: Value>(
     t: &Tensor,
     mut f: impl FnMut(&mut [T]) -> Result<()>,
 ) -> Result<()> {
-    let f = RefCell::new(|s: &mut CpuStorage, l: &Layout| {
+    let mut on_storage = |s: &mut CpuStorage, l: &Layout| {
         let Some((start, end)) = l.contiguous_offsets() else {
             candle_core::bail!("{name}: the destination is not contiguous");
         };
@@ -36,6 +39,6 @@ pub fn in_place<T: Value>(
             Some(v) => f(&mut v[start..end]),
             None => candle_core::bail!("{name}: the destination is not {:?}", T::DTYPE),
         }
-    });
-    t.real()?.inplace_op1(&Closure { name, f })
+    };
+    t.real()?.inplace_op1(&Closure { name, f: RefCell::new(&mut on_storage) })
 }

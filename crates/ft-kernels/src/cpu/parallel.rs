@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::Mutex;
 
 /// Rows per task of a row-wise kernel. Fixed, so that sums over rows have the same
 /// order for any number of threads.
@@ -28,6 +29,62 @@ pub fn vectorised<R>(f: impl FnOnce() -> R) -> R {
         }
     }
     f()
+}
+
+/// Calls `work` on up to `threads` threads at once.
+///
+/// A parallel iterator of rayon is compiled for each closure, to 2,000 lines of intermediate code; this one once.
+pub fn on_threads(threads: usize, work: &(dyn Fn() + Sync)) {
+    match threads {
+        0 => {}
+        1 => work(),
+        n => (0..n).into_par_iter().with_max_len(1).for_each(|_| work()),
+    }
+}
+
+/// Calls `f` with each item on all threads. A free thread takes the next item, under a lock: an item is at least some
+/// microseconds of work.
+pub fn each<T>(items: impl ExactSizeIterator<Item = T> + Send, f: impl Fn(T) + Sync) {
+    each_with(items, || (), |(), item| f(item));
+}
+
+/// As [`each`], with a value of `start` for each thread.
+pub fn each_with<T, S>(
+    items: impl ExactSizeIterator<Item = T> + Send,
+    start: impl Fn() -> S + Sync,
+    f: impl Fn(&mut S, T) + Sync,
+) {
+    let threads = rayon::current_num_threads().min(items.len());
+    let items = Mutex::new(items);
+    let next = || items.lock().ok().and_then(|mut items| items.next());
+    on_threads(threads, &|| {
+        let mut own = start();
+        while let Some(item) = next() {
+            f(&mut own, item);
+        }
+    });
+}
+
+/// Results of `f` for each item, in order, computed as by [`each`].
+///
+/// # Panics
+/// If `f` does.
+pub fn map<T, R: Send>(items: impl ExactSizeIterator<Item = T> + Send, f: impl Fn(T) -> R + Sync) -> Vec<R> {
+    map_with(items, || (), |(), item| f(item))
+}
+
+/// As [`map`], with a value of `start` for each thread.
+///
+/// # Panics
+/// If `f` does.
+pub fn map_with<T, S, R: Send>(
+    items: impl ExactSizeIterator<Item = T> + Send,
+    start: impl Fn() -> S + Sync,
+    f: impl Fn(&mut S, T) -> R + Sync,
+) -> Vec<R> {
+    let mut results: Vec<Option<R>> = (0..items.len()).map(|_| None).collect();
+    each_with(results.iter_mut().zip(items), start, |own, (result, item)| *result = Some(f(own, item)));
+    results.into_iter().map(|result| result.expect("each item has a result")).collect()
 }
 
 /// Values per task of an elementwise pass.
@@ -58,7 +115,7 @@ pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
     if len <= CHUNK {
         chunk((0, room))
     } else {
-        room.par_chunks_mut(CHUNK).enumerate().for_each(chunk)
+        each(room.chunks_mut(CHUNK).enumerate(), chunk)
     }
     // SAFETY: each chunk asserts that it initialized all of its values, and the chunks cover `len` values.
     unsafe { out.set_len(len) };

@@ -3,10 +3,10 @@
 //! Noise on a document of L tokens with width d is uniform in ±`alpha / sqrt(L d)`. L is the length of the
 //! document, not of the row or micro-batch.
 
+use crate::cpu::each;
 use crate::tensor::{Ghost, Tensor};
 use candle_core::{DType, Result};
 use ft_base::rng::Stream;
-use rayon::prelude::*;
 
 /// Adds noise to `x` `[t, d]`, rounded to the dtype of `x`. Element (r, c) depends only on the stream, on
 /// `n d + c` for the number n of row r, and on the length of the document of the row. `docs` are the lengths of all
@@ -37,7 +37,7 @@ pub fn add(
                 .collect();
             let token = |r: usize| tokens.map_or(r, |list| list[r] as usize);
             let mut noise = vec![0f32; rows * width];
-            noise.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
+            each(noise.chunks_mut(width.max(1)).enumerate(), |(r, row)| {
                 let (start, bound) = (((first + token(r)) * width) as u64, bounds[token(r)]);
                 stream.uniforms(start, row.len(), |i, x| row[i] = (2.0 * x - 1.0) * bound);
             });

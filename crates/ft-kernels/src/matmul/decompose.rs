@@ -2,9 +2,9 @@
 //!
 //! The bits do not depend on the number of threads, so ranks with the same matrix get the same factors.
 
+use crate::cpu::each;
 use ft_base::rng::Stream;
 use nalgebra::{DMatrix, SVD};
-use rayon::prelude::*;
 
 /// Length of the shorter side up to which the SVD is exact.
 pub const EXACT: usize = 256;
@@ -47,7 +47,7 @@ impl<'a> Matrix<'a> {
         let k = x.ncols();
         let x: Vec<f64> = x.transpose().as_slice().to_vec();
         let mut out = vec![0f64; self.rows * k];
-        out.par_chunks_mut(k).zip(self.values.par_chunks(self.cols)).for_each(|(out, row)| {
+        each(out.chunks_mut(k).zip(self.values.chunks(self.cols)), |(out, row)| {
             for (w, x) in row.iter().zip(x.chunks_exact(k)) {
                 add(out, f64::from(*w), x);
             }
@@ -60,7 +60,7 @@ impl<'a> Matrix<'a> {
         let k = y.ncols();
         let y: Vec<f64> = y.transpose().as_slice().to_vec();
         let mut out = vec![0f64; self.cols * k];
-        out.par_chunks_mut(PIECE * k).enumerate().for_each(|(piece, out)| {
+        each(out.chunks_mut(PIECE * k).enumerate(), |(piece, out)| {
             let (first, n) = (piece * PIECE, out.len() / k);
             for (row, y) in self.values.chunks_exact(self.cols).zip(y.chunks_exact(k)) {
                 for (w, out) in row[first..first + n].iter().zip(out.chunks_exact_mut(k)) {

@@ -4,10 +4,9 @@ use super::cuda;
 use super::draws::{Draws, Stored, on_stored};
 use super::settings::{AdamW, CHUNK, PIECE, by_pieces};
 use crate::Tensor;
-use crate::cpu::{in_place, is_cpu, narrow, vectorised, view};
+use crate::cpu::{each, in_place, is_cpu, narrow, vectorised, view};
 use candle_core::{DType, Result};
 use half::bf16;
-use rayon::prelude::*;
 
 /// Updates master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place. If
 /// given, `copy` `[n]` receives the new weights in its own dtype. On CUDA this is a single pass without
@@ -82,10 +81,10 @@ fn pass<T: Stored>(
     let decay = (1.0 - k.lr * k.weight_decay) as f32;
     let (step, root, eps) = (k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32);
     let mut copies = copy.chunks_mut(CHUNK);
-    let copies: Vec<&mut [bf16]> = g.chunks(CHUNK).map(|_| copies.next().unwrap_or_default()).collect();
-    let moments = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
-    let values = p.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).zip(copies);
-    values.zip(moments).enumerate().for_each(|(c, (((p, g), copy), (m, v)))| {
+    let copies = g.chunks(CHUNK).map(|_| copies.next().unwrap_or_default());
+    let moments = m.chunks_mut(CHUNK).zip(v.chunks_mut(CHUNK));
+    let values = p.chunks_mut(CHUNK).zip(g.chunks(CHUNK)).zip(copies);
+    each(values.zip(moments).enumerate(), |(c, (((p, g), copy), (m, v)))| {
         let mut words = draws.from(c * CHUNK);
         vectorised(|| {
             for ((p, g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {

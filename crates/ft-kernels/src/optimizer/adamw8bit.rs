@@ -6,9 +6,8 @@ use super::draws::{Draws, Stored, Words, on_stored};
 use super::eight_bit::{BLOCK, BOUNDS, EightBit, MAPS, encode};
 use super::settings::AdamW;
 use crate::Tensor;
-use crate::cpu::{in_place, is_cpu, vectorised, view};
+use crate::cpu::{each, in_place, is_cpu, vectorised, view};
 use candle_core::Result;
-use rayon::prelude::*;
 
 /// Minimum blocks per task.
 const EACH: usize = 64;
@@ -44,12 +43,16 @@ fn adamw8bit_cpu<T: Stored>(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, 
     }
     let g = view::<f32>(g)?;
     all_in_place::<T>(p, m, &|p, [mc, vc], [ms, vs]| {
-        let codes = mc.par_chunks_mut(BLOCK).zip(vc.par_chunks_mut(BLOCK));
-        let scales = ms.par_iter_mut().zip(vs.par_iter_mut());
-        let values = p.par_chunks_mut(BLOCK).zip(g.par_chunks(BLOCK));
-        let blocks = values.zip(codes.zip(scales)).enumerate().with_min_len(EACH);
-        blocks.for_each(|(b, ((p, g), (codes, scales)))| {
-            block(p, g, codes.into(), scales.into(), draws.from(b * BLOCK), k);
+        let codes = mc.chunks_mut(EACH * BLOCK).zip(vc.chunks_mut(EACH * BLOCK));
+        let scales = ms.chunks_mut(EACH).zip(vs.chunks_mut(EACH));
+        let values = p.chunks_mut(EACH * BLOCK).zip(g.chunks(EACH * BLOCK));
+        each(values.zip(codes.zip(scales)).enumerate(), |(task, ((p, g), ((mc, vc), (ms, vs))))| {
+            let codes = mc.chunks_mut(BLOCK).zip(vc.chunks_mut(BLOCK));
+            let values = p.chunks_mut(BLOCK).zip(g.chunks(BLOCK));
+            for (b, ((p, g), (codes, scales))) in values.zip(codes.zip(ms.iter_mut().zip(vs))).enumerate() {
+                let words = draws.from((task * EACH + b) * BLOCK);
+                block(p, g, codes.into(), scales.into(), words, k);
+            }
         });
     })
 }

@@ -9,9 +9,8 @@ use super::cuda;
 use super::draws::{Draws, Stored, on_stored};
 use super::settings::CHUNK;
 use crate::Tensor;
-use crate::cpu::{in_place, is_cpu, view};
+use crate::cpu::{each, in_place, is_cpu, view};
 use candle_core::{DType, Result};
-use rayon::prelude::*;
 
 /// Rounds f32 values `[n]` stochastically into `to` `[n]` of 16 bits.
 ///
@@ -33,8 +32,7 @@ pub fn round(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
 fn round_cpu<T: Stored>(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
     let values = view::<f32>(values)?;
     in_place::<T>("round", to, |to| {
-        let chunks = to.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).enumerate();
-        chunks.for_each(|(c, (to, values))| {
+        each(to.chunks_mut(CHUNK).zip(values.chunks(CHUNK)).enumerate(), |(c, (to, values))| {
             let mut words = draws.from(c * CHUNK);
             to.iter_mut().zip(values).for_each(|(to, x)| *to = T::of(*x, &mut words));
         });

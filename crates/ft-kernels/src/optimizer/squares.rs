@@ -3,9 +3,8 @@
 use super::cuda;
 use super::settings::CHUNK;
 use crate::Tensor;
-use crate::cpu::{is_cpu, vectorised, view};
+use crate::cpu::{is_cpu, map, vectorised, view};
 use candle_core::{DType, Result};
-use rayon::prelude::*;
 
 /// Sum of squares over flat f32 buffers, in f64. On CUDA, one synchronization copies one number to the
 /// host.
@@ -13,7 +12,7 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
     let mut sum = 0.0;
     for b in buffers.iter().filter(|b| is_cpu(b)) {
         let x = view::<f32>(b)?;
-        let parts: Vec<f64> = x.par_chunks(CHUNK).map(|c| vectorised(|| squares(c))).collect();
+        let parts = map(x.chunks(CHUNK), |c| vectorised(|| squares(c)));
         sum += parts.iter().sum::<f64>();
     }
     let elsewhere: Vec<&Tensor> = buffers.iter().filter(|b| !is_cpu(b)).collect();
@@ -75,7 +74,9 @@ pub fn finite(x: &Tensor) -> Result<bool> {
     }
     if is_cpu(x) {
         let x = view::<f32>(x)?;
-        return Ok(x.par_chunks(CHUNK).all(|c| c.iter().all(|x| x.is_finite())));
+        return Ok(map(x.chunks(CHUNK), |c| c.iter().all(|x| x.is_finite()))
+            .into_iter()
+            .all(|finite| finite));
     }
     // squares of finite f32 values never overflow in f64
     Ok(sum_squares(&[x.flatten_all()?])?.is_finite())

@@ -8,12 +8,11 @@ use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::FEW;
 use crate::Tensor;
 use crate::cpu;
-use crate::cpu::{Float, View, dot, ghost_products, onto, tensor, view};
+use crate::cpu::{Float, ROWS, View, dot, ghost_products, onto, tensor, view};
 use crate::gemm::{self, Mat, pairs};
 use crate::tensor::Ghost;
 use candle_core::{DType, Result, Storage, StorageRef};
 use half::bf16;
-use rayon::prelude::*;
 use std::ops::{Deref, Range};
 
 /// Values per tile: 512 KiB of f32, to fit a core's L2 cache along with the other operand.
@@ -197,13 +196,14 @@ pub fn few_tokens<T: Float>(
     row: impl Fn(usize, &mut [T]) + Sync,
 ) -> Vec<T> {
     let mut y_rt = vec![T::zero(); rows * t];
-    y_rt.par_chunks_mut(t.max(1)).with_min_len(32).enumerate().for_each_init(
-        || vec![T::zero(); cols],
-        |buffer, (r, y)| {
-            row(r, buffer);
+    let t1 = t.max(1);
+    let room = || vec![T::zero(); cols];
+    cpu::each_with(y_rt.chunks_mut(ROWS * t1).enumerate(), room, |buffer, (part, y)| {
+        for (r, y) in y.chunks_mut(t1).enumerate() {
+            row(part * ROWS + r, buffer);
             y.iter_mut().zip(x.chunks(cols.max(1))).for_each(|(y, x)| *y = dot(x, buffer));
-        },
-    );
+        }
+    });
     if t <= 1 {
         return y_rt;
     }
@@ -296,13 +296,13 @@ pub fn row_squares_cpu<T: Float>(w: &QuantizedMatrix) -> Result<Tensor> {
     let host = Host::of(w)?;
     let s = host.slices();
     let mut out = vec![T::zero(); w.rows];
-    out.par_iter_mut().enumerate().for_each_init(
-        || vec![T::zero(); w.cols],
-        |row, (r, o)| {
-            s.dequantize(r * w.cols, row);
+    let room = || vec![T::zero(); w.cols];
+    cpu::each_with(out.chunks_mut(ROWS).enumerate(), room, |row, (part, out)| {
+        for (r, o) in out.iter_mut().enumerate() {
+            s.dequantize((part * ROWS + r) * w.cols, row);
             *o = dot(row, row);
-        },
-    );
+        }
+    });
     tensor(out, w.rows, T::DTYPE)
 }
 
@@ -315,8 +315,10 @@ pub fn dequantize_cpu<T: Float>(w: &QuantizedMatrix, rows: Range<usize>) -> Resu
     let host = Host::of(w)?;
     let s = host.slices();
     let mut out = vec![T::zero(); rows.len() * w.cols];
-    out.par_chunks_mut(w.cols.max(1)).enumerate().for_each(|(r, row)| {
-        s.dequantize((rows.start + r) * w.cols, row);
+    cpu::each(out.chunks_mut(ROWS * w.cols.max(1)).enumerate(), |(part, out)| {
+        for (r, row) in out.chunks_mut(w.cols).enumerate() {
+            s.dequantize((rows.start + part * ROWS + r) * w.cols, row);
+        }
     });
     tensor(out, (rows.len(), w.cols), w.compute)
 }

@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
-use rayon::prelude::*;
 use safetensors::Dtype;
 
 pub use views::Cut;
@@ -19,6 +18,7 @@ pub use views::Cut;
 use super::{Error, convert, header, mxfp4};
 use ft_base::store::hash::{self, StreamHasher};
 use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
+use ft_kernels::cpu;
 
 /// Bytes read per task.
 const PIECE: usize = 16 << 20;
@@ -427,9 +427,9 @@ impl TensorFiles {
     fn bytes(&self, name: &str, info: &TensorInfo, part: Range<u64>) -> Result<Vec<u8>, Error> {
         // The header check bounds the size by the file size.
         let mut out = vec![0u8; (part.end - part.start) as usize];
-        out.par_chunks_mut(PIECE)
-            .enumerate()
-            .try_for_each(|(piece, out)| self.fill(name, info, part.start + (piece * PIECE) as u64, out))?;
+        let fill =
+            |(i, piece): (usize, &mut [u8])| self.fill(name, info, part.start + (i * PIECE) as u64, piece);
+        cpu::map(out.chunks_mut(PIECE).enumerate(), fill).into_iter().collect::<Result<(), Error>>()?;
         Ok(out)
     }
 

@@ -6,11 +6,10 @@ mod rows;
 pub use self::cuda::{Drawn, threshold};
 pub use self::rows::Rows;
 use crate::Tensor;
-use crate::cpu::is_cpu;
+use crate::cpu::{each, is_cpu};
 use crate::tensor::Ghost;
 use candle_core::{DType, Result};
 use ft_base::rng::Stream;
-use rayon::prelude::*;
 
 /// A dropout mask `[rows, width]`: a tensor on the CPU, drawn by each kernel on CUDA.
 #[derive(Debug)]
@@ -65,7 +64,7 @@ pub fn mask(
         return Ok((Mask::Stored(wide.to_dtype(x.dtype())?), factor));
     }
     let mut m = vec![0f32; count * width];
-    m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
+    each(m.chunks_mut(width.max(1)).enumerate(), |(r, row)| {
         let base = rows.number(r) as u64 * columns.1 as u64 + columns.0 as u64;
         stream.uniforms(base, width, |c, u| row[c] = if f64::from(u) < p { 0.0 } else { keep });
     });

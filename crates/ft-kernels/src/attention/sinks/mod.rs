@@ -12,7 +12,6 @@ use crate::cuda::launch::{Grid, Launch, args, compiled, empty};
 use crate::ledger::Ledger;
 use crate::tensor::ghosts;
 use candle_core::{DType, Result};
-use rayon::prelude::*;
 
 /// Threads per block of the gradient, same as in sinks.cu.
 const THREADS: u32 = 256;
@@ -103,7 +102,7 @@ fn forward_cpu<T: Float>(saved: &Saved, sinks: &Tensor, (t, h, c): (usize, usize
 /// Multiplies the `c` values of every query and head by its factor.
 fn scale<V: Value, T: Float>(o: &Tensor, factors: &[T], c: usize) -> Result<()> {
     in_place::<V>("sinks", o, |o| {
-        o.par_chunks_mut(QUERIES * c).zip(factors.par_chunks(QUERIES)).for_each(|(o, factors)| {
+        cpu::each(o.chunks_mut(QUERIES * c).zip(factors.chunks(QUERIES)), |(o, factors)| {
             for (o, factor) in o.chunks_mut(c).zip(factors) {
                 let factor = factor.to_f64();
                 o.iter_mut().for_each(|x| *x = V::from_f64(x.to_f64() * factor));
@@ -133,8 +132,7 @@ fn backward_cpu<T: Float>(
         }
         sums
     };
-    let starts: Vec<usize> = (0..t).step_by(QUERIES).collect();
-    let parts: Vec<Vec<T>> = starts.into_par_iter().map(part).collect();
+    let parts = cpu::map((0..t).step_by(QUERIES), part);
     let mut grad = vec![T::zero(); h];
     for part in parts {
         grad.iter_mut().zip(part).for_each(|(g, p)| *g += p);

@@ -6,11 +6,10 @@ use super::{Gradients, Heads, Inputs, State};
 use crate::Tensor;
 use crate::attention::Sequences;
 use crate::cpu::blocks::written;
-use crate::cpu::{Float, ROWS, View, ghost_products, tensor, view};
+use crate::cpu::{self, Float, ROWS, View, ghost_products, tensor, view};
 use crate::gemm::{Mat, gemm};
 use crate::ledger::Ledger;
 use candle_core::{DType, Result, Shape};
-use rayon::prelude::*;
 
 /// Values of the inputs.
 struct Values<'a, T> {
@@ -184,8 +183,8 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
         Some(s) => view::<T>(s)?.to_vec(),
         None => vec![T::zero(); tasks.len() * heads.each() * k * v],
     };
-    let work = split(&mut o, &tasks, width).into_par_iter().zip(states.par_chunks_mut(heads.each() * k * v));
-    work.zip(&tasks).for_each(|((o, states), task)| {
+    let work = split(&mut o, &tasks, width).into_iter().zip(states.chunks_mut(heads.each() * k * v));
+    cpu::each(work.zip(&tasks), |((o, states), task)| {
         let l = l.min(task.tokens).max(1);
         let sizes = Sizes { l, k, v };
         let (mut room, mut common, mut u) =
@@ -246,11 +245,9 @@ pub fn backward<T: Float>(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Res
     let docs = documents(seqs, t, false);
     let tasks = tasks(&docs, heads);
     let mut all = vec![T::zero(); t * heads.keys * width];
-    let parts: Vec<Vec<[T; 2]>> = split(&mut all, &tasks, width)
-        .into_par_iter()
-        .zip(&tasks)
-        .map(|(out, task)| Back::new(heads, task.tokens).run(&values, &d_o, *task, out))
-        .collect();
+    let work = split(&mut all, &tasks, width).into_iter().zip(&tasks);
+    let parts: Vec<Vec<[T; 2]>> =
+        cpu::map(work, |(out, task)| Back::new(heads, task.tokens).run(&values, &d_o, *task, out));
     let mut sums = [vec![T::zero(); heads.values], vec![T::zero(); heads.values]];
     for (task, part) in tasks.iter().zip(&parts) {
         for (i, [a_log, bias]) in part.iter().enumerate() {

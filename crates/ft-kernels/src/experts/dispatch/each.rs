@@ -1,11 +1,8 @@
 //! Parallel execution of experts on the CPU.
 
-use crate::gemm;
 use crate::tensor::On;
+use crate::{cpu, gemm};
 use candle_core::Result;
-use rayon::prelude::*;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Whether to run the `runs` experts in parallel, one thread each, instead of sequentially with
 /// multi-threaded products. Results are identical.
@@ -32,28 +29,11 @@ pub fn each<'a, I: Send, R: Send>(
     if matches!(on.into(), On::Ghost(_)) {
         return items.into_iter().map(|item| gemm::serial(|| f(item))).collect();
     }
-    let mut order: Vec<usize> = (0..items.len()).collect();
-    order.sort_by_key(|i| std::cmp::Reverse(size(&items[*i])));
-    let work: Vec<Mutex<Option<I>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
-    let done: Vec<Mutex<Option<Result<R>>>> = work.iter().map(|_| Mutex::new(None)).collect();
-    let next = AtomicUsize::new(0);
-    // one task per thread, drawing from a shared queue: stack depth does not grow with the number of
-    // items
-    (0..rayon::current_num_threads()).into_par_iter().with_max_len(1).for_each(|_| {
-        while let Some(i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let item = work[*i].lock().ok().and_then(|mut w| w.take());
-            let result = item.map(|item| gemm::serial(|| f(item)));
-            if let Ok(mut d) = done[*i].lock() {
-                *d = result;
-            }
-        }
-    });
-    done.into_iter()
-        .map(|d| match d.into_inner() {
-            Ok(Some(r)) => r,
-            _ => candle_core::bail!("an expert was left out"),
-        })
-        .collect()
+    let mut items: Vec<(usize, I)> = items.into_iter().enumerate().collect();
+    items.sort_by_key(|(_, item)| std::cmp::Reverse(size(item)));
+    let mut done = cpu::map(items.into_iter(), |(i, item)| (i, gemm::serial(|| f(item))));
+    done.sort_unstable_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 #[cfg(test)]

@@ -34,7 +34,6 @@ use crate::upcast;
 use candle_core::{DType, Device, Result, Shape};
 use half::bf16;
 use half::vec::HalfBitsVecExt;
-use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
@@ -367,7 +366,7 @@ impl Groups {
         };
         // a single expert is gathered on its own thread
         match gates {
-            None => out.par_chunks_mut(ROWS * d).enumerate().for_each(fill),
+            None => cpu::each(out.chunks_mut(ROWS * d).enumerate(), fill),
             Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
         }
         tensor(out, (run.rows, d), x.dtype())
@@ -386,19 +385,21 @@ impl Groups {
         let (xv, gv) = (Halves::of(&x)?, gates.map(view::<f32>).transpose()?);
         let (xs, gs) = (&*xv, gv.as_deref());
         let mut out = vec![0u16; run.rows * d].reinterpret_into::<bf16>();
-        let fill = |(i, o): (usize, &mut [bf16])| {
-            let row = run.start + i;
-            let from = &xs[self.token[row] as usize * d..][..d];
-            match gs.map(|g| g[self.pair[row] as usize]) {
-                None => o.copy_from_slice(from),
-                Some(g) => vectorised(|| {
-                    o.iter_mut().zip(from).for_each(|(o, x)| *o = narrow(wide(*x) * g));
-                }),
+        let fill = |(i, block): (usize, &mut [bf16])| {
+            for (j, o) in block.chunks_mut(d).enumerate() {
+                let row = run.start + i * ROWS + j;
+                let from = &xs[self.token[row] as usize * d..][..d];
+                match gs.map(|g| g[self.pair[row] as usize]) {
+                    None => o.copy_from_slice(from),
+                    Some(g) => vectorised(|| {
+                        o.iter_mut().zip(from).for_each(|(o, x)| *o = narrow(wide(*x) * g));
+                    }),
+                }
             }
         };
         match gates {
-            None => out.par_chunks_mut(d).with_min_len(ROWS).enumerate().for_each(fill),
-            Some(_) => out.chunks_mut(d).enumerate().for_each(fill),
+            None => cpu::each(out.chunks_mut(ROWS * d).enumerate(), fill),
+            Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
         }
         Tensor::from_vec(out, (run.rows, d), &Device::Cpu)
     }

@@ -9,10 +9,9 @@
 pub mod cuda;
 
 use crate::Tensor;
-use crate::cpu::{Float, ROWS, ghosts, is_native, on_real, tensor, view};
+use crate::cpu::{Float, ROWS, each, ghosts, is_native, on_real, tensor, view};
 use crate::tensor::Ghost;
 use candle_core::{D, DType, Result};
-use rayon::prelude::*;
 
 /// Gradient terms of the router losses, the same for all tokens of a layer.
 ///
@@ -43,17 +42,15 @@ fn softmax_cpu<T: Float>(logits: &Tensor) -> Result<(Tensor, Tensor)> {
     }
     let x = view::<T>(logits)?;
     let (mut p, mut lse) = (vec![T::zero(); t * e], vec![T::zero(); t]);
-    p.par_chunks_mut(ROWS * e).zip(lse.par_chunks_mut(ROWS)).zip(x.par_chunks(ROWS * e)).for_each(
-        |((p, lse), x)| {
-            for ((p, lse), x) in p.chunks_mut(e).zip(lse).zip(x.chunks(e)) {
-                let max = x.iter().copied().fold(T::lowest(), |m, x| if x > m { x } else { m });
-                p.iter_mut().zip(x).for_each(|(p, x)| *p = (*x - max).exp());
-                let sum: T = p.iter().copied().sum();
-                p.iter_mut().for_each(|p| *p /= sum);
-                *lse = max + sum.ln();
-            }
-        },
-    );
+    each(p.chunks_mut(ROWS * e).zip(lse.chunks_mut(ROWS)).zip(x.chunks(ROWS * e)), |((p, lse), x)| {
+        for ((p, lse), x) in p.chunks_mut(e).zip(lse).zip(x.chunks(e)) {
+            let max = x.iter().copied().fold(T::lowest(), |m, x| if x > m { x } else { m });
+            p.iter_mut().zip(x).for_each(|(p, x)| *p = (*x - max).exp());
+            let sum: T = p.iter().copied().sum();
+            p.iter_mut().for_each(|p| *p /= sum);
+            *lse = max + sum.ln();
+        }
+    });
     Ok((tensor(p, (t, e), T::DTYPE)?, tensor(lse, t, T::DTYPE)?))
 }
 
@@ -81,7 +78,7 @@ fn choose_cpu<T: Float>(probs: &Tensor, k: usize) -> Result<Vec<u32>> {
     let (t, e) = probs.dims2()?;
     let p = view::<T>(probs)?;
     let mut out = vec![0u32; t * k];
-    out.par_chunks_mut(ROWS * k).zip(p.par_chunks(ROWS * e)).for_each(|(out, p)| {
+    each(out.chunks_mut(ROWS * k).zip(p.chunks(ROWS * e)), |(out, p)| {
         for (out, p) in out.chunks_mut(k).zip(p.chunks(e)) {
             // a short sorted list; ties go behind earlier entries. The first k values are always taken, even
             // NaN, so that the loss check can report it
@@ -180,7 +177,7 @@ fn backward_cpu<T: Float>(
     };
     let z = T::of(2.0 * balance.map_or(0.0, |b| b.z));
     let mut dx = vec![T::zero(); t * e];
-    dx.par_chunks_mut(ROWS * e).enumerate().for_each(|(block, dx)| {
+    each(dx.chunks_mut(ROWS * e).enumerate(), |(block, dx)| {
         for (i, dx) in dx.chunks_mut(e).enumerate() {
             let t = block * ROWS + i;
             let (p, g, dg) = (&p[t * e..][..e], &g[t * k..][..k], &dg[t * k..][..k]);

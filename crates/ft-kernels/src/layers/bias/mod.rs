@@ -1,7 +1,7 @@
 //! Bias: added to every row; the gradient is the sum of rows.
 
 use crate::Tensor;
-use crate::cpu::{Halves, ROWS, in_place, is_cpu, view};
+use crate::cpu::{Halves, ROWS, each, in_place, is_cpu, view};
 use crate::cpu::{narrow, wide};
 use crate::cuda::launch::{Grid, Launch, args, compiled};
 use crate::gemm;
@@ -9,7 +9,6 @@ use crate::tensor::ghosts;
 use crate::upcast;
 use candle_core::{DType, Result};
 use half::bf16;
-use rayon::prelude::*;
 
 /// Threads per block, same as in bias.cu.
 const THREADS: u32 = 256;
@@ -49,7 +48,7 @@ pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
 fn each_row<T: Copy + Send + Sync>(b: &[T], f: impl Fn(&mut T, T) + Sync) -> impl Fn(&mut [T]) -> Result<()> {
     move |y| {
         let o = b.len().max(1);
-        y.par_chunks_mut(ROWS * o).for_each(|rows| {
+        each(y.chunks_mut(ROWS * o), |rows| {
             rows.chunks_mut(o).for_each(|y| y.iter_mut().zip(b).for_each(|(y, b)| f(y, *b)));
         });
         Ok(())

@@ -6,11 +6,10 @@ mod cuda;
 pub use by_id::ById;
 
 use crate::cpu;
-use crate::cpu::{Float, Halves, ROWS, ghosts, in_place, is_cpu, vectorised, view};
+use crate::cpu::{Float, Halves, ROWS, each, ghosts, in_place, is_cpu, vectorised, view};
 use crate::tensor::Ghost;
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Device, Result, WithDType};
-use rayon::prelude::*;
 
 /// Looks up rows of `table` `[v, d]` for `ids` `[t]` (u32) -> `[t, d]`.
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
@@ -59,7 +58,7 @@ fn gathered<T: Sync, U: WithDType + Send>(
         candle_core::bail!("embedding: id {id} of a table of {v} rows");
     }
     let mut out = vec![U::zero(); ids.len() * d];
-    out.par_chunks_mut(ROWS * d.max(1)).zip(ids.par_chunks(ROWS)).for_each(|(out, ids)| {
+    each(out.chunks_mut(ROWS * d.max(1)).zip(ids.chunks(ROWS)), |(out, ids)| {
         vectorised(|| {
             for (to, id) in out.chunks_mut(d.max(1)).zip(ids) {
                 let from = &table[*id as usize * d..][..d];
@@ -121,10 +120,12 @@ fn scatter_cpu<T: Float>(grad: &Tensor, tokens: usize, by_id: &ById, dy: &Tensor
             (rest, at) = (tail, id + 1);
             work.push((row, tokens));
         }
-        work.into_par_iter().with_min_len(ROWS).for_each(|(row, tokens)| {
-            for i in tokens {
-                let g = &g[*i as usize * d..][..d];
-                row.iter_mut().zip(g).for_each(|(r, g)| *r += *g * T::of(scale));
+        each(work.chunks_mut(ROWS), |rows| {
+            for (row, tokens) in rows {
+                for i in *tokens {
+                    let g = &g[*i as usize * d..][..d];
+                    row.iter_mut().zip(g).for_each(|(r, g)| *r += *g * T::of(scale));
+                }
             }
         });
         Ok(())

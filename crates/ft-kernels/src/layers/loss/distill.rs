@@ -4,7 +4,6 @@ use super::{Gradient, cuda};
 use crate::cpu::{self, Float, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Result};
-use rayon::prelude::*;
 use std::sync::Mutex;
 
 /// Largest number of probabilities kept for a row. On CUDA, each thread of a block has one.
@@ -141,8 +140,8 @@ fn distillation_cpu<T: Float>(
     };
     let Some(Gradient { scale, weights, .. }) = gradient else {
         let x = view::<T>(&logits)?;
-        let rows = x.par_chunks(v).enumerate();
-        return Ok((made(rows.map(|(i, x)| vectorised(|| row(i).losses(x))).collect())?, None));
+        let losses = cpu::map(x.chunks(v).enumerate(), |(i, x)| vectorised(|| row(i).losses(x)));
+        return Ok((made(losses)?, None));
     };
     let weights = weights.map(|w| w.to_vec1::<f32>()).transpose()?;
     if weights.as_ref().is_some_and(|w| w.len() != n) {
@@ -151,8 +150,8 @@ fn distillation_cpu<T: Float>(
     let scale_of = |i: usize| weights.as_ref().map_or(scale, |w| scale * f64::from(w[i]));
     let losses = Mutex::new(Vec::new());
     in_place::<T>("distillation", &logits, |x| {
-        let rows = x.par_chunks_mut(v).enumerate();
-        let out = rows.map(|(i, x)| vectorised(|| row(i).backward(x, scale_of(i)))).collect();
+        let rows = x.chunks_mut(v).enumerate();
+        let out = cpu::map(rows, |(i, x)| vectorised(|| row(i).backward(x, scale_of(i))));
         if let Ok(mut l) = losses.lock() {
             *l = out;
         }

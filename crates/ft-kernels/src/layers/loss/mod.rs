@@ -13,7 +13,6 @@ pub use top::top;
 use crate::cpu::{self, Float, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Device, Result};
-use rayon::prelude::*;
 use std::sync::Mutex;
 
 /// Gradient to compute beside the losses: of `scale * sum(weights * losses)`.
@@ -67,17 +66,13 @@ fn cross_entropy_cpu<T: Float>(
     }
     let Some(Gradient { scale, weights, .. }) = gradient else {
         let x = view::<T>(&logits)?;
-        let losses: Vec<T> = x
-            .par_chunks(v)
-            .zip(&targets)
-            .map(|(row, t)| {
-                vectorised(|| {
-                    let max = cpu::max(row);
-                    let e: Vec<T> = row.iter().map(|x| (*x - max).exp()).collect();
-                    max + cpu::sum(&e).ln() - row[*t as usize]
-                })
+        let losses = cpu::map(x.chunks(v).zip(&targets), |(row, t)| {
+            vectorised(|| {
+                let max = cpu::max(row);
+                let e: Vec<T> = row.iter().map(|x| (*x - max).exp()).collect();
+                max + cpu::sum(&e).ln() - row[*t as usize]
             })
-            .collect();
+        });
         return Ok((tensor(losses, n, T::DTYPE)?, None));
     };
     let weights = weights.map(|w| w.to_vec1::<f32>()).transpose()?;
@@ -87,23 +82,18 @@ fn cross_entropy_cpu<T: Float>(
     let scale_of = |i: usize| T::of(weights.as_ref().map_or(scale, |w| scale * f64::from(w[i])));
     let losses = Mutex::new(Vec::new());
     in_place::<T>("cross-entropy", &logits, |x| {
-        let out: Vec<T> = x
-            .par_chunks_mut(v)
-            .zip(&targets)
-            .enumerate()
-            .map(|(i, (row, t))| {
-                vectorised(|| {
-                    let scale = scale_of(i);
-                    let (max, picked) = (cpu::max(row), row[*t as usize]);
-                    row.iter_mut().for_each(|x| *x = (*x - max).exp());
-                    let sum = cpu::sum(row);
-                    let k = scale / sum;
-                    row.iter_mut().for_each(|x| *x *= k);
-                    row[*t as usize] -= scale;
-                    max + sum.ln() - picked
-                })
+        let out = cpu::map(x.chunks_mut(v).zip(&targets).enumerate(), |(i, (row, t))| {
+            vectorised(|| {
+                let scale = scale_of(i);
+                let (max, picked) = (cpu::max(row), row[*t as usize]);
+                row.iter_mut().for_each(|x| *x = (*x - max).exp());
+                let sum = cpu::sum(row);
+                let k = scale / sum;
+                row.iter_mut().for_each(|x| *x *= k);
+                row[*t as usize] -= scale;
+                max + sum.ln() - picked
             })
-            .collect();
+        });
         if let Ok(mut l) = losses.lock() {
             *l = out;
         }

@@ -1,9 +1,8 @@
 //! The most probable tokens of rows of logits.
 
 use crate::Tensor;
-use crate::cpu::view;
+use crate::cpu::{self, view};
 use candle_core::{DType, Device, Result};
-use rayon::prelude::*;
 
 /// The `k` most probable of the first `limit` tokens of each row, with the logarithms of their probabilities over
 /// all tokens; by falling probability, smaller ids first. Sums are in f64.
@@ -29,7 +28,7 @@ pub fn top(logits: &Tensor, k: usize, limit: usize) -> Result<Vec<Vec<(u32, f32)
         ids.sort_unstable_by(falling);
         ids.into_iter().map(|id| (id, (f64::from(row[id as usize]) - log_sum) as f32)).collect()
     };
-    Ok(all.par_chunks(v.max(1)).map(of).collect())
+    Ok(cpu::map(all.chunks(v.max(1)), of))
 }
 
 #[cfg(test)]

@@ -5,11 +5,10 @@
 use super::operands::sizes;
 use super::stored::{Bits, Half};
 use super::strips::threads;
-use crate::cpu::{dot, ghost_products, is_native, sum, tensor, vectorised, view};
+use crate::cpu::{self, dot, ghost_products, is_native, sum, tensor, vectorised, view};
 use crate::is_half;
 use crate::tensor::Tensor;
 use candle_core::{DType, Result};
-use rayon::prelude::*;
 
 /// Maximum number of rows. Beyond this, dot products re-read the widened values more often than a panel
 /// kernel would.
@@ -76,7 +75,7 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor, alpha: f64, dtype: DType) -> Result
     if threads() == 1 {
         sums.chunks_mut(width).enumerate().for_each(task);
     } else {
-        sums.par_chunks_mut(width).enumerate().for_each(task);
+        cpu::each(sums.chunks_mut(width).enumerate(), task);
     }
     let alpha = alpha as f32;
     let by_row = (0..m).flat_map(|row| sums.iter().skip(row).step_by(m.max(1)));

@@ -6,10 +6,9 @@ use super::pairs::{Onto, Right};
 use super::product::matmul_onto;
 use super::strips::serial;
 use crate::Tensor;
-use crate::cpu::{Float, Halves, in_place, is_native, on_real, view};
+use crate::cpu::{self, Float, Halves, in_place, is_native, on_real, view};
 use candle_core::{DType, Result};
 use half::bf16;
-use rayon::prelude::*;
 
 /// One `a^T b` product for [`accumulate`].
 #[derive(Clone, Debug)]
@@ -133,7 +132,7 @@ fn side_by_side<T: Float>(
             (rest, at) = (tail, p.offset + p.rows * p.cols);
             work.push((own, p));
         }
-        work.into_par_iter().enumerate().with_max_len(1).for_each(|(i, (own, p))| add(own, p, i));
+        cpu::each(work.into_iter().enumerate(), |(i, (own, p))| add(own, p, i));
         Ok(())
     })
 }

@@ -1,6 +1,6 @@
 //! Strips of a product, processed by threads dynamically.
 
-use rayon::prelude::*;
+use crate::cpu::on_threads;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -49,11 +49,7 @@ pub(super) fn each<S>(
             f(&mut state, i);
         }
     };
-    match threads.min(count) {
-        0 => {}
-        1 => work(),
-        n => (0..n).into_par_iter().with_max_len(1).for_each(|_| work()),
-    }
+    on_threads(threads.min(count), &work);
 }
 
 /// Pointer to a destination or buffer, shared by threads accessing disjoint parts.
