@@ -1,4 +1,4 @@
-//! One copy of the model on each of several devices.
+//! `ft serve` on one device, and with one copy of the model on each of several.
 
 use super::server::{Server, ask, until};
 use super::world::{World, repository};
@@ -21,6 +21,24 @@ fn copies(address: &str) -> Vec<(String, Option<u64>)> {
     assert_eq!(status, 200, "{models}");
     let copies = models["data"][0]["copies"].as_array().expect("copies").clone();
     copies.iter().map(|c| (c["device"].as_str().expect("a device").into(), c["step"].as_u64())).collect()
+}
+
+/// The answers of one device are those of the CPU.
+#[test]
+fn a_device_answers_as_the_cpu_does() {
+    if !devices(1) {
+        return;
+    }
+    let w = World::new();
+    let [want, got] = ["cpu", "cuda:0"].map(|device| {
+        let s = Server::start(&w, &["--device", device, "--dtype", "f32"]);
+        let body = json!({"model": s.model, "prompt": "a", "temperature": 0, "max_tokens": 8});
+        let (status, answer) = s.post("/v1/completions", body);
+        assert_eq!(status, 200, "{device}: {answer}");
+        assert_eq!(s.interrupt(), Some(130), "{device}");
+        (answer["choices"].clone(), answer["usage"].clone())
+    });
+    assert_eq!(got, want);
 }
 
 #[test]
