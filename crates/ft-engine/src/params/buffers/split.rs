@@ -134,7 +134,7 @@ impl Split {
         self.experts / self.mesh.expert.max(1)
     }
 
-    /// Index of this rank among those that split the experts.
+    /// Coordinate of this rank on the expert axis.
     fn member(&self) -> usize {
         self.mesh.coordinates(self.rank).expert
     }
