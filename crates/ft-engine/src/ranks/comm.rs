@@ -185,10 +185,10 @@ pub trait Comm: Send + Sync {
         self.all_gather_among(&self.everyone(), at, mine, ranges, to)
     }
 
-    /// Pairwise exchange: starts the sends of `out` and the receives of `into`, each with its own peer. Every rank calls
-    /// it, with or without pieces. The pieces of an ordered pair of ranks have equal lengths and dtypes on both
-    /// sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not change,
-    /// and those of `into` not be read, before the returned [`Arrival`] has been waited on.
+    /// Pairwise exchange: starts the sends of `out` and the receives of `into`, each with its own peer. Every rank
+    /// calls it, with or without pieces. The pieces of an ordered pair of ranks have equal lengths and dtypes on both
+    /// sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not
+    /// change, and those of `into` not be read, before the returned [`Arrival`] has been waited on.
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
