@@ -5,8 +5,8 @@
 
 use super::launch::at;
 use crate::tensor::row_stride;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
-use candle_core::cuda_backend::{WrapErr, gemm_reduced_precision_f32};
 use candle_core::{DType, Result, Tensor};
 
 /// A row-major matrix on the device, optionally transposed.
@@ -45,12 +45,27 @@ impl Mat {
     }
 }
 
+/// Precision of f32 operands in a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operands {
+    /// As they are.
+    F32,
+    /// Rounded to TF32, on tensor cores: to the 11 bits of f16, and more than those of bf16, with the range of f32.
+    Tf32,
+}
+
 /// `c = alpha op(a) op(b)`, or `+=` with `add`, for matrices with contiguous rows. `c` is f32 or has the
 /// dtype of both operands. If `c` overlaps an operand, the result is unspecified.
 ///
 /// # Errors
 /// Shapes don't match, sizes exceed 31 bits, devices differ, or cuBLAS fails.
-pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+pub fn gemm(
+    (c, add): (&Tensor, bool),
+    (a, ta): (&Tensor, bool),
+    (b, tb): (&Tensor, bool),
+    alpha: f64,
+    operands: Operands,
+) -> Result<()> {
     let (m, n) = c.dims2()?;
     let device = c.device().as_cuda_device()?;
     let of_device = [a, b].iter().all(|t| t.device().same_device(c.device()));
@@ -68,7 +83,7 @@ pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, a
     let int =
         |n: usize| i32::try_from(n).map_err(|_| candle_core::Error::msg(format!("matmul: a size of {n}")));
     let compute = match a.dtype() {
-        DType::F32 if gemm_reduced_precision_f32() => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+        DType::F32 if operands == Operands::Tf32 => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     };
     let (alpha, beta) = (alpha as f32, if add { 1f32 } else { 0f32 });

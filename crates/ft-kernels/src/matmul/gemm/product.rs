@@ -4,6 +4,8 @@ use super::cpu::gemm;
 use super::operands::{mat, sizes, sizes_onto};
 use super::{few, pairs, stored};
 use crate::cpu::{Float, View, ghost_products, in_place, is_native, on_real, tensor, view};
+#[cfg(feature = "cuda")]
+use crate::cuda::gemm::{self as cuda, Operands};
 use crate::ledger::Cost;
 use crate::matmul::packing::{packing, work};
 use crate::tensor::{Ghost, Tensor, row_stride};
@@ -95,6 +97,8 @@ pub(crate) fn product_onto(c: Option<Tensor>, a: &Tensor, ta: bool, b: &Tensor, 
 
 fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DType) -> Result<Tensor> {
     let (m, _, n) = sizes(a, ta, b, tb)?;
+    #[cfg(feature = "cuda")]
+    let precision = precision(a, b);
     let b = b.to_dtype(a.dtype())?;
     if let Some(g) = a.ghost() {
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
@@ -104,11 +108,18 @@ fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DTy
     if !a.device().is_cpu() {
         let out = crate::cuda::launch::empty(a, (m, n), dtype)?;
         let [a, b] = [contiguous_rows(a)?, contiguous_rows(&b)?];
-        crate::cuda::gemm::gemm(out.real()?, false, a.real()?, ta, b.real()?, tb, alpha)?;
+        cuda::gemm((out.real()?, false), (a.real()?, ta), (b.real()?, tb), alpha, precision)?;
         return Ok(out);
     }
     let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b });
     scaled(&a.matmul(&b)?, alpha)?.to_dtype(dtype)
+}
+
+/// TF32 for f32 rows with a matrix stored in half precision, as a router's: it has all bits of the matrix and of rows
+/// that come from half precision, and rounds others to 11 bits.
+#[cfg(feature = "cuda")]
+fn precision(a: &Tensor, b: &Tensor) -> Operands {
+    if a.dtype() == DType::F32 && is_half(b) { Operands::Tf32 } else { Operands::F32 }
 }
 
 /// The matrix if its rows are contiguous, else a copy.
@@ -124,30 +135,32 @@ fn contiguous_rows(t: &Tensor) -> Result<Tensor> {
 /// Shapes don't match, or the device is not CUDA.
 pub fn matmul_into(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     work(a, ta, b, None)?;
-    product_to((c, false), a, ta, b, tb, alpha)
+    product_to((c, false), (a, ta), (b, tb), alpha)
 }
 
 /// Writes the product to `c` or adds it, on CUDA. The caller has recorded the FLOPs.
 fn product_to(
     (c, add): (&Tensor, bool),
-    a: &Tensor,
-    ta: bool,
-    b: &Tensor,
-    tb: bool,
+    (a, ta): (&Tensor, bool),
+    (b, tb): (&Tensor, bool),
     alpha: f64,
 ) -> Result<()> {
     let (m, _, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
         candle_core::bail!("matmul: {:?} = {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
     }
+    let same = b.to_dtype(a.dtype())?;
     if let Some(g) = c.ghost() {
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
         return Ok(());
     }
     #[cfg(feature = "cuda")]
-    return crate::cuda::gemm::gemm(c.real()?, add, a.real()?, ta, b.real()?, tb, alpha);
+    return cuda::gemm((c.real()?, add), (a.real()?, ta), (same.real()?, tb), alpha, precision(a, b));
     #[cfg(not(feature = "cuda"))]
-    candle_core::bail!("matmul: {add} {alpha} [{m}, {n}] on a device that this build does not have")
+    candle_core::bail!(
+        "matmul: {add} {alpha} [{m}, {n}] in {:?} on a device that this build does not have",
+        same.dtype()
+    )
 }
 
 fn onto_cpu<T: Float>(
@@ -229,24 +242,17 @@ pub fn matmul_onto(
 
 /// [`matmul_onto`] off the CPU. The caller has recorded the FLOPs.
 fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    // before transposing, to read whole rows
-    let same;
-    let b = if b.dtype() == a.dtype() {
-        b
-    } else {
-        same = b.to_dtype(a.dtype())?;
-        &same
-    };
     // cuBLAS writes c, or accumulates into it, directly
     let takes = [a, b, c].into_iter().all(|t| row_stride(t.layout()).is_some())
         && (c.dtype() == a.dtype() || c.dtype() == DType::F32);
     if takes && !c.device().is_cpu() {
-        return product_to((c, add), a, ta, b, tb, alpha);
+        return product_to((c, add), (a, ta), (b, tb), alpha);
     }
     if !add {
         c.zero_set()?;
     }
-    acc_composed(c, a, ta, b, tb, alpha)
+    // before transposing, to read whole rows
+    acc_composed(c, a, ta, &b.to_dtype(a.dtype())?, tb, alpha)
 }
 
 pub(super) fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
