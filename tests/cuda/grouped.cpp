@@ -165,28 +165,50 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     };
     if (most > 0) {
       start("grouped_" + name + "forward_" + type, blocks(columns(ranks), list.size()), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
-            begins.at(), tiles.at(), u.at());
+            begins.at(), tiles.at(), u.at(), no);
       low(u, xs, s.i, bank.ad, true, bank);
       start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
-            begins.at(), tiles.at(), du.at());
+            begins.at(), tiles.at(), du.at(), no);
       low(du, ds, s.o, bank.bd, false, bank);
       start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
-            begins.at(), tiles.at(), du2.at());
+            begins.at(), tiles.at(), du2.at(), no);
     }
     // whole vectors by a kernel of their own too
     if (most > 0 && name == "coded_" && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0) {
       host::Buffer<T> other(n * ranks);
       const auto narrow = [&](const std::string &way, host::Buffer<T> &wide, uint32_t in, uint32_t out) {
         start("grouped_low_" + way + type, blocks((ranks + LOW - 1) / LOW, list.size()), 3 * 2 * 64 * (128 + LOW), bank.table.at(), wide.at(), no, none, no, no, in, out,
-              ranks, 1u, begins.at(), tiles.at(), other.at());
+              ranks, 1u, begins.at(), tiles.at(), other.at(), no);
       };
       narrow("forward_", x, s.i, s.o), low(other, xs, s.i, bank.ad, true, bank);
       narrow("backward_", dy, s.o, s.i), low(other, ds, s.o, bank.bd, false, bank);
     }
     start("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
-          begins.at(), tiles.at(), y.at());
+          begins.at(), tiles.at(), y.at(), no);
     start("grouped_" + name + "backward_" + type, blocks(shared_columns(s.i), list.size()), shared, bank.table.at(), dy.at(), du.at(),
-          static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at());
+          static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at(), no);
+    // results of two tables in one launch are those of a launch each
+    const auto together = [&](const std::string &kernel, const Dim &grid, size_t shared, host::Buffer<T> &x, host::Buffer<T> &x2, T *u, T *u2, uint32_t in, uint32_t out,
+                              uint32_t low) {
+      const uint32_t width = low ? ranks : out;
+      host::Buffer<T> one(n * width), two(n * width), first(n * width), second(n * width);
+      const auto zero = [&](host::Buffer<T> &b) { for (size_t i = 0; i < b.size(); i++) b[i] = Number<T>::from(0.0f); };
+      zero(one), zero(two), zero(first), zero(second);
+      const Expert *const other = more.table.at();
+      start(kernel, grid, shared, bank.table.at(), x.at(), u, none, no, no, in, out, ranks, low, begins.at(), tiles.at(), one.at(), no);
+      start(kernel, grid, shared, more.table.at(), x2.at(), u2, none, no, no, in, out, ranks, low, begins.at(), tiles.at(), two.at(), no);
+      start(kernel, blocks(2 * grid.x, grid.y), shared, bank.table.at(), x.at(), u, other, x2.at(), u2, in, out, ranks, low, begins.at(), tiles.at(), first.at(), second.at());
+      if (memcmp(one.at(), first.at(), one.size() * sizeof(T)) != 0 || memcmp(two.at(), second.at(), two.size() * sizeof(T)) != 0) check::wrong(kernel + ": other results together");
+    };
+    if (n < 50) {
+      together("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, x, x, u.at(), u.at(), s.i, s.o, 0);
+      if (most > 0) {
+        together("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, dy, dy2, no, no, s.o, s.i, 1);
+        if (name == "coded_" && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0)
+          together("grouped_low_forward_" + type, blocks((ranks + LOW - 1) / LOW, list.size()), 3 * 2 * 64 * (128 + LOW), x, x, no, no, s.i, s.o, 1);
+      }
+      if (rows == 32) together("grouped_one_" + type, blocks((s.o + 31) / 32, list.size()), 2 * s.i, x, x, u.at(), u.at(), s.i, s.o, 0);
+    }
     const std::vector<double> us = wide(u), dus = wide(du), dus2 = wide(du2);
     std::vector<double> want(n * s.o), want_x(n * s.i);
     for (uint32_t t = 0; t < n; t++) {
@@ -211,12 +233,12 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       if (most > 0) {
         host::Buffer<T> other(n * ranks);
         start("grouped_one_" + type, blocks(some(ranks), list.size()), 2 * s.i, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(),
-              other.at());
+              other.at(), no);
         low(other, xs, s.i, bank.ad, true, bank);
       }
       host::Buffer<T> other(n * s.o);
       start("grouped_one_" + type, blocks(some(s.o), list.size()), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(),
-            other.at());
+            other.at(), no);
       check::close("y by warps", other, want, bar);
     }
   }
@@ -245,13 +267,31 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       host::Buffer<float> own(old);
       const auto low = [&](uint32_t of_b, host::Buffer<T> &narrow, host::Buffer<T> &wide, uint32_t width) {
         start("grouped_low_gradient_" + type, blocks(columns(width), (ranks + LOW - 1) / LOW, experts), 4 * 64 * (128 + LOW), bank.table.at(), of_b, narrow.at(), ranks,
-              wide.at(), width, begins.at(), own.at());
+              wide.at(), width, begins.at(), own.at(), none, no, no);
       };
       low(0, du, x, s.i), low(1, u, dy, s.o);
       std::vector<double> sums(old.begin(), old.end());
       want.swap(sums);
       gradient(OF_A, du, ranks, x, s.i, most, s.i), gradient(OF_B, dy, s.o, u, ranks, s.o, most);
       check::close("gradients of adapters", own, want, 2e-6);
+      // of two tables in one launch
+      host::Buffer<float> apart(old), both(old);
+      const auto a_of = [&](const Expert *table, host::Buffer<T> &low, const Expert *more, T *more_low, T *more_wide, host::Buffer<float> &to) {
+        start("grouped_low_gradient_" + type, blocks(columns(s.i), (more ? 2 : 1) * ((ranks + LOW - 1) / LOW), experts), 4 * 64 * (128 + LOW), table, 0u, low.at(), ranks,
+              x.at(), s.i, begins.at(), to.at(), more, more_low, more_wide);
+      };
+      // gradients of the second table follow those of the first
+      host::Buffer<Expert> after(experts);
+      for (uint32_t e = 0; e < experts; e++) {
+        Expert entry = more.table[e];
+        entry.grad_a = bank.table[e].grad_b; // whose place is as large, or not read again
+        after[e] = entry;
+      }
+      if (s.i == s.o) {
+        a_of(bank.table.at(), du, none, no, no, apart), a_of(after.at(), u, none, no, no, apart);
+        a_of(bank.table.at(), du, after.at(), u.at(), x.at(), both);
+        if (memcmp(apart.at(), both.at(), apart.size() * sizeof(float)) != 0) check::wrong("other gradients together");
+      }
       want.swap(sums);
       for (size_t i = 0; i < old.size(); i++) grads[i] = old[i];
     }
@@ -298,6 +338,7 @@ template <typename T> static void all(const std::string &type) {
       // more columns than a block covers, and more scales than its window holds
       {{9, 0, 3}, 1600, 200, {8, 0, 3}, 1, true},
       {{20}, 896, 136, {16}, 1, true},
+      {{20, 3}, 64, 64, {16, 40}, 0, false},
       {{4}, 896, 64, {0}, 1, false},
       // one case per tile shape for partly filled experts
       {{100, 90, 60}, 480, 72, {8, 0, 3}, 1, true},
@@ -342,7 +383,7 @@ TEST(bytes) {
     bf16 *const no = nullptr;
     host::forget();
     start(name, blocks(columns, 1), one ? 2 * in : shared_of(std::string(c.name).find("coded_") == 0 ? "coded_" : "few_", c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
-          0u, starts.at(), tiles.at(), y.at());
+          0u, starts.at(), tiles.at(), y.at(), no);
     const auto found = host::counts().find(name);
     if (found == host::counts().end()) check::wrong(name + " is not counted");
     const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (c.nested ? 1 + 4.0 / 256 : 4), tokens = 2.0 * c.tokens * (in * columns + out);

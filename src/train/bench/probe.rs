@@ -302,7 +302,7 @@ fn grouped(device: &Device, dequantize: f64) -> Result<f64> {
         let sorted = Sorted::new(&chosen, experts, DType::BF16)?;
         let (x, dy) = (filled(device, &[rows, i], DType::BF16)?, filled(device, &[rows, o], DType::BF16)?);
         Ok(timed(device, move || {
-            grouped::forward((&table, &x, None), &sorted)?;
+            grouped::forward([(&table, &x, None)], &sorted)?;
             grouped::backward((&table, &dy, None), None, &sorted)
         }))
     })?;

@@ -24,6 +24,17 @@ struct GroupedLinear {
     flat: Option<usize>,
 }
 
+/// Operands of the gradients of a linear.
+#[derive(Clone, Copy)]
+struct Operands<'a> {
+    dy: &'a Tensor,
+    /// `s dy B`.
+    du: Option<&'a Tensor>,
+    x: Option<&'a Tensor>,
+    /// `s drop(x) A^T`.
+    u: Option<&'a Tensor>,
+}
+
 /// The linears, for all experts.
 #[derive(Debug)]
 pub struct GroupedExperts {
@@ -43,6 +54,8 @@ pub struct Saved {
     up: Option<Tensor>,
     /// `s drop(x) A^T` of gate, up and down `[n, ranks]`; `None` without adapters.
     low: [Option<Tensor>; 3],
+    /// Input of the down projection, of a recomputed pass that has computed it.
+    h: Option<Tensor>,
     /// Expert outputs `[n, d]`, before the gates: of a forward pass, and of a recomputed one whose backward pass reads
     /// them ([`GroupedExperts::reads_outputs`]).
     pub out: Option<Tensor>,
@@ -113,19 +126,37 @@ impl GroupedLinear {
         Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
     }
 
-    /// `s drop(x) A^T` of rows `x`; `None` without adapters.
-    fn low(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<Option<Tensor>> {
-        match self.drops(ctx) {
-            Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
-            None => grouped::low(&self.table, x, s),
+    /// `s drop(x) A^T` of rows `x`, of each linear; `None` without adapters.
+    fn low<const N: usize>(
+        all: [&Self; N],
+        x: &Tensor,
+        ctx: &Context,
+        s: &Sorted,
+    ) -> Result<[Option<Tensor>; N]> {
+        if all.iter().all(|l| l.drops(ctx).is_none()) {
+            return grouped::low(all.map(|l| (&l.table, x)), s);
         }
+        // one after the other, since each has rows of its own
+        let mut low = [const { None }; N];
+        for (low, l) in low.iter_mut().zip(all) {
+            let dropped = l.drops(ctx).map(|key| grouped::drop_out(&l.table, x, None, key, s)).transpose()?;
+            [*low] = grouped::low([(&l.table, dropped.as_ref().unwrap_or(x))], s)?;
+        }
+        Ok(low)
     }
 
-    /// Forward pass of rows `x`; also returns `s drop(x) A^T`.
-    fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
-        let u = self.low(x, ctx, s)?;
-        let y = grouped::forward((&self.table, x, u.as_ref()), s)?;
-        self.biases.iter().try_for_each(|b| b.add(&y, s))?;
+    /// Forward pass of rows `x` through linears of one input: their outputs and `s drop(x) A^T`.
+    fn forward<const N: usize>(
+        all: [&Self; N],
+        x: &Tensor,
+        ctx: &Context,
+        s: &Sorted,
+    ) -> Result<([Tensor; N], [Option<Tensor>; N])> {
+        let u = Self::low(all, x, ctx, s)?;
+        let y = grouped::forward(std::array::from_fn(|i| (&all[i].table, x, u[i].as_ref())), s)?;
+        for (l, y) in all.iter().zip(&y) {
+            l.biases.iter().try_for_each(|b| b.add(y, s))?;
+        }
         Ok((y, u))
     }
 
@@ -147,34 +178,53 @@ impl GroupedLinear {
         grouped::drop_out(&self.table, &grouped::adapter_back(of, s)?, Some(&dx), key, s)
     }
 
-    /// Adds weight and adapter gradients to the sink. `u` is `s drop(x) A^T`, `du` its gradient.
-    fn gradients(
-        &self,
-        (dy, du): (&Tensor, Option<&Tensor>),
-        (x, u): (Option<&Tensor>, Option<&Tensor>),
+    /// Adds the gradients of a linear to the sink.
+    fn gradients(&self, of: Operands<'_>, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<()> {
+        Self::gradients_of([(self, of)], ctx, s, sink)
+    }
+
+    /// Adds weight and adapter gradients of linears with one input to the sink.
+    fn gradients_of<const N: usize>(
+        all: [(&Self, Operands<'_>); N],
         ctx: &Context,
         s: &Sorted,
         sink: &Sink<'_>,
     ) -> Result<()> {
-        let Some(flat) = self.flat else { return Ok(()) };
-        let grads = sink.flat(flat)?;
-        if let Some(b) = self.biases.as_ref().filter(|b| b.trains) {
-            b.add_sums(dy, s, &grads)?;
+        let [(first, of_first), ..] = all[..] else { return Ok(()) };
+        let apart = |(l, _): &(&Self, Operands<'_>)| l.flat != first.flat || l.drops(ctx).is_some();
+        if N > 1 && all.iter().any(apart) {
+            return all.into_iter().try_for_each(|(l, of)| l.gradients(of, ctx, s, sink));
         }
-        let dropped = match (self.drops(ctx), x) {
-            (Some(key), Some(x)) => Some(grouped::drop_out(&self.table, x, None, key, s)?),
+        let Some(flat) = first.flat else { return Ok(()) };
+        let grads = sink.flat(flat)?;
+        for (l, of) in all {
+            if let Some(b) = l.biases.as_ref().filter(|b| b.trains) {
+                b.add_sums(of.dy, s, &grads)?;
+            }
+        }
+        let dropped = match (first.drops(ctx), of_first.x) {
+            (Some(key), Some(x)) => Some(grouped::drop_out(&first.table, x, None, key, s)?),
             _ => None,
         };
-        let xd = dropped.as_ref().or(x);
-        for (which, a, b) in
-            [(Gradient::Weight, Some(dy), x), (Gradient::A, du, xd), (Gradient::B, Some(dy), u)]
-        {
-            if !self.table.trains(which) {
-                continue;
-            }
-            match (a, b) {
-                (Some(a), Some(b)) => grouped::gradients(&self.table, which, a, b, s, &grads)?,
-                _ => candle_core::bail!("backward through experts whose input was not kept"),
+        for which in [Gradient::Weight, Gradient::A, Gradient::B] {
+            let operands = |i: usize| {
+                let (l, of) = all[i];
+                let (a, b) = match which {
+                    Gradient::Weight => (Some(of.dy), of.x),
+                    Gradient::A => (of.du, dropped.as_ref().or(of.x)),
+                    Gradient::B => (Some(of.dy), of.u),
+                };
+                match (a, b) {
+                    (Some(a), Some(b)) => Ok((&l.table, a, b)),
+                    _ => candle_core::bail!("backward through experts whose input was not kept"),
+                }
+            };
+            let train: Vec<usize> = (0..N).filter(|i| all[*i].0.table.trains(which)).collect();
+            match train[..] {
+                [a, b] => grouped::gradients([operands(a)?, operands(b)?], which, s, &grads)?,
+                _ => train
+                    .into_iter()
+                    .try_for_each(|i| grouped::gradients([operands(i)?], which, s, &grads))?,
             }
         }
         Ok(())
@@ -206,20 +256,30 @@ impl GroupedExperts {
 
     /// Forward pass of rows `x` `[n, d]`, without the outputs if neither `outputs` nor the backward pass asks for them.
     pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted, outputs: bool) -> Result<Saved> {
-        let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
-        let (up, low_up) = self.up.as_ref().map(|up| up.forward(&x, ctx, s)).transpose()?.unzip();
+        let (gate, up, [low_gate, low_up]) = match &self.up {
+            None => {
+                let ([gate], [low]) = GroupedLinear::forward([&self.gate], &x, ctx, s)?;
+                (gate, None, [low, None])
+            }
+            Some(up) => {
+                let ([gate, up], low) = GroupedLinear::forward([&self.gate, up], &x, ctx, s)?;
+                (gate, Some(up), low)
+            }
+        };
         let needs_input = self.gate.needs_input || self.up.as_ref().is_some_and(|up| up.needs_input);
         let x = needs_input.then_some(x);
         let h = || swiglu::forward(self.glu, &gate, up.as_ref());
-        let (out, low_down) = if outputs || self.reads_outputs() {
-            let (out, low) = self.down.forward(&h()?, ctx, s)?;
-            (Some(out), low)
+        let (h, out, low_down) = if outputs || self.reads_outputs() {
+            let ([out], [low]) = GroupedLinear::forward([&self.down], &h()?, ctx, s)?;
+            (None, Some(out), low)
         } else if self.down.has_adapters() {
-            (None, self.down.low(&h()?, ctx, s)?)
+            let h = h()?;
+            let [low] = GroupedLinear::low([&self.down], &h, ctx, s)?;
+            (self.down.needs_input.then_some(h), None, low)
         } else {
-            (None, None)
+            (None, None, None)
         };
-        Ok(Saved { x, gate, up, low: [low_gate, low_up.flatten(), low_down], out })
+        Ok(Saved { x, gate, up, low: [low_gate, low_up, low_down], h, out })
     }
 
     /// Backward pass from gradients of the outputs `dout` `[n, d]`: returns the gradient of the expert inputs `[n, d]`.
@@ -232,12 +292,15 @@ impl GroupedExperts {
         s: &Sorted,
         sink: &Sink<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let Saved { x, gate, up, low: [low_gate, low_up, low_down], out } = saved;
+        let Saved { x, gate, up, low: [low_gate, low_up, low_down], h, out } = saved;
         drop(out);
         let dh = {
-            let du = grouped::low_back(&self.down.table, &dout, s)?;
-            let inputs = (&gate, up.as_ref(), low_down);
-            self.down_gradients((&dout, du.as_ref()), inputs, gates, ctx, s, sink)?;
+            let [du] = grouped::low_back([(&self.down.table, &dout)], s)?;
+            let h = match h {
+                None if self.down.needs_input => Some(swiglu::forward(self.glu, &gate, up.as_ref())?),
+                h => h,
+            };
+            self.down_gradients((&dout, du.as_ref()), (h, low_down), gates, ctx, s, sink)?;
             self.down.backward((&dout, du.as_ref()), None, ctx, s)?
         };
         drop(dout);
@@ -252,13 +315,16 @@ impl GroupedExperts {
             }
         };
         drop((dh, gate, up));
-        let low_dg = grouped::low_back(&self.gate.table, &dg, s)?;
-        self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
+        let operands = |dy, du, u| Operands { dy, du, x: x.as_ref(), u };
         let (Some(up), Some(du)) = (&self.up, du) else {
+            let [low_dg] = grouped::low_back([(&self.gate.table, &dg)], s)?;
+            self.gate.gradients(operands(&dg, low_dg.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
             return Ok((self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?, dgates));
         };
-        let low_du = grouped::low_back(&up.table, &du, s)?;
-        up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
+        let [low_dg, low_du] = grouped::low_back([(&self.gate.table, &dg), (&up.table, &du)], s)?;
+        let of_gate = operands(&dg, low_dg.as_ref(), low_gate.as_ref());
+        let of_up = operands(&du, low_du.as_ref(), low_up.as_ref());
+        GroupedLinear::gradients_of([(&self.gate, of_gate), (up, of_up)], ctx, s, sink)?;
         drop((x, low_gate, low_up));
         if self.gate.drops(ctx).is_some() || up.drops(ctx).is_some() {
             let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
@@ -273,7 +339,7 @@ impl GroupedExperts {
     fn down_gradients(
         &self,
         (dout, du): (&Tensor, Option<&Tensor>),
-        (gate, up, low): (&Tensor, Option<&Tensor>, Option<Tensor>),
+        (h, low): (Option<Tensor>, Option<Tensor>),
         gates: Option<&Tensor>,
         ctx: &Context,
         s: &Sorted,
@@ -282,10 +348,10 @@ impl GroupedExperts {
         let of_input = self.down.table.trains(Gradient::Weight);
         let weighted =
             |x: &Tensor, in_place| gates.map_or(Ok(x.clone()), |gates| s.weigh(x, gates, in_place));
-        let h = self.down.needs_input.then(|| swiglu::forward(self.glu, gate, up)).transpose()?;
         let h = h.map(|h| if of_input { weighted(&h, true) } else { Ok(h) }).transpose()?;
         let du = du.map(|du| if of_input { Ok(du.clone()) } else { weighted(du, false) }).transpose()?;
         let low = low.map(|low| weighted(&low, true)).transpose()?;
-        self.down.gradients((dout, du.as_ref()), (h.as_ref(), low.as_ref()), ctx, s, sink)
+        let of = Operands { dy: dout, du: du.as_ref(), x: h.as_ref(), u: low.as_ref() };
+        self.down.gradients(of, ctx, s, sink)
     }
 }

@@ -10,7 +10,8 @@
 //   backward  dx = dy W + du A         du = s dy B         right operands in stored order
 //   gradient  dW += dy^T x, dA += du^T x, dB += dy^T u     one block per tile, over all rows: no atomics
 //
-// A launch can sum the products of two tables of one shape: dx has a part from gate and a part from up.
+// A launch can sum the products of two tables of one shape: dx has a part from gate and a part from up. Or it has two
+// results, one for each table: gate and up of the same x, which is then read once.
 #pragma once
 #include "../../cuda/matrix.cuh"
 #include "../../quantized/codes.cuh"
@@ -94,6 +95,11 @@ template <typename T> struct Products {
   uint32_t inner, outer, ranks;
   // compute u or du [n, ranks] instead of y or dx; columns up to the expert's rank are valid
   bool low;
+  int begin = 0, end = 4; // summands of the block's result
+
+  DEVICE const Expert *table() const { return begin == 0 ? experts : more; }
+  // Left operand of summand `at`.
+  DEVICE const T *left(int at) const { return at % 2 == 1 ? (at < 2 ? u : more_u) : (at < 2 ? x : more_x); }
 };
 
 // One summand: left [rows, depth] with row stride `stride`, times right: [outer, depth] if TRANSPOSED,
@@ -111,9 +117,8 @@ DEVICE Matrix codes_of(const Expert &e) {
 
 // Inner dimension of summand `at` (0 to 3) for expert `e` of the respective table; 0 if absent.
 template <typename T> DEVICE uint32_t depth_of(const Products<T> &p, const Expert &e, int at) {
-  if (p.low) return at == 0 ? p.inner : 0;
-  const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
-  if ((at < 2 ? p.experts : p.more) == nullptr || left == nullptr) return 0;
+  if (p.low) return at == p.begin ? p.inner : 0;
+  if ((at < 2 ? p.experts : p.more) == nullptr || p.left(at) == nullptr) return 0;
   return at % 2 == 1 ? e.rank : p.inner;
 }
 
@@ -123,11 +128,10 @@ DEVICE Factors<T> factors(const Products<T> &p, const Expert &e, uint32_t first,
   Factors<T> f = {};
   f.depth = depth_of(p, e, at);
   if (f.depth == 0) return f;
-  const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
   f.right = static_cast<const T *>(at % 2 == 0 && !p.low ? e.weight : TRANSPOSED == p.low ? e.a : e.b);
   f.expert = &e;
   f.stride = at % 2 == 1 ? p.ranks : p.inner;
-  f.left = left + static_cast<uint64_t>(first) * f.stride;
+  f.left = p.left(at) + static_cast<uint64_t>(first) * f.stride;
   return f;
 }
 
@@ -166,9 +170,20 @@ DEVICE Destination destination(const Expert &e, uint32_t which, uint32_t rows, u
   return {e.grad_b, rows, e.rank};
 }
 
+// First column of the block, each with so many. With a second result, blocks past the columns of the first one compute
+// it, each from the summands of its table.
+template <typename T> DEVICE uint32_t first_column(Products<T> &p, uint32_t columns, T *&out, T *second) {
+  if (second == nullptr) return blockIdx.x * columns;
+  const uint32_t of_first = ((p.low ? p.ranks : p.outer) + columns - 1) / columns;
+  const bool is_second = blockIdx.x >= of_first;
+  if (is_second) out = second;
+  p.begin = is_second ? 2 : 0, p.end = p.begin + 2;
+  return (blockIdx.x - (is_second ? of_first : 0)) * columns;
+}
+
 #define PRODUCTS(T)                                                                                                    \
   const Expert *experts, const T *x, const T *u, const Expert *more, const T *more_x, const T *more_u, uint32_t inner,\
-      uint32_t outer, uint32_t ranks, uint32_t low, const uint32_t *starts, const uint2 *tiles, T *out
+      uint32_t outer, uint32_t ranks, uint32_t low, const uint32_t *starts, const uint2 *tiles, T *out, T *second
 #define PRODUCTS_OF                                                                                                    \
   { experts, more, x, more_x, u, more_u, inner, outer, ranks, low != 0 }
 // `a` [n, a_stride] is dy or du, `b` [n, b_stride] is x or u.

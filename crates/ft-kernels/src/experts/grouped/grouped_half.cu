@@ -42,7 +42,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, uint32_t beside, unsigned char *shared)
       : p(p), tile(tile), outer(outer), col0(col0), beside(BESIDE == 1 ? 1 : beside), left(shared), right(shared + STAGES * ROWS * DEPTH * 2),
         constants(reinterpret_cast<const Constants *>(right + STAGES * STAGE_RIGHT)),
-        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants)), row_codes(window, col0, outer), at(-1), stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE), held(),
+        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants)), row_codes(window, col0, outer), at(p.begin - 1), stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE), held(),
         raw() {
     next();
   }
@@ -53,14 +53,14 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   DEVICE uint32_t stages() const {
     uint32_t all = 0;
 #pragma unroll 1
-    for (int i = 0; i < 4; i++) all += (depth_of(p, expert(i), i) + DEPTH - 1) / DEPTH;
+    for (int i = p.begin; i < p.end; i++) all += (depth_of(p, expert(i), i) + DEPTH - 1) / DEPTH;
     return all * beside;
   }
 
   // Advances to the next summand present.
   DEVICE void next() {
     do {
-      if (++at == 4) return;
+      if (++at == p.end) return;
       f = factors<T, TRANSPOSED>(p, expert(at), tile.first, at);
     } while (f.depth == 0);
     k0 = 0, held_group = row_codes.held_group = NONE;
@@ -76,7 +76,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  DEVICE bool done() const { return at == 4; }
+  DEVICE bool done() const { return at == p.end; }
 
   // Starts loading the next stage.
   DEVICE void begin() {
@@ -298,12 +298,12 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
 
 // Computes ROWS rows by up to BESIDE adjacent tiles of 128 columns, with DOWN warps along the rows.
 template <typename T, bool TRANSPOSED, int ROWS, int DOWN, int AHEAD, int BESIDE>
-DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+DEVICE void products(Products<T> p, const uint32_t *starts, const uint2 *tiles, T *out, T *second) {
   constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // per warp
   SHARED_BYTES(shared);
   const Rows tile = rows_at(tiles, starts, blockIdx.y, ROWS);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, col0 = blockIdx.x * BESIDE * COLS;
+  const uint32_t col0 = first_column(p, BESIDE * COLS, out, second), outer = p.low ? p.table()[tile.expert].rank : p.outer;
   if (col0 >= outer) return;
   const uint32_t tiles_left = (outer - col0 + COLS - 1) / COLS, beside = tiles_left < BESIDE ? tiles_left : BESIDE;
   Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));
@@ -350,7 +350,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   for (uint32_t c = 0; c < BESIDE; c++) {
     if (c >= beside) break;
     if (c > 0) __syncwarp();
-    store_tile<T, H, W>(acc[c], p.low ? held[0].expert.scale : 1.0f, shared + warp * H * W * 2, to + c * COLS, stride,
+    store_tile<T, H, W>(acc[c], p.low ? held[p.begin / 2].expert.scale : 1.0f, shared + warp * H * W * 2, to + c * COLS, stride,
                         static_cast<int>(tile.count) - row, static_cast<int>(outer - col0) - col - static_cast<int>(c) * COLS);
   }
 }
@@ -481,14 +481,18 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
 // Gradients of adapters: low^T x wide for one expert, low [n, ranks] (du or u) and wide [n, width] (x or dy), added to A's
 // gradient [rank, width] or transposed to B's [width, rank]. A block takes 128 columns and up to LOW of the rank, so that
 // `wide` is read once; all its warps have columns. Columns of `low` past the rank are any values, and so are their sums.
+// With a second table, so many blocks more compute its gradients: of x, if both read it, from the cache.
 constexpr int LOW = 32, OF_WARP = COLS / (THREADS / WARP), STAGE_LOW = DEPTH * LOW * 2; // of the rank; columns; bytes
 constexpr int LOW_STAGES = 4;
 
 template <typename T>
 DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_t ranks, const T *wide, uint32_t width,
-                         const uint32_t *starts, float *grads) {
+                         const uint32_t *starts, float *grads, const Expert *more, const T *more_low, const T *more_wide) {
   SHARED_BYTES(shared);
-  const uint32_t first = starts[blockIdx.z], count = starts[blockIdx.z + 1] - first, rank0 = blockIdx.y * LOW, col0 = blockIdx.x * COLS;
+  const uint32_t of_first = (ranks + LOW - 1) / LOW, is_second = blockIdx.y >= of_first;
+  if (is_second) experts = more, low = more_low, wide = more_wide;
+  const uint32_t first = starts[blockIdx.z], count = starts[blockIdx.z + 1] - first, col0 = blockIdx.x * COLS;
+  const uint32_t rank0 = (blockIdx.y - is_second * of_first) * LOW;
   const uint64_t at = of_b ? experts[blockIdx.z].grad_b : experts[blockIdx.z].grad_a;
   const uint32_t rank = experts[blockIdx.z].rank;
   if (at == NOWHERE || count == 0 || rank0 >= rank) return;
@@ -583,7 +587,7 @@ DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_
 
 #define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE)                                                        \
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                              \
-    products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out);                               \
+    products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out, second);                       \
   }
 #define GROUPED(T)                                                                                                     \
   PRODUCT(few_forward, T, true, 32, 2, 3, 1)                                                                           \
@@ -592,8 +596,9 @@ DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_
     gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
   }                                                                                                                    \
   KERNEL(grouped_low_gradient_##T, SIDE_BY_SIDE(4, THREADS), const Expert *experts, uint32_t of_b, const T *low,       \
-         uint32_t ranks, const T *wide, uint32_t width, const uint32_t *starts, float *grads) {                        \
-    low_gradient<T>(experts, of_b != 0, low, ranks, wide, width, starts, grads);                                       \
+         uint32_t ranks, const T *wide, uint32_t width, const uint32_t *starts, float *grads, const Expert *more,      \
+         const T *more_low, const T *more_wide) {                                                                      \
+    low_gradient<T>(experts, of_b != 0, low, ranks, wide, width, starts, grads, more, more_low, more_wide);            \
   }
 
 GROUPED(bf16)

@@ -1,6 +1,6 @@
 // Grouped GEMMs of 16-bit values for experts with many rows, on tensor cores: four warps per 128 x 128 tile, each with
-// 64 x 64 values of it, so that a fragment from shared memory feeds eight tensor-core instructions. Two blocks stand on
-// a multiprocessor, also where it has 100 KiB of shared memory.
+// 64 x 64 values of it, so that a fragment from shared memory feeds eight tensor-core instructions; in a tile with up to
+// 64 rows, an expert's last one, 64 x 32. Two blocks stand on a multiprocessor, also where it has 100 KiB of shared memory.
 //
 // There are two kernels of each direction. For matrices of values, left and right tiles arrive by cp.async in three
 // stages of 32 inner values. With 4-bit codes, left tiles arrive in two stages of 64, whole lines of the cache; codes
@@ -15,7 +15,7 @@
 #include "grouped_tiles.cuh"
 
 constexpr int OF_MANY = 128;               // threads; must match crates/ft-kernels/src/experts/grouped/mod.rs
-constexpr int SIDE = 128, H = 64, W = 64;  // rows of a tile; rows and columns of a warp
+constexpr int SIDE = 128, H = 64;          // rows of a tile and of a warp
 constexpr int TURN = 2 * DEPTH;            // inner values of a left stage with codes
 constexpr int STAGE_LEFT = SIDE * DEPTH * 2; // bytes
 
@@ -213,8 +213,9 @@ template <typename T, int D> struct Left {
   }
 };
 
-// One tile of the result, and this thread's part of it.
-template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
+// One tile of the result, and this thread's part of it: W columns of a warp.
+template <typename T, bool TRANSPOSED, bool CODES, int W> struct Tile {
+  static_assert(W == 64 || W == 32, "two or four warps beside each other");
   static constexpr int STAGES = CODES ? 2 : 3;
   static constexpr int LEFT_BYTES = (CODES ? 4 : 3) * STAGE_LEFT;
   const Rows rows;
@@ -223,8 +224,8 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
   const bool works;                        // whether the warp has values before the edges
   float acc[H / 16][W / 8][4];
 
-  static DEVICE int row() { return threadIdx.x / WARP % 2 * H; }
-  static DEVICE int col() { return threadIdx.x / WARP / 2 * W; }
+  static DEVICE int row() { return W == 64 ? threadIdx.x / WARP % 2 * H : 0; }
+  static DEVICE int col() { return threadIdx.x / WARP / (W == 64 ? 2 : 1) * W; }
 
   DEVICE Tile(Rows rows, uint32_t outer, uint32_t col0, unsigned char *shared)
       : rows(rows), outer(outer), col0(col0), left(shared), right(shared + LEFT_BYTES),
@@ -233,7 +234,10 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
   // Multiplies columns from `col` on of a left tile [128, D] by a right tile. `between` is called after each eighth.
   template <int D, int TOGETHER, typename F> DEVICE void step(const unsigned char *a, int col, const unsigned char *b, const F &between) {
     const int lane = threadIdx.x % WARP;
-    multiply<T, TRANSPOSED, H, W, D, TOGETHER>(acc, a, col, b, ::left<D>(row(), 0, lane), right_corner<TRANSPOSED>(this->col(), lane), between);
+    const auto part = [&](int i) {
+      for (int n = 0; n < 64 / W; n++) between(i * 64 / W + n);
+    };
+    multiply<T, TRANSPOSED, H, W, D, TOGETHER>(acc, a, col, b, ::left<D>(row(), 0, lane), right_corner<TRANSPOSED>(this->col(), lane), part);
   }
 
   // Sums a product of stored values whose rows are whole 16-byte pieces.
@@ -351,22 +355,11 @@ template <typename T, bool TRANSPOSED, bool CODES> struct Tile {
   }
 };
 
-template <typename T, bool TRANSPOSED, bool CODES>
-DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
-  using Own = Tile<T, TRANSPOSED, CODES>;
-  SHARED_BYTES(shared);
-  const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
-  if (rows.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[rows.expert].rank : p.outer, col0 = blockIdx.x * COLS;
-  if (col0 >= outer) return;
-  using Held = typename std::conditional<CODES, Coded, Uncoded>::type;
-  Held *const held = reinterpret_cast<Held *>(shared + Own::LEFT_BYTES + Own::STAGES * STAGE_RIGHT);
-  load_experts(held, p.experts + rows.expert, p.more != nullptr ? p.more + rows.expert : nullptr);
-  if constexpr (CODES) load_books(held, p.more != nullptr);
-
-  Own tile(rows, outer, col0, shared);
+template <typename T, bool TRANSPOSED, bool CODES, int W, typename Held>
+DEVICE void compute(const Products<T> &p, Rows rows, uint32_t outer, uint32_t col0, const Held *held, unsigned char *shared, T *out) {
+  Tile<T, TRANSPOSED, CODES, W> tile(rows, outer, col0, shared);
 #pragma unroll 1
-  for (int at = 0; at < 4; at++) {
+  for (int at = p.begin; at < p.end; at++) {
     const Factors<T> f = factors<T, TRANSPOSED>(p, held[at / 2].expert, rows.first, at);
     if (f.depth > 0) tile.add(f, held[at / 2]);
   }
@@ -375,22 +368,40 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   const int row = tile.row(), col = tile.col();
   const uint32_t stride = p.low ? p.ranks : p.outer;
   T *const to = out + static_cast<uint64_t>(rows.first + row) * stride + col0 + col;
-  store_tile<T, H, W>(tile.acc, p.low ? held[0].expert.scale : 1.0f, shared + threadIdx.x / WARP * H * W * 2, to, stride,
+  store_tile<T, H, W>(tile.acc, p.low ? held[p.begin / 2].expert.scale : 1.0f, shared + threadIdx.x / WARP * H * W * 2, to, stride,
                       static_cast<int>(rows.count) - row, static_cast<int>(outer - col0) - col);
+}
+
+template <typename T, bool TRANSPOSED, bool CODES>
+DEVICE void products(Products<T> p, const uint32_t *starts, const uint2 *tiles, T *out, T *second) {
+  using Own = Tile<T, TRANSPOSED, CODES, 64>;
+  SHARED_BYTES(shared);
+  const uint32_t col0 = first_column(p, COLS, out, second);
+  const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
+  if (rows.expert == NONE) return;
+  const uint32_t outer = p.low ? p.table()[rows.expert].rank : p.outer;
+  if (col0 >= outer) return;
+  using Held = typename std::conditional<CODES, Coded, Uncoded>::type;
+  Held *const held = reinterpret_cast<Held *>(shared + Own::LEFT_BYTES + Own::STAGES * STAGE_RIGHT);
+  load_experts(held, p.experts + rows.expert, p.more != nullptr ? p.more + rows.expert : nullptr);
+  if constexpr (CODES) load_books(held, p.more != nullptr);
+  if (rows.count <= H) return compute<T, TRANSPOSED, CODES, 32>(p, rows, outer, col0, held, shared, out);
+  compute<T, TRANSPOSED, CODES, 64>(p, rows, outer, col0, held, shared, out);
 }
 
 constexpr int LOW = 32, LOW_STAGES = 3, LOW_RIGHT = LOW * DEPTH * 2; // columns; bytes of half a stage's right tile
 
 // u or du of a tile of rows. Rows of the left operand are whole 16-byte pieces.
-template <typename T, bool TRANSPOSED> DEVICE void narrow(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+template <typename T, bool TRANSPOSED> DEVICE void narrow(Products<T> p, const uint32_t *starts, const uint2 *tiles, T *out, T *second) {
   constexpr int OF_WARP = SIDE * WARP / OF_MANY, STAGE_BYTES = 2 * (STAGE_LEFT + LOW_RIGHT);
   SHARED_BYTES(shared);
   const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (rows.expert == NONE) return;
-  const Expert &e = p.experts[rows.expert];
-  const uint32_t rank = e.rank, first = blockIdx.x * LOW;
+  const uint32_t first = first_column(p, LOW, out, second);
+  const Expert &e = p.table()[rows.expert];
+  const uint32_t rank = e.rank;
   if (first >= rank) return;
-  const Factors<T> f = factors<T, TRANSPOSED>(p, e, rows.first, 0);
+  const Factors<T> f = factors<T, TRANSPOSED>(p, e, rows.first, p.begin);
 
   // a thread's pieces of right tiles, [LOW, DEPTH] if TRANSPOSED, else [DEPTH, LOW]; values past the edges are zeros
   static_assert(LOW == DEPTH && OF_MANY * 8 == LOW * DEPTH, "a piece a thread");
@@ -443,11 +454,11 @@ template <typename T, bool TRANSPOSED> DEVICE void narrow(const Products<T> &p, 
 
 #define MANY_OF(NAME, T, TRANSPOSED, CODES)                                                                            \
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, OF_MANY), PRODUCTS(T)) {                                                \
-    products<T, TRANSPOSED, CODES>(PRODUCTS_OF, starts, tiles, out);                                                   \
+    products<T, TRANSPOSED, CODES>(PRODUCTS_OF, starts, tiles, out, second);                                           \
   }
 #define LOW_OF(NAME, T, TRANSPOSED)                                                                                    \
   KERNEL(grouped_low_##NAME##_##T, SIDE_BY_SIDE(3, OF_MANY), PRODUCTS(T)) {                                            \
-    narrow<T, TRANSPOSED>(PRODUCTS_OF, starts, tiles, out);                                                            \
+    narrow<T, TRANSPOSED>(PRODUCTS_OF, starts, tiles, out, second);                                                    \
   }
 #define MANY(T)                                                                                                        \
   MANY_OF(forward, T, true, false)                                                                                     \

@@ -87,20 +87,20 @@ DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &
   }
 }
 
-template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+template <typename T> DEVICE void one(Products<T> p, const uint32_t *starts, const uint2 *tiles, T *out, T *second) {
   SHARED_ARRAY(Constants, constants, 1);
   SHARED_BYTES(shared); // one row of `inner` values
   const Rows tile = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer;
-  const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / WARP) * ROWS;
-  if (blockIdx.x * WARPS * ROWS >= outer) return;
-  load_constants(constants, p.experts + tile.expert, nullptr, !p.low);
+  const uint32_t col0 = first_column(p, WARPS * ROWS, out, second), first = col0 + threadIdx.x / WARP * ROWS;
+  const uint32_t outer = p.low ? p.table()[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer;
+  if (col0 >= outer) return;
+  load_constants(constants, p.table() + tile.expert, nullptr, !p.low);
   const uint32_t lane = threadIdx.x % WARP;
 #pragma unroll 1
   for (uint32_t row = tile.first; row < tile.first + tile.count; row++) {
-    const T *const x = p.x + static_cast<uint64_t>(row) * p.inner;
-    const bool staged = p.x != nullptr && p.inner % 8 == 0 && is_aligned(x);
+    const T *const all = p.left(p.begin), *const x = all + static_cast<uint64_t>(row) * p.inner;
+    const bool staged = all != nullptr && p.inner % 8 == 0 && is_aligned(x);
     __syncthreads();
     if (staged)
       for (uint32_t i = threadIdx.x; i < p.inner / 8; i += THREADS) store_16(shared + 16 * i, load_16(x + 8 * i));
@@ -109,11 +109,11 @@ template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *star
     if (first < outer) {
       float sum[ROWS] = {};
 #pragma unroll 1
-      for (int at = 0; at < 2; at++) {
-        Factors<T> f = factors<T, true>(p, e, row, at);
+      for (int i = 0; i < 2; i++) {
+        Factors<T> f = factors<T, true>(p, e, row, p.begin + i);
         if (f.depth == 0) continue;
-        const bool left = at == 0 ? staged : f.stride % 8 == 0 && is_aligned(f.left);
-        if (at == 0 && staged) f.left = reinterpret_cast<const T *>(shared);
+        const bool left = i == 0 ? staged : f.stride % 8 == 0 && is_aligned(f.left);
+        if (i == 0 && staged) f.left = reinterpret_cast<const T *>(shared);
         if (f.right == nullptr && left && f.depth % 32 == 0 && is_aligned(e.packed)) add_codes(sum, f, constants[0], first, outer, lane);
         else add_values(sum, f, first, outer, left && f.right != nullptr && f.depth % 8 == 0 && is_aligned(f.right), lane);
       }
@@ -130,7 +130,7 @@ template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *star
 }
 
 #define ONE(T)                                                                                                         \
-  KERNEL(grouped_one_##T, THREADS, PRODUCTS(T)) { one<T>(PRODUCTS_OF, starts, tiles, out); }
+  KERNEL(grouped_one_##T, THREADS, PRODUCTS(T)) { one<T>(PRODUCTS_OF, starts, tiles, out, second); }
 
 ONE(bf16)
 ONE(f16)

@@ -85,20 +85,21 @@ template <bool TRANSPOSED> struct Codes {
 };
 
 template <bool TRANSPOSED>
-DEVICE void products(const Products<float> &p, const uint32_t *starts, const uint2 *tiles, float *out) {
+DEVICE void products(Products<float> p, const uint32_t *starts, const uint2 *tiles, float *out, float *second) {
   SHARED_ARRAY(float, a, SIDE * DEPTH);
   SHARED_ARRAY(float, b, SIDE * DEPTH);
   SHARED_ARRAY(Constants, held, 2); // of both tables
   const Rows tile = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.x * SIDE;
+  const uint32_t col0 = first_column(p, SIDE, out, second);
+  const uint32_t outer = p.low ? p.table()[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer;
   if (col0 >= outer) return;
   load_constants(held, p.experts + tile.expert, p.more != nullptr ? p.more + tile.expert : nullptr, !p.low);
-  const Expert &e = held[0].expert;
+  const Expert &e = held[p.begin / 2].expert;
   const int y = threadIdx.x / 16, x = threadIdx.x % 16;
   float acc[EACH][EACH] = {};
 #pragma unroll 1
-  for (int at = 0; at < 4; at++) {
+  for (int at = p.begin; at < p.end; at++) {
     const Expert *const table = at < 2 ? p.experts : p.more;
     if (table == nullptr) continue;
     const Factors<float> f = factors<float, TRANSPOSED>(p, held[at / 2].expert, tile.first, at);
@@ -129,8 +130,8 @@ DEVICE void products(const Products<float> &p, const uint32_t *starts, const uin
     }
 }
 
-KERNEL(grouped_forward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<true>(PRODUCTS_OF, starts, tiles, out); }
-KERNEL(grouped_backward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<false>(PRODUCTS_OF, starts, tiles, out); }
+KERNEL(grouped_forward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<true>(PRODUCTS_OF, starts, tiles, out, second); }
+KERNEL(grouped_backward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<false>(PRODUCTS_OF, starts, tiles, out, second); }
 
 KERNEL(grouped_gradient_f32, THREADS, GRADIENT(float)) {
   SHARED_ARRAY(float, left, SIDE * DEPTH);

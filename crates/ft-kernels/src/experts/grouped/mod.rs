@@ -9,6 +9,8 @@
 //! gradients                   dW += dy^T x, dA += du^T x, dB += dy^T u
 //! ```
 //!
+//! Products of two linears with one input, as gate and up, take one launch, which reads their input once.
+//!
 //! A [`Table`] on the device, built once, describes the experts: weights or 4-bit codes, adapters of
 //! individual ranks, gradient offsets. `grouped_many.cu` covers 16-bit values (tensor cores), `grouped_half.cu` those
 //! with few rows an expert, and gradients; `grouped_plain.cu` f32.
@@ -149,17 +151,32 @@ fn tiled(name: &str, dtype: DType, coded: bool, s: &Sorted) -> (Source, String, 
     (source, format!("grouped_{kind}{name}"), beside * columns, threads, bytes)
 }
 
-/// Launches the kernel `name` (forward or backward). `outer` is the width of the result.
+/// A second operand of a launch.
+#[derive(Clone, Copy)]
+enum More<'a> {
+    /// Whose product is added.
+    Sum(Operand<'a>),
+    /// With a result of its own.
+    Beside(Operand<'a>),
+}
+
+/// Launches the kernel `name` (forward or backward): the result and, of an operand beside, a second one. `outer` is
+/// their width.
 fn products(
     name: &str,
     (table, x, u): Operand<'_>,
-    more: Option<Operand<'_>>,
+    more: Option<More<'_>>,
     (inner, outer): (usize, usize),
     terms: Terms,
     s: &Sorted,
-) -> Result<Tensor> {
+) -> Result<(Tensor, Option<Tensor>)> {
     let (n, low) = (s.rows(), terms == Terms::Low);
     let width = if low { table.ranks } else { outer };
+    let (more, beside) = match more {
+        None => (None, false),
+        Some(More::Sum(m)) => (Some(m), false),
+        Some(More::Beside(m)) => (Some(m), true),
+    };
     let fits = |(t, x, u): &Operand<'_>| {
         t.dims == table.dims
             && t.ranks == table.ranks
@@ -180,12 +197,18 @@ fn products(
     }
     work(table, s, x, terms);
     more.iter().for_each(|(t, x, _)| work(t, s, x, terms));
-    if let Some([y]) = ghost_products(&[x], [((n, width).into(), x.dtype())], |_| ()) {
-        return Ok(y);
+    let shape = || ((n, width).into(), x.dtype());
+    let ghosts = match beside {
+        true => ghost_products(&[x], [shape(), shape()], |_| ()).map(|[first, second]| (first, Some(second))),
+        false => ghost_products(&[x], [shape()], |_| ()).map(|[y]| (y, None)),
+    };
+    if let Some(ghosts) = ghosts {
+        return Ok(ghosts);
     }
     let x = x.contiguous()?;
     let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
     let out = empty(&x, (n, width), x.dtype())?;
+    let second = if beside { Some(empty(&x, (n, width), x.dtype())?) } else { None };
     // adapters are values
     let coded = matches!(terms, Terms::Whole | Terms::Values)
         && (table.coded > 0.0 || more.as_ref().is_some_and(|m| m.0.coded > 0.0));
@@ -196,7 +219,7 @@ fn products(
     let one = one && tiles * width.div_ceil(source(x.dtype()).1) < TOO_FEW;
     let (source, name, columns, threads, bytes) = if one {
         (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, THREADS, staged)
-    } else if low && !s.few() && takes_low(&x) {
+    } else if low && !s.few() && takes_low(&x) && more.as_ref().is_none_or(|m| takes_low(&m.1)) {
         (compiled!(GROUPED_MANY), format!("grouped_low_{name}"), LOW, OF_MANY, OF_LOW)
     } else {
         tiled(name, x.dtype(), coded, s)
@@ -207,52 +230,96 @@ fn products(
     let launch =
         launch.with(args![more.as_ref().map(|m| &m.0.experts_words), more.as_ref().map(|m| &m.1)])?;
     let launch = launch.with(args![more.as_ref().and_then(|m| m.2), inner, outer, table.ranks])?;
-    let launch = launch.with(args![u32::from(low), &s.starts, &s.tiles, &out])?;
+    let launch = launch.with(args![u32::from(low), &s.starts, &s.tiles, &out, second.as_ref()])?;
     // Columns vary fastest: blocks of a tile of rows run together, and find these in the cache.
-    let grid = Grid::new(width.div_ceil(columns), threads).by(tiles).shared(bytes);
-    // SAFETY: the table holds addresses of matrices with these dimensions, and keeps the tensors alive;
-    // it has as many experts as the schedule; the rows of x, u and the result were checked above.
-    unsafe { launch.run(grid) }?;
-    Ok(out)
+    let blocks = width.div_ceil(columns) * if beside { 2 } else { 1 };
+    // SAFETY: the tables hold addresses of matrices with these dimensions, and keep the tensors alive;
+    // they have as many experts as the schedule; the rows of x, u and the results were checked above.
+    unsafe { launch.run(Grid::new(blocks, threads).by(tiles).shared(bytes)) }?;
+    Ok((out, second))
 }
 
-/// `s x A^T` [n, ranks] for rows `x` [n, i]; `None` if no expert has an adapter.
-pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
-    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), Terms::Low, s);
-    (table.ranks > 0).then(run).transpose()
+/// Whether one launch takes both.
+fn alike(a: &Table, b: &Table) -> bool {
+    (a.dims, a.ranks, a.dtype) == (b.dims, b.ranks, b.dtype)
 }
 
-/// `s dy B` [n, ranks] for rows `dy` [n, o]; `None` if no expert has an adapter.
-pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
-    let run = || products("backward", (table, dy, None), None, table.dims, Terms::Low, s);
-    (table.ranks > 0).then(run).transpose()
+/// The products of one or two operands, of two in one launch if their matrices and adapters have the same shapes.
+fn each<const N: usize>(
+    name: &str,
+    of: [Operand<'_>; N],
+    dims: fn(&Table) -> (usize, usize),
+    terms: Terms,
+    s: &Sorted,
+) -> Result<[Tensor; N]> {
+    let mut all = Vec::with_capacity(N);
+    match of[..] {
+        [a, b] if alike(a.0, b.0) => {
+            let (first, second) = products(name, a, Some(More::Beside(b)), dims(a.0), terms, s)?;
+            all.extend([Some(first), second].into_iter().flatten());
+        }
+        _ => {
+            for operand in of {
+                all.push(products(name, operand, None, dims(operand.0), terms, s)?.0);
+            }
+        }
+    }
+    all.try_into().map_err(|_| candle_core::Error::msg(format!("grouped {name}: a result is missing")))
 }
 
-/// `x W^T + u B^T` [n, o] for rows `x` [n, i].
-pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("forward", of, None, (of.0.dims.1, of.0.dims.0), Terms::Whole, s)
+/// Products with an adapter's side, of the operands that have adapters.
+fn each_low<const N: usize>(
+    name: &str,
+    of: [(&Table, &Tensor); N],
+    dims: fn(&Table) -> (usize, usize),
+    s: &Sorted,
+) -> Result<[Option<Tensor>; N]> {
+    if of.iter().all(|(table, _)| table.ranks > 0) {
+        return Ok(each(name, of.map(|(table, x)| (table, x, None)), dims, Terms::Low, s)?.map(Some));
+    }
+    let mut low = [const { None }; N];
+    for (low, (table, x)) in low.iter_mut().zip(of).filter(|(_, (table, _))| table.ranks > 0) {
+        let [own] = each(name, [(table, x, None)], dims, Terms::Low, s)?;
+        *low = Some(own);
+    }
+    Ok(low)
+}
+
+/// `s x A^T` [n, ranks] for rows `x` [n, i], of each linear; `None` if no expert has an adapter.
+pub fn low<const N: usize>(of: [(&Table, &Tensor); N], s: &Sorted) -> Result<[Option<Tensor>; N]> {
+    each_low("forward", of, |t| (t.dims.1, t.dims.0), s)
+}
+
+/// `s dy B` [n, ranks] for rows `dy` [n, o], of each linear; `None` if no expert has an adapter.
+pub fn low_back<const N: usize>(of: [(&Table, &Tensor); N], s: &Sorted) -> Result<[Option<Tensor>; N]> {
+    each_low("backward", of, |t| t.dims, s)
+}
+
+/// `x W^T + u B^T` [n, o] for rows `x` [n, i], of each linear.
+pub fn forward<const N: usize>(of: [Operand<'_>; N], s: &Sorted) -> Result<[Tensor; N]> {
+    each("forward", of, |t| (t.dims.1, t.dims.0), Terms::Whole, s)
 }
 
 /// `dy W + du A` [n, i] for rows `dy` [n, o], plus the same for a second table.
 pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Result<Tensor> {
-    // a single launch requires equal rank strides
+    let run = |of: Operand<'_>, more| {
+        Ok::<_, candle_core::Error>(products("backward", of, more, of.0.dims, Terms::Whole, s)?.0)
+    };
     match more {
-        Some(m) if m.0.ranks != of.0.ranks => {
-            let first = products("backward", of, None, of.0.dims, Terms::Whole, s)?;
-            first + products("backward", m, None, m.0.dims, Terms::Whole, s)?
-        }
-        more => products("backward", of, more, of.0.dims, Terms::Whole, s),
+        // a single launch requires equal rank strides
+        Some(m) if m.0.ranks != of.0.ranks => run(of, None)? + run(m, None)?,
+        more => run(of, more.map(More::Sum)),
     }
 }
 
 /// Only `dy W` [n, i], for rows `dy` [n, o].
 pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("backward", of, None, of.0.dims, Terms::Values, s)
+    Ok(products("backward", of, None, of.0.dims, Terms::Values, s)?.0)
 }
 
 /// Only `du A` [n, i], for rows `dy` [n, o].
 pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("backward", of, None, of.0.dims, Terms::Adapter, s)
+    Ok(products("backward", of, None, of.0.dims, Terms::Adapter, s)?.0)
 }
 
 /// Seed of dropout in a step.
@@ -288,13 +355,24 @@ pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: 
     Ok(y)
 }
 
-/// Accumulates one kind of gradient into `grads`, the flat f32 buffer addressed by the table's offsets,
-/// from `a` (dy or du) and `b` (x or u).
-pub fn gradients(
-    table: &Table,
+/// Accumulates one kind of gradient of each linear into `grads`, the flat f32 buffer addressed by the tables' offsets,
+/// from `a` (dy or du) and `b` (x or u). Those of two linears' adapters take one launch if their shapes are the same.
+pub fn gradients<const N: usize>(
+    of: [(&Table, &Tensor, &Tensor); N],
     which: Gradient,
-    a: &Tensor,
-    b: &Tensor,
+    s: &Sorted,
+    grads: &Tensor,
+) -> Result<()> {
+    match of[..] {
+        [a, b] if which != Gradient::Weight && alike(a.0, b.0) => gradient(which, a, Some(b), s, grads),
+        _ => of.into_iter().try_for_each(|one| gradient(which, one, None, s, grads)),
+    }
+}
+
+fn gradient(
+    which: Gradient,
+    (table, a, b): (&Table, &Tensor, &Tensor),
+    more: Option<(&Table, &Tensor, &Tensor)>,
     s: &Sorted,
     grads: &Tensor,
 ) -> Result<()> {
@@ -305,34 +383,45 @@ pub fn gradients(
         Gradient::B => (o, table.ranks, (o, table.ranks)),
     };
     let n = s.rows();
-    if a.dims() != [n, own.0]
-        || b.dims() != [n, own.1]
-        || grads.dtype() != DType::F32
-        || grads.elem_count() < table.ends
-    {
-        candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
-    }
-    if let Some(g) = a.ghost() {
-        let flops = 2.0 * n as f64 * table.gradient_values(which) / s.experts.max(1) as f64;
-        let read = 8.0 * s.busy() * table.gradient_values(which);
-        g.ledger().work(Cost { flops, read, ..Cost::default() });
+    for (table, a, b) in [(table, a, b)].into_iter().chain(more) {
+        if a.dims() != [n, own.0]
+            || b.dims() != [n, own.1]
+            || grads.dtype() != DType::F32
+            || grads.elem_count() < table.ends
+        {
+            candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
+        }
+        if let Some(g) = a.ghost() {
+            let flops = 2.0 * n as f64 * table.gradient_values(which) / s.experts.max(1) as f64;
+            let read = 8.0 * s.busy() * table.gradient_values(which);
+            g.ledger().work(Cost { flops, read, ..Cost::default() });
+        }
     }
     if ghost_products(&[a, b], [], |_| ()).is_some() {
         return Ok(());
     }
-    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let whole = |a: &Tensor, b: &Tensor| Ok::<_, candle_core::Error>((a.contiguous()?, b.contiguous()?));
+    let (a, b) = whole(a, b)?;
+    let more = more.map(|(table, a, b)| Ok::<_, candle_core::Error>((table, whole(a, b)?))).transpose()?;
     let of_b = which == Gradient::B;
     let (low, wide) = if of_b { (&b, &a) } else { (&a, &b) };
-    if which != Gradient::Weight && takes_low(wide) {
+    let second = more.as_ref().map(|(table, (a, b))| if of_b { (*table, b, a) } else { (*table, a, b) });
+    if which != Gradient::Weight && takes_low(wide) && second.is_none_or(|(_, _, wide)| takes_low(wide)) {
         let width = wide.dim(1)?;
         let launch = Launch::of(&a, compiled!(GROUPED_HALF), "grouped_low_gradient")?;
         let launch =
             launch.with(args![&table.experts_words, u32::from(of_b), low, table.ranks, wide, width])?;
-        let launch = launch.with(args![&s.starts, grads])?;
-        let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(table.ranks.div_ceil(LOW));
+        let launch = launch.with(args![&s.starts, grads, second.map(|m| &m.0.experts_words)])?;
+        let launch = launch.with(args![second.map(|m| m.1), second.map(|m| m.2)])?;
+        let tables = if second.is_some() { 2 } else { 1 };
+        let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(tables * table.ranks.div_ceil(LOW));
         let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
         // SAFETY: as below; rows of `low` are whole vectors, those of `wide` were asked for.
         return unsafe { launch.run(grid.shared(OF_LOW_GRADIENT)) };
+    }
+    if let Some((second, (c, d))) = &more {
+        gradient(which, (table, &a, &b), None, s, grads)?;
+        return gradient(which, (second, c, d), None, s, grads);
     }
     let (source, columns) = source(a.dtype());
     let launch = Launch::of(&a, source, "grouped_gradient")?;
