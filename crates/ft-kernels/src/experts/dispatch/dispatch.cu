@@ -12,44 +12,48 @@ DEVICE uint32_t warp_count(uint32_t x) {
   return x;
 }
 
-// One block per expert counts the pairs of lower experts, then places its own in order. starts [experts +
-// 1]: first row of each expert. token and pair of each row, place (row) of each pair: [pairs].
+// One block per expert. Each warp counts, in its part of the pairs, those of lower experts and of its own, then places
+// its own in order. starts [experts + 1]: first row of each expert. token and pair of each row, place (row) of each pair:
+// [pairs].
 KERNEL(dispatch_sort, SORT_THREADS, const uint32_t *chosen, uint32_t pairs, uint32_t top_k, uint32_t *starts, uint32_t *token,
        uint32_t *pair, uint32_t *place) {
-  constexpr int WARPS = SORT_THREADS / WARP;
-  SHARED_ARRAY(uint32_t, counts, WARPS);
+  constexpr uint32_t WARPS = SORT_THREADS / WARP;
+  SHARED_ARRAY(uint32_t, lower, WARPS);
+  SHARED_ARRAY(uint32_t, own, WARPS);
   const uint32_t e = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  uint32_t below = 0;
-  for (uint32_t p = threadIdx.x; p < pairs; p += SORT_THREADS) below += chosen[p] < e;
-  below = warp_count(below);
-  if (lane == 0) counts[warp] = below;
+  const uint32_t part = (pairs + SORT_THREADS - 1) / SORT_THREADS * WARP, begin = warp * part, end = min(begin + part, pairs);
+  uint32_t below = 0, mine = 0;
+#pragma unroll 8
+  for (uint32_t p = begin + lane; p < end; p += WARP) below += chosen[p] < e, mine += chosen[p] == e;
+  below = warp_count(below), mine = warp_count(mine);
+  if (lane == 0) lower[warp] = below, own[warp] = mine;
   __syncthreads();
-  uint32_t next = 0;
+  uint32_t first = 0, before = 0;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) next += counts[w];
-  __syncthreads();
+  for (uint32_t w = 0; w < WARPS; w++) first += lower[w], before += w < warp ? own[w] : 0;
   if (threadIdx.x == 0) {
-    starts[e] = next;
+    starts[e] = first;
     if (e + 1 == gridDim.x) starts[e + 1] = pairs;
   }
-  for (uint32_t first = 0; first < pairs; first += SORT_THREADS) {
-    const uint32_t p = first + threadIdx.x;
-    const bool mine = p < pairs && chosen[p] == e;
-    const uint32_t votes = __ballot_sync(ALL, mine);
-    if (lane == 0) counts[warp] = __popc(votes);
-    __syncthreads();
-    uint32_t before = 0, all = 0;
+  uint32_t next = first + before;
+  constexpr uint32_t BATCH = 8; // loads before the first store
+#pragma unroll 1
+  for (uint32_t batch = begin; batch < end; batch += BATCH * WARP) {
+    bool is_own[BATCH];
 #pragma unroll
-    for (uint32_t w = 0; w < WARPS; w++) {
-      if (w == warp) before = all;
-      all += counts[w];
+    for (uint32_t i = 0; i < BATCH; i++) {
+      const uint32_t p = batch + i * WARP + lane;
+      is_own[i] = p < end && chosen[p] == e;
     }
-    if (mine) {
-      const uint32_t row = next + before + __popc(votes & ((1u << lane) - 1));
-      token[row] = p / top_k, pair[row] = p, place[p] = row;
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; i++) {
+      const uint32_t p = batch + i * WARP + lane, votes = __ballot_sync(ALL, is_own[i]);
+      if (is_own[i]) {
+        const uint32_t row = next + __popc(votes & ((1u << lane) - 1));
+        token[row] = p / top_k, pair[row] = p, place[p] = row;
+      }
+      next += __popc(votes);
     }
-    next += all;
-    __syncthreads();
   }
 }
 
