@@ -117,10 +117,10 @@ impl Stream {
         (if index.is_multiple_of(2) { r * a.cos() } else { r * a.sin() }) as f32
     }
 
-    /// Calls `take(i, value)` with the normal number at index `start + i`, for `i` in `0..count`. Computes each block
-    /// of four words, and the polar coordinates of each pair, once.
-    pub fn normals(&self, start: u64, count: usize, mut take: impl FnMut(usize, f32)) {
-        let (mut at, end) = (start, start + count as u64);
+    /// Fills `values` with the normal numbers from index `start` on. Computes each block of four words, and the polar
+    /// coordinates of each pair, once.
+    pub fn normals(&self, start: u64, values: &mut [f32]) {
+        let (mut at, end) = (start, start + values.len() as u64);
         while at < end {
             let words = self.block(at / 4);
             let next = (at / 4 * 4 + 4).min(end);
@@ -128,12 +128,12 @@ impl Stream {
                 let pair = (at % 4 / 2 * 2) as usize;
                 let (r, a) = polar(words[pair], words[pair + 1]);
                 if at.is_multiple_of(2) {
-                    take((at - start) as usize, (r * a.cos()) as f32);
+                    values[(at - start) as usize] = (r * a.cos()) as f32;
                     at += 1;
                 }
                 if at < next && !at.is_multiple_of(2) {
                     // Sine and cosine of one argument would be one call of libm, whose last bits differ.
-                    take((at - start) as usize, (r * std::hint::black_box(a).sin()) as f32);
+                    values[(at - start) as usize] = (r * std::hint::black_box(a).sin()) as f32;
                     at += 1;
                 }
             }
@@ -205,7 +205,7 @@ mod tests {
         }
         for (start, count) in [(0, 0), (0, 4096), (1, 1), (1, 2), (2, 1), (3, 1), (5, 2), (6, 6), (7, 1029)] {
             let mut all = vec![f32::NAN; count];
-            s.normals(start, count, |i, x| all[i] = x);
+            s.normals(start, &mut all);
             let bits = |x: f32| x.to_bits();
             let one_by_one: Vec<u32> = (0..count).map(|i| bits(s.normal(start + i as u64))).collect();
             assert_eq!(all.into_iter().map(bits).collect::<Vec<_>>(), one_by_one, "{count} from {start}");

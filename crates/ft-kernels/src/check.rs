@@ -26,7 +26,7 @@ pub fn randn(seed: u64, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor>
     let shape = shape.into();
     let s = Stream::new(seed, Purpose::Test, 0, 0);
     let mut v = vec![0f32; shape.elem_count()];
-    s.normals(0, v.len(), |i, x| v[i] = x);
+    s.normals(0, &mut v);
     Tensor::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)
 }
 

@@ -395,7 +395,8 @@ fn random(
             let mut values = vec![0.0; n];
             cpu::each(values.chunks_mut(DRAWN).enumerate(), |(k, part)| {
                 let start = (elements.start + k * DRAWN) as u64;
-                s.normals(start, part.len(), |i, x| part[i] = x * std);
+                s.normals(start, part);
+                part.iter_mut().for_each(|x| *x *= std);
             });
             values
         }
