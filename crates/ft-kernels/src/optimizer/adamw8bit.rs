@@ -9,7 +9,7 @@ use crate::Tensor;
 use crate::cpu::{each, in_place, is_cpu, vectorised, view};
 use candle_core::Result;
 
-/// Minimum blocks per task.
+/// Blocks per task.
 const EACH: usize = 64;
 
 /// [`super::adamw`] with 8-bit moments. The values must start at a block boundary.

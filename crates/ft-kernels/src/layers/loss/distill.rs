@@ -4,7 +4,6 @@ use super::{Gradient, cuda};
 use crate::cpu::{self, Float, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Result};
-use std::sync::Mutex;
 
 /// Largest number of probabilities kept for a row. On CUDA, each thread of a block has one.
 pub const MOST_KEPT: usize = 512;
@@ -148,16 +147,13 @@ fn distillation_cpu<T: Float>(
         candle_core::bail!("distillation: weights of another number than {n} rows");
     }
     let scale_of = |i: usize| weights.as_ref().map_or(scale, |w| scale * f64::from(w[i]));
-    let losses = Mutex::new(Vec::new());
+    let mut losses = Vec::new();
     in_place::<T>("distillation", &logits, |x| {
         let rows = x.chunks_mut(v).enumerate();
-        let out = cpu::map(rows, |(i, x)| vectorised(|| row(i).backward(x, scale_of(i))));
-        if let Ok(mut l) = losses.lock() {
-            *l = out;
-        }
+        losses = cpu::map(rows, |(i, x)| vectorised(|| row(i).backward(x, scale_of(i))));
         Ok(())
     })?;
-    Ok((made(losses.into_inner().unwrap_or_default())?, Some(logits)))
+    Ok((made(losses)?, Some(logits)))
 }
 
 #[cfg(test)]

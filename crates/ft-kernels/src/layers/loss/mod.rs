@@ -13,7 +13,6 @@ pub use top::top;
 use crate::cpu::{self, Float, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Device, Result};
-use std::sync::Mutex;
 
 /// Gradient to compute beside the losses: of `scale * sum(weights * losses)`.
 #[derive(Clone, Copy, Debug)]
@@ -80,9 +79,9 @@ fn cross_entropy_cpu<T: Float>(
         candle_core::bail!("cross-entropy: weights of another number than {n} rows");
     }
     let scale_of = |i: usize| T::of(weights.as_ref().map_or(scale, |w| scale * f64::from(w[i])));
-    let losses = Mutex::new(Vec::new());
+    let mut losses = Vec::new();
     in_place::<T>("cross-entropy", &logits, |x| {
-        let out = cpu::map(x.chunks_mut(v).zip(&targets).enumerate(), |(i, (row, t))| {
+        losses = cpu::map(x.chunks_mut(v).zip(&targets).enumerate(), |(i, (row, t))| {
             vectorised(|| {
                 let scale = scale_of(i);
                 let (max, picked) = (cpu::max(row), row[*t as usize]);
@@ -94,12 +93,8 @@ fn cross_entropy_cpu<T: Float>(
                 max + sum.ln() - picked
             })
         });
-        if let Ok(mut l) = losses.lock() {
-            *l = out;
-        }
         Ok(())
     })?;
-    let losses = losses.into_inner().unwrap_or_default();
     Ok((tensor(losses, n, T::DTYPE)?, Some(logits)))
 }
 
