@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tokens a second on paper: the time of a training step from machine code, data sheets and arithmetic, with the shares of
-their bounds that kernels reached on an H200 (2026-11-27, docs/lab/gpu.md). Other cards are estimates.
+their bounds that kernels reached on an H200 and an H100 (2026-11-27, docs/lab/gpu.md). Other cards are estimates.
 
     python3 benches/step_model.py             a table for the cards and workloads below
     python3 benches/step_model.py --parts     the milliseconds of each part, on H100
@@ -16,23 +16,23 @@ import sys
 LOOPS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "cuda", "loops.txt")
 
 # Column of loops.txt, multiprocessors, GHz under load, TFLOP/s that cuBLAS reaches, TB/s of elementwise kernels. Those of
-# H200 give a step of a whole model as measured, whose clocks are 7% below those of single kernels; H100's are with its
-# memory, the others published.
+# H200 and H100 give a step of a whole model as measured, whose clocks are 7% below those of single kernels; the others
+# are published.
 CARDS = {
-    "H100": (3, 132, 1.65, 715, 2.3),
+    "H100": (3, 132, 1.70, 730, 2.5),
     "H200": (3, 132, 1.65, 715, 3.1),
     "A100-80": (0, 108, 1.35, 240, 1.7),
     "A6000": (1, 84, 1.6, 115, 0.64),
     "L40S": (2, 142, 2.2, 195, 0.72),
 }
 # Shares that kernels reach of the bound of their loop, on H200 at 4,096 tokens, 32 heads of 128; grouped products of 128
-# experts with tiles of 128 rows that are not full. Those of values have an older share: they have run in no bench since.
-SHARES = {"attention_forward": 0.50, "attention_backward_q": 0.59, "attention_backward_kv": 0.59, "grouped_coded_forward": 0.37,
-          "grouped_coded_backward": 0.35, "grouped": 0.31}
+# experts with tiles of 128 rows that are not full; of values on H100.
+SHARES = {"attention_forward": 0.50, "attention_backward_q": 0.59, "attention_backward_kv": 0.59, "grouped_coded_forward": 0.38,
+          "grouped_coded_backward": 0.36, "grouped": 0.48}
 # Skinny products (LoRA factors) reach this share of the memory rate, those of experts the second, gradients of experts'
 # factors the third. A decoded value costs the time of so many bytes. A launch costs this many seconds of gaps. A router's
-# products, in f32 and with their casts, reach the last share of what multiprocessors can.
-SKINNY, SKINNY_GROUPED, GRADIENTS, DECODED, GAP, ROUTER = 0.70, 1.05, 0.75, 2.6, 2e-6, 0.37
+# products, in TF32 and with their casts, take the time of so many FLOPs in f32 without tensor cores.
+SKINNY, SKINNY_GROUPED, GRADIENTS, DECODED, GAP, ROUTER = 0.70, 1.05, 0.75, 2.6, 2e-6, 0.52
 TOKENS, RANK = 4096, 16
 # Issue slots of a thread for each value of adamw8bit, by its time on an H200 (7.2 ps).
 ADAM = 213
@@ -54,9 +54,10 @@ WORKLOADS = [
 ]
 # Tokens a second on H100: aims, and figures that no change may lower.
 BARS = {0: 9500, 1: 12000, 3: 9000, 4: 7000}
-# Workload, layers, and tokens a second that an H200 reached on 2026-11-27.
-MEASURED = [(0, 36, 10427), (0, 12, 28642), (1, 12, 37102), (3, 6, 62832), (4, 6, 35612)]
-FLOORS = {0: 9900, 1: 12900, 2: 14000, 3: 8400, 4: 7400}
+# Card, workload, layers, and tokens a second that it reached on 2026-11-27.
+MEASURED = [("H200", 0, 36, 10427), ("H200", 0, 12, 28642), ("H200", 1, 12, 37102), ("H200", 4, 6, 35612),
+            ("H100", 0, 36, 10235), ("H100", 3, 48, 9489), ("H100", 3, 6, 62668)]
+FLOORS = {0: 10200, 1: 13400, 2: 14500, 3: 9100, 4: 7600}
 
 
 def loops():
@@ -132,7 +133,8 @@ def step(card, model, trains, coded, recomputed, some=None):
         parts = sum(partial_sums(o) for _, o in linears) * layers
         out["adapters"] = 2 * values * tokens / (card.stream * SKINNY) + parts / card.stream
         if top:
-            inputs, outputs = 2 * d + f, 2 * f + d
+            # gate and up read x together
+            inputs, outputs = d + f, 2 * f + d
             low, gradients = (1 + again) * inputs + outputs, inputs + outputs
             each = low / SKINNY_GROUPED + gradients / GRADIENTS
             out["adapters"] += 2 * top * each * tokens / card.stream
@@ -148,9 +150,9 @@ def step(card, model, trains, coded, recomputed, some=None):
         # gradients: written, squared, read; 8-bit moments and 16-bit weights: read and written
         issue = count * ADAM / (card.sms * 128 * card.clock)
         out["optimizer"] = 8 * count / card.stream + max(12 * count / card.stream, issue)
-    # launches of tests/gpu/counts.rs; experts add 30
+    # launches of tests/gpu/counts.rs; experts add 25
     forward, backward = (27, 44 if coded else 47) if trains == "lora" else (30, 47)
-    out["gaps"] = layers * (forward * (1 + again) + backward + (30 if top else 0)) * GAP
+    out["gaps"] = layers * (forward * (1 + again) + backward + (25 if top else 0)) * GAP
     return out
 
 
@@ -164,9 +166,9 @@ def main():
         print(f"{WORKLOADS[n][0]:46}" + "".join(f"{r / 1000:8.1f}k" for r in rates) + (f"{bar / 1000:8.1f}k" if bar else ""))
         if rates[0] < FLOORS[n]:
             bad.append(f"{WORKLOADS[n][0]}: {rates[0]:.0f} tokens/s on H100 on paper, at least {FLOORS[n]} wanted")
-    for n, layers, rate in MEASURED:
-        model = TOKENS / sum(step(Card("H200"), *WORKLOADS[n][1:], layers).values())
-        print(f"measured on H200, {layers} layers: {WORKLOADS[n][0]}: {rate}, by this model {model:.0f}")
+    for card, n, layers, rate in MEASURED:
+        model = TOKENS / sum(step(Card(card), *WORKLOADS[n][1:], layers).values())
+        print(f"measured on {card}, {layers} layers: {WORKLOADS[n][0]}: {rate}, by this model {model:.0f}")
         if abs(model / rate - 1) > 0.05:
             bad.append("the model is more than 5% from a measured figure")
     if "--parts" in sys.argv:
