@@ -1,8 +1,8 @@
 //! CUDA devices: one stream each, memory from the driver's pool, and memory statistics. Also kernel
 //! launches (`launch`) and accumulating products (`gemm`).
 //!
-//! Our own kernels are CUDA sources next to the operation's Rust code, compiled by build.rs. **None has
-//! run on a GPU yet**; `examples/gpu_check` compares kernels with the CPU versions.
+//! Our own kernels are CUDA sources next to the operation's Rust code, compiled by build.rs.
+//! `examples/gpu_check` compares them with the CPU versions on a GPU.
 
 #[cfg(test)]
 mod compiled_tests;
