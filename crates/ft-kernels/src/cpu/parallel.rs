@@ -48,7 +48,7 @@ pub fn each<T>(items: impl ExactSizeIterator<Item = T> + Send, f: impl Fn(T) + S
     each_with(items, || (), |(), item| f(item));
 }
 
-/// As [`each`], with a value of `start` for each thread.
+/// [`each`] with per-thread state, initialized by `start`.
 pub fn each_with<T, S>(
     items: impl ExactSizeIterator<Item = T> + Send,
     start: impl Fn() -> S + Sync,

@@ -5,7 +5,7 @@ use crate::model::Config;
 use candle_core::{DType, Device, Result, bail};
 use ft_kernels::Tensor;
 
-/// State that layers from one on take from those below: their per-layer inputs, and keys and values of lower layers. In
+/// State passed upward at a layer boundary: per-layer inputs of the layers above, keys and values of those below. In
 /// the backward pass, its gradients.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Carried {

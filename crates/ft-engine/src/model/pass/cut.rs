@@ -1,8 +1,8 @@
 //! Tensor parallelism: matrices over the ranks of a group, and the tokens of a micro-batch around them.
 //!
-//! The residual stream is split by tokens. Before a block with cut matrices, ranks gather the tokens of all; the block
-//! computes its heads or its columns on them; after it, every rank adds the partial sums of its own tokens, in rank
-//! order, in f32 (Korthikanti et al., 2022). The backward pass does the same with gradients.
+//! The residual stream is split by tokens. An all-gather of tokens precedes a block with cut matrices, whose heads or
+//! columns are split; a reduce-scatter follows, which sums in rank order, in f32 (Korthikanti et al., 2022). The
+//! backward pass does the same with gradients.
 
 use super::batch::Context;
 use super::between::Between;

@@ -174,8 +174,8 @@ impl Work<'_> {
             |(), task| {
                 let rows = task * MANY * ROWS..m.min((task + 1) * MANY * ROWS);
                 for block in self.partition.blocks() {
-                    // SAFETY: the instructions are supported (asserted in `product`); each task packs its own
-                    // panels, and the buffer has room for all of them.
+                    // SAFETY: the instructions are supported (asserted in `product`); panels of different tasks
+                    // are disjoint and within the buffer.
                     unsafe {
                         let to = self.panel(to, &block, rows.start);
                         panels::pack(to, panels::Shape::LEFT, self.rows, rows.clone(), block);
