@@ -119,17 +119,30 @@ fn less(a: &Counts, b: &Counts) -> Counts {
         .collect()
 }
 
-/// Counts of a layer: forward again, and in total; and of a step without layers.
-fn of_a_layer(what: (usize, &str, usize)) -> Option<[Counts; 3]> {
-    // One step: two steps minus one step.
-    let step = |layers, recompute| {
-        let [one, two] = [1, 2].map(|steps| counts(layers, steps, recompute, what));
-        Some(less(&two?, &one?))
-    };
-    let one = step(1, "all")?;
-    let all = less(&step(2, "all")?, &one);
-    let none = less(&step(2, "none")?, &step(1, "none")?);
+/// Counts of one step: of two steps less one.
+fn of_a_step(layers: usize, recompute: &str, what: (usize, &str, usize)) -> Option<Counts> {
+    let [one, two] = [1, 2].map(|steps| counts(layers, steps, recompute, what));
+    Some(less(&two?, &one?))
+}
+
+/// Counts of a layer: forward again, and in total; and of a step without layers. `two` are those of a step of two
+/// layers, all recomputed.
+fn of_a_layer(two: &Counts, what: (usize, &str, usize)) -> Option<[Counts; 3]> {
+    let one = of_a_step(1, "all", what)?;
+    let all = less(two, &one);
+    let none = less(&of_a_step(2, "none", what)?, &of_a_step(1, "none", what)?);
     Some([less(&all, &none), none, less(&one, &all)])
+}
+
+/// Counts of a step of two layers, all recomputed, which starts as many operations in another case as in `what`.
+fn of_any_size(what: (usize, &str, usize), other: (usize, &str, usize)) -> Option<Counts> {
+    let [two, others] = [what, other].map(|what| of_a_step(2, "all", what));
+    let two = two.or_else(|| {
+        eprintln!("not run: the device writes no report");
+        None
+    })?;
+    assert_eq!(Some(two["launches"]), others.map(|c| c["launches"]), "launches of {what:?} and {other:?}");
+    Some(two)
 }
 
 #[test]
@@ -138,31 +151,26 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
         return;
     }
     for quantize in ["none", "nf4"].into_iter().take(few(1)) {
-        let mut first = None;
-        for tokens in [40, if nightly() { 300 } else { 160 }] {
-            let Some([forward, both, around]) = of_a_layer((tokens, quantize, 0)) else {
-                eprintln!("not run: the device writes no report");
-                return;
-            };
-            let backward = both["launches"] - forward["launches"];
-            eprintln!(
-                "{quantize}, {tokens} tokens: {} launches a layer forward, {backward} backward, {} around; a step waits {} times",
-                forward["launches"], around["launches"], around["waits"]
-            );
-            // The adapters of one input take one product, in the backward pass those of 4-bit matrices.
-            let most = (27, if quantize == "nf4" { 44 } else { 47 });
-            assert!(forward["launches"] <= most.0 && backward <= most.1, "{quantize}: {forward:?} {both:?}");
-            for part in [&forward, &both] {
-                assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
-            }
-            assert!(around["waits"] <= 2, "{quantize}: {around:?}");
-            traffic(tokens, &forward, &both);
-            products(tokens, &forward, &both);
-            copies(tokens, quantize == "none", &forward, &both);
-            factors(tokens, &both);
-            let now = (forward["launches"], backward);
-            assert_eq!(*first.get_or_insert(now), now, "{quantize}: launches depend on the number of tokens");
+        let [tokens, other] = [160, if nightly() { 300 } else { 40 }];
+        let what = (tokens, quantize, 0);
+        let Some(two) = of_any_size(what, (other, quantize, 0)) else { return };
+        let Some([forward, both, around]) = of_a_layer(&two, what) else { return };
+        let backward = both["launches"] - forward["launches"];
+        eprintln!(
+            "{quantize}, {tokens} tokens: {} launches a layer forward, {backward} backward, {} around; a step waits {} times",
+            forward["launches"], around["launches"], around["waits"]
+        );
+        // The adapters of one input take one product, in the backward pass those of 4-bit matrices.
+        let most = (27, if quantize == "nf4" { 44 } else { 47 });
+        assert!(forward["launches"] <= most.0 && backward <= most.1, "{quantize}: {forward:?} {both:?}");
+        for part in [&forward, &both] {
+            assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
         }
+        assert!(around["waits"] <= 2, "{quantize}: {around:?}");
+        traffic(tokens, &forward, &both);
+        products(tokens, &forward, &both);
+        copies(tokens, quantize == "none", &forward, &both);
+        factors(tokens, &both);
     }
 }
 
@@ -179,7 +187,7 @@ fn traffic(tokens: usize, again: &Counts, both: &Counts) {
     for (what, list, measured) in [("again", list_again, again), ("both ways", list_both, both)] {
         let (bytes, least) = (measured["bytes"] as f64, (2 * tokens * list) as f64);
         eprintln!("{what}, {tokens} tokens: {:.3} of the list's {least} bytes", bytes / least);
-        assert!(tokens < 100 || bytes <= 1.15 * least, "{what}: {bytes} bytes, the list has {least}");
+        assert!(bytes <= 1.15 * least, "{what}: {bytes} bytes, the list has {least}");
     }
 }
 
@@ -243,27 +251,17 @@ fn a_mixture_starts_few_operations_whatever_its_experts() {
         return;
     }
     for quantize in ["nf4", "none"].into_iter().take(few(1)) {
-        let mut first = None;
-        for (experts, tokens) in [(4, 24), (8, 48)] {
-            let Some([forward, both, around]) = of_a_layer((tokens, quantize, experts)) else {
-                eprintln!("not run: the device writes no report");
-                return;
-            };
-            let backward = both["launches"] - forward["launches"];
-            eprintln!(
-                "{quantize}, {experts} experts: {} launches a layer forward, {backward} backward; a step waits {} times",
-                forward["launches"], around["waits"]
-            );
-            assert!(forward["launches"] <= 30 && backward <= 63, "{quantize}: {forward:?} {both:?}");
-            for part in [&forward, &both] {
-                assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
-            }
-            let now = (forward["launches"], backward);
-            assert_eq!(
-                *first.get_or_insert(now),
-                now,
-                "{quantize}: launches depend on the number of experts"
-            );
+        let what = (24, quantize, 4);
+        let Some(two) = of_any_size(what, (48, quantize, 8)) else { return };
+        let Some([forward, both, around]) = of_a_layer(&two, what) else { return };
+        let backward = both["launches"] - forward["launches"];
+        eprintln!(
+            "{quantize}: {} launches a layer forward, {backward} backward; a step waits {} times",
+            forward["launches"], around["waits"]
+        );
+        assert!(forward["launches"] <= 30 && backward <= 63, "{quantize}: {forward:?} {both:?}");
+        for part in [&forward, &both] {
+            assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
         }
     }
 }

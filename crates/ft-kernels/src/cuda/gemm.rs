@@ -47,7 +47,7 @@ impl Mat {
 
 /// Precision of f32 operands in a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operands {
+pub enum Precision {
     /// As they are.
     F32,
     /// Rounded to TF32, on tensor cores: to the 11 bits of f16, and more than those of bf16, with the range of f32.
@@ -64,7 +64,7 @@ pub fn gemm(
     (a, ta): (&Tensor, bool),
     (b, tb): (&Tensor, bool),
     alpha: f64,
-    operands: Operands,
+    precision: Precision,
 ) -> Result<()> {
     let (m, n) = c.dims2()?;
     let device = c.device().as_cuda_device()?;
@@ -83,7 +83,7 @@ pub fn gemm(
     let int =
         |n: usize| i32::try_from(n).map_err(|_| candle_core::Error::msg(format!("matmul: a size of {n}")));
     let compute = match a.dtype() {
-        DType::F32 if operands == Operands::Tf32 => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+        DType::F32 if precision == Precision::Tf32 => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     };
     let (alpha, beta) = (alpha as f32, if add { 1f32 } else { 0f32 });

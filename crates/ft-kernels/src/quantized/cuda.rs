@@ -11,7 +11,7 @@
 use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
 use crate::Tensor;
-use crate::cuda::gemm::{Operands, gemm};
+use crate::cuda::gemm::{Precision, gemm};
 use crate::cuda::launch::{Argument, Grid, Launch, address_of, args, compiled, empty};
 use crate::padded;
 use crate::tensor::row_stride;
@@ -160,7 +160,7 @@ pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Te
         let values = buffer.narrow(0, 0, rows.len() * apart)?.reshape((rows.len(), apart))?;
         let values = values.narrow(1, 0, k)?;
         let to = y.narrow(1, rows.start, rows.len())?;
-        gemm((to.real()?, false), (x.real()?, false), (values.real()?, true), 1.0, Operands::F32)?;
+        gemm((to.real()?, false), (x.real()?, false), (values.real()?, true), 1.0, Precision::F32)?;
     }
     Ok(y)
 }
@@ -212,7 +212,7 @@ pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option
             };
             dequantize_tile(w, tile, tile.width, low, &buffer)?;
             let values = buffer.narrow(0, 0, k * width)?.reshape((k, width))?;
-            gemm((to.real()?, add), (dy.real()?, false), (values.real()?, false), 1.0, Operands::F32)?;
+            gemm((to.real()?, add), (dy.real()?, false), (values.real()?, false), 1.0, Precision::F32)?;
         }
     }
     match more {

@@ -5,7 +5,7 @@ use super::operands::{mat, sizes, sizes_onto};
 use super::{few, pairs, stored};
 use crate::cpu::{Float, View, ghost_products, in_place, is_native, on_real, tensor, view};
 #[cfg(feature = "cuda")]
-use crate::cuda::gemm::{self as cuda, Operands};
+use crate::cuda::gemm::{self as cuda, Precision};
 use crate::ledger::Cost;
 use crate::matmul::packing::{packing, work};
 use crate::tensor::{Ghost, Tensor, row_stride};
@@ -118,8 +118,8 @@ fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DTy
 /// TF32 for f32 rows with a matrix stored in half precision, as a router's: it has all bits of the matrix and of rows
 /// that come from half precision, and rounds others to 11 bits.
 #[cfg(feature = "cuda")]
-fn precision(a: &Tensor, b: &Tensor) -> Operands {
-    if a.dtype() == DType::F32 && is_half(b) { Operands::Tf32 } else { Operands::F32 }
+fn precision(a: &Tensor, b: &Tensor) -> Precision {
+    if a.dtype() == DType::F32 && is_half(b) { Precision::Tf32 } else { Precision::F32 }
 }
 
 /// The matrix if its rows are contiguous, else a copy.
