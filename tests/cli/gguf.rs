@@ -313,8 +313,13 @@ fn what_llama_cpp_computes_otherwise_is_refused() {
     let r = w.ft(&["export", "x", "--to", "vllm", "--out", "g", "--pre", "gpt-2"]);
     assert!(r.code == 2 && r.err.contains("--pre"), "{}", r.err);
     // The context ends at the attention window, because llama.cpp does not support windows here.
-    let r = w.ok(&["export", &reference("qwen2-sliding/model"), "--to", "gguf", "--out", "s"]);
-    assert!(r.err.contains("sliding windows"), "{}", r.err);
+    for (case, arch, window) in [("qwen2-sliding", "qwen2", 5), ("mistral", "llama", 6)] {
+        let r = w.ok(&["export", &reference(&format!("{case}/model")), "--to", "gguf", "--out", case]);
+        assert!(r.err.contains("sliding windows"), "{}", r.err);
+        let g = Gguf::open(&w, &format!("{case}/model.gguf"));
+        let context = g.number(&format!("{arch}.context_length"));
+        assert_eq!((g.text("general.architecture"), context), (arch, window));
+    }
 }
 
 /// Gate and up of experts together or apart, value heads in turns of the key heads, values that llama.cpp has otherwise.
@@ -399,4 +404,80 @@ fn later_families_have_llama_cpps_names_or_are_refused() {
         let r = export(family);
         assert!(r.code != 0 && r.err.contains(key), "{family}: {}", r.err);
     }
+}
+
+/// A tokenizer of SentencePiece's BPE, with a normalizer and a pre-tokenizer, in the quickstart's model.
+fn sentencepiece(w: &World, folder: &str, normalizer: serde_json::Value, pre: serde_json::Value) {
+    for name in ["config.json", "model.safetensors"] {
+        let bytes = std::fs::read(repository().join("data/model").join(name)).expect("read");
+        w.write(&format!("{folder}/{name}"), bytes);
+    }
+    let mut vocab: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).to_vec();
+    vocab.extend((0..=255u8).map(|b| format!("<0x{b:02X}>")));
+    vocab.extend(["\u{2581}", "a", "b", "ab", "\u{2581}ab"].map(String::from));
+    let ids: serde_json::Map<String, serde_json::Value> =
+        vocab.into_iter().enumerate().map(|(i, t)| (t, json!(i))).collect();
+    let special = |id: usize, text: &str| {
+        json!({"id": id, "content": text, "special": true, "normalized": false,
+        "single_word": false, "lstrip": false, "rstrip": false})
+    };
+    let file = json!({
+        "version": "1.0", "normalizer": normalizer, "pre_tokenizer": pre,
+        "added_tokens": [special(0, "<unk>"), special(1, "<s>"), special(2, "</s>")],
+        "model": {
+            "type": "BPE", "vocab": ids, "merges": [["a", "b"], ["\u{2581}", "ab"]], "byte_fallback": true,
+            "unk_token": "<unk>", "fuse_unk": true,
+        },
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "post_processor": {
+            "type": "TemplateProcessing", "pair": [],
+            "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+    });
+    w.write(&format!("{folder}/tokenizer.json"), file.to_string());
+}
+
+#[test]
+fn a_tokenizer_with_marks_is_llama_cpps_sentencepiece() {
+    let w = World::new();
+    let prepend = json!({"type": "Prepend", "prepend": "\u{2581}"});
+    let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"});
+    let both = json!({"type": "Sequence", "normalizers": [prepend, replace]});
+    let space = |scheme: &str| {
+        let own = json!({"type": "Metaspace", "replacement": "\u{2581}", "split": false});
+        let mut own = own.as_object().cloned().unwrap_or_default();
+        own.insert("prepend_scheme".into(), json!(scheme));
+        serde_json::Value::Object(own)
+    };
+    let null = serde_json::Value::Null;
+    for (folder, normalizer, pre, template, prefix, warning) in [
+        ("prepend", both.clone(), null.clone(), false, true, ""),
+        ("never", null.clone(), space("never"), true, false, ""),
+        ("always", null.clone(), space("always"), false, true, "a token more"),
+        ("first", null.clone(), space("first"), false, true, "one too many"),
+        ("chats", null.clone(), space("first"), true, false, "lacks the mark"),
+    ] {
+        sentencepiece(&w, folder, normalizer, pre);
+        let template = if template { json!({"chat_template": "{{ messages }}"}) } else { json!({}) };
+        w.write(&format!("{folder}/tokenizer_config.json"), template.to_string());
+        let out = format!("{folder}-gguf");
+        let r = w.ok(&["export", folder, "--to", "gguf", "--out", &out]);
+        assert!(r.err.contains("puts a mark") != warning.is_empty() && r.err.contains(warning), "{}", r.err);
+        let g = Gguf::open(&w, &format!("{out}/model.gguf"));
+        assert_eq!(g.text("tokenizer.ggml.model"), "llama");
+        assert_eq!(g.key("tokenizer.ggml.add_space_prefix").to_bool().ok(), Some(prefix), "{folder}");
+        assert!(g.key("tokenizer.ggml.add_bos_token").to_bool().expect("a flag"));
+        let scores = g.list("tokenizer.ggml.scores");
+        let score = |id: usize| scores[id].to_f32().expect("a score");
+        assert_eq!((score(262), score(263), score(259)), (-0.0, -1.0, -2.0), "by the order of merges");
+        let kinds = g.list("tokenizer.ggml.token_type");
+        let kind = |id: usize| kinds[id].to_i32().expect("a type");
+        assert_eq!([0, 1, 3, 258, 262, 264].map(kind), [2, 3, 6, 6, 1, 5]);
+    }
+    sentencepiece(&w, "other", json!({"type": "NFKC"}), space("first"));
+    let r = w.ft(&["export", "other", "--to", "gguf", "--out", "n"]);
+    assert!(r.code == 4 && r.err.contains("tokenizer.json") && r.err.contains("normalizer"), "{}", r.err);
 }

@@ -44,7 +44,7 @@ pub fn write_model(
     let mut all: Keys = vec![
         ("general.architecture".into(), architecture(config)?.into()),
         ("general.type".into(), "model".into()),
-        ("general.name".into(), name.into()),
+        ("general.name".into(), GgufValue::Text(tokenizer::title(dir, name)?)),
         ("general.file_type".into(), GgufValue::U32(file_type(if config.mxfp4 { MXFP4 } else { dtype }))),
         ("general.quantization_version".into(), GgufValue::U32(2)),
     ];

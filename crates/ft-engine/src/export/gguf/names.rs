@@ -46,7 +46,7 @@ impl Placed {
 pub(super) fn architecture(config: &Config) -> Result<&'static str, Error> {
     match config.family.model_type {
         // llama.cpp's llama graph includes experts.
-        "llama" | "mixtral" => Ok("llama"),
+        "llama" | "mistral" | "mixtral" => Ok("llama"),
         "qwen2" => Ok("qwen2"),
         "qwen3" => Ok("qwen3"),
         "qwen3_moe" => Ok("qwen3moe"),

@@ -1,15 +1,20 @@
 //! Converts `tokenizer.json` to llama.cpp's keys: byte-level BPE as a token list, a merge list, and the
-//! name of a pre-tokenizer; Gemma's BPE over characters, whose spaces are marks, as a token list with scores or merges.
+//! name of a pre-tokenizer; BPE over characters, whose spaces are marks, as a token list with scores or merges.
+
+mod marks;
+mod pre;
+mod strips;
 
 use super::entries::Keys;
 use super::error::{Error, refuse};
 use crate::files::GgufValue;
 use crate::model::Config;
-use ft_base::store::{self};
+use ft_base::store;
 use ft_base::terminal::warn;
 use ft_data::Tokenizer;
+use marks::Prefix;
+use pre::pre_tokenizer;
 use serde_json::{Map, Value};
-use std::collections::HashMap;
 use std::path::Path;
 
 /// llama.cpp's token types.
@@ -21,16 +26,6 @@ mod token {
     pub const UNUSED: i32 = 5;
     pub const BYTE: i32 = 6;
 }
-
-/// Pre-tokenizer regex of Llama 3.
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Pre-tokenizer regex of Qwen 2 and 3.
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-
-/// Pre-tokenizer regex of Qwen 3.5.
-const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Pre-tokenizer regex of gpt-oss.
-const GPT_OSS: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Special tokens: names in tokenizer_config.json and in GGUF keys ("seperator" is llama.cpp's spelling).
 const SPECIALS: [(&str, &str); 7] = [
@@ -49,6 +44,40 @@ fn is_byte_level(file: &Map<String, Value>) -> bool {
     holds("pre_tokenizer") && holds("decoder")
 }
 
+/// Tokenizers that llama.cpp has.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// BPE over bytes.
+    Bytes,
+    /// BPE over characters, with marks for spaces.
+    Marks(Prefix),
+}
+
+impl Kind {
+    fn of(place: &str, file: &Map<String, Value>) -> Result<Self, Error> {
+        let model = file.get("model").unwrap_or(&Value::Null);
+        if model["type"] == "BPE" && (is_byte_level(file) || model["byte_fallback"] != true) {
+            return Ok(Kind::Bytes);
+        }
+        match marks::prefix(file).filter(|_| model["type"] == "BPE") {
+            Some(prefix) => marks::check(place, file).map(|()| Kind::Marks(prefix)),
+            None => refuse(
+                place,
+                "neither byte-level BPE nor SentencePiece's BPE (model, normalizer, pre_tokenizer): not built yet\n  \
+                 hint: llama.cpp's own conversion takes it",
+            ),
+        }
+    }
+}
+
+/// Name of a model in its file. llama.cpp reads texts by it.
+///
+/// # Errors
+/// An unreadable tokenizer.json.
+pub(super) fn title(dir: &Path, name: &str) -> ft_base::Result<String> {
+    Ok(strips::title(name, &object(dir, "tokenizer.json")?))
+}
+
 /// Tokenizer keys of a model. Without a tokenizer, warns and writes a file without a vocabulary.
 ///
 /// # Errors
@@ -58,44 +87,42 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         warn("the model has no tokenizer.json: the file has no vocabulary");
         return Ok(vec![("tokenizer.ggml.model".into(), "none".into())]);
     };
-    let path = dir.join("tokenizer.json");
+    let place = dir.join("tokenizer.json").display().to_string();
     let file = object(dir, "tokenizer.json")?;
-    let place = path.display().to_string();
-    let model = file.get("model").unwrap_or(&Value::Null);
-    let marks = !is_byte_level(&file) && model["byte_fallback"] == true && marks_spaces(&file);
-    if model["type"] != "BPE" || (model["byte_fallback"] == true && !is_byte_level(&file) && !marks) {
-        let why =
-            "no byte-level BPE, nor Gemma's: not built yet\n  hint: llama.cpp's own conversion takes it";
-        return Ok(refuse(place, why)?);
-    }
+    let kind = Kind::of(&place, &file)?;
+    let template = ft_data::template_of(dir)?;
     let (tokens, types) = vocabulary(&place, &file, config.vocab)?;
+    let model = file.get("model").unwrap_or(&Value::Null);
+    let merges = merges(&place, model)?;
     let mut out: Keys = vec![
         ("tokenizer.ggml.tokens".into(), GgufValue::Texts(tokens.clone())),
         ("tokenizer.ggml.token_type".into(), GgufValue::I32s(types)),
     ];
     let mut put = |key: &str, value: GgufValue| out.push((format!("tokenizer.ggml.{key}"), value));
-    match (marks, config.family.model_type) {
-        (false, _) => {
+    match (kind, config.family.model_type) {
+        (Kind::Bytes, _) => {
             put("model", "gpt2".into());
-            put("pre", GgufValue::Text(pre.map_or_else(|| pre_tokenizer(&place, &file), |n| Ok(n.into()))?));
-            put("merges", GgufValue::Texts(merges(&place, model)?));
+            let pre = pre.map_or_else(|| pre_tokenizer(&place, &file), |n| Ok(n.into()))?;
+            pre::difference(&pre).into_iter().for_each(warn);
+            put("pre", GgufValue::Text(pre));
+            put("merges", GgufValue::Texts(merges));
         }
-        (true, "gemma4_text") => {
-            put("model", "gemma4".into());
-            put("merges", GgufValue::Texts(merges(&place, model)?));
-            put("add_space_prefix", GgufValue::Bool(false));
-        }
-        (true, _) => {
-            put("model", "llama".into());
-            put("scores", GgufValue::F32s(scores(&tokens, &merges(&place, model)?)));
-            put("add_space_prefix", GgufValue::Bool(false));
+        (Kind::Marks(prefix), family) => {
+            if family == "gemma4_text" {
+                put("model", "gemma4".into());
+                put("merges", GgufValue::Texts(merges));
+            } else {
+                put("model", "llama".into());
+                put("scores", GgufValue::F32s(marks::scores(&tokens, &merges)));
+            }
+            put("add_space_prefix", GgufValue::Bool(prefix.in_llama_cpp(template.is_some())));
+            prefix.difference(template.is_some()).into_iter().for_each(warn);
         }
     }
+    warn_of_spaces(&file);
     let (specials, eos) = specials(dir, config, &file)?;
     out.extend(specials);
-    let bos = loaded.text_start();
-    out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(!bos.is_empty())));
-    let template = ft_data::template_of(dir)?;
+    out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(adds_bos(&loaded))));
     // If turns in the chat template end with a token other than EOS.
     let in_template = |id: u32| {
         tokens.get(id as usize).zip(template.as_ref()).is_some_and(|(token, t)| t.contains(token.as_str()))
@@ -109,6 +136,28 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
         out.push(("tokenizer.chat_template".into(), GgufValue::Text(template)));
     }
     Ok(out)
+}
+
+/// Whether llama.cpp puts a token before a plain text. It cannot put several.
+fn adds_bos(tokenizer: &Tokenizer) -> bool {
+    let start = tokenizer.text_start();
+    if start.len() > 1 {
+        warn(&format!(
+            "the tokenizer puts {} tokens before a plain text, llama.cpp with this file none: prompts need them",
+            start.len()
+        ));
+    }
+    start.len() == 1
+}
+
+/// Warns of tokens that take spaces in training alone.
+fn warn_of_spaces(file: &Map<String, Value>) {
+    if let [first, others @ ..] = &strips::unstripped(file)[..] {
+        let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        warn(&format!(
+            "added_tokens: {first:?}{others} take the spaces around them (lstrip, rstrip), and in llama.cpp do not"
+        ));
+    }
 }
 
 /// Keys of the special tokens, and the end-of-sequence token.
@@ -131,30 +180,6 @@ fn specials(dir: &Path, config: &Config, file: &Map<String, Value>) -> ft_base::
     Ok((out, eos))
 }
 
-/// Whether spaces are marks from the start, and nothing else is changed or split: Gemma's BPE.
-fn marks_spaces(file: &Map<String, Value>) -> bool {
-    let part = |name: &str| file.get(name).unwrap_or(&Value::Null);
-    let (normalizer, pre) = (part("normalizer"), part("pre_tokenizer"));
-    let marks = normalizer["type"] == "Replace"
-        && normalizer["pattern"]["String"] == " "
-        && normalizer["content"] == "\u{2581}";
-    // No space is left to split at.
-    let whole = pre.is_null() || (pre["type"] == "Split" && pre["pattern"]["String"] == " ");
-    marks && whole
-}
-
-/// Scores of llama.cpp's SentencePiece: what merges first has the highest.
-fn scores(tokens: &[String], merges: &[String]) -> Vec<f32> {
-    let mut first: HashMap<String, usize> = HashMap::new();
-    for (rank, merge) in merges.iter().enumerate() {
-        // A part may begin with a space of its own, and none ends with one.
-        if let Some(at) = merge.char_indices().skip(1).find(|(_, c)| *c == ' ').map(|(at, _)| at) {
-            first.entry([&merge[..at], &merge[at + 1..]].concat()).or_insert(rank);
-        }
-    }
-    tokens.iter().map(|t| -(*first.get(t).unwrap_or(&merges.len()) as f32)).collect()
-}
-
 fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Value>> {
     let Some(bytes) = store::read_if_there(dir, name, store::LARGEST)? else { return Ok(Map::new()) };
     serde_json::from_slice(&bytes)
@@ -163,59 +188,6 @@ fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Value>> {
 
 fn entries(file: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     file.get("added_tokens").and_then(Value::as_array).into_iter().flatten()
-}
-
-/// llama.cpp's name of the pre-tokenizer.
-fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error> {
-    let pre = file.get("pre_tokenizer").unwrap_or(&Value::Null);
-    let alone = std::slice::from_ref(pre);
-    let steps = pre["pretokenizers"].as_array().map_or(alone, Vec::as_slice);
-    // Steps without an effect on the split: the last step of Qwen and Llama 3 only maps bytes to
-    // characters.
-    let plain = |step: &Value| step["add_prefix_space"] != true;
-    let is = |step: &Value, kind: &str| step["type"] == kind;
-    let ignores_merges = file.get("model").is_some_and(|m| m["ignore_merges"] == true);
-    let known = match steps {
-        [bytes] if is(bytes, "ByteLevel") && plain(bytes) && bytes["use_regex"] != false => Some("gpt-2"),
-        [digits, bytes]
-            if is(digits, "Digits")
-                && digits["individual_digits"] == true
-                && is(bytes, "ByteLevel")
-                && plain(bytes)
-                && bytes["use_regex"] != false =>
-        {
-            Some("smollm")
-        }
-        [split, bytes]
-            if is(split, "Split")
-                && split["behavior"] == "Isolated"
-                && split["invert"] != true
-                && is(bytes, "ByteLevel")
-                && plain(bytes)
-                && bytes["use_regex"] == false =>
-        {
-            match split["pattern"]["Regex"].as_str() {
-                Some(QWEN2) => Some("qwen2"),
-                Some(QWEN35) => Some("qwen35"),
-                Some(GPT_OSS) => Some("gpt-4o"),
-                Some(LLAMA3) if ignores_merges => Some("llama-bpe"),
-                // The same split without Llama 3's `ignore_merges`.
-                Some(LLAMA3) => Some("smaug-bpe"),
-                _ => None,
-            }
-        }
-        _ => None,
-    };
-    match known {
-        // gpt-oss: merging the text of a token gives the token itself.
-        Some(name @ ("llama-bpe" | "gpt-4o")) => Ok(name.into()),
-        Some(name) if !ignores_merges => Ok(name.into()),
-        _ => refuse(
-            place,
-            "pre_tokenizer: llama.cpp's name of this way to split texts is not known\n  hint: --pre NAME, one of \
-             llama.cpp's (LLAMA_VOCAB_PRE_TYPE), if you know that it is the same",
-        ),
-    }
 }
 
 /// Strings and types of all tokens, one per embedding row.
