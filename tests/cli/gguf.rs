@@ -398,12 +398,81 @@ fn later_families_have_llama_cpps_names_or_are_refused() {
         ("gpt-oss", "swiglu_limit"),
         ("qwen3-next", "mlp_only_layers"),
         ("qwen35-dense", "linear_value_head_dim"),
-        ("glm4", "model_type glm4"),
-        ("phi3", "model_type phi3"),
     ] {
         let r = export(family);
         assert!(r.code != 0 && r.err.contains(key), "{family}: {}", r.err);
     }
+}
+
+/// Phi-3 and GLM-4 have joint linears, whose rows llama.cpp reads in the same order.
+#[test]
+fn joint_linears_stay_joint() {
+    let w = World::new();
+    let fixture = |family: &str| repository().join("tests/fixtures/families").join(family).join("model");
+    let export = |family: &str| {
+        let model = fixture(family).display().to_string();
+        let r = w.ok(&["export", &model, "--to", "gguf", "--out", family, "--dtype", "f32"]);
+        let files = tensors(fixture(family).join("model.safetensors"));
+        (Gguf::open(&w, &format!("{family}/model.gguf")), files, r.err)
+    };
+    let (mut g, files, said) = export("phi3");
+    assert_eq!((g.text("general.architecture"), g.number("phi3.rope.dimension_count")), ("phi3", 6));
+    assert!(g.number("phi3.context_length") == 8 && said.contains("sliding windows"), "{said}");
+    for (theirs, ours) in [
+        ("attn_qkv", "self_attn.qkv_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_up", "mlp.gate_up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+    ] {
+        let want = get(&files, &format!("model.layers.1.{ours}.weight"));
+        same(&g.tensor(&format!("blk.1.{theirs}.weight")), &want, ours);
+    }
+    let (mut g, _, said) = export("phi3-long");
+    assert!(said.contains("long factors") && said.contains("--ctx-size 8"), "{said}");
+    assert_eq!(g.number("phi3.rope.scaling.original_context_length"), 8);
+    let attention = f64::from(g.key("phi3.rope.scaling.attn_factor").to_f32().expect("a factor"));
+    assert!((attention - (1.0 + 8f64.ln() / 8f64.ln()).sqrt()).abs() < 1e-6, "{attention}");
+    for (name, want) in [("long", [1.1, 4.5, 17.0]), ("short", [1.0, 1.3, 1.9])] {
+        let factors: Vec<f32> = g.tensor(&format!("rope_factors_{name}.weight")).to_vec1().expect("factors");
+        assert_eq!(factors, want, "{name}");
+    }
+    let (mut g, files, _) = export("glm4");
+    assert_eq!((g.text("general.architecture"), g.number("glm4.rope.dimension_count")), ("glm4", 8));
+    for (theirs, ours) in [
+        ("attn_q.weight", "self_attn.q_proj.weight"),
+        ("attn_k.bias", "self_attn.k_proj.bias"),
+        ("ffn_up.weight", "mlp.gate_up_proj.weight"),
+        ("post_attention_norm.weight", "post_self_attn_layernorm.weight"),
+        ("ffn_norm.weight", "post_attention_layernorm.weight"),
+        ("post_ffw_norm.weight", "post_mlp_layernorm.weight"),
+    ] {
+        same(&g.tensor(&format!("blk.1.{theirs}")), &get(&files, &format!("model.layers.1.{ours}")), ours);
+    }
+}
+
+/// An adapter of joint linears is of llama.cpp's joint tensors.
+#[test]
+fn an_adapter_of_joint_linears() {
+    let w = World::new();
+    let base = repository().join("tests/fixtures/families/phi3/model").display().to_string();
+    let rules = "[[train]]\nmodules = [\"attention\", \"mlp\"]\nrank = 2\nalpha = 4\n";
+    w.write(
+        "r.toml",
+        recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {base:?}")),
+    );
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let files = tensors(w.path("a/adapter/adapter_model.safetensors"));
+    w.ok(&["export", "a", "--to", "gguf", "--out", "g"]);
+    let mut g = Gguf::open(&w, "g/adapter.gguf");
+    assert_eq!(g.text("general.architecture"), "phi3");
+    for (theirs, ours) in [("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")] {
+        for (half, own) in [("a", "A"), ("b", "B")] {
+            let want = get(&files, &format!("base_model.model.model.layers.1.{ours}.lora_{own}.weight"));
+            same(&g.tensor(&format!("blk.1.{theirs}.weight.lora_{half}")), &want, ours);
+        }
+    }
+    assert_eq!(g.content.tensor_infos.len(), files.len());
 }
 
 /// A tokenizer of SentencePiece's BPE, with a normalizer and a pre-tokenizer, in the quickstart's model.

@@ -11,7 +11,7 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
         let key = if config.biases.o { "attention_bias" } else { "mlp_bias" };
         return refuse(key, format!("llama.cpp's {arch} has no such biases"));
     }
-    if arch == "qwen2" && config.heads * config.head_dim != config.hidden {
+    if ["qwen2", "phi3", "chatglm"].contains(&arch) && config.heads * config.head_dim != config.hidden {
         let why = format!("{}; llama.cpp's {arch} takes hidden_size over heads", config.head_dim);
         return refuse("head_dim", why);
     }

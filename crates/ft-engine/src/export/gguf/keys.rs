@@ -20,11 +20,14 @@ pub(super) fn context(config: &Config) -> usize {
     windows.fold(config.max_positions, usize::min)
 }
 
-/// Keys of a model's config, and the divisors of the rotary frequencies if stored as a tensor.
+/// Divisors of the rotary frequencies, by the name of their tensor.
+pub(super) type Divisors = Vec<(&'static str, Vec<f32>)>;
+
+/// Keys of a model's config, and the divisors of the rotary frequencies if stored as tensors.
 ///
 /// # Errors
 /// Anything llama.cpp computes differently.
-pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Error> {
+pub(super) fn of_config(config: &Config) -> Result<(Keys, Divisors), Error> {
     let arch = architecture(config)?;
     check(config, arch)?;
     let mut keys = Keys::new();
@@ -69,27 +72,40 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
     Ok((keys, factors))
 }
 
+/// Tensor of divisors for all contexts.
+const ROPE: &str = "rope_freqs.weight";
+
 /// Keys of the scaling of the rotary embedding; returns the divisors of the frequencies, if it is stored as these.
-fn of_scaling(
-    rope: &Rope,
-    arch: &str,
-    put: &mut impl FnMut(&str, GgufValue),
-) -> Result<Option<Vec<f32>>, Error> {
+fn of_scaling(rope: &Rope, arch: &str, put: &mut impl FnMut(&str, GgufValue)) -> Result<Divisors, Error> {
     let size = |n: usize| GgufValue::U32(n as u32);
     let number = |x: f64| GgufValue::F32(x as f32);
-    match rope.scaling {
+    match &rope.scaling {
         Scaling::Default => {}
         Scaling::Linear { factor } => {
             put("rope.scaling.type", "linear".into());
-            put("rope.scaling.factor", number(factor));
+            put("rope.scaling.factor", number(*factor));
         }
-        Scaling::Long { .. } => return refuse("rope_scaling", "longrope; not built yet: its export to GGUF"),
-        Scaling::Proportional { .. } => return Ok(Some(divisors(rope))),
+        Scaling::Long { .. } if arch != "phi3" => {
+            return refuse("rope_scaling", format!("longrope; not built yet: its export to GGUF as {arch}"));
+        }
+        Scaling::Long { short, long, attention, original } => {
+            warn(&format!(
+                "llama.cpp takes the long factors of longrope for all texts where it has a context of more than \
+                 {original} tokens, and training for longer texts alone: --ctx-size {original} for shorter ones"
+            ));
+            put("rope.scaling.original_context_length", size(*original));
+            put("rope.scaling.attn_factor", number(*attention));
+            return Ok(vec![
+                ("rope_factors_long.weight", long.clone()),
+                ("rope_factors_short.weight", short.clone()),
+            ]);
+        }
+        Scaling::Proportional { .. } => return Ok(vec![(ROPE, divisors(rope))]),
         Scaling::Llama3 { .. } if arch != "llama" => {
             return refuse("rope_scaling", format!("llama3; llama.cpp's {arch} has no such scaling"));
         }
-        Scaling::Llama3 { .. } => return Ok(Some(divisors(rope))),
-        Scaling::Yarn { factor, attention, beta_fast, beta_slow, original, truncate } => {
+        Scaling::Llama3 { .. } => return Ok(vec![(ROPE, divisors(rope))]),
+        &Scaling::Yarn { factor, attention, beta_fast, beta_slow, original, truncate } => {
             if !truncate && arch != "gpt-oss" {
                 return refuse("rope_scaling.truncate", "false; llama.cpp always truncates");
             }
@@ -111,7 +127,7 @@ fn of_scaling(
             }
         }
     }
-    Ok(None)
+    Ok(Vec::new())
 }
 
 /// Divisors of the frequencies; of channels that do not rotate, beyond any context.

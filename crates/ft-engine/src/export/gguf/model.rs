@@ -13,8 +13,6 @@ use ft_base::terminal::{tell, warn};
 use std::collections::HashMap;
 use std::path::Path;
 
-const ROPE: &str = "rope_freqs.weight";
-
 /// Source of a tensor of the file.
 struct Source<'a> {
     placed: &'a Placed,
@@ -40,7 +38,7 @@ pub fn write_model(
     base.check()?;
     let config = &base.config;
     let placed = place(config)?;
-    let (of_config, factors) = keys::of_config(config)?;
+    let (of_config, divisors) = keys::of_config(config)?;
     let mut all: Keys = vec![
         ("general.architecture".into(), architecture(config)?.into()),
         ("general.type".into(), "model".into()),
@@ -59,15 +57,13 @@ pub fn write_model(
     }
 
     let (mut entries, sources) = tensors(base, &placed, dtype);
-    if let Some(f) = &factors {
-        entries.push((ROPE.into(), DType::F32, vec![f.len()]));
-    }
+    entries.extend(divisors.iter().map(|(name, all)| ((*name).into(), DType::F32, vec![all.len()])));
     let mut books = CodeTables::new(&Device::Cpu)?;
     write_gguf(path, &all, &entries, |name| {
-        let tensor = match (sources.get(name), &factors) {
+        let tensor = match (sources.get(name), divisors.iter().find(|(own, _)| *own == name)) {
             (Some(source), _) => tensor(base, source, &mut books)?,
-            (None, Some(f)) if name == ROPE => Tensor::new(f.as_slice(), &Device::Cpu)?,
-            _ => return Err(candle_core::Error::Msg(format!("{name} has no source")).into()),
+            (None, Some((_, all))) => Tensor::new(all.as_slice(), &Device::Cpu)?,
+            (None, None) => return Err(candle_core::Error::Msg(format!("{name} has no source")).into()),
         };
         progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
         Ok(tensor)

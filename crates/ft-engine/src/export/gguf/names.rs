@@ -55,6 +55,9 @@ pub(super) fn architecture(config: &Config) -> Result<&'static str, Error> {
         "qwen3_5_moe_text" => Ok("qwen35moe"),
         "smollm3" => Ok("smollm3"),
         "olmo2" => Ok("olmo2"),
+        "phi3" => Ok("phi3"),
+        "glm" => Ok("chatglm"),
+        "glm4" => Ok("glm4"),
         "gemma3_text" => Ok("gemma3"),
         "gemma4_text" => Ok("gemma4"),
         "gpt_oss" => Ok("gpt-oss"),
@@ -149,7 +152,8 @@ impl Places<'_> {
         };
         let of_q = rotary(q.rows(), self.config.heads);
         let of_k = k.as_ref().map_or(Vec::new(), |k| rotary(k.rows(), self.config.attention[l].kv_heads));
-        self.one(&name("attn_q"), q, of_q);
+        let joint = self.config.family.joint_qkv;
+        self.one(&name(if joint { "attn_qkv" } else { "attn_q" }), q, of_q);
         self.optional(&name("attn_k"), k, of_k);
         self.optional(&name("attn_v"), v, Vec::new());
         self.one(&name("attn_output"), o, Vec::new());
@@ -226,9 +230,10 @@ impl Places<'_> {
         }
     }
 
+    /// Gate and up as one matrix are called as up alone.
     fn mlp(&mut self, l: usize, MlpTree { gate, up, down }: MlpTree, end: &str) {
         let name = |part: &str| format!("blk.{l}.ffn_{part}{end}");
-        self.one(&name("gate"), gate, Vec::new());
+        self.one(&name(if up.is_some() { "gate" } else { "up" }), gate, Vec::new());
         self.optional(&name("up"), up, Vec::new());
         self.one(&name("down"), down, Vec::new());
     }
