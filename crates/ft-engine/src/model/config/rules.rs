@@ -434,14 +434,17 @@ impl Keys<'_> {
     }
 
     pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
-        let switch = self.flag("use_sliding_window")? == Some(true);
-        let size = self.some("sliding_window", POSITIONS)?;
+        let switch = self.flag("use_sliding_window")?;
+        // transformers 5 writes 0 for windows that are off.
+        let off = switch == Some(false) && matches!(family.window, Window::FromLayer | Window::AlwaysIf);
+        let zero = self.get("sliding_window").is_some_and(|n| n.as_u64() == Some(0));
+        let size = if off && zero { None } else { self.some("sliding_window", POSITIONS)? };
         let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
         let used = match family.window {
             Window::Always | Window::Pattern(_) => size,
             Window::Unless(n) if !self.raw.contains_key("sliding_window") => Some(n),
             Window::Unless(_) => size,
-            _ => size.filter(|_| switch),
+            _ => size.filter(|_| switch == Some(true)),
         };
         let Some(types) = self.get("layer_types") else {
             return Ok(match family.window {

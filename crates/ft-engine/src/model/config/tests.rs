@@ -84,6 +84,8 @@ fn what_is_not_supported_is_refused_by_name() {
 fn windows_slide_where_the_config_turns_them_on() -> Result<()> {
     let w = |extra| parse(extra).map(|c| c.attention.iter().map(|a| a.window).collect::<Vec<_>>());
     assert_eq!(w(json!({"sliding_window": 8}))?, [None; 3]);
+    assert_eq!(w(json!({"sliding_window": 0, "use_sliding_window": false}))?, [None; 3]);
+    assert!(w(json!({"sliding_window": 0, "use_sliding_window": true})).is_err());
     assert_eq!(
         w(json!({"sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1}))?,
         [None, Some(8), Some(8)]
