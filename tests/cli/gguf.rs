@@ -303,7 +303,7 @@ fn what_llama_cpp_computes_otherwise_is_refused() {
     refused("qwen2-bias/save_adapter_final", "qwen2-bias/model", "trained in full");
     refused("qwen3-dense/head_adapter_final", "qwen3-dense/model", "head and embedding are one tensor");
     for (case, why) in [
-        ("qwen2-moe", "qwen2_moe: not built yet"),
+        ("qwen2-moe", "mlp_only_layers"),
         ("qwen3-moe", "mlp_only_layers"),
         ("qwen3-one-kv", "attention_bias"),
     ] {
@@ -398,6 +398,8 @@ fn later_families_have_llama_cpps_names_or_are_refused() {
         ("gpt-oss", "swiglu_limit"),
         ("qwen3-next", "mlp_only_layers"),
         ("qwen35-dense", "linear_value_head_dim"),
+        ("olmo3", "layer_types"),
+        ("ministral", "layer_types"),
     ] {
         let r = export(family);
         assert!(r.code != 0 && r.err.contains(key), "{family}: {}", r.err);
@@ -473,6 +475,68 @@ fn an_adapter_of_joint_linears() {
         }
     }
     assert_eq!(g.content.tensor_infos.len(), files.len());
+}
+
+#[test]
+fn a_shared_expert_goes_along() {
+    let w = World::new();
+    let experts = json!({
+        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    });
+    w.config("m", experts);
+    let groups = ["attention", "experts", "router", "norms", "embedding", "head", "mlp"];
+    let rules = format!("[[train]]\nmodules = {groups:?}\nmethod = \"full\"\n");
+    w.write("r.toml", recipe(&rules).replace("\"tiny\"", "\"m\""));
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    w.ok(&["export", "a", "--to", "gguf", "--out", "g", "--dtype", "f32"]);
+    let mut g = Gguf::open(&w, "g/model.gguf");
+    assert_eq!(g.text("general.architecture"), "qwen2moe");
+    assert_eq!(
+        (
+            g.number("qwen2moe.expert_feed_forward_length"),
+            g.number("qwen2moe.expert_shared_feed_forward_length")
+        ),
+        (12, 20)
+    );
+    let files = tensors(w.path("a/model/model.safetensors"));
+    let own = |name: &str| get(&files, &format!("model.layers.1.mlp.{name}.weight"));
+    same(&g.tensor("blk.1.ffn_up_shexp.weight"), &own("shared_expert.up_proj"), "shared");
+    let gate = own("shared_expert_gate").squeeze(0).expect("one row");
+    same(&g.tensor("blk.1.ffn_gate_inp_shexp.weight"), &gate, "its gate");
+
+    // llama.cpp never normalizes the gates of this family.
+    let config = String::from_utf8(w.read("a/model/config.json")).expect("text");
+    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    config["norm_topk_prob"] = json!(true);
+    w.write("a/model/config.json", config.to_string());
+    let r = w.ft(&["export", "a/model", "--to", "gguf", "--out", "n"]);
+    assert!(r.code == 4 && r.err.contains("norm_topk_prob") && r.err.contains("never"), "{}", r.err);
+}
+
+/// Windows in three of four layers, and YaRN in the others.
+#[test]
+fn olmo_3_has_its_windows() {
+    let w = World::new();
+    let base = json!({"rope_theta": 10000.0, "rope_type": "default"});
+    let yarn = json!({
+        "rope_theta": 10000.0, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+    });
+    let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
+    let config = json!({
+        "model_type": "olmo3", "num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8,
+        "rope_parameters": {"full_attention": yarn, "sliding_attention": base},
+    });
+    w.config("m", config);
+    let groups = ["attention", "mlp", "norms", "embedding", "head"];
+    let rules = format!("[[train]]\nmodules = {groups:?}\nmethod = \"full\"\n");
+    w.write("r.toml", recipe(&rules).replace("\"tiny\"", "\"m\""));
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let r = w.ok(&["export", "a", "--to", "gguf", "--out", "g", "--dtype", "f32"]);
+    assert!(!r.err.contains("sliding windows"), "{}", r.err);
+    let g = Gguf::open(&w, "g/model.gguf");
+    assert_eq!((g.text("general.architecture"), g.text("olmo2.rope.scaling.type")), ("olmo2", "yarn"));
+    assert_eq!((g.number("olmo2.attention.sliding_window"), g.number("olmo2.context_length")), (8, 128));
 }
 
 /// A tokenizer of SentencePiece's BPE, with a normalizer and a pre-tokenizer, in the quickstart's model.

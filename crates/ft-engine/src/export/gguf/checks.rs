@@ -11,7 +11,8 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
         let key = if config.biases.o { "attention_bias" } else { "mlp_bias" };
         return refuse(key, format!("llama.cpp's {arch} has no such biases"));
     }
-    if ["qwen2", "phi3", "chatglm"].contains(&arch) && config.heads * config.head_dim != config.hidden {
+    let square = ["qwen2", "qwen2moe", "phi3", "chatglm", "olmo2"];
+    if square.contains(&arch) && config.heads * config.head_dim != config.hidden {
         let why = format!("{}; llama.cpp's {arch} takes hidden_size over heads", config.head_dim);
         return refuse("head_dim", why);
     }
@@ -20,14 +21,21 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
         "gemma3" => gemma3(config)?,
         "gemma4" => gemma4(config)?,
         "gpt-oss" => gpt_oss(config)?,
+        "olmo2" | "qwen2moe" if config.tied => {
+            return refuse("tie_word_embeddings", format!("true; llama.cpp's {arch} has a head of its own"));
+        }
+        "olmo2" if config.family.model_type == "olmo3" => olmo3(config)?,
         _ => {}
     }
     if let Some(delta) = &config.delta {
         linear_attention(config, delta, arch)?;
     }
     if let Some(moe) = &config.moe {
-        if !moe.normalise {
-            return refuse("norm_topk_prob", format!("false; llama.cpp's {arch} always normalises"));
+        let always = arch != "qwen2moe";
+        if moe.normalise != always {
+            let how = if always { "always" } else { "never" };
+            let why = format!("{}; llama.cpp's {arch} {how} normalises", moe.normalise);
+            return refuse("norm_topk_prob", why);
         }
         if !moe.sparse.iter().all(|s| *s) {
             let why = format!("layers without experts; llama.cpp's {arch} has experts in each");
@@ -75,6 +83,21 @@ fn gemma3(config: &Config) -> Result<(), Error> {
         None => Ok(()),
         Some(cap) => refuse("final_logit_softcapping", format!("{cap}; llama.cpp's gemma3 has none")),
     }
+}
+
+/// llama.cpp's olmo2 has full attention in each fourth layer of a model with windows, and one base without scaling in
+/// the others.
+fn olmo3(config: &Config) -> Result<(), Error> {
+    let fits = |(l, a): (usize, &LayerAttention)| a.window.is_some() == ((l + 1) % 4 != 0);
+    if !config.attention.iter().enumerate().all(fits) {
+        return refuse("layer_types", "llama.cpp has full attention in each fourth layer, and no others");
+    }
+    let [full, sliding, ..] = &config.ropes[..] else { return Ok(()) };
+    if sliding.theta != full.theta || sliding.scaling != Scaling::Default {
+        let why = format!("llama.cpp has a base of {} there, without scaling", full.theta);
+        return refuse("rope_parameters.sliding_attention", why);
+    }
+    Ok(())
 }
 
 /// llama.cpp's gpt-oss has windows in every second layer, from the first on, limits of its own, and a head.

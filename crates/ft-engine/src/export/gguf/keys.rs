@@ -11,7 +11,7 @@ use ft_base::terminal::warn;
 
 /// Whether llama.cpp has sliding windows for the family.
 fn has_windows(config: &Config) -> bool {
-    ["gemma3_text", "gemma4_text", "gpt_oss"].contains(&config.family.model_type)
+    ["gemma3_text", "gemma4_text", "gpt_oss", "olmo3"].contains(&config.family.model_type)
 }
 
 /// Context length with identical results in llama.cpp, which has no sliding windows for most families.
