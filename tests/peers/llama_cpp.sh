@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Loads what `ft export --to gguf` writes into llama.cpp, as the npm package node-llama-cpp ships it, and compares its
-# probabilities with those of transformers.
+# probabilities with those of transformers, its tokens with those of tokenizers.
 #
-#   tests/peers/llama_cpp.sh target/release/ft [FAMILY ...]
+#   tests/peers/llama_cpp.sh target/release/ft [FAMILY ... | tokenizers]
 #
-# Installs node-llama-cpp under target/ (725 MB). PEERS_PYTHON names an interpreter with torch and transformers 5. Exits
-# with 1 if a line failed.
+# Installs node-llama-cpp under target/ (725 MB). PEERS_PYTHON names an interpreter with torch, transformers 5, PEFT, and for
+# tokenizers mistral-common, sentencepiece and, for one of them, litellm. Exits with 1 if a line failed.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [ $# -ge 1 ] || { echo "usage: tests/peers/llama_cpp.sh FT [FAMILY ...]" >&2; exit 2; }
