@@ -2,7 +2,7 @@ use super::convert::by_name;
 use super::table::{How, TABLES, tools};
 use super::*;
 use crate::check::Foreign;
-use crate::keys::{Format, PreferenceLoss, each_key, find_key};
+use crate::keys::{Format, Mask, PreferenceLoss, each_key, find_key};
 use std::path::PathBuf;
 
 /// No files beside the configuration, and no models.
@@ -279,6 +279,17 @@ fn unknown_keys_and_unsupported_values_are_told() {
     let imported = of("base_model: m\nadapter: lora\neval_steps: 50\ndatasets: [{path: a.jsonl}]");
     assert_eq!(fate(&imported, "eval_steps"), Fate::NoEffect, "{}", listing(&imported));
     assert!(import("a: 1", "a.yaml", &Nowhere).unwrap_err().contains("no key"));
+}
+
+/// Masks of TRL: the assistant's wins over that of completions.
+#[test]
+fn masks_of_trl_agree_with_their_list() {
+    let trl = "model_name_or_path: m\ndataset_name: d.jsonl\nuse_peft: true\ncompletion_only_loss: false\n";
+    assert_eq!(recipe(trl).data.mask, Some(Mask::None));
+    let both = format!("{trl}assistant_only_loss: true\n");
+    assert_eq!(recipe(&both).data.mask, None);
+    let fates = ["assistant_only_loss", "completion_only_loss"].map(|key| fate(&of(&both), key));
+    assert_eq!(fates, [Fate::NoEffect; 2], "{}", listing(&of(&both)));
 }
 
 /// Data sets of LLaMA-Factory are described by a file beside them.

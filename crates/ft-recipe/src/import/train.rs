@@ -253,8 +253,12 @@ fn assistant_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
+/// Beside `assistant_only_loss`, turns that are not the assistant's are no targets in any case.
 fn completion_only(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match truth(&e.value) {
+        Some(false) if ctx.is("assistant_only_loss") => {
+            needless("assistant_only_loss says the targets of conversations")
+        }
         Some(false) => converted(ctx.set("data.mask", quote("none"), e) + ": prompts are targets too"),
         _ => needless("completions are the targets of prompts with completions"),
     }
