@@ -57,6 +57,8 @@ pub struct Imported {
     pub recipe: Result<String, String>,
 }
 
+/// Keys that say when to evaluate.
+const EVALUATIONS: &[&str] = &["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"];
 /// Rounds of leaving out keys that the recipe's checks refuse.
 const ROUNDS: usize = 8;
 
@@ -150,6 +152,8 @@ fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line 
 fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Result<String, String> {
     draft.drop_defaults();
     let name = file.replace(|c: char| c.is_control(), " ");
+    // evaluations on the way, which ft counts in steps
+    let unevaluated = lines.iter().any(|l| l.fate == Fate::NotSupported && EVALUATIONS.contains(&&*l.key));
     let head =
         format!("# From {name} of {tool}, by ft import. Behind each key stands the one that it is from.\n");
     let mut last = Err(Error::NoSuchRecipe { name: String::new(), hint: String::new() });
@@ -162,12 +166,12 @@ fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Resul
             let Some(set) = problem.key.as_deref().and_then(|k| draft.remove(k)) else { continue };
             removed = true;
             for l in lines.iter_mut().filter(|l| l.key == set.origin) {
-                l.fate = if problem.message.contains("does nothing") {
-                    Fate::NoEffect
-                } else {
-                    Fate::NotSupported
+                let lost = unevaluated && ["run.patience", "run.keep_best"].contains(&set.path.as_str());
+                l.fate = match problem.message.contains("does nothing") && !lost {
+                    true => Fate::NoEffect,
+                    false => Fate::NotSupported,
                 };
-                l.text = problem.message.clone();
+                l.text = problem.message.clone() + if lost { ": write run.eval_every" } else { "" };
             }
         }
         if !removed {

@@ -17,6 +17,19 @@ impl Around for Nowhere {
     }
 }
 
+/// A model's tokenizer is at hand.
+struct Model;
+
+impl Around for Model {
+    fn read(&self, path: &str) -> Option<String> {
+        let config = r#"{"eos_token": {"content": "</s>"}}"#;
+        (path == "m/tokenizer_config.json").then(|| config.into())
+    }
+    fn groups(&self, _: &str) -> Option<Vec<String>> {
+        None
+    }
+}
+
 fn listing(imported: &Imported) -> String {
     let mut lines: Vec<&Line> = imported.lines.iter().collect();
     lines.sort_by_key(|l| l.fate);
@@ -290,6 +303,48 @@ fn masks_of_trl_agree_with_their_list() {
     assert_eq!(recipe(&both).data.mask, None);
     let fates = ["assistant_only_loss", "completion_only_loss"].map(|key| fate(&of(&both), key));
     assert_eq!(fates, [Fate::NoEffect; 2], "{}", listing(&of(&both)));
+}
+
+/// Keys without effect here only where their values agree with ft.
+#[test]
+fn values_that_lose_something_are_not_supported() {
+    let axolotl =
+        "base_model: m\nadapter: lora\nval_set_size: 0.1\ndatasets: [{path: a.jsonl, type: chat_template}]\n";
+    let factory = "model_name_or_path: m\nfinetuning_type: lora\ndataset: a\n";
+    let trl = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\n";
+    let tune =
+        "model._component_: torchtune.models.llama3_1.lora_llama3_1_8b\ncheckpointer.checkpoint_dir: m\n";
+    for (text, key, expected) in [
+        (axolotl, "special_tokens: {eos_token: '</s>'}", Fate::NoEffect),
+        (axolotl, "special_tokens: {eos_token: <|im_end|>}", Fate::NotSupported),
+        (axolotl, "special_tokens: {pad_token: <pad>}", Fate::NoEffect),
+        (axolotl, "chat_template: tokenizer_default", Fate::NoEffect),
+        (axolotl, "chat_template: chatml", Fate::NotSupported),
+        (axolotl, "early_stopping_patience: 3", Fate::NoEffect),
+        (trl, "eos_token: <|im_end|>", Fate::NotSupported),
+        (trl, "eos_token: </s>", Fate::NoEffect),
+        (trl, "bnb_4bit_use_double_quant: false", Fate::NotSupported),
+        (factory, "double_quantization: false", Fate::NotSupported),
+        (factory, "double_quantization: true", Fate::NoEffect),
+        (factory, "template: qwen", Fate::NotSupported),
+        (tune, "tokenizer: {prompt_template: torchtune.data.SummarizeTemplate}", Fate::NotSupported),
+        (tune, "tokenizer: {prompt_template: {user: [a, b]}}", Fate::NotSupported),
+        (tune, "tokenizer: {prompt_template: null}", Fate::NoEffect),
+        (
+            tune,
+            "dataset: {_component_: text_completion_dataset, source: s, add_eos: False}",
+            Fate::NotSupported,
+        ),
+        (tune, "dataset: {_component_: text_completion_dataset, source: s, add_eos: True}", Fate::NoEffect),
+    ] {
+        let imported = import(&format!("{text}{key}\n"), "a.yaml", &Model).expect(key);
+        let line = imported.lines.iter().rfind(|l| l.line > 0).expect(key);
+        assert_eq!(line.fate, expected, "{key}\n{}", listing(&imported));
+    }
+    let imported = of(&format!("{axolotl}evals_per_epoch: 2\nearly_stopping_patience: 3\n"));
+    let line = imported.lines.iter().find(|l| l.key == "early_stopping_patience").expect("a line");
+    assert_eq!(line.fate, Fate::NotSupported);
+    assert!(line.text.ends_with("write run.eval_every"), "{}", line.text);
 }
 
 /// Data sets of LLaMA-Factory are described by a file beside them.

@@ -13,7 +13,7 @@ use serde_json::Value;
 conversions! {
     method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial, four_bits,
     bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file, template_name, thinking,
-    factory_packing, share;
+    factory_packing, share, special_token;
     "initial_adapter" => |ctx, e| ctx.take("lora.init", e),
     "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
     "from_scratch" => |ctx, e| ctx.switch("model.weights", quote("random"), e),
@@ -52,11 +52,15 @@ fn peft(_: &mut Context<'_>, e: &Entry) -> Outcome {
     })
 }
 
+/// The model's name or folder.
+fn model(ctx: &Context<'_>) -> Option<String> {
+    let keys = ["base_model", "model_name_or_path", "checkpointer.checkpoint_dir"];
+    keys.iter().find_map(|k| ctx.get(k)).and_then(text)
+}
+
 /// Groups of the model, or a dense model's.
 fn groups(ctx: &Context<'_>) -> Vec<String> {
-    let model =
-        ["base_model", "model_name_or_path", "checkpointer.checkpoint_dir"].iter().find_map(|k| ctx.get(k));
-    let known = model.and_then(text).and_then(|m| ctx.around.groups(&m));
+    let known = model(ctx).and_then(|m| ctx.around.groups(&m));
     known.unwrap_or_else(|| ["attention", "mlp", "norms", "embedding", "head"].map(String::from).into())
 }
 
@@ -272,13 +276,31 @@ fn template_file(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
-fn template_name(_: &mut Context<'_>, e: &Entry) -> Outcome {
+/// Advice on a template by name.
+pub(super) const OTHER_TEMPLATE: &str =
+    "the model's own chat template is used: where this is another, data.chat_template = a file of it";
+
+fn template_name(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     let Some(name) = text(&e.value).filter(|_| !is_off(&e.value)) else { return needless("not set") };
     match name.as_str() {
-        "tokenizer_default" => needless("the model's own template is used"),
-        "jinja" => needless("chat_template_jinja has the file"),
-        _ => needless(format!(
-            "the model's own template is used; for {name} on a model without it, data.chat_template = a file"
+        "jinja" => needless("chat_template_jinja has it"),
+        own if own.starts_with("tokenizer_default") => needless("the model's own template is used"),
+        _ if ctx.word("stage") == "pt" => needless("text has no template"),
+        _ => refused(OTHER_TEMPLATE),
+    }
+}
+
+/// `eos_token`, `bos_token`: the one of the model's tokenizer, or another.
+fn special_token(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    let Some(token) = text(&e.value).filter(|t| !t.is_empty()) else { return needless("not set") };
+    let name = e.path.rsplit('.').next().unwrap_or_default();
+    let config = model(ctx).and_then(|m| ctx.around.read(&format!("{m}/tokenizer_config.json")));
+    let config = config.and_then(|t| serde_json::from_str::<Value>(&t).ok());
+    let own = config.as_ref().and_then(|c| c.get(name)).map(|own| own.get("content").unwrap_or(own));
+    match own.and_then(text).is_some_and(|own| own == token) {
+        true => needless("so it is in the model's tokenizer"),
+        false => refused(format!(
+            "{name} of the model's tokenizer_config.json is used: where that is another, write it there"
         )),
     }
 }

@@ -4,6 +4,7 @@ use super::source::{Keys, Source, origin, value, word};
 use crate::import::context::{Context, Outcome, converted, needless, refused};
 use crate::import::prefer::reads_pairs;
 use crate::import::read::{is_off, text, words};
+use crate::import::train::OTHER_TEMPLATE;
 use crate::keys::{Format, Task};
 use serde_json::Value;
 
@@ -98,12 +99,8 @@ fn of_key(source: &mut Source, keys: &Keys, key: &str, value: &Value) -> Outcome
             needless("a turn's end is a target here too")
         }
         "train_on_eos" | "train_on_eot" => refused("the end of each of the assistant's turns is a target"),
-        "chat_template" if is("tokenizer_default") || is_off(value) => {
-            needless("the model's own template is used")
-        }
-        "chat_template" | "conversation" => {
-            needless("the model's own template is used, or data.chat_template")
-        }
+        "chat_template" if is("tokenizer_default") => needless("the model's own template is used"),
+        "chat_template" | "conversation" if !is_off(value) => refused(OTHER_TEMPLATE),
         "chat_template_jinja" if !is_off(value) => {
             refused("data.chat_template: one template for all sources")
         }

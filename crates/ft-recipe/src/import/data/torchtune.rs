@@ -84,8 +84,10 @@ fn of_key(source: &mut Source, key: &str, value: &Value, files: &[String]) -> Ou
         "column_map.rejected" => source.field("rejected", value),
         "column_map.instruction" => source.field("instruction", value),
         "column_map.system" => source.field("system", value),
-        "add_eos" | "split_across_pack" => {
-            needless("documents end with the end-of-text token, and stay whole")
+        "add_eos" if truth(value) == Some(false) => refused("documents end with the end-of-text token"),
+        "add_eos" => needless("documents end with the end-of-text token"),
+        "split_across_pack" if truth(value) == Some(true) => {
+            refused("documents stay whole: longer ones go by data.over_length")
         }
         _ if is_off(value) => needless("off"),
         "new_system_prompt" => refused("write system messages into the rows"),
