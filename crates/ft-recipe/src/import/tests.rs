@@ -347,6 +347,19 @@ fn values_that_lose_something_are_not_supported() {
     assert!(line.text.ends_with("write run.eval_every"), "{}", line.text);
 }
 
+/// axolotl's template is a file, or its text, which a recipe has in a file.
+#[test]
+fn a_template_is_a_file_or_text() {
+    let template = |value: &str| {
+        let text = format!(
+            "base_model: m\nadapter: lora\nchat_template: jinja\nchat_template_jinja: {value}\ndatasets: [{{path: a.jsonl}}]\n"
+        );
+        (recipe(&text).data.chat_template, fate(&of(&text), "chat_template_jinja"))
+    };
+    assert_eq!(template("own.jinja"), (Some("own.jinja".into()), Fate::Taken));
+    assert_eq!(template("\"{% for m in messages %}{{ m }}{% endfor %}\""), (None, Fate::NotSupported));
+}
+
 /// Data sets of LLaMA-Factory are described by a file beside them.
 #[test]
 fn dataset_info_describes_sources() {

@@ -11,9 +11,9 @@ use crate::syntax::quote;
 use serde_json::Value;
 
 conversions! {
-    method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial, four_bits,
-    bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file, template_name, thinking,
-    factory_packing, share, special_token;
+    method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial,
+    four_bits, bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file,
+    template_name, template_text, thinking, factory_packing, share, special_token;
     "initial_adapter" => |ctx, e| ctx.take("lora.init", e),
     "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
     "from_scratch" => |ctx, e| ctx.switch("model.weights", quote("random"), e),
@@ -273,6 +273,14 @@ fn template_file(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     match path.ends_with(".jinja") || path.ends_with(".jinja2") {
         true => ctx.take("data.chat_template", e),
         false => refused("data.chat_template is a file with a template: chat_template.jinja of that folder"),
+    }
+}
+
+/// The text of a template, or a file of it.
+fn template_text(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).is_some_and(|t| ["{{", "{%", "\n"].iter().any(|mark| t.contains(mark))) {
+        true => refused("write the text into a file: data.chat_template has its path"),
+        false => ctx.take("data.chat_template", e),
     }
 }
 
