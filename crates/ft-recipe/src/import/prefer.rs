@@ -69,6 +69,9 @@ fn task(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if is_off(&e.value) {
         return needless("off");
     }
+    if ctx.task == Task::Sft && ctx.word("stage") == "pt" {
+        return converted("format = \"text\" of each source");
+    }
     if ctx.task == Task::Sft {
         return needless("task = \"sft\" is next-token training");
     }

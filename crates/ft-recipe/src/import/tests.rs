@@ -375,6 +375,14 @@ fn dataset_info_describes_sources() {
         }
     }
     let text = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\nlora_target: all\ndataset: mine, talk\ndataset_dir: dir\n";
+    let raw =
+        import(&text.replace("sft", "pt").replace(", talk", ", other"), "a.yaml", &Info).expect("an import");
+    let recipe = Recipe::parse(raw.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
+    assert!(recipe.data.pack, "rows of stage pt are packed");
+    assert!(recipe.data.train.iter().all(|s| s.format == Some(Format::Text)));
+    assert_eq!((recipe.data.train[0].fields["text"].as_str(), recipe.data.train[1].fields.len()), ("q", 0));
+    let unpacked = "model_name_or_path: m\nstage: pt\nfinetuning_type: lora\npacking: false\ndataset: a";
+    assert!(!super::tests::recipe(unpacked).data.pack);
     let imported = import(text, "a.yaml", &Info).expect("an import");
     let recipe = Recipe::parse(imported.recipe.as_ref().expect("a recipe"), "a.toml", &[]).expect("a recipe");
     let sources = &recipe.data.train;

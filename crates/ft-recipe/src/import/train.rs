@@ -324,6 +324,10 @@ fn factory_packing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if e.path == "packing" && ctx.is("neat_packing") {
         return needless("neat_packing says it");
     }
+    // on by default for raw text, as here
+    if e.line == 0 && ctx.word("stage") == "pt" {
+        return converted(ctx.set("data.pack", "true", e));
+    }
     let mut outcome = ctx.take("data.pack", e);
     if e.path == "packing" && truth(&e.value) == Some(true) {
         outcome.1 += "; documents of a row never see one another (neat_packing there)";

@@ -14,16 +14,21 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     let remote = folder == "ONLINE";
     let info = ctx.around.read(&format!("{folder}/dataset_info.json"));
     let info = info.and_then(|t| serde_json::from_str::<Value>(&t).ok());
+    let raw = ctx.word("stage") == "pt";
     let Some(names) = ctx.get(key).map(words).filter(|n| !n.is_empty()) else { return Vec::new() };
     let mut sources = Vec::new();
     let mut advice = Vec::new();
     for name in &names {
         let described = info.as_ref().and_then(|i| i.get(name));
         let mut source = match described {
+            Some(entry) if raw => of_text(entry, place(entry, name, &folder), key, &mut advice),
             Some(entry) => of_entry(entry, name, (&folder, key, ctx.task), &mut advice),
             None if remote => Source::named(name, key),
             None => Source::named(format!("{folder}/{name}.json"), key),
         };
+        if raw {
+            source.format("text");
+        }
         if let Some(n) = ctx.number(&["max_samples"]).filter(|n| *n >= 1.0) {
             source.keys.insert("max_samples", number_text(n));
         }
@@ -47,6 +52,38 @@ pub(super) fn sources(ctx: &mut Context<'_>, key: &'static str) -> Vec<Source> {
     sources
 }
 
+/// The file or data set of an entry in `dataset_info.json`.
+fn place(entry: &Value, name: &str, folder: &str) -> String {
+    let get = |k: &str| entry.get(k).and_then(text);
+    match (get("hf_hub_url"), get("file_name")) {
+        (Some(hub), _) => hub,
+        (None, Some(file)) => format!("{folder}/{file}"),
+        (None, None) => format!("{folder}/{name}"),
+    }
+}
+
+/// A source at `place`, with its keys of an entry.
+fn named(entry: &Value, place: String, key: &str) -> Source {
+    let mut source = Source::named(place, key);
+    for (theirs, ours) in [("subset", "config"), ("split", "split"), ("hf_revision", "revision")] {
+        if let Some(value) = entry.get(theirs) {
+            source.put(ours, value);
+        }
+    }
+    source
+}
+
+/// Raw text for `stage: pt`, which reads the prompts alone.
+fn of_text(entry: &Value, place: String, key: &str, advice: &mut Vec<String>) -> Source {
+    let column = |name: &str| entry.pointer(&format!("/columns/{name}"));
+    if column("query").is_some() || column("messages").is_some() {
+        advice.push(format!("{place}: write the text of each row into one field"));
+    }
+    let mut source = named(entry, place, key);
+    source.field("text", column("prompt").unwrap_or(&Value::from("instruction")));
+    source
+}
+
 /// A source from its entry in `dataset_info.json`.
 fn of_entry(
     entry: &Value,
@@ -55,17 +92,7 @@ fn of_entry(
     advice: &mut Vec<String>,
 ) -> Source {
     let get = |k: &str| entry.get(k).and_then(text);
-    let place = match (get("hf_hub_url"), get("file_name")) {
-        (Some(hub), _) => hub,
-        (None, Some(file)) => format!("{folder}/{file}"),
-        (None, None) => format!("{folder}/{name}"),
-    };
-    let mut source = Source::named(place, key);
-    for (theirs, ours) in [("subset", "config"), ("split", "split"), ("hf_revision", "revision")] {
-        if let Some(value) = entry.get(theirs) {
-            source.put(ours, value);
-        }
-    }
+    let mut source = named(entry, place(entry, name, folder), key);
     if entry.get("ranking").and_then(Value::as_bool) == Some(true) && !reads_pairs(task) {
         advice.push(format!("{name} has preferences: stage: dpo and stage: rm read them"));
     }
