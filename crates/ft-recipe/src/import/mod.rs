@@ -28,7 +28,7 @@ use crate::load::Error;
 pub use context::{Around, Fate};
 use context::{Context, Outcome, converted, needless, refused};
 use draft::Draft;
-use read::{Entry, is_off};
+use read::{Entry, is_expansion, is_off};
 use std::collections::BTreeMap;
 use std::path::Path;
 use table::{How, NOTHING, TABLES, Tables, Tool, detect};
@@ -143,6 +143,11 @@ fn line(ctx: &mut Context<'_>, tool: &Tool, tables: &Tables, e: &Entry) -> Line 
         Some(How::Refused(_)) if same.is_none() && is_off(&e.value) => needless("off"),
         Some(How::Refused(advice)) => refused(advice),
         None => Outcome(Fate::Unknown, format!("= {}: no known key of {}", e.value, ctx.tool)),
+    };
+    let unfilled = is_expansion(&e.value) && fate <= Fate::Converted;
+    let (fate, text) = match unfilled {
+        true => (Fate::NotSupported, format!("{text}: variables are not expanded here: write the value")),
+        false => (fate, text),
     };
     let shown = if fate == Fate::Unknown { text.chars().take(200).collect() } else { text };
     Line { key: e.path.clone(), line: e.line, fate, text: shown }

@@ -5,6 +5,8 @@ use super::scalar::scalar;
 use crate::check::Foreign;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::iter::Peekable;
+use std::str::Chars;
 
 /// Words that begin the trainer's own flags: those before are the launcher's.
 const PROGRAMS: [&str; 3] = ["trl", "llamafactory-cli", "tune"];
@@ -75,6 +77,37 @@ fn commands(text: &str) -> (Vec<Vec<(String, usize)>>, Variables) {
     (commands, variables)
 }
 
+/// What follows a `$`: the value of a variable that the script sets, the default in `${NAME:-default}`, or the
+/// expansion as it is written.
+fn expanded(chars: &mut Peekable<Chars<'_>>, variables: &Variables) -> String {
+    let braced = chars.next_if_eq(&'{').is_some();
+    let mut name = String::new();
+    while let Some(c) = chars.next_if(|c| c.is_ascii_alphanumeric() || *c == '_') {
+        name.push(c);
+    }
+    let value = variables.get(&name).map(|(value, _)| value.clone());
+    if braced {
+        let rest: String = chars.by_ref().take_while(|c| *c != '}').collect();
+        let default = rest.strip_prefix(":-").or(rest.strip_prefix('-'));
+        let plain = default.is_some() || rest.is_empty();
+        let known = value.filter(|_| plain).or(default.map(String::from));
+        return known.unwrap_or_else(|| format!("${{{name}{rest}}}"));
+    }
+    let mut written = format!("${name}");
+    // a command or arithmetic
+    let mut depth = 0;
+    while name.is_empty()
+        && let Some(c) = chars.next_if(|c| depth > 0 || *c == '(')
+    {
+        depth += i32::from(c == '(') - i32::from(c == ')');
+        written.push(c);
+        if depth == 0 {
+            break;
+        }
+    }
+    value.unwrap_or(written)
+}
+
 /// Splits a line as a shell does: quotes, backslashes, comments, `$NAME`.
 fn split(line: &str, variables: &Variables) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
@@ -86,19 +119,8 @@ fn split(line: &str, variables: &Variables) -> Vec<String> {
             ('\'' | '"', None) => (quote, inside) = (Some(c), true),
             ('\\', None | Some('"')) => word.extend(chars.next()),
             ('$', None | Some('"')) => {
-                let braced = chars.next_if_eq(&'{').is_some();
-                let mut name = String::new();
-                while let Some(c) = chars.next_if(|c| c.is_ascii_alphanumeric() || *c == '_') {
-                    name.push(c);
-                }
-                if braced {
-                    chars.next_if_eq(&'}');
-                }
                 inside = true;
-                match variables.get(&name) {
-                    Some((value, _)) => word += value,
-                    None => word += &format!("${name}"),
-                }
+                word += &expanded(&mut chars, variables);
             }
             ('#', None) if !inside && word.is_empty() => break,
             (c, None) if c.is_whitespace() => {
@@ -143,6 +165,8 @@ fn entries(command: &[(String, usize)]) -> Entries {
             if let Some(task) = stem.filter(|s| program == Some(i) && SCRIPTS.contains(s)) {
                 list.push(Entry { path: "command".into(), value: task.into(), line: *line });
             }
+        } else if word == "$@" || word == "$*" {
+            list.push(Entry { path: "$@".into(), value: Value::Bool(true), line: *line });
         } else if let Some(last) = list.last_mut() {
             let value = scalar(word);
             last.value = match std::mem::take(&mut last.value) {
@@ -179,6 +203,18 @@ mod tests {
         "#);
         let list = read("trl dpo --beta 0.1").unwrap().list;
         assert_eq!((list[0].path.as_str(), &list[0].value), ("command", &"dpo".into()));
+        let text = "A=1\ntrl sft --a ${A:-2}$A --b \"${B:-c/d}\" --e ${E} --f x-$(date +%F) --g $((8 / 2)) $G \"$@\"\n";
+        let shown: Vec<String> =
+            read(text).unwrap().list.iter().map(|e| format!("{}={}", e.path, e.value)).collect();
+        insta::assert_snapshot!(shown.join("\n"), @r#"
+        command="sft"
+        a=11
+        b="c/d"
+        e="${E}"
+        f="x-$(date +%F)"
+        g=["$((8 / 2))","$G"]
+        $@=true
+        "#);
         assert!(!is_command("base_model: x\n# --no\n") && !is_command("{\"a\": 1}"));
         assert!(!is_command("---\nbase_model: x\n"));
     }

@@ -6,7 +6,7 @@ mod scalar;
 mod yaml;
 
 pub(super) use entries::{Entries, Entry};
-pub(super) use scalar::{is_off, number, text, truth, words};
+pub(super) use scalar::{is_expansion, is_off, number, text, truth, words};
 
 /// Reads a configuration: a command line or script, else YAML or JSON.
 ///

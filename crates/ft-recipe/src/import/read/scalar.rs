@@ -56,6 +56,18 @@ pub(in crate::import) fn words(value: &Value) -> Vec<String> {
     }
 }
 
+/// Whether a value has a variable or another expansion that was not filled in: `$NAME`, `${NAME}`, `$(command)`.
+pub(in crate::import) fn is_expansion(value: &Value) -> bool {
+    match value {
+        Value::String(s) => s
+            .split('$')
+            .skip(1)
+            .any(|rest| rest.starts_with(|c: char| c.is_ascii_alphabetic() || matches!(c, '_' | '{' | '('))),
+        Value::Array(list) => list.iter().any(is_expansion),
+        _ => false,
+    }
+}
+
 /// Whether a value turns its key off.
 pub(in crate::import) fn is_off(value: &Value) -> bool {
     match value {
