@@ -360,6 +360,18 @@ fn a_template_is_a_file_or_text() {
     assert_eq!(template("\"{% for m in messages %}{{ m }}{% endfor %}\""), (None, Fate::NotSupported));
 }
 
+/// LLaMA-Factory trains some modules of some layers in full.
+#[test]
+fn modules_of_frozen_layers_become_a_rule() {
+    let text = "model_name_or_path: m\nfinetuning_type: freeze\nfreeze_trainable_layers: 2\ndataset: a\n";
+    let modules =
+        |named: &str| recipe(&format!("{text}freeze_trainable_modules: {named}\n")).train[0].modules.clone();
+    assert_eq!(modules("mlp,self_attn"), ["mlp", "attention"]);
+    assert_eq!(modules("all"), ["attention", "mlp", "norms"]);
+    let other = of(&format!("{text}freeze_trainable_modules: mlp,input_layernorm\n"));
+    assert_eq!(fate(&other, "freeze_trainable_modules"), Fate::NotSupported, "{}", listing(&other));
+}
+
 /// Data sets of LLaMA-Factory are described by a file beside them.
 #[test]
 fn dataset_info_describes_sources() {

@@ -190,10 +190,23 @@ fn last_layers(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 fn last_modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
-    match text(&e.value).as_deref() {
-        _ if ctx.word("finetuning_type") != "freeze" => needless("the method is not freeze"),
-        Some("all") => needless("all modules of these layers train"),
-        _ => refused("modules of a [[train]] rule with method = \"full\""),
+    if ctx.word("finetuning_type") != "freeze" {
+        return needless("the method is not freeze");
+    }
+    let mut modules = Vec::new();
+    for name in words(&e.value) {
+        let ours: &[&str] = match name.as_str() {
+            "all" => return needless("all modules of these layers train"),
+            "self_attn" => &["attention"],
+            "mlp" => &["mlp", "experts", "router"],
+            other => {
+                return refused(format!("{other}: modules of a [[train]] rule with method = \"full\""));
+            }
+        };
+        modules.extend(groups(ctx).into_iter().filter(|g| ours.contains(&&**g)));
+    let shown = format!("train.0.modules = {modules:?}");
+    ctx.modules = Some((modules, e.path.clone()));
+    converted(shown)
     }
 }
 
