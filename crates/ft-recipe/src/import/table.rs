@@ -138,14 +138,16 @@ impl Tool {
         self.row(shared, path).or_else(|| self.hint(path).map(How::from))
     }
 
-    /// The entry of the table of hints: by the first part of the path, torchtune's by the last one too.
+    /// The entry of the table of hints: by the first part of the path, torchtune's by the last one too, unless the
+    /// first one has no counterpart.
     fn hint(&self, path: &str) -> Option<&'static Foreign> {
         let of = |name: Option<&str>| {
             let found = Foreign::key(name?)?;
             found.of.chars().any(|l| self.letters.contains(l)).then_some(found)
         };
         let last = || path.rsplit('.').next().filter(|_| self.letters == "U");
-        of(last()).or_else(|| of(path.split('.').next()))
+        let first = of(path.split('.').next());
+        first.filter(|f| f.none.is_some()).or_else(|| of(last())).or(first)
     }
 
     fn row<'t>(&'t self, shared: &'t Tool, path: &str) -> Option<How<'t>> {

@@ -360,6 +360,52 @@ fn a_template_is_a_file_or_text() {
     assert_eq!(template("\"{% for m in messages %}{{ m }}{% endfor %}\""), (None, Fate::NotSupported));
 }
 
+/// Keys with a reason of their own, and what the recipe has of them.
+#[test]
+fn reasons_are_those_of_their_keys() {
+    let axolotl = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl}]\n";
+    let imported = of(&format!(
+        "{axolotl}test_datasets: [{{path: t.jsonl}}]\ndp_shard_size: 4\ndp_replicate_size: 1\nring_attn_func: x\n"
+    ));
+    let tune = "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_attn_modules: [q_proj]}\n\
+                checkpointer: {checkpoint_dir: /tmp/student, adapter_checkpoint: adapter_0.pt}\n\
+                teacher_checkpointer: {checkpoint_dir: /tmp/teacher}\ncontext_parallel_dim: 2\n\
+                batch_size_val: 2\ntensor_parallel_plan: {_component_: x.y}\ndataset: {_component_: alpaca_dataset}\n";
+    let script = "trl sft --model_name_or_path $M --dataset_name ${D:-a/b} --dataset_kwargs.skip_prepare_dataset true \
+                  --use_peft --gradient_accumulation_steps $((8 / 2)) \"$@\"";
+    let shown = [imported, of(tune), of(script)].map(|i| {
+        let lines = i.lines.iter().filter(|l| l.line > 0);
+        lines.map(|l| format!("{:?} {} {}\n", l.fate, l.key, l.text)).collect::<String>()
+    });
+    insta::assert_snapshot!(shown.join("\n"), @r#"
+    Taken base_model model.source = "m"
+    Converted adapter a [[train]] rule with method = "lora", its default
+    Converted datasets.0.path data.train: source = "a.jsonl"
+    Converted test_datasets.0.path data.eval: source = "t.jsonl"
+    NotSupported dp_shard_size parallel.data = the ranks, with parallel.zero = 3
+    NoEffect dp_replicate_size so it is here too
+    NoEffect ring_attn_func parallel.context has no further settings
+
+    Converted model._component_ a [[train]] rule with LoRA; the model is that of checkpointer.checkpoint_dir
+    Taken model.lora_attn_modules train.0.modules = ["q_proj"]
+    Taken checkpointer.checkpoint_dir model.source = "/tmp/student"
+    NotSupported checkpointer.adapter_checkpoint lora.init is a folder in PEFT's layout: adapter_config.json and adapter_model.safetensors
+    NotSupported teacher_checkpointer.checkpoint_dir ft logits TEACHER RECIPE --out DIR writes the rows of a teacher
+    Taken context_parallel_dim parallel.context = 2
+    NoEffect batch_size_val evaluation takes run.micro_rows at a time
+    NoEffect tensor_parallel_plan._component_ parallel.tensor has one plan: heads of attention, and columns of the feed-forward
+    Converted dataset._component_ source = "tatsu-lab/alpaca", mask = "none": prompts are targets too
+
+    NoEffect command task = "sft" is next-token training
+    NotSupported model_name_or_path model.source = "$M": variables are not expanded here: write the value
+    Converted dataset_name data.train: source = "a/b"
+    NotSupported dataset_kwargs.skip_prepare_dataset rows of tokens have format = "tokens" in [[data.train]]
+    Converted use_peft a [[train]] rule with method = "lora", its default
+    NotSupported gradient_accumulation_steps a number is wanted: run.batch_rows
+    NotSupported $@ arguments of the script: write them into its command
+    "#);
+}
+
 /// LLaMA-Factory trains some modules of some layers in full.
 #[test]
 fn modules_of_frozen_layers_become_a_rule() {

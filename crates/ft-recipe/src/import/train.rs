@@ -14,7 +14,6 @@ conversions! {
     method, peft, modules, all_linear, factory_rank, in_full, layers, last_layers, last_modules, initial,
     four_bits, bits, new_tokens, over_length, on_inputs, assistant_only, completion_only, template_file,
     template_name, template_text, thinking, factory_packing, share, special_token;
-    "initial_adapter" => |ctx, e| ctx.take("lora.init", e),
     "pissa" => |ctx, e| ctx.switch("lora.init", quote("pissa"), e),
     "from_scratch" => |ctx, e| ctx.switch("model.weights", quote("random"), e),
     "last_turn" => |ctx, e| ctx.switch("data.mask", quote("last"), e),
@@ -204,10 +203,10 @@ fn last_modules(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
             }
         };
         modules.extend(groups(ctx).into_iter().filter(|g| ours.contains(&&**g)));
+    }
     let shown = format!("train.0.modules = {modules:?}");
     ctx.modules = Some((modules, e.path.clone()));
     converted(shown)
-    }
 }
 
 fn initial(ctx: &mut Context<'_>, e: &Entry) -> Outcome {

@@ -16,11 +16,12 @@ pub(super) fn source(ctx: &mut Context<'_>, keys: &Keys) -> Vec<Source> {
     let path = word(keys, "path").unwrap_or_default();
     let files = value(keys, "data_files").map(words).unwrap_or_default();
     let kind = KINDS.contains(&path.as_str());
+    let list = if origin.starts_with("test") { "data.eval" } else { "data.train" };
     let mut source = Source::named(&path, origin);
     for (at, key, value) in keys {
         let outcome = match key.as_str() {
             "path" if kind && !files.is_empty() => needless("the kind of files: their names tell it"),
-            "path" => converted(format!("data.train: source = {path:?}")),
+            "path" => converted(format!("{list}: source = {path:?}")),
             "data_files" if files.is_empty() => needless("not set"),
             "data_files" if kind || path.is_empty() => {
                 converted(format!("a source each: {}", files.join(", ")))
