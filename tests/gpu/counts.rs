@@ -252,7 +252,7 @@ fn a_mixture_starts_few_operations_whatever_its_experts() {
     }
     for quantize in ["nf4", "none"].into_iter().take(few(1)) {
         let what = (24, quantize, 4);
-        let Some(two) = of_any_size(what, (48, quantize, 8)) else { return };
+        let Some(two) = of_any_size(what, (24, quantize, 8)) else { return };
         let Some([forward, both, around]) = of_a_layer(&two, what) else { return };
         let backward = both["launches"] - forward["launches"];
         eprintln!(
