@@ -7,7 +7,7 @@ use crate::shape::schema::Schema;
 use ft_base::store;
 use ft_base::store::json;
 use ft_base::terminal::panics::caught;
-use parquet::basic::{ConvertedType, Type as Physical};
+use parquet::basic::{ConvertedType, LogicalType, Type as Physical};
 use parquet::file::metadata::ParquetMetaDataReader;
 use parquet::file::reader::FileReader;
 use parquet::file::serialized_reader::{ReadOptionsBuilder, SerializedFileReader};
@@ -65,8 +65,8 @@ impl Columns {
     }
 }
 
-/// Opens a reader that returns strings as bytes. Read as strings, invalid UTF-8 in one row would lose the
-/// following rows.
+/// Opens a reader that returns strings as bytes, and JSON as strings. Read as a string, a text with invalid UTF-8
+/// would lose the following rows.
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
     pages::check(&file, &about, pages::LARGEST)?;
@@ -82,7 +82,7 @@ fn rows(file: &SerializedFileReader<File>, group: usize) -> parquet::errors::Res
     TreeBuilder::new().as_iter(file.metadata().file_metadata().schema_descr_ptr(), &*group)
 }
 
-/// Replaces string types by bytes.
+/// Replaces string types by bytes, so that only columns of JSON are strings.
 fn plain(of: &Type) -> parquet::errors::Result<Type> {
     let about = of.get_basic_info();
     if let Type::GroupType { basic_info, fields } = of {
@@ -90,15 +90,16 @@ fn plain(of: &Type) -> parquet::errors::Result<Type> {
             fields.iter().map(|f| Ok(Arc::new(plain(f)?))).collect::<parquet::errors::Result<_>>()?;
         return Ok(Type::GroupType { basic_info: basic_info.clone(), fields });
     }
-    let text =
-        matches!(about.converted_type(), ConvertedType::UTF8 | ConvertedType::ENUM | ConvertedType::JSON);
-    if text && of.get_physical_type() == Physical::BYTE_ARRAY {
-        Type::primitive_type_builder(about.name(), Physical::BYTE_ARRAY)
-            .with_repetition(about.repetition())
-            .build()
-    } else {
-        Ok(of.clone())
+    let json = about.converted_type() == ConvertedType::JSON
+        || matches!(about.logical_type_ref(), Some(LogicalType::Json));
+    let text = json || matches!(about.converted_type(), ConvertedType::UTF8 | ConvertedType::ENUM);
+    if !text || of.get_physical_type() != Physical::BYTE_ARRAY {
+        return Ok(of.clone());
     }
+    Type::primitive_type_builder(about.name(), Physical::BYTE_ARRAY)
+        .with_repetition(about.repetition())
+        .with_converted_type(if json { ConvertedType::JSON } else { ConvertedType::NONE })
+        .build()
 }
 
 /// Calls the library, and turns errors and panics into [`Error::Read`].
@@ -132,8 +133,8 @@ fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(),
     Ok(())
 }
 
-/// Converts a field to JSON. Unsupported types (times, decimals) become text. Invalid UTF-8 is an error if
-/// the field is `read`, else replaced.
+/// Converts a field to JSON. Unsupported types (times, decimals) become text. Invalid UTF-8 and invalid JSON are an
+/// error if the field is `read`.
 fn value(field: &Field, read: bool) -> Result<Value, String> {
     let float = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
     Ok(match field {
@@ -150,7 +151,11 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
         Field::Float16(x) => float(f64::from(*x)),
         Field::Float(x) => float(f64::from(*x)),
         Field::Double(x) => float(*x),
-        Field::Str(text) => text.as_str().into(),
+        Field::Str(text) => match json::value(text.as_bytes()) {
+            Ok(value) => value,
+            Err(e) if read => return Err(format!(": {}", json::describe(&e, "not JSON"))),
+            Err(_) => text.as_str().into(),
+        },
         Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
             Ok(text) => text.into(),
             Err(_) if read => return Err(": not UTF-8".into()),
@@ -175,4 +180,50 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
         }
         other => other.to_string().into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::source;
+    use ft_recipe::Format;
+    use parquet::data_type::ByteArrayType;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+    use serde_json::json;
+
+    /// The rows of a file with these levels and values in its columns.
+    fn rows(schema: &str, columns: &[(&[i16], &[&str])]) -> Vec<Result<Value, String>> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.parquet");
+        let schema = Arc::new(parse_message_type(schema).unwrap());
+        let mut file =
+            SerializedFileWriter::new(File::create(&path).unwrap(), schema, Arc::default()).unwrap();
+        let mut group = file.next_row_group().unwrap();
+        for (levels, values) in columns {
+            let mut column = group.next_column().unwrap().unwrap();
+            let values: Vec<_> = values.iter().map(|v| (*v).into()).collect();
+            column.typed::<ByteArrayType>().write_batch(&values, Some(levels), None).unwrap();
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+        file.close().unwrap();
+        let schema = Schema::new(&source("a.parquet", Format::Text), None, false).unwrap();
+        let mut columns = Columns::open(&path, &schema).unwrap();
+        std::iter::from_fn(|| columns.next().unwrap()).map(|r| r.parse().map_err(|e| e.message)).collect()
+    }
+
+    /// Today's datasets package writes lists and objects of changing types so.
+    #[test]
+    fn columns_of_json_are_values() {
+        let found = rows(
+            "message m { optional binary text (JSON); }",
+            &[(&[1, 0, 1, 1], &[r#"{"b": [1, null], "a": "x"}"#, "{", "2"])],
+        );
+        let broken = "text: not JSON: EOF while parsing an object at line 1 column 1".to_string();
+        let whole = json!({"text": {"b": [1, null], "a": "x"}});
+        assert_eq!(found, [Ok(whole), Ok(json!({"text": null})), Err(broken), Ok(json!({"text": 2}))]);
+        let text = rows("message m { optional binary text (UTF8); }", &[(&[1], &["{}"])]);
+        assert_eq!(text, [Ok(json!({"text": "{}"}))]);
+    }
 }
