@@ -107,21 +107,26 @@ impl Schema {
         Ok(Sample::Labeled(Box::new(sample), class))
     }
 
-    /// The class of a row, by number or name.
+    /// The class of a row, by name or number. Digits that are a name mean that class, as a number and as a text.
     fn class(&self, row: &Row, names: &[String]) -> Result<u32, String> {
         let (name, value) = (self.name("label"), self.value(row, "label")?);
+        let named = |text: &str| names.iter().position(|n| n == text).map(|class| class as f64);
         let number = match value {
-            Value::String(text) => match names.iter().position(|n| n == text) {
-                Some(class) => Some(class as f64),
+            Value::String(text) => match named(text) {
+                Some(class) => Some(class),
                 // cells of tables are texts
                 None => text.trim().parse::<u32>().ok().map(f64::from),
             },
+            // columns of floats hold 1.0 for 1
+            Value::Number(n) => {
+                n.as_f64().and_then(|x| named(&n.to_string()).or(named(&x.to_string())).or(Some(x)))
+            }
             Value::Array(_) => {
                 return Err(format!(
                     "{name}: several labels of a text (multi-label classification) are not built"
                 ));
             }
-            value => value.as_f64(),
+            _ => None,
         };
         let class = number.filter(|n| n.fract() == 0.0 && (0.0..names.len() as f64).contains(n));
         class.map(|n| n as u32).ok_or_else(|| {

@@ -429,6 +429,25 @@ fn a_share_is_held_out_of_each_source() {
 }
 
 #[test]
+fn numbers_that_name_a_class_are_its_name() {
+    let class = |label: &str, names: &[&str]| {
+        let row = format!("{{\"text\": \"a\", \"label\": {label}}}");
+        let scores = ft_recipe::ScoreTargets::Classes(names.iter().map(|n| n.to_string()).collect());
+        let files = Files::new(&[("a.jsonl", &row)]);
+        let d = files.load(&[source("a.jsonl", Format::Labeled)], &ft_recipe::Data { scores, ..data(9) });
+        d.map(|d| *nth(&d, 0).labels.last().unwrap()).map_err(|e| e.to_string())
+    };
+    let stars = ["1", "2", "3"];
+    for (label, want) in [("1", 0), ("3", 2), ("1.0", 0), ("\"1\"", 0), ("\"3\"", 2), ("0", 0)] {
+        assert_eq!(class(label, &stars), Ok(want), "{label}");
+    }
+    for (label, want) in [("1", 1), ("1.0", 1), ("\"1\"", 1), ("\"yes\"", 1)] {
+        assert_eq!(class(label, &["no", "yes"]), Ok(want), "{label}");
+    }
+    assert!(class("4", &stars).unwrap_err().contains("4 is none of the classes: 1, 2, 3, or 0 to 2"));
+}
+
+#[test]
 fn what_is_not_built_or_not_there_is_named() {
     let files =
         Files::new(&[("a.parquet", ""), ("a.csv", ""), ("a.md", ""), ("a.jsonl", "{\"text\": \"a\"}")]);
