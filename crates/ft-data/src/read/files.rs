@@ -2,6 +2,7 @@
 
 use super::saved;
 use crate::error::Error;
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 /// Row layout of a file.
@@ -178,7 +179,7 @@ pub fn is_hub_id(source: &str) -> Option<&str> {
     (spelled && !id.contains(['*', '?', '[']) && kind(Path::new(id)).is_none()).then_some(id)
 }
 
-/// Files matching a pattern. Folders before the first wildcard are literal.
+/// Files matching a pattern, each once. Folders before the first wildcard are literal.
 fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
     let fail = |message: String| Error::recipe(source, message);
     let text = source.source.as_str();
@@ -187,15 +188,10 @@ fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Re
     let folder = resolve(if from == 0 { "." } else { &text[..from] });
     let folder = glob::Pattern::escape(&folder.display().to_string());
     let pattern = format!("{}/{}", folder.trim_end_matches('/'), &text[from..]);
-    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
-    let found = glob::glob_with(&pattern, options).map_err(|e| fail(format!("{text:?}: {e}")))?;
-    let mut files = Vec::new();
-    for file in found {
-        let file = file.map_err(|e| {
-            let path = e.path().to_path_buf();
-            Error::read(&path, e.into())
-        })?;
-        if file.is_dir() {
+    let (mut files, mut seen) = (Vec::new(), HashSet::new());
+    for file in matches(&pattern, &|e| fail(format!("{text:?}: {e}")))? {
+        // links lead to a file by several names
+        if file.is_dir() || !seen.insert(file.canonicalize().unwrap_or_else(|_| file.clone())) {
             continue;
         }
         if kind(&file).is_none() {
@@ -213,9 +209,80 @@ fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Re
     }
 }
 
+/// Paths matching a pattern, in order. `**` does not follow symbolic links to folders: they may lead back.
+fn matches(pattern: &str, bad: &dyn Fn(glob::PatternError) -> Error) -> Result<Vec<PathBuf>, Error> {
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
+    if pattern.ends_with("/**") {
+        return matches(&format!("{pattern}/*"), bad);
+    }
+    let Some((before, after)) = pattern.split_once("/**/") else {
+        let found = glob::glob_with(pattern, options).map_err(bad)?;
+        let path = |found: glob::GlobResult| {
+            found.map_err(|e| {
+                let path = e.path().to_path_buf();
+                Error::read(&path, e.into())
+            })
+        };
+        return found.map(path).collect();
+    };
+    let mut folders = matches(if before.is_empty() { "/" } else { before }, bad)?;
+    folders.retain(|f| f.is_dir());
+    let mut out = Vec::new();
+    while let Some(folder) = folders.pop() {
+        let cannot = |cause| Error::read(&folder, cause);
+        for entry in std::fs::read_dir(&folder).map_err(cannot)? {
+            let entry = entry.map_err(cannot)?;
+            let hidden = entry.file_name().to_string_lossy().starts_with('.');
+            // the entry's own type: a link is no folder
+            if !hidden && entry.file_type().map_err(cannot)?.is_dir() {
+                folders.push(entry.path());
+            }
+        }
+        let name = glob::Pattern::escape(&folder.display().to_string());
+        out.extend(matches(&format!("{}/{after}", name.trim_end_matches('/')), bad)?);
+    }
+    out.sort();
+    Ok(out)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The names of the files of a pattern in `folder`.
+    #[cfg(unix)]
+    fn found(folder: &Path, pattern: &str) -> Vec<String> {
+        let source = crate::tests::source(pattern, ft_recipe::Format::Text);
+        let files = files(&source, &|s| folder.join(s)).unwrap();
+        let name = |f: &PathBuf| f.strip_prefix(folder).unwrap().display().to_string();
+        files.iter().map(name).collect()
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn patterns_find_each_file_once_and_follow_no_links_in_circles() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir_all(at("data/deep/er")).unwrap();
+        for name in ["data/b.txt", "data/deep/a.txt", "data/deep/er/c.txt"] {
+            std::fs::write(at(name), "x").unwrap();
+        }
+        for (to, link) in
+            [("..", "data/deep/up"), (".", "data/self"), (".", "data/same"), ("data/deep", "linked")]
+        {
+            std::os::unix::fs::symlink(to, at(link)).unwrap();
+        }
+        std::os::unix::fs::symlink("b.txt", at("data/zb.txt")).unwrap();
+        let all = ["data/b.txt", "data/deep/a.txt", "data/deep/er/c.txt"];
+        assert_eq!(found(dir.path(), "data/**/*.txt"), all);
+        assert_eq!(found(dir.path(), "**/*.txt"), all);
+        assert_eq!(found(dir.path(), "data/**"), all);
+        assert_eq!(found(dir.path(), "data/**/er/**/*.txt"), all[2..]);
+        // links in the pattern itself are followed
+        assert_eq!(found(dir.path(), "data/z*.txt"), ["data/zb.txt"]);
+        assert_eq!(found(dir.path(), "linked/*.txt"), ["linked/a.txt"]);
+        assert_eq!(found(dir.path(), "link*/**/*.txt"), ["linked/a.txt", "linked/er/c.txt"]);
+    }
 
     #[test]
     fn names_say_how_files_hold_rows() {
