@@ -10,13 +10,14 @@ use crate::text::{
     conversation,
     template::{Template, Variables},
 };
-use ft_base::terminal::panics::caught;
+use ft_base::terminal::{panics::caught, warn};
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value, json};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use tokenizers::ModelWrapper;
 
 /// Converts text to token ids and back, and conversations to text.
 pub struct Tokenizer {
@@ -104,7 +105,8 @@ impl Tokenizer {
         let pipeline: Pipeline =
             serde_json::from_slice(bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
         pipeline.check().map_err(&bad)?;
-        let inner = on_a_large_stack(|| library(bytes)).map_err(&bad)?;
+        let mut inner = on_a_large_stack(|| library(bytes)).map_err(&bad)?;
+        turn_off_dropout(&mut inner, &path);
         for (text, id) in more.iter().flat_map(|(_, tokens)| tokens) {
             if inner.token_to_id(text) != Some(*id) {
                 return Err(bad(format!("{text:?} cannot be added to it as token {id}")));
@@ -458,6 +460,16 @@ fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
         Ok::<_, tokenizers::Error>(inner)
     };
     caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+}
+
+/// Turns off BPE dropout, with a warning: tokens of a text would differ from run to run.
+fn turn_off_dropout(inner: &mut tokenizers::Tokenizer, path: &Path) {
+    let ModelWrapper::BPE(model) = inner.get_model() else { return };
+    let Some(p) = model.dropout.filter(|p| *p > 0.0) else { return };
+    let mut model = model.clone();
+    model.dropout = None;
+    inner.with_model(model);
+    warn(&format!("{}: model.dropout = {p} is turned off; tokens would be random", path.display()));
 }
 
 /// Removes the post-processor, and returns the ids it puts before a text, found by encoding a probe.

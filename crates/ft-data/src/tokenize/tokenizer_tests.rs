@@ -4,13 +4,20 @@ use serde_json::json;
 
 /// The fixture tokenizer with another pre-tokenizer.
 fn with(pre_tokenizer: Value) -> Tokenizer {
+    changed(|file| {
+        if !pre_tokenizer.is_null() {
+            file["pre_tokenizer"] = pre_tokenizer;
+        }
+    })
+}
+
+/// The fixture tokenizer with a change of its file.
+fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
     let fixture =
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/tiny-tokenizer");
     let mut file: Value =
         serde_json::from_slice(&std::fs::read(fixture.join("tokenizer.json")).unwrap()).unwrap();
-    if !pre_tokenizer.is_null() {
-        file["pre_tokenizer"] = pre_tokenizer;
-    }
+    change(&mut file);
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
     Tokenizer::load(dir.path(), None).unwrap().unwrap()
@@ -91,6 +98,15 @@ fn pieces_make_the_tokens_of_the_whole() {
         }
     }
     assert!(cuts > 500, "{cuts}");
+}
+
+/// With dropout 1 the library merges nothing.
+#[test]
+fn dropout_of_merges_is_off() {
+    let (plain, random) = (with(Value::Null), changed(|file| file["model"]["dropout"] = json!(1.0)));
+    for text in texts() {
+        assert_eq!(random.encode(&text).unwrap(), plain.encode(&text).unwrap(), "{text:?}");
+    }
 }
 
 /// With an unknown pre-tokenizer, a text is never cut, and has a length limit.
