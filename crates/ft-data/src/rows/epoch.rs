@@ -45,8 +45,11 @@ impl Epoch {
             Err(Error::Recipe { place, message: format!("{}: {message}", part.key(data)) })
         };
         let mut mix = Mixture::default();
+        let held_out = part == Part::Eval && data.eval_share > 0.0;
         for (i, (source, range)) in data.sources(part).iter().zip(&ranges).enumerate() {
-            mix.push(range.clone(), source, mix::stream(seed, i), storage)?;
+            // the weight of a training source is not that of its held-out samples
+            let weight = if held_out { 1.0 } else { source.weight };
+            mix.push(range.clone(), (source, weight), mix::stream(seed, i), storage)?;
         }
         let n = mix.len();
         if n == 0 && ranges.iter().any(|r| !r.is_empty()) {

@@ -33,26 +33,25 @@ enum Selection {
 }
 
 impl Mixture {
-    /// Appends the samples `range` of the next source.
+    /// Appends the samples `range` of the next source, repeated by `weight`.
     ///
     /// # Errors
     /// A weight that yields too many samples, and lists that can no longer be read.
     pub fn push(
         &mut self,
         range: Range<usize>,
-        source: &ft_recipe::Source,
+        (source, weight): (&ft_recipe::Source, f64),
         stream: Stream,
         storage: &WorkingStorage,
     ) -> Result<(), Error> {
         let n = range.len();
         // stochastic rounding, so the expectation over seeds equals the weight; permutations never use
         // number 0 of a stream
-        let exact = source.weight * n as f64;
+        let exact = weight * n as f64;
         let whole = exact.floor();
         let wanted = whole + f64::from(u8::from(f64::from(stream.uniform(0)) < exact - whole));
         if wanted > f64::from(u32::MAX) {
-            let message =
-                format!("weight = {} makes {wanted} samples of {n}; that is too many", source.weight);
+            let message = format!("weight = {weight} makes {wanted} samples of {n}; that is too many");
             return Err(Error::recipe(source, message));
         }
         if n == 0 {

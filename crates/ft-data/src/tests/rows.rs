@@ -429,6 +429,18 @@ fn a_share_is_held_out_of_each_source() {
 }
 
 #[test]
+fn held_out_samples_count_once_whatever_the_weight() {
+    let rows: String = (0..10).map(|n| format!("{{\"input_ids\": [{n}, {n}]}}\n")).collect();
+    let files = Files::new(&[("a.jsonl", &rows)]);
+    for (weight, train) in [(2.0, 16), (0.5, 4)] {
+        let s = ft_recipe::Source { weight, ..source("a.jsonl", Format::Tokens) };
+        let cfg = ft_recipe::Data { eval_share: 0.2, ..of(&[s], &data(8)) };
+        let made = Dataset::load_both(&cfg, &|s| files.0.path().join(s), None, 64, 3).unwrap();
+        assert_eq!((made.0.rows.len(), made.1.unwrap().rows.len()), (train, 2), "{weight}");
+    }
+}
+
+#[test]
 fn numbers_that_name_a_class_are_its_name() {
     let class = |label: &str, names: &[&str]| {
         let row = format!("{{\"text\": \"a\", \"label\": {label}}}");
