@@ -21,16 +21,19 @@ pub(super) fn object<'a>(
     i: usize,
 ) -> Result<Vec<u8>, String> {
     let mut out = Vec::new();
-    write_object(fields, i, &mut out)?;
+    write_object(fields, i, true, &mut out)?;
     Ok(out)
 }
 
+/// Writes an object, with or without its `nulls`.
 fn write_object<'a>(
     fields: impl Iterator<Item = (&'a Field, &'a dyn Array, bool)>,
     i: usize,
+    nulls: bool,
     out: &mut Vec<u8>,
 ) -> Written {
     out.push(b'{');
+    let fields = fields.filter(|(_, array, _)| nulls || !is_null(*array, i));
     for (n, (field, array, read)) in fields.enumerate() {
         if n > 0 {
             out.push(b',');
@@ -48,7 +51,7 @@ fn value(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u
     if out.len() > LONGEST_ROW {
         return Err(format!(": {}", too_long()));
     }
-    if array.is_null(i) || matches!(array.data_type(), DataType::Null) {
+    if is_null(array, i) {
         return json(&(), out);
     }
     match array.data_type() {
@@ -70,7 +73,8 @@ fn value(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u
         DataType::FixedSizeList(item, _) => list(item, array.as_fixed_size_list(), i, read, out),
         DataType::Struct(fields) => {
             let columns = fields.iter().zip(array.as_struct().columns());
-            write_object(columns.map(|(field, array)| (&**field, &**array, read)), i, out)
+            // a struct has the keys of all rows, and nulls for those of other rows
+            write_object(columns.map(|(field, array)| (&**field, &**array, read)), i, false, out)
         }
         DataType::Dictionary(..) => {
             let dictionary = array.as_any_dictionary();
@@ -87,6 +91,10 @@ fn value(field: &Field, array: &dyn Array, i: usize, read: bool, out: &mut Vec<u
             (None, None) => json(&(), out),
         },
     }
+}
+
+fn is_null(array: &dyn Array, i: usize) -> bool {
+    array.is_null(i) || matches!(array.data_type(), DataType::Null)
 }
 
 /// An integer of any width.

@@ -161,7 +161,11 @@ fn value(field: &Field, read: bool) -> Result<Value, String> {
             Err(_) if read => return Err(": not UTF-8".into()),
             Err(_) => String::from_utf8_lossy(bytes.data()).into(),
         },
-        Field::Group(row) => Value::Object(object(row.get_column_iter().map(|(n, f)| (n, f, read)))?),
+        Field::Group(row) => {
+            // a struct has the keys of all rows, and nulls for those of other rows
+            let there = row.get_column_iter().filter(|(_, f)| !matches!(f, Field::Null));
+            Value::Object(object(there.map(|(n, f)| (n, f, read)))?)
+        }
         Field::ListInternal(list) => {
             let item = |(i, f): (usize, &Field)| value(f, read).map_err(|e| format!("[{i}]{e}"));
             Value::Array(list.elements().iter().enumerate().map(item).collect::<Result<_, _>>()?)
@@ -225,5 +229,14 @@ mod tests {
         assert_eq!(found, [Ok(whole), Ok(json!({"text": null})), Err(broken), Ok(json!({"text": 2}))]);
         let text = rows("message m { optional binary text (UTF8); }", &[(&[1], &["{}"])]);
         assert_eq!(text, [Ok(json!({"text": "{}"}))]);
+    }
+
+    #[test]
+    fn structs_have_no_nulls_of_the_keys_of_other_rows() {
+        let schema =
+            "message m { optional group text { optional binary x (UTF8); optional binary y (UTF8); } }";
+        let found = rows(schema, &[(&[2, 1, 0], &["a"]), (&[1, 2, 0], &["b"])]);
+        let want = [json!({"text": {"x": "a"}}), json!({"text": {"y": "b"}}), json!({"text": null})];
+        assert_eq!(found, want.map(Ok));
     }
 }
