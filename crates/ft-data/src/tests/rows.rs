@@ -459,6 +459,21 @@ fn numbers_that_name_a_class_are_its_name() {
     assert!(class("4", &stars).unwrap_err().contains("4 is none of the classes: 1, 2, 3, or 0 to 2"));
 }
 
+/// The last token of a prompt may become one with the completion's, which leaves the end-of-sequence token.
+#[test]
+fn long_pairs_of_one_token_are_too_long_not_unsupervised() {
+    let row = |words: usize| {
+        let prompt = "word ".repeat(words);
+        format!("{{\"prompt\": \"{prompt}\", \"chosen\": \"a\", \"rejected\": \"b\"}}\n")
+    };
+    let files = Files::new(&[("a.jsonl", &(row(1) + &row(60)))]);
+    for (over_length, drops) in [(OverLength::Truncate, [1, 0]), (OverLength::Drop, [0, 1])] {
+        let cfg = ft_recipe::Data { over_length, ..data(40) };
+        let found = files.load(&[source("a.jsonl", Format::Preference)], &cfg).unwrap().stats.drops;
+        assert_eq!([found.empty_after_truncation, found.too_long], drops);
+    }
+}
+
 #[test]
 fn what_is_not_built_or_not_there_is_named() {
     let files =

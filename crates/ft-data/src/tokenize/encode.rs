@@ -206,6 +206,8 @@ impl Encoder<'_> {
             notes.push(Note::Edge);
         }
         if out.total > out.ids.len() {
+            let end = tokenizer.decode(&[eos]).map_err(problem)?;
+            out.total += usize::from(!text.ends_with(&end));
             out.more_targets = out.total > read;
         } else if out.ids.last() != Some(&eos) || out.ids.len() == start.len() {
             out.ids.push(eos);
