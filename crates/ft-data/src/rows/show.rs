@@ -29,9 +29,11 @@ impl Dataset {
             ));
         }
         out.extend(self.stats.notes.told());
-        let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
+        let (mut count, mut longest, mut weightless, mut reader) = (0, 0, 0, self.samples.reader());
         for i in 0..self.samples.len() {
-            let n = reader.item(i)?.documents().max().unwrap_or(0);
+            let item = reader.item(i)?;
+            weightless += usize::from(item.weight == 0.0);
+            let n = item.documents().max().unwrap_or(0);
             if n > positions {
                 (count, longest) = (count + 1, longest.max(n));
             }
@@ -42,6 +44,12 @@ impl Dataset {
             out.push(format!(
                 "{documents} longer than the {positions} positions that the model is made for; the longest has \
                  {longest} tokens\n  hint: data.max_length = {positions}, or rope_scaling in model.override"
+            ));
+        }
+        if weightless > 0 {
+            let all = self.samples.len();
+            out.push(format!(
+                "{weightless} of {all} samples have a weight of 0, and do not count in the loss"
             ));
         }
         Ok(out)

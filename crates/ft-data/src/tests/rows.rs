@@ -459,6 +459,19 @@ fn numbers_that_name_a_class_are_its_name() {
     assert!(class("4", &stars).unwrap_err().contains("4 is none of the classes: 1, 2, 3, or 0 to 2"));
 }
 
+#[test]
+fn samples_without_weight_are_told() {
+    let row = |weight: &str| format!("{{\"text\": \"Hello\", \"weight\": {weight}}}\n");
+    let warnings = |rows: &str| {
+        let files = Files::new(&[("a.jsonl", rows)]);
+        let d = files.load(&[source("a.jsonl", Format::Text)], &data(9));
+        d.unwrap().warnings(9).unwrap()
+    };
+    assert_eq!(warnings(&row("0.5")), [""; 0]);
+    let told = warnings(&(row("0") + &row("0.0") + &row("1")));
+    assert_eq!(told, ["2 of 3 samples have a weight of 0, and do not count in the loss"]);
+}
+
 /// The last token of a prompt may become one with the completion's, which leaves the end-of-sequence token.
 #[test]
 fn long_pairs_of_one_token_are_too_long_not_unsupervised() {
