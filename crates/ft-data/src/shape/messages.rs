@@ -8,6 +8,9 @@ use ft_base::store::json;
 use ft_recipe::Mask;
 use serde_json::{Map, Value, json};
 
+/// Role of an assistant's message that holds calls of tools as JSON, in ShareGPT's format.
+const CALL: &str = "function_call";
+
 /// A conversation in the form read by chat templates.
 #[derive(Default)]
 pub(crate) struct Chat {
@@ -141,7 +144,13 @@ impl Schema {
             if share { ("from", "value") } else { (self.name("role"), self.name("content")) };
         let role = role_in(&message, role_key)?;
         let has_content = message.contains_key(content_key);
-        let content = content_in(&message, content_key)?;
+        let mut content = content_in(&message, content_key)?;
+        if message.get(role_key).is_some_and(|r| r == CALL)
+            && let Some(text) = content.take()
+        {
+            let calls = calls_in(&text).map_err(|e| format!(".{content_key}: {e}"))?;
+            message.insert("tool_calls".into(), calls);
+        }
         // Tables with mixed rows contain nulls for absent keys.
         message.retain(|_, v| !v.is_null());
         keys::of_message(&message)?;
@@ -199,6 +208,17 @@ fn opened(value: Value, name: &str) -> Result<Value, String> {
             .map_err(|e| format!("{name}: {}", json::describe(&e, "a string that is not JSON"))),
         other => Ok(other),
     }
+}
+
+/// The calls of a message of role [`CALL`]: one or a list, as JSON.
+fn calls_in(text: &str) -> Result<Value, String> {
+    let not_json = "expected a call as JSON, with name and arguments";
+    let calls = match json::value(text.as_bytes()).map_err(|e| json::describe(&e, not_json))? {
+        Value::Array(list) if list.is_empty() => return Err("the list of calls is empty".into()),
+        Value::Array(list) => list,
+        call => vec![call],
+    };
+    Ok(calls.into_iter().map(|call| json!({"type": "function", "function": call})).collect())
 }
 
 fn role_in(message: &Map<String, Value>, key: &str) -> Result<&'static str, String> {
@@ -293,7 +313,7 @@ fn role_of(name: &str) -> Option<&'static str> {
         "system" => "system",
         "developer" => "developer",
         "user" | "human" => "user",
-        "assistant" | "gpt" | "chatgpt" | "model" => "assistant",
+        "assistant" | "gpt" | "chatgpt" | "model" | CALL => "assistant",
         "tool" | "function" | "observation" | "function_response" => "tool",
         "tool_results" => "tool_results",
         "ipython" => "ipython",

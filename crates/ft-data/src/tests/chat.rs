@@ -389,6 +389,37 @@ fn texts_of_newer_templates_are_transformers_and_harmonys() {
     insta::assert_snapshot!(told);
 }
 
+/// LLaMA-Factory's rows with calls of tools.
+#[test]
+fn calls_of_sharegpt_are_tool_calls() {
+    let template = fixture("chat").join("Qwen-Qwen3-0.6B.jinja");
+    let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&template)).unwrap().unwrap();
+    let turn = |from: &str, value: &str| json!({"from": from, "value": value});
+    let share = |call: &str| {
+        json!({"conversations": [turn("human", "q"), turn("function_call", call), turn("observation", "3"),
+            turn("gpt", "a")]})
+    };
+    let call = json!({"name": "f", "arguments": {"x": 1}});
+    let calls = json!([{"type": "function", "function": call}]);
+    let plain = json!({"messages": [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": null, "tool_calls": calls},
+        {"role": "tool", "content": "3"}, {"role": "assistant", "content": "a"},
+    ]});
+    let want = read(&t, &plain, &Map::new()).unwrap();
+    assert!(want.1.len() == 2 && want.0.contains("<tool_call>"), "{want:?}");
+    for text in [call.to_string(), json!([call]).to_string()] {
+        assert_eq!(read(&t, &share(&text), &Map::new()).unwrap(), want, "{text}");
+    }
+    for (text, said) in [
+        ("f(1)", "conversations[1].value: expected a call as JSON"),
+        ("[]", "conversations[1].value: the list of calls is empty"),
+        ("{}", "conversations[1].tool_calls[0]: the call has no name"),
+    ] {
+        let error = read(&t, &share(text), &Map::new()).unwrap_err();
+        assert!(error.starts_with(said), "{error}");
+    }
+}
+
 /// The text on the day of the fixtures.
 fn on_a_day(text: &str) -> String {
     const BEFORE: &str = "Current date: ";
