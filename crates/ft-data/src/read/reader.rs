@@ -49,6 +49,18 @@ fn decompressed(
     })
 }
 
+/// Whether a `.json` file is JSON Lines: its first line is an object, and another line follows.
+fn holds_lines(mut file: Box<dyn BufRead>, path: &Path) -> Result<bool, Error> {
+    let start = file.fill_buf().map_err(|e| Error::read(path, e))?;
+    let start = start.strip_prefix("\u{feff}".as_bytes()).unwrap_or(start).trim_ascii_start();
+    if !start.starts_with(b"{") {
+        return Ok(false);
+    }
+    let mut lines = Lines::new(file, path.into());
+    let object = |row: RawRow| row.parse().is_ok_and(|v| v.is_object());
+    Ok(lines.next()?.is_some_and(object) && lines.next()?.is_some())
+}
+
 impl Rows {
     /// Opens a file in the format given by the file name, for rows of `schema`.
     pub fn open(path: &Path, schema: &Schema) -> Result<Self, Error> {
@@ -58,6 +70,7 @@ impl Rows {
         Ok(match kind {
             Kind::Lines => Rows::Lines(lines()?),
             Kind::Text => Rows::Texts(Texts::new(lines()?, schema.name("text"))),
+            Kind::Array if holds_lines(file()?, path)? => Rows::Lines(lines()?),
             Kind::Array => Rows::Array(Array::new(file()?, path.into())),
             Kind::Table(delimiter) => Rows::Table(Box::new(Table::open(file()?, path, delimiter, schema)?)),
             #[cfg(feature = "parquet")]

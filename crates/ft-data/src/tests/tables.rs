@@ -266,6 +266,28 @@ fn empty_lines_and_nulls_without_end_are_told() {
     }
 }
 
+#[test]
+fn json_files_of_one_object_a_line_are_json_lines() {
+    for (text, said) in [
+        ("{\"text\": \"a\"}\n{\"text\": \"b\"}\n", None),
+        ("\u{feff}\n {\"text\": \"a\"}\r\n\r\n{\"text\": \"b\"}", None),
+        ("[{\"text\": \"a\"},\n{\"text\": \"b\"}]", None),
+        ("{\"text\": \"a\"}\n{\"text\": 1}\n", Some("a.json:2: text: expected a string")),
+        ("{\"text\": \"a\"}\n", Some("expected an array of rows")),
+        ("{\n\"text\": \"a\"}\n{\"text\": \"b\"}\n", Some("expected an array of rows")),
+    ] {
+        let files = Files::new(&[("a.json", text)]);
+        let loaded = files.load(&[source("a.json", Format::Text)], &data(9));
+        match said {
+            None => assert_eq!(loaded.unwrap().samples.len(), 2, "{text}"),
+            Some(said) => {
+                let error = loaded.unwrap_err().to_string();
+                assert!(error.contains(said), "{error}");
+            }
+        }
+    }
+}
+
 /// A truncated compressed file is an error, not a shorter dataset.
 #[test]
 fn cut_files_are_told() {
