@@ -167,7 +167,11 @@ impl Schema {
 
     fn value<'a>(&self, row: &'a Row, name: &str) -> Result<&'a Value, String> {
         let name = self.name(name);
-        row.get(name).filter(|v| !v.is_null()).ok_or_else(|| missing(name, row))
+        match row.get(name) {
+            None => Err(missing(name, row)),
+            Some(Value::Null) => Err(format!("{name} is null")),
+            Some(value) => Ok(value),
+        }
     }
 
     fn prompt_text<'a>(&self, row: &'a Row) -> Result<Option<&'a str>, String> {

@@ -241,8 +241,10 @@ impl Schema {
     }
 }
 
-/// A weight: a finite number of 0 or more.
+/// A weight: a number from 0 to the largest of 32 bits.
 fn weight_of(value: &Value) -> Result<f32, String> {
     let number = value.as_f64().map(|w| w as f32).filter(|w| w.is_finite() && *w >= 0.0);
-    number.ok_or_else(|| format!("{} is not a weight; a weight is a number of 0 or more", brief(value)))
+    number.ok_or_else(|| {
+        format!("{} is not a weight; a weight is a number from 0 to {:e}", brief(value), f32::MAX)
+    })
 }

@@ -488,6 +488,26 @@ fn long_pairs_of_one_token_are_too_long_not_unsupervised() {
 }
 
 #[test]
+fn nulls_and_large_weights_are_told_as_such() {
+    for (row, format, said) in [
+        (
+            r#"{"prompt": "a", "chosen": "b", "rejected": null}"#,
+            Format::Preference,
+            "a.jsonl:1: rejected is null",
+        ),
+        (
+            r#"{"text": "a", "weight": 1e300}"#,
+            Format::Text,
+            "weight: 1e+300 is not a weight; a weight is a number from 0 to 3.4028235e38",
+        ),
+    ] {
+        let files = Files::new(&[("a.jsonl", row)]);
+        let error = files.load(&[source("a.jsonl", format)], &data(9)).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+}
+
+#[test]
 fn what_is_not_built_or_not_there_is_named() {
     let files =
         Files::new(&[("a.parquet", ""), ("a.csv", ""), ("a.md", ""), ("a.jsonl", "{\"text\": \"a\"}")]);
