@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::files::TensorFiles;
 use serde_json::json;
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// An open GGUF file.
 struct Gguf {
@@ -322,11 +322,21 @@ fn what_llama_cpp_computes_otherwise_is_refused() {
     }
 }
 
+/// The fixture of a later family.
+fn fixture(family: &str) -> PathBuf {
+    repository().join("tests/fixtures/families").join(family).join("model")
+}
+
+/// A weight of the second layer has the values of the file, under llama.cpp's name.
+fn same_weight(g: &mut Gguf, theirs: &str, files: &TensorFiles, ours: &str) {
+    let want = get(files, &format!("model.layers.1.{ours}.weight"));
+    same(&g.tensor(&format!("blk.1.{theirs}.weight")), &want, ours);
+}
+
 /// Gate and up of experts together or apart, value heads in turns of the key heads, values that llama.cpp has otherwise.
 #[test]
 fn mixtures_and_linear_attention_have_llama_cpps_order() {
     let w = World::new();
-    let fixture = |family: &str| repository().join("tests/fixtures/families").join(family).join("model");
     let export = |family: &str| {
         let model = fixture(family).display().to_string();
         w.ok(&["export", &model, "--to", "gguf", "--out", family, "--dtype", "f32"]);
@@ -371,7 +381,6 @@ fn mixtures_and_linear_attention_have_llama_cpps_order() {
 #[test]
 fn later_families_have_llama_cpps_names_or_are_refused() {
     let w = World::new();
-    let fixture = |family: &str| repository().join("tests/fixtures/families").join(family).join("model");
     let export = |family: &str| {
         let model = fixture(family).display().to_string();
         w.ft(&["export", &model, "--to", "gguf", "--out", family, "--dtype", "f32"])
@@ -389,8 +398,7 @@ fn later_families_have_llama_cpps_names_or_are_refused() {
         ("post_ffw_norm", "post_feedforward_layernorm"),
         ("ffn_down", "mlp.down_proj"),
     ] {
-        let want = get(&files, &format!("model.layers.1.{ours}.weight"));
-        same(&g.tensor(&format!("blk.1.{theirs}.weight")), &want, ours);
+        same_weight(&mut g, theirs, &files, ours);
     }
     for (family, key) in [
         ("smollm3", "no_rope_layers"),
@@ -410,7 +418,6 @@ fn later_families_have_llama_cpps_names_or_are_refused() {
 #[test]
 fn joint_linears_stay_joint() {
     let w = World::new();
-    let fixture = |family: &str| repository().join("tests/fixtures/families").join(family).join("model");
     let export = |family: &str| {
         let model = fixture(family).display().to_string();
         let r = w.ok(&["export", &model, "--to", "gguf", "--out", family, "--dtype", "f32"]);
@@ -427,8 +434,7 @@ fn joint_linears_stay_joint() {
         ("ffn_down", "mlp.down_proj"),
         ("ffn_norm", "post_attention_layernorm"),
     ] {
-        let want = get(&files, &format!("model.layers.1.{ours}.weight"));
-        same(&g.tensor(&format!("blk.1.{theirs}.weight")), &want, ours);
+        same_weight(&mut g, theirs, &files, ours);
     }
     let (mut g, _, said) = export("phi3-long");
     assert!(said.contains("long factors") && said.contains("--ctx-size 8"), "{said}");
