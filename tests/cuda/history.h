@@ -60,10 +60,11 @@ inline void race(const char *what, size_t at, unsigned other) {
        ", no barrier between");
 }
 
-inline void touch(OfShared &s, size_t i, const Who &who, bool write) {
+// `all`: whether every access is recorded, those of single values too.
+inline void touch(OfShared &s, size_t i, const Who &who, bool write, bool all) {
   const unsigned t = who.thread, w = t / 32, lane = 1u << t % 32;
   if (s.pending) fail("a byte of shared memory that cp.async has not delivered");
-  if (!write && !s.written) fail("a byte of shared memory that nothing has written");
+  if (all && !write && !s.written) fail("a byte of shared memory that nothing has written");
   const bool ordered = s.writer / 32 == w && who.warp_epoch > s.write_warp_epoch;
   if (s.writer != NOBODY && s.writer != t && s.write_epoch == who.epoch && !ordered)
     race(write ? "write after write" : "read after write", i, s.writer);

@@ -89,7 +89,7 @@ bool exists(size_t at, size_t n) {
 void touch_shared(size_t at, size_t n, bool write) {
   if (!exists(at, n)) fail("beyond shared memory");
   const Who who = {current, epoch, fibers[current].warp_epoch};
-  shared_history.each(at, n, blocks, [&](OfShared &s, size_t i) { touch(s, i, who, write); });
+  shared_history.each(at, n, blocks, [&](OfShared &s, size_t i) { touch(s, i, who, write, counted); });
 }
 
 bool touch_global(uintptr_t p, size_t n, bool write) {
