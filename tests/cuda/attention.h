@@ -89,10 +89,9 @@ Want attention(const Case &c, uint32_t n, double scale, const std::vector<T> &q,
 }
 
 // Runs the kernels with suffix `name` on a case. `shared`: shared memory of the three kernels, and of pairs forward and for
-// dk and dv; `z`:
-// blocks per key tile in the third grid dimension.
+// dk and dv; `zq`, `z`: blocks per tile of queries and of keys in the third grid dimension.
 template <typename T>
-void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t> shared, unsigned z, double bar, unsigned seed) {
+void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t> shared, unsigned zq, unsigned z, double bar, unsigned seed) {
   const uint32_t keys = c.tokens(), t = keys - c.first_query;
   const size_t nq = size_t(t) * c.heads * n, nk = size_t(keys) * c.groups * n;
   const float scale = 1 / sqrtf(static_cast<float>(n));
@@ -117,16 +116,16 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     if (arguments.size() != sizes.size()) check::wrong(full + ": another number of arguments");
     host::launch(full.c_str(), grid, host::kernels().at(full).threads, bytes, arguments.data());
   };
-  launch("attention_forward_", {unsigned(tq.size() * c.heads)}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), far.at(), lse.at());
+  launch("attention_forward_", {unsigned(tq.size() * c.heads), 1, zq}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), far.at(), lse.at());
   // reading from a cache gives the same bits
   Blocks<T> blocks(k, v, of_v);
   host::Buffer<T> again(size_t(t) * (of_o + room));
   host::Buffer<float> lse_again(lse.size());
-  launch("attention_cached_", {unsigned(tq.size() * c.heads)}, shared[0], bq.at(), blocks.table.at(), tq.at(), again.at(), lse_again.at());
+  launch("attention_cached_", {unsigned(tq.size() * c.heads), 1, zq}, shared[0], bq.at(), blocks.table.at(), tq.at(), again.at(), lse_again.at());
   if (memcmp(lse.at(), lse_again.at(), lse.size() * 4) != 0) check::wrong(name + ": another log-sum-exp of a cache");
   for (size_t i = 0; i < t; i++)
     if (memcmp(far.at() + i * (of_o + room), again.at() + i * (of_o + room), of_o * sizeof(T)) != 0) check::wrong(name + ": another output of a cache");
-  launch("attention_backward_q_", {unsigned(tq.size() * c.heads)}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), delta.at(), dq.at());
+  launch("attention_backward_q_", {unsigned(tq.size() * c.heads), 1, zq}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), delta.at(), dq.at());
   launch("attention_backward_kv_", {unsigned(tk.size() * c.groups), 1, z}, shared[2], bq.at(), bk.at(), bv.at(), bg.at(), lse.at(), delta.at(), tk.at(), dk.at(), wide_v.at());
   host::Buffer<T> bo = compact(far, of_o, of_o + room), dv = compact(wide_v, of_v, of_v + room);
   const Want want = attention(c, n, scale, q, k, v, d_o, bo);
@@ -143,17 +142,17 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
   grown(want.dq, dq, "dq"), grown(want.dk, dk, "dk"), grown(want.dv, dv, "dv");
   if (!host::kernels().count("attention_forward_pair_" + name)) return;
   // warps with twice as many queries or keys; gradients have the same bits
-  launch("attention_forward_pair_", {unsigned(tq.size() * c.heads)}, shared[3], bq.at(), bk.at(), bv.at(), tq.at(), again.at(), lse_again.at());
+  launch("attention_forward_pair_", {unsigned(tq.size() * c.heads), 1, zq}, shared[3], bq.at(), bk.at(), bv.at(), tq.at(), again.at(), lse_again.at());
   check::close("log-sum-exp by pairs", lse_again, want.lse, 1e-5);
   host::Buffer<T> other = compact(again, of_o, of_o + room), other_dq(nq);
   check::close("o by pairs", other, want.o, bar);
   host::Buffer<T> cached(size_t(t) * (of_o + room));
   host::Buffer<float> other_lse(lse.size()), other_delta(delta.size());
-  launch("attention_cached_pair_", {unsigned(tq.size() * c.heads)}, shared[3], bq.at(), blocks.table.at(), tq.at(), cached.at(), other_lse.at());
+  launch("attention_cached_pair_", {unsigned(tq.size() * c.heads), 1, zq}, shared[3], bq.at(), blocks.table.at(), tq.at(), cached.at(), other_lse.at());
   host::Buffer<T> of_cache = compact(cached, of_o, of_o + room);
   if (memcmp(other_lse.at(), lse_again.at(), lse.size() * 4) != 0 || memcmp(of_cache.at(), other.at(), other.size() * sizeof(T)) != 0)
     check::wrong(name + ": another output of a cache by pairs");
-  launch("attention_backward_q_pair_", {unsigned(tq.size() * c.heads)}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), other_delta.at(), other_dq.at());
+  launch("attention_backward_q_pair_", {unsigned(tq.size() * c.heads), 1, zq}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), other_delta.at(), other_dq.at());
   if (memcmp(dq.at(), other_dq.at(), nq * sizeof(T)) != 0 || memcmp(delta.at(), other_delta.at(), delta.size() * 4) != 0) check::wrong(name + ": another dq by pairs");
   if (!host::kernels().count("attention_backward_kv_pair_" + name)) return;
   host::Buffer<T> other_dk(nk), other_wide(wide_v.size());

@@ -11,7 +11,7 @@ template <typename T> void all(const char *type, std::vector<uint32_t> channels)
       c.first_query /= 3;
 
       const size_t one = 4 * (n + 32) * 4;
-      run<T>(c, n, type, {one, one, 2 * one}, 1, check::BAR<T>, seed++);
+      run<T>(c, n, type, {one, one, 2 * one}, 1, 1, check::BAR<T>, seed++);
     }
 }
 
@@ -22,7 +22,7 @@ TEST(f16_of_any_channels) { all<f16>("f16", {7}); }
 TEST(measured) {
   const Case whole = {{64}, 2, 1};
   const size_t one = 4 * (64 + 32) * 4;
-  run<float>(whole, 64, "f32", {one, one, 2 * one}, 1, check::BAR<float>, 1);
-  run<bf16>(whole, 64, "bf16", {one, one, 2 * one}, 1, check::BAR<bf16>, 1);
-  run<f16>(whole, 64, "f16", {one, one, 2 * one}, 1, check::BAR<f16>, 1);
+  run<float>(whole, 64, "f32", {one, one, 2 * one}, 1, 1, check::BAR<float>, 1);
+  run<bf16>(whole, 64, "bf16", {one, one, 2 * one}, 1, 1, check::BAR<bf16>, 1);
+  run<f16>(whole, 64, "f16", {one, one, 2 * one}, 1, 1, check::BAR<f16>, 1);
 }

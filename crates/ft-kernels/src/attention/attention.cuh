@@ -35,6 +35,21 @@ DEVICE uint32_t head_of(uint32_t heads) { return blockIdx.x % heads; }
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 DEVICE uint32_t most(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
+// Warps that share rows, each summing a part of the channels: above 256 channels, where neither the sums of a warp's rows
+// fit its registers, nor 64 rows the shared memory of every card. The block then has 64 / SHARE rows of a tile.
+template <int D> constexpr int SHARE = D > 256 ? 2 : 1;
+template <int D> constexpr int SHARE_KV = D > 256 ? 4 : 1;
+
+// Limits a tile to the R rows of block blockIdx.z; false if it has none.
+template <int R> DEVICE bool narrow(Tile &tile) {
+  if constexpr (R < ROWS) {
+    const uint32_t before = blockIdx.z * R;
+    if (tile.rows <= before) return false;
+    tile.first += before, tile.rows = least(R, tile.rows - before);
+  }
+  return true;
+}
+
 // Shape arguments common to all kernels.
 struct Shape {
   uint32_t tokens, heads, groups, channels; // tokens: number of queries
@@ -108,6 +123,24 @@ DEVICE void product(float (&c)[M][N / 8][4], const unsigned char *a, int row, co
   }
 }
 
+// Rounds 16 x 16 values of c, from column 8 n on, to a left operand.
+template <typename T, int N> DEVICE void pack_left(uint32_t (&f)[4], const float (&c)[N][4], int n) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) f[i] = pack<T>(c[n + i / 2][i % 2 * 2], c[n + i / 2][i % 2 * 2 + 1]);
+}
+
+// acc [16 M, W] += a left operand times 16 rows, from row s on, and W columns, from the corner on, of b.
+template <typename T, int D, int W, int M>
+DEVICE void add_operand(float (&acc)[M][W / 8][4], const uint32_t (&fa)[M][4], const unsigned char *b, const Corner<D> &of_b, int s) {
+#pragma unroll
+  for (int n = 0; n < W; n += 16) {
+    uint32_t fb[4];
+    load_transposed(fb, b, of_b, s, n);
+#pragma unroll
+    for (int m = 0; m < M; m++) mma<T>(acc[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(acc[m][n / 8 + 1], fa[m], fb[2], fb[3]);
+  }
+}
+
 // acc [16 M, W] += c [16 M, N] (rounded to T in registers) times columns col .. col + W of b [N, D].
 template <typename T, int D, int W, int N, int M>
 DEVICE void add_product(float (&acc)[M][W / 8][4], const float (&c)[M][N / 8][4], const unsigned char *b, int col, int lane) {
@@ -116,18 +149,26 @@ DEVICE void add_product(float (&acc)[M][W / 8][4], const float (&c)[M][N / 8][4]
   for (int s = 0; s < N; s += 16) {
     uint32_t fa[M][4];
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) fa[m][i] = pack<T>(c[m][s / 8 + i / 2][i % 2 * 2], c[m][s / 8 + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-    for (int n = 0; n < W; n += 16) {
-      uint32_t fb[4];
-      load_transposed(fb, b, of_b, s, n);
-#pragma unroll
-      for (int m = 0; m < M; m++)
-        mma<T>(acc[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(acc[m][n / 8 + 1], fa[m], fb[2], fb[3]);
-    }
+    for (int m = 0; m < M; m++) pack_left<T>(fa[m], c[m], s / 8);
+    add_operand<T, D, W, M>(acc, fa, b, of_b, s);
   }
+}
+
+// Through shared memory, from a lane of a warp to the same lane of others: 16 x 16 accumulators, or a left operand of as many
+// values in half the space. `slot`: the lane's first 16 bytes of OF_SLOT for a warp.
+constexpr int OF_SLOT = WARP * 32;
+DEVICE void give(unsigned char *slot, const float (&c)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) store_vector(reinterpret_cast<float *>(slot + i * (OF_SLOT / 2)), c[i]);
+}
+DEVICE void take(float (&c)[2][4], const unsigned char *slot) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) load_vector(reinterpret_cast<const float *>(slot + i * (OF_SLOT / 2)), c[i]);
+}
+DEVICE void give(unsigned char *slot, const uint32_t (&f)[4]) { store_16(slot, make_uint4(f[0], f[1], f[2], f[3])); }
+DEVICE void take(uint32_t (&f)[4], const unsigned char *slot) {
+  const uint4 all = load_16(slot);
+  f[0] = all.x, f[1] = all.y, f[2] = all.z, f[3] = all.w;
 }
 
 // Stores 16 x W accumulators of a warp to `to` from row 16 `part` on, scaled per row, skipping rows from `rows` on and

@@ -39,18 +39,21 @@ DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t 
   __syncwarp();
 }
 
-// dq: a block owns 64 queries of one head and iterates over their visible keys. M: as in forward.
+// dq: a block owns 64 queries of one head and iterates over their visible keys. M: as in forward. Of two warps that share
+// queries, one computes the scores and the other the products of d_o and v, of which the first makes ds for both.
 template <typename T, int D, int M>
 DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
                        const Shape &shape, float *delta, T *dq) {
   constexpr int STEP = D <= 128 ? 32 : 16, BY = THREADS / M, H = 16 * M; // larger steps spill registers at D = 256
+  constexpr int R = ROWS / SHARE<D>, W = D / SHARE<D>;
   SHARED_BYTES(shared);
-  unsigned char *const sq = shared, *const sg = sq + ROWS * D * 2, *const sk = sg + ROWS * D * 2,
+  unsigned char *const sq = shared, *const sg = sq + R * D * 2, *const sk = sg + R * D * 2,
                 *const sv = sk + STEP * D * 2;
-  float *const base = reinterpret_cast<float *>(sv + STEP * D * 2), *const sd = base + ROWS; // of each row
-  const Tile tile = tile_of(tiles, shape.heads);
+  float *const base = reinterpret_cast<float *>(sv + STEP * D * 2), *const sd = base + R; // of each row
+  Tile tile = tile_of(tiles, shape.heads);
+  if (!narrow<R>(tile)) return;
   const uint32_t head = head_of(shape.heads), of = head / (shape.heads / shape.groups), c = shape.channels;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % (R / H), col = threadIdx.x / WARP / (R / H) * W;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query;
@@ -59,8 +62,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   const float scale_log2 = shape.scale * LOG2E;
   k += of * c, v += of * c;
 
-  copy_rows<D, ROWS, BY>(sq, q + at, tile.rows, qs, c);
-  copy_rows<D, ROWS, BY>(sg, d_o + at, tile.rows, qs, c);
+  copy_rows<D, R, BY>(sq, q + at, tile.rows, qs, c);
+  copy_rows<D, R, BY>(sg, d_o + at, tile.rows, qs, c);
   copy_rows<D, STEP, BY>(sv, v + static_cast<uint64_t>(begin) * ks, end - begin, ks, c);
   cp_async_commit();
   copy_rows<D, STEP, BY>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks, c);
@@ -68,7 +71,7 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   cp_async_wait<1>();
   __syncthreads();
 
-  if (works) {
+  if (works && col == 0) {
     const T *const own = o + static_cast<uint64_t>(row0) * shape.apart + head * c;
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -82,35 +85,59 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
     }
     __syncwarp();
   }
-  float acc[M][D / 8][4] = {};
+  float acc[M][W / 8][4] = {};
+  unsigned char *const slot = reinterpret_cast<unsigned char *>(sd + R) + warp * OF_SLOT + lane * 16;
+  const Corner<D> of_k = right<D>(0, col, lane);
+  // Makes ds of dp.
+  const auto to_ds = [&](const float (&p)[M][STEP / 8][4], float (&dp)[M][STEP / 8][4], uint32_t first) {
+    const uint32_t query = tile.first + warp * H + lane / 4, key = first + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int row = warp * H + m * 16 + lane / 4 + r * 8;
+        const float low = base[row], dl = sd[row];
+#pragma unroll
+        for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+          for (int i = 2 * r; i < 2 * r + 2; i++) {
+            const float w = exp2_fast(fmaf(p[m][n][i], scale_log2, -low));
+            dp[m][n][i] = shape.sees(query + m * 16 + r * 8, key + n * 8 + i % 2) ? w * (dp[m][n][i] - dl) : 0.0f;
+          }
+      }
+  };
   for (uint32_t j = begin; j < end; j += STEP) {
     const uint32_t next = j + STEP;
     float p[M][STEP / 8][4] = {}, dp[M][STEP / 8][4] = {};
-    cp_async_wait<1>();
+    cp_async_wait<SHARE<D> == 1 ? 1 : 0>();
     __syncthreads();
-    if (works) product<T, D, STEP, M>(dp, sg, warp * H, sv, lane);
-    cp_async_wait<0>();
+    if constexpr (SHARE<D> == 1) {
+      if (works) product<T, D, STEP, M>(dp, sg, warp * H, sv, lane);
+      cp_async_wait<0>();
+    } else {
+      static_assert(M == 1 && STEP == 16, "one operand a lane");
+      if (works) product<T, D, STEP, M>(p, col == 0 ? sq : sg, warp * H, col == 0 ? sk : sv, lane);
+      if (works && col > 0) give(slot, p[0]);
+    }
     __syncthreads();
     if (next < end) copy_rows<D, STEP, BY>(sv, v + static_cast<uint64_t>(next) * ks, end - next, ks, c);
     cp_async_commit();
-    if (works) {
-      product<T, D, STEP, M>(p, sq, warp * H, sk, lane);
-      const uint32_t query = tile.first + warp * H + lane / 4, key = j + lane % 4 * 2;
-#pragma unroll
-      for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int row = warp * H + m * 16 + lane / 4 + r * 8;
-          const float low = base[row], dl = sd[row];
-#pragma unroll
-          for (int n = 0; n < STEP / 8; n++)
-#pragma unroll
-            for (int i = 2 * r; i < 2 * r + 2; i++) {
-              const float w = exp2_fast(fmaf(p[m][n][i], scale_log2, -low));
-              dp[m][n][i] = shape.sees(query + m * 16 + r * 8, key + n * 8 + i % 2) ? w * (dp[m][n][i] - dl) : 0.0f;
-            }
-        }
-      add_product<T, D, D, STEP, M>(acc, dp, sk, 0, lane);
+    if constexpr (SHARE<D> == 1) {
+      if (works) {
+        product<T, D, STEP, M>(p, sq, warp * H, sk, lane);
+        to_ds(p, dp, j);
+        add_product<T, D, W, STEP, M>(acc, dp, sk, 0, lane);
+      }
+    } else {
+      uint32_t ds[M][4];
+      if (works && col == 0) {
+        take(dp[0], slot);
+        to_ds(p, dp, j);
+        pack_left<T>(ds[0], dp[0], 0);
+        give(slot, ds[0]);
+      }
+      __syncthreads();
+      if (works) take(ds[0], slot), add_operand<T, D, W, M>(acc, ds, sk, of_k, 0);
     }
     __syncthreads();
     if (next < end) copy_rows<D, STEP, BY>(sk, k + static_cast<uint64_t>(next) * ks, end - next, ks, c);
@@ -119,7 +146,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   if (!works) return;
   const float factor[2] = {shape.scale, shape.scale};
 #pragma unroll
-  for (int m = 0; m < M; m++) store_rows<T, D>(dq + at, acc[m], factor, sq, tile.rows, c, qs, warp * M + m, lane);
+  for (int m = 0; m < M; m++)
+    store_rows<T, W>(dq + at + col, acc[m], factor, sq + R * col * 2, tile.rows, c - col, qs, warp * M + m, lane);
 }
 
 #define BACKWARD_Q(NAME, T, D, M)                                                                                      \
@@ -146,6 +174,7 @@ BACKWARDS(96, 96)
 BACKWARDS(128, 128)
 BACKWARDS(192, 64)
 BACKWARDS(256, 128)
+BACKWARDS(512, 128)
 PAIRS_Q(64)
 PAIRS_Q(96)
 PAIRS_Q(128)

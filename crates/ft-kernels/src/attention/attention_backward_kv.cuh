@@ -39,22 +39,24 @@ DEVICE void add_parts(float (&ak)[M][W / 8][4], float (&av)[M][W / 8][4], unsign
 // STAGES: with 2, the next step is copied during a whole step, which has one barrier; with 1, each matrix as soon as the
 // products with the one before are done.
 // A block sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the full sums exceed the
-// register file.
+// register file. Of four warps that share keys, two compute the scores of half of a step each, and two the products of v
+// and d_o, of which the first make p and ds for all.
 template <typename T, int D, int W, int PARTS, int STAGES>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
-  constexpr int STEP = 32, MATRIX = STEP * D * 2, OF_STAGE = 2 * MATRIX + 2 * STEP * 4;
+  constexpr int STEP = 32, MATRIX = STEP * D * 2, OF_STAGE = 2 * MATRIX + 2 * STEP * 4, R = ROWS / SHARE_KV<D>;
   const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP, part = threadIdx.x / THREADS;
   SHARED_BYTES(shared);
-  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const own = sv + ROWS * D * 2 + part * STAGES * OF_STAGE;
-  const Tile tile = tile_of(tiles, shape.groups);
+  unsigned char *const sk = shared, *const sv = sk + R * D * 2, *const own = sv + R * D * 2 + part * STAGES * OF_STAGE;
+  Tile tile = tile_of(tiles, shape.groups);
+  if (!narrow<R>(tile)) return;
   const uint32_t of = head_of(shape.groups), per = shape.heads / shape.groups, c = shape.channels;
-  const int col = W == D ? 0 : blockIdx.z * W;
+  const int row = R < ROWS ? 0 : warp * 16, col = R < ROWS ? warp * W : W == D ? 0 : blockIdx.z * W;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * c;
   const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
   const uint32_t steps = begin < end ? (end - begin + STEP - 1) / STEP : 0; // of one head
-  const bool owns = warp * 16 < static_cast<int>(tile.rows);
+  const bool owns = row < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
   // The next step, and whether one is left after those of finished heads.
@@ -80,14 +82,35 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   const auto put = [&](unsigned char *stage, float x) {
     if (warp < 2) reinterpret_cast<float *>(stage + 2 * MATRIX)[thread] = x;
   };
-  if (part == 0) copy_rows<D, ROWS, THREADS>(sk, k + at, tile.rows, ks, c);
-  if (part == PARTS - 1) copy_rows<D, ROWS, THREADS>(sv, v + at, tile.rows, ks, c);
+  if (part == 0) copy_rows<D, R, THREADS>(sk, k + at, tile.rows, ks, c);
+  if (part == PARTS - 1) copy_rows<D, R, THREADS>(sv, v + at, tile.rows, ks, c);
   copy(own, q), copy(own + MATRIX, d_o), put(own, statistic());
   float ak[1][W / 8][4] = {}, av[1][W / 8][4] = {};
   if constexpr (PARTS > 1) {
     cp_async_wait<1>();
     __syncthreads();
   }
+  // Makes probabilities of p, and ds of dp, for the queries from `first` on.
+  const auto to_ds = [&](auto &p, auto &dp, uint32_t first, const float *base, const float *dl) {
+    constexpr int N = sizeof(p[0]) / sizeof(p[0][0]);
+    // mask, unless all of these queries see every key
+    if (first < tile.first + R || first + N * 8 - tile.first > shape.window) {
+      const uint32_t query = first + lane % 4 * 2, key = tile.first + row + lane / 4;
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+          if (!shape.sees(query + n * 8 + x % 2, key + x / 2 * 8)) p[0][n][x] = -INFINITY;
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        const int column = n * 8 + lane % 4 * 2 + x % 2;
+        p[0][n][x] = exp2_fast(fmaf(p[0][n][x], scale_log2, -base[column]));
+        dp[0][n][x] = p[0][n][x] * (dp[0][n][x] - dl[column]);
+      }
+  };
   int stage = 0;
   for (uint32_t n = 0; n < steps * per; n += PARTS) {
     unsigned char *const sq = own + stage * OF_STAGE, *const sg = sq + MATRIX;
@@ -98,11 +121,43 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
     some = some && settle();
     if constexpr (STAGES > 1) stage ^= 1;
     unsigned char *const next = own + stage * OF_STAGE;
+    if constexpr (R < ROWS) {
+      const int half = warp % 2 * (STEP / 2);
+      unsigned char *const slots = own + OF_STAGE + lane * 16, *const slot = slots + warp % 2 * OF_SLOT;
+      float x[1][2][4] = {};
+      cp_async_wait<0>();
+      __syncthreads();
+      if (works) product<T, D, STEP / 2, 1>(x, warp < 2 ? sk : sv, 0, (warp < 2 ? sq : sg) + half * D * 2, lane);
+      if (works && warp >= 2) give(slot, x[0]);
+      const float kept = statistic();
+      __syncthreads();
+      if (works && warp < 2) {
+        float dp[1][2][4];
+        uint32_t f[4];
+        take(dp[0], slot);
+        to_ds(x, dp, first + half, base + half, dl + half);
+        pack_left<T>(f, x[0], 0), give(slot, f);
+        pack_left<T>(f, dp[0], 0), give(slot + OF_SLOT / 2, f);
+      }
+      __syncthreads();
+      if (works) {
+        const Corner<D> of_b = right<D>(0, col, lane);
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+          uint32_t f[1][4];
+          take(f[0], slots + s * OF_SLOT), add_operand<T, D, W, 1>(av, f, sg, of_b, s * 16);
+          take(f[0], slots + s * OF_SLOT + OF_SLOT / 2), add_operand<T, D, W, 1>(ak, f, sq, of_b, s * 16);
+        }
+      }
+      __syncthreads();
+      copy(next, q), copy(next + MATRIX, d_o), put(next, kept);
+      continue;
+    }
     float p[1][STEP / 8][4] = {}, dp[1][STEP / 8][4] = {}, kept = 0;
     cp_async_wait<STAGES == 1 ? 1 : 0>();
     part_barrier<THREADS, PARTS>(part);
     if constexpr (STAGES > 1) copy(next, q), copy(next + MATRIX, d_o), kept = statistic();
-    if (works) product<T, D, STEP, 1>(p, sk, warp * 16, sq, lane);
+    if (works) product<T, D, STEP, 1>(p, sk, row, sq, lane);
     if constexpr (STAGES > 1) {
       put(next, kept);
     } else {
@@ -111,24 +166,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
       kept = statistic();
     }
     if (works) {
-      product<T, D, STEP, 1>(dp, sv, warp * 16, sg, lane);
-      // mask, unless all of these queries see every key
-      if (first < tile.first + ROWS || first + STEP - tile.first > shape.window) {
-        const uint32_t query = first + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
-#pragma unroll
-        for (int n = 0; n < STEP / 8; n++)
-#pragma unroll
-          for (int x = 0; x < 4; x++)
-            if (!shape.sees(query + n * 8 + x % 2, key + x / 2 * 8)) p[0][n][x] = -INFINITY;
-      }
-#pragma unroll
-      for (int n = 0; n < STEP / 8; n++)
-#pragma unroll
-        for (int x = 0; x < 4; x++) {
-          const int column = n * 8 + lane % 4 * 2 + x % 2;
-          p[0][n][x] = exp2_fast(fmaf(p[0][n][x], scale_log2, -base[column]));
-          dp[0][n][x] = p[0][n][x] * (dp[0][n][x] - dl[column]);
-        }
+      product<T, D, STEP, 1>(dp, sv, row, sg, lane);
+      to_ds(p, dp, first, base, dl);
       add_product<T, D, W, STEP, 1>(ak, dp, sq, col, lane);
     }
     if constexpr (STAGES == 1) {
@@ -150,9 +189,10 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   add_parts<W, 1, PARTS>(ak, av, shared, part, thread, owns);
   if (part > 0 || !owns) return;
   const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
-  store_rows<T, W>(dk + at + col, ak[0], factor, sk, tile.rows, c - col, ks, warp, lane);
+  const int before = R < ROWS ? R * col * 2 : 0;
+  store_rows<T, W>(dk + at + col, ak[0], factor, sk + before, tile.rows, c - col, ks, row / 16, lane);
   T *const to = dv + static_cast<uint64_t>(tile.first) * shape.apart + of * c + col;
-  store_rows<T, W>(to, av[0], one, sv, tile.rows, c - col, shape.apart, warp, lane);
+  store_rows<T, W>(to, av[0], one, sv + before, tile.rows, c - col, shape.apart, row / 16, lane);
 }
 
 // acc [16 M, W] += rows row .. row + 16 M of a [64, N] times columns col .. col + W of b [N, D], both in shared memory.

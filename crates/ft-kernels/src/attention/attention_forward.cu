@@ -10,11 +10,13 @@
 template <typename T, int D, int M, typename Keys>
 DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
   constexpr int KEYS = M * D <= 128 ? 64 : 32, BY = THREADS / M, H = 16 * M; // H: queries of a warp
+  constexpr int R = ROWS / SHARE<D>, W = D / SHARE<D>;                       // queries of a block, channels of a warp's sums
   SHARED_BYTES(shared);
-  unsigned char *const sq = shared, *const sk = sq + ROWS * D * 2, *const sv = sk + KEYS * D * 2;
-  const Tile tile = tile_of(tiles, shape.heads);
+  unsigned char *const sq = shared, *const sk = sq + R * D * 2, *const sv = sk + KEYS * D * 2;
+  Tile tile = tile_of(tiles, shape.heads);
+  if (!narrow<R>(tile)) return;
   const uint32_t head = head_of(shape.heads), c = shape.channels;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % (R / H), col = threadIdx.x / WARP / (R / H) * W;
   const uint32_t qs = shape.heads * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query; // row within q
@@ -22,11 +24,11 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
   const bool works = warp * H < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
-  copy_rows<D, ROWS, BY>(sq, q + static_cast<uint64_t>(row0) * qs + head * c, tile.rows, qs, c);
+  copy_rows<D, R, BY>(sq, q + static_cast<uint64_t>(row0) * qs + head * c, tile.rows, qs, c);
   copy_rows<D, KEYS, BY>(sk, k.some(begin, least(KEYS, end - begin)), end - begin, c);
   cp_async_commit();
 
-  float acc[M][D / 8][4] = {};
+  float acc[M][W / 8][4] = {};
   float top[M][2], sum[M][2] = {}; // per lane: two rows of each 16, partial sums
 #pragma unroll
   for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
@@ -62,7 +64,7 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
     cp_async_commit();
     if (works) {
       // mask, unless every row sees all of these keys
-      if (j + KEYS > tile.first || tile.first + ROWS - j > shape.window) {
+      if (j + KEYS > tile.first || tile.first + R - j > shape.window) {
         const uint32_t query = tile.first + warp * H + lane / 4, key = j + lane % 4 * 2;
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -91,16 +93,16 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
           sum[m][r] = fmaf(sum[m][r], old, add);
           top[m][r] = x;
 #pragma unroll
-          for (int n = 0; n < D / 8; n++) acc[m][n][2 * r] *= old, acc[m][n][2 * r + 1] *= old;
+          for (int n = 0; n < W / 8; n++) acc[m][n][2 * r] *= old, acc[m][n][2 * r + 1] *= old;
         }
     }
     cp_async_wait<1>();
     __syncthreads();
-    if (works) add_product<T, D, D, KEYS, M>(acc, p, sv, 0, lane);
+    if (works) add_product<T, D, W, KEYS, M>(acc, p, sv, col, lane);
     __syncthreads();
   }
   if (!works) return;
-  T *const to = o + static_cast<uint64_t>(row0) * shape.apart + head * c;
+  T *const to = o + static_cast<uint64_t>(row0) * shape.apart + head * c + col;
 #pragma unroll
   for (int m = 0; m < M; m++) {
     float inverse[2];
@@ -111,10 +113,10 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
       s += __shfl_xor_sync(ALL, s, 2);
       inverse[r] = 1.0f / s;
       const uint32_t row = warp * H + m * 16 + lane / 4 + r * 8;
-      if (lane % 4 == 0 && row < tile.rows)
+      if (col == 0 && lane % 4 == 0 && row < tile.rows)
         lse[static_cast<uint64_t>(head) * shape.tokens + row0 + row] = fmaf(top[m][r], shape.scale, logf(s));
     }
-    store_rows<T, D>(to, acc[m], inverse, sq, tile.rows, c, shape.apart, warp * M + m, lane);
+    store_rows<T, W>(to, acc[m], inverse, sq + R * col * 2, tile.rows, c - col, shape.apart, warp * M + m, lane);
   }
 }
 
@@ -139,6 +141,7 @@ FORWARDS(96)
 FORWARDS(128)
 FORWARDS(192)
 FORWARDS(256)
+FORWARDS(512)
 PAIRS(64)
 PAIRS(96)
 PAIRS(128)

@@ -15,9 +15,9 @@ use crate::tensor::{ghost_products, started};
 use candle_core::{DType, Result};
 
 /// Sizes of tensor-core kernels; a head takes the next larger one, with zeros for the channels that it lacks.
-const SIZES: [usize; 5] = [64, 96, 128, 192, 256];
-/// Largest head size handled by one block of the dk/dv kernel; larger heads are split in parts of 64 or 128. Also the
-/// largest with kernels for devices of [`MUCH`].
+const SIZES: [usize; 6] = [64, 96, 128, 192, 256, 512];
+/// Largest head whose channels one warp of the dk/dv kernel sums; of larger ones it sums 64 or 128. Also the largest with
+/// kernels for devices of [`MUCH`].
 const WIDE: usize = 128;
 /// Bytes of shared memory of a multiprocessor above which tensor cores are fast (8.0, 9.0, 10.0), so that reads of
 /// shared memory bound a kernel; elsewhere (8.6, 8.9, 12.0) tensor cores do.
@@ -41,7 +41,9 @@ struct Kernels {
     backward_kv: usize,
     /// Groups of [`THREADS`] threads of the dk/dv kernel, which share the queries of a tile of keys.
     sharers: u32,
-    /// Blocks per tile of keys, each summing some of the channels.
+    /// Blocks per tile of queries, each with some of its rows.
+    parts_q: usize,
+    /// Blocks per tile of keys, each with some of its rows or summing some of the channels.
     parts: usize,
 }
 
@@ -55,8 +57,10 @@ impl Kernels {
             // as in the kernels
             let (row, wide) = (2 * size, size > WIDE);
             let pairs = room > MUCH && !wide;
-            let tiles = |own: usize, others: usize| (own * ROWS + 2 * others) * row;
-            // as PARTS in attention_backward.cu
+            // as SHARE and SHARE_KV in attention.cuh: rows of a block are as many times fewer
+            let (share, share_kv) = if size > 256 { (2, 4) } else { (1, 1) };
+            let tiles = |own: usize, others: usize| (own + 2 * others) * row;
+            // as PARTS in attention_backward_kv.cuh
             let sharers: u32 = match size {
                 64 | 96 => 3,
                 128 => 2,
@@ -65,19 +69,23 @@ impl Kernels {
             // as STAGES there: steps of a group in shared memory, with two statistics for each of 32 queries
             let groups = sharers as usize;
             let held = if wide { 1 } else { 2 } * groups;
-            let backward_kv = tiles(2, 32 * held) + 4 * ROWS * held;
+            // two slots of 1 KiB where warps share rows
+            let slots = if share > 1 { 2048 } else { 0 };
+            let backward_kv = tiles(2 * ROWS / share_kv, 32 * held) + 4 * ROWS * held + slots;
             // twice as many queries, and two matrices [64, 64] that warps exchange; sums of other sizes exceed the
             // registers
-            let of_pair = tiles(2, 64 * held) + 8 * ROWS * held + groups * 4 * ROWS * ROWS;
+            let of_pair = tiles(2 * ROWS, 64 * held) + 8 * ROWS * held + groups * 4 * ROWS * ROWS;
             let pairs_kv = matches!(size, 64 | 128) && of_pair + RESERVED <= room;
+            let (own, keys) = (ROWS / share, if wide || (pairs && 2 * size > WIDE) { 32 } else { 64 });
             Self {
                 size: Some(size),
                 pairs,
                 pairs_kv,
-                forward: tiles(1, if wide || (pairs && 2 * size > WIDE) { 32 } else { 64 }),
-                backward_q: tiles(2, if wide { 16 } else { 32 }) + 8 * ROWS,
+                forward: tiles(own, keys),
+                backward_q: tiles(2 * own, if wide { 16 } else { 32 }) + 8 * own + slots,
                 backward_kv: if pairs_kv { of_pair } else { backward_kv },
                 sharers,
+                parts_q: share,
                 parts: if size == 192 { 3 } else { size.div_ceil(WIDE) },
             }
         } else {
@@ -92,6 +100,7 @@ impl Kernels {
                 backward_q,
                 backward_kv,
                 sharers: 1,
+                parts_q: 1,
                 parts: 1,
             }
         }
@@ -111,7 +120,8 @@ impl Kernels {
 
     /// Blocks of the kernels that own queries, `heads` a tile.
     fn of_queries(self, tiles: &Tiles, heads: usize, shared: usize) -> Result<Grid> {
-        Ok(Grid::new(tiles.queries.dim(0)? * heads, self.threads()).shared(shared))
+        let blocks = [tiles.queries.dim(0)? * heads, 1, self.parts_q];
+        Ok(Grid { blocks, ..Grid::new(0, self.threads()).shared(shared) })
     }
 }
 
@@ -317,7 +327,8 @@ mod tests {
         assert_eq!(name(DType::F16, 80, true), "attention_forward_f16_96");
         assert_eq!(name(DType::BF16, 160, true), "attention_forward_bf16_192");
         assert_eq!(name(DType::F16, 84, true), "attention_forward_f16");
-        assert_eq!(name(DType::F16, 264, true), "attention_forward_f16");
+        assert_eq!(name(DType::F16, 264, true), "attention_forward_f16_512");
+        assert_eq!(name(DType::F16, 520, true), "attention_forward_f16");
         assert_eq!(name(DType::BF16, 128, false), "attention_forward_bf16");
         assert_eq!(name(DType::F32, 128, true), "attention_forward_f32");
         let of = |kib: usize, c, role| Kernels::of(DType::BF16, c, true, kib << 10).name(role, DType::BF16);
