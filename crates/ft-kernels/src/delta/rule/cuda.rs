@@ -13,30 +13,30 @@ const WIDE: usize = 32;
 const NARROW: usize = 16;
 const MOST: usize = 128;
 
-/// Floats of a chunk in shared memory.
+/// Floats in shared memory of a chunk, and of [L, L].
 fn of_chunk(k: usize) -> usize {
-    2 * CHUNK * (k + 1) + 2 * CHUNK * (CHUNK + 1) + 5 * CHUNK
+    2 * CHUNK * (k.next_multiple_of(4) + 4) + 2 * PAIRS + 7 * CHUNK
 }
+const PAIRS: usize = CHUNK * (CHUNK + 4);
 
 /// Bytes of shared memory of the walks over the chunks.
-pub(super) fn of_walk(Heads { key_dim: k, value_dim: v, .. }: Heads) -> usize {
-    let width = v.min(WIDE);
-    4 * (of_chunk(k) + k * width + 2 * CHUNK * width)
+pub(super) fn of_walk(k: usize) -> usize {
+    4 * (of_chunk(k) + (k.next_multiple_of(4) + 2 * CHUNK) * WIDE)
 }
 
 /// Bytes of shared memory of the gradients of a chunk.
 pub(super) fn of_gradients(k: usize) -> usize {
-    let pairs = 2 * CHUNK * (CHUNK + 1) + 2 * CHUNK + 7 * CHUNK * NARROW + 32;
-    4 * (of_chunk(k) + pairs + (2 * (k * NARROW).max(CHUNK * CHUNK)).max(CHUNK * k))
+    let slices = 7 * CHUNK * (NARROW + 4) + 32;
+    let states = 2 * k.next_multiple_of(4) * (NARROW + 1);
+    4 * (of_chunk(k) + 2 * PAIRS + 2 * CHUNK + slices + states.max(3 * PAIRS).max(CHUNK * k))
 }
 
 /// Shared memory at launch of the kernel `kernel`, with heads of 128 channels.
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> usize {
-    let heads = Heads { keys: 1, values: 1, key_dim: MOST, value_dim: MOST };
     match kernel.strip_prefix("delta_rule_") {
         Some(rest) if rest.starts_with("gradients") => of_gradients(MOST),
-        Some(_) => of_walk(heads),
+        Some(_) => of_walk(MOST),
         None => 0,
     }
 }
@@ -72,7 +72,11 @@ fn counts<'a>(launch: Launch<'a>, first: usize, heads: Heads) -> Result<Launch<'
 /// Grid of a walk: documents, value heads, slices of value channels.
 fn walk(documents: usize, heads: Heads) -> Grid {
     let slices = heads.value_dim.div_ceil(WIDE);
-    Grid { blocks: [documents, heads.values, slices], threads: THREADS, shared: of_walk(heads) as u32 }
+    Grid {
+        blocks: [documents, heads.values, slices],
+        threads: THREADS,
+        shared: of_walk(heads.key_dim) as u32,
+    }
 }
 
 /// See [`super::forward`].

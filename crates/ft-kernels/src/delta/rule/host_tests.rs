@@ -1,7 +1,7 @@
 //! delta_rule.cu compiled for the host, compared with the CPU implementation; see `kernel::cuda::host_tests`.
 
 use super::cuda::{of_gradients, of_walk};
-use super::tests::{CASES, Values, inputs, of};
+use super::tests::{CASES, Case, Values, heads, inputs, of};
 use super::*;
 use crate::attention::CHUNK;
 use crate::check::{distance, values};
@@ -34,7 +34,9 @@ fn near(what: &str, got: &[f64], want: &Tensor) {
 fn the_delta_rule_on_the_host_is_that_of_the_cpu() -> Result<()> {
     for how in [Watched::Bounds, Watched::Accesses] {
         let mut host = Served::new("crates/ft-kernels/src/delta/rule/delta_rule.cu", how);
-        for case in CASES {
+        // channels of several warps and slices, neither of them whole
+        let wide = Case { docs: &[40], heads: heads(1, 2, 102, 45) };
+        for case in CASES.iter().chain([&wide]) {
             let (h, Values(x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
             let (want, back) =
                 (forward(&of(h, x.each_ref()), &seqs, None)?, backward(&of(h, x.each_ref()), &d_o, &seqs)?);
@@ -58,14 +60,14 @@ fn the_delta_rule_on_the_host_is_that_of_the_cpu() -> Result<()> {
             all.extend([Argument::Null, if one { Argument::Out(4 * h.state()) } else { Argument::Null }]);
             all.extend([Argument::Out(4 * states), Argument::Out(4 * outputs)]);
             all.extend(sizes(t));
-            let answer = host.launch("delta_rule_forward_f32", grid, of_walk(h), &all);
+            let answer = host.launch("delta_rule_forward_f32", grid, of_walk(h.key_dim), &all);
             let after = if one { h.state() } else { 0 };
             let [_, before, o] = parts(&answer, [after, states, outputs]);
             near("o", &o, &want);
             let mut all: Vec<_> = begin_with().collect();
             all.extend([Argument::In(&d_o, 0), Argument::Out(4 * states)]);
             all.extend(sizes(t));
-            let after = host.launch("delta_rule_states_f32", grid, of_walk(h), &all);
+            let after = host.launch("delta_rule_states_f32", grid, of_walk(h.key_dim), &all);
             let before: Vec<u8> = before.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
             let mut all: Vec<_> = begin_with().collect();
             all.extend([Argument::In(&d_o, 0), Argument::In(&before, 0), Argument::In(&after, 0)]);

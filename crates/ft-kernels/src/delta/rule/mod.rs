@@ -73,7 +73,7 @@ impl Inputs<'_> {
         let (Heads { values, key_dim: k, value_dim: v, .. }, l) = (self.heads, chunk(self.heads) as f64);
         let (t, k, v) = (self.qkv.dims()[0] as f64 * values as f64, k as f64, v as f64);
         let flops = 2.0 * t * (3.0 * k * v + l * (2.0 * k + 1.5 * v));
-        g.ledger().work(Cost { flops: times * flops, ..Cost::default() });
+        g.ledger().work(Cost { flops: times * flops, delta: times * flops, ..Cost::default() });
     }
 }
 

@@ -9,7 +9,7 @@ pub(super) struct Case {
     pub(super) heads: Heads,
 }
 
-const fn heads(keys: usize, values: usize, key_dim: usize, value_dim: usize) -> Heads {
+pub(super) const fn heads(keys: usize, values: usize, key_dim: usize, value_dim: usize) -> Heads {
     Heads { keys, values, key_dim, value_dim }
 }
 
