@@ -18,7 +18,7 @@ use ft_engine::params::build::ghost::{in_fp8, is_frozen_dense};
 use ft_engine::ranks::Mesh;
 use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
-use ft_recipe::{Products, Quantize, Recipe};
+use ft_recipe::{Products, Quantize, Recipe, Weights};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -44,7 +44,10 @@ impl Resolved {
         check_model(recipe, &config)?;
         check_experts(recipe, &config)?;
         check_stages(recipe, &config)?;
-        let config = with_head(recipe, config)?;
+        let config = match recipe.model.weights {
+            Weights::Random => with_head(recipe, config)?.of_random_weights(),
+            Weights::Load => with_head(recipe, config)?,
+        };
         let selection = select(&config)?;
         Ok(Self { config, selection })
     }

@@ -180,6 +180,11 @@ impl Config {
         Self { scores: Some(labels), tied: false, ..self }
     }
 
+    /// The model with random numbers in place of the checkpoint's weights: none of them are in 4 bits.
+    pub fn of_random_weights(self) -> Self {
+        Self { four_bit: false, mxfp4: false, decodes_mxfp4: false, ..self }
+    }
+
     /// Number of outputs of the head.
     pub fn outputs(&self) -> usize {
         self.scores.as_ref().map_or(self.vocab, Vec::len)
