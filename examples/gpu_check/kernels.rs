@@ -4,6 +4,7 @@ use super::report::{Report, randn};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use ft::kernel::attention::{Causal, Sequences};
+use ft::kernel::delta::{Heads, rule};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::padded::Padded;
 use ft::kernel::swiglu::{Activation, Glu, Joint};
@@ -17,7 +18,8 @@ type Results = Vec<(String, Tensor)>;
 /// Compares all operations.
 pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<()> {
     let all = [
-        matmuls, adapters, norms, ropes, swiglus, attentions, embeddings, losses, dropouts, experts, updates,
+        matmuls, adapters, norms, ropes, swiglus, attentions, deltas, embeddings, losses, dropouts, experts,
+        updates,
     ];
     for results in all {
         let (mut mine, mut cpu) = (Vec::new(), Vec::new());
@@ -174,11 +176,12 @@ fn swiglus(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
 fn attentions(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
     let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
-    let q = r(7, &[130, 4, 16])?;
-    let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
-    for window in [None, Some(20)] {
-        let name = if window.is_some() { "attention, window" } else { "attention" };
-        let how = Causal { seqs: &seqs, window, scale: 0.25 };
+    // the last has warps that share rows, and does not fill the channels of their kernels
+    for (c, window) in [(16, None), (16, Some(20)), (264, None)] {
+        let q = r(7, &[130, 4, c])?;
+        let (k, v, d_o) = (r(10, &[130, 2, c])?, r(11, &[130, 2, c])?, r(12, &[130, 4, c])?);
+        let name = format!("attention, heads of {c}{}", if window.is_some() { ", window" } else { "" });
+        let how = Causal { seqs: &seqs, window, scale: 1.0 / (c as f64).sqrt() };
         let saved = attention::forward(&q, &k, &v, &how, 8)?;
         let with_sinks = attention::forward(&q, &k, &v, &how, 8)?;
         let sinks = r(14, &[4])?;
@@ -193,6 +196,27 @@ fn attentions(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
         {
             out.push((format!("{name}, {part}"), t));
         }
+    }
+    Ok(())
+}
+
+fn deltas(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
+    let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
+    let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
+    for heads in [
+        Heads { keys: 1, values: 2, key_dim: 128, value_dim: 128 },
+        Heads { keys: 2, values: 2, key_dim: 50, value_dim: 20 },
+    ] {
+        let (qkv, a, b) = (r(1, &[130, heads.channels()])?, r(2, &[130, 2])?, r(3, &[130, 2])?);
+        let (a_log, bias, d_o) = (r(4, &[2])?, r(5, &[2])?, r(6, &[130, heads.value_width()])?);
+        let x = rule::Inputs { heads, qkv: &qkv, a: &a, b: &b, a_log: &a_log, bias: &bias };
+        let mut give = |part: &str, t| out.push((format!("delta rule of {heads:?}, {part}"), t));
+        give("o", rule::forward(&x, &seqs, None)?);
+        let d = rule::backward(&x, &d_o, &seqs)?;
+        give("d_qkv", d.qkv);
+        give("da", d.a);
+        give("db", d.b);
+        // gradients of a_log and the bias are sums that cancel: tests/gpu compares them with PyTorch's
     }
     Ok(())
 }

@@ -69,6 +69,8 @@ pub struct Cost {
     pub flops: f64,
     /// Share of attention in `flops`.
     pub attention: f64,
+    /// Share of the delta rule in `flops`.
+    pub delta: f64,
     /// Share of grouped products in `flops`.
     pub grouped: f64,
     /// Share of products of 8-bit floats in `flops`.
@@ -129,6 +131,7 @@ impl Cost {
     pub fn add(&mut self, c: Cost, n: f64) {
         self.flops += n * c.flops;
         self.attention += n * c.attention;
+        self.delta += n * c.delta;
         self.grouped += n * c.grouped;
         self.fp8 += n * c.fp8;
         self.dequantized += n * c.dequantized;

@@ -194,6 +194,30 @@ fn attention_and_moved_bytes_have_their_price() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Of two layers without attention.
+#[test]
+fn the_delta_rule_has_its_price() -> anyhow::Result<()> {
+    let config = r#"{"model_type": "qwen3_5_text", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "linear_attention"], "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "vocab_size": 1000, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "max_position_embeddings": 512, "hidden_act": "silu", "attn_output_gate": true, "tie_word_embeddings": false}"#;
+    let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"mlp\"]\n";
+    let (docs, n) = (3, 128);
+    let forward = 2.0 * 2.0 * (docs * n * 4) as f64 * (3.0 * 16.0 * 24.0 + 32.0 * (2.0 * 16.0 + 1.5 * 24.0));
+    for cuda in [false, true] {
+        let m = Machine { cuda, ..CPU };
+        works(config, lora, (docs, n), (Quantize::None, m), &[u64::from(u32::MAX)], |work| {
+            let extra = CostModel::of(m).delta - 1.0;
+            let at = |recompute| work(levels(recompute, Dequantize::PerMatmul, 0)).attention;
+            near(at(0.into()), 4.5 * forward * extra);
+            near(at(2.into()), 5.5 * forward * extra);
+        })?;
+    }
+    Ok(())
+}
+
 /// A transfer costs the part not hidden by the visit; a pageable one costs all of it.
 #[test]
 fn crossing_costs_what_is_not_hidden() {

@@ -17,6 +17,12 @@ use ft_kernels::ledger::Cost;
 /// 4,096 tokens, on an H200.
 const FP8: f64 = 0.78;
 
+/// FLOPs a second of the delta rule, whose kernels are in f32 without tensor cores: of a layer of Qwen3.5-9B, 4,096
+/// tokens, on an H200 (8.8 forward, 9.5 backward). Other cards are assumed to reach it.
+const DELTA: f64 = 9e12;
+/// Time of a FLOP of the delta rule on a CPU, as a multiple of that in a large product: `benches/delta.rs` on two cores.
+const CPU_DELTA: f64 = 11.0;
+
 /// Work of one micro-batch, in FLOPs of a large product.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
@@ -28,7 +34,7 @@ pub struct Work {
     pub backward: f64,
     /// FLOPs of the head, included in `forward` and `backward`.
     pub head: [f64; 2],
-    /// Extra time of the FLOPs of attention and of grouped products.
+    /// Extra time of the FLOPs of attention, of the delta rule and of grouped products.
     pub attention: f64,
     /// Time that products of 8-bit floats save, negative.
     pub fp8: f64,
@@ -55,6 +61,7 @@ impl Work {
             head: [0.0; 2],
             attention: (forward.attention + recompute.attention) * (b.attention[0] - 1.0)
                 + backward.attention * (b.attention[1] - 1.0)
+                + all.delta * (b.delta - 1.0)
                 + all.grouped * (b.grouped - 1.0),
             fp8: all.fp8 * (b.fp8 - 1.0),
             dequantize: all.dequantized * b.dequantize + all.held * b.held,
@@ -80,6 +87,8 @@ impl Work {
 pub struct CostModel {
     /// Per attention FLOP, forward and backward.
     pub attention: [f64; 2],
+    /// Per FLOP of the delta rule.
+    pub delta: f64,
     /// Per FLOP of grouped products.
     pub grouped: f64,
     /// Per FLOP of products of 8-bit floats.
@@ -113,6 +122,7 @@ impl CostModel {
             // once and read twice
             (true, None) => Self {
                 attention: [2.3, 3.0],
+                delta: 790e12 / DELTA,
                 grouped: 1.0,
                 fp8: FP8,
                 dequantize: 200.0,
@@ -124,6 +134,7 @@ impl CostModel {
             },
             (false, _) => Self {
                 attention: [2.0, 2.0],
+                delta: CPU_DELTA,
                 grouped: 1.0,
                 fp8: 1.0,
                 dequantize: 60.0,
@@ -142,6 +153,7 @@ impl CostModel {
         let byte = r.products / r.copy;
         Self {
             attention: r.attention.map(|rate| r.products / rate),
+            delta: r.products / DELTA,
             grouped: r.products / r.grouped,
             fp8: r.fp8.unwrap_or(1.0),
             dequantize: r.products / r.dequantize,
@@ -162,6 +174,7 @@ impl CostModel {
         let byte = products / (sheet.memory * 1e12 * rates::MEMORY_SHARE);
         Self {
             attention: if sheet.warp_groups { [2.6, 3.8] } else { [1.0, 1.5] },
+            delta: products / DELTA,
             fp8: FP8,
             grouped: if sheet.warp_groups { 4.2 } else { 1.5 },
             dequantize: (2.5 * byte).max(products * 1.1e-12),
@@ -202,6 +215,7 @@ mod tests {
         probe::take(card, probe::example());
         let want = CostModel {
             attention: [2.0, 4.0],
+            delta: 100e12 / DELTA,
             grouped: 5.0,
             fp8: 1.0,
             dequantize: 100.0,
