@@ -84,7 +84,6 @@ const HOSTS: &[(&str, &str)] = &[
     ("llama-3.3-70b-qlora", "memory.host_budget=64GiB"),
     ("qwen3-30b-a3b-qlora", "memory.host_budget=64GiB"),
     ("qwen3-30b-a3b-24gb-qlora", "memory.host_budget=64GiB"),
-    ("qwen3.5-35b-a3b-qlora", "memory.host_budget=64GiB"),
 ];
 
 /// With states on the host and updates in the backward pass, Qwen3-8B trains in full on one card:

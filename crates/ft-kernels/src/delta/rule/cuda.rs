@@ -15,7 +15,7 @@ const MOST: usize = 128;
 
 /// Floats in shared memory of a chunk, and of [L, L].
 fn of_chunk(k: usize) -> usize {
-    2 * CHUNK * (k.next_multiple_of(4) + 4) + 2 * PAIRS + 7 * CHUNK
+    2 * CHUNK * (k.next_multiple_of(4) + 4) + 3 * PAIRS + 7 * CHUNK
 }
 const PAIRS: usize = CHUNK * (CHUNK + 4);
 

@@ -61,41 +61,50 @@ template <typename T> struct Inputs {
 };
 
 // A chunk in shared memory: unit queries (times k^-1/2) and keys [L, k + 4], D q.k and D k.k [L, L + 4], which are zero above
-// the diagonal, rates, log-decays, their running sums, the decay up to a token and from it to the end, and inverse lengths.
+// the diagonal, and the transpose of the latter, rates, log-decays, their running sums, the decay up to a token and from it to the end, and inverse lengths.
 // Tokens beyond the document have zeros.
 struct Chunk {
-  float *q, *k, *a, *t, *rate, *log, *cum, *decay, *rest, *inverse;
+  float *q, *k, *a, *t, *back, *rate, *log, *cum, *decay, *rest, *inverse;
   uint32_t stride;
   DEVICE float *take(float *at, uint32_t channels) {
     stride = fours(channels) + 4;
-    q = at, k = q + L * stride, a = k + L * stride, t = a + L * LP, rate = t + L * LP, log = rate + L, cum = log + L,
+    q = at, k = q + L * stride, a = k + L * stride, t = a + L * LP, back = t + L * LP, rate = back + L * LP, log = rate + L, cum = log + L,
     decay = cum + L, rest = decay + L, inverse = rest + L;
     return inverse + 2 * L;
   }
 };
 
-// Loads the chunk of `l` tokens from `first` on. Ends with a barrier.
-template <typename T>
+// Loads the chunk of `l` tokens from `first` on; a warp has AHEAD rows in flight. Ends with a barrier.
+template <uint32_t AHEAD, typename T>
 DEVICE void load_chunk(const Chunk &c, const Inputs<T> &x, uint32_t first, uint32_t l, uint32_t head) {
   const Heads h = x.heads;
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, key = head / (h.values / h.keys), all = fours(h.k);
   const float scale = 1.0f / sqrtf(static_cast<float>(h.k));
-  for (uint32_t row = warp; row < 2 * L; row += WARPS) {
-    const uint32_t i = row % L, part = row / L;
-    const T *from = x.qkv + static_cast<size_t>(first + i) * h.channels() + (part * h.keys + key) * h.k;
-    float own[MOST / WARP], squares = 0.0f;
+  for (uint32_t from = warp; from < 2 * L; from += AHEAD * WARPS) {
+    float own[AHEAD][MOST / WARP];
 #pragma unroll
-    for (uint32_t n = 0; n < MOST / WARP; n++) {
-      const uint32_t d = n * WARP + lane;
-      own[n] = i < l && d < h.k ? load(from + d) : 0.0f;
-      squares = fmaf(own[n], own[n], squares);
+    for (uint32_t m = 0; m < AHEAD; m++) {
+      const uint32_t i = (from + m * WARPS) % L, part = (from + m * WARPS) / L;
+      const T *row = x.qkv + static_cast<size_t>(first + i) * h.channels() + (part * h.keys + key) * h.k;
+#pragma unroll
+      for (uint32_t n = 0; n < MOST / WARP; n++) {
+        const uint32_t d = n * WARP + lane;
+        own[m][n] = i < l && d < h.k ? load(row + d) : 0.0f;
+      }
     }
-    const float r = 1.0f / sqrtf(warp_sum(squares) + EPS), factor = r * (part == 0 ? scale : 1.0f);
-    float *const to = (part == 0 ? c.q : c.k) + i * c.stride;
 #pragma unroll
-    for (uint32_t n = 0; n < MOST / WARP; n++)
-      if (n * WARP + lane < all) to[n * WARP + lane] = own[n] * factor;
-    if (lane == 0) c.inverse[part * L + i] = r;
+    for (uint32_t m = 0; m < AHEAD; m++) {
+      const uint32_t i = (from + m * WARPS) % L, part = (from + m * WARPS) / L;
+      float squares = 0.0f;
+#pragma unroll
+      for (uint32_t n = 0; n < MOST / WARP; n++) squares = fmaf(own[m][n], own[m][n], squares);
+      const float r = 1.0f / sqrtf(warp_sum(squares) + EPS), factor = r * (part == 0 ? scale : 1.0f);
+      float *const to = (part == 0 ? c.q : c.k) + i * c.stride;
+#pragma unroll
+      for (uint32_t n = 0; n < MOST / WARP; n++)
+        if (n * WARP + lane < all) to[n * WARP + lane] = own[m][n] * factor;
+      if (lane == 0) c.inverse[part * L + i] = r;
+    }
   }
   if (threadIdx.x < L) {
     const uint32_t i = threadIdx.x;
@@ -126,9 +135,10 @@ DEVICE void load_chunk(const Chunk &c, const Inputs<T> &x, uint32_t first, uint3
   for (uint32_t n = 0; n < 3; n++) {
     const uint32_t row = i + (n > 0 ? 16 : 0), col = j + (n > 1 ? 16 : 0);
     const float decay = col <= row ? expf(c.cum[row] - c.cum[col]) : 0.0f;
-    c.a[row * LP + col] = col <= row ? qk[n] * decay : 0.0f, c.t[row * LP + col] = col < row ? kk[n] * decay : 0.0f;
+    c.a[row * LP + col] = col <= row ? qk[n] * decay : 0.0f;
+    c.t[row * LP + col] = c.back[col * LP + row] = col < row ? kk[n] * decay : 0.0f;
   }
-  c.a[i * LP + j + 16] = c.t[i * LP + j + 16] = 0.0f;
+  c.a[i * LP + j + 16] = c.t[i * LP + j + 16] = c.back[(j + 16) * LP + i] = 0.0f;
   __syncthreads();
 }
 
@@ -141,7 +151,12 @@ DEVICE void solve(const Chunk &c, float *own, uint32_t stride) {
     const float y = own[i * stride] - c.rate[i] * sum[i];
     own[i * stride] = y;
 #pragma unroll
-    for (uint32_t j = i + 1; j < L; j++) sum[j] = fmaf(c.t[j * LP + i], y, sum[j]);
+    for (uint32_t j = (i + 1) / 4 * 4; j < L; j += 4) {
+      float of[4]; // zero up to i
+      load_four(of, c.back + i * LP + j);
+#pragma unroll
+      for (uint32_t n = 0; n < 4; n++) sum[j + n] = fmaf(of[n], y, sum[j + n]);
+    }
   }
 }
 
@@ -236,7 +251,7 @@ DEVICE void forward(const Inputs<T> &x, const uint32_t *documents, uint32_t toke
       value[n] = i + n < l && lane < own.width ? load(at + lane) : 0.0f;
     }
     __syncthreads();
-    load_chunk(c, x, first, l, head);
+    load_chunk<8>(c, x, first, l, head);
     if (states != nullptr) store_state(s, states + number * of_chunk + of_head, h, own);
     float ks[ROWS] = {}, qs[ROWS] = {};
     for (uint32_t d = 0; d < all; d += 4) {
@@ -297,7 +312,7 @@ DEVICE void states_back(const Inputs<T> &x, const uint32_t *documents, uint32_t 
   for (uint32_t left = (doc.end - doc.begin + L - 1) / L; left > 0; left--) {
     const uint32_t first = doc.begin + (left - 1) * L, l = doc.end - first < L ? doc.end - first : L;
     __syncthreads();
-    load_chunk(c, x, first, l, head);
+    load_chunk<8>(c, x, first, l, head);
 #pragma unroll
     for (int n = 0; n < ROWS; n++) {
       const T *const at = d_o + (static_cast<size_t>(first + i + n) * h.values + head) * h.v + own.first;
@@ -376,7 +391,7 @@ DEVICE void gradients(const Inputs<T> &x, const uint32_t *documents, uint32_t co
   const size_t all = static_cast<size_t>(h.values) * h.k * h.v;
   for (uint32_t head = key * each; head < (key + 1) * each; head++) {
     __syncthreads();
-    load_chunk(c, x, first, l, head);
+    load_chunk<2>(c, x, first, l, head);
     if (threadIdx.x < L) d_log[threadIdx.x] = d_rate[threadIdx.x] = 0.0f;
     const float last = c.decay[L - 1];
     float dots = 0.0f, a_own[3] = {}, t_own[3] = {}; // of pairs of tokens, as in load_chunk
