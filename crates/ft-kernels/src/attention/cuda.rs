@@ -16,8 +16,8 @@ use candle_core::{DType, Result};
 
 /// Sizes of tensor-core kernels; a head takes the next larger one, with zeros for the channels that it lacks.
 const SIZES: [usize; 6] = [64, 96, 128, 192, 256, 512];
-/// Largest head whose channels one warp of the dk/dv kernel sums; of larger ones it sums 64 or 128. Also the largest with
-/// kernels for devices of [`MUCH`].
+/// Largest head whose channels one warp of the dk/dv kernel sums; of larger ones it sums 64 or 128. Also the largest
+/// with kernels for devices of [`MUCH`].
 const WIDE: usize = 128;
 /// Bytes of shared memory of a multiprocessor above which tensor cores are fast (8.0, 9.0, 10.0), so that reads of
 /// shared memory bound a kernel; elsewhere (8.6, 8.9, 12.0) tensor cores do.
