@@ -114,7 +114,7 @@ impl Head {
 
     /// Derivative of the limit in `dtype`, from the limited logits.
     fn slope(&self, capped: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
-        self.cap.map(|cap| (capped / cap)?.sqr()?.affine(-1.0, 1.0)?.to_dtype(dtype)).transpose()
+        self.cap.map(|cap| capped.sqr()?.affine(-1.0 / (cap * cap), 1.0)?.to_dtype(dtype)).transpose()
     }
 
     /// Forward and backward pass for the batch's targets, weighted as in the batch. An objective replaces

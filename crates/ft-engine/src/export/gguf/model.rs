@@ -39,15 +39,17 @@ pub fn write_model(
     let config = &base.config;
     let placed = place(config)?;
     let (of_config, divisors) = keys::of_config(config)?;
+    let architecture = architecture(config)?;
+    let (title, of_tokenizer) = tokenizer::keys(dir, config, (name, pre))?;
     let mut all: Keys = vec![
-        ("general.architecture".into(), architecture(config)?.into()),
+        ("general.architecture".into(), architecture.into()),
         ("general.type".into(), "model".into()),
-        ("general.name".into(), GgufValue::Text(tokenizer::title(dir, name)?)),
+        ("general.name".into(), GgufValue::Text(title)),
         ("general.file_type".into(), GgufValue::U32(file_type(if config.mxfp4 { MXFP4 } else { dtype }))),
         ("general.quantization_version".into(), GgufValue::U32(2)),
     ];
     all.extend(of_config);
-    all.extend(tokenizer::keys(dir, config, pre)?);
+    all.extend(of_tokenizer);
     let window = keys::context(config);
     if window < config.max_positions {
         warn(&format!(

@@ -70,28 +70,34 @@ impl Kind {
     }
 }
 
-/// Name of a model in its file. llama.cpp reads texts by it.
-///
-/// # Errors
-/// An unreadable tokenizer.json.
-pub(super) fn title(dir: &Path, name: &str) -> ft_base::Result<String> {
-    Ok(strips::title(name, &object(dir, "tokenizer.json")?))
-}
-
-/// Tokenizer keys of a model. Without a tokenizer, warns and writes a file without a vocabulary.
+/// Name of a model in its file, which llama.cpp reads texts by, and its tokenizer keys. Without a tokenizer, warns and
+/// writes a file without a vocabulary.
 ///
 /// # Errors
 /// A tokenizer not supported by llama.cpp, or an unrecognized pre-tokenizer.
-pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::Result<Keys> {
+pub(super) fn keys(
+    dir: &Path,
+    config: &Config,
+    (name, pre): (&str, Option<&str>),
+) -> ft_base::Result<(String, Keys)> {
+    let file = object(dir, "tokenizer.json")?;
+    Ok((strips::title(name, &file), keys_of(dir, &file, config, pre)?))
+}
+
+fn keys_of(
+    dir: &Path,
+    file: &Map<String, Value>,
+    config: &Config,
+    pre: Option<&str>,
+) -> ft_base::Result<Keys> {
     let Some(loaded) = Tokenizer::load(dir, None)? else {
         warn("the model has no tokenizer.json: the file has no vocabulary");
         return Ok(vec![("tokenizer.ggml.model".into(), "none".into())]);
     };
     let place = dir.join("tokenizer.json").display().to_string();
-    let file = object(dir, "tokenizer.json")?;
-    let kind = Kind::of(&place, &file)?;
+    let kind = Kind::of(&place, file)?;
     let template = ft_data::template_of(dir)?;
-    let (tokens, types) = vocabulary(&place, &file, config.vocab)?;
+    let (tokens, types) = vocabulary(&place, file, config.vocab)?;
     let model = file.get("model").unwrap_or(&Value::Null);
     let merges = merges(&place, model)?;
     let mut out: Keys = vec![
@@ -102,7 +108,7 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
     match (kind, config.family.model_type) {
         (Kind::Bytes, _) => {
             put("model", "gpt2".into());
-            let pre = pre.map_or_else(|| pre_tokenizer(&place, &file), |n| Ok(n.into()))?;
+            let pre = pre.map_or_else(|| pre_tokenizer(&place, file), |n| Ok(n.into()))?;
             pre::difference(&pre).into_iter().for_each(warn);
             put("pre", GgufValue::Text(pre));
             put("merges", GgufValue::Texts(merges));
@@ -119,8 +125,8 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
             prefix.difference(template.is_some()).into_iter().for_each(warn);
         }
     }
-    warn_of_spaces(&file);
-    let (specials, eos) = specials(dir, config, &file)?;
+    warn_of_spaces(file);
+    let (specials, eos) = specials(dir, config, file)?;
     out.extend(specials);
     out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(adds_bos(&loaded))));
     // If turns in the chat template end with a token other than EOS.
