@@ -53,7 +53,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   Tile tile = tile_of(tiles, shape.heads);
   if (!narrow<R>(tile)) return;
   const uint32_t head = head_of(shape.heads), of = head / (shape.heads / shape.groups), c = shape.channels;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % (R / H), col = threadIdx.x / WARP / (R / H) * W;
+  const int lane = threadIdx.x % WARP, number = threadIdx.x / WARP;
+  const int warp = SHARE<D> == 1 ? number : number % (R / H), col = SHARE<D> == 1 ? 0 : number / (R / H) * W;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query;

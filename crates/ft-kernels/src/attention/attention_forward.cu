@@ -16,7 +16,8 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
   Tile tile = tile_of(tiles, shape.heads);
   if (!narrow<R>(tile)) return;
   const uint32_t head = head_of(shape.heads), c = shape.channels;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % (R / H), col = threadIdx.x / WARP / (R / H) * W;
+  const int lane = threadIdx.x % WARP, number = threadIdx.x / WARP;
+  const int warp = SHARE<D> == 1 ? number : number % (R / H), col = SHARE<D> == 1 ? 0 : number / (R / H) * W;
   const uint32_t qs = shape.heads * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query; // row within q
