@@ -251,7 +251,7 @@ DEVICE void forward(const Inputs<T> &x, const uint32_t *documents, uint32_t toke
       value[n] = i + n < l && lane < own.width ? load(at + lane) : 0.0f;
     }
     __syncthreads();
-    load_chunk<8>(c, x, first, l, head);
+    load_chunk<4>(c, x, first, l, head);
     if (states != nullptr) store_state(s, states + number * of_chunk + of_head, h, own);
     float ks[ROWS] = {}, qs[ROWS] = {};
     for (uint32_t d = 0; d < all; d += 4) {
@@ -312,7 +312,7 @@ DEVICE void states_back(const Inputs<T> &x, const uint32_t *documents, uint32_t 
   for (uint32_t left = (doc.end - doc.begin + L - 1) / L; left > 0; left--) {
     const uint32_t first = doc.begin + (left - 1) * L, l = doc.end - first < L ? doc.end - first : L;
     __syncthreads();
-    load_chunk<8>(c, x, first, l, head);
+    load_chunk<4>(c, x, first, l, head);
 #pragma unroll
     for (int n = 0; n < ROWS; n++) {
       const T *const at = d_o + (static_cast<size_t>(first + i + n) * h.values + head) * h.v + own.first;
