@@ -51,12 +51,16 @@ impl Marker {
     /// # Errors
     /// A folder with other contents.
     fn find(&self, dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<CacheState> {
-        let is_there = |path: &Path| path.symlink_metadata().is_ok();
-        if !is_there(&dir.join(CACHE_MARKER)) {
-            let empty = std::fs::read_dir(dir).is_ok_and(|mut d| d.next().is_none());
-            if empty || !is_there(dir) {
-                return Ok(CacheState::Missing);
-            }
+        // One listing is of one folder: another process may put the cache there at any moment.
+        let names =
+            std::fs::read_dir(dir).map(|all| all.flatten().map(|e| e.file_name()).collect::<Vec<_>>());
+        let has_marker = match &names {
+            Ok(names) if names.is_empty() => return Ok(CacheState::Missing),
+            Ok(names) => names.iter().any(|n| n == CACHE_MARKER),
+            Err(_) if dir.symlink_metadata().is_err() => return Ok(CacheState::Missing),
+            Err(_) => false,
+        };
+        if !has_marker {
             let why = format!(
                 "is not empty and has no {CACHE_MARKER}\n  hint: model.cache names a folder of its own"
             );

@@ -37,6 +37,30 @@ fn run(dir: &Path, name: &str, kind: &str, set: &[&str]) -> Result<(Vec<f64>, Pa
     Ok((losses, out))
 }
 
+/// Regression: a cache that another process put in place between two looks at its folder was taken for a folder with
+/// other contents.
+#[test]
+fn a_cache_that_appears_is_no_other_folder() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let [ready, cache] = ["ready", "cache"].map(|name| dir.path().join(name));
+    std::fs::create_dir(&ready)?;
+    std::fs::write(ready.join(CACHE_MARKER), "{}")?;
+    let marker = Marker::new("a model".into());
+    std::thread::scope(|s| {
+        let moves = s.spawn(|| -> std::io::Result<()> {
+            for _ in 0..2000 {
+                std::fs::rename(&ready, &cache)?;
+                std::fs::rename(&cache, &ready)?;
+            }
+            Ok(())
+        });
+        while !moves.is_finished() {
+            marker.find(&cache, &Map::new())?;
+        }
+        Ok(moves.join().expect("no panic")?)
+    })
+}
+
 #[test]
 fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     let dir = tempfile::tempdir()?;
