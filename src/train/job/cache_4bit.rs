@@ -11,6 +11,7 @@ use ft_engine::quant::Error;
 use ft_recipe::{Quantize, Recipe, Weights};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// Contents of [`CACHE_MARKER`]: source and files of a cache.
@@ -57,7 +58,7 @@ impl Marker {
         let has_marker = match &names {
             Ok(names) if names.is_empty() => return Ok(CacheState::Missing),
             Ok(names) => names.iter().any(|n| n == CACHE_MARKER),
-            Err(_) if dir.symlink_metadata().is_err() => return Ok(CacheState::Missing),
+            Err(e) if e.kind() == ErrorKind::NotFound && !dir.is_symlink() => return Ok(CacheState::Missing),
             Err(_) => false,
         };
         if !has_marker {
