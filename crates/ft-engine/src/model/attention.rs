@@ -469,8 +469,8 @@ impl Attention {
         Ok(dx)
     }
 
-    /// Gradients of the projections from those of queries, keys and values as attention uses them. Those of an earlier
-    /// layer's keys and values go there.
+    /// Gradients of the projections from the gradients of queries, keys and values. Gradients of keys and values of an
+    /// earlier layer go to that layer.
     fn projected_back(
         &self,
         (before, v_before): (Option<Projected>, Option<Tensor>),

@@ -158,7 +158,7 @@ pub struct Builder<'a> {
 /// Experts, and how many identical ones each stands for.
 type Experts = (Vec<Mlp>, Vec<usize>);
 
-/// The embedding's table, its gradient slot, and its trained rows.
+/// Table of the embedding, slot of its gradient, rows that train.
 type Table = (Tensor, Option<Slot>, Option<Rows>);
 
 impl<'a> Builder<'a> {

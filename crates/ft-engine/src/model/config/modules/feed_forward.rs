@@ -150,7 +150,7 @@ impl MlpTree {
         [Some(self.gate), self.up, Some(self.down)].into_iter().flatten()
     }
 
-    /// An expert whose adapters are slices of those of `block`: gate rows, then up rows, with one A for both.
+    /// An expert with slices of the adapters of `block`: gate rows, then up rows, with one A for both.
     fn fused(self, block: &str, experts: usize, mxfp4: bool) -> Self {
         let (f, d) = (self.gate.rows(), self.down.rows());
         let both = if self.up.is_some() { 2 * f } else { f };
