@@ -205,13 +205,7 @@ DEVICE void add_exchanged(float (&acc)[M][W / 8][4], const unsigned char *a, int
     uint32_t fa[M][4];
 #pragma unroll
     for (int m = 0; m < M; m++) load(fa[m], a, of_a, 16 * m, s);
-#pragma unroll
-    for (int n = 0; n < W; n += 16) {
-      uint32_t fb[4];
-      load_transposed(fb, b, of_b, s, n);
-#pragma unroll
-      for (int m = 0; m < M; m++) mma<T>(acc[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(acc[m][n / 8 + 1], fa[m], fb[2], fb[3]);
-    }
+    add_operand<T, D, W, M>(acc, fa, b, of_b, s);
   }
 }
 

@@ -28,6 +28,11 @@ static_assert(ROWS == 4 && FOURS * 4 * WARPS == MOST, "vectors of four");
 // The next multiple of four.
 DEVICE uint32_t fours(uint32_t n) { return (n + 3) / 4 * 4; }
 DEVICE void load_four(float (&x)[4], const float *p) { load_vector(p, x); }
+// The values of a column of a slice in four rows.
+DEVICE void load_down(float (&x)[4], const float *p) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = p[i * WIDE];
+}
 // sum + x y, in order.
 DEVICE float dot_four(const float (&x)[4], const float (&y)[4], float sum) {
 #pragma unroll
@@ -61,8 +66,8 @@ template <typename T> struct Inputs {
 };
 
 // A chunk in shared memory: unit queries (times k^-1/2) and keys [L, k + 4], D q.k and D k.k [L, L + 4], which are zero above
-// the diagonal, and the transpose of the latter, rates, log-decays, their running sums, the decay up to a token and from it to the end, and inverse lengths.
-// Tokens beyond the document have zeros.
+// the diagonal, and the transpose of the latter, rates, log-decays, their running sums, the decay up to a token and from
+// it to the end, and inverse lengths. Tokens beyond the document have zeros.
 struct Chunk {
   float *q, *k, *a, *t, *back, *rate, *log, *cum, *decay, *rest, *inverse;
   uint32_t stride;
@@ -255,7 +260,8 @@ DEVICE void forward(const Inputs<T> &x, const uint32_t *documents, uint32_t toke
     if (states != nullptr) store_state(s, states + number * of_chunk + of_head, h, own);
     float ks[ROWS] = {}, qs[ROWS] = {};
     for (uint32_t d = 0; d < all; d += 4) {
-      const float of_s[4] = {s[d * WIDE + lane], s[(d + 1) * WIDE + lane], s[(d + 2) * WIDE + lane], s[(d + 3) * WIDE + lane]};
+      float of_s[4];
+      load_down(of_s, s + d * WIDE + lane);
 #pragma unroll
       for (int n = 0; n < ROWS; n++) {
         float of[4];
@@ -273,7 +279,8 @@ DEVICE void forward(const Inputs<T> &x, const uint32_t *documents, uint32_t toke
     __syncthreads();
     if (o != nullptr) {
       for (uint32_t j = 0; j < L; j += 4) {
-        const float of_u[4] = {u[j * WIDE + lane], u[(j + 1) * WIDE + lane], u[(j + 2) * WIDE + lane], u[(j + 3) * WIDE + lane]};
+        float of_u[4];
+        load_down(of_u, u + j * WIDE + lane);
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
           float of[4];
@@ -322,7 +329,8 @@ DEVICE void states_back(const Inputs<T> &x, const uint32_t *documents, uint32_t 
     __syncthreads();
     float kd[ROWS] = {}, sum[ROWS] = {};
     for (uint32_t d = 0; d < all; d += 4) {
-      const float of_s[4] = {ds[d * WIDE + lane], ds[(d + 1) * WIDE + lane], ds[(d + 2) * WIDE + lane], ds[(d + 3) * WIDE + lane]};
+      float of_s[4];
+      load_down(of_s, ds + d * WIDE + lane);
 #pragma unroll
       for (int n = 0; n < ROWS; n++) {
         float of[4];
