@@ -152,6 +152,31 @@ void multiply(unsigned first) {
   }
 }
 
+void multiply_tf32(unsigned first) {
+  costs->mma++;
+  double a[16][8], b[8][8];
+  const auto value = [](uint32_t bits) {
+    const float x = __uint_as_float(bits);
+    if (x == x && (bits & 0x1fff)) fail("an operand of tf32 that is not rounded");
+    return static_cast<double>(x);
+  };
+  for (unsigned l = 0; l < 32; l++) {
+    const Meet &m = fibers[first + l].meet;
+    const uint32_t *ra = static_cast<const uint32_t *>(m.a), *rb = static_cast<const uint32_t *>(m.b);
+    const unsigned g = l / 4, t = l % 4;
+    for (unsigned i = 0; i < 4; i++) a[g + i % 2 * 8][t + i / 2 * 4] = value(ra[i]);
+    for (unsigned i = 0; i < 2; i++) b[t + i * 4][g] = value(rb[i]);
+  }
+  for (unsigned l = 0; l < 32; l++) {
+    float *d = static_cast<float *>(fibers[first + l].meet.out);
+    for (unsigned i = 0; i < 4; i++) {
+      double sum = d[i];
+      for (unsigned k = 0; k < 8; k++) sum += a[l / 4 + i / 2 * 8][k] * b[k][l % 4 * 2 + i % 2];
+      d[i] = static_cast<float>(sum);
+    }
+  }
+}
+
 void load_matrices(unsigned first, bool transposed) {
   for (unsigned x = 0; x < 4; x++) {
     const unsigned char *row[8];
@@ -207,6 +232,7 @@ void exchange(unsigned first) {
     break;
   }
   case Op::Mma: multiply(first); break;
+  case Op::MmaTf32: multiply_tf32(first); break;
   case Op::Load: load_matrices(first, false); break;
   case Op::LoadTransposed: load_matrices(first, true); break;
   default: fail("nothing to wait for");

@@ -65,7 +65,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace host {
 
-enum class Op { None, Mma, Load, LoadTransposed, Shuffle, Vote, SyncWarp, Barrier, Done };
+enum class Op { None, Mma, MmaTf32, Load, LoadTransposed, Shuffle, Vote, SyncWarp, Barrier, Done };
 enum class Lane { Index, Xor, Up, Down };
 
 // A thread's pending operation, with the addresses of its registers.
@@ -274,6 +274,15 @@ template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b
   const uint32_t b[2] = {b0, b1};
   host::Meet m{host::Op::Mma};
   m.out = d, m.a = a, m.b = b, m.kind = sizeof(T) == 2 && std::is_same<T, __half>::value;
+  host::meet(m);
+}
+inline uint32_t to_tf32(float x) {
+  const uint32_t b = __float_as_uint(x);
+  return x != x || x - x != 0.0f ? b : (b + 0x1000) & ~0x1fffu;
+}
+inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  host::Meet m{host::Op::MmaTf32};
+  m.out = d, m.a = a, m.b = b;
   host::meet(m);
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], const void *row) { host::meet({host::Op::Load, r, row}); }

@@ -212,6 +212,20 @@ template <> DEVICE void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Rounds to tf32, ties away from zero.
+DEVICE uint32_t to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// d += a b, per warp, in tf32: a [16, 8] row-major, b [8, 8] column-major, d [16, 8] in f32.
+DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Loads four [8, 8] matrices of 16-bit values from shared memory; lane i supplies the address of row i %
 // 8 of matrix i / 8.
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void *row) {

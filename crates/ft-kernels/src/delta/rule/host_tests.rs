@@ -1,6 +1,6 @@
 //! delta_rule.cu compiled for the host, compared with the CPU implementation; see `kernel::cuda::host_tests`.
 
-use super::cuda::{of_gradients, of_walk};
+use super::cuda::{FLOATS, SLICE, of_chunks, of_gradients, of_states, of_walk};
 use super::tests::{CASES, Case, Values, heads, inputs, of};
 use super::*;
 use crate::attention::CHUNK;
@@ -8,84 +8,126 @@ use crate::check::{distance, values};
 use crate::cuda::host_tests::{Argument, Served, Watched};
 use candle_core::{DType, Device};
 
-fn bytes(t: &Tensor) -> Vec<u8> {
-    let v: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("floats");
-    v.iter().flat_map(|x| x.to_le_bytes()).collect()
-}
-
-/// Splits an answer into f32 values of these counts.
-fn parts<const N: usize>(answer: &[u8], counts: [usize; N]) -> [Vec<f64>; N] {
-    let all: Vec<f64> = answer.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
-    let mut at = 0;
-    counts.map(|n| {
-        at += n;
-        all[at - n..at].to_vec()
+fn bytes(t: &Tensor, dtype: DType) -> Result<Vec<u8>> {
+    let t = t.flatten_all()?;
+    Ok(if dtype == DType::F32 {
+        t.to_vec1::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect()
+    } else {
+        t.to_dtype(dtype)?.to_vec1::<half::bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect()
     })
 }
 
-fn near(what: &str, got: &[f64], want: &Tensor) {
-    let apart = distance(got, &values(want));
-    assert!(apart < 2e-5, "{what}: {apart:e} apart");
+/// Values of an answer of the kernels.
+fn of_bytes(answer: &[u8], dtype: DType) -> Vec<f64> {
+    if dtype == DType::F32 {
+        answer.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect()
+    } else {
+        answer.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f64()).collect()
+    }
 }
 
-/// Forward with and without states, and the gradients, with the documents of each case.
+/// Splits an answer after these counts of bytes.
+fn parts<const N: usize>(mut answer: &[u8], counts: [usize; N]) -> [&[u8]; N] {
+    counts.map(|n| {
+        let (own, rest) = answer.split_at(n);
+        answer = rest;
+        own
+    })
+}
+
+/// The kernels with 32-bit or 16-bit values, forward with and without states, and the gradients.
+fn compare(host: &mut Served, case: &Case, dtype: DType) -> Result<()> {
+    let (h, Values(x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
+    let (width, f32s) = (dtype.size_in_bytes(), DType::F32);
+    let rounded = |t: &Tensor| t.to_dtype(dtype)?.to_dtype(f32s);
+    let [qkv, a, b, a_log, bias] = &x;
+    let (x, d_o) = ([rounded(qkv)?, rounded(a)?, rounded(b)?, a_log.clone(), bias.clone()], rounded(&d_o)?);
+    let (want, back) =
+        (forward(&of(h, x.each_ref()), &seqs, None)?, backward(&of(h, x.each_ref()), &d_o, &seqs)?);
+    let near = |what: &str, got: &[f64], want: &Tensor| {
+        let (apart, bar) = (distance(got, &values(want)), if width == 4 { 2e-5 } else { 8e-3 });
+        assert!(apart < bar, "{what} of {dtype:?}: {apart:e} apart");
+    };
+    let t = case.docs.iter().sum::<usize>();
+    let (mut list, mut begin, mut chunks) = (Vec::new(), 0usize, 0usize);
+    for n in case.docs {
+        list.extend([begin, begin + n, chunks, 0].map(|n| n as u32).map(u32::to_le_bytes).concat());
+        (begin, chunks) = (begin + n, chunks + n.div_ceil(CHUNK));
+    }
+    let dtypes = [dtype, dtype, dtype, f32s, f32s];
+    let data = x.iter().zip(dtypes).map(|(t, dtype)| bytes(t, dtype)).collect::<Result<Vec<_>>>()?;
+    let d_o = bytes(&d_o, dtype)?;
+    let input = |i: usize| Argument::In(&data[i], 0);
+    let sizes = || [h.keys, h.values, h.key_dim, h.value_dim].map(|n| Argument::from(n as u32));
+    let (list, tokens) = (|| Argument::In(&list, 0), || Argument::from(t as u32));
+    let count = || Argument::from(case.docs.len() as u32);
+    let (states, rows) = (width * chunks * of_states(h), width * t * h.value_width());
+    let by_chunk = [chunks, h.keys, 1];
+    let mut launch = |kernel: &str, grid, shared, all: &[Argument<'_>]| {
+        let suffix = if width == 4 { "f32" } else { "bf16" };
+        host.launch(&format!("delta_rule_{kernel}_{suffix}"), grid, shared, all)
+    };
+    let mut all: Vec<_> = (0..5).map(input).chain([list(), count()]).collect();
+    all.extend([Argument::Out(4 * chunks * h.values * FLOATS), tokens()]);
+    all.extend(sizes());
+    let products = launch("chunks", by_chunk, of_chunks(width), &all);
+    let walk = [case.docs.len(), h.values, h.value_dim.div_ceil(SLICE)];
+    // the state of a single document goes on
+    let after = if case.docs.len() == 1 { 4 * h.state() } else { 0 };
+    let mut all = vec![input(0), list(), Argument::In(&products, 0), Argument::Null];
+    all.push(if after > 0 { Argument::Out(after) } else { Argument::Null });
+    all.extend([states, rows, rows].map(Argument::Out));
+    all.push(tokens());
+    all.extend(sizes());
+    let answer = launch("forward", walk, of_walk(width), &all);
+    let [_, before, u, o] = parts(&answer, [after, states, rows, rows]);
+    near("o", &of_bytes(o, dtype), &want);
+    let all = [input(0), list(), Argument::In(&products, 0), Argument::In(&d_o, 0)];
+    let of_qkv = width * t * h.channels();
+    let out = [states, rows, of_qkv].map(Argument::Out);
+    let all: Vec<_> = all.into_iter().chain(out).chain([tokens()]).chain(sizes()).collect();
+    let answer = launch("states", walk, of_walk(width), &all);
+    let [d_states, d_rows, of_values] = parts(&answer, [states, rows, of_qkv]);
+    let mut all = vec![input(0), input(1), input(3), input(4), list(), count()];
+    let read = [&products[..], &d_o, before, d_states, u, d_rows];
+    all.extend(read.map(|x| Argument::In(x, 0)));
+    let (of_head, sums) = (width * t * h.values, 4 * chunks * h.values);
+    let out = [of_qkv, of_head, of_head, sums, sums];
+    all.extend(out.map(Argument::Out));
+    all.extend(sizes());
+    let answer = launch("gradients", by_chunk, of_gradients(width), &all);
+    let [qkv, a, b, a_log, bias] = parts(&answer, out);
+    // gradients of values come from the walk
+    let (mut qkv, of_values) = (of_bytes(qkv, dtype), of_bytes(of_values, dtype));
+    let at = 2 * h.key_width();
+    for (row, from) in qkv.chunks_mut(h.channels()).zip(of_values.chunks(h.channels())) {
+        row[at..].copy_from_slice(&from[at..]);
+    }
+    near("qkv", &qkv, &back.qkv);
+    near("a", &of_bytes(a, dtype), &back.a);
+    near("b", &of_bytes(b, dtype), &back.b);
+    let sums = |p: &[u8]| -> Result<Vec<f64>> {
+        let p = Tensor::from_vec(of_bytes(p, f32s), (chunks, h.values), &Device::Cpu)?;
+        Ok(values(&p.sum_keepdim(0)?))
+    };
+    near("a_log", &sums(a_log)?, &back.a_log);
+    near("bias", &sums(bias)?, &back.bias);
+    Ok(())
+}
+
+/// Rows of whole vectors and others, channels of several warps and slices, whole and not.
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn the_delta_rule_on_the_host_is_that_of_the_cpu() -> Result<()> {
     for how in [Watched::Bounds, Watched::Accesses] {
         let mut host = Served::new("crates/ft-kernels/src/delta/rule/delta_rule.cu", how);
-        // channels of several warps and slices, neither of them whole
         let wide = Case { docs: &[40], heads: heads(1, 2, 102, 45) };
         for case in CASES.iter().chain([&wide]) {
-            let (h, Values(x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
-            let (want, back) =
-                (forward(&of(h, x.each_ref()), &seqs, None)?, backward(&of(h, x.each_ref()), &d_o, &seqs)?);
-            let t = case.docs.iter().sum::<usize>();
-            let (mut list, mut begin, mut chunks) = (Vec::new(), 0usize, 0usize);
-            for n in case.docs {
-                list.extend([begin, begin + n, chunks, 0].map(|n| n as u32).map(u32::to_le_bytes).concat());
-                (begin, chunks) = (begin + n, chunks + n.div_ceil(CHUNK));
-            }
-            let data = x.each_ref().map(bytes);
-            let d_o = bytes(&d_o);
-            let begin_with = || data.iter().map(|d| Argument::In(d, 0)).chain([Argument::In(&list, 0)]);
-            let sizes = |first: usize| {
-                [first, h.keys, h.values, h.key_dim, h.value_dim].map(|n| Argument::from(n as u32))
-            };
-            let (states, outputs) = (chunks * h.state(), t * h.value_width());
-            let grid = [case.docs.len(), h.values, h.value_dim.div_ceil(32)];
-            let mut all: Vec<_> = begin_with().collect();
-            // the state of a single document goes on
-            let one = case.docs.len() == 1;
-            all.extend([Argument::Null, if one { Argument::Out(4 * h.state()) } else { Argument::Null }]);
-            all.extend([Argument::Out(4 * states), Argument::Out(4 * outputs)]);
-            all.extend(sizes(t));
-            let answer = host.launch("delta_rule_forward_f32", grid, of_walk(h.key_dim), &all);
-            let after = if one { h.state() } else { 0 };
-            let [_, before, o] = parts(&answer, [after, states, outputs]);
-            near("o", &o, &want);
-            let mut all: Vec<_> = begin_with().collect();
-            all.extend([Argument::In(&d_o, 0), Argument::Out(4 * states)]);
-            all.extend(sizes(t));
-            let after = host.launch("delta_rule_states_f32", grid, of_walk(h.key_dim), &all);
-            let before: Vec<u8> = before.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
-            let mut all: Vec<_> = begin_with().collect();
-            all.extend([Argument::In(&d_o, 0), Argument::In(&before, 0), Argument::In(&after, 0)]);
-            let counts = [t * h.channels(), t * h.values, t * h.values, chunks * h.values, chunks * h.values];
-            all.extend(counts.map(|n| Argument::Out(4 * n)));
-            all.extend(sizes(case.docs.len()));
-            let grid = [chunks, h.keys, 1];
-            let answer = host.launch("delta_rule_gradients_f32", grid, of_gradients(h.key_dim), &all);
-            let [qkv, a, b, a_log, bias] = parts(&answer, counts);
-            near("qkv", &qkv, &back.qkv);
-            near("a", &a, &back.a);
-            near("b", &b, &back.b);
-            let sums = |p: &[f64]| -> Result<Tensor> {
-                let p = Tensor::from_vec(p.to_vec(), (chunks, h.values), &Device::Cpu)?;
-                p.sum_keepdim(0)
-            };
-            near("a_log", &values(&sums(&a_log)?), &back.a_log);
-            near("bias", &values(&sums(&bias)?), &back.bias);
+            compare(&mut host, case, DType::F32)?;
+        }
+        let whole = Case { docs: &[3, 36], heads: heads(1, 2, 24, 40) };
+        for case in [&CASES[2], &whole] {
+            compare(&mut host, case, DType::BF16)?;
         }
         host.finish();
     }
