@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let compute = (cuda, resolve::dtype(recipe.model.dtype, cuda));
     let facts = job::facts(&recipe, Some(compute), Some(&found.config), unknown.is_empty());
     recipe.idle(facts).iter().for_each(|w| warn(w));
-    let range = rates::predict(plan.machine, plan.step_work());
+    let range = rates::predict(plan.machine, found.config.family.model_type, plan.step_work());
     let ranks = recipe.parallel.data as u64;
     if args.json {
         print(&format!("{:#}\n", plan.json(ranks, range)))?;

@@ -76,21 +76,21 @@ pub struct Arithmetic {
 impl Arithmetic {
     /// The measured rate, else the rate of the card's probe or data sheet, else an assumption. Ranks on the CPU share
     /// its threads: a rank's rate was measured with as many, or is its share of the rate of all.
-    fn of(m: Machine, ranks: usize) -> Self {
+    fn of(m: Machine, family: &str, ranks: usize) -> Self {
         let sharing = sharing(ranks) as u64;
         if m.cuda || sharing == 1 {
-            return Self::of_device(m);
+            return Self::of_device(m, family);
         }
         let own = Machine { threads: (m.threads / sharing).max(1), ..m };
-        let from = if rates::find(own).is_some() { own } else { m };
-        let Self { rate, source } = Self::of_device(from);
+        let from = if rates::find(own, family).is_some() { own } else { m };
+        let Self { rate, source } = Self::of_device(from, family);
         // ranks of as many threads as the rate, on those of the machine
         let share = m.threads as f64 / (sharing * from.threads) as f64;
         Self { rate: rate * share.min(1.0), source }
     }
 
-    fn of_device(m: Machine) -> Self {
-        let rate = |m| rates::predict(m, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.source));
+    fn of_device(m: Machine, family: &str) -> Self {
+        let rate = |m| rates::predict(m, family, WORK).map(|r| (2.0 * WORK / (r.low + r.high), r.source));
         match rate(m) {
             Some((rate, source)) => Self { rate, source: source.words() },
             None if m.cuda => {
@@ -147,7 +147,7 @@ pub fn layouts_of_recipe(recipe: &Recipe, target: Target, devices: Devices) -> f
     let mut found = Layouts {
         of: format!("{}: {} ({})", recipe.name, recipe.model.source, model.found.from),
         machine,
-        arithmetic: Arithmetic::of(machine, devices.count),
+        arithmetic: Arithmetic::of(machine, model.found.config.family.model_type, devices.count),
         devices,
         budget: None,
         fitting: Vec::new(),
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn bounds_are_below_plans_of_mixtures() -> ft_base::Result<()> {
-        bounds_are_below_plans("qwen3-30b-a3b-qlora", 16, &["run.batch_rows=64", "run.micro_rows=2"])
+        bounds_are_below_plans("qwen3-30b-a3b-qlora", 8, &["run.batch_rows=32", "run.micro_rows=2"])
     }
 
     #[test]

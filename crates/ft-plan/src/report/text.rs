@@ -149,7 +149,7 @@ impl Plan {
         writeln!(s, "time        {} to {} a step{whole}", seconds(r.low), seconds(r.high))?;
         let by = match r.source {
             Source::Measured => String::new(),
-            Source::Probe(_) => format!(", {}", r.source.words()),
+            Source::Probe(_) | Source::OtherFamily => format!(", {}", r.source.words()),
             Source::Sheet(_) => format!(", {}: not measured (ft bench --probe measures)", r.source.words()),
         };
         writeln!(s, "            {fewest} to {most} tokens a second{by}")

@@ -14,7 +14,7 @@ const RATES: Kept = Kept("rates.json");
 /// range of ±30%. Seven recipes on an H200 were within it by its probe (docs/lab/gpu.md).
 const SPREAD: f64 = 0.3;
 
-/// The same from a data sheet.
+/// The same from a data sheet, or from steps of another family.
 const SHEET_SPREAD: f64 = 0.4;
 
 /// Share of a data sheet's products that cuBLAS reaches at the sizes of a layer. Published for H100 (0.66), A6000
@@ -26,7 +26,7 @@ const HOPPER_SHARE: f64 = 0.78;
 /// Share of a data sheet's memory rate that a large copy reaches.
 pub const MEMORY_SHARE: f64 = 0.8;
 
-/// Throughput of one kind of device and dtype.
+/// Throughput of one kind of device and dtype with models of one family.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rate {
     /// Floating-point operations per second of a large matrix product.
@@ -52,8 +52,10 @@ pub struct Range {
 /// Origin of the rate of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Source {
-    /// A step that `ft bench` measured on such a machine.
+    /// A step that `ft bench` measured on such a machine, of a model of the same family.
     Measured,
+    /// The same of a model of another family.
+    OtherFamily,
     /// Rates of the card, measured by its probe.
     Probe(&'static Probe),
     /// The data sheet of this card.
@@ -65,12 +67,14 @@ impl Source {
     pub fn words(self) -> String {
         match self {
             Self::Measured => "measured by ft bench".into(),
+            Self::OtherFamily => "measured by ft bench, on a model of another family".into(),
             Self::Probe(probe) => format!("by rates {}", probe.words()),
             Self::Sheet(card) => format!("by the data sheet of {card}"),
         }
     }
 }
 
+/// Name of a machine's rates, to which the family's is added.
 fn key(m: Machine) -> String {
     let width = match (m.computes_in_f32(), m.fp8) {
         (true, _) => "f32",
@@ -94,17 +98,28 @@ fn in_units(rate: &Rate, probe: Option<&Probe>) -> bool {
     rate.probed.as_deref() == probe.map(|p| p.date.as_str())
 }
 
-/// Rate measured on a machine of this kind, if any, in the units of its cost model.
-pub fn find(m: Machine) -> Option<Rate> {
-    RATES.find(&key(m)).filter(|rate| in_units(rate, probe_of(m)))
+fn key_of(m: Machine, family: &str) -> String {
+    format!("{}/{family}", key(m))
+}
+
+/// Rate measured on a machine of this kind with a model of this family (`model_type`), if any, in the units of its cost
+/// model.
+pub fn find(m: Machine, family: &str) -> Option<Rate> {
+    RATES.find(&key_of(m, family)).filter(|rate| in_units(rate, probe_of(m)))
+}
+
+/// The same with a model of any family.
+fn find_other(m: Machine) -> Option<Rate> {
+    let prefix = key_of(m, "");
+    RATES.find_by(|name| name.starts_with(&prefix)).filter(|rate| in_units(rate, probe_of(m)))
 }
 
 /// Stores a measured rate and returns the file, or `None` without a cache folder.
 ///
 /// # Errors
 /// A cache folder or file that cannot be written.
-pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
-    RATES.save(key(m), Rate { probed: probe_of(m).map(|p| p.date.clone()), ..rate })
+pub fn save(m: Machine, family: &str, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
+    RATES.save(key_of(m, family), Rate { probed: probe_of(m).map(|p| p.date.clone()), ..rate })
 }
 
 /// FLOPs per second of large bf16 products on a card.
@@ -112,16 +127,17 @@ pub fn of_products(sheet: Sheet) -> f64 {
     sheet.products * 1e12 * if sheet.warp_groups { HOPPER_SHARE } else { PRODUCTS_SHARE }
 }
 
-/// Seconds for `work` on a machine: by its measured rate, else by the probe or the data sheet of its card when it
-/// computes in a half precision. `None` without any.
-pub fn predict(m: Machine, work: f64) -> Option<Range> {
-    let measured = find(m).map(|rate| (rate.step, SPREAD, Source::Measured));
+/// Seconds for `work` of a model of this family on a machine: by its measured rate, else by the probe or the data sheet
+/// of its card when it computes in a half precision, else by a rate of another family. `None` without any.
+pub fn predict(m: Machine, family: &str, work: f64) -> Option<Range> {
+    let measured = find(m, family).map(|rate| (rate.step, SPREAD, Source::Measured));
+    let other = || find_other(m).map(|rate| (rate.step, SHEET_SPREAD, Source::OtherFamily));
     let by_parts = || probe_of(m).map(|probe| (probe.rates.products, SPREAD, Source::Probe(probe)));
     let estimated = || {
         let name = m.card.filter(|_| m.cuda && !m.computes_in_f32())?;
         Some((of_products(sheet_of(name)?), SHEET_SPREAD, Source::Sheet(name)))
     };
-    let (rate, spread, source) = measured.or_else(by_parts).or_else(estimated)?;
+    let (rate, spread, source) = measured.or_else(by_parts).or_else(estimated).or_else(other)?;
     let middle = work / rate;
     let range = Range { low: middle * (1.0 - spread), high: middle * (1.0 + spread), source };
     (rate > 0.0 && middle.is_finite()).then_some(range)
@@ -138,7 +154,7 @@ mod tests {
 
     #[test]
     fn data_sheets_stand_in_for_rates_that_were_not_measured() {
-        let of = |card| predict(on(Some(card), 2), 1e15).map(|r| (r.low, r.high, r.source));
+        let of = |card| predict(on(Some(card), 2), "qwen3", 1e15).map(|r| (r.low, r.high, r.source));
         let (low, high, source) = of("L40S").expect("a range");
         assert!(0.0 < low && low < high && high < 60.0, "{low} to {high} seconds");
         assert_eq!(source, Source::Sheet("L40S"));
@@ -146,22 +162,22 @@ mod tests {
         assert!(of("B200").is_some_and(|b| b.1 < low));
         // cards without bf16, unknown ones, f32
         assert_eq!(of("T4"), None);
-        assert_eq!(predict(on(None, 2), 1e15).map(|r| r.source), None);
-        assert_eq!(predict(on(Some("L40S"), 4), 1e15).map(|r| r.source), None);
+        assert_eq!(predict(on(None, 2), "qwen3", 1e15).map(|r| r.source), None);
+        assert_eq!(predict(on(Some("L40S"), 4), "qwen3", 1e15).map(|r| r.source), None);
     }
 
     /// A name of its own: other tests of this process plan for the cards of the table.
     #[test]
     fn measured_rates_come_before_data_sheets() {
         let card = probe::named("a card of this test");
-        assert_eq!(predict(on(Some(card), 2), 1e15), None);
+        assert_eq!(predict(on(Some(card), 2), "qwen3", 1e15), None);
         probe::take(card, probe::example());
-        let r = predict(on(Some(card), 2), 1e15).expect("a range");
+        let r = predict(on(Some(card), 2), "qwen3", 1e15).expect("a range");
         let Source::Probe(probe) = r.source else { panic!("{:?}", r.source) };
         assert_eq!((r.low, r.high), (0.7 * 10.0, 1.3 * 10.0));
         assert_eq!(r.source.words(), "by rates measured on a card on 2026-11-26");
         // those of bf16 say nothing about f32
-        assert_eq!(predict(on(Some(card), 4), 1e15), None);
+        assert_eq!(predict(on(Some(card), 4), "qwen3", 1e15), None);
         // rates of steps are in units of the probe that was there
         let rate = |probed: Option<&str>| Rate {
             matmul: 1.0,
