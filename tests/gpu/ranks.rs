@@ -118,7 +118,9 @@ fn tokens_experts_and_matrices_over_devices() {
     if !devices(4) {
         return;
     }
-    let packed = ["data.pack=true", "data.max_length=384", "run.batch_rows=2"];
+    let tokens = if nightly() { 384 } else { 256 };
+    let length = format!("data.max_length={tokens}");
+    let packed = ["data.pack=true", &length, "run.batch_rows=2"];
     let recompute = &["memory.recompute=2"][..];
     let cases: [(&str, usize, &[&str], &[&str]); 3] = [
         (LORA, 2, &["parallel.context=2"], &packed),
@@ -128,7 +130,7 @@ fn tokens_experts_and_matrices_over_devices() {
     for (rules, data, axes, set) in cases {
         let w = split::world(rules);
         if axes.contains(&"parallel.context=2") {
-            w.config("tiny", json!({"max_position_embeddings": 384}));
+            w.config("tiny", json!({"max_position_embeddings": tokens}));
         }
         let steps = if nightly() { "run.steps=2" } else { "run.steps=1" };
         let set = [set, &["model.dtype=f32", steps, "--overwrite"]].concat();
