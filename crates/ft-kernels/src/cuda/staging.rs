@@ -268,21 +268,27 @@ impl Upload {
         Ok(Self { into, compute, buffers: [one()?, one()?], next: 0 })
     }
 
-    fn send(&mut self, device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
+    fn send(&mut self, device: &Device, ints: &[u32], floats: &[Vec<f32>]) -> Result<[Tensor; 2]> {
         let buffer = &mut self.buffers[self.next % 2];
         self.next += 1;
-        let n = ints.len() + floats.len();
+        let count = floats.iter().map(Vec::len).sum();
+        let n = ints.len() + count;
         if buffer.tensor.elem_count() < n {
             *buffer = Pinned::new(device, n.next_power_of_two(), DType::U32, true)?;
         }
         let bytes = buffer.all()?;
-        let words = ints.iter().map(|x| x.to_ne_bytes()).chain(floats.iter().map(|x| x.to_ne_bytes()));
-        bytes.chunks_exact_mut(4).zip(words).for_each(|(to, word)| to.copy_from_slice(&word));
-        let out = [empty_on(device, ints.len(), DType::U32)?, empty_on(device, floats.len(), DType::F32)?];
+        let (of_ints, mut rest) = bytes.as_chunks_mut::<4>().0.split_at_mut(ints.len());
+        of_ints.iter_mut().zip(ints).for_each(|(to, x)| *to = x.to_ne_bytes());
+        for list in floats {
+            let (own, others) = rest.split_at_mut(list.len());
+            own.iter_mut().zip(list).for_each(|(to, x)| *to = x.to_ne_bytes());
+            rest = others;
+        }
+        let out = [empty_on(device, ints.len(), DType::U32)?, empty_on(device, count, DType::F32)?];
         // the allocation above is ordered on the compute stream
         self.into.wait(&self.compute.record_event(None).w()?).w()?;
         let (first, second) = bytes.split_at(4 * ints.len());
-        for (from, to) in [(first, &out[0]), (&second[..4 * floats.len()], &out[1])] {
+        for (from, to) in [(first, &out[0]), (&second[..4 * count], &out[1])] {
             if from.is_empty() {
                 continue;
             }
@@ -297,11 +303,11 @@ impl Upload {
     }
 }
 
-/// Uploads both lists to a CUDA device in one step, `[n]` each.
+/// Uploads the integers and the floats, end to end, to a CUDA device in one step, `[n]` each.
 ///
 /// # Errors
 /// The driver fails, or not a CUDA device.
-pub fn upload(device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
+pub fn upload(device: &Device, ints: &[u32], floats: &[Vec<f32>]) -> Result<[Tensor; 2]> {
     let cuda = device.as_cuda_device()?;
     let upload = UPLOADS.of(cuda.id(), || Ok(Mutex::new(Upload::new(device)?)))?;
     let mut upload = upload.lock().unwrap_or_else(PoisonError::into_inner);

@@ -6,11 +6,11 @@ use candle_core::{Device, Result};
 /// Alignment of lists in values: 16 bytes.
 const ALIGN: usize = 4;
 
-/// Lists of integers and floats, concatenated.
+/// Lists of integers, concatenated, and of floats, which are the larger ones and stay apart.
 #[derive(Debug, Default)]
 pub struct Lists {
     ints: Vec<u32>,
-    floats: Vec<f32>,
+    floats: Vec<Vec<f32>>,
 }
 
 /// Position of a list.
@@ -20,24 +20,27 @@ pub struct Place {
     len: usize,
 }
 
-/// Appends a list, padded for alignment. Empty lists take a slot too, since zero-sized memory has no
-/// address.
-fn push<T: Copy + Default>(all: &mut Vec<T>, list: &[T]) -> Place {
-    let at = all.len();
-    all.extend(list);
-    all.resize((at + list.len().max(1)).next_multiple_of(ALIGN), T::default());
-    Place { at, len: list.len() }
+/// Length of a list with padding, so that the next one is aligned. An empty one takes a slot too, since zero-sized memory
+/// has no address.
+fn padded(len: usize) -> usize {
+    len.max(1).next_multiple_of(ALIGN)
 }
 
 impl Lists {
     /// Appends integers.
     pub fn ints(&mut self, list: &[u32]) -> Place {
-        push(&mut self.ints, list)
+        let place = Place { at: self.ints.len(), len: list.len() };
+        self.ints.extend(list);
+        self.ints.resize(place.at + padded(place.len), 0);
+        place
     }
 
     /// Appends floats.
-    pub fn floats(&mut self, list: &[f32]) -> Place {
-        push(&mut self.floats, list)
+    pub fn floats(&mut self, mut list: Vec<f32>) -> Place {
+        let place = Place { at: self.floats.iter().map(Vec::len).sum(), len: list.len() };
+        list.resize(padded(place.len), 0.0);
+        self.floats.push(list);
+        place
     }
 
     /// Uploads all lists.
@@ -50,7 +53,7 @@ impl Lists {
             let [ints, floats] = super::staging::upload(device, &self.ints, &self.floats)?.map(Tensor::Real);
             return Ok(Sent { ints, floats });
         }
-        Ok(Sent { ints: Tensor::new(self.ints, device)?, floats: Tensor::new(self.floats, device)? })
+        Ok(Sent { ints: Tensor::new(self.ints, device)?, floats: Tensor::new(self.floats.concat(), device)? })
     }
 }
 
@@ -81,7 +84,7 @@ mod tests {
     fn lists_stand_apart_and_aligned() -> Result<()> {
         let mut lists = Lists::default();
         let (a, none, b) = (lists.ints(&[1, 2, 3, 4, 5]), lists.ints(&[]), lists.ints(&[6]));
-        let (c, d) = (lists.floats(&[0.5]), lists.floats(&[1.5, 2.5]));
+        let (c, d) = (lists.floats(vec![0.5]), lists.floats(vec![1.5, 2.5]));
         assert!([a, none, b, c, d].iter().all(|p| p.at % ALIGN == 0) && none.at < b.at);
         let sent = lists.send(&Device::Cpu)?;
         assert_eq!(sent.ints(a)?.to_vec1::<u32>()?, [1, 2, 3, 4, 5]);

@@ -266,8 +266,7 @@ impl<'a> Batch<'a> {
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
             let tiles = Sequences::list(host.docs, past, &mut lists);
-            let values =
-                |r: &Rope| (r.dim / 2, r.values(host.positions, host.docs).map(|t| lists.floats(&t)));
+            let values = |r: &Rope| (r.dim / 2, r.values(host.positions, host.docs).map(|t| lists.floats(t)));
             let tables: Vec<_> = config.ropes.iter().map(values).collect();
             let sent = lists.send(device)?;
             let table = |(half, places): (usize, [Place; 2])| {
