@@ -237,9 +237,14 @@ fn losses(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let wide = |seed, shape: &[usize]| randn(seed, shape, DType::F32, device);
     let ids = ids(device)?;
     let own = wide(15, &[130])?;
-    for (what, weights) in [("cross entropy", None), ("cross entropy, weighted", Some(&own))] {
+    let cases = [
+        ("cross entropy", None, None),
+        ("cross entropy, weighted", Some(&own), None),
+        ("cross entropy, limited", None, Some(2.0)),
+    ];
+    for (what, weights, cap) in cases {
         let gradient = loss::Gradient { scale: 0.1, weights, dtype };
-        let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some(gradient))?;
+        let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, cap, &ids, Some(gradient))?;
         out.push((what.into(), losses));
         out.push((format!("{what}, dlogits"), dlogits.context("dlogits")?));
     }
@@ -248,7 +253,8 @@ fn losses(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let probs = Tensor::full(0.125f32, (130, 8), device)?;
     let teacher = loss::Teacher { ids: &kept, probs: &probs, temperature: 2.0, alpha: 0.7 };
     let gradient = loss::Gradient { scale: 0.1, weights: Some(&own), dtype };
-    let ([ce, kd], dlogits) = loss::distillation(wide(14, &[130, 50])?, &ids, teacher, Some(gradient))?;
+    let logits = wide(14, &[130, 50])?;
+    let ([ce, kd], dlogits) = loss::distillation(logits, Some(2.0), &ids, teacher, Some(gradient))?;
     out.push(("distillation, cross entropy".into(), ce));
     out.push(("distillation, divergence".into(), kd));
     out.push(("distillation, dlogits".into(), dlogits.context("dlogits")?));

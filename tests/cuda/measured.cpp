@@ -67,9 +67,9 @@ template <typename T> static void measure(const std::string &type) {
   call("swiglu_backward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), D, D, D, D, 1u, 0u, 0u, 0.0f, 0.0f);
   call("swiglu_weighted_" + type, grid(R), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), list.at(), x.at(), d.at(), e.at(), one.at(), D, D, 1u, 0u, 0u,
        0.0f, 0.0f);
-  call("loss_" + type, grid(4), 512, x.at(), list.at(), all, one.at(), d.at(), 4 * D, 0.5f);
+  call("loss_" + type, grid(4), 512, x.at(), list.at(), all, one.at(), d.at(), 4 * D, 0.5f, 0.0f);
   host::Buffer<float> kept(std::vector<float>(16, 0.25f));
-  call("loss_distill_" + type, grid(4), 512, x.at(), list.at(), list.at(), kept.at(), all, one.at(), two.at(), d.at(), 4 * D, 4u, 2.0f, 0.25f, 0.5f);
+  call("loss_distill_" + type, grid(4), 512, x.at(), list.at(), list.at(), kept.at(), all, one.at(), two.at(), d.at(), 4 * D, 4u, 2.0f, 0.25f, 0.5f, 0.0f);
   call("dropout_" + type, grid(R, D / each ? D / each : 1), 256, a.at(), b.at(), all, d.at(), D, D, count, 1.25f, 1u, 2u, 3u, 4u, 5000000u, 0u, D);
   call("embed_rows_" + type, grid(R), 128, a.at(), list.at(), d.at(), R, D);
   call("embed_gradient_" + type, grid(4), 128, z.at(), list.at(), starts.at(), list.at(), b.at(), D, 0.5f);

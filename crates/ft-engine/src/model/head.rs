@@ -6,7 +6,7 @@ use super::linear::Linear;
 use super::norm::Norm;
 use super::pass::batch::{Batch, Context, Distillation, Teacher};
 use super::pass::sink::Sink;
-use candle_core::{DType, Result};
+use candle_core::Result;
 use ft_kernels::Tensor;
 use ft_kernels::spread::Spread;
 use ft_kernels::{Role, embed, loss};
@@ -74,16 +74,17 @@ type Losses = (Tensor, Option<Tensor>);
 /// Losses of a logit chunk, and the gradient, if requested.
 fn losses_of(
     logits: Tensor,
+    cap: Option<f64>,
     targets: &Tensor,
     teacher: Option<&Teacher>,
     gradient: Option<loss::Gradient<'_>>,
 ) -> Result<(Losses, Option<Tensor>)> {
     let Some(Teacher { ids, probs, by: Distillation { temperature, alpha } }) = teacher else {
-        let (loss, dlogits) = loss::cross_entropy(logits, targets, gradient)?;
+        let (loss, dlogits) = loss::cross_entropy(logits, cap, targets, gradient)?;
         return Ok(((loss, None), dlogits));
     };
     let teacher = loss::Teacher { ids, probs, temperature: *temperature, alpha: *alpha };
-    let ([loss, divergence], dlogits) = loss::distillation(logits, targets, teacher, gradient)?;
+    let ([loss, divergence], dlogits) = loss::distillation(logits, cap, targets, teacher, gradient)?;
     Ok(((loss, Some(divergence)), dlogits))
 }
 
@@ -101,20 +102,8 @@ impl Head {
     /// Logits `[n, v]` in f32 (f64 for f64) for all rows of `x` `[n, d]`. For generation and tests.
     pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         self.linear.write_rows()?;
-        self.capped(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
-    }
-
-    /// Logits within their limit.
-    fn capped(&self, logits: Tensor) -> Result<Tensor> {
-        match self.cap {
-            Some(cap) => ((logits / cap)?.tanh()? * cap)?.contiguous(),
-            None => Ok(logits),
-        }
-    }
-
-    /// Derivative of the limit in `dtype`, from the limited logits.
-    fn slope(&self, capped: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
-        self.cap.map(|cap| capped.sqr()?.affine(-1.0 / (cap * cap), 1.0)?.to_dtype(dtype)).transpose()
+        let (logits, _) = self.linear.forward_wide(&self.norm.forward(x)?, ctx)?;
+        if let Some(cap) = self.cap { loss::capped(logits, cap) } else { Ok(logits) }
     }
 
     /// Forward and backward pass for the batch's targets, weighted as in the batch. An objective replaces
@@ -198,8 +187,6 @@ impl Head {
             let (saved, (loss, divergence), dlogits) = x.role(Role::Logits, || -> Result<_> {
                 let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
                 drop(normed);
-                let logits = self.capped(logits)?;
-                let slope = if backward.is_some() { self.slope(&logits, x.dtype())? } else { None };
                 let weights = backward.and_then(|b| b.weights);
                 let weights = weights.map(|w| w.narrow(0, from, rows)).transpose()?;
                 let gradient = backward.map(|b| {
@@ -207,11 +194,7 @@ impl Head {
                     loss::Gradient { scale: b.scale, weights, dtype: x.dtype() }
                 });
                 let teacher = batch.teacher.as_ref().map(|t| t.narrow(from, rows)).transpose()?;
-                let (losses, dl) = losses_of(logits, &targets, teacher.as_ref(), gradient)?;
-                let dl = match (dl, slope) {
-                    (Some(dl), Some(slope)) => Some((dl * slope)?),
-                    (dl, _) => dl,
-                };
+                let (losses, dl) = losses_of(logits, self.cap, &targets, teacher.as_ref(), gradient)?;
                 Ok((saved, losses, dl))
             })?;
             losses.push(loss);

@@ -30,6 +30,7 @@ fn output(logits: &Tensor, gradient: Option<Gradient<'_>>) -> Result<Option<Tens
 /// Losses `[n]` of f32 logits `[n, v]` and, if requested, the gradient, in place if it is f32.
 pub fn cross_entropy(
     logits: Tensor,
+    cap: Option<f64>,
     targets: &Tensor,
     gradient: Option<Gradient<'_>>,
 ) -> Result<(Tensor, Option<Tensor>)> {
@@ -56,8 +57,8 @@ pub fn cross_entropy(
     let losses = empty(&logits, n, DType::F32)?;
     let out = output(&logits, gradient)?;
     let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss")?;
-    let launch =
-        launch.with(args![&logits, &targets, weights.as_ref(), &losses, out.as_ref(), v, scale as f32])?;
+    let launch = launch.with(args![&logits, &targets, weights.as_ref(), &losses, out.as_ref(), v])?;
+    let launch = launch.with(args![scale as f32, cap.unwrap_or(0.0) as f32])?;
     // SAFETY: logits and gradient have n rows of v values, one block per row; targets, weights and losses
     // have n values, as checked above. In place, each thread writes a logit only after reading it.
     unsafe { launch.run(Grid::new(n, THREADS)) }?;
@@ -68,6 +69,7 @@ pub fn cross_entropy(
 /// Shapes of the teacher are checked.
 pub fn distillation(
     logits: Tensor,
+    cap: Option<f64>,
     targets: &Tensor,
     teacher: Teacher<'_>,
     gradient: Option<Gradient<'_>>,
@@ -107,7 +109,7 @@ pub fn distillation(
         v,
         k
     ])?;
-    let launch = launch.with(args![factors[0], factors[1], factors[2]])?;
+    let launch = launch.with(args![factors[0], factors[1], factors[2], cap.unwrap_or(0.0) as f32])?;
     // SAFETY: logits and gradient have n rows of v values, one block per row; ids and probabilities n rows of k values,
     // at most one for each thread; targets, weights and losses n values, as checked above and by the caller. In place,
     // each thread writes a logit only after all reads of it.

@@ -1,6 +1,6 @@
 //! Distillation: the divergence from a teacher's kept probabilities, beside the cross-entropy of the labels.
 
-use super::{Gradient, cuda};
+use super::{Gradient, cuda, limited};
 use crate::cpu::{self, Float, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Result};
@@ -26,13 +26,14 @@ pub struct Teacher<'a> {
 }
 
 /// Cross-entropies and divergences of the rows, without scale and weights, and the gradient, if requested.
-/// Consumes `logits` as [`super::cross_entropy`] does.
+/// Consumes `logits`, and limits them, as [`super::cross_entropy`] does.
 ///
 /// # Shapes
 /// `logits` `[n, v]` in f32 (f64 in tests), `targets` `[n]` u32 -> cross-entropies and divergences `[n]`, gradient
 /// `[n, v]`.
 pub fn distillation(
     logits: Tensor,
+    cap: Option<f64>,
     targets: &Tensor,
     teacher: Teacher<'_>,
     gradient: Option<Gradient<'_>>,
@@ -48,11 +49,11 @@ pub fn distillation(
         );
     }
     if !is_cpu(&logits) {
-        return cuda::distillation(logits, targets, teacher, gradient);
+        return cuda::distillation(logits, cap, targets, teacher, gradient);
     }
-    let (losses, dlogits) = on_real!(logits.dtype(), distillation_cpu(logits, targets, teacher, gradient))?;
-    let rounded = |(d, g): (Tensor, Gradient<'_>)| d.to_dtype(g.dtype);
-    Ok((losses, dlogits.zip(gradient).map(rounded).transpose()?))
+    limited(logits, cap, gradient, |logits| {
+        on_real!(logits.dtype(), distillation_cpu(logits, targets, teacher, gradient))
+    })
 }
 
 /// Target and teacher of a row.
@@ -171,19 +172,20 @@ mod tests {
         let probs =
             Tensor::new(&[[0.5f32, 0.25, 0.25], [0.75, 0.25, 0.0], [0.5, 0.375, 0.125]], &Device::Cpu)?;
         let weights = Tensor::new(&[0.5f32, 1.0, 2.0], &Device::Cpu)?;
-        for (temperature, alpha) in [(2.0, 0.7), (1.0, 0.5), (0.5, 1.0), (3.0, 0.0)] {
+        let cases = [(2.0, 0.7, None), (1.0, 0.5, None), (0.5, 1.0, Some(2.0)), (3.0, 0.0, None)];
+        for (temperature, alpha, cap) in cases {
             let teacher = Teacher { ids: &ids, probs: &probs, temperature, alpha };
             let by = Gradient { scale: 0.25, weights: Some(&weights), dtype: DType::F64 };
-            let ([ce, kd], grad) = distillation(x.copy()?, &targets, teacher, Some(by))?;
+            let ([ce, kd], grad) = distillation(x.copy()?, cap, &targets, teacher, Some(by))?;
             let factors = Tensor::new(&[0.125f64, 0.25, 0.5], &Device::Cpu)?;
             let both = |[ce, kd]: [Tensor; 2]| (ce * (1.0 - alpha))? + (kd * alpha)?;
             gradient("logits", &x, grad.as_ref().expect("wanted"), &factors, |x| {
-                both(distillation(x.copy()?, &targets, teacher, None)?.0)
+                both(distillation(x.copy()?, cap, &targets, teacher, None)?.0)
             });
-            let ([own, again], none) = distillation(x.copy()?, &targets, teacher, None)?;
+            let ([own, again], none) = distillation(x.copy()?, cap, &targets, teacher, None)?;
             close(&again, &kd, 1e-12);
             close(&own, &ce, 1e-12);
-            close(&own, &super::super::cross_entropy(x.copy()?, &targets, None)?.0, 1e-12);
+            close(&own, &super::super::cross_entropy(x.copy()?, cap, &targets, None)?.0, 1e-12);
             assert!(none.is_none());
         }
         Ok(())
@@ -206,7 +208,7 @@ mod tests {
         let teacher = Teacher { ids: &ids, probs: &probs, temperature: 2.0, alpha: 1.0 };
         let by = Gradient { scale: 1.0, weights: None, dtype: DType::F64 };
         let targets = Tensor::new(&[0u32, 4], &Device::Cpu)?;
-        let ([_, kd], grad) = distillation(x, &targets, teacher, Some(by))?;
+        let ([_, kd], grad) = distillation(x, None, &targets, teacher, Some(by))?;
         let grad = grad.expect("wanted");
         assert!(kd.to_vec1::<f64>()?.iter().all(|kd| kd.abs() < 1e-6));
         assert!(grad.flatten_all()?.to_vec1::<f64>()?.iter().all(|g| g.abs() < 1e-6));

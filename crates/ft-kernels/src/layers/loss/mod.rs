@@ -25,7 +25,35 @@ pub struct Gradient<'a> {
     pub dtype: DType,
 }
 
-/// Losses of the rows, without scale and weights, and the gradient, if requested.
+/// Logits within a limit: `cap tanh(logits / cap)`.
+///
+/// # Errors
+/// Device errors.
+pub fn capped(logits: Tensor, cap: f64) -> Result<Tensor> {
+    ((logits / cap)?.tanh()? * cap)?.contiguous()
+}
+
+/// A loss on the CPU of logits within a limit, if there is one, and the gradient in its dtype.
+fn limited<L>(
+    logits: Tensor,
+    cap: Option<f64>,
+    gradient: Option<Gradient<'_>>,
+    loss: impl FnOnce(Tensor) -> Result<(L, Option<Tensor>)>,
+) -> Result<(L, Option<Tensor>)> {
+    let logits = if let Some(cap) = cap { capped(logits, cap)? } else { logits };
+    let slope =
+        |(cap, g): (f64, Gradient<'_>)| logits.sqr()?.affine(-1.0 / (cap * cap), 1.0)?.to_dtype(g.dtype);
+    let slope = cap.zip(gradient).map(slope).transpose()?;
+    let (losses, d) = loss(logits)?;
+    let rounded = |(d, g): (Tensor, Gradient<'_>)| {
+        let d = d.to_dtype(g.dtype)?;
+        if let Some(slope) = slope { d * slope } else { Ok(d) }
+    };
+    Ok((losses, d.zip(gradient).map(rounded).transpose()?))
+}
+
+/// Losses of the rows, without scale and weights, and the gradient, if requested. With a cap, losses are of the logits
+/// within this limit, see [`capped`].
 ///
 /// `logits` are consumed: an f32 gradient on CUDA, and every gradient on the CPU, overwrites their storage. A
 /// target outside the vocabulary is an error on the CPU and a NaN loss on CUDA.
@@ -34,15 +62,16 @@ pub struct Gradient<'a> {
 /// `logits` `[n, v]` in f32 (f64 in tests), `targets` `[n]` u32 -> losses `[n]`, gradient `[n, v]`.
 pub fn cross_entropy(
     logits: Tensor,
+    cap: Option<f64>,
     targets: &Tensor,
     gradient: Option<Gradient<'_>>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     if !is_cpu(&logits) {
-        return cuda::cross_entropy(logits, targets, gradient);
+        return cuda::cross_entropy(logits, cap, targets, gradient);
     }
-    let (losses, dlogits) = on_real!(logits.dtype(), cross_entropy_cpu(logits, targets, gradient))?;
-    let rounded = |(d, g): (Tensor, Gradient<'_>)| d.to_dtype(g.dtype);
-    Ok((losses, dlogits.zip(gradient).map(rounded).transpose()?))
+    limited(logits, cap, gradient, |logits| {
+        on_real!(logits.dtype(), cross_entropy_cpu(logits, targets, gradient))
+    })
 }
 
 fn cross_entropy_cpu<T: Float>(
@@ -179,10 +208,11 @@ mod tests {
         let x = (randn(1, (3, 7), DType::F64)? * 3.0)?;
         let targets = Tensor::new(&[0u32, 6, 3], &Device::Cpu)?;
         let weights = Tensor::new(&[0.5f32, 0.0, -2.0], &Device::Cpu)?;
-        let (loss, grad) = cross_entropy(x.copy()?, &targets, Some(by(0.25, Some(&weights), DType::F64)))?;
+        let (loss, grad) =
+            cross_entropy(x.copy()?, None, &targets, Some(by(0.25, Some(&weights), DType::F64)))?;
         let factors = Tensor::new(&[0.125f64, 0.0, -0.5], &Device::Cpu)?;
         gradient("logits", &x, grad.as_ref().expect("wanted"), &factors, |x| {
-            Ok(cross_entropy(x.copy()?, &targets, None)?.0)
+            Ok(cross_entropy(x.copy()?, None, &targets, None)?.0)
         });
         let mut sum = Running::default();
         sum.keep(vec![loss.copy()?], &[0.5, 0.0, 2.0])?;
@@ -197,16 +227,20 @@ mod tests {
     fn gradient_of_the_losses() -> Result<()> {
         let x = (randn(1, (5, 7), DType::F64)? * 3.0)?;
         let targets = Tensor::new(&[0u32, 6, 3, 3, 1], &Device::Cpu)?;
-        let (loss, grad) = cross_entropy(x.copy()?, &targets, Some(by(0.25, None, DType::F64)))?;
         let ones = Tensor::full(0.25f64, 5, &Device::Cpu)?;
-        gradient("logits", &x, grad.as_ref().expect("wanted"), &ones, |x| {
-            Ok(cross_entropy(x.copy()?, &targets, None)?.0)
-        });
-        let (closs, none) = cross_entropy(x.copy()?, &targets, None)?;
-        close(&closs, &loss, 1e-12);
-        assert!(none.is_none());
-        let (_, half) = cross_entropy(x.copy()?, &targets, Some(by(0.25, None, DType::BF16)))?;
-        close(&half.expect("wanted"), &grad.expect("wanted").to_dtype(DType::BF16)?, 0.0);
+        for cap in [None, Some(2.0)] {
+            let (loss, grad) = cross_entropy(x.copy()?, cap, &targets, Some(by(0.25, None, DType::F64)))?;
+            gradient("logits", &x, grad.as_ref().expect("wanted"), &ones, |x| {
+                Ok(cross_entropy(x.copy()?, cap, &targets, None)?.0)
+            });
+            let (closs, none) = cross_entropy(x.copy()?, cap, &targets, None)?;
+            close(&closs, &loss, 1e-12);
+            assert!(none.is_none());
+            if cap.is_none() {
+                let (_, half) = cross_entropy(x.copy()?, cap, &targets, Some(by(0.25, None, DType::BF16)))?;
+                close(&half.expect("wanted"), &grad.expect("wanted").to_dtype(DType::BF16)?, 0.0);
+            }
+        }
         Ok(())
     }
 
@@ -214,7 +248,7 @@ mod tests {
     fn large_logits_stay_finite() -> Result<()> {
         let x = Tensor::new(&[[1e30f32, 0.0], [-1e30, 5.0]], &Device::Cpu)?;
         let targets = Tensor::new(&[0u32, 1], &Device::Cpu)?;
-        let (loss, _) = cross_entropy(x, &targets, None)?;
+        let (loss, _) = cross_entropy(x, None, &targets, None)?;
         assert_eq!(loss.to_vec1::<f32>()?, vec![0.0, 0.0]);
         Ok(())
     }
