@@ -2,13 +2,17 @@
 #include "../../crates/ft-kernels/src/attention/attention_split.cu"
 #include "attention.h"
 
-template <typename T> static void one(const std::string &type, uint32_t keys, uint32_t heads, uint32_t groups, uint32_t n, uint32_t each, uint32_t window, unsigned seed) {
+template <typename T>
+static void one(const std::string &type, uint32_t keys, uint32_t heads, uint32_t groups, uint32_t n, uint32_t each,
+                uint32_t window, unsigned seed) {
   const Case c = {{keys}, heads, groups, window, keys - 1};
   const float scale = 1 / sqrtf(static_cast<float>(n));
-  const auto q = check::randn<T>(heads * n, seed), k = check::randn<T>(size_t(keys) * groups * n, seed + 1), v = check::randn<T>(size_t(keys) * groups * n, seed + 2);
+  const auto q = check::randn<T>(heads * n, seed), k = check::randn<T>(size_t(keys) * groups * n, seed + 1),
+             v = check::randn<T>(size_t(keys) * groups * n, seed + 2);
   host::Buffer<T> bq(q), o(heads * n);
   Blocks<T> blocks(k, v, groups * n);
-  const uint32_t first = keys > window ? keys - window : 0, parts = (keys - first + each - 1) / each, line = 8 * VECTOR<T>;
+  const uint32_t first = keys > window ? keys - window : 0, parts = (keys - first + each - 1) / each,
+                 line = 8 * VECTOR<T>;
   host::Buffer<float> sums(size_t(parts) * heads * n), lse(heads);
   host::Buffer<float2> stats(size_t(parts) * heads);
   const auto launch = [&](const std::string &name, Dim grid, size_t shared, auto... arguments) {
@@ -17,8 +21,10 @@ template <typename T> static void one(const std::string &type, uint32_t keys, ui
     host::launch(name.c_str(), grid, THREADS, shared, pointers);
   };
   const size_t shared = 4 * (heads / groups) * ((n + line - 1) / line * line + each + 4);
-  launch("attention_split_" + type, grid(parts, groups), shared, bq.at(), blocks.table.at(), heads, groups, n, first, keys, each, scale, sums.at(), stats.at());
-  launch("attention_join_" + type, grid(heads), 0, static_cast<const float *>(sums.at()), static_cast<const float2 *>(stats.at()), parts, n, o.at(), lse.at());
+  launch("attention_split_" + type, grid(parts, groups), shared, bq.at(), blocks.table.at(), heads, groups, n, first,
+         keys, each, scale, sums.at(), stats.at());
+  launch("attention_join_" + type, grid(heads), 0, static_cast<const float *>(sums.at()),
+         static_cast<const float2 *>(stats.at()), parts, n, o.at(), lse.at());
   const Want want = attention(c, n, double(scale), q, k, v, std::vector<T>(q.size()), o);
   check::close("o", o, want.o, check::BAR<T>);
   check::close("log-sum-exp", lse, want.lse, 1e-5);

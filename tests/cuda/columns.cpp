@@ -4,8 +4,8 @@
 #include <array>
 
 template <typename T> static void copies(const std::string &type) {
-  for (auto [rows, cols, from_apart, to_apart, skip, to_skip] :
-       std::vector<std::array<uint32_t, 6>>{{5, 16, 48, 24, 16, 8}, {70, 3, 9, 7, 1, 4}, {3, 8, 8, 33, 0, 5}, {1, 1, 1, 1, 0, 0}}) {
+  for (auto [rows, cols, from_apart, to_apart, skip, to_skip] : std::vector<std::array<uint32_t, 6>>{
+           {5, 16, 48, 24, 16, 8}, {70, 3, 9, 7, 1, 4}, {3, 8, 8, 33, 0, 5}, {1, 1, 1, 1, 0, 0}}) {
     const size_t before = size_t(rows) * to_apart;
     host::Buffer<T> from(check::randn<T>(size_t(rows) * from_apart, 1)), to(check::randn<T>(before, 2));
     std::vector<double> want = values(to), of = values(from);

@@ -14,7 +14,8 @@ static std::vector<uint32_t> tiles(const std::vector<uint32_t> &docs) {
   std::vector<uint32_t> list;
   uint32_t begin = 0;
   for (uint32_t n : docs) {
-    for (uint32_t at = 0; at < n; at += ROWS) list.insert(list.end(), {begin + at, n - at < ROWS ? n - at : ROWS, begin, begin + n});
+    for (uint32_t at = 0; at < n; at += ROWS)
+      list.insert(list.end(), {begin + at, n - at < ROWS ? n - at : ROWS, begin, begin + n});
     begin += n;
   }
   return list;
@@ -26,7 +27,8 @@ template <typename T> static void convolutions(const std::string &type) {
     uint32_t t = 0;
     for (uint32_t n : r.docs) t += n;
     const size_t n = static_cast<size_t>(t) * r.channels;
-    host::Buffer<T> x(check::randn<T>(n, seed++)), w(check::randn<T>(r.channels * r.taps, seed++)), dy(check::randn<T>(n, seed++)), y(n), dx(n);
+    host::Buffer<T> x(check::randn<T>(n, seed++)), w(check::randn<T>(r.channels * r.taps, seed++)),
+        dy(check::randn<T>(n, seed++)), y(n), dx(n);
     const std::vector<double> xs = values(x), ws = values(w), ds = values(dy);
     std::vector<double> want(n), grad(n), dw(r.channels * r.taps);
     uint32_t begin = 0;
@@ -34,7 +36,8 @@ template <typename T> static void convolutions(const std::string &type) {
       for (uint32_t c = 0; c < r.channels; c++)
         for (uint32_t i = begin; i < begin + doc; i++) {
           double s = 0;
-          for (uint32_t j = 0; j < r.taps && j <= i - begin; j++) s += ws[c * r.taps + r.taps - 1 - j] * xs[(i - j) * r.channels + c];
+          for (uint32_t j = 0; j < r.taps && j <= i - begin; j++)
+            s += ws[c * r.taps + r.taps - 1 - j] * xs[(i - j) * r.channels + c];
           const double open = 1 / (1 + exp(-s)), g = ds[i * r.channels + c] * open * (1 + s * (1 - open));
           want[i * r.channels + c] = s * open;
           for (uint32_t j = 0; j < r.taps && j <= i - begin; j++) {
@@ -52,8 +55,8 @@ template <typename T> static void convolutions(const std::string &type) {
     host::Buffer<float> partial(blocks * r.channels * r.taps);
     float *none = nullptr;
     for (bool weights : {false, true}) {
-      call("delta_conv_backward_" + type, all, THREADS, x.at(), w.at(), dy.at(), list.at(), dx.at(), weights ? partial.at() : none, t, r.channels,
-           r.taps);
+      call("delta_conv_backward_" + type, all, THREADS, x.at(), w.at(), dy.at(), list.at(), dx.at(),
+           weights ? partial.at() : none, t, r.channels, r.taps);
       check::close("dx", dx, grad, check::BAR<T>);
     }
     host::Buffer<float> total(dw.size());

@@ -35,11 +35,12 @@ template <typename T> static void drops(const std::string &type) {
             s.words(number / 4, w);
             const bool kept = (w[number % 4] >> 8) >= s.threshold;
             const size_t at = static_cast<size_t>(r) * columns + c;
-            want.push_back((kept ? 1.25 * Number<T>::widen(x[static_cast<size_t>(r) * apart + c]) : 0) + (add ? Number<T>::widen(a[at]) : 0));
+            want.push_back((kept ? 1.25 * Number<T>::widen(x[static_cast<size_t>(r) * apart + c]) : 0) +
+                           (add ? Number<T>::widen(a[at]) : 0));
           }
         const size_t parts = (columns * sizeof(T) + 16 * THREADS - 1) / (16 * THREADS);
-        call("dropout_" + type, grid(rows, parts), THREADS, x.at(), add ? a.at() : no, listed ? list.at() : none, y.at(), columns, apart, first, 1.25f, s.key0, s.key1,
-             s.high0, s.high1, s.threshold, from, all);
+        call("dropout_" + type, grid(rows, parts), THREADS, x.at(), add ? a.at() : no, listed ? list.at() : none,
+             y.at(), columns, apart, first, 1.25f, s.key0, s.key1, s.high0, s.high1, s.threshold, from, all);
         check::close("y", y, want, check::BAR<T>);
       }
   }

@@ -7,9 +7,10 @@ template <typename T> static void table(const std::string &type) {
   for (uint32_t columns : {96u, 33u, 2100u}) {
     const std::vector<uint32_t> tokens = {4, 0, 4, 5, 4};
     const uint32_t v = 6, t = 5;
-    host::Buffer<T> rows(check::randn<T>(v * columns, seed++)), y(t * columns), dy(check::randn<T>(t * columns, seed++));
-    host::Buffer<uint32_t> ids(tokens), unique(std::vector<uint32_t>{0, 4, 5}), starts(std::vector<uint32_t>{0, 1, 4, 5}),
-        order(std::vector<uint32_t>{1, 0, 2, 4, 3});
+    host::Buffer<T> rows(check::randn<T>(v * columns, seed++)), y(t * columns),
+        dy(check::randn<T>(t * columns, seed++));
+    host::Buffer<uint32_t> ids(tokens), unique(std::vector<uint32_t>{0, 4, 5}),
+        starts(std::vector<uint32_t>{0, 1, 4, 5}), order(std::vector<uint32_t>{1, 0, 2, 4, 3});
     std::vector<double> want, all = values(rows), ds = values(dy), grad(v * columns, 1.0);
     for (uint32_t i = 0; i < t; i++)
       for (uint32_t c = 0; c < columns; c++) {
@@ -21,7 +22,8 @@ template <typename T> static void table(const std::string &type) {
       call("embed_rows_" + type, grid(t, parts), THREADS, rows.at(), ids.at(), y.at(), v, columns);
       check::close("rows", y, want, 0);
       host::Buffer<float> g(std::vector<float>(v * columns, 1.0f));
-      call("embed_gradient_" + type, grid(3, parts), THREADS, g.at(), unique.at(), starts.at(), order.at(), dy.at(), columns, 0.5f);
+      call("embed_gradient_" + type, grid(3, parts), THREADS, g.at(), unique.at(), starts.at(), order.at(), dy.at(),
+           columns, 0.5f);
       check::close("gradient", g, grad, 1e-6);
     }
     host::Buffer<uint32_t> outside(std::vector<uint32_t>{6});

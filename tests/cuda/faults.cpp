@@ -5,8 +5,21 @@
 
 // Doubles each value, passing it through shared memory to another thread; `fault` selects the error.
 enum Fault : int {
-  NONE, NO_BARRIER, BARRIER_IN_BRANCH, WARP_LEAVES, SHUFFLE_IN_BRANCH, NO_SYNCWARP, NO_WAIT, WAIT_NO_BARRIER, ARRAY, UNWRITTEN,
-  ONE_PLACE, TAIL, MISALIGNED, OVERFLOW_, VALUE
+  NONE,
+  NO_BARRIER,
+  BARRIER_IN_BRANCH,
+  WARP_LEAVES,
+  SHUFFLE_IN_BRANCH,
+  NO_SYNCWARP,
+  NO_WAIT,
+  WAIT_NO_BARRIER,
+  ARRAY,
+  UNWRITTEN,
+  ONE_PLACE,
+  TAIL,
+  MISALIGNED,
+  OVERFLOW_,
+  VALUE
 };
 
 KERNEL(doubles, 64, const float *x, uint32_t n, int fault, float *y) {

@@ -5,7 +5,8 @@
 // The number of a code.
 static double number(unsigned code, int mantissa, int bias) {
   const int exponent = (code & 0x7f) >> mantissa, rest = code & ((1 << mantissa) - 1);
-  const double size = exponent == 0 ? ldexp(rest, 1 - bias - mantissa) : ldexp((1 << mantissa) + rest, exponent - bias - mantissa);
+  const double size =
+      exponent == 0 ? ldexp(rest, 1 - bias - mantissa) : ldexp((1 << mantissa) + rest, exponent - bias - mantissa);
   return code & 0x80 ? -size : size;
 }
 
@@ -41,14 +42,19 @@ static void close(const char *what, double got, double want, double scale, int m
   if (!(fabs(got - want) <= unit)) check::wrong(what);
 }
 
-static void rows(const std::string &format, int mantissa, int bias, double largest, uint32_t t, uint32_t cols, uint32_t apart, uint32_t skip, bool all) {
+static void rows(const std::string &format, int mantissa, int bias, double largest, uint32_t t, uint32_t cols,
+                 uint32_t apart, uint32_t skip, bool all) {
   host::Buffer<bf16> from(check::randn<bf16>(size_t(t) * apart, 1));
   for (size_t r = 0; r < t; r++) // rows of other sizes; one of zeros
-    for (size_t c = 0; c < apart; c++) from[r * apart + c] = __float2bfloat16_rn(r == 1 ? 0.0f : __bfloat162float(from[r * apart + c]) * ldexpf(1.0f, -int(r % 3)));
+    for (size_t c = 0; c < apart; c++)
+      from[r * apart + c] =
+          __float2bfloat16_rn(r == 1 ? 0.0f : __bfloat162float(from[r * apart + c]) * ldexpf(1.0f, -int(r % 3)));
   host::Buffer<float> parts(PARTS), scales(t);
   host::Buffer<uint8_t> to(size_t(t) * cols);
-  if (all) call("fp8_amax_bf16", grid(std::min<size_t>(PARTS, t)), THREADS, from.at() + skip, apart, t, cols, parts.at());
-  call("fp8_rows_" + format + "_bf16", grid(t), THREADS, from.at() + skip, apart, cols, all ? parts.at() : (float *)nullptr, to.at(), scales.at());
+  if (all)
+    call("fp8_amax_bf16", grid(std::min<size_t>(PARTS, t)), THREADS, from.at() + skip, apart, t, cols, parts.at());
+  call("fp8_rows_" + format + "_bf16", grid(t), THREADS, from.at() + skip, apart, cols,
+       all ? parts.at() : (float *)nullptr, to.at(), scales.at());
   std::vector<double> v = values(from), own;
   double whole = 0;
   for (size_t r = 0; r < t; r++) {
@@ -59,7 +65,8 @@ static void rows(const std::string &format, int mantissa, int bias, double large
     own.assign(v.begin() + r * apart + skip, v.begin() + r * apart + skip + cols);
     const double scale = scales[r], want = std::max(all ? whole : most(own), ldexp(1, -100)) / largest;
     if (fabs(scale / want - 1) > 1e-6) check::wrong("a scale");
-    for (size_t c = 0; c < cols; c++) close("a value", scale * number(to[r * cols + c], mantissa, bias), own[c], scale, mantissa, bias);
+    for (size_t c = 0; c < cols; c++)
+      close("a value", scale * number(to[r * cols + c], mantissa, bias), own[c], scale, mantissa, bias);
   }
 }
 
@@ -74,14 +81,16 @@ TEST(rows_with_one_scale) {
 }
 
 // A matrix against its values, as it is or transposed.
-static void cast_is(host::Buffer<uint8_t> &to, host::Buffer<float> &scales, const std::vector<double> &w, uint32_t rows, uint32_t cols, bool transposed) {
+static void cast_is(host::Buffer<uint8_t> &to, host::Buffer<float> &scales, const std::vector<double> &w, uint32_t rows,
+                    uint32_t cols, bool transposed) {
   const double scale = scales[0];
   if (fabs(scale / (most(w) / 448) - 1) > 1e-6) check::wrong("the scale");
   for (size_t i = 0; i < scales.size(); i++)
     if (scales[i] != scales[0]) check::wrong("copies of the scale");
   for (size_t r = 0; r < rows; r++)
     for (size_t c = 0; c < cols; c++)
-      close("a weight", scale * number(to[transposed ? c * rows + r : r * cols + c], 3, 7), w[r * cols + c], scale, 3, 7);
+      close("a weight", scale * number(to[transposed ? c * rows + r : r * cols + c], 3, 7), w[r * cols + c], scale, 3,
+            7);
 }
 
 static void matrix(uint32_t rows, uint32_t cols, uint32_t apart, bool transposed, bool known = false) {
@@ -90,9 +99,10 @@ static void matrix(uint32_t rows, uint32_t cols, uint32_t apart, bool transposed
   if (known) maxima[7] = float(most(values(from)));
   host::Buffer<float> parts(maxima), scales(transposed ? cols : rows);
   host::Buffer<uint8_t> to(size_t(rows) * cols);
-  if (!known) call("fp8_amax_bf16", grid(std::min<size_t>(PARTS, rows)), THREADS, from.at(), apart, rows, cols, parts.at());
-  call("fp8_matrix_bf16", grid((cols + TILE - 1) / TILE, (rows + TILE - 1) / TILE), THREADS, from.at(), apart, rows, cols, (const float *)parts.at(),
-       uint32_t(transposed), to.at(), scales.at(), uint32_t(scales.size()));
+  if (!known)
+    call("fp8_amax_bf16", grid(std::min<size_t>(PARTS, rows)), THREADS, from.at(), apart, rows, cols, parts.at());
+  call("fp8_matrix_bf16", grid((cols + TILE - 1) / TILE, (rows + TILE - 1) / TILE), THREADS, from.at(), apart, rows,
+       cols, (const float *)parts.at(), uint32_t(transposed), to.at(), scales.at(), uint32_t(scales.size()));
   std::vector<double> all = values(from), w;
   for (size_t r = 0; r < rows; r++) w.insert(w.end(), all.begin() + r * apart, all.begin() + r * apart + cols);
   cast_is(to, scales, w, rows, cols, transposed);
@@ -136,14 +146,17 @@ static void blocks(uint32_t rows, uint32_t cols, uint32_t shift, bool nested, bo
   const uint8_t *at = packed.at();
   const float *pairs_at = table.at(), *scales_at = scale.at(), *parts_at = parts.at();
   const uint32_t group = nested ? 4u : 1u;
-  call("fp8_amax_blocks", grid(std::min<size_t>(PARTS, (count + THREADS - 1) / THREADS)), THREADS, at, pairs_at, scales_at, nested_codes, nested_map, group, offset, shift, uint64_t(n), 1.0f, parts.at());
-  call("fp8_blocks_f32_bf16", grid((cols + TILE - 1) / TILE, (rows + TILE - 1) / TILE), THREADS, at, pairs_at, scales_at, nested_codes, nested_map, group,
-       offset, shift, uint64_t(n), rows, cols, parts_at, uint32_t(transposed), to.at(), out.at(), uint32_t(out.size()));
+  call("fp8_amax_blocks", grid(std::min<size_t>(PARTS, (count + THREADS - 1) / THREADS)), THREADS, at, pairs_at,
+       scales_at, nested_codes, nested_map, group, offset, shift, uint64_t(n), 1.0f, parts.at());
+  call("fp8_blocks_f32_bf16", grid((cols + TILE - 1) / TILE, (rows + TILE - 1) / TILE), THREADS, at, pairs_at,
+       scales_at, nested_codes, nested_map, group, offset, shift, uint64_t(n), rows, cols, parts_at,
+       uint32_t(transposed), to.at(), out.at(), uint32_t(out.size()));
   const double by = out[0];
   if (fabs(by / (top / 448) - 1) > 1e-6) check::wrong("the scale of blocks");
   for (size_t r = 0; r < rows; r++)
     for (size_t c = 0; c < cols; c++)
-      close("a 4-bit weight", by * number(to[transposed ? c * rows + r : r * cols + c], 3, 7), w[r * cols + c], by, 3, 7);
+      close("a 4-bit weight", by * number(to[transposed ? c * rows + r : r * cols + c], 3, 7), w[r * cols + c], by, 3,
+            7);
 }
 
 TEST(four_bit_blocks) {

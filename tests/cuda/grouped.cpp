@@ -21,10 +21,11 @@ struct Sizes {
   std::vector<uint32_t> ranks; // by expert
   uint32_t codes;              // every n-th expert has codes; 0 for none
   bool nested;
-  uint32_t skew = 0;           // misalignment of x
+  uint32_t skew = 0; // misalignment of x
 };
 
-static const float CODE[16] = {-1.0f, -0.696f, -0.525f, -0.395f, -0.284f, -0.185f, -0.091f, 0.0f, 0.08f, 0.161f, 0.246f, 0.338f, 0.441f, 0.563f, 0.723f, 1.0f};
+static const float CODE[16] = {-1.0f, -0.696f, -0.525f, -0.395f, -0.284f, -0.185f, -0.091f, 0.0f,
+                               0.08f, 0.161f,  0.246f,  0.338f,  0.441f,  0.563f,  0.723f,  1.0f};
 
 // A table of experts: kernel inputs, and the same values in float64.
 template <typename T> struct Bank {
@@ -44,7 +45,8 @@ template <typename T> struct Bank {
   }
 
   Bank(const Sizes &s, unsigned seed) : table(s.rows.size()) {
-    for (uint32_t i = 0; i < 256; i++) pairs[2 * i] = CODE[i >> 4], pairs[2 * i + 1] = CODE[i & 15], map[i] = i / 255.0f;
+    for (uint32_t i = 0; i < 256; i++)
+      pairs[2 * i] = CODE[i >> 4], pairs[2 * i + 1] = CODE[i & 15], map[i] = i / 255.0f;
     std::mt19937 random(seed);
     for (size_t e = 0; e < s.rows.size(); e++) {
       Expert x;
@@ -57,13 +59,16 @@ template <typename T> struct Bank {
       scale_codes.emplace_back(new host::Buffer<uint8_t>(blocks));
       scales.emplace_back(new host::Buffer<float>(blocks));
       for (size_t i = 0; i < packed[e]->size(); i++) (*packed[e])[i] = static_cast<uint8_t>(random());
-      for (size_t i = 0; i < blocks; i++) (*scale_codes[e])[i] = static_cast<uint8_t>(random()), (*scales[e])[i] = 0.1f + (random() % 100) / 200.0f;
+      for (size_t i = 0; i < blocks; i++)
+        (*scale_codes[e])[i] = static_cast<uint8_t>(random()), (*scales[e])[i] = 0.1f + (random() % 100) / 200.0f;
       x.source = e % 3;
       if (coded) {
-        x.packed = packed[e]->at(), x.pairs = pairs.at(), x.scales = scales[e]->at(), x.group_shift = 2, x.shift = 6, x.offset = 0.25f;
+        x.packed = packed[e]->at(), x.pairs = pairs.at(), x.scales = scales[e]->at(), x.group_shift = 2, x.shift = 6,
+        x.offset = 0.25f;
         if (s.nested) x.scale_codes = scale_codes[e]->at(), x.map = map.at();
         for (size_t i = 0; i < n; i++) {
-          const float factor = s.nested ? map[(*scale_codes[e])[i / 64]] * (*scales[e])[i / 64 / 4] + 0.25f : (*scales[e])[i / 64];
+          const float factor =
+              s.nested ? map[(*scale_codes[e])[i / 64]] * (*scales[e])[i / 64 / 4] + 0.25f : (*scales[e])[i / 64];
           const uint8_t byte = (*packed[e])[i / 2];
           float v = CODE[i % 2 ? byte & 15 : byte >> 4] * factor;
           v = x.source == 0 ? v : x.source == 1 ? rounded<bf16>(v) : rounded<f16>(v);
@@ -84,7 +89,8 @@ template <typename T> struct Bank {
         gradients += some ? (values + 63) / 64 * 64 : 0;
         return some ? at : NOWHERE;
       };
-      x.grad_weight = place(!coded && e % 2 == 0, n), x.grad_a = place(x.rank, x.rank * s.i), x.grad_b = place(x.rank, x.rank * s.o);
+      x.grad_weight = place(!coded && e % 2 == 0, n), x.grad_a = place(x.rank, x.rank * s.i),
+      x.grad_b = place(x.rank, x.rank * s.o);
       table[e] = x;
     }
   }
@@ -104,7 +110,8 @@ template <typename... A> static void start(const std::string &name, Dim grid, si
 static size_t shared_of(const std::string &kind, size_t rows) {
   const size_t constants = 2 * (128 + (16 + 256) * 4);
   if (kind == "") return 3 * (rows + 128) * 64 + 2 * 128;
-  return kind == "coded_" ? (4 * rows + 2 * 128) * 64 + constants - 2 * 256 * 4 : 4 * (rows + 128) * 64 + constants + 32 * 128;
+  return kind == "coded_" ? (4 * rows + 2 * 128) * 64 + constants - 2 * 256 * 4
+                          : 4 * (rows + 128) * 64 + constants + 32 * 128;
 }
 
 static Dim blocks(size_t x, size_t y, size_t z = 1) {
@@ -120,9 +127,11 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
   Bank<T> bank(s, seed), more(s, seed + 1000);
   std::vector<uint32_t> starts = {0};
   for (uint32_t r : s.rows) starts.push_back(starts.back() + r);
-  const uint32_t n = starts.back(), most = *std::max_element(s.ranks.begin(), s.ranks.end()), ranks = (most + 7) / 8 * 8;
+  const uint32_t n = starts.back(), most = *std::max_element(s.ranks.begin(), s.ranks.end()),
+                 ranks = (most + 7) / 8 * 8;
   host::Buffer<uint32_t> begins(starts);
-  host::Buffer<T> x(check::randn<T>(n * s.i, seed + 1), s.skew), dy(check::randn<T>(n * s.o, seed + 2)), dy2(check::randn<T>(n * s.o, seed + 3));
+  host::Buffer<T> x(check::randn<T>(n * s.i, seed + 1), s.skew), dy(check::randn<T>(n * s.o, seed + 2)),
+      dy2(check::randn<T>(n * s.o, seed + 3));
   host::Buffer<T> u(n * ranks), y(n * s.o), du(n * ranks), du2(n * ranks), dx(n * s.i);
   const std::vector<double> xs = wide(x), ds = wide(dy), ds2 = wide(dy2);
   const Expert *none = nullptr;
@@ -133,11 +142,12 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     const char *name;
     uint32_t rows, beside;
   };
-  for (const Kind &kind : HALF ? std::vector<Kind>{{"", 128, 1}, {"coded_", 128, 1}, {"few_", 32, WIDE}} : std::vector<Kind>{{"", 64, 1}}) {
+  for (const Kind &kind : HALF ? std::vector<Kind>{{"", 128, 1}, {"coded_", 128, 1}, {"few_", 32, WIDE}}
+                               : std::vector<Kind>{{"", 64, 1}}) {
     const std::string name = kind.name;
     // the kernel of values takes no codes
     if (HALF && name == "" && s.codes != 0) continue;
-        const uint32_t rows = kind.rows;
+    const uint32_t rows = kind.rows;
     // the schedule, plus one unused tile
     std::vector<uint2> list;
     for (uint32_t e = 0; e < experts; e++)
@@ -147,15 +157,19 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     const size_t side = HALF ? 128 : 64, shared = HALF ? shared_of(name, rows) : 0;
     const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
     const auto shared_columns = [&](uint32_t c) { return (columns(c) + kind.beside - 1) / kind.beside; };
-    const auto expert_of = [&](uint32_t row) { return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1; };
+    const auto expert_of = [&](uint32_t row) {
+      return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1;
+    };
     // compares only columns up to the expert's rank
-    const auto low = [&](host::Buffer<T> &got, const std::vector<double> &in, uint32_t wide_in, const std::vector<std::vector<double>> &m, bool lies, Bank<T> &bank) {
+    const auto low = [&](host::Buffer<T> &got, const std::vector<double> &in, uint32_t wide_in,
+                         const std::vector<std::vector<double>> &m, bool lies, Bank<T> &bank) {
       double apart = 0, length = 1e-30;
       for (uint32_t t = 0; t < n; t++) {
         const uint32_t e = expert_of(t), r = s.ranks[e];
         for (uint32_t c = 0; c < r; c++) {
           double sum = 0;
-          for (uint32_t k = 0; k < wide_in; k++) sum += in[t * wide_in + k] * (lies ? m[e][c * wide_in + k] : m[e][k * r + c]);
+          for (uint32_t k = 0; k < wide_in; k++)
+            sum += in[t * wide_in + k] * (lies ? m[e][c * wide_in + k] : m[e][k * r + c]);
           sum *= bank.scale[e];
           const double d = Number<T>::widen(got[t * ranks + c]) - sum;
           apart += d * d, length += sum * sum;
@@ -164,50 +178,64 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       if (!(sqrt(apart / length) <= bar)) check::wrong("low rank: " + std::to_string(sqrt(apart / length)));
     };
     if (most > 0) {
-      start("grouped_" + name + "forward_" + type, blocks(columns(ranks), list.size()), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
-            begins.at(), tiles.at(), u.at(), no);
+      start("grouped_" + name + "forward_" + type, blocks(columns(ranks), list.size()), shared, bank.table.at(), x.at(),
+            no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(), u.at(), no);
       low(u, xs, s.i, bank.ad, true, bank);
-      start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
-            begins.at(), tiles.at(), du.at(), no);
+      start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, bank.table.at(),
+            dy.at(), no, none, no, no, s.o, s.i, ranks, 1u, begins.at(), tiles.at(), du.at(), no);
       low(du, ds, s.o, bank.bd, false, bank);
-      start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
-            begins.at(), tiles.at(), du2.at(), no);
+      start("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, more.table.at(),
+            dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u, begins.at(), tiles.at(), du2.at(), no);
     }
     // whole vectors by a kernel of their own too
     if (most > 0 && name == "coded_" && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0) {
       host::Buffer<T> other(n * ranks);
       const auto narrow = [&](const std::string &way, host::Buffer<T> &wide, uint32_t in, uint32_t out) {
-        start("grouped_low_" + way + type, blocks((ranks + LOW - 1) / LOW, list.size()), 3 * 2 * 64 * (128 + LOW), bank.table.at(), wide.at(), no, none, no, no, in, out,
-              ranks, 1u, begins.at(), tiles.at(), other.at(), no);
+        start("grouped_low_" + way + type, blocks((ranks + LOW - 1) / LOW, list.size()), 3 * 2 * 64 * (128 + LOW),
+              bank.table.at(), wide.at(), no, none, no, no, in, out, ranks, 1u, begins.at(), tiles.at(), other.at(),
+              no);
       };
       narrow("forward_", x, s.i, s.o), low(other, xs, s.i, bank.ad, true, bank);
       narrow("backward_", dy, s.o, s.i), low(other, ds, s.o, bank.bd, false, bank);
     }
-    start("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
-          begins.at(), tiles.at(), y.at(), no);
-    start("grouped_" + name + "backward_" + type, blocks(shared_columns(s.i), list.size()), shared, bank.table.at(), dy.at(), du.at(),
-          static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at(), no);
+    start("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, bank.table.at(), x.at(),
+          u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(), y.at(), no);
+    start("grouped_" + name + "backward_" + type, blocks(shared_columns(s.i), list.size()), shared, bank.table.at(),
+          dy.at(), du.at(), static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u,
+          begins.at(), tiles.at(), dx.at(), no);
     // results of two tables in one launch are those of a launch each
-    const auto together = [&](const std::string &kernel, const Dim &grid, size_t shared, host::Buffer<T> &x, host::Buffer<T> &x2, T *u, T *u2, uint32_t in, uint32_t out,
-                              uint32_t low) {
+    const auto together = [&](const std::string &kernel, const Dim &grid, size_t shared, host::Buffer<T> &x,
+                              host::Buffer<T> &x2, T *u, T *u2, uint32_t in, uint32_t out, uint32_t low) {
       const uint32_t width = low ? ranks : out;
       host::Buffer<T> one(n * width), two(n * width), first(n * width), second(n * width);
-      const auto zero = [&](host::Buffer<T> &b) { for (size_t i = 0; i < b.size(); i++) b[i] = Number<T>::from(0.0f); };
+      const auto zero = [&](host::Buffer<T> &b) {
+        for (size_t i = 0; i < b.size(); i++) b[i] = Number<T>::from(0.0f);
+      };
       zero(one), zero(two), zero(first), zero(second);
       const Expert *const other = more.table.at();
-      start(kernel, grid, shared, bank.table.at(), x.at(), u, none, no, no, in, out, ranks, low, begins.at(), tiles.at(), one.at(), no);
-      start(kernel, grid, shared, more.table.at(), x2.at(), u2, none, no, no, in, out, ranks, low, begins.at(), tiles.at(), two.at(), no);
-      start(kernel, blocks(2 * grid.x, grid.y), shared, bank.table.at(), x.at(), u, other, x2.at(), u2, in, out, ranks, low, begins.at(), tiles.at(), first.at(), second.at());
-      if (memcmp(one.at(), first.at(), one.size() * sizeof(T)) != 0 || memcmp(two.at(), second.at(), two.size() * sizeof(T)) != 0) check::wrong(kernel + ": other results together");
+      start(kernel, grid, shared, bank.table.at(), x.at(), u, none, no, no, in, out, ranks, low, begins.at(),
+            tiles.at(), one.at(), no);
+      start(kernel, grid, shared, more.table.at(), x2.at(), u2, none, no, no, in, out, ranks, low, begins.at(),
+            tiles.at(), two.at(), no);
+      start(kernel, blocks(2 * grid.x, grid.y), shared, bank.table.at(), x.at(), u, other, x2.at(), u2, in, out, ranks,
+            low, begins.at(), tiles.at(), first.at(), second.at());
+      if (memcmp(one.at(), first.at(), one.size() * sizeof(T)) != 0 ||
+          memcmp(two.at(), second.at(), two.size() * sizeof(T)) != 0)
+        check::wrong(kernel + ": other results together");
     };
     if (n < 50) {
-      together("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, x, x, u.at(), u.at(), s.i, s.o, 0);
+      together("grouped_" + name + "forward_" + type, blocks(columns(s.o), list.size()), shared, x, x, u.at(), u.at(),
+               s.i, s.o, 0);
       if (most > 0) {
-        together("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, dy, dy2, no, no, s.o, s.i, 1);
+        together("grouped_" + name + "backward_" + type, blocks(shared_columns(ranks), list.size()), shared, dy, dy2,
+                 no, no, s.o, s.i, 1);
         if (name == "coded_" && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0)
-          together("grouped_low_forward_" + type, blocks((ranks + LOW - 1) / LOW, list.size()), 3 * 2 * 64 * (128 + LOW), x, x, no, no, s.i, s.o, 1);
+          together("grouped_low_forward_" + type, blocks((ranks + LOW - 1) / LOW, list.size()),
+                   3 * 2 * 64 * (128 + LOW), x, x, no, no, s.i, s.o, 1);
       }
-      if (rows == 32) together("grouped_one_" + type, blocks((s.o + 31) / 32, list.size()), 2 * s.i, x, x, u.at(), u.at(), s.i, s.o, 0);
+      if (rows == 32)
+        together("grouped_one_" + type, blocks((s.o + 31) / 32, list.size()), 2 * s.i, x, x, u.at(), u.at(), s.i, s.o,
+                 0);
     }
     const std::vector<double> us = wide(u), dus = wide(du), dus2 = wide(du2);
     std::vector<double> want(n * s.o), want_x(n * s.i);
@@ -221,8 +249,10 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       }
       for (uint32_t c = 0; c < s.i; c++) {
         double sum = 0;
-        for (uint32_t k = 0; k < s.o; k++) sum += ds[t * s.o + k] * bank.wd[e][k * s.i + c] + ds2[t * s.o + k] * more.wd[e][k * s.i + c];
-        for (uint32_t k = 0; k < r; k++) sum += dus[t * ranks + k] * bank.ad[e][k * s.i + c] + dus2[t * ranks + k] * more.ad[e][k * s.i + c];
+        for (uint32_t k = 0; k < s.o; k++)
+          sum += ds[t * s.o + k] * bank.wd[e][k * s.i + c] + ds2[t * s.o + k] * more.wd[e][k * s.i + c];
+        for (uint32_t k = 0; k < r; k++)
+          sum += dus[t * ranks + k] * bank.ad[e][k * s.i + c] + dus2[t * ranks + k] * more.ad[e][k * s.i + c];
         want_x[t * s.i + c] = sum;
       }
     }
@@ -232,13 +262,13 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       const auto some = [](uint32_t c) { return (c + 31) / 32; };
       if (most > 0) {
         host::Buffer<T> other(n * ranks);
-        start("grouped_one_" + type, blocks(some(ranks), list.size()), 2 * s.i, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(),
-              other.at(), no);
+        start("grouped_one_" + type, blocks(some(ranks), list.size()), 2 * s.i, bank.table.at(), x.at(), no, none, no,
+              no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(), other.at(), no);
         low(other, xs, s.i, bank.ad, true, bank);
       }
       host::Buffer<T> other(n * s.o);
-      start("grouped_one_" + type, blocks(some(s.o), list.size()), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(),
-            other.at(), no);
+      start("grouped_one_" + type, blocks(some(s.o), list.size()), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no,
+            no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(), other.at(), no);
       check::close("y by warps", other, want, bar);
     }
   }
@@ -249,16 +279,18 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
   std::vector<double> want(old.begin(), old.end());
   const size_t side = HALF ? 128 : 64, shared = HALF ? 65536 : 0;
   const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
-  const auto gradient = [&](Gradient which, host::Buffer<T> &a, uint32_t wa, host::Buffer<T> &b, uint32_t wb, uint32_t rows, uint32_t cols) {
-    start("grouped_gradient_" + type, blocks(columns(cols), columns(rows), experts), shared, bank.table.at(), static_cast<uint32_t>(which), a.at(), wa, b.at(), wb,
-          rows, cols, begins.at(), grads.at());
+  const auto gradient = [&](Gradient which, host::Buffer<T> &a, uint32_t wa, host::Buffer<T> &b, uint32_t wb,
+                            uint32_t rows, uint32_t cols) {
+    start("grouped_gradient_" + type, blocks(columns(cols), columns(rows), experts), shared, bank.table.at(),
+          static_cast<uint32_t>(which), a.at(), wa, b.at(), wb, rows, cols, begins.at(), grads.at());
     const std::vector<double> as = wide(a), bs = wide(b);
     for (uint32_t e = 0; e < experts; e++) {
       const Destination to = destination(bank.table[e], which, rows, cols);
       if (to.at == NOWHERE) continue;
       for (uint32_t y = 0; y < to.rows; y++)
         for (uint32_t x = 0; x < to.cols; x++)
-          for (uint32_t t = starts[e]; t < starts[e + 1]; t++) want[to.at + y * to.cols + x] += as[t * wa + y] * bs[t * wb + x];
+          for (uint32_t t = starts[e]; t < starts[e + 1]; t++)
+            want[to.at + y * to.cols + x] += as[t * wa + y] * bs[t * wb + x];
     }
   };
   // of adapters: whole vectors by a kernel of their own too, onto a buffer of its own
@@ -266,8 +298,9 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     if (most > 0 && s.i % 8 == 0 && s.o % 8 == 0 && s.skew == 0) {
       host::Buffer<float> own(old);
       const auto low = [&](uint32_t of_b, host::Buffer<T> &narrow, host::Buffer<T> &wide, uint32_t width) {
-        start("grouped_low_gradient_" + type, blocks(columns(width), (ranks + LOW - 1) / LOW, experts), 4 * 64 * (128 + LOW), bank.table.at(), of_b, narrow.at(), ranks,
-              wide.at(), width, begins.at(), own.at(), none, no, no);
+        start("grouped_low_gradient_" + type, blocks(columns(width), (ranks + LOW - 1) / LOW, experts),
+              4 * 64 * (128 + LOW), bank.table.at(), of_b, narrow.at(), ranks, wide.at(), width, begins.at(), own.at(),
+              none, no, no);
       };
       low(0, du, x, s.i), low(1, u, dy, s.o);
       std::vector<double> sums(old.begin(), old.end());
@@ -276,9 +309,11 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       check::close("gradients of adapters", own, want, 2e-6);
       // of two tables in one launch
       host::Buffer<float> apart(old), both(old);
-      const auto a_of = [&](const Expert *table, host::Buffer<T> &low, const Expert *more, T *more_low, T *more_wide, host::Buffer<float> &to) {
-        start("grouped_low_gradient_" + type, blocks(columns(s.i), (more ? 2 : 1) * ((ranks + LOW - 1) / LOW), experts), 4 * 64 * (128 + LOW), table, 0u, low.at(), ranks,
-              x.at(), s.i, begins.at(), to.at(), more, more_low, more_wide);
+      const auto a_of = [&](const Expert *table, host::Buffer<T> &low, const Expert *more, T *more_low, T *more_wide,
+                            host::Buffer<float> &to) {
+        start("grouped_low_gradient_" + type, blocks(columns(s.i), (more ? 2 : 1) * ((ranks + LOW - 1) / LOW), experts),
+              4 * 64 * (128 + LOW), table, 0u, low.at(), ranks, x.at(), s.i, begins.at(), to.at(), more, more_low,
+              more_wide);
       };
       // gradients of the second table follow those of the first
       host::Buffer<Expert> after(experts);
@@ -306,22 +341,24 @@ template <typename T> static void dropout(const std::string &type, uint32_t widt
   std::vector<Expert> list(experts);
   for (uint32_t e = 0; e < experts; e++) {
     memset(&list[e], 0, sizeof list[e]);
-    list[e].stream = 7 * e << 8 | 5, list[e].threshold = e * 3000000u, list[e].keep = 1.0f + 0.25f * static_cast<float>(e);
+    list[e].stream = 7 * e << 8 | 5, list[e].threshold = e * 3000000u,
+    list[e].keep = 1.0f + 0.25f * static_cast<float>(e);
   }
   std::vector<uint32_t> choices(n), pairs(n);
   for (uint32_t i = 0; i < n; i++) choices[i] = i * 5 % experts, pairs[i] = (i * 7 + 3) % n;
   host::Buffer<Expert> table(list);
   host::Buffer<uint32_t> chosen(choices), pair(pairs);
   host::Buffer<T> x(check::randn<T>(n * width, 1)), more(check::randn<T>(n * width, 2)), y(n * width);
-  start("grouped_dropout_" + type, blocks(n, 1), 0, table.at(), chosen.at(), pair.at(), k, x.at(), add ? more.at() : static_cast<T *>(nullptr), width, uint64_t(100),
-        11u, 12u, 3u, y.at());
+  start("grouped_dropout_" + type, blocks(n, 1), 0, table.at(), chosen.at(), pair.at(), k, x.at(),
+        add ? more.at() : static_cast<T *>(nullptr), width, uint64_t(100), 11u, 12u, 3u, y.at());
   const std::vector<double> xs = wide(x), ms = wide(more);
   std::vector<double> want(n * width);
   for (uint32_t r = 0; r < n; r++) {
     const Expert &e = list[choices[pairs[r]]];
     const Stream s = {11, 12, 3, e.stream, e.threshold};
     for (uint32_t c = 0; c < width; c++)
-      want[r * width + c] = (s.keeps((100 + pairs[r] / k) * uint64_t(width) + c) ? xs[r * width + c] * e.keep : 0) + (add ? ms[r * width + c] : 0);
+      want[r * width + c] = (s.keeps((100 + pairs[r] / k) * uint64_t(width) + c) ? xs[r * width + c] * e.keep : 0) +
+                            (add ? ms[r * width + c] : 0);
   }
   check::close("dropout", y, want, check::BAR<T>);
 }
@@ -364,17 +401,41 @@ TEST(bytes) {
   };
   const uint32_t d = 2048, f = 768; // Qwen3-30B-A3B; Mixtral has 4096 and 14336
   int number = 0;
-  for (const Case &c : {Case{"one", 1, d, f}, {"one", 1, 4096, 256}, {"one", 1, 14336, 128}, {"one", 1, d, f, false}, {"few_forward", 1, d, f}, {"few_forward", 1, f, d}, {"few_forward", 8, d, f}, {"few_forward", 8, f, d},
-                        {"coded_forward", 33, d, f}, {"coded_forward", 33, f, d}, {"coded_forward", 128, d, f}, {"coded_forward", 128, f, d}, {"few_backward", 1, d, f}, {"few_backward", 1, f, d}, {"few_backward", 8, d, f},
-                        {"few_backward", 8, f, d}, {"few_backward", 8, d, f, false}, {"few_backward", 8, f, d, false}, {"few_backward", 1, 4096, 1024},
-                        {"few_backward", 1, 14336, 256}, {"coded_backward", 33, d, f}, {"coded_backward", 64, f, d}, {"coded_backward", 96, 14336, 256}, {"coded_backward", 72, d, f, false}, {"coded_backward", 128, d, f}, {"coded_backward", 128, f, d}, {"coded_backward", 128, 4096, 1024},
+  for (const Case &c : {Case{"one", 1, d, f},
+                        {"one", 1, 4096, 256},
+                        {"one", 1, 14336, 128},
+                        {"one", 1, d, f, false},
+                        {"few_forward", 1, d, f},
+                        {"few_forward", 1, f, d},
+                        {"few_forward", 8, d, f},
+                        {"few_forward", 8, f, d},
+                        {"coded_forward", 33, d, f},
+                        {"coded_forward", 33, f, d},
+                        {"coded_forward", 128, d, f},
+                        {"coded_forward", 128, f, d},
+                        {"few_backward", 1, d, f},
+                        {"few_backward", 1, f, d},
+                        {"few_backward", 8, d, f},
+                        {"few_backward", 8, f, d},
+                        {"few_backward", 8, d, f, false},
+                        {"few_backward", 8, f, d, false},
+                        {"few_backward", 1, 4096, 1024},
+                        {"few_backward", 1, 14336, 256},
+                        {"coded_backward", 33, d, f},
+                        {"coded_backward", 64, f, d},
+                        {"coded_backward", 96, 14336, 256},
+                        {"coded_backward", 72, d, f, false},
+                        {"coded_backward", 128, d, f},
+                        {"coded_backward", 128, f, d},
+                        {"coded_backward", 128, 4096, 1024},
                         {"coded_backward", 128, 14336, 256}}) {
     if (number++ % 9 && !check::nightly()) continue;
     const std::string name = std::string("grouped_") + c.name + "_bf16";
     const bool one = name.find("one") != std::string::npos, forward = one || name.find("forward") != std::string::npos;
     const bool few = name.find("few_backward") != std::string::npos;
     const uint32_t beside = few ? WIDE : 1; // column tiles of a block
-    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * beside, columns = (out + side - 1) / side;
+    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * beside,
+                   columns = (out + side - 1) / side;
     Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, c.nested}, 7);
     bank.table[0].group_shift = 8;
     host::Buffer<uint32_t> starts(std::vector<uint32_t>{0, c.tokens});
@@ -382,20 +443,25 @@ TEST(bytes) {
     host::Buffer<bf16> x(check::randn<bf16>(c.tokens * in, 1)), y(c.tokens * out);
     bf16 *const no = nullptr;
     host::forget();
-    start(name, blocks(columns, 1), one ? 2 * in : shared_of(std::string(c.name).find("coded_") == 0 ? "coded_" : "few_", c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
-          0u, starts.at(), tiles.at(), y.at(), no);
+    start(name, blocks(columns, 1),
+          one ? 2 * in
+              : shared_of(std::string(c.name).find("coded_") == 0 ? "coded_" : "few_", c.tokens > 32 ? 128 : 32),
+          bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u, 0u, starts.at(),
+          tiles.at(), y.at(), no);
     const auto found = host::counts().find(name);
     if (found == host::counts().end()) check::wrong(name + " is not counted");
-    const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (c.nested ? 1 + 4.0 / 256 : 4), tokens = 2.0 * c.tokens * (in * columns + out);
+    const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (c.nested ? 1 + 4.0 / 256 : 4),
+                 tokens = 2.0 * c.tokens * (in * columns + out);
     const double moved = 32.0 * static_cast<double>(found->second.sectors);
-    printf("%s of [%u, %u], %u tokens: %.3f of codes and scales, %.3f with tokens\n", name.c_str(), c.o, c.i, c.tokens, moved / codes,
-           moved / (codes + tokens));
+    printf("%s of [%u, %u], %u tokens: %.3f of codes and scales, %.3f with tokens\n", name.c_str(), c.o, c.i, c.tokens,
+           moved / codes, moved / (codes + tokens));
     // With many rows, each load of a sector of codes comes with one of scales (backward: every second one), from the
-    // cache but for the first of 32 blocks, and some of absmax. Each nested scale also has one of its map of 1 KiB, which
-    // the cache keeps.
+    // cache but for the first of 32 blocks, and some of absmax. Each nested scale also has one of its map of 1 KiB,
+    // which the cache keeps.
     const double of_scales = (forward ? 1.0 : 0.5) * (c.nested ? 1.2 : 1.0), of_map = c.nested ? 1.0 : 0.0;
     const double again = name.find("coded_") != std::string::npos ? c.i * c.o / 2.0 * (of_scales + of_map) : 0;
-    if (!(moved <= 1.1 * (codes + tokens + again))) check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
+    if (!(moved <= 1.1 * (codes + tokens + again)))
+      check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
   }
 }
 

@@ -13,11 +13,13 @@ template <typename T> static void biases(const std::string &type, bool aligned) 
       for (uint32_t n : rows) firsts.push_back(firsts.back() + n);
       const uint32_t all = firsts.back();
       host::Buffer<uint32_t> starts(firsts);
-      host::Buffer<T> b(check::randn<T>(static_cast<size_t>(experts) * width, seed++)), y(check::randn<T>(static_cast<size_t>(all) * width, seed++));
+      host::Buffer<T> b(check::randn<T>(static_cast<size_t>(experts) * width, seed++)),
+          y(check::randn<T>(static_cast<size_t>(all) * width, seed++));
       host::Buffer<float> grads(check::randn<float>(static_cast<size_t>(experts) * width, seed++));
       std::vector<Bias> list;
       // every third bias is frozen
-      for (uint32_t e = 0; e < experts; e++) list.push_back({b.at() + static_cast<size_t>(e) * width, e % 3 == 2 ? -1 : static_cast<int64_t>(e) * width});
+      for (uint32_t e = 0; e < experts; e++)
+        list.push_back({b.at() + static_cast<size_t>(e) * width, e % 3 == 2 ? -1 : static_cast<int64_t>(e) * width});
       host::Buffer<Bias> table(list);
       const std::vector<double> bs = values(b), ys = values(y);
       std::vector<double> want = ys, sums = values(grads);
@@ -27,7 +29,8 @@ template <typename T> static void biases(const std::string &type, bool aligned) 
             want[static_cast<size_t>(r) * width + i] += bs[static_cast<size_t>(e) * width + i];
             if (e % 3 != 2) sums[static_cast<size_t>(e) * width + i] += ys[static_cast<size_t>(r) * width + i];
           }
-      call("grouped_bias_sum_" + type, grid((width + 31) / 32, experts), THREADS, table.at(), starts.at(), width, y.at(), grads.at());
+      call("grouped_bias_sum_" + type, grid((width + 31) / 32, experts), THREADS, table.at(), starts.at(), width,
+           y.at(), grads.at());
       check::close("gradient", grads, sums, 1e-5);
       call("grouped_bias_add_" + type, grid(all), THREADS, table.at(), starts.at(), experts, width, y.at());
       check::close("sum", y, want, check::BAR<T>);

@@ -119,7 +119,8 @@ public:
     Region *const r = find(p);
     if (!r) return false;
     r->history.each(p - r->begin, std::min(n, r->end - p), launch, [&](OfGlobal &s, size_t) {
-      if (s.writer != NOBODY && s.writer != block) fail("global memory that block " + std::to_string(s.writer) + " has written in this launch");
+      if (s.writer != NOBODY && s.writer != block)
+        fail("global memory that block " + std::to_string(s.writer) + " has written in this launch");
       if (write && s.reader != NOBODY && s.reader != block)
         fail("writes global memory that block " + std::to_string(s.reader) + " has read in this launch");
       (write ? s.writer : s.reader) = block;

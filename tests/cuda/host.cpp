@@ -216,10 +216,18 @@ void exchange(unsigned first) {
       const int lane = static_cast<int>(l), base = lane / m.width * m.width;
       int from = lane;
       switch (static_cast<Lane>(m.kind)) {
-      case Lane::Index: from = base + (m.argument & (m.width - 1)); break;
-      case Lane::Xor: from = lane ^ m.argument; break;
-      case Lane::Up: from = lane - m.argument < base ? lane : lane - m.argument; break;
-      case Lane::Down: from = lane + m.argument >= base + m.width ? lane : lane + m.argument; break;
+      case Lane::Index:
+        from = base + (m.argument & (m.width - 1));
+        break;
+      case Lane::Xor:
+        from = lane ^ m.argument;
+        break;
+      case Lane::Up:
+        from = lane - m.argument < base ? lane : lane - m.argument;
+        break;
+      case Lane::Down:
+        from = lane + m.argument >= base + m.width ? lane : lane + m.argument;
+        break;
       }
       if (from < 0 || from > 31) fail("a shuffle from no lane");
       *static_cast<uint32_t *>(m.out) = fibers[first + static_cast<unsigned>(from)].meet.value;
@@ -231,11 +239,20 @@ void exchange(unsigned first) {
     for (unsigned l = 0; l < 32; l++) *static_cast<uint32_t *>(fibers[first + l].meet.out) = bits;
     break;
   }
-  case Op::Mma: multiply(first); break;
-  case Op::MmaTf32: multiply_tf32(first); break;
-  case Op::Load: load_matrices(first, false); break;
-  case Op::LoadTransposed: load_matrices(first, true); break;
-  default: fail("nothing to wait for");
+  case Op::Mma:
+    multiply(first);
+    break;
+  case Op::MmaTf32:
+    multiply_tf32(first);
+    break;
+  case Op::Load:
+    load_matrices(first, false);
+    break;
+  case Op::LoadTransposed:
+    load_matrices(first, true);
+    break;
+  default:
+    fail("nothing to wait for");
   }
 }
 
@@ -313,7 +330,8 @@ void forget() { counts().clear(); }
 void seed(unsigned n) { random_.seed(n); }
 
 void fail(const std::string &why) {
-  fprintf(stderr, "%s, block (%u, %u, %u), thread %u: %s\n", name, blockIdx.x, blockIdx.y, blockIdx.z, current, why.c_str());
+  fprintf(stderr, "%s, block (%u, %u, %u), thread %u: %s\n", name, blockIdx.x, blockIdx.y, blockIdx.z, current,
+          why.c_str());
   fflush(stderr);
   _Exit(3);
 }
@@ -414,14 +432,16 @@ void launch(const char *kernel, Dim grid, unsigned threads, size_t shared_bytes,
   if (grid.y > 65535 || grid.z > 65535) fail("too many blocks");
   if (kernels().count(kernel) && threads > kernels().at(kernel).threads) fail("more threads than the kernel's bounds");
   // pairs of dk and dv run on cards with more
-  if (shared_bytes > (std::string(kernel).find("_kv_pair_") == std::string::npos ? 99u : 163u + 64u) << 10) fail("more shared memory than a block of a card of 48 GB has");
+  if (shared_bytes > (std::string(kernel).find("_kv_pair_") == std::string::npos ? 99u : 163u + 64u) << 10)
+    fail("more shared memory than a block of a card of 48 GB has");
   if (!arena) {
     arena = static_cast<unsigned char *>(aligned_alloc(128, ARENA));
     used = ARENA;
   }
   if (stack_count < threads) {
     if (stacks) munmap(stacks, stack_count * STACK);
-    void *p = mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *p =
+        mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail("no memory for stacks");
     stacks = static_cast<unsigned char *>(p), stack_count = threads;
     for (unsigned i = 0; i < threads; i++) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
@@ -456,8 +476,9 @@ extern "C" {
   void __tsan_write##SIZE(void *p) { CALLBACK(true, SIZE) }                                                            \
   void __tsan_unaligned_read##SIZE(void *p) { CALLBACK(false, SIZE) }                                                  \
   void __tsan_unaligned_write##SIZE(void *p) { CALLBACK(true, SIZE) }
-ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
-void __tsan_read_range(void *p, unsigned long n) { CALLBACK(false, n) }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16) void __tsan_read_range(void *p, unsigned long n) {
+  CALLBACK(false, n)
+}
 void __tsan_write_range(void *p, unsigned long n) { CALLBACK(true, n) }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}

@@ -138,7 +138,7 @@ struct Counts {
   uint64_t launches = 0;
   // 32-byte sectors of global memory touched by warps, bytes requested from them
   uint64_t sectors = 0, asked = 0;
-  uint64_t phases = 0, passes = 0;  // shared memory: minimum passes by width, and passes with bank conflicts
+  uint64_t phases = 0, passes = 0; // shared memory: minimum passes by width, and passes with bank conflicts
   uint64_t mma = 0;
 };
 std::map<std::string, Counts> &counts();

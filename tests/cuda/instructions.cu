@@ -3,7 +3,9 @@
 #include "../../crates/ft-kernels/src/cuda/device.cuh"
 
 // This lane's `n` words, in blocks of one warp.
-DEVICE const uint32_t *mine(const uint32_t *in, int n) { return in + (static_cast<size_t>(blockIdx.x) * WARP + threadIdx.x) * n; }
+DEVICE const uint32_t *mine(const uint32_t *in, int n) {
+  return in + (static_cast<size_t>(blockIdx.x) * WARP + threadIdx.x) * n;
+}
 DEVICE uint32_t *mine(uint32_t *out, int n) { return out + (static_cast<size_t>(blockIdx.x) * WARP + threadIdx.x) * n; }
 
 // A lane's fragments: four words of a, two of b, four floats of d.
@@ -56,7 +58,9 @@ KERNEL(one_cp_async, 32, const uint32_t *in, uint32_t *out) {
   store_16(mine(out, 8) + 4, b);
 }
 
-KERNEL(one_exp2, 32, const uint32_t *in, uint32_t *out) { *mine(out, 1) = __float_as_uint(exp2_fast(*reinterpret_cast<const float *>(mine(in, 1)))); }
+KERNEL(one_exp2, 32, const uint32_t *in, uint32_t *out) {
+  *mine(out, 1) = __float_as_uint(exp2_fast(*reinterpret_cast<const float *>(mine(in, 1))));
+}
 
 template <typename T> DEVICE void fragment_pack(const uint32_t *in, uint32_t *out) {
   const float *x = reinterpret_cast<const float *>(mine(in, 2));

@@ -1,7 +1,7 @@
 // Cross-entropy and gradient compared with float64: in place, and rounded into another matrix; with
 // weights; aligned and unaligned columns, more than one iteration per block, large logits, and a target outside the
-// columns, a limit of the logits. Distillation the same, with empty places, kept tokens that are the target, and as many
-// as there are threads.
+// columns, a limit of the logits. Distillation the same, with empty places, kept tokens that are the target, and as
+// many as there are threads.
 #include "../../crates/ft-kernels/src/layers/loss/loss.cu"
 #include "call.h"
 #include <tuple>
@@ -17,7 +17,8 @@ static double slope(double limited, double cap) { return cap > 0 ? 1 - limited /
 template <typename T> static void losses(const std::string &type, bool over, bool weighted = false, float cap = 0) {
   unsigned seed = 1;
   const float scale = 0.25f;
-  for (auto [rows, columns] : std::vector<std::pair<size_t, uint32_t>>{{3, 4096}, {2, 7}, {1, 1}, {2, 5001}, {2, 1540}}) {
+  for (auto [rows, columns] :
+       std::vector<std::pair<size_t, uint32_t>>{{3, 4096}, {2, 7}, {1, 1}, {2, 5001}, {2, 1540}}) {
     host::Buffer<float> x(check::randn<float>(rows * columns, seed++, 5)), loss(rows);
     host::Buffer<T> d(rows * columns);
     host::Buffer<float> w(std::vector<float>{0.5f, -2.0f, 0.0f});
@@ -76,7 +77,8 @@ template <typename T>
 static void distillation(const std::string &type, bool over, bool weighted, float temperature, float cap = 0) {
   unsigned seed = 1;
   const float scale = 0.25f, alpha = 0.7f;
-  const std::vector<std::tuple<size_t, uint32_t, uint32_t>> sizes = {{3, 4096, 64}, {2, 7, 7}, {1, 2, 1}, {2, 5001, 512}, {2, 1540, 3}};
+  const std::vector<std::tuple<size_t, uint32_t, uint32_t>> sizes = {
+      {3, 4096, 64}, {2, 7, 7}, {1, 2, 1}, {2, 5001, 512}, {2, 1540, 3}};
   for (auto [rows, columns, kept] : sizes) {
     host::Buffer<float> x(check::randn<float>(rows * columns, seed++, 5)), loss(rows), divergence(rows);
     host::Buffer<T> d(rows * columns);
@@ -107,7 +109,8 @@ static void distillation(const std::string &type, bool over, bool weighted, floa
       const double factor = scale * (weighted ? w[r] : 1.0f);
       const size_t from = grad.size();
       for (size_t c = 0; c < columns; c++)
-        grad.push_back(factor * ((1 - alpha) * (exp(row[c] - most) / sum - (c == t[r])) + alpha * temperature * exp((row[c] - most) / temperature) / soft));
+        grad.push_back(factor * ((1 - alpha) * (exp(row[c] - most) / sum - (c == t[r])) +
+                                 alpha * temperature * exp((row[c] - most) / temperature) / soft));
       for (uint32_t k = 0; k < kept; k++) {
         const double q = p[r * kept + k];
         if (q == 0) continue;
@@ -120,12 +123,12 @@ static void distillation(const std::string &type, bool over, bool weighted, floa
     }
     T *out = over ? reinterpret_cast<T *>(x.at()) : d.at(), *no = nullptr;
     const float *const weights = weighted ? w.at() : nullptr;
-    call("loss_distill_" + type, grid(rows), THREADS, x.at(), targets.at(), ids.at(), probs.at(), weights, loss.at(), divergence.at(), no, columns, kept,
-         temperature, 0.0f, 0.0f, cap);
+    call("loss_distill_" + type, grid(rows), THREADS, x.at(), targets.at(), ids.at(), probs.at(), weights, loss.at(),
+         divergence.at(), no, columns, kept, temperature, 0.0f, 0.0f, cap);
     check::close("losses alone", loss, want, 1e-5);
     check::close("divergences alone", divergence, apart, 1e-5);
-    call("loss_distill_" + type, grid(rows), THREADS, x.at(), targets.at(), ids.at(), probs.at(), weights, loss.at(), divergence.at(), out, columns, kept,
-         temperature, scale * (1 - alpha), scale * alpha * temperature, cap);
+    call("loss_distill_" + type, grid(rows), THREADS, x.at(), targets.at(), ids.at(), probs.at(), weights, loss.at(),
+         divergence.at(), out, columns, kept, temperature, scale * (1 - alpha), scale * alpha * temperature, cap);
     check::close("losses", loss, want, 1e-5);
     check::close("divergences", divergence, apart, 1e-5);
     if (over) check::close("gradient over the logits", x, grad, 1e-5);
@@ -143,7 +146,7 @@ TEST(a_kept_token_outside_the_columns_gives_none) {
   host::Buffer<float> x(std::vector<float>{0, 1}), p(std::vector<float>{1}), loss(1), divergence(1);
   host::Buffer<uint32_t> t(std::vector<uint32_t>{0}), i(std::vector<uint32_t>{2});
   float *no = nullptr;
-  call("loss_distill_f32", grid(1), THREADS, x.at(), t.at(), i.at(), p.at(), static_cast<const float *>(nullptr), loss.at(), divergence.at(), no, 2u, 1u, 1.0f, 0.0f,
-       0.0f, 0.0f);
+  call("loss_distill_f32", grid(1), THREADS, x.at(), t.at(), i.at(), p.at(), static_cast<const float *>(nullptr),
+       loss.at(), divergence.at(), no, 2u, 1u, 1.0f, 0.0f, 0.0f, 0.0f);
   if (divergence[0] == divergence[0] || loss[0] != loss[0]) check::wrong("a number, or no loss");
 }

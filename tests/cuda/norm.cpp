@@ -11,8 +11,8 @@ struct Norms {
 };
 
 static const std::vector<Norms> CASES = {
-    {3, 96, 1, 32, 0}, {5, 33, 2, 32, 0}, {9, 256, 8, 32, 0}, {2, 1500, 1, 96, 0}, {4, 512, 3, 32, 1},
-    {1, 1, 1, 32, 0},  {3, 1100, 2, 32, 0}, // more values than the threads hold
+    {3, 96, 1, 32, 0},     {5, 33, 2, 32, 0},    {9, 256, 8, 32, 0},  {2, 1500, 1, 96, 0},
+    {4, 512, 3, 32, 1},    {1, 1, 1, 32, 0},     {3, 1100, 2, 32, 0}, // more values than the threads hold
     {5, 96, 2, 32, 0, 16}, {3, 40, 1, 32, 0, 3},
 };
 
@@ -22,13 +22,14 @@ template <typename T> static void norms(const std::string &type) {
   for (const Norms &c : CASES)
     for (bool add : {false, true}) {
       const size_t n = static_cast<size_t>(c.rows) * c.d, blocks = (c.rows + c.per - 1) / c.per;
-      host::Buffer<T> x(check::randn<T>(n, seed++), c.skew), a(check::randn<T>(n, seed++), c.skew), w(check::randn<T>(c.d, seed++)),
-          dy(check::randn<T>(n, seed++), c.skew), sum(n, c.skew);
+      host::Buffer<T> x(check::randn<T>(n, seed++), c.skew), a(check::randn<T>(n, seed++), c.skew),
+          w(check::randn<T>(c.d, seed++)), dy(check::randn<T>(n, seed++), c.skew), sum(n, c.skew);
       const uint32_t apart = c.d + c.room;
       host::Buffer<T> y(static_cast<size_t>(c.rows) * apart), dx(y.size()), far(std::vector<T>(y.size()));
       for (size_t i = 0; i < n; i++) far[i / c.d * apart + i % c.d] = a[i];
       host::Buffer<float> partial(blocks * c.d);
-      std::vector<double> xs = values(x), as = values(a), ws = values(w), ds = values(dy), want(n), grad(n), dw(c.d), s = xs;
+      std::vector<double> xs = values(x), as = values(a), ws = values(w), ds = values(dy), want(n), grad(n), dw(c.d),
+                          s = xs;
       if (add)
         for (size_t i = 0; i < n; i++) s[i] = rounded<T>(static_cast<float>(xs[i] + as[i]));
       // weights stored as w - 1, in every other case
@@ -49,13 +50,15 @@ template <typename T> static void norms(const std::string &type) {
       }
       T *no = nullptr;
       const float e = eps, plus = c.room ? 1.0f : 0.0f;
-      call("norm_forward_" + type, grid(blocks), c.threads, x.at(), add ? a.at() : no, w.at(), add ? sum.at() : no, y.at(), c.rows, c.d, apart, c.per, e, plus);
+      call("norm_forward_" + type, grid(blocks), c.threads, x.at(), add ? a.at() : no, w.at(), add ? sum.at() : no,
+           y.at(), c.rows, c.d, apart, c.per, e, plus);
       check::close("y", compact(y, c.d, apart), want, check::BAR<T>);
       if (add) check::close("sum", sum, s, 0.0);
       for (bool weight : {false, true}) {
         float *none = nullptr;
-        call((weight ? "norm_backward_weight_" : "norm_backward_") + type, grid(blocks), c.threads, add ? sum.at() : x.at(), w.at(), dy.at(), add ? far.at() : no, dx.at(),
-             weight ? partial.at() : none, c.rows, c.d, apart, apart, c.per, e, plus);
+        call((weight ? "norm_backward_weight_" : "norm_backward_") + type, grid(blocks), c.threads,
+             add ? sum.at() : x.at(), w.at(), dy.at(), add ? far.at() : no, dx.at(), weight ? partial.at() : none,
+             c.rows, c.d, apart, apart, c.per, e, plus);
         check::close("dx", compact(dx, c.d, apart), grad, check::BAR<T>);
       }
       host::Buffer<float> total(c.d);

@@ -8,7 +8,8 @@ template <typename T> static void update(const std::string &type, bool with) {
   for (auto [n, skew] : std::vector<std::pair<size_t, size_t>>{{4096, 0}, {1, 0}, {2050, 0}, {777, 1}}) {
     std::vector<float> squares = check::randn<float>(n, seed++);
     for (float &v : squares) v *= v;
-    host::Buffer<float> p(check::randn<float>(n, seed++), skew), m(check::randn<float>(n, seed++), skew), v(squares, skew), g(check::randn<float>(n, seed++), skew);
+    host::Buffer<float> p(check::randn<float>(n, seed++), skew), m(check::randn<float>(n, seed++), skew),
+        v(squares, skew), g(check::randn<float>(n, seed++), skew);
     host::Buffer<T> copy(n, skew);
     std::vector<double> ps = values(p), ms = values(m), vs = values(v), gs = values(g);
     const double b1 = 0.9, b2 = 0.99, lr = 1e-2, wd = 0.1, eps = 1e-8, t = 3, scale = 0.5;
@@ -20,8 +21,9 @@ template <typename T> static void update(const std::string &type, bool with) {
     const size_t each = 4 * THREADS;
     const uint64_t count = n;
     T *no = nullptr;
-    call("optimizer_adamw_" + type, grid((n + each - 1) / each), THREADS, p.at(), m.at(), v.at(), g.at(), with ? copy.at() : no, count, float(scale),
-         float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))), float(sqrt(1 - pow(b2, t))), float(eps));
+    call("optimizer_adamw_" + type, grid((n + each - 1) / each), THREADS, p.at(), m.at(), v.at(), g.at(),
+         with ? copy.at() : no, count, float(scale), float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd),
+         float(lr / (1 - pow(b1, t))), float(sqrt(1 - pow(b2, t))), float(eps));
     check::close("p", p, ps, 1e-6), check::close("m", m, ms, 1e-6), check::close("v", v, vs, 1e-6);
     for (size_t i = 0; with && i < n; i++)
       if (Number<T>::widen(copy[i]) != rounded<T>(p[i])) check::wrong("the copy is not the rounded weight");
@@ -41,7 +43,8 @@ template <typename T> static double by_word(double x, uint32_t word, bool &near)
   // 8 significant bits for bf16; 11 for f16, fewer below 2^-14
   const double unit = half ? ldexp(1.0, std::max(exponent - 11, -24)) : ldexp(1.0, exponent - 8);
   const double steps = std::abs(x) / unit, low = floor(steps);
-  const double share = half ? (exponent - 11 < -24 ? (word >> 8) / 16777216.0 : (word >> 19) / 8192.0) : (word >> 16) / 65536.0;
+  const double share =
+      half ? (exponent - 11 < -24 ? (word >> 8) / 16777216.0 : (word >> 19) / 8192.0) : (word >> 16) / 65536.0;
   const double beyond = share + (steps - low) - 1.0;
   near = std::abs(beyond) < 2e-3 || steps - low < 1e-3 || steps - low > 1 - 1e-3;
   const bool subnormal = half && exponent - 11 < -24;
@@ -61,7 +64,8 @@ template <typename T> static void rounds(const std::string &type, float scale) {
   for (auto [n, first] : std::vector<std::pair<size_t, uint64_t>>{{4096, 1ull << 33}, {1, 256}, {777, 3}}) {
     host::Buffer<float> x(check::randn<float>(n, 5, scale));
     host::Buffer<T> y(n);
-    call("optimizer_round_" + type, grid((n + 1023) / 1024), THREADS, x.at(), y.at(), static_cast<uint64_t>(n), first, s.key0, s.key1, s.high0, s.high1);
+    call("optimizer_round_" + type, grid((n + 1023) / 1024), THREADS, x.at(), y.at(), static_cast<uint64_t>(n), first,
+         s.key0, s.key1, s.high0, s.high1);
     size_t sure = 0;
     for (size_t i = 0; i < n; i++) {
       bool near;
@@ -83,14 +87,15 @@ template <typename T> static void update_rounded(const std::string &type) {
   for (auto [n, skew] : std::vector<std::pair<size_t, size_t>>{{4096, 0}, {1, 0}, {2050, 0}, {777, 1}}) {
     std::vector<float> squares = check::randn<float>(n, seed++);
     for (float &v : squares) v *= v;
-    host::Buffer<float> m(check::randn<float>(n, seed++), skew), v(squares, skew), g(check::randn<float>(n, seed++), skew);
+    host::Buffer<float> m(check::randn<float>(n, seed++), skew), v(squares, skew),
+        g(check::randn<float>(n, seed++), skew);
     host::Buffer<T> p(check::randn<T>(n, seed++), skew);
     std::vector<double> ps = values(p), ms = values(m), vs = values(v), gs = values(g);
     const double b1 = 0.9, b2 = 0.99, lr = 1e-2, wd = 0.1, eps = 1e-8, t = 3, scale = 0.5;
     const uint64_t count = n, first = 512;
-    call("optimizer_adamw_rounded_" + type, grid((n + 4 * THREADS - 1) / (4 * THREADS)), THREADS, p.at(), m.at(), v.at(), g.at(), count, first, s.key0, s.key1,
-         s.high0, s.high1, float(scale), float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))),
-         float(sqrt(1 - pow(b2, t))), float(eps));
+    call("optimizer_adamw_rounded_" + type, grid((n + 4 * THREADS - 1) / (4 * THREADS)), THREADS, p.at(), m.at(),
+         v.at(), g.at(), count, first, s.key0, s.key1, s.high0, s.high1, float(scale), float(1 - b1), float(b2),
+         float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))), float(sqrt(1 - pow(b2, t))), float(eps));
     for (size_t i = 0; i < n; i++) {
       const double grad = gs[i] * scale;
       ms[i] += (grad - ms[i]) * (1 - b1), vs[i] = vs[i] * b2 + (1 - b2) * grad * grad;
@@ -126,7 +131,9 @@ static std::vector<float> maps() {
 }
 
 // Thread blocks for quantization blocks.
-static Dim of_blocks(size_t blocks) { return grid((blocks + THREADS / WARP * BLOCKS_EACH - 1) / (THREADS / WARP * BLOCKS_EACH)); }
+static Dim of_blocks(size_t blocks) {
+  return grid((blocks + THREADS / WARP * BLOCKS_EACH - 1) / (THREADS / WARP * BLOCKS_EACH));
+}
 
 // The code of any value is that of the CPU's search: values around each bound, and between.
 template <bool SIGNED> static void codes() {
@@ -150,7 +157,8 @@ template <bool SIGNED> static void codes() {
       if (x >= (SIGNED ? -1.0f : 0.0f) && x <= 1.0f) compare(x);
     };
     for (uint32_t c = 1; c < 256; c++)
-      for (uint32_t away = 0; away < 9; away++) both(__float_as_uint(std::abs(bound[(SIGNED ? 0 : 256) + c])) + away - 4);
+      for (uint32_t away = 0; away < 9; away++)
+        both(__float_as_uint(std::abs(bound[(SIGNED ? 0 : 256) + c])) + away - 4);
     for (uint32_t bits = 0; bits <= 0x3f800000u; bits += check::nightly() ? 101 : 9973) both(bits);
     both(0x3f800000u);
   }
@@ -165,9 +173,11 @@ template <typename T> static void eight_bit(const std::string &type, bool with) 
   unsigned seed = 1;
   const std::vector<float> map = maps();
   host::Buffer<float> table(map);
-  for (auto [n, skew] : std::vector<std::pair<size_t, size_t>>{{512, 0}, {777, 0}, {777, 1}, {1, 0}, {16384 + 600, 0}}) {
+  for (auto [n, skew] :
+       std::vector<std::pair<size_t, size_t>>{{512, 0}, {777, 0}, {777, 1}, {1, 0}, {16384 + 600, 0}}) {
     const size_t blocks = (n + 255) / 256;
-    host::Buffer<float> p(check::randn<float>(n, seed++), skew), ms(std::vector<float>(blocks, 0.0f)), vs(std::vector<float>(blocks, 0.0f));
+    host::Buffer<float> p(check::randn<float>(n, seed++), skew), ms(std::vector<float>(blocks, 0.0f)),
+        vs(std::vector<float>(blocks, 0.0f));
     host::Buffer<uint8_t> m(std::vector<uint8_t>(n, 127)), v(std::vector<uint8_t>(n, 0));
     host::Buffer<T> copy(n);
     const double b1 = 0.9, b2 = 0.99, lr = 1e-2, wd = 0.1, eps = 1e-8, scale = 0.5;
@@ -181,21 +191,26 @@ template <typename T> static void eight_bit(const std::string &type, bool with) 
         ps[i] = ps[i] * (1 - lr * wd) - lr / (1 - pow(b1, t)) * mean[i] / (sqrt(square[i] / (1 - pow(b2, t))) + eps);
       }
       T *no = nullptr;
-      call("optimizer_adamw8bit_" + type, of_blocks(blocks), THREADS, p.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), with ? copy.at() : no, table.at(),
-           static_cast<uint64_t>(n), float(scale), float(b1), float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))),
-           float(sqrt(1 - pow(b2, t))), float(eps));
+      call("optimizer_adamw8bit_" + type, of_blocks(blocks), THREADS, p.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(),
+           with ? copy.at() : no, table.at(), static_cast<uint64_t>(n), float(scale), float(b1), float(1 - b1),
+           float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))), float(sqrt(1 - pow(b2, t))),
+           float(eps));
       check::close("p", p, ps, 1e-6);
       for (size_t b = 0; b < blocks; b++) {
         double most[2] = {0, 0};
-        for (size_t i = 256 * b; i < std::min(n, 256 * (b + 1)); i++) most[0] = std::max(most[0], std::abs(mean[i])), most[1] = std::max(most[1], square[i]);
-        if (std::abs(ms[b] - most[0]) > 1e-6 * most[0] || std::abs(vs[b] - most[1]) > 1e-6 * most[1]) check::wrong("a scale");
+        for (size_t i = 256 * b; i < std::min(n, 256 * (b + 1)); i++)
+          most[0] = std::max(most[0], std::abs(mean[i])), most[1] = std::max(most[1], square[i]);
+        if (std::abs(ms[b] - most[0]) > 1e-6 * most[0] || std::abs(vs[b] - most[1]) > 1e-6 * most[1])
+          check::wrong("a scale");
       }
       for (size_t i = 0; i < n; i++) {
         // no other code is nearer
         const double x = mean[i] / ms[i / 256], y = square[i] / vs[i / 256];
         double near[2] = {9, 9};
-        for (int c = 0; c < 256; c++) near[0] = std::min(near[0], std::abs(map[c] - x)), near[1] = std::min(near[1], std::abs(map[256 + c] - y));
-        if (std::abs(map[m[i]] - x) > near[0] + 1e-6 || std::abs(map[256 + v[i]] - y) > near[1] + 1e-6) check::wrong("a code that is not the nearest");
+        for (int c = 0; c < 256; c++)
+          near[0] = std::min(near[0], std::abs(map[c] - x)), near[1] = std::min(near[1], std::abs(map[256 + c] - y));
+        if (std::abs(map[m[i]] - x) > near[0] + 1e-6 || std::abs(map[256 + v[i]] - y) > near[1] + 1e-6)
+          check::wrong("a code that is not the nearest");
         if (with && Number<T>::widen(copy[i]) != rounded<T>(p[i])) check::wrong("the copy is not the rounded weight");
       }
     }
@@ -218,12 +233,14 @@ template <typename T> static void eight_bit_rounded(const std::string &type) {
     host::Buffer<uint8_t> m(means), v(none), o(means), w(none);
     float *no = nullptr;
     const uint64_t count = n, first = 1024;
-    call("optimizer_adamw8bit_f32", of_blocks(blocks), THREADS, q.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), no, table.at(), count, 0.5f, 0.9f, 0.1f, 0.99f, 0.01f,
-         0.999f, 0.1f, 0.1f, 1e-8f);
-    call("optimizer_adamw8bit_rounded_" + type, of_blocks(blocks), THREADS, p.at(), o.at(), ns.at(), w.at(), ws.at(), h.at(), table.at(), count, first, s.key0, s.key1, s.high0,
-         s.high1, 0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 0.999f, 0.1f, 0.1f, 1e-8f);
+    call("optimizer_adamw8bit_f32", of_blocks(blocks), THREADS, q.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), no,
+         table.at(), count, 0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 0.999f, 0.1f, 0.1f, 1e-8f);
+    call("optimizer_adamw8bit_rounded_" + type, of_blocks(blocks), THREADS, p.at(), o.at(), ns.at(), w.at(), ws.at(),
+         h.at(), table.at(), count, first, s.key0, s.key1, s.high0, s.high1, 0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 0.999f,
+         0.1f, 0.1f, 1e-8f);
     for (size_t i = 0; i < n; i++) {
-      if (Number<T>::widen(p[i]) != rounded_by<T>(q[i], word_of(s, first + i))) check::wrong("a weight that its word does not say");
+      if (Number<T>::widen(p[i]) != rounded_by<T>(q[i], word_of(s, first + i)))
+        check::wrong("a weight that its word does not say");
       if (m[i] != o[i] || v[i] != w[i]) check::wrong("other moments");
     }
   }
@@ -248,8 +265,8 @@ TEST(updates_in_8_bits_keep_nan) {
     host::Buffer<float> p(check::randn<float>(n, 1)), ms(zeros), vs(zeros), g(gs);
     host::Buffer<uint8_t> m(std::vector<uint8_t>(n, 127)), v(std::vector<uint8_t>(n, 0));
     float *no = nullptr;
-    call("optimizer_adamw8bit_f32", of_blocks(2), THREADS, p.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), no, table.at(), static_cast<uint64_t>(n), 0.5f, 0.9f, 0.1f,
-         0.99f, 0.01f, 0.999f, 0.1f, 0.1f, 1e-8f);
+    call("optimizer_adamw8bit_f32", of_blocks(2), THREADS, p.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), no,
+         table.at(), static_cast<uint64_t>(n), 0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 0.999f, 0.1f, 0.1f, 1e-8f);
     if (!std::isnan(ms[0]) || !std::isnan(vs[0])) check::wrong("a NaN that a scale lost");
     if (std::isnan(ms[1]) || std::isnan(vs[1])) check::wrong("a NaN of another block");
   }
@@ -268,8 +285,10 @@ static std::pair<double, double> squared(const std::vector<float> &values, size_
 
 TEST(sums_of_squares) {
   for (const float scale : {1.0f, 1e25f, 1e-25f, 1e18f, 1e-12f})
-    for (auto [n, skew, blocks] : std::vector<std::tuple<size_t, size_t, size_t>>{{9001, 0, 3}, {5, 1, 1}, {5, 0, 1}, {2000, 3, 2}})
-      if (!(squared(check::randn<float>(n, 5, scale), skew, blocks).second <= 1e-12)) check::wrong("the sum of squares");
+    for (auto [n, skew, blocks] :
+         std::vector<std::tuple<size_t, size_t, size_t>>{{9001, 0, 3}, {5, 1, 1}, {5, 0, 1}, {2000, 3, 2}})
+      if (!(squared(check::randn<float>(n, 5, scale), skew, blocks).second <= 1e-12))
+        check::wrong("the sum of squares");
   if (squared(std::vector<float>(100, 0.0f), 0, 1).first != 0) check::wrong("the sum of zeros");
 }
 
@@ -277,7 +296,8 @@ TEST(sums_of_squares) {
 TEST(sums_of_squares_are_bounded) {
   for (const float small : {0.75f, 0x1p-6f, 0x1p-12f, 0x1p-24f}) {
     std::vector<float> x(8192);
-    for (size_t i = 0; i < x.size(); i++) x[i] = (i % 3 == 0 ? 1.0f : small) * (1.0f + 0x1p-23f * float(2 * (i * 7919 % 4000000) + 1));
+    for (size_t i = 0; i < x.size(); i++)
+      x[i] = (i % 3 == 0 ? 1.0f : small) * (1.0f + 0x1p-23f * float(2 * (i * 7919 % 4000000) + 1));
     if (!(squared(x, 0, 2).second <= 0x1p-37)) check::wrong("the error of a sum of squares");
   }
 }

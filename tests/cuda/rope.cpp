@@ -7,16 +7,18 @@ struct Rotation {
   uint32_t tokens, heads, kv_heads, c, per;
   uint32_t rotated = 0; // channels, if not all
 };
-static const std::vector<Rotation> CASES = {{9, 5, 2, 128, 4}, {3, 2, 1, 96, 4}, {2, 3, 3, 10, 4}, {5, 1, 2, 256, 5}, {13, 4, 2, 16, 8},
-                                            {5, 2, 1, 256, 4, 64}, {5, 2, 1, 512, 3}, {2, 1, 2, 262, 2}, {3, 2, 2, 12, 2, 4}, {2, 1, 1, 10, 2, 6}};
+static const std::vector<Rotation> CASES = {
+    {9, 5, 2, 128, 4},     {3, 2, 1, 96, 4},  {2, 3, 3, 10, 4},  {5, 1, 2, 256, 5},   {13, 4, 2, 16, 8},
+    {5, 2, 1, 256, 4, 64}, {5, 2, 1, 512, 3}, {2, 1, 2, 262, 2}, {3, 2, 2, 12, 2, 4}, {2, 1, 1, 10, 2, 6}};
 
 struct Part2 {
   std::vector<double> y, dx, dw;
 };
 
 // Reference for queries or keys: forward (with a norm if w is set) and backward.
-static Part2 reference(const std::vector<double> &x, const std::vector<double> *w, const std::vector<double> &cos, const std::vector<double> &sin,
-                       const std::vector<double> &dy, const Rotation &r, uint32_t heads, double eps) {
+static Part2 reference(const std::vector<double> &x, const std::vector<double> *w, const std::vector<double> &cos,
+                       const std::vector<double> &sin, const std::vector<double> &dy, const Rotation &r, uint32_t heads,
+                       double eps) {
   const uint32_t turned = r.rotated ? r.rotated : r.c, half = turned / 2;
   Part2 out = {std::vector<double>(x.size()), std::vector<double>(x.size()), std::vector<double>(r.c)};
   for (uint32_t t = 0; t < r.tokens; t++)
@@ -55,12 +57,14 @@ template <typename T> static void rotations(const std::string &type) {
         return n;
       }();
       const std::string kind = (r.c > 256 ? "wide_" : "") + type;
-      const size_t nq = static_cast<size_t>(r.tokens) * r.heads * r.c, nk = static_cast<size_t>(r.tokens) * r.kv_heads * r.c;
+      const size_t nq = static_cast<size_t>(r.tokens) * r.heads * r.c,
+                   nk = static_cast<size_t>(r.tokens) * r.kv_heads * r.c;
       std::vector<float> angles = check::randn<float>(static_cast<size_t>(r.tokens) * rotated, seed++), cosines, sines;
       for (float a : angles) cosines.push_back(std::cos(a)), sines.push_back(std::sin(a));
       host::Buffer<float> cos(cosines), sin(sines);
-      host::Buffer<T> q(check::randn<T>(nq, seed++)), k(check::randn<T>(nk, seed++)), wq(check::randn<T>(r.c, seed++)), wk(check::randn<T>(r.c, seed++)),
-          dyq(check::randn<T>(nq, seed++)), dyk(check::randn<T>(nk, seed++)), yq(nq), yk(nk);
+      host::Buffer<T> q(check::randn<T>(nq, seed++)), k(check::randn<T>(nk, seed++)), wq(check::randn<T>(r.c, seed++)),
+          wk(check::randn<T>(r.c, seed++)), dyq(check::randn<T>(nq, seed++)), dyk(check::randn<T>(nk, seed++)), yq(nq),
+          yk(nk);
       // gradients of queries in padded rows
       const uint32_t wide = r.heads * r.c, far = wide + (norms ? 8 : 3), narrow = r.kv_heads * r.c;
       host::Buffer<T> dq(static_cast<size_t>(r.tokens) * far), dk(nk);
@@ -76,20 +80,22 @@ template <typename T> static void rotations(const std::string &type) {
       T *no = nullptr;
       float *none = nullptr;
       const Dim tokens = grid((r.tokens + WARPS - 1) / WARPS, 2);
-      call("rope_forward_" + kind, tokens, WARPS * WARP, q.at(), k.at(), norms ? wq.at() : no, norms ? wk.at() : no, cos.at(), sin.at(), yq.at(), yk.at(),
-           r.tokens, r.heads, r.kv_heads, half, rotated, lanes, 1.0f, eq, ek, wide, narrow, plus);
+      call("rope_forward_" + kind, tokens, WARPS * WARP, q.at(), k.at(), norms ? wq.at() : no, norms ? wk.at() : no,
+           cos.at(), sin.at(), yq.at(), yk.at(), r.tokens, r.heads, r.kv_heads, half, rotated, lanes, 1.0f, eq, ek,
+           wide, narrow, plus);
       check::close("q", yq, rq.y, check::BAR<T>), check::close("k", yk, rk.y, check::BAR<T>);
       if (!norms) {
-        call("rope_forward_" + kind, tokens, WARPS * WARP, dyq.at(), dyk.at(), no, no, cos.at(), sin.at(), dq.at(), dk.at(), r.tokens, r.heads, r.kv_heads,
-             half, rotated, lanes, -1.0f, eq, ek, far, narrow, plus);
+        call("rope_forward_" + kind, tokens, WARPS * WARP, dyq.at(), dyk.at(), no, no, cos.at(), sin.at(), dq.at(),
+             dk.at(), r.tokens, r.heads, r.kv_heads, half, rotated, lanes, -1.0f, eq, ek, far, narrow, plus);
         check::close("dq", compact(dq, wide, far), rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
         continue;
       }
       const size_t blocks = (r.tokens + r.per - 1) / r.per;
       host::Buffer<float> partial(2 * blocks * r.c);
       for (bool weights : {false, true}) {
-        call("rope_backward_" + kind, grid(blocks, 2), WARPS * WARP, q.at(), k.at(), wq.at(), wk.at(), cos.at(), sin.at(), dyq.at(), dyk.at(), dq.at(),
-             dk.at(), weights ? partial.at() : none, r.tokens, r.heads, r.kv_heads, half, rotated, lanes, r.per, eq, ek, far, narrow, plus);
+        call("rope_backward_" + kind, grid(blocks, 2), WARPS * WARP, q.at(), k.at(), wq.at(), wk.at(), cos.at(),
+             sin.at(), dyq.at(), dyk.at(), dq.at(), dk.at(), weights ? partial.at() : none, r.tokens, r.heads,
+             r.kv_heads, half, rotated, lanes, r.per, eq, ek, far, narrow, plus);
         check::close("dq", compact(dq, wide, far), rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
       }
       for (size_t of : {0, 1}) {

@@ -42,13 +42,15 @@ int main() {
         memcpy(a.value.data(), &to, sizeof to);
         a.out = kind == "out";
       }
-      if (kind != "out" && kind != "null" && !std::cin.read(to, static_cast<std::streamsize>(bytes))) host::fail("a job that is cut off");
+      if (kind != "out" && kind != "null" && !std::cin.read(to, static_cast<std::streamsize>(bytes)))
+        host::fail("a job that is cut off");
       arguments.push_back(std::move(a));
     }
     if (arguments.size() != kernel.sizes.size()) host::fail(name + ": another number of arguments");
     std::vector<void *> pointers;
     for (size_t i = 0; i < arguments.size(); i++) {
-      if (arguments[i].value.size() != kernel.sizes[i]) host::fail(name + ": argument " + std::to_string(i) + " has another size");
+      if (arguments[i].value.size() != kernel.sizes[i])
+        host::fail(name + ": argument " + std::to_string(i) + " has another size");
       pointers.push_back(arguments[i].value.data());
     }
     host::launch(name.c_str(), grid, kernel.threads, shared, pointers.data());

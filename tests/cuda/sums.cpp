@@ -37,7 +37,8 @@ TEST(measured_casts) {
   host::Buffer<bf16> b(4096);
   host::Buffer<f16> h(4096);
   const uint64_t count = 4096;
-  call("cast_f32_bf16", grid(4), 256, y.at(), b.at(), count), call("cast_bf16_f32", grid(4), 256, b.at(), y.at(), count);
+  call("cast_f32_bf16", grid(4), 256, y.at(), b.at(), count),
+      call("cast_bf16_f32", grid(4), 256, b.at(), y.at(), count);
   call("cast_f32_f16", grid(4), 256, y.at(), h.at(), count), call("cast_f16_f32", grid(4), 256, h.at(), y.at(), count);
 }
 
@@ -49,7 +50,8 @@ TEST(sums_of_parts_in_order) {
         const bool own = own_at <= others;
         if (!own && others == 0) continue;
         const uint32_t parts = others + (own ? 1 : 0), at = own ? own_at : ~0u;
-        host::Buffer<float> mine(check::randn<float>(n, 1)), rest(check::randn<float>(others ? others * n : 1, 2)), to(check::randn<float>(n, 3));
+        host::Buffer<float> mine(check::randn<float>(n, 1)), rest(check::randn<float>(others ? others * n : 1, 2)),
+            to(check::randn<float>(n, 3));
         std::vector<double> want(n);
         for (size_t i = 0; i < n; i++) {
           float sum = to[i];
@@ -63,6 +65,8 @@ TEST(sums_of_parts_in_order) {
       }
 }
 TEST(measured_sums_of_parts) {
-  host::Buffer<float> mine(check::randn<float>(4096, 1)), rest(check::randn<float>(3 * 4096, 2)), to(check::randn<float>(4096, 3));
-  call("sum_parts_f32", grid(16), 256, static_cast<const float *>(mine.at()), 1u, static_cast<const float *>(rest.at()), 4u, static_cast<uint64_t>(4096), to.at());
+  host::Buffer<float> mine(check::randn<float>(4096, 1)), rest(check::randn<float>(3 * 4096, 2)),
+      to(check::randn<float>(4096, 3));
+  call("sum_parts_f32", grid(16), 256, static_cast<const float *>(mine.at()), 1u, static_cast<const float *>(rest.at()),
+       4u, static_cast<uint64_t>(4096), to.at());
 }

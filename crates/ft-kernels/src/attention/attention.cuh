@@ -27,16 +27,16 @@ DEVICE Tile tile_at(const Tile *tiles, uint32_t i) {
   return {t.x, t.y, t.z, t.w};
 }
 
-// The tile of a block, and its head of `heads`. Heads vary fastest: blocks start in order, and the heaviest tiles, which are
-// the first of the list, start before the others in all heads.
+// The tile of a block, and its head of `heads`. Heads vary fastest: blocks start in order, and the heaviest tiles,
+// which are the first of the list, start before the others in all heads.
 DEVICE Tile tile_of(const Tile *tiles, uint32_t heads) { return tile_at(tiles, blockIdx.x / heads); }
 DEVICE uint32_t head_of(uint32_t heads) { return blockIdx.x % heads; }
 
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 DEVICE uint32_t most(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
-// Warps that share rows, each summing a part of the channels: above 256 channels, where neither the sums of a warp's rows
-// fit its registers, nor 64 rows the shared memory of every card. The block then has 64 / SHARE rows of a tile.
+// Warps that share rows, each summing a part of the channels: above 256 channels, where neither the sums of a warp's
+// rows fit its registers, nor 64 rows the shared memory of every card. The block then has 64 / SHARE rows of a tile.
 template <int D> constexpr int SHARE = D > 256 ? 2 : 1;
 template <int D> constexpr int SHARE_KV = D > 256 ? 4 : 1;
 
@@ -67,17 +67,18 @@ struct Shape {
 };
 
 #define SHAPE                                                                                                          \
-  uint32_t tokens, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first_query, uint32_t window, float scale, \
-      uint32_t apart
-#define SHAPE_OF                                                                                                       \
-  { tokens, heads, groups, channels, first_query, window, scale, apart }
+  uint32_t tokens, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first_query, uint32_t window,          \
+      float scale, uint32_t apart
+#define SHAPE_OF {tokens, heads, groups, channels, first_query, window, scale, apart}
 
 // ---- keys and values of a key head: contiguous, or in the blocks of a cache ----
 
 template <typename T> struct Whole {
   const T *first;
   uint32_t stride;
-  DEVICE Stretch<T> some(uint32_t token, uint32_t) const { return {first + static_cast<uint64_t>(token) * stride, stride}; }
+  DEVICE Stretch<T> some(uint32_t token, uint32_t) const {
+    return {first + static_cast<uint64_t>(token) * stride, stride};
+  }
 };
 
 // Tokens per cache block; must match cache.rs. The address table alternates between key and value blocks.
@@ -88,7 +89,8 @@ template <typename T> struct Parts {
   const T *first, *second;
   uint32_t stride, edge; // edge: first row in the second block
   DEVICE const T *operator[](uint32_t row) const {
-    return row < edge ? first + static_cast<uint64_t>(row) * stride : second + static_cast<uint64_t>(row - edge) * stride;
+    return row < edge ? first + static_cast<uint64_t>(row) * stride
+                      : second + static_cast<uint64_t>(row - edge) * stride;
   }
 };
 template <typename T> struct Cached {
@@ -118,7 +120,8 @@ DEVICE void product(float (&c)[M][N / 8][4], const unsigned char *a, int row, co
       uint32_t fb[4];
       load(fb, b, of_b, n, s);
 #pragma unroll
-      for (int m = 0; m < M; m++) mma<T>(c[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(c[m][n / 8 + 1], fa[m], fb[2], fb[3]);
+      for (int m = 0; m < M; m++)
+        mma<T>(c[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(c[m][n / 8 + 1], fa[m], fb[2], fb[3]);
     }
   }
 }
@@ -131,19 +134,22 @@ template <typename T, int N> DEVICE void pack_left(uint32_t (&f)[4], const float
 
 // acc [16 M, W] += a left operand times 16 rows, from row s on, and W columns, from the corner on, of b.
 template <typename T, int D, int W, int M>
-DEVICE void add_operand(float (&acc)[M][W / 8][4], const uint32_t (&fa)[M][4], const unsigned char *b, const Corner<D> &of_b, int s) {
+DEVICE void add_operand(float (&acc)[M][W / 8][4], const uint32_t (&fa)[M][4], const unsigned char *b,
+                        const Corner<D> &of_b, int s) {
 #pragma unroll
   for (int n = 0; n < W; n += 16) {
     uint32_t fb[4];
     load_transposed(fb, b, of_b, s, n);
 #pragma unroll
-    for (int m = 0; m < M; m++) mma<T>(acc[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(acc[m][n / 8 + 1], fa[m], fb[2], fb[3]);
+    for (int m = 0; m < M; m++)
+      mma<T>(acc[m][n / 8], fa[m], fb[0], fb[1]), mma<T>(acc[m][n / 8 + 1], fa[m], fb[2], fb[3]);
   }
 }
 
 // acc [16 M, W] += c [16 M, N] (rounded to T in registers) times columns col .. col + W of b [N, D].
 template <typename T, int D, int W, int N, int M>
-DEVICE void add_product(float (&acc)[M][W / 8][4], const float (&c)[M][N / 8][4], const unsigned char *b, int col, int lane) {
+DEVICE void add_product(float (&acc)[M][W / 8][4], const float (&c)[M][N / 8][4], const unsigned char *b, int col,
+                        int lane) {
   const Corner<D> of_b = right<D>(0, col, lane);
 #pragma unroll
   for (int s = 0; s < N; s += 16) {
@@ -154,8 +160,8 @@ DEVICE void add_product(float (&acc)[M][W / 8][4], const float (&c)[M][N / 8][4]
   }
 }
 
-// Through shared memory, from a lane of a warp to the same lane of others: 16 x 16 accumulators, or a left operand of as many
-// values in half the space. `slot`: the lane's first 16 bytes of OF_SLOT for a warp.
+// Through shared memory, from a lane of a warp to the same lane of others: 16 x 16 accumulators, or a left operand of
+// as many values in half the space. `slot`: the lane's first 16 bytes of OF_SLOT for a warp.
 constexpr int OF_SLOT = WARP * 32;
 DEVICE void give(unsigned char *slot, const float (&c)[2][4]) {
 #pragma unroll

@@ -5,11 +5,12 @@
 // p = exp(scale q k - lse), delta = sum over channels of o d_o, ds = p (d_o v - delta); dq = scale ds k,
 // dk = scale ds q, dv = p d_o. A block owns ROWS rows and iterates over STEP rows of the opposite kind.
 // For dq, while one of the two matrices of an iteration is being multiplied, the next copy of the other one is in
-// flight, and two blocks fit on an SM. For dk and dv, whose registers allow one block, both matrices of the next iteration are.
+// flight, and two blocks fit on an SM. For dk and dv, whose registers allow one block, both matrices of the next
+// iteration are.
 #include "attention_backward_kv.cuh"
 
-// Computes delta for 16 rows of a warp, from 16 `part` on, into `to` and global memory. d_o is in shared memory, o in global
-// memory.
+// Computes delta for 16 rows of a warp, from 16 `part` on, into `to` and global memory. d_o is in shared memory, o in
+// global memory.
 template <typename T, int D>
 DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t channels, uint32_t stride, float *to,
                    float *global, int part, int lane) {
@@ -39,16 +40,16 @@ DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t 
   __syncwarp();
 }
 
-// dq: a block owns 64 queries of one head and iterates over their visible keys. M: as in forward. Of two warps that share
-// queries, one computes the scores and the other the products of d_o and v, of which the first makes ds for both.
+// dq: a block owns 64 queries of one head and iterates over their visible keys. M: as in forward. Of two warps that
+// share queries, one computes the scores and the other the products of d_o and v, of which the first makes ds for both.
 template <typename T, int D, int M>
-DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
-                       const Shape &shape, float *delta, T *dq) {
+DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse,
+                       const Tile *tiles, const Shape &shape, float *delta, T *dq) {
   constexpr int STEP = D <= 128 ? 32 : 16, BY = THREADS / M, H = 16 * M; // larger steps spill registers at D = 256
   constexpr int R = ROWS / SHARE<D>, W = D / SHARE<D>;
   SHARED_BYTES(shared);
   unsigned char *const sq = shared, *const sg = sq + R * D * 2, *const sk = sg + R * D * 2,
-                *const sv = sk + STEP * D * 2;
+                       *const sv = sk + STEP * D * 2;
   float *const base = reinterpret_cast<float *>(sv + STEP * D * 2), *const sd = base + R; // of each row
   Tile tile = tile_of(tiles, shape.heads);
   if (!narrow<R>(tile)) return;
@@ -58,7 +59,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query;
-  const uint64_t at = static_cast<uint64_t>(row0) * qs + head * c, stat = static_cast<uint64_t>(head) * shape.tokens + row0;
+  const uint64_t at = static_cast<uint64_t>(row0) * qs + head * c,
+                 stat = static_cast<uint64_t>(head) * shape.tokens + row0;
   const bool works = warp * H < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
   k += of * c, v += of * c;
@@ -152,21 +154,21 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
 }
 
 #define BACKWARD_Q(NAME, T, D, M)                                                                                      \
-  KERNEL(attention_backward_q_##NAME##_##D, THREADS / M, const T *q, const T *k, const T *v, const T *o, const T *d_o,    \
+  KERNEL(attention_backward_q_##NAME##_##D, THREADS / M, const T *q, const T *k, const T *v, const T *o, const T *d_o, \
          const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \
     backward_q<T, D, M>(q, k, v, o, d_o, lse, tiles, SHAPE_OF, delta, dq);                                             \
   }
 #define BACKWARD(NAME, T, D, W)                                                                                        \
   BACKWARD_Q(NAME, T, D, 1)                                                                                            \
-  KERNEL(attention_backward_kv_##NAME##_##D, THREADS * PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
-         const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
-    backward_kv<T, D, W, PARTS<D>, STAGES<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
+  KERNEL(attention_backward_kv_##NAME##_##D, THREADS *PARTS<D>, const T *q, const T *k, const T *v, const T *d_o,      \
+         const float *lse, const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                               \
+    backward_kv<T, D, W, PARTS<D>, STAGES<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                      \
   }
 #define BACKWARDS(D, W) BACKWARD(bf16, bf16, D, W) BACKWARD(f16, f16, D, W)
 #define BACKWARD_KV_PAIR(NAME, T, D)                                                                                   \
-  KERNEL(attention_backward_kv_pair_##NAME##_##D, THREADS * PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
-         const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
-    backward_kv_pair<T, D, PARTS<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                         \
+  KERNEL(attention_backward_kv_pair_##NAME##_##D, THREADS *PARTS<D>, const T *q, const T *k, const T *v, const T *d_o, \
+         const float *lse, const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                               \
+    backward_kv_pair<T, D, PARTS<D>>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                               \
   }
 #define PAIRS_KV(D) BACKWARD_KV_PAIR(bf16, bf16, D) BACKWARD_KV_PAIR(f16, f16, D)
 #define PAIRS_Q(D) BACKWARD_Q(pair_bf16, bf16, D, 2) BACKWARD_Q(pair_f16, f16, D, 2)

@@ -2,22 +2,24 @@
 #pragma once
 #include "attention.cuh"
 
-// Groups of four warps of dk and dv, as many as the register file holds; one if keys, values and the steps of two exceed
-// the shared memory of some cards.
+// Groups of four warps of dk and dv, as many as the register file holds; one if keys, values and the steps of two
+// exceed the shared memory of some cards.
 template <int D> constexpr int PARTS = D <= 96 ? 3 : D <= 128 ? 2 : 1;
 // Steps of queries in shared memory: two, unless fewer blocks would fit a multiprocessor.
 template <int D> constexpr int STAGES = D <= 128 ? 2 : 1;
 
 // Adds the sums of all parts to those of part 0, in order, through shared memory.
 template <int W, int M, int PARTS>
-DEVICE void add_parts(float (&ak)[M][W / 8][4], float (&av)[M][W / 8][4], unsigned char *shared, int part, int thread, bool owns) {
+DEVICE void add_parts(float (&ak)[M][W / 8][4], float (&av)[M][W / 8][4], unsigned char *shared, int part, int thread,
+                      bool owns) {
   for (int other = 1; other < PARTS; other++) {
     float *const own = reinterpret_cast<float *>(shared) + thread * 4;
     constexpr int APART = THREADS * 4, HALF = M * (W / 8);
     if (part == other && owns)
 #pragma unroll
       for (int n = 0; n < HALF; n++)
-        store_vector(own + n * APART, ak[n / (W / 8)][n % (W / 8)]), store_vector(own + (HALF + n) * APART, av[n / (W / 8)][n % (W / 8)]);
+        store_vector(own + n * APART, ak[n / (W / 8)][n % (W / 8)]),
+            store_vector(own + (HALF + n) * APART, av[n / (W / 8)][n % (W / 8)]);
     __syncthreads();
     if (part == 0 && owns)
 #pragma unroll
@@ -34,18 +36,18 @@ DEVICE void add_parts(float (&ak)[M][W / 8][4], float (&av)[M][W / 8][4], unsign
 
 // dk and dv: a block owns 64 keys of one key head and iterates over all queries that see them, for every
 // query head of the group: STEP queries of one head at a time. Each of PARTS groups of four warps takes every PARTS-th
-// step, with barriers of its own, and their sums are added in order at the end. A block then lasts 1 / PARTS as long with
-// as many warps on a multiprocessor: few key heads make few blocks, and the heaviest of them bounds the launch.
-// STAGES: with 2, the next step is copied during a whole step, which has one barrier; with 1, each matrix as soon as the
-// products with the one before are done.
-// A block sums W channels (D, or a multiple of 64) starting at blockIdx.z W: from D = 192 on the full sums exceed the
-// register file. Of four warps that share keys, two compute the scores of half of a step each, and two the products of v
-// and d_o, of which the first make p and ds for all.
+// step, with barriers of its own, and their sums are added in order at the end. A block then lasts 1 / PARTS as long
+// with as many warps on a multiprocessor: few key heads make few blocks, and the heaviest of them bounds the launch.
+// STAGES: with 2, the next step is copied during a whole step, which has one barrier; with 1, each matrix as soon as
+// the products with the one before are done. A block sums W channels (D, or a multiple of 64) starting at blockIdx.z W:
+// from D = 192 on the full sums exceed the register file. Of four warps that share keys, two compute the scores of half
+// of a step each, and two the products of v and d_o, of which the first make p and ds for all.
 template <typename T, int D, int W, int PARTS, int STAGES>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
   constexpr int STEP = 32, MATRIX = STEP * D * 2, OF_STAGE = 2 * MATRIX + 2 * STEP * 4, R = ROWS / SHARE_KV<D>;
-  const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP, part = threadIdx.x / THREADS;
+  const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP,
+            part = threadIdx.x / THREADS;
   SHARED_BYTES(shared);
   unsigned char *const sk = shared, *const sv = sk + R * D * 2, *const own = sv + R * D * 2 + part * STAGES * OF_STAGE;
   Tile tile = tile_of(tiles, shape.groups);
@@ -54,7 +56,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   const int row = R < ROWS ? 0 : warp * 16, col = R < ROWS ? warp * W : W == D ? 0 : blockIdx.z * W;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * c;
-  const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
+  const uint32_t begin = most(tile.first, shape.first_query),
+                 end = shape.last_query(tile.first + tile.rows - 1, tile.end);
   const uint32_t steps = begin < end ? (end - begin + STEP - 1) / STEP : 0; // of one head
   const bool owns = row < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
@@ -69,7 +72,9 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   // copies STEP queries of the next step
   const auto copy = [&](unsigned char *to, const T *from) {
     const uint32_t i = begin + step * STEP;
-    if (some) copy_rows<D, STEP, THREADS>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * c, end - i, qs, c);
+    if (some)
+      copy_rows<D, STEP, THREADS>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * c, end - i, qs,
+                                  c);
     cp_async_commit();
   };
   // Their statistics, one a thread of two warps: missing queries get probability 0.
@@ -197,7 +202,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
 
 // acc [16 M, W] += rows row .. row + 16 M of a [64, N] times columns col .. col + W of b [N, D], both in shared memory.
 template <typename T, int D, int W, int N, int M>
-DEVICE void add_exchanged(float (&acc)[M][W / 8][4], const unsigned char *a, int row, const unsigned char *b, int col, int lane) {
+DEVICE void add_exchanged(float (&acc)[M][W / 8][4], const unsigned char *a, int row, const unsigned char *b, int col,
+                          int lane) {
   const Corner<N> of_a = left<N>(row, 0, lane);
   const Corner<D> of_b = right<D>(0, col, lane);
 #pragma unroll
@@ -209,15 +215,17 @@ DEVICE void add_exchanged(float (&acc)[M][W / 8][4], const unsigned char *a, int
   }
 }
 
-// The same bits where a multiprocessor has the shared memory: two warps own 32 keys. Each has one of the two steps that a
-// part takes at a time for the probabilities, exchanges these, rounded, with the other, and sums half the channels over both
-// steps. A fragment of queries then feeds four products in place of two.
+// The same bits where a multiprocessor has the shared memory: two warps own 32 keys. Each has one of the two steps that
+// a part takes at a time for the probabilities, exchanges these, rounded, with the other, and sums half the channels
+// over both steps. A fragment of queries then feeds four products in place of two.
 template <typename T, int D, int PARTS>
 DEVICE void backward_kv_pair(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                              const Tile *tiles, const Shape &shape, T *dk, T *dv) {
-  constexpr int STEP = 32, BOTH = 2 * STEP, W = D / 2, HALF = STEP * D * 2, MATRIX = 2 * HALF, OF_STAGE = 2 * MATRIX + 2 * BOTH * 4;
+  constexpr int STEP = 32, BOTH = 2 * STEP, W = D / 2, HALF = STEP * D * 2, MATRIX = 2 * HALF,
+                OF_STAGE = 2 * MATRIX + 2 * BOTH * 4;
   constexpr int EXCHANGE = ROWS * BOTH * 2, OF_PART = 2 * OF_STAGE + 2 * EXCHANGE;
-  const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP, part = threadIdx.x / THREADS;
+  const int lane = threadIdx.x % WARP, thread = threadIdx.x % THREADS, warp = thread / WARP,
+            part = threadIdx.x / THREADS;
   const int half = warp % 2, row = warp / 2 * 32;
   SHARED_BYTES(shared);
   unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const own = sv + ROWS * D * 2 + part * OF_PART;
@@ -226,13 +234,14 @@ DEVICE void backward_kv_pair(const T *q, const T *k, const T *v, const T *d_o, c
   const uint32_t of = head_of(shape.groups), per = shape.heads / shape.groups, c = shape.channels;
   const uint32_t qs = shape.heads * c, ks = shape.groups * c;
   const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * c;
-  const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
+  const uint32_t begin = most(tile.first, shape.first_query),
+                 end = shape.last_query(tile.first + tile.rows - 1, tile.end);
   const uint32_t steps = begin < end ? (end - begin + STEP - 1) / STEP : 0; // of one head
   const bool owns = row < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
-  // Copies the next two steps, zeros for one that is not there. The warp's own one starts at `first`; returns one of its
-  // statistics.
+  // Copies the next two steps, zeros for one that is not there. The warp's own one starts at `first`; returns one of
+  // its statistics.
   uint32_t head = of * per, step = part, first = end;
   const auto copy = [&](unsigned char *to) {
     float statistic = row == 0 ? INFINITY : 0.0f; // missing queries get probability 0

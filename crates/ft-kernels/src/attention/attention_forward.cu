@@ -1,7 +1,7 @@
-// Attention forward pass on tensor cores, for heads of at most D channels. A block of four warps handles 64 queries of one head, 16 per
-// warp, and iterates over visible keys, 64 (or 32) at a time, with a running maximum and sum (Dao et al.,
-// "FlashAttention-2", 2023). Scores and probabilities are f32 in registers; probabilities are rounded
-// only for the product with V. Copies of K overlap with the softmax, copies of V with the scores.
+// Attention forward pass on tensor cores, for heads of at most D channels. A block of four warps handles 64 queries of
+// one head, 16 per warp, and iterates over visible keys, 64 (or 32) at a time, with a running maximum and sum (Dao et
+// al., "FlashAttention-2", 2023). Scores and probabilities are f32 in registers; probabilities are rounded only for the
+// product with V. Copies of K overlap with the softmax, copies of V with the scores.
 #include "attention.cuh"
 
 //
@@ -10,7 +10,7 @@
 template <typename T, int D, int M, typename Keys>
 DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
   constexpr int KEYS = M * D <= 128 ? 64 : 32, BY = THREADS / M, H = 16 * M; // H: queries of a warp
-  constexpr int R = ROWS / SHARE<D>, W = D / SHARE<D>;                       // queries of a block, channels of a warp's sums
+  constexpr int R = ROWS / SHARE<D>, W = D / SHARE<D>; // queries of a block, channels of a warp's sums
   SHARED_BYTES(shared);
   unsigned char *const sq = shared, *const sk = sq + R * D * 2, *const sv = sk + KEYS * D * 2;
   Tile tile = tile_of(tiles, shape.heads);
@@ -85,7 +85,8 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
           x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
           x = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
           // no visible key yet: every term is exp2(-inf)
-          const float base = x == -INFINITY ? 0.0f : x * scale_log2, old = exp2_fast(fmaf(top[m][r], scale_log2, -base));
+          const float base = x == -INFINITY ? 0.0f : x * scale_log2,
+                      old = exp2_fast(fmaf(top[m][r], scale_log2, -base));
           float add = 0;
 #pragma unroll
           for (int n = 0; n < KEYS / 8; n++)
@@ -125,14 +126,14 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
 constexpr int BESIDE(int channels) { return channels == 96 ? 2 : 1; }
 
 #define FORWARD(NAME, T, D, M)                                                                                         \
-  KERNEL(attention_forward_##NAME##_##D, SIDE_BY_SIDE(BESIDE(D), THREADS / M), const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, \
-         float *lse) {                                                                                                 \
-    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
+  KERNEL(attention_forward_##NAME##_##D, SIDE_BY_SIDE(BESIDE(D), THREADS / M), const T *q, const T *k, const T *v,     \
+         const Tile *tiles, SHAPE, T *o, float *lse) {                                                                 \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                      \
     forward<T, D, M>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                  \
   }                                                                                                                    \
-  KERNEL(attention_cached_##NAME##_##D, SIDE_BY_SIDE(BESIDE(D), THREADS / M), const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o,   \
-         float *lse) {                                                                                                 \
-    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
+  KERNEL(attention_cached_##NAME##_##D, SIDE_BY_SIDE(BESIDE(D), THREADS / M), const T *q, const uint64_t *table,       \
+         const Tile *tiles, SHAPE, T *o, float *lse) {                                                                 \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                      \
     forward<T, D, M>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);      \
   }
 #define FORWARDS(D) FORWARD(bf16, bf16, D, 1) FORWARD(f16, f16, D, 1)

@@ -15,8 +15,8 @@ template <typename T> DEVICE float dot(const T *x, const T *y, uint32_t n, int l
 
 // acc [n] = old acc + sum over `partners` of weight[i] rows[i]. The channels of a lane are fixed.
 template <typename T>
-DEVICE void add_rows(float *acc, float old, const float *weight, const T *rows, uint64_t stride, uint32_t partners, uint32_t n,
-                     int lane) {
+DEVICE void add_rows(float *acc, float old, const float *weight, const T *rows, uint64_t stride, uint32_t partners,
+                     uint32_t n, int lane) {
   for (uint32_t c = lane; c < n; c += WARP) {
     float sum = acc[c] * old;
 #pragma unroll 8
@@ -26,7 +26,8 @@ DEVICE void add_rows(float *acc, float old, const float *weight, const T *rows, 
 }
 
 template <typename Rows>
-DEVICE void add_rows(float *acc, float old, const float *weight, const Rows &rows, uint32_t partners, uint32_t n, int lane) {
+DEVICE void add_rows(float *acc, float old, const float *weight, const Rows &rows, uint32_t partners, uint32_t n,
+                     int lane) {
   for (uint32_t c = lane; c < n; c += WARP) {
     float sum = acc[c] * old;
 #pragma unroll 8
@@ -39,8 +40,7 @@ DEVICE void fill(float *acc, float x, uint32_t n, int lane) {
   for (uint32_t c = lane; c < n; c += WARP) acc[c] = x;
 }
 
-template <typename T>
-DEVICE void store_row(T *to, const float *acc, float factor, uint32_t n, int lane) {
+template <typename T> DEVICE void store_row(T *to, const float *acc, float factor, uint32_t n, int lane) {
   for (uint32_t c = lane; c < n; c += WARP) store(to + c, acc[c] * factor);
 }
 
@@ -85,8 +85,8 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
 }
 
 template <typename T>
-DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
-                       const Shape &shape, float *delta, T *dq) {
+DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse,
+                       const Tile *tiles, const Shape &shape, float *delta, T *dq) {
   const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
   const Tile tile = tile_of(tiles, shape.heads);
@@ -152,19 +152,21 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
 
 // Eight blocks on a multiprocessor: by itself ptxas spills registers of the forward pass for a tenth one on 8.0.
 #define PLAIN(T)                                                                                                       \
-  KERNEL(attention_forward_##T, SIDE_BY_SIDE(8, THREADS), const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, float *lse) {  \
-    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
+  KERNEL(attention_forward_##T, SIDE_BY_SIDE(8, THREADS), const T *q, const T *k, const T *v, const Tile *tiles,       \
+         SHAPE, T *o, float *lse) {                                                                                    \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                      \
     forward<T>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                        \
   }                                                                                                                    \
-  KERNEL(attention_cached_##T, SIDE_BY_SIDE(8, THREADS), const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o, float *lse) {    \
-    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                          \
+  KERNEL(attention_cached_##T, SIDE_BY_SIDE(8, THREADS), const T *q, const uint64_t *table, const Tile *tiles, SHAPE,  \
+         T *o, float *lse) {                                                                                           \
+    const uint32_t of = head_of(heads) / (heads / groups) * channels, stride = groups * channels;                      \
     forward<T>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);            \
   }                                                                                                                    \
-  KERNEL(attention_backward_q_##T, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,                 \
+  KERNEL(attention_backward_q_##T, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,              \
          const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \
     backward_q<T>(q, k, v, o, d_o, lse, tiles, SHAPE_OF, delta, dq);                                                   \
   }                                                                                                                    \
-  KERNEL(attention_backward_kv_##T, THREADS, const T *q, const T *k, const T *v, const T *d_o, const float *lse,          \
+  KERNEL(attention_backward_kv_##T, THREADS, const T *q, const T *k, const T *v, const T *d_o, const float *lse,       \
          const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
     backward_kv<T>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                                 \
   }

@@ -13,21 +13,23 @@ constexpr uint32_t HEADS = 8, PARTS = 1024;
 
 // Score rows have a pitch of `each` + 4.
 #define SPLIT(T)                                                                                                       \
-  const T *q, const uint64_t *table, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first, uint32_t end,\
+  const T *q, const uint64_t *table, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first, uint32_t end, \
       uint32_t each, float scale, float *sums, float2 *stats
 
-template <typename T>
-DEVICE void split(SPLIT(T)) {
+template <typename T> DEVICE void split(SPLIT(T)) {
   constexpr int V = VECTOR<T>, LINE = LANES * V;
   SHARED_BYTES(shared);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, piece = lane % LANES;
-  const uint32_t per = heads / groups, of = blockIdx.y, head0 = of * per, pieces = (channels + LINE - 1) / LINE, pitch = each + 4;
+  const uint32_t per = heads / groups, of = blockIdx.y, head0 = of * per, pieces = (channels + LINE - 1) / LINE,
+                 pitch = each + 4;
   const uint32_t begin = first + blockIdx.x * each, count = least(each, end - begin), stride = groups * channels;
-  const Parts<T> k = Cached<T>{table, stride, of * channels}.some(begin, count), v = Cached<T>{table + 1, stride, of * channels}.some(begin, count);
+  const Parts<T> k = Cached<T>{table, stride, of * channels}.some(begin, count),
+                 v = Cached<T>{table + 1, stride, of * channels}.some(begin, count);
   float *const queries = reinterpret_cast<float *>(shared), *const scores = queries + per * pieces * LINE;
   // groups of four values of a vector are stored LANES * 4 apart, so 8 lanes load without bank conflicts
   for (uint32_t i = threadIdx.x; i < per * pieces * LINE; i += THREADS) {
-    const uint32_t h = i / (pieces * LINE), at = i % (pieces * LINE), four = at / (LANES * 4), c = four / (V / 4) * LINE + at / 4 % LANES * V + four % (V / 4) * 4 + at % 4;
+    const uint32_t h = i / (pieces * LINE), at = i % (pieces * LINE), four = at / (LANES * 4),
+                   c = four / (V / 4) * LINE + at / 4 % LANES * V + four % (V / 4) * 4 + at % 4;
     const float x = c < channels ? load(q + static_cast<uint64_t>(head0 + h) * channels + c) * scale : 0.0f;
     store_4(queries + i, __float_as_uint(x));
   }
@@ -77,7 +79,9 @@ DEVICE void split(SPLIT(T)) {
       store_4(own + i, __float_as_uint(x)), sum += x;
     }
     sum = warp_sum(sum);
-    if (lane == 0) store_8(stats + static_cast<uint64_t>(head0 + h) * gridDim.x + blockIdx.x, make_uint2(__float_as_uint(top), __float_as_uint(sum)));
+    if (lane == 0)
+      store_8(stats + static_cast<uint64_t>(head0 + h) * gridDim.x + blockIdx.x,
+              make_uint2(__float_as_uint(top), __float_as_uint(sum)));
   }
   __syncthreads();
 
@@ -100,13 +104,15 @@ DEVICE void split(SPLIT(T)) {
       }
 #pragma unroll
       for (uint32_t h = 0; h < HEADS; h++)
-        if (h0 + h < per) sums[(static_cast<uint64_t>(head0 + h0 + h) * gridDim.x + blockIdx.x) * channels + c] = sum[h];
+        if (h0 + h < per)
+          sums[(static_cast<uint64_t>(head0 + h0 + h) * gridDim.x + blockIdx.x) * channels + c] = sum[h];
     }
   }
 }
 
 // Combines the `parts` partial results of one head per block.
-template <typename T> DEVICE void join(const float *sums, const float2 *stats, uint32_t parts, uint32_t channels, T *o, float *lse) {
+template <typename T>
+DEVICE void join(const float *sums, const float2 *stats, uint32_t parts, uint32_t channels, T *o, float *lse) {
   SHARED_ARRAY(float, factor, PARTS);
   SHARED_ARRAY(float, scratch, WARPS);
   const uint64_t at = static_cast<uint64_t>(blockIdx.x) * parts;
@@ -130,7 +136,7 @@ template <typename T> DEVICE void join(const float *sums, const float2 *stats, u
 
 #define ONE_QUERY(T, NAME)                                                                                             \
   KERNEL(attention_split_##NAME, THREADS, SPLIT(T)) {                                                                  \
-    split<T>(q, table, heads, groups, channels, first, end, each, scale, sums, stats);                                  \
+    split<T>(q, table, heads, groups, channels, first, end, each, scale, sums, stats);                                 \
   }                                                                                                                    \
   KERNEL(attention_join_##NAME, THREADS, const float *sums, const float2 *stats, uint32_t parts, uint32_t channels,    \
          T *o, float *lse) {                                                                                           \

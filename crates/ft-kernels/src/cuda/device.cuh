@@ -94,8 +94,8 @@ DEVICE void store_16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
 
 // A 16-byte store to global memory; volatile asm keeps the compiler from splitting it.
 DEVICE void store_16_global(void *p, uint4 v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
                : "memory");
 }
 #endif
@@ -189,8 +189,8 @@ DEVICE float exp2_fast(float x) {
 
 DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// Four bytes of a (0 to 3) and b (4 to 7), by the four low hexadecimal digits of `which`; its fourth bit asks for the sign
-// of the byte, eight times.
+// Four bytes of a (0 to 3) and b (4 to 7), by the four low hexadecimal digits of `which`; its fourth bit asks for the
+// sign of the byte, eight times.
 DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t which) {
   uint32_t y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));

@@ -346,8 +346,8 @@ const CHANGES: &[(&str, &str, &str, u32, &str, Watched, &str)] = &[
     ),
     (
         "attention_backward.cu",
-        "    cp_async_wait<0>();\n    __syncthreads();\n    if (next < end) copy_rows",
-        "    cp_async_wait<1>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "      cp_async_wait<0>();\n    } else {",
+        "    } else {",
         64,
         "bf16_of_64_channels",
         Watched::Accesses,

@@ -1,9 +1,9 @@
-// Products on tensor cores of f32 values and of values of T, the type of the model. An operand is a sum of parts: values of T
-// are one part, f32 values two. With f32 as T, parts are tf32, of whose products the smallest is left out.
+// Products on tensor cores of f32 values and of values of T, the type of the model. An operand is a sum of parts:
+// values of T are one part, f32 values two. With f32 as T, parts are tf32, of whose products the smallest is left out.
 //
-// Fragments have 16 columns of the contraction in two tiles of eight, of which a lane has two consecutive columns, as mma has
-// for 16 bits: columns of a lane in two adjacent sums are those of the left operand of the next product. In tf32, these two
-// take the place of columns t and t + 4 (t: lane % 4) in both operands.
+// Fragments have 16 columns of the contraction in two tiles of eight, of which a lane has two consecutive columns, as
+// mma has for 16 bits: columns of a lane in two adjacent sums are those of the left operand of the next product. In
+// tf32, these two take the place of columns t and t + 4 (t: lane % 4) in both operands.
 #pragma once
 #include "device.cuh"
 
@@ -69,13 +69,15 @@ template <typename T, int N, int PARTS> struct Operand {
 template <typename T, int PARTS> using Left = Operand<T, 4, PARTS>;
 template <typename T, int PARTS> using Right = Operand<T, 2, PARTS>;
 
-template <typename T, int A, int B> DEVICE void product_of(float (&d)[4], const Left<T, A> &a, int of_a, const Right<T, B> &b, int of_b) {
+template <typename T, int A, int B>
+DEVICE void product_of(float (&d)[4], const Left<T, A> &a, int of_a, const Right<T, B> &b, int of_b) {
   const auto &x = a.part[of_a];
   const auto &y = b.part[of_b];
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
-      const uint32_t left[4] = {x[2 * tile][0], x[2 * tile + 1][0], x[2 * tile][1], x[2 * tile + 1][1]}, right[2] = {y[tile][0], y[tile][1]};
+      const uint32_t left[4] = {x[2 * tile][0], x[2 * tile + 1][0], x[2 * tile][1], x[2 * tile + 1][1]},
+                     right[2] = {y[tile][0], y[tile][1]};
       mma_tf32(d, left, right);
     }
   } else {
@@ -102,9 +104,10 @@ template <typename T> DEVICE void left_of(Left<T, 2> &a, const float (&sum)[2][4
   }
 }
 
-// A left operand from a matrix in shared memory, whose rows of 16-bit values start at multiples of 16 bytes. Matrices of f32 in
-// T have two parts, in planes.
-template <typename T, int PARTS> DEVICE void load_left(Left<T, PARTS> &a, const T *m, uint32_t stride, uint32_t plane = 0) {
+// A left operand from a matrix in shared memory, whose rows of 16-bit values start at multiples of 16 bytes. Matrices
+// of f32 in T have two parts, in planes.
+template <typename T, int PARTS>
+DEVICE void load_left(Left<T, PARTS> &a, const T *m, uint32_t stride, uint32_t plane = 0) {
   const uint32_t lane = threadIdx.x % WARP;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -125,7 +128,8 @@ template <typename T, int PARTS> DEVICE void load_left(Left<T, PARTS> &a, const 
 }
 
 // Two right operands side by side from a matrix [k, n], or from its transpose.
-template <bool TRANSPOSED, typename T, int PARTS> DEVICE void load_right(Right<T, PARTS> (&b)[2], const T *m, uint32_t stride, uint32_t plane = 0) {
+template <bool TRANSPOSED, typename T, int PARTS>
+DEVICE void load_right(Right<T, PARTS> (&b)[2], const T *m, uint32_t stride, uint32_t plane = 0) {
   const uint32_t lane = threadIdx.x % WARP;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -140,7 +144,8 @@ template <bool TRANSPOSED, typename T, int PARTS> DEVICE void load_right(Right<T
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
       uint32_t bits[4];
-      if constexpr (TRANSPOSED) ldmatrix_x4(bits, m + p * plane + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+      if constexpr (TRANSPOSED)
+        ldmatrix_x4(bits, m + p * plane + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
       else ldmatrix_x4_trans(bits, m + p * plane + lane % 16 * stride + lane / 16 * 8);
 #pragma unroll
       for (int i = 0; i < 4; i++) b[i / 2].part[p][i % 2][0] = bits[i];

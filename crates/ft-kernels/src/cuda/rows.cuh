@@ -64,12 +64,12 @@ DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &on
 }
 
 // grad[c] = factor(c) times a sum over rows, added to grad[c] if `add` is set; `value` adds the term at (row, c) to a
-// running sum. A block covers 32 columns. Its WARPS warps take turns over the rows, and partial sums are added in a fixed
-// order.
+// running sum. A block covers 32 columns. Its WARPS warps take turns over the rows, and partial sums are added in a
+// fixed order.
 template <int WARPS, typename Value, typename Factor>
 DEVICE void column_sums(uint64_t rows, uint64_t width, float *grad, bool add, const Value &value,
                         const Factor &factor) {
-  SHARED_ARRAY(float, part, WARPS * WARP);
+  SHARED_ARRAY(float, part, WARPS *WARP);
   const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint64_t column = static_cast<uint64_t>(blockIdx.x) * WARP + lane;
   float own = 0.0f;

@@ -20,8 +20,8 @@ pub struct Place {
     len: usize,
 }
 
-/// Length of a list with padding, so that the next one is aligned. An empty one takes a slot too, since zero-sized memory
-/// has no address.
+/// Length of a list with padding, so that the next one is aligned. An empty one takes a slot too, since zero-sized
+/// memory has no address.
 fn padded(len: usize) -> usize {
     len.max(1).next_multiple_of(ALIGN)
 }

@@ -58,8 +58,7 @@ struct Draws {
 #define DRAWN {{key0, key1, high0, high1, 0}, first}
 
 // Updates V values and moments from gradients. Moments are written back; the new weights are returned in `ps`.
-template <int V>
-DEVICE void update(float (&ps)[V], float *m, float *v, const float *g, const Update &k, size_t at) {
+template <int V> DEVICE void update(float (&ps)[V], float *m, float *v, const float *g, const Update &k, size_t at) {
   float ms[V], vs[V], gs[V];
   get(g + at, gs), get(m + at, ms), get(v + at, vs);
 #pragma unroll
@@ -82,8 +81,7 @@ DEVICE void adamw(float *p, float *m, float *v, const float *g, T *copy, const U
 }
 
 template <typename T, int V>
-DEVICE void adamw_rounded(T *p, float *m, float *v, const float *g, const Draws &draws, const Update &k,
-                          size_t at) {
+DEVICE void adamw_rounded(T *p, float *m, float *v, const float *g, const Draws &draws, const Update &k, size_t at) {
   float ps[V];
   get(p + at, ps);
   update(ps, m, v, g, k, at);
@@ -99,8 +97,9 @@ DEVICE void adamw_rounded(T *p, float *m, float *v, const float *g, const Draws 
          float eps) {                                                                                                  \
     const Update k = {grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps};                             \
     const bool vectors = is_aligned(p) && is_aligned(m) && is_aligned(v) && is_aligned(g) && is_aligned(copy);         \
-    each<4>(vectors, count, [&](size_t at) { adamw<T, 4>(p, m, v, g, copy, k, at); },                                  \
-            [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); }, blockIdx.x);                                     \
+    each<4>(                                                                                                           \
+        vectors, count, [&](size_t at) { adamw<T, 4>(p, m, v, g, copy, k, at); },                                      \
+        [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); }, blockIdx.x);                                         \
   }
 
 ADAMW(f32, float)
@@ -115,8 +114,9 @@ ADAMW(f16, f16)
     const Update k = {grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps};                             \
     const Draws draws = DRAWN;                                                                                         \
     const bool vectors = first % 4 == 0 && is_aligned(p) && is_aligned(m) && is_aligned(v) && is_aligned(g);           \
-    each<4>(vectors, count, [&](size_t at) { adamw_rounded<T, 4>(p, m, v, g, draws, k, at); },                         \
-            [&](size_t at) { adamw_rounded<T, 1>(p, m, v, g, draws, k, at); }, blockIdx.x);                            \
+    each<4>(                                                                                                           \
+        vectors, count, [&](size_t at) { adamw_rounded<T, 4>(p, m, v, g, draws, k, at); },                             \
+        [&](size_t at) { adamw_rounded<T, 1>(p, m, v, g, draws, k, at); }, blockIdx.x);                                \
   }
 
 ADAMW_ROUNDED(bf16, bf16)
@@ -129,16 +129,17 @@ ADAMW_ROUNDED(f16, f16)
     const auto some = [&](size_t at, auto &values) {                                                                   \
       get(x + at, values), draws.round<T>(at, values), put(y + at, values);                                            \
     };                                                                                                                 \
-    each<4>(first % 4 == 0 && is_aligned(x) && is_aligned(y), count,                                                   \
-            [&](size_t at) {                                                                                           \
-              float values[4];                                                                                         \
-              some(at, values);                                                                                        \
-            },                                                                                                         \
-            [&](size_t at) {                                                                                           \
-              float values[1];                                                                                         \
-              some(at, values);                                                                                        \
-            },                                                                                                         \
-            blockIdx.x);                                                                                               \
+    each<4>(                                                                                                           \
+        first % 4 == 0 && is_aligned(x) && is_aligned(y), count,                                                       \
+        [&](size_t at) {                                                                                               \
+          float values[4];                                                                                             \
+          some(at, values);                                                                                            \
+        },                                                                                                             \
+        [&](size_t at) {                                                                                               \
+          float values[1];                                                                                             \
+          some(at, values);                                                                                            \
+        },                                                                                                             \
+        blockIdx.x);                                                                                                   \
   }
 
 ROUND(bf16, bf16)
@@ -205,8 +206,7 @@ DEVICE void encode(const float (&own)[OWN], const Maps &maps, uint8_t *codes, fl
     const size_t at = (j * WARP + lane) * V;
     uint32_t word = 0;
 #pragma unroll
-    for (int i = 0; i < V; i++)
-      word |= maps.code<SIGNED>(fminf(fmaxf(own[V * j + i] * inverse, -1.0f), 1.0f)) << 8 * i;
+    for (int i = 0; i < V; i++) word |= maps.code<SIGNED>(fminf(fmaxf(own[V * j + i] * inverse, -1.0f), 1.0f)) << 8 * i;
     if constexpr (V > 1) store_4(codes + at, word);
     else if (at < count) codes[at] = static_cast<uint8_t>(word);
   }

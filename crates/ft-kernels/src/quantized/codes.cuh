@@ -15,7 +15,7 @@ constexpr int CHUNK = 1024;
 
 // The matrix. Kernels take the fields as separate arguments.
 struct Matrix {
-  const uint8_t *packed;      // two codes per byte, the first in the high half
+  const uint8_t *packed; // two codes per byte, the first in the high half
   // [256, 2]: the two values of each byte; the second values of bytes 0 to 15 form the codebook
   const float *pairs;
   const float *scales;        // [blocks], or [groups] with double quantization
@@ -30,7 +30,9 @@ struct Matrix {
   // The scale of a block, rounded after the product and after the sum as on the CPU: no FMA.
   DEVICE float scale(uint64_t block) const {
     if (scale_codes == nullptr) return scales[block];
-    return __fadd_rn(__fmul_rn(map[static_cast<uint32_t>(scale_codes[block]) << spread], scales[static_cast<uint32_t>(block) / group]), offset);
+    return __fadd_rn(__fmul_rn(map[static_cast<uint32_t>(scale_codes[block]) << spread],
+                               scales[static_cast<uint32_t>(block) / group]),
+                     offset);
   }
 
   // A lane's codebook entry.
@@ -66,7 +68,8 @@ DEVICE Matrix bring_map(const Matrix &m, float *shared) {
   if (m.map != nullptr) {
     const float own = m.map[threadIdx.x];
 #pragma unroll
-    for (unsigned i = 0; i < COPIES; i++) store_4(shared + threadIdx.x * COPIES + (i + threadIdx.x / 2) % COPIES, __float_as_uint(own));
+    for (unsigned i = 0; i < COPIES; i++)
+      store_4(shared + threadIdx.x * COPIES + (i + threadIdx.x / 2) % COPIES, __float_as_uint(own));
   }
   Matrix own = m;
   own.map = shared + threadIdx.x % COPIES, own.spread = 4;
@@ -83,8 +86,8 @@ DEVICE float lane_scale(const Matrix &m, uint64_t base, uint64_t end, unsigned l
 // Dequantizes the N codes in `word`, found at `at` in the chunk at `base`, rounded to Source. All lanes
 // must participate.
 template <typename Source, int N>
-DEVICE void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, float scales,
-                                       float entry, float (&out)[N]) {
+DEVICE void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, float scales, float entry,
+                   float (&out)[N]) {
   const float scale = __shfl_sync(ALL, scales, static_cast<int>((at >> m.shift) - (base >> m.shift)));
 #pragma unroll
   for (int i = 0; i < N; i++) {
@@ -98,5 +101,4 @@ DEVICE void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, f
 #define MATRIX                                                                                                         \
   const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes, const float *map,        \
       uint32_t group, float offset, uint32_t shift, uint64_t total
-#define MATRIX_OF                                                                                                      \
-  { packed, pairs, scales, scale_codes, map, group, offset, shift, total, 0 }
+#define MATRIX_OF {packed, pairs, scales, scale_codes, map, group, offset, shift, total, 0}

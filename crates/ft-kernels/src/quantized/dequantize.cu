@@ -57,12 +57,12 @@ private:
 constexpr int BLOCK = 256;
 
 template <typename Source, typename Out>
-DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,
-                       uint64_t apart, const Low<Out> &low, Out *out) {
+DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
+                       uint32_t chunks, uint64_t apart, const Low<Out> &low, Out *out) {
   constexpr int N = VECTOR<Out>;
   constexpr int STEPS = CHUNK / (WARP * N);
   static_assert(BLOCK == 256, "a thread an entry of the map");
-  SHARED_ARRAY(float, map, BLOCK * COPIES);
+  SHARED_ARRAY(float, map, BLOCK *COPIES);
   const Matrix m = bring_map(from, map);
   const unsigned lane = threadIdx.x % WARP;
   const uint32_t warp = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
@@ -102,9 +102,9 @@ DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint
 }
 
 #define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                  \
-  KERNEL(NAME, SIDE_BY_SIDE(3, BLOCK), MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,           \
-         uint64_t apart, const OUT *low, uint32_t low_rows, uint32_t low_cols, uint64_t low_stride, uint64_t low_to,   \
-         OUT *out) {                                                                                                   \
+  KERNEL(NAME, SIDE_BY_SIDE(3, BLOCK), MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,         \
+         uint32_t chunks, uint64_t apart, const OUT *low, uint32_t low_rows, uint32_t low_cols, uint64_t low_stride,   \
+         uint64_t low_to, OUT *out) {                                                                                  \
     const Matrix m = MATRIX_OF;                                                                                        \
     const Low<OUT> beside = {low, low_rows, low_cols, low_stride, low_to};                                             \
     dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, apart, beside, out);                                \

@@ -13,8 +13,7 @@
 constexpr int WARPS = 4;
 
 template <typename Source, typename T, int TOKENS, int ROWS>
-DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
-                                     T *y) {
+DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols, T *y) {
   constexpr int N = VECTOR<T>; // a warp's loads of x are contiguous too
   constexpr int STEPS = CHUNK / (WARP * N);
   SHARED_ARRAY(float, partial, WARPS * ROWS * TOKENS);
@@ -80,7 +79,8 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
 }
 
 #define ROWS_OF(NAME, SOURCE, T, TOKENS, ROWS)                                                                         \
-  KERNEL(NAME, SIDE_BY_SIDE(5, WARPS * WARP), MATRIX, const T *x, uint32_t tokens, uint64_t count, uint64_t cols, T *y) {                \
+  KERNEL(NAME, SIDE_BY_SIDE(5, WARPS *WARP), MATRIX, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,       \
+         T *y) {                                                                                                       \
     const Matrix m = MATRIX_OF;                                                                                        \
     rows<SOURCE, T, TOKENS, ROWS>(m, x, tokens, count, cols, y);                                                       \
   }

@@ -7,8 +7,8 @@ constexpr int WARPS = THREADS / WARP;
 // One warp per row of W: n = sqrt(|w|^2 + 2 s w.(BA) + s^2 |BA|^2), with w.(BA) = times . b and |BA|^2 = b^T
 // gram b. Writes m / n and 1 / n for a magnitude m, or n without one.
 template <typename T>
-DEVICE void norms(const T *times, const T *b, const float *gram, const float *squares, const float *magnitude, float scale,
-                  uint64_t rows, uint32_t rank, float *factor, float *inverse) {
+DEVICE void norms(const T *times, const T *b, const float *gram, const float *squares, const float *magnitude,
+                  float scale, uint64_t rows, uint32_t rank, float *factor, float *inverse) {
   const unsigned lane = threadIdx.x % WARP;
   const uint64_t row = static_cast<uint64_t>(blockIdx.x) * WARPS + threadIdx.x / WARP;
   if (row >= rows) return; // whole warp
@@ -47,7 +47,8 @@ DEVICE void scale(const T *x, const float *g, float add, float k, const T *other
   const uint64_t at = blockIdx.x * width;
   uint64_t done = 0;
   const bool all = other != nullptr;
-  if (is_aligned(x + at) && is_aligned(y + at) && is_aligned(g) && (!all || (is_aligned(other + at) && is_aligned(base + at)))) {
+  if (is_aligned(x + at) && is_aligned(y + at) && is_aligned(g) &&
+      (!all || (is_aligned(other + at) && is_aligned(base + at)))) {
     constexpr int N = 4; // one vector of g
     for (uint64_t i = threadIdx.x; i < width / N; i += THREADS) {
       const uint64_t c = i * N;
@@ -73,9 +74,9 @@ DEVICE void scale(const T *x, const float *g, float add, float k, const T *other
 // grad[c] = inverse[c] * sum of dy[.., c] z[.., c], or += with `also`.
 template <typename T>
 DEVICE void sum(const T *dy, const T *z, const float *inverse, uint64_t rows, uint64_t width, float *grad, bool also) {
-  column_sums<WARPS>(rows, width, grad, also,
-                     [&](float own, uint64_t at) { return fmaf(load(dy + at), load(z + at), own); },
-                     [&](uint64_t column) { return inverse[column]; });
+  column_sums<WARPS>(
+      rows, width, grad, also, [&](float own, uint64_t at) { return fmaf(load(dy + at), load(z + at), own); },
+      [&](uint64_t column) { return inverse[column]; });
 }
 
 #define DORA(T)                                                                                                        \

@@ -1,9 +1,9 @@
-// Gradients of LoRA's factors from one read of the output's gradient dy [t, o]: du = s dy B and dB = k dy^T u, with B [o, r]
-// and u [t, r], the saved product of the input and A.
+// Gradients of LoRA's factors from one read of the output's gradient dy [t, o]: du = s dy B and dB = k dy^T u, with B
+// [o, r] and u [t, r], the saved product of the input and A.
 //
-// A block owns SLAB columns of dy and some tiles of its rows. B of the columns stays in shared memory, and dB in registers;
-// tiles of dy pass through shared memory once. Sums in f32 go to scratch memory, du by slab and dB by block of rows, and
-// `factors_sum` adds them in order: the order for a row of du depends on o alone.
+// A block owns SLAB columns of dy and some tiles of its rows. B of the columns stays in shared memory, and dB in
+// registers; tiles of dy pass through shared memory once. Sums in f32 go to scratch memory, du by slab and dB by block
+// of rows, and `factors_sum` adds them in order: the order for a row of du depends on o alone.
 #include "../../cuda/matrix.cuh"
 
 constexpr int THREADS = 256, STAGES = 3;
@@ -27,7 +27,8 @@ DEVICE void fetch_low(unsigned char *to, const T *from, uint32_t apart, uint32_t
       uint32_t word[4];
 #pragma unroll
       for (uint32_t j = 0; j < 8; j += 2)
-        word[j / 2] = pack<T>(line < end && first + j < r ? load(values + j) : 0.0f, line < end && first + j + 1 < r ? load(values + j + 1) : 0.0f);
+        word[j / 2] = pack<T>(line < end && first + j < r ? load(values + j) : 0.0f,
+                              line < end && first + j + 1 < r ? load(values + j + 1) : 0.0f);
       store_16(own, make_uint4(word[0], word[1], word[2], word[3]));
     }
   }
@@ -38,8 +39,8 @@ DEVICE void store_two(float *to, float x, float y) { store_8(to, make_uint2(__fl
 // R is r, rounded up to 16 or 32. `tiles` is the number of tiles of a block. Scratch memory: du [slabs, t, R], dB
 // [blocks of rows, o, R].
 template <typename T, int R>
-DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T *b, const T *u, uint32_t u_apart, uint32_t r, uint32_t tiles,
-                    float *du, float *db) {
+DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T *b, const T *u, uint32_t u_apart,
+                    uint32_t r, uint32_t tiles, float *du, float *db) {
   SHARED_BYTES(shared);
   unsigned char *const factor = shared + STAGES * TILE_BYTES, *const saved = factor + B_BYTES;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -52,7 +53,9 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
   const auto fetch = [&] {
     const uint32_t col = col0 + next_chunk * COLS;
     if (next_row < end)
-      copy_rows<COLS, TOKENS, THREADS>(shared + next_stage * TILE_BYTES, dy + static_cast<uint64_t>(next_row) * apart + col, end - next_row, apart, max(o, col) - col);
+      copy_rows<COLS, TOKENS, THREADS>(shared + next_stage * TILE_BYTES,
+                                       dy + static_cast<uint64_t>(next_row) * apart + col, end - next_row, apart,
+                                       max(o, col) - col);
     cp_async_commit();
     if (++next_chunk == chunks) next_chunk = 0, next_row += TOKENS;
     if (++next_stage == STAGES) next_stage = 0;
@@ -65,7 +68,8 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
   // du: 16 rows a warp. dB: 16 columns of each chunk, of half the rows.
   constexpr int HALF = TOKENS / 2;
   const int quarter = warp % 4, half = warp / 4;
-  const Corner<COLS> of_rows = left<COLS>(warp * 16, 0, lane), of_cols = left_transposed<COLS>(half * HALF, quarter * 16, lane);
+  const Corner<COLS> of_rows = left<COLS>(warp * 16, 0, lane),
+                     of_cols = left_transposed<COLS>(half * HALF, quarter * 16, lane);
   const Corner<LOW> of_b = right<LOW>(0, 0, lane), of_u = right<LOW>(half * HALF, 0, lane);
   float sum_b[CHUNKS][R / 8][4] = {};
   int stage = 0, side = 0;
@@ -78,7 +82,8 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
       if (c >= chunks) break;
       cp_async_wait<STAGES - 2>();
       __syncthreads();
-      if (c == 0 && row + TOKENS < end) fetch_low<T, R, TOKENS>(saved + (side ^ 1) * U_BYTES, u, u_apart, row + TOKENS, end, r);
+      if (c == 0 && row + TOKENS < end)
+        fetch_low<T, R, TOKENS>(saved + (side ^ 1) * U_BYTES, u, u_apart, row + TOKENS, end, r);
       fetch();
       const unsigned char *const tile = shared + stage * TILE_BYTES;
       if (c == 0)
@@ -104,7 +109,7 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
         load_transposed(left, tile, of_cols, k, 0);
 #pragma unroll
         for (int n = 0; n < R; n += 16) {
-          const uint32_t(&right)[4] = low[k / 16][n / 16];
+          const uint32_t (&right)[4] = low[k / 16][n / 16];
           mma<T>(sum_b[c][n / 8], left, right[0], right[1]);
           mma<T>(sum_b[c][n / 8 + 1], left, right[2], right[3]);
         }
@@ -144,16 +149,17 @@ DEVICE void factors(const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T
       load_vector(other + (c * (R / 8) + n) * APART, more);
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        if (line + i * 8 < o) store_two(to + i * 8 * R + n * 8, sum_b[c][n][2 * i] + more[2 * i], sum_b[c][n][2 * i + 1] + more[2 * i + 1]);
+        if (line + i * 8 < o)
+          store_two(to + i * 8 * R + n * 8, sum_b[c][n][2 * i] + more[2 * i], sum_b[c][n][2 * i + 1] + more[2 * i + 1]);
     }
   }
 }
 
-// Adds the sums of all blocks, R values apart: du [t, r] times `scale` and, from there on, dB [o, r] times `rest`, added to
-// what is there if `add`. A value a thread.
+// Adds the sums of all blocks, R values apart: du [t, r] times `scale` and, from there on, dB [o, r] times `rest`,
+// added to what is there if `add`. A value a thread.
 template <typename T>
-DEVICE void sum(const float *parts_u, uint32_t slabs, const float *parts_b, uint32_t blocks, uint32_t t, uint32_t o, uint32_t r, uint32_t R,
-                float scale, T *du, uint32_t apart, float rest, uint32_t add, float *db) {
+DEVICE void sum(const float *parts_u, uint32_t slabs, const float *parts_b, uint32_t blocks, uint32_t t, uint32_t o,
+                uint32_t r, uint32_t R, float scale, T *du, uint32_t apart, float rest, uint32_t add, float *db) {
   const uint32_t at = blockIdx.x * THREADS + threadIdx.x, row = at / r, col = at % r;
   const bool is_u = row < t;
   const uint32_t rows = is_u ? t : o, line = is_u ? row : row - t, count = is_u ? slabs : blocks;
@@ -171,15 +177,16 @@ DEVICE void sum(const float *parts_u, uint32_t slabs, const float *parts_b, uint
   }
 }
 
-#define FACTORS(T, TYPE, R)                                                                                                      \
-  KERNEL(factors_##R##_##TYPE, THREADS, const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T *b, const T *u,            \
-         uint32_t u_apart, uint32_t r, uint32_t tiles, float *du, float *db) {                                                   \
-    factors<T, R>(dy, apart, t, o, b, u, u_apart, r, tiles, du, db);                                                             \
+#define FACTORS(T, TYPE, R)                                                                                            \
+  KERNEL(factors_##R##_##TYPE, THREADS, const T *dy, uint32_t apart, uint32_t t, uint32_t o, const T *b, const T *u,   \
+         uint32_t u_apart, uint32_t r, uint32_t tiles, float *du, float *db) {                                         \
+    factors<T, R>(dy, apart, t, o, b, u, u_apart, r, tiles, du, db);                                                   \
   }
-#define SUM(T, TYPE)                                                                                                             \
-  KERNEL(factors_sum_##TYPE, THREADS, const float *parts_u, uint32_t slabs, const float *parts_b, uint32_t blocks, uint32_t t,  \
-         uint32_t o, uint32_t r, uint32_t R, float scale, T *du, uint32_t apart, float rest, uint32_t add, float *db) {          \
-    sum(parts_u, slabs, parts_b, blocks, t, o, r, R, scale, du, apart, rest, add, db);                                           \
+#define SUM(T, TYPE)                                                                                                   \
+  KERNEL(factors_sum_##TYPE, THREADS, const float *parts_u, uint32_t slabs, const float *parts_b, uint32_t blocks,     \
+         uint32_t t, uint32_t o, uint32_t r, uint32_t R, float scale, T *du, uint32_t apart, float rest, uint32_t add, \
+         float *db) {                                                                                                  \
+    sum(parts_u, slabs, parts_b, blocks, t, o, r, R, scale, du, apart, rest, add, db);                                 \
   }
 FACTORS(bf16, bf16, 16)
 FACTORS(bf16, bf16, 32)

@@ -14,8 +14,9 @@ template <typename T, int V> DEVICE void add(const T *a, const T *b, T *y, size_
 #define ADD(NAME, T)                                                                                                   \
   KERNEL(add_##NAME, THREADS, const T *a, const T *b, T *y, uint64_t count) {                                          \
     constexpr int EACH = VECTOR<T>;                                                                                    \
-    each<EACH>(is_aligned(a) && is_aligned(b) && is_aligned(y), count, [&](size_t at) { add<T, EACH>(a, b, y, at); },  \
-               [&](size_t at) { add<T, 1>(a, b, y, at); }, blockIdx.x);                                                \
+    each<EACH>(                                                                                                        \
+        is_aligned(a) && is_aligned(b) && is_aligned(y), count, [&](size_t at) { add<T, EACH>(a, b, y, at); },         \
+        [&](size_t at) { add<T, 1>(a, b, y, at); }, blockIdx.x);                                                       \
   }
 
 ADD(f32, float)

@@ -13,8 +13,9 @@ template <typename From, typename To, int V> DEVICE void cast(const From *x, To 
 
 #define CAST(NAME, FROM, TO)                                                                                           \
   KERNEL(cast_##NAME, THREADS, const FROM *x, TO *y, uint64_t count) {                                                 \
-    each<EACH>(is_aligned(x) && is_aligned(y), count, [&](size_t at) { cast<FROM, TO, EACH>(x, y, at); },              \
-               [&](size_t at) { cast<FROM, TO, 1>(x, y, at); }, blockIdx.x);                                           \
+    each<EACH>(                                                                                                        \
+        is_aligned(x) && is_aligned(y), count, [&](size_t at) { cast<FROM, TO, EACH>(x, y, at); },                     \
+        [&](size_t at) { cast<FROM, TO, 1>(x, y, at); }, blockIdx.x);                                                  \
   }
 
 CAST(f32_bf16, float, bf16)

@@ -1,10 +1,10 @@
 // Causal depthwise convolution within documents, then SiLU, and its gradients. A block takes a tile of tokens of one
-// document (tiles of attention: first token, tokens, begin and end of the document) and THREADS channels; a thread walks
-// over the tokens of one channel, with the last inputs in registers. Sums over tokens are per tile, in order.
+// document (tiles of attention: first token, tokens, begin and end of the document) and THREADS channels; a thread
+// walks over the tokens of one channel, with the last inputs in registers. Sums over tokens are per tile, in order.
 #include "../../cuda/rows.cuh"
 
-constexpr int THREADS = 128; // same as in crates/ft-kernels/src/delta/conv/cuda.rs
-constexpr int TAPS = 8;      // most taps
+constexpr int THREADS = 128;  // same as in crates/ft-kernels/src/delta/conv/cuda.rs
+constexpr int TAPS = 8;       // most taps
 constexpr uint32_t ROWS = 64; // tokens of a tile without a list
 
 struct Tile {
@@ -46,7 +46,8 @@ template <typename T> struct Window {
 };
 
 template <typename T>
-DEVICE void forward(const T *x, const T *weight, const uint32_t *tiles, T *y, uint32_t tokens, uint32_t channels, uint32_t taps) {
+DEVICE void forward(const T *x, const T *weight, const uint32_t *tiles, T *y, uint32_t tokens, uint32_t channels,
+                    uint32_t taps) {
   const Tile t = tile_of(tiles, tokens);
   const uint32_t c = blockIdx.y * THREADS + threadIdx.x;
   if (c >= channels) return;
@@ -59,8 +60,8 @@ DEVICE void forward(const T *x, const T *weight, const uint32_t *tiles, T *y, ui
 
 // dx[i] = sum_j w[j] ds[i + j]: `later` holds the sums of the last tokens, complete after as many further ones as taps.
 template <typename T>
-DEVICE void backward(const T *x, const T *weight, const T *dy, const uint32_t *tiles, T *dx, float *partial, uint32_t tokens,
-                     uint32_t channels, uint32_t taps) {
+DEVICE void backward(const T *x, const T *weight, const T *dy, const uint32_t *tiles, T *dx, float *partial,
+                     uint32_t tokens, uint32_t channels, uint32_t taps) {
   const Tile t = tile_of(tiles, tokens);
   const uint32_t c = blockIdx.y * THREADS + threadIdx.x;
   if (c >= channels) return;

@@ -1,25 +1,27 @@
-// The gated delta rule in chunks of L tokens (formulas in crates/ft-kernels/src/delta/rule/chunk.rs), in f32 with products
-// on tensor cores (parts.cuh). A row of `documents` is begin, end and first chunk of a document; null is a single document.
+// The gated delta rule in chunks of L tokens (formulas in crates/ft-kernels/src/delta/rule/chunk.rs), in f32 with
+// products on tensor cores (parts.cuh). A row of `documents` is begin, end and first chunk of a document; null is a
+// single document.
 //
 // delta_rule_chunks has a block per chunk and key head: products of tokens, and the triangular systems' inverses.
-// delta_rule_forward: a block per document, value head and slice of value channels walks over the chunks, with its slice of
-// the state in registers; channels of a value don't meet. delta_rule_states walks back in the same way with the gradient of
-// the state. delta_rule_gradients has a block per chunk and key head; the results of the walks are read from memory. Every sum
-// has a fixed order.
+// delta_rule_forward: a block per document, value head and slice of value channels walks over the chunks, with its
+// slice of the state in registers; channels of a value don't meet. delta_rule_states walks back in the same way with
+// the gradient of the state. delta_rule_gradients has a block per chunk and key head; the results of the walks are read
+// from memory. Every sum has a fixed order.
 //
 // Queries and keys stand in shared memory as they come; the inverses of their lengths are factors of rows of products.
 // States are transposed [v, k], k filled up with zeros: a multiple of eight in memory, MOST in products.
 #include "../../cuda/rows.cuh"
 #include "../../cuda/parts.cuh"
 
-// Same as in crates/ft-kernels/src/delta/rule/cuda.rs: threads per block, value channels of a slice, most channels of a key.
+// Same as in crates/ft-kernels/src/delta/rule/cuda.rs: threads per block, value channels of a slice, most channels of a
+// key.
 constexpr int CHUNK_THREADS = 128, WALK_THREADS = 128, GRADIENT_THREADS = 512;
 constexpr uint32_t SLICE = 32;
 constexpr uint32_t MOST = 128;
-constexpr uint32_t L = 32;          // same as attention::CHUNK
-constexpr uint32_t LP = L + 4;      // stride of [L, L] in f32 in shared memory
-constexpr int TILES = MOST / 8;     // of keys' channels
-constexpr int TOKENS = L / 8;       // tiles of tokens
+constexpr uint32_t L = 32;      // same as attention::CHUNK
+constexpr uint32_t LP = L + 4;  // stride of [L, L] in f32 in shared memory
+constexpr int TILES = MOST / 8; // of keys' channels
+constexpr int TOKENS = L / 8;   // tiles of tokens
 constexpr uint32_t PAIRS = L * L;
 constexpr float EPS = 1e-6f;
 static_assert(SLICE == WALK_THREADS / 2 / WARP * 16, "sixteen value channels a warp of the first half");
@@ -70,10 +72,10 @@ DEVICE Document document_of_chunk(const uint32_t *documents, uint32_t count, uin
   return document_of(documents, tokens, low);
 }
 
-// Results of delta_rule_chunks for a chunk and value head. Matrices [L, L]: D q.k, which is zero above the diagonal, and
-// (1 + T)^-1, both in planes of T; D k.k below the diagonal in f32. Of the tokens, in f32: rates, log-decays, their running
-// sums, the decay up to the token and from it to the end, and factors of queries (k^-1/2 over the length) and keys. Tokens
-// beyond the document have no rate and no decay.
+// Results of delta_rule_chunks for a chunk and value head. Matrices [L, L]: D q.k, which is zero above the diagonal,
+// and (1 + T)^-1, both in planes of T; D k.k below the diagonal in f32. Of the tokens, in f32: rates, log-decays, their
+// running sums, the decay up to the token and from it to the end, and factors of queries (k^-1/2 over the length) and
+// keys. Tokens beyond the document have no rate and no decay.
 template <typename T> struct Chunk {
   static constexpr uint32_t VECTORS = 7 * L, FLOATS = 3 * PAIRS + VECTORS;
   T *a, *inverse;
@@ -86,14 +88,16 @@ constexpr uint32_t VECTORS = Chunk<float>::VECTORS;
 struct Vectors {
   float *rate, *log, *cum, *decay, *rest, *of_q, *of_k;
   DEVICE explicit Vectors(float *at)
-      : rate(at), log(at + L), cum(at + 2 * L), decay(at + 3 * L), rest(at + 4 * L), of_q(at + 5 * L), of_k(at + 6 * L) {}
+      : rate(at), log(at + L), cum(at + 2 * L), decay(at + 3 * L), rest(at + 4 * L), of_q(at + 5 * L),
+        of_k(at + 6 * L) {}
 };
 
-// Copies `rows` of `columns` values to shared memory [COUNT, `stride`] by THREADS threads, of which the caller is number `own`,
-// with zeros up to COUNT and WIDTH; complete after cp_async_wait and a barrier. `vectors`: addresses and columns are those of
-// whole vectors.
+// Copies `rows` of `columns` values to shared memory [COUNT, `stride`] by THREADS threads, of which the caller is
+// number `own`, with zeros up to COUNT and WIDTH; complete after cp_async_wait and a barrier. `vectors`: addresses and
+// columns are those of whole vectors.
 template <uint32_t THREADS, uint32_t COUNT, uint32_t WIDTH, typename T>
-DEVICE void copy(uint32_t own, T *to, uint32_t stride, const T *from, size_t pitch, uint32_t rows, uint32_t columns, bool vectors) {
+DEVICE void copy(uint32_t own, T *to, uint32_t stride, const T *from, size_t pitch, uint32_t rows, uint32_t columns,
+                 bool vectors) {
   constexpr uint32_t V = VECTOR<T>, PIECES = WIDTH / V, STEP = THREADS / PIECES;
   static_assert(COUNT == 1 || THREADS % PIECES == 0, "the same pieces of rows for a thread");
   if (vectors) {
@@ -101,7 +105,8 @@ DEVICE void copy(uint32_t own, T *to, uint32_t stride, const T *from, size_t pit
     uint32_t row = own / PIECES;
     to += row * stride + col, from += row * pitch + col;
 #pragma unroll 2
-    for (; row < COUNT; row += STEP, to += STEP * stride, from += STEP * pitch) cp_async_16(to, from, row < rows && col < columns);
+    for (; row < COUNT; row += STEP, to += STEP * stride, from += STEP * pitch)
+      cp_async_16(to, from, row < rows && col < columns);
   } else {
 #pragma unroll 1
     for (uint32_t at = own; at < COUNT * WIDTH; at += THREADS) {
@@ -117,7 +122,8 @@ template <typename T> DEVICE bool in_vectors(const T *p, uint32_t row, uint32_t 
 }
 
 // Queries and keys of a chunk [L, WIDE].
-template <uint32_t THREADS, typename T> DEVICE void copy_keys(uint32_t own, T *q, T *k, const T *qkv, Heads h, const Span &span, uint32_t key) {
+template <uint32_t THREADS, typename T>
+DEVICE void copy_keys(uint32_t own, T *q, T *k, const T *qkv, Heads h, const Span &span, uint32_t key) {
   const T *const from = qkv + static_cast<size_t>(span.first) * h.channels() + key * h.k;
   const bool vectors = in_vectors(qkv, h.channels(), h.k);
   copy<THREADS, L, MOST>(own, q, WIDE<T>, from, h.channels(), span.l, h.k, vectors);
@@ -126,8 +132,8 @@ template <uint32_t THREADS, typename T> DEVICE void copy_keys(uint32_t own, T *q
 
 // ---- products of tokens ----
 
-// (1 + T)^-1 of a warp, T_ij = rate_i t_ij, from t transposed in shared memory; a lane has a column. A row goes into the sums of
-// all later ones at once, which do not wait for each other.
+// (1 + T)^-1 of a warp, T_ij = rate_i t_ij, from t transposed in shared memory; a lane has a column. A row goes into
+// the sums of all later ones at once, which do not wait for each other.
 template <typename T> DEVICE void invert(T *to, const float *back, float own_rate) {
   const uint32_t lane = threadIdx.x % WARP;
   float sum[L] = {};
@@ -146,12 +152,13 @@ template <typename T> DEVICE void invert(T *to, const float *back, float own_rat
 }
 
 template <typename T>
-DEVICE void chunks_of(const T *qkv, const T *a, const T *b, const float *a_log, const float *bias, const uint32_t *documents,
-                      uint32_t count, uint32_t tokens, Heads h, float *chunks) {
+DEVICE void chunks_of(const T *qkv, const T *a, const T *b, const float *a_log, const float *bias,
+                      const uint32_t *documents, uint32_t count, uint32_t tokens, Heads h, float *chunks) {
   SHARED_BYTES(shared);
   constexpr uint32_t WARPS = CHUNK_THREADS / WARP;
   static_assert(WARPS == 4, "a warp has 16 rows of one of two products");
-  const uint32_t number = blockIdx.x, key = blockIdx.y, each = h.values / h.keys, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t number = blockIdx.x, key = blockIdx.y, each = h.values / h.keys, lane = threadIdx.x % WARP,
+                 warp = threadIdx.x / WARP;
   const Span span(document_of_chunk(documents, count, tokens, number), number);
   float *const qk = reinterpret_cast<float *>(shared), *const kk = qk + L * LP, *const lengths = kk + L * LP;
   T *const q = reinterpret_cast<T *>(lengths + 2 * L), *const k = q + L * WIDE<T>;
@@ -265,8 +272,8 @@ template <typename F> DEVICE void each_token(const F &f) {
       for (int i = 0; i < 4; i++) f(j, n, i, 16 * j + 8 * n + threadIdx.x % 4 * 2 + i % 2);
 }
 
-// A warp's part of the state or its gradient, transposed: 16 value channels (of a lane: row and row + 8), all key channels
-// (columns 8 n + 2 t and the next).
+// A warp's part of the state or its gradient, transposed: 16 value channels (of a lane: row and row + 8), all key
+// channels (columns 8 n + 2 t and the next).
 template <typename T> struct State {
   float s[TILES / 2][2][4];
   uint32_t row, column;
@@ -292,7 +299,9 @@ template <typename T> struct State {
       if (row + 8 * i < own.width)
 #pragma unroll
         for (int n = 0; n < TILES; n++)
-          if (8 * n < stride) store_pair(to + (row + 8 * i) * stride + 8 * n + column, s[n / 2][n % 2][2 * i], s[n / 2][n % 2][2 * i + 1]);
+          if (8 * n < stride)
+            store_pair(to + (row + 8 * i) * stride + 8 * n + column, s[n / 2][n % 2][2 * i],
+                       s[n / 2][n % 2][2 * i + 1]);
   }
   // sum [v, tokens] of each of N += S^T x^T for rows x [L, WIDE].
   template <int N> DEVICE void times(OfTokens (&sum)[N], const T *const (&x)[N]) const {
@@ -366,7 +375,8 @@ template <bool TRANSPOSED, typename T> DEVICE void add_triangular(OfTokens &sum,
     for (int i = 0; i < TOKENS / 2; i++) {
       if (TRANSPOSED ? i < j : i > j) continue;
       Right<T, 2> right[2];
-      load_right<TRANSPOSED>(right, m + 16 * (TRANSPOSED ? i * NARROW<T> + j : j * NARROW<T> + i), NARROW<T>, Staged<T>::PLANE);
+      load_right<TRANSPOSED>(right, m + 16 * (TRANSPOSED ? i * NARROW<T> + j : j * NARROW<T> + i), NARROW<T>,
+                             Staged<T>::PLANE);
       product<T>(sum[i][0], left, right[0]), product<T>(sum[i][1], left, right[1]);
     }
   }
@@ -374,8 +384,8 @@ template <bool TRANSPOSED, typename T> DEVICE void add_triangular(OfTokens &sum,
 
 DEVICE float one(uint32_t) { return 1.0f; }
 
-// Calls f with each chunk of a document, staged, forward or back: its number, span and stage. The first half of the threads
-// calls; the others copy, and have a state beyond the slice, which is neither read nor stored.
+// Calls f with each chunk of a document, staged, forward or back: its number, span and stage. The first half of the
+// threads calls; the others copy, and have a state beyond the slice, which is neither read nor stored.
 template <bool BACK, typename T, typename F>
 DEVICE void walk(const Document &doc, const T *qkv, float *chunks, Heads h, uint32_t head, const F &f) {
   SHARED_BYTES(shared);
@@ -400,64 +410,71 @@ DEVICE void walk(const Document &doc, const T *qkv, float *chunks, Heads h, uint
 
 // Writes the outputs, or the states before the chunks and the rows of U.
 template <typename T>
-DEVICE void forward(const T *qkv, const uint32_t *documents, uint32_t tokens, Heads h, float *chunks, const float *before, float *after,
-                    T *states, T *rows, T *o) {
+DEVICE void forward(const T *qkv, const uint32_t *documents, uint32_t tokens, Heads h, float *chunks,
+                    const float *before, float *after, T *states, T *rows, T *o) {
   const uint32_t head = blockIdx.y;
   const SliceOf own(blockIdx.z, h.v);
   const size_t of_head = static_cast<size_t>(head) * h.k * h.v + own.first;
   State<T> state(threadIdx.x / WARP);
   if (before != nullptr)
-    state.each([&](uint32_t d, uint32_t col, float &x) { x = d < h.k && col < own.width ? before[of_head + d * h.v + col] : 0.0f; });
-  const Values<T> values = {state.row, own.width, h.channels()}, outputs = {state.row, own.width, h.values * h.v};
-  walk<false>(document_of(documents, tokens, blockIdx.x), qkv, chunks, h, head, [&](uint32_t number, const Span &span, const Staged<T> &c) {
-    const Vectors v(c.rate());
-    OfTokens x, u = {}, sum[2] = {};
-    values.load_all(x, qkv + h.value(head) + own.first, span);
-    if (states != nullptr) state.store(states + (number * h.values + head) * h.state() + own.first * eights(h.k), h, own);
-    if (o != nullptr) state.times(sum, {c.k, c.q});
-    else state.times(reinterpret_cast<OfTokens (&)[1]>(sum), {c.k});
-    each_token([&](int j, int n, int i, uint32_t token) {
-      x[j][n][i] = v.rate[token] * (x[j][n][i] - v.decay[token] * v.of_k[token] * sum[0][j][n][i]);
-      sum[1][j][n][i] *= v.decay[token] * v.of_q[token];
+    state.each([&](uint32_t d, uint32_t col, float &x) {
+      x = d < h.k && col < own.width ? before[of_head + d * h.v + col] : 0.0f;
     });
-    add_triangular<true, T>(u, x, c.inverse);
-    if (rows != nullptr) outputs.store_all(u, rows + head * h.v + own.first, span, one);
-    if (o != nullptr) {
-      add_triangular<true, T>(sum[1], u, c.a);
-      outputs.store_all(sum[1], o + head * h.v + own.first, span, one);
-    }
-    state.scale(v.decay[L - 1]);
-    state.add(u, c.k, [&](uint32_t token) { return v.rest[token] * v.of_k[token]; });
-  });
+  const Values<T> values = {state.row, own.width, h.channels()}, outputs = {state.row, own.width, h.values * h.v};
+  walk<false>(document_of(documents, tokens, blockIdx.x), qkv, chunks, h, head,
+              [&](uint32_t number, const Span &span, const Staged<T> &c) {
+                const Vectors v(c.rate());
+                OfTokens x, u = {}, sum[2] = {};
+                values.load_all(x, qkv + h.value(head) + own.first, span);
+                if (states != nullptr)
+                  state.store(states + (number * h.values + head) * h.state() + own.first * eights(h.k), h, own);
+                if (o != nullptr) state.times(sum, {c.k, c.q});
+                else state.times(reinterpret_cast<OfTokens(&)[1]>(sum), {c.k});
+                each_token([&](int j, int n, int i, uint32_t token) {
+                  x[j][n][i] = v.rate[token] * (x[j][n][i] - v.decay[token] * v.of_k[token] * sum[0][j][n][i]);
+                  sum[1][j][n][i] *= v.decay[token] * v.of_q[token];
+                });
+                add_triangular<true, T>(u, x, c.inverse);
+                if (rows != nullptr) outputs.store_all(u, rows + head * h.v + own.first, span, one);
+                if (o != nullptr) {
+                  add_triangular<true, T>(sum[1], u, c.a);
+                  outputs.store_all(sum[1], o + head * h.v + own.first, span, one);
+                }
+                state.scale(v.decay[L - 1]);
+                state.add(u, c.k, [&](uint32_t token) { return v.rest[token] * v.of_k[token]; });
+              });
   if (after != nullptr)
     state.each([&](uint32_t d, uint32_t col, float &x) {
       if (d < h.k && col < own.width) after[of_head + d * h.v + col] = x;
     });
 }
 
-// Writes the gradients of the states after the chunks, of the right sides R of the systems [tokens, h v], and of the values.
+// Writes the gradients of the states after the chunks, of the right sides R of the systems [tokens, h v], and of the
+// values.
 template <typename T>
-DEVICE void states_back(const T *qkv, const uint32_t *documents, uint32_t tokens, Heads h, float *chunks, const T *d_o, T *d_states,
-                        T *d_rows, T *d_qkv) {
+DEVICE void states_back(const T *qkv, const uint32_t *documents, uint32_t tokens, Heads h, float *chunks, const T *d_o,
+                        T *d_states, T *d_rows, T *d_qkv) {
   const uint32_t head = blockIdx.y;
   const SliceOf own(blockIdx.z, h.v);
   State<T> state(threadIdx.x / WARP);
   const Values<T> values = {state.row, own.width, h.channels()}, outputs = {state.row, own.width, h.values * h.v};
-  walk<true>(document_of(documents, tokens, blockIdx.x), qkv, chunks, h, head, [&](uint32_t number, const Span &span, const Staged<T> &c) {
-    const Vectors v(c.rate());
-    OfTokens g, r = {}, sum[1] = {};
-    outputs.load_all(g, d_o + head * h.v + own.first, span);
-    state.store(d_states + (number * h.values + head) * h.state() + own.first * eights(h.k), h, own);
-    state.times(sum, {c.k});
-    each_token([&](int j, int n, int i, uint32_t token) { sum[0][j][n][i] *= v.rest[token] * v.of_k[token]; });
-    add_triangular<false, T>(sum[0], g, c.a);
-    add_triangular<false, T>(r, sum[0], c.inverse);
-    outputs.store_all(r, d_rows + head * h.v + own.first, span, one);
-    values.store_all(r, d_qkv + h.value(head) + own.first, span, [&](uint32_t token) { return v.rate[token]; });
-    state.scale(v.decay[L - 1]);
-    state.add(g, c.q, [&](uint32_t token) { return v.decay[token] * v.of_q[token]; });
-    state.add(r, c.k, [&](uint32_t token) { return -v.decay[token] * v.rate[token] * v.of_k[token]; });
-  });
+  walk<true>(
+      document_of(documents, tokens, blockIdx.x), qkv, chunks, h, head,
+      [&](uint32_t number, const Span &span, const Staged<T> &c) {
+        const Vectors v(c.rate());
+        OfTokens g, r = {}, sum[1] = {};
+        outputs.load_all(g, d_o + head * h.v + own.first, span);
+        state.store(d_states + (number * h.values + head) * h.state() + own.first * eights(h.k), h, own);
+        state.times(sum, {c.k});
+        each_token([&](int j, int n, int i, uint32_t token) { sum[0][j][n][i] *= v.rest[token] * v.of_k[token]; });
+        add_triangular<false, T>(sum[0], g, c.a);
+        add_triangular<false, T>(r, sum[0], c.inverse);
+        outputs.store_all(r, d_rows + head * h.v + own.first, span, one);
+        values.store_all(r, d_qkv + h.value(head) + own.first, span, [&](uint32_t token) { return v.rate[token]; });
+        state.scale(v.decay[L - 1]);
+        state.add(g, c.q, [&](uint32_t token) { return v.decay[token] * v.of_q[token]; });
+        state.add(r, c.k, [&](uint32_t token) { return -v.decay[token] * v.rate[token] * v.of_k[token]; });
+      });
 }
 
 // ---- gradients of a chunk ----
@@ -481,7 +498,7 @@ struct Sums {
   }
   // += x y of 32 columns of x and 32 rows of y [32, WIDE], both in shared memory.
   template <int PARTS, typename T> DEVICE void add(const T *x, const T *y) {
-#pragma unroll (sizeof(T) == 4 ? 1 : 2)
+#pragma unroll(sizeof(T) == 4 ? 1 : 2)
     for (int i = 0; i < 32; i += 16) {
       Left<T, PARTS> left;
       Right<T, 1> right[2];
@@ -509,32 +526,35 @@ struct Sums {
   }
 };
 
-// In shared memory: queries and keys, vectors, sums of rows by sixteen channels, and in turn slices of what the walks wrote and matrices
-// of pairs of tokens.
+// In shared memory: queries and keys, vectors, sums of rows by sixteen channels, and in turn slices of what the walks
+// wrote and matrices of pairs of tokens.
 template <typename T> struct Room {
   static constexpr uint32_t PARTS = MOST / 16;
-  static constexpr uint32_t SLICES = (2 * SLICE * WIDE<T> + 3 * L * NARROW<T>) * sizeof(T);
+  static constexpr uint32_t SLICES = (2 * SLICE * WIDE<T> + 3 * L * NARROW<T>)*sizeof(T);
   static constexpr uint32_t OF_PAIRS = 2 * L * LP * 4 + 3 * Staged<T>::MATRIX * sizeof(T);
   T *q, *k, *s, *ds, *g, *u, *r;
   float *moved[2];
   T *of_a, *of_a_back, *of_t; // in planes
   float *sums, *diagonal;
   DEVICE explicit Room(unsigned char *at)
-      : q(reinterpret_cast<T *>(at)), k(q + L * WIDE<T>), s(k + L * WIDE<T>), ds(s + SLICE * WIDE<T>), g(ds + SLICE * WIDE<T>),
-        u(g + L * NARROW<T>), r(u + L * NARROW<T>), moved{reinterpret_cast<float *>(s), reinterpret_cast<float *>(s) + L * LP},
-        of_a(reinterpret_cast<T *>(moved[1] + L * LP)), of_a_back(of_a + Staged<T>::MATRIX), of_t(of_a_back + Staged<T>::MATRIX),
-        sums(reinterpret_cast<float *>(s) + max(SLICES, OF_PAIRS) / 4), diagonal(sums + VECTORS + 3 * PARTS * L) {}
+      : q(reinterpret_cast<T *>(at)), k(q + L * WIDE<T>), s(k + L * WIDE<T>), ds(s + SLICE * WIDE<T>),
+        g(ds + SLICE * WIDE<T>), u(g + L * NARROW<T>), r(u + L * NARROW<T>),
+        moved{reinterpret_cast<float *>(s), reinterpret_cast<float *>(s) + L * LP},
+        of_a(reinterpret_cast<T *>(moved[1] + L * LP)), of_a_back(of_a + Staged<T>::MATRIX),
+        of_t(of_a_back + Staged<T>::MATRIX), sums(reinterpret_cast<float *>(s) + max(SLICES, OF_PAIRS) / 4),
+        diagonal(sums + VECTORS + 3 * PARTS * L) {}
   DEVICE Vectors vectors() const { return Vectors(sums + 3 * PARTS * L); }
 };
 
 template <typename T>
-DEVICE void gradients(const T *qkv, const T *a, const float *a_log, const float *bias, const uint32_t *documents, uint32_t count,
-                      Heads h, float *chunks, const T *d_o, const T *states, const T *d_states, const T *rows, const T *d_rows,
-                      const Outputs<T> &out) {
+DEVICE void gradients(const T *qkv, const T *a, const float *a_log, const float *bias, const uint32_t *documents,
+                      uint32_t count, Heads h, float *chunks, const T *d_o, const T *states, const T *d_states,
+                      const T *rows, const T *d_rows, const Outputs<T> &out) {
   SHARED_BYTES(shared);
   SHARED_ARRAY(float, scratch, WARP);
   constexpr int THREADS = GRADIENT_THREADS;
-  const uint32_t number = blockIdx.x, key = blockIdx.y, each = h.values / h.keys, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t number = blockIdx.x, key = blockIdx.y, each = h.values / h.keys, lane = threadIdx.x % WARP,
+                 warp = threadIdx.x / WARP;
   const Span span(document_of_chunk(documents, count, 0, number), number);
   const size_t width = h.values * h.v;
   const bool whole = in_vectors(d_o, width, h.v);
@@ -555,9 +575,11 @@ DEVICE void gradients(const T *qkv, const T *a, const float *a_log, const float 
     copy<THREADS, 1, VECTORS>(threadIdx.x, v.rate, 0, chunk.rate, 0, 1, VECTORS, true);
     for (uint32_t slice = 0; slice * SLICE < h.v; slice++) {
       const SliceOf part(slice, h.v);
-      const size_t from = span.first * width + head * h.v + part.first, state = of_head * h.state() + part.first * eights(h.k);
+      const size_t from = span.first * width + head * h.v + part.first,
+                   state = of_head * h.state() + part.first * eights(h.k);
       copy<THREADS, SLICE, MOST>(threadIdx.x, c.s, WIDE<T>, states + state, eights(h.k), part.width, eights(h.k), true);
-      copy<THREADS, SLICE, MOST>(threadIdx.x, c.ds, WIDE<T>, d_states + state, eights(h.k), part.width, eights(h.k), true);
+      copy<THREADS, SLICE, MOST>(threadIdx.x, c.ds, WIDE<T>, d_states + state, eights(h.k), part.width, eights(h.k),
+                                 true);
       copy<THREADS, L, SLICE>(threadIdx.x, c.g, NARROW<T>, d_o + from, width, span.l, part.width, whole);
       copy<THREADS, L, SLICE>(threadIdx.x, c.u, NARROW<T>, rows + from, width, span.l, part.width, whole);
       copy<THREADS, L, SLICE>(threadIdx.x, c.r, NARROW<T>, d_rows + from, width, span.l, part.width, whole);
@@ -591,7 +613,9 @@ DEVICE void gradients(const T *qkv, const T *a, const float *a_log, const float 
       for (int n = 0; n < 8; n++) {
         const uint32_t i = row + lane / 4 + n % 4 / 2 * 8, j = col + n / 4 * 8 + lane % 4 * 2 + n % 2, at = i * L + j;
         const float decay = j <= i ? expf(v.cum[i] - v.cum[j]) : 0.0f, x = pairs[n / 4][n % 4];
-        const auto put = [&](T *to, uint32_t i, uint32_t j, float x) { store_planes(to + i * NARROW<T> + j, Staged<T>::PLANE, x); };
+        const auto put = [&](T *to, uint32_t i, uint32_t j, float x) {
+          store_planes(to + i * NARROW<T> + j, Staged<T>::PLANE, x);
+        };
         if (of_queries) {
           c.moved[0][i * LP + j] = j < i ? x * load_planes(chunk.a + at, PAIRS) : 0.0f;
           put(c.of_a, i, j, x * decay * v.of_k[j]), put(c.of_a_back, j, i, x * decay * v.of_q[i]);
@@ -656,16 +680,17 @@ DEVICE void gradients(const T *qkv, const T *a, const float *a_log, const float 
       for (uint32_t part = 0; part < Room<T>::PARTS; part++) along += c.sums[(2 * part + which) * L + token];
       along *= factor[token] * factor[token] * square;
       const float x = load((which == 0 ? own_q : own_k) + i * WIDE<T> + d);
-      if (token < span.l && channel + d < h.k) store(to + token * h.channels() + channel + d, factor[token] * (y - x * along));
+      if (token < span.l && channel + d < h.k)
+        store(to + token * h.channels() + channel + d, factor[token] * (y - x * along));
     });
   };
   finish(dq, 0), finish(dk, 1);
 }
 
 #define RULE(NAME, T)                                                                                                  \
-  KERNEL(delta_rule_chunks_##NAME, SIDE_BY_SIDE(4, CHUNK_THREADS), const T *qkv, const T *a, const T *b, const float *a_log, \
-         const float *bias, const uint32_t *documents, uint32_t count, float *chunks, uint32_t tokens, uint32_t keys,  \
-         uint32_t values, uint32_t k, uint32_t v) {                                                                    \
+  KERNEL(delta_rule_chunks_##NAME, SIDE_BY_SIDE(4, CHUNK_THREADS), const T *qkv, const T *a, const T *b,               \
+         const float *a_log, const float *bias, const uint32_t *documents, uint32_t count, float *chunks,              \
+         uint32_t tokens, uint32_t keys, uint32_t values, uint32_t k, uint32_t v) {                                    \
     chunks_of<T>(qkv, a, b, a_log, bias, documents, count, tokens, {keys, values, k, v}, chunks);                      \
   }                                                                                                                    \
   KERNEL(delta_rule_forward_##NAME, WALK_THREADS, const T *qkv, const uint32_t *documents, float *chunks,              \

@@ -13,15 +13,16 @@ DEVICE uint32_t warp_count(uint32_t x) {
 }
 
 // One block per expert. Each warp counts, in its part of the pairs, those of lower experts and of its own, then places
-// its own in order. starts [experts + 1]: first row of each expert. token and pair of each row, place (row) of each pair:
-// [pairs].
-KERNEL(dispatch_sort, SORT_THREADS, const uint32_t *chosen, uint32_t pairs, uint32_t top_k, uint32_t *starts, uint32_t *token,
-       uint32_t *pair, uint32_t *place) {
+// its own in order. starts [experts + 1]: first row of each expert. token and pair of each row, place (row) of each
+// pair: [pairs].
+KERNEL(dispatch_sort, SORT_THREADS, const uint32_t *chosen, uint32_t pairs, uint32_t top_k, uint32_t *starts,
+       uint32_t *token, uint32_t *pair, uint32_t *place) {
   constexpr uint32_t WARPS = SORT_THREADS / WARP;
   SHARED_ARRAY(uint32_t, lower, WARPS);
   SHARED_ARRAY(uint32_t, own, WARPS);
   const uint32_t e = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const uint32_t part = (pairs + SORT_THREADS - 1) / SORT_THREADS * WARP, begin = warp * part, end = min(begin + part, pairs);
+  const uint32_t part = (pairs + SORT_THREADS - 1) / SORT_THREADS * WARP, begin = warp * part,
+                 end = min(begin + part, pairs);
   uint32_t below = 0, mine = 0;
 #pragma unroll 8
   for (uint32_t p = begin + lane; p < end; p += WARP) below += chosen[p] < e, mine += chosen[p] == e;
@@ -60,7 +61,8 @@ KERNEL(dispatch_sort, SORT_THREADS, const uint32_t *chosen, uint32_t pairs, uint
 // Tile schedule of the grouped products: (expert, first row) per tile of up to `rows` rows, padded with
 // (NONE, 0) up to `tiles` entries.
 constexpr int TILE_THREADS = 256;
-KERNEL(dispatch_tiles, TILE_THREADS, const uint32_t *starts, uint32_t experts, uint32_t rows, uint32_t tiles, uint2 *out) {
+KERNEL(dispatch_tiles, TILE_THREADS, const uint32_t *starts, uint32_t experts, uint32_t rows, uint32_t tiles,
+       uint2 *out) {
   SHARED_BYTES(shared);
   uint32_t *const ends = reinterpret_cast<uint32_t *>(shared); // inclusive prefix sum of tiles per expert
   if (threadIdx.x < WARP) {
@@ -126,8 +128,8 @@ DEVICE void weigh(const T *x, const uint32_t *pair, const float *gates, uint32_t
 
 // y = add + sum of a token's rows in the order of its experts, weighted by the gates.
 template <typename T, int V>
-DEVICE void combine(const T *rows, const uint32_t *place, const float *gates, const T *add, uint32_t top_k, uint32_t width,
-                    T *y) {
+DEVICE void combine(const T *rows, const uint32_t *place, const float *gates, const T *add, uint32_t top_k,
+                    uint32_t width, T *y) {
   for (uint32_t c = threadIdx.x * V; c < width; c += THREADS * V) {
     float sum[V] = {};
     for (uint32_t j = 0; j < top_k; j++) {
@@ -147,29 +149,32 @@ DEVICE void combine(const T *rows, const uint32_t *place, const float *gates, co
   }
 }
 
-#define DISPATCH(NAME, T)                                                                                                 \
-  KERNEL(dispatch_gather_##NAME, THREADS, const T *x, const uint32_t *token, uint32_t width, T *y) {                      \
+#define DISPATCH(NAME, T)                                                                                              \
+  KERNEL(dispatch_gather_##NAME, THREADS, const T *x, const uint32_t *token, uint32_t width, T *y) {                   \
     y += static_cast<uint64_t>(blockIdx.x) * width;                                                                    \
-    if (width % VECTOR<T> == 0 && is_aligned(x) && is_aligned(y)) gather<T, VECTOR<T>>(x, token[blockIdx.x], width, y);\
+    if (width % VECTOR<T> == 0 && is_aligned(x) && is_aligned(y))                                                      \
+      gather<T, VECTOR<T>>(x, token[blockIdx.x], width, y);                                                            \
     else gather<T, 1>(x, token[blockIdx.x], width, y);                                                                 \
   }                                                                                                                    \
-  KERNEL(dispatch_scale_##NAME, THREADS, const T *dy, const uint32_t *token, const uint32_t *pair, const float *gates,    \
+  KERNEL(dispatch_scale_##NAME, THREADS, const T *dy, const uint32_t *token, const uint32_t *pair, const float *gates, \
          uint32_t width, T *rows, float *dgates) {                                                                     \
     SHARED_ARRAY(float, scratch, THREADS / WARP);                                                                      \
     dy += static_cast<uint64_t>(token[blockIdx.x]) * width, rows += static_cast<uint64_t>(blockIdx.x) * width;         \
     const uint32_t p = pair[blockIdx.x];                                                                               \
     const bool whole = width % VECTOR<T> == 0 && is_aligned(dy) && is_aligned(rows);                                   \
-    const float part = whole ? scale<T, VECTOR<T>>(dy, gates[p], width, rows) : scale<T, 1>(dy, gates[p], width, rows);\
+    const float part =                                                                                                 \
+        whole ? scale<T, VECTOR<T>>(dy, gates[p], width, rows) : scale<T, 1>(dy, gates[p], width, rows);               \
     const float dot = block_sum<THREADS>(part, scratch);                                                               \
     if (threadIdx.x == 0) dgates[p] = dot;                                                                             \
   }                                                                                                                    \
-  KERNEL(dispatch_weigh_##NAME, THREADS, const T *x, const uint32_t *pair, const float *gates, uint64_t count,            \
+  KERNEL(dispatch_weigh_##NAME, THREADS, const T *x, const uint32_t *pair, const float *gates, uint64_t count,         \
          uint32_t width, T *y) {                                                                                       \
-    each<VECTOR<T>>(width % VECTOR<T> == 0 && is_aligned(x) && is_aligned(y), count,                                   \
-                    [&](size_t i) { weigh<T, VECTOR<T>>(x, pair, gates, width, y, i); },                               \
-                    [&](size_t i) { weigh<T, 1>(x, pair, gates, width, y, i); }, blockIdx.x);                          \
+    each<VECTOR<T>>(                                                                                                   \
+        width % VECTOR<T> == 0 && is_aligned(x) && is_aligned(y), count,                                               \
+        [&](size_t i) { weigh<T, VECTOR<T>>(x, pair, gates, width, y, i); },                                           \
+        [&](size_t i) { weigh<T, 1>(x, pair, gates, width, y, i); }, blockIdx.x);                                      \
   }                                                                                                                    \
-  KERNEL(dispatch_combine_##NAME, THREADS, const T *rows, const uint32_t *place, const float *gates, const T *add,        \
+  KERNEL(dispatch_combine_##NAME, THREADS, const T *rows, const uint32_t *place, const float *gates, const T *add,     \
          uint32_t top_k, uint32_t width, T *y) {                                                                       \
     const uint64_t first = static_cast<uint64_t>(blockIdx.x) * top_k, at = static_cast<uint64_t>(blockIdx.x) * width;  \
     place += first, gates = gates == nullptr ? nullptr : gates + first, add = add == nullptr ? nullptr : add + at;     \

@@ -22,19 +22,19 @@ constexpr uint64_t NOWHERE = ~0ull;
 
 // Written by crates/ft-kernels/src/experts/grouped/table.rs: 16 words of 64 bits.
 struct alignas(16) Expert {
-  const void *weight, *a, *b;       // W (null: use codes), A and B (null: no adapter)
-  const uint8_t *packed;            // 4-bit codes; see codes.cuh
+  const void *weight, *a, *b; // W (null: use codes), A and B (null: no adapter)
+  const uint8_t *packed;      // 4-bit codes; see codes.cuh
   const float *pairs, *scales;
   const uint8_t *scale_codes;
   const float *map;
-  uint32_t group_shift, shift;      // scales of a group: 2^group_shift
+  uint32_t group_shift, shift; // scales of a group: 2^group_shift
   float offset;
-  uint32_t source;                  // first rounding of dequantized values: 0 f32, 1 bf16, 2 f16
+  uint32_t source; // first rounding of dequantized values: 0 f32, 1 bf16, 2 f16
   uint32_t rank;
   float scale;
   uint64_t grad_weight, grad_a, grad_b; // offsets in the gradient buffer, or NOWHERE
-  uint32_t stream, threshold;       // dropout; see stream.cuh
-  float keep;                       // dropout's scale
+  uint32_t stream, threshold;           // dropout; see stream.cuh
+  float keep;                           // dropout's scale
   uint32_t unused;
 };
 
@@ -65,7 +65,8 @@ template <typename Held> DEVICE void load_experts(Held *to, const Expert *first,
 #pragma unroll
   for (int i = 0; i < 2; i++)
     if (from[i] != nullptr && threadIdx.x < WORDS)
-      store_8(reinterpret_cast<uint2 *>(&to[i].expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from[i]) + threadIdx.x));
+      store_8(reinterpret_cast<uint2 *>(&to[i].expert) + threadIdx.x,
+              load_8(reinterpret_cast<const uint2 *>(from[i]) + threadIdx.x));
   __syncthreads();
 }
 
@@ -182,10 +183,9 @@ template <typename T> DEVICE uint32_t first_column(Products<T> &p, uint32_t colu
 }
 
 #define PRODUCTS(T)                                                                                                    \
-  const Expert *experts, const T *x, const T *u, const Expert *more, const T *more_x, const T *more_u, uint32_t inner,\
+  const Expert *experts, const T *x, const T *u, const Expert *more, const T *more_x, const T *more_u, uint32_t inner, \
       uint32_t outer, uint32_t ranks, uint32_t low, const uint32_t *starts, const uint2 *tiles, T *out, T *second
-#define PRODUCTS_OF                                                                                                    \
-  { experts, more, x, more_x, u, more_u, inner, outer, ranks, low != 0 }
+#define PRODUCTS_OF {experts, more, x, more_x, u, more_u, inner, outer, ranks, low != 0}
 // `a` [n, a_stride] is dy or du, `b` [n, b_stride] is x or u.
 #define GRADIENT(T)                                                                                                    \
   const Expert *experts, uint32_t which, const T *a, uint32_t a_stride, const T *b, uint32_t b_stride, uint32_t rows,  \

@@ -31,8 +31,9 @@ DEVICE void sum(const Bias *biases, const uint32_t *starts, uint32_t width, cons
   const uint32_t first = starts[blockIdx.y], end = starts[blockIdx.y + 1];
   if (at < 0 || first == end) return;
   const T *rows = dy + static_cast<size_t>(first) * width;
-  column_sums<THREADS / WARP>(end - first, width, grads + at, true, [&](float own, uint64_t i) { return own + load(rows + i); },
-                              [](uint64_t) { return 1.0f; });
+  column_sums<THREADS / WARP>(
+      end - first, width, grads + at, true, [&](float own, uint64_t i) { return own + load(rows + i); },
+      [](uint64_t) { return 1.0f; });
 }
 
 #define GROUPED_BIAS(NAME, T)                                                                                          \

@@ -21,7 +21,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   const Products<T> &p;
   const Rows tile;
   const uint32_t outer, col0;
-  const uint32_t beside; // adjacent column tiles, at most BESIDE
+  const uint32_t beside;                   // adjacent column tiles, at most BESIDE
   unsigned char *const left, *const right; // [STAGES] each
   const Constants *const constants;        // of both tables
   unsigned char *const window;             // scales
@@ -32,7 +32,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   bool whole_left, whole_right, shared_scales;
   Codes codes[AHEAD];
   uint32_t next_k, next_column; // position of the next code load
-  bool pending; // whether codes[0] awaits dequantization
+  bool pending;                 // whether codes[0] awaits dequantization
   // Backward: the first group in the window, the scales shared within a row at k0, and the raw scales loaded for the
   // next step.
   uint32_t held_group;
@@ -40,10 +40,12 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   uint32_t raw[2];
 
   DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, uint32_t beside, unsigned char *shared)
-      : p(p), tile(tile), outer(outer), col0(col0), beside(BESIDE == 1 ? 1 : beside), left(shared), right(shared + STAGES * ROWS * DEPTH * 2),
+      : p(p), tile(tile), outer(outer), col0(col0), beside(BESIDE == 1 ? 1 : beside), left(shared),
+        right(shared + STAGES * ROWS * DEPTH * 2),
         constants(reinterpret_cast<const Constants *>(right + STAGES * STAGE_RIGHT)),
-        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants)), row_codes(window, col0, outer), at(p.begin - 1), stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE), held(),
-        raw() {
+        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants)), row_codes(window, col0, outer), at(p.begin - 1),
+        stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE),
+        held(), raw() {
     next();
   }
 
@@ -71,7 +73,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       whole_right = run % 32 == 0 && is_aligned(f.expert->packed);
       if constexpr (!TRANSPOSED) {
         const Expert &e = *f.expert;
-        shared_scales = e.shift >= 6 && outer % 64 == 0 && (e.scale_codes == nullptr || (DEPTH * outer >> e.shift >> e.group_shift) + 9 < GROUPS);
+        shared_scales = e.shift >= 6 && outer % 64 == 0 &&
+                        (e.scale_codes == nullptr || (DEPTH * outer >> e.shift >> e.group_shift) + 9 < GROUPS);
       }
     }
   }
@@ -109,9 +112,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       const bool some = row < tile.count && k < f.depth;
       if (whole_left) cp_async_16(to + place<DEPTH>(row, piece), some ? from : f.left, some);
       else
-        store_eight<T>(to + place<DEPTH>(row, piece), [&](uint32_t j) {
-          return row < tile.count && k + j < f.depth ? load(from + j) : 0.0f;
-        });
+        store_eight<T>(to + place<DEPTH>(row, piece),
+                       [&](uint32_t j) { return row < tile.count && k + j < f.depth ? load(from + j) : 0.0f; });
     }
   }
 
@@ -224,8 +226,10 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     if (!shared_scales) return;
     uint32_t block, second;
     const bool some = shared_block(m, k, 0, block), more = shared_block(m, k, 1, second);
-    const unsigned char *const from = m.scale_codes != nullptr ? m.scale_codes + block : reinterpret_cast<const unsigned char *>(m.scales + block);
-    if (m.shift == 6 && outer % COLS == 0 && reinterpret_cast<uintptr_t>(from) % (m.scale_codes != nullptr ? 2 : 8) == 0) {
+    const unsigned char *const from =
+        m.scale_codes != nullptr ? m.scale_codes + block : reinterpret_cast<const unsigned char *>(m.scales + block);
+    if (m.shift == 6 && outer % COLS == 0 &&
+        reinterpret_cast<uintptr_t>(from) % (m.scale_codes != nullptr ? 2 : 8) == 0) {
       if (!some) return;
       if (m.scale_codes != nullptr) {
         const uint32_t two = *reinterpret_cast<const unsigned short *>(from);
@@ -291,7 +295,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       const bool turned = part >= 4;
       const uint32_t w[2] = {turned ? words.y : words.x, turned ? words.x : words.y};
 #pragma unroll
-      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized<T>(w[j], entry, scale, source));
+      for (int j = 0; j < 2; j++)
+        store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized<T>(w[j], entry, scale, source));
     }
   }
 };
@@ -303,7 +308,8 @@ DEVICE void products(Products<T> p, const uint32_t *starts, const uint2 *tiles, 
   SHARED_BYTES(shared);
   const Rows tile = rows_at(tiles, starts, blockIdx.y, ROWS);
   if (tile.expert == NONE) return;
-  const uint32_t col0 = first_column(p, BESIDE * COLS, out, second), outer = p.low ? p.table()[tile.expert].rank : p.outer;
+  const uint32_t col0 = first_column(p, BESIDE * COLS, out, second),
+                 outer = p.low ? p.table()[tile.expert].rank : p.outer;
   if (col0 >= outer) return;
   const uint32_t tiles_left = (outer - col0 + COLS - 1) / COLS, beside = tiles_left < BESIDE ? tiles_left : BESIDE;
   Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));
@@ -350,8 +356,9 @@ DEVICE void products(Products<T> p, const uint32_t *starts, const uint2 *tiles, 
   for (uint32_t c = 0; c < BESIDE; c++) {
     if (c >= beside) break;
     if (c > 0) __syncwarp();
-    store_tile<T, H, W>(acc[c], p.low ? held[p.begin / 2].expert.scale : 1.0f, shared + warp * H * W * 2, to + c * COLS, stride,
-                        static_cast<int>(tile.count) - row, static_cast<int>(outer - col0) - col - static_cast<int>(c) * COLS);
+    store_tile<T, H, W>(acc[c], p.low ? held[p.begin / 2].expert.scale : 1.0f, shared + warp * H * W * 2, to + c * COLS,
+                        stride, static_cast<int>(tile.count) - row,
+                        static_cast<int>(outer - col0) - col - static_cast<int>(c) * COLS);
   }
 }
 
@@ -364,8 +371,8 @@ template <typename T, uint32_t OF_WARP> struct Pieces {
   uint32_t row;
 
   DEVICE Pieces(const T *from, uint32_t stride, uint32_t cols)
-      : from(from), stride(stride), cols(cols), piece(threadIdx.x % (COLS / 8)), some(piece * 8 / OF_WARP * OF_WARP < cols),
-        row(threadIdx.x / (COLS / 8)) {
+      : from(from), stride(stride), cols(cols), piece(threadIdx.x % (COLS / 8)),
+        some(piece * 8 / OF_WARP * OF_WARP < cols), row(threadIdx.x / (COLS / 8)) {
     this->from += static_cast<uint64_t>(row) * stride + (piece * 8 < cols ? piece * 8 : 0);
   }
 
@@ -374,7 +381,8 @@ template <typename T, uint32_t OF_WARP> struct Pieces {
     constexpr uint32_t APART = THREADS / (COLS / 8);
     static_assert(2 * APART == DEPTH, "two pieces of a thread");
     to += place<COLS>(static_cast<int>(row % DEPTH), static_cast<int>(piece));
-    if (some) cp_async_16(to, from, row < rows), cp_async_16(to + STAGE_RIGHT / 2, from + APART * stride, row + APART < rows);
+    if (some)
+      cp_async_16(to, from, row < rows), cp_async_16(to + STAGE_RIGHT / 2, from + APART * stride, row + APART < rows);
     row += DEPTH, from += DEPTH * static_cast<uint64_t>(stride);
   }
 
@@ -392,12 +400,13 @@ template <typename T, uint32_t OF_WARP> struct Pieces {
 };
 
 template <typename T>
-DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t a_stride, const T *b, uint32_t b_stride,
-                     uint32_t rows, uint32_t cols, const uint32_t *starts, float *grads) {
+DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t a_stride, const T *b,
+                     uint32_t b_stride, uint32_t rows, uint32_t cols, const uint32_t *starts, float *grads) {
   constexpr int H = 32, W = 64;
   SHARED_BYTES(shared);
   const Destination to = destination(experts[blockIdx.z], which, rows, cols);
-  const uint32_t first = starts[blockIdx.z], end = starts[blockIdx.z + 1], row0 = blockIdx.y * COLS, col0 = blockIdx.x * COLS;
+  const uint32_t first = starts[blockIdx.z], end = starts[blockIdx.z + 1], row0 = blockIdx.y * COLS,
+                 col0 = blockIdx.x * COLS;
   if (to.at == NOWHERE || first == end || row0 >= to.rows || col0 >= to.cols) return;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = warp % 4 * H, col = warp / 4 * W;
   const uint32_t some_rows = to.rows - row0, some_cols = to.cols - col0;
@@ -470,7 +479,8 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
         const float low = acc[m][c][2 * r], high = acc[m][c][2 * r + 1];
         if (pairs) {
           const uint2 old = load_8(g);
-          store_8(g, make_uint2(__float_as_uint(__uint_as_float(old.x) + low), __float_as_uint(__uint_as_float(old.y) + high)));
+          store_8(g, make_uint2(__float_as_uint(__uint_as_float(old.x) + low),
+                                __float_as_uint(__uint_as_float(old.y) + high)));
         } else {
           g[0] += low;
           if (x + 1 < some_cols) g[1] += high;
@@ -478,16 +488,17 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       }
 }
 
-// Gradients of adapters: low^T x wide for one expert, low [n, ranks] (du or u) and wide [n, width] (x or dy), added to A's
-// gradient [rank, width] or transposed to B's [width, rank]. A block takes 128 columns and up to LOW of the rank, so that
-// `wide` is read once; all its warps have columns. Columns of `low` past the rank are any values, and so are their sums.
-// With a second table, so many blocks more compute its gradients: of x, if both read it, from the cache.
+// Gradients of adapters: low^T x wide for one expert, low [n, ranks] (du or u) and wide [n, width] (x or dy), added to
+// A's gradient [rank, width] or transposed to B's [width, rank]. A block takes 128 columns and up to LOW of the rank,
+// so that `wide` is read once; all its warps have columns. Columns of `low` past the rank are any values, and so are
+// their sums. With a second table, so many blocks more compute its gradients: of x, if both read it, from the cache.
 constexpr int LOW = 32, OF_WARP = COLS / (THREADS / WARP), STAGE_LOW = DEPTH * LOW * 2; // of the rank; columns; bytes
 constexpr int LOW_STAGES = 4;
 
 template <typename T>
 DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_t ranks, const T *wide, uint32_t width,
-                         const uint32_t *starts, float *grads, const Expert *more, const T *more_low, const T *more_wide) {
+                         const uint32_t *starts, float *grads, const Expert *more, const T *more_low,
+                         const T *more_wide) {
   SHARED_BYTES(shared);
   const uint32_t of_first = (ranks + LOW - 1) / LOW, is_second = blockIdx.y >= of_first;
   if (is_second) experts = more, low = more_low, wide = more_wide;
@@ -507,15 +518,18 @@ DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_
   const bool some_low = rank0 + low_piece * 8 < ranks;
   const uint32_t rows = col0 + piece * 8 < width ? count : 0, low_rows = some_low ? count : 0;
   unsigned char *const to = shared + place<COLS>(static_cast<int>(row), static_cast<int>(piece));
-  unsigned char *const low_to = shared + STAGE_RIGHT + place<LOW>(static_cast<int>(low_row) % DEPTH, static_cast<int>(low_piece));
+  unsigned char *const low_to =
+      shared + STAGE_RIGHT + place<LOW>(static_cast<int>(low_row) % DEPTH, static_cast<int>(low_piece));
   const bool brings_low = threadIdx.x < DEPTH * LOW / 8;
   wide += static_cast<uint64_t>(first + row) * width + col0 + piece * 8;
   low += static_cast<uint64_t>(first + low_row) * ranks + rank0 + low_piece * 8;
   const auto bring = [&](int stage) {
     unsigned char *const own = to + stage * (STAGE_RIGHT + STAGE_LOW);
-    cp_async_16(own, wide, row < rows), cp_async_16(own + STAGE_RIGHT / 2, wide + APART * static_cast<uint64_t>(width), row + APART < rows);
+    cp_async_16(own, wide, row < rows),
+        cp_async_16(own + STAGE_RIGHT / 2, wide + APART * static_cast<uint64_t>(width), row + APART < rows);
     if (brings_low) cp_async_16(low_to + stage * (STAGE_RIGHT + STAGE_LOW), low, low_row < low_rows);
-    row += DEPTH, low_row += DEPTH, wide += DEPTH * static_cast<uint64_t>(width), low += DEPTH * static_cast<uint64_t>(ranks);
+    row += DEPTH, low_row += DEPTH, wide += DEPTH * static_cast<uint64_t>(width),
+        low += DEPTH * static_cast<uint64_t>(ranks);
     cp_async_commit();
   };
 #pragma unroll
@@ -570,7 +584,8 @@ DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_
 #pragma unroll
         for (int i = 0; i < 4; i += 2)
           if (place[c][i] != NONE)
-            store_8(grads + place[c][i], make_uint2(__float_as_uint(old[c][i] + acc[m][c][i]), __float_as_uint(old[c][i + 1] + acc[m][c][i + 1])));
+            store_8(grads + place[c][i], make_uint2(__float_as_uint(old[c][i] + acc[m][c][i]),
+                                                    __float_as_uint(old[c][i + 1] + acc[m][c][i + 1])));
     } else {
 #pragma unroll
       for (int c = 0; c < N; c++)
@@ -591,7 +606,7 @@ DEVICE void low_gradient(const Expert *experts, bool of_b, const T *low, uint32_
   }
 #define GROUPED(T)                                                                                                     \
   PRODUCT(few_forward, T, true, 32, 2, 3, 1)                                                                           \
-  PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                      \
+  PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                     \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \
     gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
   }                                                                                                                    \

@@ -1,6 +1,7 @@
 // Grouped GEMMs of 16-bit values for experts with many rows, on tensor cores: four warps per 128 x 128 tile, each with
-// 64 x 64 values of it, so that a fragment from shared memory feeds eight tensor-core instructions; in a tile with up to
-// 64 rows, an expert's last one, 64 x 32. Two blocks stand on a multiprocessor, also where it has 100 KiB of shared memory.
+// 64 x 64 values of it, so that a fragment from shared memory feeds eight tensor-core instructions; in a tile with up
+// to 64 rows, an expert's last one, 64 x 32. Two blocks stand on a multiprocessor, also where it has 100 KiB of shared
+// memory.
 //
 // There are two kernels of each direction. For matrices of values, left and right tiles arrive by cp.async in three
 // stages of 32 inner values. With 4-bit codes, left tiles arrive in two stages of 64, whole lines of the cache; codes
@@ -14,9 +15,9 @@
 // them by 32 columns, in three stages of 64 inner values, with few registers.
 #include "grouped_tiles.cuh"
 
-constexpr int OF_MANY = 128;               // threads; must match crates/ft-kernels/src/experts/grouped/mod.rs
-constexpr int SIDE = 128, H = 64;          // rows of a tile and of a warp
-constexpr int TURN = 2 * DEPTH;            // inner values of a left stage with codes
+constexpr int OF_MANY = 128;                 // threads; must match crates/ft-kernels/src/experts/grouped/mod.rs
+constexpr int SIDE = 128, H = 64;            // rows of a tile and of a warp
+constexpr int TURN = 2 * DEPTH;              // inner values of a left stage with codes
 constexpr int STAGE_LEFT = SIDE * DEPTH * 2; // bytes
 
 // The expert of a launch with codes, and the codebook of its W.
@@ -28,7 +29,8 @@ struct Coded {
 DEVICE void load_books(Coded *to, bool second) {
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    if ((i == 0 || second) && to[i].expert.weight == nullptr && threadIdx.x < 16) to[i].book[threadIdx.x] = to[i].expert.pairs[2 * threadIdx.x + 1];
+    if ((i == 0 || second) && to[i].expert.weight == nullptr && threadIdx.x < 16)
+      to[i].book[threadIdx.x] = to[i].expert.pairs[2 * threadIdx.x + 1];
   __syncthreads();
 }
 
@@ -135,7 +137,8 @@ template <typename T, bool ROUNDED> struct Across {
         const uint32_t other = __shfl_xor_sync(ALL, odd ? a : b, 1);
         words[n] = odd ? other : a, words[4 + n] = odd ? b : other;
       };
-      swap(0, raw[0].x, raw[1].x), swap(1, raw[0].y, raw[1].y), swap(2, raw[0].z, raw[1].z), swap(3, raw[0].w, raw[1].w);
+      swap(0, raw[0].x, raw[1].x), swap(1, raw[0].y, raw[1].y), swap(2, raw[0].z, raw[1].z),
+          swap(3, raw[0].w, raw[1].w);
       const Matrix m = codes_of(of.expert);
       scale[0] = scales[0].value(m), scale[1] = apart ? scales[1].value(m) : scale[0];
     }
@@ -161,7 +164,8 @@ template <typename T, bool ROUNDED> struct Down {
   uint32_t words[4];
   Lookup lookup;
 
-  DEVICE Down(const Coded &of, uint32_t depth, uint32_t outer, uint32_t col0) : of(of), depth(depth), outer(outer), raw(), words(), lookup() {
+  DEVICE Down(const Coded &of, uint32_t depth, uint32_t outer, uint32_t col0)
+      : of(of), depth(depth), outer(outer), raw(), words(), lookup() {
     // 8 consecutive threads have different rows, so that their stores meet no bank twice
     line = threadIdx.x / WARP * 8 + threadIdx.x % 8;
     const uint32_t part = threadIdx.x % WARP / 8, at = col0 + part * 32;
@@ -197,7 +201,8 @@ template <typename T, int D> struct Left {
   int some; // rows of the thread
   int to;
 
-  DEVICE Left(const Factors<T> &f, Rows rows) : apart(static_cast<uint64_t>(APART) * f.stride), depth(f.depth), deep(threadIdx.x % PIECES * 8) {
+  DEVICE Left(const Factors<T> &f, Rows rows)
+      : apart(static_cast<uint64_t>(APART) * f.stride), depth(f.depth), deep(threadIdx.x % PIECES * 8) {
     const int row = threadIdx.x / PIECES;
     from = f.left + static_cast<uint64_t>(row) * f.stride + deep;
     some = (static_cast<int>(rows.count) - row + APART - 1) / APART;
@@ -232,19 +237,22 @@ template <typename T, bool TRANSPOSED, bool CODES, int W> struct Tile {
         works(static_cast<uint32_t>(row()) < rows.count && static_cast<uint32_t>(col()) < outer - col0), acc() {}
 
   // Multiplies columns from `col` on of a left tile [128, D] by a right tile. `between` is called after each eighth.
-  template <int D, int TOGETHER, typename F> DEVICE void step(const unsigned char *a, int col, const unsigned char *b, const F &between) {
+  template <int D, int TOGETHER, typename F>
+  DEVICE void step(const unsigned char *a, int col, const unsigned char *b, const F &between) {
     const int lane = threadIdx.x % WARP;
     const auto part = [&](int i) {
       for (int n = 0; n < 64 / W; n++) between(i * 64 / W + n);
     };
-    multiply<T, TRANSPOSED, H, W, D, TOGETHER>(acc, a, col, b, ::left<D>(row(), 0, lane), right_corner<TRANSPOSED>(this->col(), lane), part);
+    multiply<T, TRANSPOSED, H, W, D, TOGETHER>(acc, a, col, b, ::left<D>(row(), 0, lane),
+                                               right_corner<TRANSPOSED>(this->col(), lane), part);
   }
 
   // Sums a product of stored values whose rows are whole 16-byte pieces.
   DEVICE void values(const Factors<T> &f) {
     Left<T, DEPTH> from(f, rows);
     // a thread's pieces of right tiles; rows and columns past the edge are zeros
-    constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8, APART = OF_MANY / PIECES, EACH = COLS * DEPTH / 8 / OF_MANY;
+    constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8, APART = OF_MANY / PIECES,
+                  EACH = COLS * DEPTH / 8 / OF_MANY;
     const uint32_t line = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
     const uint32_t c = col0 + (TRANSPOSED ? line : piece * 8);
     uint32_t deep = TRANSPOSED ? piece * 8 : line;
@@ -255,7 +263,8 @@ template <typename T, bool TRANSPOSED, bool CODES, int W> struct Tile {
       from.bring(left + stage * STAGE_LEFT);
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
-        const bool some = TRANSPOSED ? deep < f.depth && c + i * APART < outer : deep + i * APART < f.depth && c < outer;
+        const bool some =
+            TRANSPOSED ? deep < f.depth && c + i * APART < outer : deep + i * APART < f.depth && c < outer;
         cp_async_16(to + stage * STAGE_RIGHT + i * (STAGE_RIGHT / EACH), of + i * APART * pitch, some);
       }
       of += TRANSPOSED ? DEPTH : DEPTH * pitch, deep += DEPTH;
@@ -276,8 +285,8 @@ template <typename T, bool TRANSPOSED, bool CODES, int W> struct Tile {
     cp_async_wait<0>();
   }
 
-  // Sums a product with W in codes: right tile 1 is filled while tile 0 is multiplied, then tile 0 of the next turn. Warps
-  // without values before the edges only fill, in a loop of their own that meets the same barriers.
+  // Sums a product with W in codes: right tile 1 is filled while tile 0 is multiplied, then tile 0 of the next turn.
+  // Warps without values before the edges only fill, in a loop of their own that meets the same barriers.
   template <bool WORKS, typename Codes> DEVICE void codes(const Factors<T> &f, Codes of) {
     Left<T, TURN> from(f, rows);
     const auto bring = [&](int stage) { from.bring(left + stage * 2 * STAGE_LEFT), cp_async_commit(); };
@@ -321,11 +330,13 @@ template <typename T, bool TRANSPOSED, bool CODES, int W> struct Tile {
       for (int i = threadIdx.x; i < SIDE * DEPTH / 8; i += OF_MANY) {
         const uint32_t row = i / 4, k = k0 + i % 4 * 8;
         store_eight<T>(left + place<DEPTH>(row, i % 4), [&](uint32_t j) {
-          return row < rows.count && k + j < f.depth ? load(f.left + static_cast<uint64_t>(row) * f.stride + k + j) : 0.0f;
+          return row < rows.count && k + j < f.depth ? load(f.left + static_cast<uint64_t>(row) * f.stride + k + j)
+                                                     : 0.0f;
         });
         const uint32_t line = i / PIECES, piece = i % PIECES;
         const uint32_t deep = k0 + (TRANSPOSED ? piece * 8 : line), c = col0 + (TRANSPOSED ? line : piece * 8);
-        const uint64_t from = TRANSPOSED ? static_cast<uint64_t>(c) * f.depth + deep : static_cast<uint64_t>(deep) * outer + c;
+        const uint64_t from =
+            TRANSPOSED ? static_cast<uint64_t>(c) * f.depth + deep : static_cast<uint64_t>(deep) * outer + c;
         store_eight<T>(right + right_place<TRANSPOSED>(line, piece), [&](uint32_t j) {
           const bool some = TRANSPOSED ? deep + j < f.depth && c < outer : deep < f.depth && c + j < outer;
           return some ? right_value(f, from + j) : 0.0f;
@@ -356,7 +367,8 @@ template <typename T, bool TRANSPOSED, bool CODES, int W> struct Tile {
 };
 
 template <typename T, bool TRANSPOSED, bool CODES, int W, typename Held>
-DEVICE void compute(const Products<T> &p, Rows rows, uint32_t outer, uint32_t col0, const Held *held, unsigned char *shared, T *out) {
+DEVICE void compute(const Products<T> &p, Rows rows, uint32_t outer, uint32_t col0, const Held *held,
+                    unsigned char *shared, T *out) {
   Tile<T, TRANSPOSED, CODES, W> tile(rows, outer, col0, shared);
 #pragma unroll 1
   for (int at = p.begin; at < p.end; at++) {
@@ -368,8 +380,8 @@ DEVICE void compute(const Products<T> &p, Rows rows, uint32_t outer, uint32_t co
   const int row = tile.row(), col = tile.col();
   const uint32_t stride = p.low ? p.ranks : p.outer;
   T *const to = out + static_cast<uint64_t>(rows.first + row) * stride + col0 + col;
-  store_tile<T, H, W>(tile.acc, p.low ? held[p.begin / 2].expert.scale : 1.0f, shared + threadIdx.x / WARP * H * W * 2, to, stride,
-                      static_cast<int>(rows.count) - row, static_cast<int>(outer - col0) - col);
+  store_tile<T, H, W>(tile.acc, p.low ? held[p.begin / 2].expert.scale : 1.0f, shared + threadIdx.x / WARP * H * W * 2,
+                      to, stride, static_cast<int>(rows.count) - row, static_cast<int>(outer - col0) - col);
 }
 
 template <typename T, bool TRANSPOSED, bool CODES>
@@ -392,7 +404,8 @@ DEVICE void products(Products<T> p, const uint32_t *starts, const uint2 *tiles, 
 constexpr int LOW = 32, LOW_STAGES = 3, LOW_RIGHT = LOW * DEPTH * 2; // columns; bytes of half a stage's right tile
 
 // u or du of a tile of rows. Rows of the left operand are whole 16-byte pieces.
-template <typename T, bool TRANSPOSED> DEVICE void narrow(Products<T> p, const uint32_t *starts, const uint2 *tiles, T *out, T *second) {
+template <typename T, bool TRANSPOSED>
+DEVICE void narrow(Products<T> p, const uint32_t *starts, const uint2 *tiles, T *out, T *second) {
   constexpr int OF_WARP = SIDE * WARP / OF_MANY, STAGE_BYTES = 2 * (STAGE_LEFT + LOW_RIGHT);
   SHARED_BYTES(shared);
   const Rows rows = rows_at(tiles, starts, blockIdx.y, SIDE);
@@ -405,7 +418,8 @@ template <typename T, bool TRANSPOSED> DEVICE void narrow(Products<T> p, const u
 
   // a thread's pieces of right tiles, [LOW, DEPTH] if TRANSPOSED, else [DEPTH, LOW]; values past the edges are zeros
   static_assert(LOW == DEPTH && OF_MANY * 8 == LOW * DEPTH, "a piece a thread");
-  const uint32_t line = threadIdx.x / (DEPTH / 8), piece = threadIdx.x % (DEPTH / 8), r = first + (TRANSPOSED ? line : piece * 8);
+  const uint32_t line = threadIdx.x / (DEPTH / 8), piece = threadIdx.x % (DEPTH / 8),
+                 r = first + (TRANSPOSED ? line : piece * 8);
   uint32_t k = TRANSPOSED ? piece * 8 : line;
   const uint64_t pitch = TRANSPOSED ? 1 : rank;
   const T *of = f.right + (TRANSPOSED ? static_cast<uint64_t>(r) * f.depth + k : k * pitch + r);
@@ -428,7 +442,8 @@ template <typename T, bool TRANSPOSED> DEVICE void narrow(Products<T> p, const u
   };
 #pragma unroll
   for (int s = 0; s < LOW_STAGES - 1; s++) bring(s);
-  const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * OF_WARP, some_rows = static_cast<int>(rows.count) - row;
+  const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * OF_WARP,
+            some_rows = static_cast<int>(rows.count) - row;
   const auto of_left = left<TURN>(row, 0, lane);
   const auto of_right = TRANSPOSED ? right_transposed<DEPTH>(0, 0, lane) : right<DEPTH>(0, 0, lane);
   float acc[OF_WARP / 16][LOW / 8][4] = {};
@@ -442,14 +457,15 @@ template <typename T, bool TRANSPOSED> DEVICE void narrow(Products<T> p, const u
     if (some_rows > 0)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        multiply<T, TRANSPOSED, OF_WARP, LOW, TURN, 2>(acc, a, i * DEPTH, a + 2 * STAGE_LEFT + i * LOW_RIGHT, of_left, of_right,
-                                                       [](int) {});
+        multiply<T, TRANSPOSED, OF_WARP, LOW, TURN, 2>(acc, a, i * DEPTH, a + 2 * STAGE_LEFT + i * LOW_RIGHT, of_left,
+                                                       of_right, [](int) {});
     stage = stage == LOW_STAGES - 1 ? 0 : stage + 1, next = next == LOW_STAGES - 1 ? 0 : next + 1;
   }
   cp_async_wait<0>();
   __syncthreads();
   T *const own = out + static_cast<uint64_t>(rows.first + row) * p.ranks + first;
-  store_tile<T, OF_WARP, LOW>(acc, e.scale, shared + threadIdx.x / WARP * OF_WARP * LOW * 2, own, p.ranks, some_rows, static_cast<int>(rank - first));
+  store_tile<T, OF_WARP, LOW>(acc, e.scale, shared + threadIdx.x / WARP * OF_WARP * LOW * 2, own, p.ranks, some_rows,
+                              static_cast<int>(rank - first));
 }
 
 #define MANY_OF(NAME, T, TRANSPOSED, CODES)                                                                            \

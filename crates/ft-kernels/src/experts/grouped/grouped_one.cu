@@ -10,11 +10,13 @@ constexpr int WARPS = THREADS / WARP, ROWS = 4, SIDE = 32; // SIDE: rows per sch
 // sum[r] += left . row r of a right operand [outer, depth], split across the lanes of a warp. `whole`:
 // rows are vector-aligned.
 template <typename T>
-DEVICE void add_values(float (&sum)[ROWS], const Factors<T> &f, uint32_t first, uint32_t outer, bool whole, uint32_t lane) {
+DEVICE void add_values(float (&sum)[ROWS], const Factors<T> &f, uint32_t first, uint32_t outer, bool whole,
+                       uint32_t lane) {
   if (!whole) {
     for (uint32_t k = lane; k < f.depth; k += WARP)
       for (int r = 0; r < ROWS; r++)
-        if (first + r < outer) sum[r] = fmaf(load(f.left + k), right_value(f, static_cast<uint64_t>(first + r) * f.depth + k), sum[r]);
+        if (first + r < outer)
+          sum[r] = fmaf(load(f.left + k), right_value(f, static_cast<uint64_t>(first + r) * f.depth + k), sum[r]);
     return;
   }
 #pragma unroll 2
@@ -35,7 +37,8 @@ DEVICE void add_values(float (&sum)[ROWS], const Factors<T> &f, uint32_t first, 
 // The same for 4-bit codes. Row lengths are multiples of 32. Values are rounded to their source dtype,
 // then to T.
 template <typename T>
-DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &constants, uint32_t first, uint32_t outer, uint32_t lane) {
+DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &constants, uint32_t first,
+                      uint32_t outer, uint32_t lane) {
   constexpr int STEPS = CHUNK / (WARP * 8);
   Matrix m = codes_of(constants.expert);
   m.map = constants.map;
@@ -61,7 +64,8 @@ DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &
       if (start % span != 0) continue;
       const uint32_t block = static_cast<uint32_t>((begin + start) >> m.shift) + lane;
       scales[r] = 0.0f;
-      if (first + r >= outer || block > (begin + (start + span < f.depth ? start + span : f.depth) - 1) >> m.shift) continue;
+      if (first + r >= outer || block > (begin + (start + span < f.depth ? start + span : f.depth) - 1) >> m.shift)
+        continue;
       if (m.scale_codes == nullptr) scales[r] = m.scales[block];
       else {
         const uint32_t group = block / m.group;
@@ -114,8 +118,10 @@ template <typename T> DEVICE void one(Products<T> p, const uint32_t *starts, con
         if (f.depth == 0) continue;
         const bool left = i == 0 ? staged : f.stride % 8 == 0 && is_aligned(f.left);
         if (i == 0 && staged) f.left = reinterpret_cast<const T *>(shared);
-        if (f.right == nullptr && left && f.depth % 32 == 0 && is_aligned(e.packed)) add_codes(sum, f, constants[0], first, outer, lane);
-        else add_values(sum, f, first, outer, left && f.right != nullptr && f.depth % 8 == 0 && is_aligned(f.right), lane);
+        if (f.right == nullptr && left && f.depth % 32 == 0 && is_aligned(e.packed))
+          add_codes(sum, f, constants[0], first, outer, lane);
+        else
+          add_values(sum, f, first, outer, left && f.right != nullptr && f.depth % 8 == 0 && is_aligned(f.right), lane);
       }
       // lanes 0 to ROWS - 1 store adjacent values
       float own = 0.0f;
@@ -124,7 +130,8 @@ template <typename T> DEVICE void one(Products<T> p, const uint32_t *starts, con
         const float s = warp_sum(sum[r]);
         if (lane == r) own = s;
       }
-      if (lane < ROWS && first + lane < outer) store(out + static_cast<uint64_t>(row) * stride + first + lane, own * (p.low ? e.scale : 1.0f));
+      if (lane < ROWS && first + lane < outer)
+        store(out + static_cast<uint64_t>(row) * stride + first + lane, own * (p.low ? e.scale : 1.0f));
     }
   }
 }

@@ -86,8 +86,8 @@ template <bool TRANSPOSED> struct Codes {
 
 template <bool TRANSPOSED>
 DEVICE void products(Products<float> p, const uint32_t *starts, const uint2 *tiles, float *out, float *second) {
-  SHARED_ARRAY(float, a, SIDE * DEPTH);
-  SHARED_ARRAY(float, b, SIDE * DEPTH);
+  SHARED_ARRAY(float, a, SIDE *DEPTH);
+  SHARED_ARRAY(float, b, SIDE *DEPTH);
   SHARED_ARRAY(Constants, held, 2); // of both tables
   const Rows tile = rows_at(tiles, starts, blockIdx.y, SIDE);
   if (tile.expert == NONE) return;
@@ -110,11 +110,12 @@ DEVICE void products(Products<float> p, const uint32_t *starts, const uint2 *til
         return row < tile.count && k0 + k < f.depth ? f.left[static_cast<uint64_t>(row) * f.stride + k0 + k] : 0.0f;
       });
       if (whole) codes.fill(b, held[at / 2], f.depth, outer, col0, k0);
-      else fill<TRANSPOSED>(b, [&](uint32_t k, uint32_t col) {
-        const uint64_t c = col0 + col, d = k0 + k;
-        if (c >= outer || d >= f.depth) return 0.0f;
-        return right_value(f, TRANSPOSED ? c * f.depth + d : d * outer + c);
-      });
+      else
+        fill<TRANSPOSED>(b, [&](uint32_t k, uint32_t col) {
+          const uint64_t c = col0 + col, d = k0 + k;
+          if (c >= outer || d >= f.depth) return 0.0f;
+          return right_value(f, TRANSPOSED ? c * f.depth + d : d * outer + c);
+        });
       __syncthreads();
       add(acc, a, b, y, x);
       __syncthreads();
@@ -126,18 +127,24 @@ DEVICE void products(Products<float> p, const uint32_t *starts, const uint2 *til
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const uint32_t row = y + 16 * i, col = col0 + x + 16 * j;
-      if (row < tile.count && col < outer) out[static_cast<uint64_t>(tile.first + row) * stride + col] = scale * acc[i][j];
+      if (row < tile.count && col < outer)
+        out[static_cast<uint64_t>(tile.first + row) * stride + col] = scale * acc[i][j];
     }
 }
 
-KERNEL(grouped_forward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<true>(PRODUCTS_OF, starts, tiles, out, second); }
-KERNEL(grouped_backward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<false>(PRODUCTS_OF, starts, tiles, out, second); }
+KERNEL(grouped_forward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) {
+  products<true>(PRODUCTS_OF, starts, tiles, out, second);
+}
+KERNEL(grouped_backward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) {
+  products<false>(PRODUCTS_OF, starts, tiles, out, second);
+}
 
 KERNEL(grouped_gradient_f32, THREADS, GRADIENT(float)) {
-  SHARED_ARRAY(float, left, SIDE * DEPTH);
-  SHARED_ARRAY(float, right, SIDE * DEPTH);
+  SHARED_ARRAY(float, left, SIDE *DEPTH);
+  SHARED_ARRAY(float, right, SIDE *DEPTH);
   const Destination to = destination(experts[blockIdx.z], which, rows, cols);
-  const uint32_t first = starts[blockIdx.z], end = starts[blockIdx.z + 1], row0 = blockIdx.y * SIDE, col0 = blockIdx.x * SIDE;
+  const uint32_t first = starts[blockIdx.z], end = starts[blockIdx.z + 1], row0 = blockIdx.y * SIDE,
+                 col0 = blockIdx.x * SIDE;
   if (to.at == NOWHERE || first == end || row0 >= to.rows || col0 >= to.cols) return;
   const int y = threadIdx.x / 16, x = threadIdx.x % 16;
   float acc[EACH][EACH] = {};

@@ -27,12 +27,12 @@ template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
   else return place<COLS>(row, piece);
 }
 
-// acc += left right for an inner step: columns from `col` on of left [.., D], and right [.., R], in shared memory, from the
-// warp's first row and column on. TOGETHER of its two halves are in a turn of a loop. `between` is called with its number after
-// the products of 16 inner values and 16 columns. Operands past the edges are zeros.
+// acc += left right for an inner step: columns from `col` on of left [.., D], and right [.., R], in shared memory, from
+// the warp's first row and column on. TOGETHER of its two halves are in a turn of a loop. `between` is called with its
+// number after the products of 16 inner values and 16 columns. Operands past the edges are zeros.
 template <typename T, bool TRANSPOSED, int H, int W, int D, int TOGETHER, int R, typename F>
-DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, int col, const unsigned char *b, Corner<D> of_a, Corner<R> of_b,
-                     const F &between) {
+DEVICE void multiply(float (&acc)[H / 16][W / 8][4], const unsigned char *a, int col, const unsigned char *b,
+                     Corner<D> of_a, Corner<R> of_b, const F &between) {
 #pragma unroll(TOGETHER)
   for (int k = 0; k < DEPTH; k += 16) {
     uint32_t fa[H / 16][4];
@@ -93,7 +93,8 @@ struct RowCodes {
   float held;
 
   DEVICE RowCodes(unsigned char *windows, uint32_t col0, uint32_t outer)
-      : window(windows + threadIdx.x / WARP * ROW_BLOCK * WINDOW), row(threadIdx.x / 2), col0(col0), outer(outer), held_group(NONE), held() {}
+      : window(windows + threadIdx.x / WARP * ROW_BLOCK * WINDOW), row(threadIdx.x / 2), col0(col0), outer(outer),
+        held_group(NONE), held() {}
 
   // Starts loading from inner index `k` on, a multiple of 64. Past the edges, codes and scale are zero.
   DEVICE Codes fetch(const Matrix &m, const float *map, uint32_t depth, uint32_t k) {
@@ -119,7 +120,9 @@ struct RowCodes {
   }
 
   // Offset of a word in a line of the window; swizzled, so one word of 16 lines spans 16 banks.
-  DEVICE static int spot(uint32_t line, uint32_t word) { return static_cast<int>(line * WINDOW + (word ^ (line / 4)) * 4); }
+  DEVICE static int spot(uint32_t line, uint32_t word) {
+    return static_cast<int>(line * WINDOW + (word ^ (line / 4)) * 4);
+  }
 
   // Loads the scales from inner index `k` on for the rows of this warp; `blocks` is the number of blocks per row.
   DEVICE void bring_scales(const Matrix &m, uint32_t k, uint32_t blocks) {
@@ -133,7 +136,8 @@ struct RowCodes {
     for (uint32_t i = lane; i < ROW_BLOCK * WINDOW / 4; i += WARP) {
       const uint32_t line = i / (WINDOW / 4), word = i % (WINDOW / 4), col = col0 + line0 + line;
       const unsigned char *const at = from + col * pitch + first + 4 * word;
-      const uint32_t some = col < outer && first + 4 * word < pitch ? static_cast<uint32_t>(pitch) - first - 4 * word : 0;
+      const uint32_t some =
+          col < outer && first + 4 * word < pitch ? static_cast<uint32_t>(pitch) - first - 4 * word : 0;
       if (by_words) {
         if (some > 0) store_4(window + spot(line, word), *reinterpret_cast<const uint32_t *>(at));
       } else {
@@ -148,8 +152,8 @@ struct RowCodes {
 // Stores a warp's H x W values times `scale` from `row` and `col` of a tile on, through shared memory, to write whole
 // lines. `own` has H W values. Values past `some_rows` and `some_cols`, counted from there, are left out.
 template <typename T, int H, int W>
-DEVICE void store_tile(const float (&acc)[H / 16][W / 8][4], float scale, unsigned char *own, T *out, uint32_t stride, int some_rows,
-                       int some_cols) {
+DEVICE void store_tile(const float (&acc)[H / 16][W / 8][4], float scale, unsigned char *own, T *out, uint32_t stride,
+                       int some_rows, int some_cols) {
   const int lane = threadIdx.x % WARP;
   const bool whole = stride % 8 == 0 && is_aligned(out);
 #pragma unroll

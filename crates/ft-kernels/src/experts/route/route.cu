@@ -60,8 +60,8 @@ KERNEL(route_forward, THREADS, const float *logits, uint32_t tokens, uint32_t ex
 // Gradient of the logits. `extra` [experts], or null, is added to the gradient of the probabilities; the
 // z-loss adds z * lse * p, with the factor 2 of the square included in z.
 KERNEL(route_backward, THREADS, const float *probs, const float *lse, const float *gates, const uint32_t *chosen,
-       const float *dgates, const float *extra, float z, uint32_t tokens, uint32_t experts, uint32_t k, uint32_t normalise,
-       float *dlogits) {
+       const float *dgates, const float *extra, float z, uint32_t tokens, uint32_t experts, uint32_t k,
+       uint32_t normalise, float *dlogits) {
   const uint32_t lane = threadIdx.x % WARP, t = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
   if (t >= tokens) return;
   const uint64_t row = static_cast<uint64_t>(t) * experts, own = static_cast<uint64_t>(t) * k + lane;

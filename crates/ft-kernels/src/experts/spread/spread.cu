@@ -1,8 +1,7 @@
 // Scatters rows: to[index[i]] = from[i], one block per row.
 #include "../../cuda/device.cuh"
 
-template <typename T>
-DEVICE void spread(const uint32_t *index, const T *from, uint64_t rows, uint64_t width, T *to) {
+template <typename T> DEVICE void spread(const uint32_t *index, const T *from, uint64_t rows, uint64_t width, T *to) {
   const uint64_t row = index[blockIdx.x];
   if (row >= rows) return;
   const T *a = from + blockIdx.x * width;

@@ -24,8 +24,9 @@ template <typename T> DEVICE void add(const T *b, uint64_t rows, uint64_t width,
 
 // grad[c] = sum of dy[.., c], or += with `add`.
 template <typename T> DEVICE void sum(const T *dy, uint64_t rows, uint64_t width, float *grad, bool add) {
-  column_sums<THREADS / WARP>(rows, width, grad, add, [&](float own, uint64_t at) { return own + load(dy + at); },
-                              [](uint64_t) { return 1.0f; });
+  column_sums<THREADS / WARP>(
+      rows, width, grad, add, [&](float own, uint64_t at) { return own + load(dy + at); },
+      [](uint64_t) { return 1.0f; });
 }
 
 #define BIAS(T)                                                                                                        \

@@ -62,7 +62,8 @@ DEVICE void gradient(const float *row, T *out, uint32_t columns, uint32_t target
     float x[V];
     limit.get(row + i, x);
 #pragma unroll
-    for (int j = 0; j < V; j++) x[j] = (expf(x[j] - most) * factor - (i + j == target ? scale : 0.0f)) * limit.slope(x[j]);
+    for (int j = 0; j < V; j++)
+      x[j] = (expf(x[j] - most) * factor - (i + j == target ? scale : 0.0f)) * limit.slope(x[j]);
     put(out + i, x);
   }
 }
@@ -84,7 +85,8 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, const fl
     const float most = __shfl_xor_sync(ALL, seen.most, step), sum = __shfl_xor_sync(ALL, seen.sum, step);
     seen.add(most, sum);
   }
-  if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = seen.most, scratch[(THREADS + threadIdx.x) / WARP] = seen.sum;
+  if (threadIdx.x % WARP == 0)
+    scratch[threadIdx.x / WARP] = seen.most, scratch[(THREADS + threadIdx.x) / WARP] = seen.sum;
   // also orders the read of the target's logit before any write
   __syncthreads();
   seen = {LOWEST, 0.0f};
@@ -157,15 +159,16 @@ DEVICE void gradient_both(const float *row, T *out, uint32_t columns, uint32_t t
   }
 }
 
-// Gradient of hard * cross-entropy + tempered / temperature^2 * divergence, times the weight. Of the row's teacher, each
-// thread has one token; tokens of probability 0 are not read.
+// Gradient of hard * cross-entropy + tempered / temperature^2 * divergence, times the weight. Of the row's teacher,
+// each thread has one token; tokens of probability 0 are not read.
 template <typename T>
 DEVICE void distill(const float *logits, const uint32_t *targets, const uint32_t *ids, const float *probs,
                     const float *weights, float *losses, float *divergences, T *out, uint32_t columns, uint32_t kept,
                     float temperature, float hard, float tempered, const Limit &limit) {
   constexpr int WARPS = THREADS / WARP;
   SHARED_ARRAY(float, scratch, 5 * WARPS);
-  const size_t at = static_cast<size_t>(blockIdx.x) * columns, own = static_cast<size_t>(blockIdx.x) * kept + threadIdx.x;
+  const size_t at = static_cast<size_t>(blockIdx.x) * columns,
+               own = static_cast<size_t>(blockIdx.x) * kept + threadIdx.x;
   const float *const row = logits + at, inverse = 1.0f / temperature;
   const bool vectors = columns % 4 == 0 && is_aligned(logits);
   const uint32_t target = targets[blockIdx.x];

@@ -28,7 +28,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
   SHARED_ARRAY(float, scratch, 2 * WARP);
   const uint32_t first = threadIdx.x * V, step = blockDim.x * V;
   // loads V values of x, or of x + add rounded to T
-  const auto take = [&](size_t at, float(&v)[V]) {
+  const auto take = [&](size_t at, float (&v)[V]) {
     get(x + at, v);
     if (add == nullptr) return;
     float a[V];
@@ -61,7 +61,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
     }
     block_sums(squares, none, scratch);
     const float r = row_scale(squares, d, eps);
-    const auto write = [&](uint32_t i, const float(&v)[V], const float(&of)[V]) {
+    const auto write = [&](uint32_t i, const float (&v)[V], const float (&of)[V]) {
       float out[V];
 #pragma unroll
       for (int j = 0; j < V; j++) out[j] = v[j] * r * of[j];
@@ -97,7 +97,8 @@ template <typename T, int V> struct Stored {
   }
   // Has later calls of `widen` convert anew, so that the results of earlier ones leave their registers.
   DEVICE void again() {
-    if constexpr (V != 1 && sizeof(T) == 2) bits = make_uint4(opaque(bits.x), opaque(bits.y), opaque(bits.z), opaque(bits.w));
+    if constexpr (V != 1 && sizeof(T) == 2)
+      bits = make_uint4(opaque(bits.x), opaque(bits.y), opaque(bits.z), opaque(bits.w));
   }
 };
 
@@ -185,26 +186,28 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
       if (first + k * step < d) put_floats(own + first + k * step, dw[k]);
 }
 
-// One kernel per dtype and, backward, for frozen weights and others. `add` and `sum` are both null or both set; `partial`
-// is [blocks, d]. `apart`, `add_apart` and `dx_apart` are row strides of y, the addend and dx. Where the weight is frozen,
-// few registers let two blocks of most threads, or four of half as many, load their rows at a time.
+// One kernel per dtype and, backward, for frozen weights and others. `add` and `sum` are both null or both set;
+// `partial` is [blocks, d]. `apart`, `add_apart` and `dx_apart` are row strides of y, the addend and dx. Where the
+// weight is frozen, few registers let two blocks of most threads, or four of half as many, load their rows at a time.
 #define NORM(NAME, T)                                                                                                  \
   KERNEL(norm_forward_##NAME, THREADS, const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d,  \
          uint32_t apart, uint32_t per, float eps, float plus) {                                                        \
-    const bool vectors = d % VECTOR<T> == 0 && apart % VECTOR<T> == 0 && is_aligned(x) && is_aligned(add) && is_aligned(w) && is_aligned(sum) && \
-                         is_aligned(y);                                                                                \
-    if (vectors) forward<T, VECTOR<T>>(x, add, w, sum, y, rows, d, apart, per, eps, plus);                                   \
-    else forward<T, 1>(x, add, w, sum, y, rows, d, apart, per, eps, plus);                                                   \
+    const bool vectors = d % VECTOR<T> == 0 && apart % VECTOR<T> == 0 && is_aligned(x) && is_aligned(add) &&           \
+                         is_aligned(w) && is_aligned(sum) && is_aligned(y);                                            \
+    if (vectors) forward<T, VECTOR<T>>(x, add, w, sum, y, rows, d, apart, per, eps, plus);                             \
+    else forward<T, 1>(x, add, w, sum, y, rows, d, apart, per, eps, plus);                                             \
   }                                                                                                                    \
-  BACKWARD(norm_backward_##NAME, 2, T, false)                                                   \
+  BACKWARD(norm_backward_##NAME, 2, T, false)                                                                          \
   BACKWARD(norm_backward_weight_##NAME, 1, T, true)
 #define BACKWARD(NAME, BLOCKS, T, WEIGHT)                                                                              \
-  KERNEL(NAME, SIDE_BY_SIDE(BLOCKS, THREADS), const T *x, const T *w, const T *dy, const T *add, T *dx, float *partial, uint32_t rows, uint32_t d, \
-         uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps, float plus) {                                 \
-    const bool vectors = (d | add_apart | dx_apart) % VECTOR<T> == 0 && is_aligned(x) && is_aligned(w) && is_aligned(dy) && is_aligned(add) && \
-                         is_aligned(dx);                                                                               \
-    if (vectors) backward<T, VECTOR<T>, WEIGHT>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps, plus);      \
-    else backward<T, 1, WEIGHT>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps, plus);                      \
+  KERNEL(NAME, SIDE_BY_SIDE(BLOCKS, THREADS), const T *x, const T *w, const T *dy, const T *add, T *dx,                \
+         float *partial, uint32_t rows, uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps,    \
+         float plus) {                                                                                                 \
+    const bool vectors = (d | add_apart | dx_apart) % VECTOR<T> == 0 && is_aligned(x) && is_aligned(w) &&              \
+                         is_aligned(dy) && is_aligned(add) && is_aligned(dx);                                          \
+    if (vectors)                                                                                                       \
+      backward<T, VECTOR<T>, WEIGHT>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps, plus);        \
+    else backward<T, 1, WEIGHT>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps, plus);             \
   }
 
 NORM(f32, float)

@@ -152,7 +152,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
   }
   if (partial == nullptr) return;
   constexpr int MOST = 2 * N * WARP;
-  SHARED_ARRAY(float, sums, WARPS * MOST);
+  SHARED_ARRAY(float, sums, WARPS *MOST);
   // sum over the groups of a warp, then over warps, in fixed order
 #pragma unroll
   for (int i = 0; i < N; i++)
@@ -180,10 +180,8 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
          float plus) {                                                                                                 \
     const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, nullptr, yq, heads, eps_q, apart_q, plus}                    \
                                         : Heads<T>{k, wk, nullptr, yk, kv_heads, eps_k, apart_k, plus};                \
-    const bool vectors =                                                                                               \
-        (half | rotated) % PACK == 0 && of.apart % PACK == 0 && is_aligned(of.x) && is_aligned(of.w) &&                \
-        is_aligned(of.out) && is_aligned(cos) &&                                                                       \
-        is_aligned(sin);                                                                                               \
+    const bool vectors = (half | rotated) % PACK == 0 && of.apart % PACK == 0 && is_aligned(of.x) &&                   \
+                         is_aligned(of.w) && is_aligned(of.out) && is_aligned(cos) && is_aligned(sin);                 \
     if (vectors) forward<T, N, PACK>(of, cos, sin, tokens, half, rotated, lanes, sign);                                \
     else forward<T, N, 1>(of, cos, sin, tokens, half, rotated, lanes, sign);                                           \
   }                                                                                                                    \
@@ -193,10 +191,9 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
          uint32_t apart_q, uint32_t apart_k, float plus) {                                                             \
     const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, dyq, dq, heads, eps_q, apart_q, plus}                        \
                                         : Heads<T>{k, wk, dyk, dk, kv_heads, eps_k, apart_k, plus};                    \
-    const bool vectors =                                                                                               \
-        (half | rotated) % PACK == 0 && of.apart % PACK == 0 && is_aligned(of.x) && is_aligned(of.w) &&                \
-        is_aligned(of.dy) && is_aligned(of.out) &&                                                                     \
-        is_aligned(cos) && is_aligned(sin);                                                                            \
+    const bool vectors = (half | rotated) % PACK == 0 && of.apart % PACK == 0 && is_aligned(of.x) &&                   \
+                         is_aligned(of.w) && is_aligned(of.dy) && is_aligned(of.out) && is_aligned(cos) &&             \
+                         is_aligned(sin);                                                                              \
     if (vectors) backward<T, N, PACK>(of, cos, sin, partial, tokens, half, rotated, lanes, per);                       \
     else backward<T, N, 1>(of, cos, sin, partial, tokens, half, rotated, lanes, per);                                  \
   }

@@ -2,8 +2,8 @@
 // down projection, in place of dy. Gate and up are two matrices, or one (`up` null) whose rows hold both:
 // value i of the gate at `step i`, of up `beside` values further. A thread processes 16 bytes of each operand;
 // unaligned rows and interleaved ones are processed value by value. Every value is read and written once. A row
-// of `width` outputs is one block, or several in grid dimension y; of weighted rows it is one. `apart` is the row stride of the output,
-// `of_input` of gate and up.
+// of `width` outputs is one block, or several in grid dimension y; of weighted rows it is one. `apart` is the row
+// stride of the output, `of_input` of gate and up.
 #include "../../cuda/rows.cuh"
 
 constexpr int THREADS = 256; // same as in crates/ft-kernels/src/layers/swiglu/cuda.rs
@@ -50,8 +50,8 @@ DEVICE void forward(const Activation &act, const T *gate, const T *up, T *y, uin
 }
 
 template <typename T, int V>
-DEVICE void backward(const Activation &act, const T *gate, const T *up, const T *dy, T *dgate, T *dup, T *h, uint32_t at,
-                     uint32_t step) {
+DEVICE void backward(const Activation &act, const T *gate, const T *up, const T *dy, T *dgate, T *dup, T *h,
+                     uint32_t at, uint32_t step) {
   const size_t pair = static_cast<size_t>(at) * step;
   float g[V], u[V], d[V], out[V];
   get(gate + pair, g), get(up + pair, u), get(dy + at, d);
@@ -69,8 +69,8 @@ DEVICE void backward(const Activation &act, const T *gate, const T *up, const T 
 // Of a row whose output is weighted: the gradients from `dy`, that of the weighted output over `factor`. Returns this
 // thread's part of the factor's gradient, the product of `dy` and the output as stored.
 template <typename T, int V>
-DEVICE float weighted(const Activation &act, const T *gate, const T *up, const T *dy, float factor, T *dgate, T *dup, uint32_t at,
-                      uint32_t step) {
+DEVICE float weighted(const Activation &act, const T *gate, const T *up, const T *dy, float factor, T *dgate, T *dup,
+                      uint32_t at, uint32_t step) {
   const size_t pair = static_cast<size_t>(at) * step;
   float g[V], u[V], d[V], dot = 0;
   get(gate + pair, g), get(up + pair, u), get(dy + at, d);
@@ -94,8 +94,9 @@ DEVICE float weighted(const Activation &act, const T *gate, const T *up, const T
     gate += at, y += row * apart;                                                                                      \
     const bool vectors = step == 1 && (width | apart | of_input) % VECTOR<T> == 0 && is_aligned(gate) &&               \
                          is_aligned(up) && is_aligned(y);                                                              \
-    each<VECTOR<T>>(vectors, width, [&](uint32_t i) { forward<T, VECTOR<T>>(act, gate, up, y, i, 1); },                \
-                    [&](uint32_t i) { forward<T, 1>(act, gate, up, y, i, step); }, blockIdx.y);                        \
+    each<VECTOR<T>>(                                                                                                   \
+        vectors, width, [&](uint32_t i) { forward<T, VECTOR<T>>(act, gate, up, y, i, 1); },                            \
+        [&](uint32_t i) { forward<T, 1>(act, gate, up, y, i, step); }, blockIdx.y);                                    \
   }                                                                                                                    \
   KERNEL(swiglu_backward_##NAME, THREADS, const T *gate, const T *up, const T *dy, T *dgate, T *dup, T *h,             \
          uint32_t width, uint32_t gate_apart, uint32_t up_apart, uint32_t of_input, uint32_t step, uint32_t beside,    \
@@ -109,9 +110,9 @@ DEVICE float weighted(const Activation &act, const T *gate, const T *up, const T
     const bool vectors = step == 1 && (width | gate_apart | up_apart | of_input) % VECTOR<T> == 0 &&                   \
                          is_aligned(gate) && is_aligned(up) && is_aligned(dy) && is_aligned(dgate) &&                  \
                          is_aligned(dup) && is_aligned(h);                                                             \
-    each<VECTOR<T>>(vectors, width,                                                                                    \
-                    [&](uint32_t i) { backward<T, VECTOR<T>>(act, gate, up, dy, dgate, dup, h, i, 1); },               \
-                    [&](uint32_t i) { backward<T, 1>(act, gate, up, dy, dgate, dup, h, i, step); }, blockIdx.y);       \
+    each<VECTOR<T>>(                                                                                                   \
+        vectors, width, [&](uint32_t i) { backward<T, VECTOR<T>>(act, gate, up, dy, dgate, dup, h, i, 1); },           \
+        [&](uint32_t i) { backward<T, 1>(act, gate, up, dy, dgate, dup, h, i, step); }, blockIdx.y);                   \
   }                                                                                                                    \
   KERNEL(swiglu_weighted_##NAME, THREADS, const T *gate, const T *up, const T *dy, const uint32_t *pair,               \
          const float *factors, T *dgate, T *dup, float *dfactors, uint32_t width, uint32_t of_input, uint32_t step,    \
@@ -128,9 +129,10 @@ DEVICE float weighted(const Activation &act, const T *gate, const T *up, const T
                          is_aligned(dy) && is_aligned(dgate) && is_aligned(dup);                                       \
     float dot = 0;                                                                                                     \
     for (uint32_t i = 0; i * blockDim.x * VECTOR<T> < width; i++)                                                      \
-      each<VECTOR<T>>(vectors, width,                                                                                  \
-                      [&](uint32_t i) { dot += weighted<T, VECTOR<T>>(act, gate, up, dy, factor, dgate, dup, i, 1); }, \
-                      [&](uint32_t i) { dot += weighted<T, 1>(act, gate, up, dy, factor, dgate, dup, i, step); }, i);  \
+      each<VECTOR<T>>(                                                                                                 \
+          vectors, width,                                                                                              \
+          [&](uint32_t i) { dot += weighted<T, VECTOR<T>>(act, gate, up, dy, factor, dgate, dup, i, 1); },             \
+          [&](uint32_t i) { dot += weighted<T, 1>(act, gate, up, dy, factor, dgate, dup, i, step); }, i);              \
     dot = warp_sum(dot);                                                                                               \
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = dot;                                                    \
     __syncthreads();                                                                                                   \

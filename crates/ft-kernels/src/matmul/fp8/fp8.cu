@@ -1,9 +1,9 @@
-// Casts matrices to 8-bit floats for products of cuBLASLt (crates/ft-kernels/src/matmul/fp8/mod.rs): rows of activations
-// and gradients, and frozen weights, dense or in 4-bit quantization blocks, as they are or transposed.
+// Casts matrices to 8-bit floats for products of cuBLASLt (crates/ft-kernels/src/matmul/fp8/mod.rs): rows of
+// activations and gradients, and frozen weights, dense or in 4-bit quantization blocks, as they are or transposed.
 //
-// A value v becomes v * MOST / amax, rounded to nearest even. amax is the largest magnitude of its row, or of the matrix:
-// of each of up to PARTS blocks of a first kernel, which each block of the cast reduces again (2 KiB from L2). A product
-// multiplies its sums by amax / MOST.
+// A value v becomes v * MOST / amax, rounded to nearest even. amax is the largest magnitude of its row, or of the
+// matrix: of each of up to PARTS blocks of a first kernel, which each block of the cast reduces again (2 KiB from L2).
+// A product multiplies its sums by amax / MOST.
 //
 // The PTX is for compute capability 8.0, whose instructions have no such cast, so it is integer arithmetic here.
 #include "../../cuda/rows.cuh"
@@ -24,14 +24,15 @@ template <int MANTISSA, int BIAS, int MOST_BITS> struct Small {
     const float a = fminf(fabsf(x), most());
     // the sum's last bit has the weight of the smallest subnormal
     const float magic = __uint_as_float((127 + 24 - BIAS - MANTISSA) << 23);
-    if (a < __uint_as_float((128 - BIAS) << 23)) return sign | (__float_as_uint(__fadd_rn(a, magic)) - __float_as_uint(magic));
+    if (a < __uint_as_float((128 - BIAS) << 23))
+      return sign | (__float_as_uint(__fadd_rn(a, magic)) - __float_as_uint(magic));
     uint32_t u = __float_as_uint(a);
     u += (1u << (DROPPED - 1)) - 1 + (u >> DROPPED & 1);
     return sign | ((u >> DROPPED) - ((127 - BIAS) << MANTISSA));
   }
 };
-using e4m3 = Small<3, 7, 0x43e00000>;   // 448
-using e5m2 = Small<2, 15, 0x47600000>;  // 57,344
+using e4m3 = Small<3, 7, 0x43e00000>;  // 448
+using e5m2 = Small<2, 15, 0x47600000>; // 57,344
 
 // The factor on values of a matrix (or row) with this maximum, and its inverse. Zeros stay zeros.
 template <typename To> DEVICE float factor(float amax) { return To::most() / fmaxf(amax, 0x1p-100f); }
@@ -94,7 +95,8 @@ KERNEL(fp8_amax_blocks, THREADS, MATRIX, float most, float *parts) {
   const Matrix m = MATRIX_OF;
   const uint64_t count = (m.total + (1ull << m.shift) - 1) >> m.shift;
   float own = 0.0f;
-  for (uint64_t b = static_cast<uint64_t>(blockIdx.x) * THREADS + threadIdx.x; b < count; b += static_cast<uint64_t>(gridDim.x) * THREADS)
+  for (uint64_t b = static_cast<uint64_t>(blockIdx.x) * THREADS + threadIdx.x; b < count;
+       b += static_cast<uint64_t>(gridDim.x) * THREADS)
     own = fmaxf(own, fabsf(m.scale(b)));
   write_part(block_max<THREADS>(own, scratch) * most, parts);
 }
@@ -120,7 +122,8 @@ DEVICE void cast_row(const bf16 *from, uint32_t apart, uint32_t cols, const floa
       store_8(out + c, make_uint2(word[0], word[1]));
     }
   } else {
-    for (uint32_t c = threadIdx.x; c < cols; c += THREADS) out[c] = static_cast<uint8_t>(To::from(__fmul_rn(load(row + c), by)));
+    for (uint32_t c = threadIdx.x; c < cols; c += THREADS)
+      out[c] = static_cast<uint8_t>(To::from(__fmul_rn(load(row + c), by)));
   }
 }
 
@@ -182,14 +185,15 @@ DEVICE void cast_tile(uint32_t rows, uint32_t cols, const float *parts, bool tra
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     const uint32_t c = blockIdx.x * TILE + 4 * at + j;
-    if (c < cols && first < rows) store_4(to + static_cast<uint64_t>(c) * rows + first, tile[(j * GROUPS + at) * APART + piece]);
+    if (c < cols && first < rows)
+      store_4(to + static_cast<uint64_t>(c) * rows + first, tile[(j * GROUPS + at) * APART + piece]);
   }
 }
 
 KERNEL(fp8_matrix_bf16, THREADS, const bf16 *from, uint32_t apart, uint32_t rows, uint32_t cols, const float *parts,
        uint32_t transposed, uint8_t *to, float *scales, uint32_t many) {
   const bool vectors = apart % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 8 == 0;
-  const auto values = [&](uint32_t row, uint32_t col, bool here, float(&v)[4]) {
+  const auto values = [&](uint32_t row, uint32_t col, bool here, float (&v)[4]) {
     const bf16 *at = from + static_cast<uint64_t>(row) * apart + col;
     if (here && vectors) get(at, v);
     else
@@ -204,7 +208,7 @@ template <typename Source>
 DEVICE void cast_blocks(const Matrix &m, uint32_t rows, uint32_t cols, const float *parts, bool transposed, uint8_t *to,
                         float *scales, uint32_t many) {
   const float entry = m.entry(threadIdx.x % WARP);
-  const auto values = [&](uint32_t row, uint32_t col, bool here, float(&v)[4]) {
+  const auto values = [&](uint32_t row, uint32_t col, bool here, float (&v)[4]) {
     const uint64_t at = static_cast<uint64_t>(row) * cols + col;
     const uint32_t word = here ? m.codes<4>(at) : 0;
     const float scale = here ? m.scale(at >> m.shift) : 0.0f;
@@ -220,9 +224,9 @@ DEVICE void cast_blocks(const Matrix &m, uint32_t rows, uint32_t cols, const flo
 
 #define BLOCKS(NAME, SOURCE)                                                                                           \
   KERNEL(NAME, THREADS, MATRIX, uint32_t rows, uint32_t cols, const float *parts, uint32_t transposed, uint8_t *to,    \
-         float *factors, uint32_t many) {                                                                               \
+         float *factors, uint32_t many) {                                                                              \
     const Matrix m = MATRIX_OF;                                                                                        \
-    cast_blocks<SOURCE>(m, rows, cols, parts, transposed != 0, to, factors, many);                                      \
+    cast_blocks<SOURCE>(m, rows, cols, parts, transposed != 0, to, factors, many);                                     \
   }
 
 BLOCKS(fp8_blocks_f32_bf16, float)
