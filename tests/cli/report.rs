@@ -116,7 +116,7 @@ fn bench_tells_time_and_memory_by_part() {
     for said in ["of the fastest product", "moments", "at its peak"] {
         assert!(text.contains(said), "{said:?} is not in\n{text}");
     }
-    // the rate is that of its family; another one has it for want of its own
+    // a plan of the same family takes the rate as measured; one of another family says so
     let plan = ["plan", "r.toml", "run.device=cpu"];
     let of_another = "measured by ft bench, on a model of another family";
     let text = run(&plan);
@@ -124,6 +124,9 @@ fn bench_tells_time_and_memory_by_part() {
     w.config("tiny", json!({"model_type": "llama", "attention_bias": false, "mlp_bias": false}));
     let text = run(&[&plan[..], &["model.weights=random"]].concat());
     assert!(text.contains(of_another), "{text}");
+    let text = run(&[&plan[..], &["model.weights=random", "--json"]].concat());
+    let json: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(json["time"]["other_family"], true, "{}", json["time"]);
 }
 
 /// A live page of a run follows its metrics, and ends on a signal at once, a half request or not.

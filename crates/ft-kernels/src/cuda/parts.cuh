@@ -1,5 +1,5 @@
 // Products on tensor cores of f32 values and of values of T, the type of the model. An operand is a sum of parts:
-// values of T are one part, f32 values two. With f32 as T, parts are tf32, of whose products the smallest is left out.
+// values of T are one part, f32 values two. With f32 as T, parts are tf32. The product of two second parts is left out.
 //
 // Fragments have 16 columns of the contraction in two tiles of eight, of which a lane has two consecutive columns, as
 // mma has for 16 bits: columns of a lane in two adjacent sums are those of the left operand of the next product. In
@@ -27,14 +27,20 @@ template <typename T> DEVICE void store_pair(T *p, float low, float high) {
   else store_4(p, pack<T>(low, high));
 }
 
+// The nearest value in the range of T, whose infinity has no second part.
+template <typename T> DEVICE float finite(float x) {
+  if constexpr (std::is_same<T, f16>::value) return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
+  else return x;
+}
+
 // ---- matrices of f32 in planes of T: two of 16 bits, one of 32 ----
 
 template <typename T> constexpr uint32_t PLANES = sizeof(T) == 2 ? 2 : 1;
 
 // Stores a value to a matrix whose planes are `plane` values apart.
 template <typename T> DEVICE void store_planes(T *p, uint32_t plane, float x) {
-  store(p, x);
-  if constexpr (PLANES<T> == 2) store(p + plane, x - load(p));
+  store(p, finite<T>(x));
+  if constexpr (PLANES<T> == 2) store(p + plane, finite<T>(x) - load(p));
 }
 template <typename T> DEVICE float load_planes(const T *p, uint32_t plane) {
   return PLANES<T> == 2 ? load(p) + load(p + plane) : load(p);
@@ -57,11 +63,12 @@ template <typename T, int N, int PARTS> struct Operand {
         part[1][i][e] = to_tf32(x[e] - __uint_as_float(part[0][i][e]));
       }
     } else {
-      static_assert(WIDE || PARTS == 2, "f32 values are two parts");
+      static_assert(PARTS == 2, "f32 values are two parts");
+      const float own[2] = {finite<T>(x[0]), finite<T>(x[1])};
       float high[2];
-      part[0][i][0] = pack<T>(x[0], x[1]);
+      part[0][i][0] = pack<T>(own[0], own[1]);
       unpack_pair<T>(high, part[0][i][0]);
-      part[1][i][0] = pack<T>(x[0] - high[0], x[1] - high[1]);
+      part[1][i][0] = pack<T>(own[0] - high[0], own[1] - high[1]);
     }
   }
 };

@@ -8,7 +8,7 @@ use crate::model::{Target, machine};
 use crate::plan::Model;
 use crate::resolve::{check_model, cuts};
 use crate::time::links::{Link, Network};
-use crate::time::rates;
+use crate::time::rates::{self, Source};
 use ft_kernels::Machine;
 use ft_recipe::{Launch, MicroRows, Recipe};
 use serde::Serialize;
@@ -74,15 +74,20 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// The measured rate, else the rate of the card's probe or data sheet, else an assumption. Ranks on the CPU share
-    /// its threads: a rank's rate was measured with as many, or is its share of the rate of all.
+    /// The measured rate, else the rate of the card's probe or data sheet, else a rate of another family, else an
+    /// assumption. Ranks on the CPU share its threads: a rank's rate was measured with as many, or is its share of the
+    /// rate of all.
     fn of(m: Machine, family: &str, ranks: usize) -> Self {
         let sharing = sharing(ranks) as u64;
         if m.cuda || sharing == 1 {
             return Self::of_device(m, family);
         }
         let own = Machine { threads: (m.threads / sharing).max(1), ..m };
-        let from = if rates::find(own, family).is_some() { own } else { m };
+        let source = |m| rates::predict(m, family, WORK).map(|r| r.source);
+        let from = match (source(own), source(m)) {
+            (Some(Source::OtherFamily), Some(Source::Measured)) | (None, _) => m,
+            _ => own,
+        };
         let Self { rate, source } = Self::of_device(from, family);
         // ranks of as many threads as the rate, on those of the machine
         let share = m.threads as f64 / (sharing * from.threads) as f64;

@@ -25,9 +25,9 @@ impl Kept {
         self.all().remove(key)
     }
 
-    /// The first figure whose name this accepts.
-    pub fn find_by<T: DeserializeOwned>(&self, accepts: impl Fn(&str) -> bool) -> Option<T> {
-        self.all().into_iter().find(|(name, _)| accepts(name)).map(|(_, figure)| figure)
+    /// The first accepted figure, by name.
+    pub fn find_by<T: DeserializeOwned>(&self, accepts: impl Fn(&str, &T) -> bool) -> Option<T> {
+        self.all().into_iter().find(|(name, figure)| accepts(name, figure)).map(|(_, figure)| figure)
     }
 
     /// Stores a figure and returns the file, or `None` without a cache folder.

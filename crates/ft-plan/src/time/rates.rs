@@ -110,8 +110,8 @@ pub fn find(m: Machine, family: &str) -> Option<Rate> {
 
 /// The same with a model of any family.
 fn find_other(m: Machine) -> Option<Rate> {
-    let prefix = key_of(m, "");
-    RATES.find_by(|name| name.starts_with(&prefix)).filter(|rate| in_units(rate, probe_of(m)))
+    let (prefix, probe) = (key_of(m, ""), probe_of(m));
+    RATES.find_by(|name, rate| name.starts_with(&prefix) && in_units(rate, probe))
 }
 
 /// Stores a measured rate and returns the file, or `None` without a cache folder.

@@ -1,4 +1,4 @@
-//! The recurrence on CUDA: one launch forward, three backward.
+//! The recurrence on CUDA: two launches forward, four backward.
 
 use super::{Gradients, Heads, Inputs, State};
 use crate::Tensor;
@@ -14,8 +14,8 @@ const GRADIENT_THREADS: u32 = 512;
 pub(super) const SLICE: usize = 32;
 const MOST: usize = 128;
 
-/// Floats of [L, L] in shared memory.
-const PAIRS: usize = CHUNK * (CHUNK + 4);
+/// Floats of [L, L] in shared memory, with padded rows.
+const PADDED: usize = CHUNK * (CHUNK + 4);
 const VECTORS: usize = 7 * CHUNK;
 /// Floats of the products of tokens of a chunk and value head.
 pub(super) const FLOATS: usize = 3 * CHUNK * CHUNK + VECTORS;
@@ -34,7 +34,7 @@ fn of_matrices(count: usize, width: usize) -> usize {
 /// Bytes of shared memory of the products of tokens; `width` bytes a value.
 pub(super) fn of_chunks(width: usize) -> usize {
     let warps = CHUNK_THREADS as usize / 32;
-    4 * (2 * PAIRS + 2 * CHUNK) + of_rows(2 * CHUNK, MOST, width).max(4 * warps * PAIRS)
+    4 * (2 * PADDED + 2 * CHUNK) + of_rows(2 * CHUNK, MOST, width).max(4 * warps * PADDED)
 }
 
 /// Bytes of shared memory of the walks over the chunks.
@@ -46,7 +46,7 @@ pub(super) fn of_walk(width: usize) -> usize {
 /// Bytes of shared memory of the gradients of a chunk.
 pub(super) fn of_gradients(width: usize) -> usize {
     let slices = of_rows(2 * SLICE, MOST, width) + of_rows(3 * CHUNK, SLICE, width);
-    let pairs = 4 * 2 * PAIRS + of_matrices(3, width);
+    let pairs = 4 * 2 * PADDED + of_matrices(3, width);
     of_rows(2 * CHUNK, MOST, width) + slices.max(pairs) + 4 * (3 * MOST / 16 * CHUNK + VECTORS + CHUNK)
 }
 
@@ -173,6 +173,9 @@ pub fn forward(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut State>) -> R
 pub fn backward(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Result<Gradients> {
     check(x)?;
     let (heads, (t, _), dtype) = (x.heads, x.qkv.dims2()?, x.qkv.dtype());
+    if d_o.dtype() != dtype {
+        bail!("delta rule: a gradient in {:?} of {dtype:?}", d_o.dtype());
+    }
     let (chunks, of_head) = (seqs.chunks(), Shape::from((t, heads.values)));
     let partial = (Shape::from((chunks, heads.values)), DType::F32);
     let out = [

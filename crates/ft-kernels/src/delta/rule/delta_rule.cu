@@ -1,6 +1,6 @@
-// The gated delta rule in chunks of L tokens (formulas in crates/ft-kernels/src/delta/rule/chunk.rs), in f32 with
-// products on tensor cores (parts.cuh). A row of `documents` is begin, end and first chunk of a document; null is a
-// single document.
+// The gated delta rule in chunks of L tokens (formulas in crates/ft-kernels/src/delta/rule/chunk.rs), on tensor cores:
+// sums are f32, operands in parts (parts.cuh), and states, U and R between kernels in the type of the model. A row of
+// `documents` is begin, end and first chunk of a document, and 0; null is a single document.
 //
 // delta_rule_chunks has a block per chunk and key head: products of tokens, and the triangular systems' inverses.
 // delta_rule_forward: a block per document, value head and slice of value channels walks over the chunks, with its
@@ -9,7 +9,8 @@
 // from memory. Every sum has a fixed order.
 //
 // Queries and keys stand in shared memory as they come; the inverses of their lengths are factors of rows of products.
-// States are transposed [v, k], k filled up with zeros: a multiple of eight in memory, MOST in products.
+// States between kernels are transposed [v, k], k filled up with zeros: a multiple of eight in memory, MOST in
+// products; those before and after all tokens are [k, v] in f32.
 #include "../../cuda/rows.cuh"
 #include "../../cuda/parts.cuh"
 
@@ -25,6 +26,7 @@ constexpr int TOKENS = L / 8;   // tiles of tokens
 constexpr uint32_t PAIRS = L * L;
 constexpr float EPS = 1e-6f;
 static_assert(SLICE == WALK_THREADS / 2 / WARP * 16, "sixteen value channels a warp of the first half");
+static_assert(SLICE == L, "one stride of narrow rows, the same columns of slices and pairs");
 static_assert(2 * MOST == GRADIENT_THREADS / WARP * 16, "sixteen tokens and key channels a warp");
 
 // Strides in shared memory of rows of MOST channels, and of SLICE or L.
@@ -73,9 +75,9 @@ DEVICE Document document_of_chunk(const uint32_t *documents, uint32_t count, uin
 }
 
 // Results of delta_rule_chunks for a chunk and value head. Matrices [L, L]: D q.k, which is zero above the diagonal,
-// and (1 + T)^-1, both in planes of T; D k.k below the diagonal in f32. Of the tokens, in f32: rates, log-decays, their
-// running sums, the decay up to the token and from it to the end, and factors of queries (k^-1/2 over the length) and
-// keys. Tokens beyond the document have no rate and no decay.
+// and (1 + T)^-1, both in planes of the type T; D k.k below the diagonal in f32. Of the tokens, in f32: rates,
+// log-decays, their running sums, the decay up to the token and from it to the end, and factors of queries (k^-1/2 over
+// the length) and keys. Tokens beyond the document have no rate and no decay.
 template <typename T> struct Chunk {
   static constexpr uint32_t VECTORS = 7 * L, FLOATS = 3 * PAIRS + VECTORS;
   T *a, *inverse;
@@ -132,7 +134,7 @@ DEVICE void copy_keys(uint32_t own, T *q, T *k, const T *qkv, Heads h, const Spa
 
 // ---- products of tokens ----
 
-// (1 + T)^-1 of a warp, T_ij = rate_i t_ij, from t transposed in shared memory; a lane has a column. A row goes into
+// A warp inverts 1 + T, T_ij = rate_i t_ij, from t transposed in shared memory; a lane has a column. A row goes into
 // the sums of all later ones at once, which do not wait for each other.
 template <typename T> DEVICE void invert(T *to, const float *back, float own_rate) {
   const uint32_t lane = threadIdx.x % WARP;
@@ -342,7 +344,7 @@ template <typename T> struct State {
   }
 };
 
-// Of values [tokens, v] in memory, those of a warp.
+// A warp's part of values [tokens, v] in memory.
 template <typename T> struct Values {
   uint32_t row, width, pitch;
   DEVICE void load_all(OfTokens &x, const T *from, const Span &span) const {
@@ -496,10 +498,10 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < 4; i++) f(lane / 4 + i / 2 * 8, 8 * n + lane % 4 * 2 + i % 2, of[n][i]);
   }
-  // += x y of 32 columns of x and 32 rows of y [32, WIDE], both in shared memory.
+  // += x y of L columns of x and L rows of y [L, WIDE], both in shared memory.
   template <int PARTS, typename T> DEVICE void add(const T *x, const T *y) {
 #pragma unroll(sizeof(T) == 4 ? 1 : 2)
-    for (int i = 0; i < 32; i += 16) {
+    for (uint32_t i = 0; i < L; i += 16) {
       Left<T, PARTS> left;
       Right<T, 1> right[2];
       load_left(left, x + i, NARROW<T>, Staged<T>::PLANE);
@@ -526,8 +528,8 @@ struct Sums {
   }
 };
 
-// In shared memory: queries and keys, vectors, sums of rows by sixteen channels, and in turn slices of what the walks
-// wrote and matrices of pairs of tokens.
+// In shared memory: queries and keys, vectors, sums of rows by sixteen channels, and in turn slices of states, their
+// gradients, d_o, U and R, and matrices of pairs of tokens.
 template <typename T> struct Room {
   static constexpr uint32_t PARTS = MOST / 16;
   static constexpr uint32_t SLICES = (2 * SLICE * WIDE<T> + 3 * L * NARROW<T>)*sizeof(T);

@@ -9,20 +9,21 @@ use crate::cuda::host_tests::{Argument, Served, Watched};
 use candle_core::{DType, Device};
 
 fn bytes(t: &Tensor, dtype: DType) -> Result<Vec<u8>> {
-    let t = t.flatten_all()?;
-    Ok(if dtype == DType::F32 {
-        t.to_vec1::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect()
-    } else {
-        t.to_dtype(dtype)?.to_vec1::<half::bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect()
+    let t = t.flatten_all()?.to_dtype(dtype)?;
+    Ok(match dtype {
+        DType::F32 => t.to_vec1::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DType::F16 => t.to_vec1::<half::f16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        _ => t.to_vec1::<half::bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
     })
 }
 
 /// Values of an answer of the kernels.
 fn of_bytes(answer: &[u8], dtype: DType) -> Vec<f64> {
-    if dtype == DType::F32 {
-        answer.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect()
-    } else {
-        answer.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f64()).collect()
+    let words = || answer.as_chunks::<2>().0.iter();
+    match dtype {
+        DType::F32 => answer.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
+        DType::F16 => words().map(|b| half::f16::from_le_bytes(*b).to_f64()).collect(),
+        _ => words().map(|b| half::bf16::from_le_bytes(*b).to_f64()).collect(),
     }
 }
 
@@ -35,9 +36,18 @@ fn parts<const N: usize>(mut answer: &[u8], counts: [usize; N]) -> [&[u8]; N] {
     })
 }
 
-/// The kernels with 32-bit or 16-bit values, forward with and without states, and the gradients.
-fn compare(host: &mut Served, case: &Case, dtype: DType) -> Result<()> {
-    let (h, Values(x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
+/// Forward, with outputs or with states, and the gradients; with `a_zero_key`, of which the inverse length is the largest,
+/// the outputs alone.
+fn compare(host: &mut Served, case: &Case, dtype: DType, a_zero_key: bool) -> Result<()> {
+    let (h, Values(mut x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
+    if a_zero_key {
+        let mut rows: Vec<Vec<f32>> = x[0].to_vec2()?;
+        // the last token of a chunk, which does not decay before the next one
+        let row = &mut rows[case.docs[0] + CHUNK - 1][h.key_width()..];
+        row[..h.key_width()].fill(0.0);
+        row[h.key_width()..].fill(5000.0);
+        x[0] = Tensor::new(rows, &Device::Cpu)?;
+    }
     let (width, f32s) = (dtype.size_in_bytes(), DType::F32);
     let rounded = |t: &Tensor| t.to_dtype(dtype)?.to_dtype(f32s);
     let [qkv, a, b, a_log, bias] = &x;
@@ -64,24 +74,31 @@ fn compare(host: &mut Served, case: &Case, dtype: DType) -> Result<()> {
     let (states, rows) = (width * chunks * of_states(h), width * t * h.value_width());
     let by_chunk = [chunks, h.keys, 1];
     let mut launch = |kernel: &str, grid, shared, all: &[Argument<'_>]| {
-        let suffix = if width == 4 { "f32" } else { "bf16" };
+        let suffix = dtype.as_str();
         host.launch(&format!("delta_rule_{kernel}_{suffix}"), grid, shared, all)
     };
-    let mut all: Vec<_> = (0..5).map(input).chain([list(), count()]).collect();
+    // a single document needs no list, and its state goes on
+    let one = case.docs.len() == 1;
+    let documents = || if one { Argument::Null } else { list() };
+    let mut all: Vec<_> = (0..5).map(input).chain([documents(), count()]).collect();
     all.extend([Argument::Out(4 * chunks * h.values * FLOATS), tokens()]);
     all.extend(sizes());
     let products = launch("chunks", by_chunk, of_chunks(width), &all);
     let walk = [case.docs.len(), h.values, h.value_dim.div_ceil(SLICE)];
-    // the state of a single document goes on
-    let after = if case.docs.len() == 1 { 4 * h.state() } else { 0 };
-    let mut all = vec![input(0), list(), Argument::In(&products, 0), Argument::Null];
-    all.push(if after > 0 { Argument::Out(after) } else { Argument::Null });
-    all.extend([states, rows, rows].map(Argument::Out));
-    all.push(tokens());
-    all.extend(sizes());
+    let after = if one { 4 * h.state() } else { 0 };
+    let walked = || [input(0), documents(), Argument::In(&products, 0), Argument::Null];
+    let state = if one { Argument::Out(after) } else { Argument::Null };
+    let out = [state, Argument::Null, Argument::Null, Argument::Out(rows), tokens()];
+    let all: Vec<_> = walked().into_iter().chain(out).chain(sizes()).collect();
     let answer = launch("forward", walk, of_walk(width), &all);
-    let [_, before, u, o] = parts(&answer, [after, states, rows, rows]);
-    near("o", &of_bytes(o, dtype), &want);
+    near("o", &of_bytes(&answer[after..], dtype), &want);
+    if a_zero_key {
+        return Ok(());
+    }
+    let out = [Argument::Null, Argument::Out(states), Argument::Out(rows), Argument::Null, tokens()];
+    let all: Vec<_> = walked().into_iter().chain(out).chain(sizes()).collect();
+    let answer = launch("forward", walk, of_walk(width), &all);
+    let [before, u] = parts(&answer, [states, rows]);
     let all = [input(0), list(), Argument::In(&products, 0), Argument::In(&d_o, 0)];
     let of_qkv = width * t * h.channels();
     let out = [states, rows, of_qkv].map(Argument::Out);
@@ -123,12 +140,13 @@ fn the_delta_rule_on_the_host_is_that_of_the_cpu() -> Result<()> {
         let mut host = Served::new("crates/ft-kernels/src/delta/rule/delta_rule.cu", how);
         let wide = Case { docs: &[40], heads: heads(1, 2, 102, 45) };
         for case in CASES.iter().chain([&wide]) {
-            compare(&mut host, case, DType::F32)?;
+            compare(&mut host, case, DType::F32, false)?;
         }
-        let whole = Case { docs: &[3, 36], heads: heads(1, 2, 24, 40) };
-        for case in [&CASES[2], &whole] {
-            compare(&mut host, case, DType::BF16)?;
-        }
+        // a stage of the walks is used again from the third chunk on
+        let whole = Case { docs: &[3, 70], heads: heads(1, 2, 24, 40) };
+        compare(&mut host, &CASES[2], DType::BF16, false)?;
+        compare(&mut host, &whole, DType::BF16, false)?;
+        [false, true].iter().try_for_each(|zero| compare(&mut host, &whole, DType::F16, *zero))?;
         host.finish();
     }
     Ok(())
