@@ -101,8 +101,8 @@ impl GgufValue {
 ///
 /// # Errors
 /// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Twice`] for a duplicate
-/// name; [`Error::Convert`] for another dtype; [`Error::Announced`] for a tensor that does not match its
-/// entry; errors of `get`.
+/// name; [`Error::Convert`] for another dtype; [`Error::Announced`] for a tensor unlike its entry;
+/// errors of `get`.
 pub fn write_gguf(
     path: &Path,
     keys: &[(String, GgufValue)],

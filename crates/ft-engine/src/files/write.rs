@@ -46,7 +46,7 @@ pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, 
 ///
 /// # Errors
 /// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Announced`] for a tensor
-/// that does not match its entry; errors of `get`.
+/// unlike its entry; errors of `get`.
 pub fn write_sharded(
     dir: &Path,
     stem: &str,

@@ -167,7 +167,7 @@ impl FeedForward {
         Ok((None, saved))
     }
 
-    /// Backward pass: returns the gradient of the input `x`, which is read where it is normalized here.
+    /// Backward pass: the gradient of the input `x`. Only experts beside a dense block read `x`: they have own norms.
     fn backward(
         &self,
         (x, saved): (&Tensor, FeedForwardSaved),

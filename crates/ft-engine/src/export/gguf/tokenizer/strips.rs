@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 /// llama.cpp lets all special tokens of a model so named take the spaces behind them, these aside.
 const NAMES: [&str; 2] = ["phi-3", "phi3"];
 const TAKE_NONE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
-/// A token that llama.cpp looks up in such a model, as it does those aside.
+/// Looked up by llama.cpp in these models, like the three tokens above.
 const END: &str = "</s>";
 
 fn takes_spaces_behind(token: &Value) -> bool {
