@@ -146,9 +146,13 @@ fn swiglus(device: &Device, dtype: DType, out: &mut Results) -> Result<()> {
     let (up, dh) = (r(8, &[130, 96])?, r(9, &[130, 96])?);
     let half = r(13, &[130, 48])?;
     let clamped = Activation::Clamped { alpha: 1.702, limit: 0.8 };
-    for (name, activation) in
-        [("swiglu", Activation::Silu), ("geglu", Activation::GeluTanh), ("clamped", clamped)]
-    {
+    let activations = [
+        ("swiglu", Activation::Silu),
+        ("geglu", Activation::GeluTanh),
+        ("clamped", clamped),
+        ("sigmoid", Activation::Sigmoid),
+    ];
+    for (name, activation) in activations {
         let glu = Glu { activation, joint: Joint::Halves };
         let mut put = |what: &str, t: Tensor| out.push((format!("{name}{what}"), t));
         put("", swiglu::forward(glu, &x, Some(&up))?);

@@ -21,10 +21,11 @@ struct Act {
               std::abs(u) > limit ? 0 : gc * s};
     }
     const double s = logistic(g);
+    if (kind == 3) return {s * u, u * s * (1 - s), s};
     return {g * s * u, u * s * (1 + g * (1 - s)), g * s};
   }
 };
-static const Act SILU = {0, 0, 0}, GELU = {1, 0, 0}, CLAMPED = {2, 1.702f, 1.5f};
+static const Act SILU = {0, 0, 0}, GELU = {1, 0, 0}, CLAMPED = {2, 1.702f, 1.5f}, SIGMOID = {3, 0, 0};
 
 template <typename T> static void apart(const std::string &type, Act act) {
   unsigned seed = 1;
@@ -144,12 +145,23 @@ template <typename T> static void weighted(const std::string &type, Act act) {
 }
 
 template <typename T> static void all(const std::string &type) {
-  for (Act act : {SILU, GELU, CLAMPED}) apart<T>(type, act), joint<T>(type, act), weighted<T>(type, act);
+  for (Act act : {SILU, GELU, CLAMPED, SIGMOID}) apart<T>(type, act), joint<T>(type, act);
+  for (Act act : {SILU, GELU, CLAMPED}) weighted<T>(type, act); // experts have no sigmoid
 }
 
 TEST(swiglu_in_f32) { all<float>("f32"); }
 TEST(swiglu_in_bf16) { all<bf16>("bf16"); }
 TEST(swiglu_in_f16) { all<f16>("f16"); }
+
+// The gradient of an open gate is small, not 0: the sigmoid is not rounded before its slope.
+TEST(open_gates_have_gradients) {
+  const std::vector<bf16> one = {Number<bf16>::from(1)};
+  host::Buffer<bf16> g(std::vector<bf16>{Number<bf16>::from(8)}), u(one), dy(one), dg(1), du(1);
+  bf16 *no = nullptr;
+  call("swiglu_backward_bf16", grid(1), THREADS, g.at(), u.at(), dy.at(), dg.at(), du.at(), no, 1u, 1u, 1u, 1u, 1u, 0u,
+       SIGMOID.kind, 0.0f, 0.0f);
+  check::close("dgate", dg, {exp(-8) / ((1 + exp(-8)) * (1 + exp(-8)))}, check::BAR<bf16>);
+}
 
 // silu is 0, not NaN, if e^-x overflows; so is gelu.
 TEST(large_gates_stay_numbers) {

@@ -91,8 +91,6 @@ impl Tensor {
         sin();
         /// Hyperbolic tangent.
         tanh();
-        /// x sigmoid(x).
-        silu();
         /// `mul x + add`.
         affine(mul: f64, add: f64);
         /// Zeros of this shape.
@@ -122,10 +120,6 @@ impl Tensor {
         broadcast_div = Real::broadcast_div => same;
         /// Equality, broadcast: 0 or 1.
         broadcast_eq = Real::broadcast_eq => flag;
-        /// Greater-than, broadcast: 0 or 1.
-        broadcast_gt = Real::broadcast_gt => flag;
-        /// Less-or-equal, broadcast: 0 or 1.
-        broadcast_le = Real::broadcast_le => flag;
     }
 
     reductions! {
@@ -248,15 +242,6 @@ impl Tensor {
         }
     }
 
-    /// Mean; keeps the dimension with size 1.
-    pub fn mean_keepdim(&self, dim: D) -> Result<Self> {
-        // candle computes a sum and scales it
-        match self {
-            Tensor::Real(t) => t.mean_keepdim(dim).map(Tensor::Real),
-            Tensor::Ghost(_) => self.sum_keepdim(dim)?.affine(1.0, 0.0),
-        }
-    }
-
     /// Sum of all values.
     pub fn sum_all(&self) -> Result<Self> {
         self.on(|t| t.sum_all(), |g| g.made((), g.dtype))
@@ -289,11 +274,6 @@ impl Tensor {
     /// Selects values along a dimension; the output has the shape of `index`.
     pub fn gather<I: Dim>(&self, index: &Tensor, dim: I) -> Result<Self> {
         self.with(index, |t, i| t.gather(i, dim), |g, i| g.made(i.shape().clone(), g.dtype))
-    }
-
-    /// A copy with values of `source` added at indices along a dimension.
-    pub fn scatter_add<I: Dim>(&self, index: &Tensor, source: &Tensor, dim: I) -> Result<Self> {
-        self.with(index, |t, i| t.scatter_add(i, source.real()?, dim), |g, _| g.like())
     }
 
     /// A copy with slices of `source` added by index.

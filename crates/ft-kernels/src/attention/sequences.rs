@@ -96,7 +96,23 @@ impl Sequences {
         if !self.docs.is_empty() {
             return self.docs.iter().map(|n| n.div_ceil(tokens)).sum();
         }
-        self.sizes.keys.div_ceil(self.sizes.longest.max(1)) * self.sizes.longest.div_ceil(tokens)
+        self.count() * self.sizes.longest.div_ceil(tokens)
+    }
+
+    /// Number of documents; in a plan, if all are as long as the longest.
+    pub(crate) fn count(&self) -> usize {
+        if self.docs.is_empty() { self.keys().div_ceil(self.longest().max(1)) } else { self.docs.len() }
+    }
+
+    /// Checks that the documents have `tokens` tokens.
+    ///
+    /// # Errors
+    /// They have not.
+    pub(crate) fn cover(&self, tokens: usize) -> Result<()> {
+        match self.keys() {
+            n if n == tokens => Ok(()),
+            n => candle_core::bail!("documents of {n} tokens for {tokens} rows"),
+        }
     }
 
     /// Tokens of the longest document.

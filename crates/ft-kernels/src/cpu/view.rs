@@ -5,7 +5,7 @@ use super::half;
 use crate::Tensor;
 use crate::tensor::Real;
 use ::half::bf16;
-use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, StorageRef};
+use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, StorageRef, WithDType};
 use std::marker::PhantomData;
 use std::ops::{Deref, Range};
 
@@ -20,10 +20,46 @@ pub fn is_native(t: &Tensor) -> bool {
     t.device().is_native()
 }
 
-/// Real of a CPU tensor in row-major order, borrowed if dtype and layout allow, else converted.
+/// Values of a contiguous CPU tensor in its own dtype: a range of its storage.
+pub struct Slice<'a, T>(StorageRef<'a>, Range<usize>, PhantomData<T>);
+
+/// Values of a bf16 tensor.
+pub type Halves<'a> = Slice<'a, bf16>;
+/// Values of a u8 tensor.
+pub type Bytes<'a> = Slice<'a, u8>;
+
+impl<'a, T: WithDType> Slice<'a, T> {
+    /// Views a tensor.
+    ///
+    /// # Errors
+    /// A tensor that is not contiguous, of another dtype, or not on the CPU.
+    pub fn of(t: &'a Tensor) -> Result<Self> {
+        let (s, l) = t.real()?.storage_and_layout();
+        let here = matches!(&*s, Storage::Cpu(s) if s.as_slice::<T>().is_ok());
+        match l.contiguous_offsets() {
+            Some((start, end)) if here => Ok(Self(s, start..end, PhantomData)),
+            _ => candle_core::bail!(
+                "{:?} values of a tensor that is not contiguous, of another dtype, or not on the CPU: a bug in ft",
+                T::DTYPE
+            ),
+        }
+    }
+}
+
+impl<T: WithDType> Deref for Slice<'_, T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        match &*self.0 {
+            Storage::Cpu(s) => s.as_slice::<T>().map(|s| &s[self.1.clone()]).unwrap_or(&[]),
+            _ => &[],
+        }
+    }
+}
+
+/// Values of a CPU tensor in row-major order, borrowed if dtype and layout allow, else converted.
 pub enum View<'a, T> {
-    /// A range of the tensor's storage.
-    Borrowed(StorageRef<'a>, usize, usize, PhantomData<T>),
+    /// Those of the tensor.
+    Borrowed(Slice<'a, T>),
     /// Converted values.
     Owned(Vec<T>),
 }
@@ -32,31 +68,28 @@ impl<T: Float> Deref for View<'_, T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         match self {
-            View::Borrowed(s, start, end, _) => match &**s {
-                Storage::Cpu(s) => s.as_slice::<T>().map(|s| &s[*start..*end]).unwrap_or(&[]),
-                _ => &[],
-            },
+            View::Borrowed(s) => s,
             View::Owned(v) => v,
         }
     }
 }
 
 /// Views a CPU tensor as `T`.
+///
+/// # Errors
+/// A tensor of this dtype on another device.
 pub fn view<T: Float>(t: &Tensor) -> Result<View<'_, T>> {
-    let t = t.real()?;
-    if t.dtype() == T::DTYPE {
-        let (s, l) = t.storage_and_layout();
-        if let Some((start, end)) = l.contiguous_offsets() {
-            return Ok(View::Borrowed(s, start, end, PhantomData));
-        }
+    if t.dtype() == T::DTYPE && t.layout().contiguous_offsets().is_some() {
+        return Slice::of(t).map(View::Borrowed);
     }
+    let t = t.real()?;
     if let Some(v) = widened(t) {
         return Ok(View::Owned(v));
     }
     Ok(View::Owned(t.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1()?))
 }
 
-/// Real of a contiguous half-precision tensor, with one copy instead of two.
+/// Values of a contiguous half-precision tensor, with one copy instead of two.
 fn widened<T: Float>(t: &Real) -> Option<Vec<T>> {
     let (s, l) = t.storage_and_layout();
     let (start, end) = l.contiguous_offsets()?;
@@ -64,33 +97,6 @@ fn widened<T: Float>(t: &Real) -> Option<Vec<T>> {
         Storage::Cpu(CpuStorage::BF16(v)) => Some(half::each(&v[start..end], |x| T::widened(half::wide(*x)))),
         Storage::Cpu(CpuStorage::F16(v)) => Some(half::each(&v[start..end], |x| T::widened(x.to_f32()))),
         _ => None,
-    }
-}
-
-/// Real of a contiguous bf16 tensor on the CPU.
-pub struct Halves<'a>(StorageRef<'a>, Range<usize>);
-
-impl<'a> Halves<'a> {
-    /// Views a tensor.
-    ///
-    /// # Errors
-    /// A tensor that is not contiguous, not bf16, or not on the CPU.
-    pub fn of(t: &'a Tensor) -> Result<Self> {
-        let (s, l) = t.real()?.storage_and_layout();
-        match (&*s, l.contiguous_offsets()) {
-            (Storage::Cpu(CpuStorage::BF16(_)), Some((start, end))) => Ok(Self(s, start..end)),
-            _ => candle_core::bail!("bf16: a tensor that is not contiguous, or of another type"),
-        }
-    }
-}
-
-impl Deref for Halves<'_> {
-    type Target = [bf16];
-    fn deref(&self) -> &[bf16] {
-        match &*self.0 {
-            Storage::Cpu(CpuStorage::BF16(v)) => &v[self.1.clone()],
-            _ => &[],
-        }
     }
 }
 

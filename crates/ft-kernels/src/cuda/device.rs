@@ -1,5 +1,7 @@
 //! CUDA devices: opening, memory pool, memory statistics.
 
+#![cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "without CUDA, no device is asked"))]
+
 #[cfg(feature = "cuda")]
 use super::{libraries, nccl};
 use candle_core::Device;
@@ -16,46 +18,47 @@ use ft_base::device_error;
 ///
 /// # Errors
 /// Why no device is usable. For a missing library, the message names the command to install it.
-#[cfg(feature = "cuda")]
 pub fn open(ordinal: usize) -> Result<Device, String> {
-    libraries::load_driver()?;
-    libraries::check_driver()?;
-    libraries::load_cublas()?;
-    let label = format!("CUDA device {ordinal}");
-    device_error::opened(&label);
-    let device = Device::new_cuda_with_stream(ordinal).map_err(|e| format!("no usable CUDA device: {e}"))?;
-    let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
-    if let Ok(name) = cuda.cuda_stream().context().name() {
-        device_error::opened(&format!("{label} ({name})"));
+    #[cfg(feature = "cuda")]
+    {
+        libraries::load_driver()?;
+        libraries::check_driver()?;
+        libraries::load_cublas()?;
+        let label = format!("CUDA device {ordinal}");
+        device_error::opened(&label);
+        let device =
+            Device::new_cuda_with_stream(ordinal).map_err(|e| format!("no usable CUDA device: {e}"))?;
+        let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
+        if let Ok(name) = cuda.cuda_stream().context().name() {
+            device_error::opened(&format!("{label} ({name})"));
+        }
+        // SAFETY: tensors of this device are created, used and freed on its only compute stream; copies on
+        // other streams synchronize with explicit events.
+        unsafe { cuda.disable_event_tracking() };
+        pool::keep(&device)?;
+        Ok(device)
     }
-    // SAFETY: tensors of this device are created, used and freed on its only compute stream; copies on
-    // other streams synchronize with explicit events.
-    unsafe { cuda.disable_event_tracking() };
-    pool::keep(&device)?;
-    Ok(device)
+    #[cfg(not(feature = "cuda"))]
+    Err("this ft was built without CUDA (cargo build --release --features cuda)".into())
 }
 
 /// Model of a CUDA device as its driver names it, such as `NVIDIA H100 80GB HBM3`.
-#[cfg(feature = "cuda")]
 pub fn name(device: &Device) -> Option<String> {
-    device.as_cuda_device().ok()?.cuda_stream().context().name().ok()
-}
-
-/// Model of a CUDA device; `None` without CUDA.
-#[cfg(not(feature = "cuda"))]
-pub fn name(_: &Device) -> Option<String> {
+    #[cfg(feature = "cuda")]
+    {
+        device.as_cuda_device().ok()?.cuda_stream().context().name().ok()
+    }
+    #[cfg(not(feature = "cuda"))]
     None
 }
 
 /// CUDA version of the driver, such as 12040 for 12.4; `None` without a driver, or if it does not say.
-#[cfg(feature = "cuda")]
 pub fn driver_version() -> Option<i32> {
-    libraries::load_driver().ok().and_then(|()| libraries::driver_version())
-}
-
-/// CUDA version of the driver: `None` in this CPU-only build.
-#[cfg(not(feature = "cuda"))]
-pub fn driver_version() -> Option<i32> {
+    #[cfg(feature = "cuda")]
+    {
+        libraries::load_driver().ok().and_then(|()| libraries::driver_version())
+    }
+    #[cfg(not(feature = "cuda"))]
     None
 }
 
@@ -63,86 +66,57 @@ pub fn driver_version() -> Option<i32> {
 ///
 /// # Errors
 /// The driver fails.
-#[cfg(feature = "cuda")]
 pub fn enter(device: &Device) -> candle_core::Result<()> {
-    use candle_core::cuda_backend::WrapErr;
-    match device {
-        Device::Cuda(cuda) => cuda.cuda_stream().context().bind_to_thread().w(),
-        _ => Ok(()),
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(cuda) = device {
+        use candle_core::cuda_backend::WrapErr;
+        cuda.cuda_stream().context().bind_to_thread().w()?;
     }
-}
-
-/// Makes a device current on this thread: a no-op in this CPU-only build.
-///
-/// # Errors
-/// Never.
-#[cfg(not(feature = "cuda"))]
-pub fn enter(_device: &Device) -> candle_core::Result<()> {
     Ok(())
 }
 
 /// Number of CUDA devices; 0 without a driver.
-#[cfg(feature = "cuda")]
 pub fn count() -> usize {
-    use candle_core::cuda_backend::cudarc::driver::CudaContext;
-    let devices = libraries::load_driver().ok().and_then(|()| CudaContext::device_count().ok());
-    devices.and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
-}
-
-/// Number of CUDA devices: 0 in this CPU-only build.
-#[cfg(not(feature = "cuda"))]
-pub fn count() -> usize {
+    #[cfg(feature = "cuda")]
+    {
+        use candle_core::cuda_backend::cudarc::driver::CudaContext;
+        let devices = libraries::load_driver().ok().and_then(|()| CudaContext::device_count().ok());
+        devices.and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
+    }
+    #[cfg(not(feature = "cuda"))]
     0
-}
-
-/// Opens a CUDA device: fails in this CPU-only build.
-///
-/// # Errors
-/// Always.
-#[cfg(not(feature = "cuda"))]
-pub fn open(_ordinal: usize) -> Result<Device, String> {
-    Err("this ft was built without CUDA (cargo build --release --features cuda)".into())
 }
 
 /// Checks that NCCL is available, as required for multiple devices.
 ///
 /// # Errors
 /// NCCL is missing; the message includes a hint.
-#[cfg(feature = "cuda")]
 pub fn nccl_is_here() -> Result<(), String> {
-    nccl::load()
-}
-
-/// Checks that NCCL is available: fails in this CPU-only build.
-///
-/// # Errors
-/// Always.
-#[cfg(not(feature = "cuda"))]
-pub fn nccl_is_here() -> Result<(), String> {
+    #[cfg(feature = "cuda")]
+    {
+        nccl::load()
+    }
+    #[cfg(not(feature = "cuda"))]
     open(0).map(drop)
 }
 
 /// Current and peak bytes in use in the memory pool; `None` for other devices.
-#[cfg(feature = "cuda")]
 pub fn pool_bytes(device: &Device) -> Option<(u64, u64)> {
-    pool::used(device)
-}
-
-/// Bytes in use in the memory pool: `None` in this CPU-only build.
-#[cfg(not(feature = "cuda"))]
-pub fn pool_bytes(_device: &Device) -> Option<(u64, u64)> {
+    #[cfg(feature = "cuda")]
+    {
+        pool::used(device)
+    }
+    #[cfg(not(feature = "cuda"))]
     None
 }
 
 /// Most bytes that the memory pool has taken from the device, in use or kept for reuse; `None` for other devices.
-#[cfg(feature = "cuda")]
 pub fn reserved_bytes(device: &Device) -> Option<u64> {
-    pool::reserved(device)
-}
-
-/// Bytes taken by the memory pool: `None` in this CPU-only build.
-#[cfg(not(feature = "cuda"))]
-pub fn reserved_bytes(_device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    {
+        pool::reserved(device)
+    }
+    #[cfg(not(feature = "cuda"))]
     None
 }
 

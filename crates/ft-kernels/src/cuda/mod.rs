@@ -30,6 +30,30 @@ pub mod upload;
 #[cfg(feature = "cuda")]
 pub(crate) use libraries::cublas_lt;
 
+/// Defines a table of C functions, `field: "symbol" as type;` each.
+#[cfg(feature = "cuda")]
+macro_rules! functions {
+    ($(#[$doc:meta])* $table:ident { $($field:ident: $symbol:literal as $type:ty;)* }) => {
+        $(#[$doc])*
+        struct $table {
+            $($field: $type,)*
+        }
+
+        impl $table {
+            const SYMBOLS: [&str; [$($symbol),*].len()] = [$($symbol),*];
+
+            /// # Safety
+            /// The addresses are of functions with these symbols, in order, and these types.
+            unsafe fn at([$($field),*]: [*mut std::ffi::c_void; Self::SYMBOLS.len()]) -> Self {
+                // SAFETY: by contract.
+                unsafe { Self { $($field: std::mem::transmute::<*mut std::ffi::c_void, $type>($field),)* } }
+            }
+        }
+    };
+}
+#[cfg(feature = "cuda")]
+pub(crate) use functions;
+
 pub use device::{
     count, cuda_memory, device_bytes, driver_version, enter, name, nccl_is_here, open, pool_bytes,
     reserved_bytes,

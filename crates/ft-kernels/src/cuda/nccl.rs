@@ -5,7 +5,7 @@
 //! state, so any thread can abort after the loss of a rank.
 
 use super::launch::at;
-use super::libraries;
+use super::{functions, libraries};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{DType, Device, Result, Tensor};
@@ -52,62 +52,35 @@ struct Config {
     net: *const c_char,
 }
 
-/// NCCL functions.
-struct Api {
-    version: unsafe extern "C" fn(*mut c_int) -> c_int,
-    id: unsafe extern "C" fn(*mut Id) -> c_int,
-    init: unsafe extern "C" fn(*mut Communicator, c_int, Id, c_int, *mut Config) -> c_int,
-    abort: unsafe extern "C" fn(Communicator) -> c_int,
-    look: unsafe extern "C" fn(Communicator, *mut c_int) -> c_int,
-    begin: unsafe extern "C" fn() -> c_int,
-    end: unsafe extern "C" fn() -> c_int,
-    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Communicator, Stream) -> c_int,
-    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Communicator, Stream) -> c_int,
-    gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Communicator, Stream) -> c_int,
-    words: unsafe extern "C" fn(c_int) -> *const c_char,
-    last: unsafe extern "C" fn(Communicator) -> *const c_char,
+functions! {
+    /// NCCL functions.
+    Api {
+        version: "ncclGetVersion" as unsafe extern "C" fn(*mut c_int) -> c_int;
+        id: "ncclGetUniqueId" as unsafe extern "C" fn(*mut Id) -> c_int;
+        init: "ncclCommInitRankConfig"
+            as unsafe extern "C" fn(*mut Communicator, c_int, Id, c_int, *mut Config) -> c_int;
+        abort: "ncclCommAbort" as unsafe extern "C" fn(Communicator) -> c_int;
+        look: "ncclCommGetAsyncError" as unsafe extern "C" fn(Communicator, *mut c_int) -> c_int;
+        begin: "ncclGroupStart" as unsafe extern "C" fn() -> c_int;
+        end: "ncclGroupEnd" as unsafe extern "C" fn() -> c_int;
+        send: "ncclSend"
+            as unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
+        receive: "ncclRecv"
+            as unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
+        gather: "ncclAllGather"
+            as unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Communicator, Stream) -> c_int;
+        words: "ncclGetErrorString" as unsafe extern "C" fn(c_int) -> *const c_char;
+        last: "ncclGetLastError" as unsafe extern "C" fn(Communicator) -> *const c_char;
+    }
 }
-
-const NAMES: [&str; 12] = [
-    "ncclGetVersion",
-    "ncclGetUniqueId",
-    "ncclCommInitRankConfig",
-    "ncclCommAbort",
-    "ncclCommGetAsyncError",
-    "ncclGroupStart",
-    "ncclGroupEnd",
-    "ncclSend",
-    "ncclRecv",
-    "ncclAllGather",
-    "ncclGetErrorString",
-    "ncclGetLastError",
-];
 
 /// The loaded library. Repeated calls do nothing.
 fn api() -> std::result::Result<&'static Api, String> {
     static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
     let load = || {
-        let [a, b, c, d, e, f, g, h, i, j, k, l] = libraries::nccl(NAMES)?;
-        // SAFETY: the addresses are NCCL's functions of these names, with signatures stable since nccl.h
-        // 2.14.
-        #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
-        let api = unsafe {
-            use std::mem::transmute as of;
-            Api {
-                version: of::<*mut c_void, _>(a),
-                id: of::<*mut c_void, _>(b),
-                init: of::<*mut c_void, _>(c),
-                abort: of::<*mut c_void, _>(d),
-                look: of::<*mut c_void, _>(e),
-                begin: of::<*mut c_void, _>(f),
-                end: of::<*mut c_void, _>(g),
-                send: of::<*mut c_void, _>(h),
-                receive: of::<*mut c_void, _>(i),
-                gather: of::<*mut c_void, _>(j),
-                words: of::<*mut c_void, _>(k),
-                last: of::<*mut c_void, _>(l),
-            }
-        };
+        let addresses = libraries::nccl(Api::SYMBOLS)?;
+        // SAFETY: NCCL's functions of these names have signatures stable since nccl.h 2.14.
+        let api = unsafe { Api::at(addresses) };
         let mut version = 0;
         // SAFETY: the pointer points to a c_int.
         match unsafe { (api.version)(&raw mut version) } {

@@ -1,9 +1,9 @@
 // Products on tensor cores of f32 values and of values of T, the type of the model. An operand is a sum of parts:
 // values of T are one part, f32 values two. With f32 as T, parts are tf32. The product of two second parts is left out.
 //
-// Fragments have 16 columns of the contraction in two tiles of eight, of which a lane has two consecutive columns, as
-// mma has for 16 bits: columns of a lane in two adjacent sums are those of the left operand of the next product. In
-// tf32, these two take the place of columns t and t + 4 (t: lane % 4) in both operands.
+// A fragment has 16 columns of the contraction, in two tiles of eight. Of each tile a lane holds columns 2t and 2t + 1
+// (t: lane % 4), as mma does for 16 bits, so an accumulator is the left fragment of the next product without shuffles.
+// The mma of tf32 expects columns t and t + 4; both operands are permuted alike, which leaves the product unchanged.
 #pragma once
 #include "device.cuh"
 
@@ -27,7 +27,7 @@ template <typename T> DEVICE void store_pair(T *p, float low, float high) {
   else store_4(p, pack<T>(low, high));
 }
 
-// The nearest value in the range of T, whose infinity has no second part.
+// Clamps to the finite range of f16. An infinite first part would make the second one x - inf, and the product NaN.
 template <typename T> DEVICE float finite(float x) {
   if constexpr (std::is_same<T, f16>::value) return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
   else return x;
@@ -39,8 +39,8 @@ template <typename T> constexpr uint32_t PLANES = sizeof(T) == 2 ? 2 : 1;
 
 // Stores a value to a matrix whose planes are `plane` values apart.
 template <typename T> DEVICE void store_planes(T *p, uint32_t plane, float x) {
-  store(p, finite<T>(x));
-  if constexpr (PLANES<T> == 2) store(p + plane, finite<T>(x) - load(p));
+  store(p, x);
+  if constexpr (PLANES<T> == 2) store(p + plane, x - load(p));
 }
 template <typename T> DEVICE float load_planes(const T *p, uint32_t plane) {
   return PLANES<T> == 2 ? load(p) + load(p + plane) : load(p);
@@ -64,11 +64,10 @@ template <typename T, int N, int PARTS> struct Operand {
       }
     } else {
       static_assert(PARTS == 2, "f32 values are two parts");
-      const float own[2] = {finite<T>(x[0]), finite<T>(x[1])};
       float high[2];
-      part[0][i][0] = pack<T>(own[0], own[1]);
+      part[0][i][0] = pack<T>(x[0], x[1]);
       unpack_pair<T>(high, part[0][i][0]);
-      part[1][i][0] = pack<T>(own[0] - high[0], own[1] - high[1]);
+      part[1][i][0] = pack<T>(x[0] - high[0], x[1] - high[1]);
     }
   }
 };
@@ -102,11 +101,13 @@ template <typename T, int A, int B> DEVICE void product(float (&d)[4], const Lef
 
 // ---- fragments ----
 
-// The left operand of two adjacent sums, each column times its factor.
-template <typename T> DEVICE void left_of(Left<T, 2> &a, const float (&sum)[2][4], const float (&factor)[2][2]) {
+// The left operand of two adjacent sums, each column times its factor; CLAMPED: by `finite`.
+template <bool CLAMPED, typename T>
+DEVICE void left_of(Left<T, 2> &a, const float (&sum)[2][4], const float (&factor)[2][2]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float x[2] = {sum[i / 2][i % 2 * 2] * factor[i / 2][0], sum[i / 2][i % 2 * 2 + 1] * factor[i / 2][1]};
+    float x[2] = {sum[i / 2][i % 2 * 2] * factor[i / 2][0], sum[i / 2][i % 2 * 2 + 1] * factor[i / 2][1]};
+    if constexpr (CLAMPED) x[0] = finite<T>(x[0]), x[1] = finite<T>(x[1]);
     a.set(i, x);
   }
 }

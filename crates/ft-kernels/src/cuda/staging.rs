@@ -240,8 +240,7 @@ struct Upload {
     next: usize,
 }
 
-/// One value per device, created on first use. The map is locked only for the lookup, since work on one
-/// device may wait for another.
+/// One value per device, made on first use under the map's lock. The lock is free before the value is used.
 struct Each<T>(Mutex<Option<HashMap<DeviceId, Arc<T>>>>);
 
 impl<T> Each<T> {

@@ -2,14 +2,12 @@
 //! models", 2025). Queries and gates come from one projection, side by side in every head.
 
 use crate::Tensor;
-use crate::cpu::blocks::{BLOCK, Values, ghosts, written};
-use crate::cpu::{Float, is_native, on_real, vectorised};
 use crate::padded::Padded;
-use crate::swiglu::{logistic, sigmoid};
-use candle_core::Result;
+use crate::swiglu::{self, Activation, Glu, Joint};
+use candle_core::{Result, bail};
 
-/// Values per task.
-const CHUNK: usize = 16 * 1024;
+/// The sigmoid of the gate, times the output.
+const GATE: Glu = Glu { activation: Activation::Sigmoid, joint: Joint::Halves };
 
 /// Splits the rows `[t, h 2c]` of a projection into queries `[t, h, c]` and gates `[t, h c]`.
 pub fn split(y: &Tensor, heads: usize) -> Result<(Tensor, Tensor)> {
@@ -30,69 +28,20 @@ pub fn join(queries: &Padded, gates: &Tensor, heads: usize) -> Result<Padded> {
 
 /// `o sigmoid(gate)`, for rows `[t, n]`.
 pub fn forward(o: &Padded, gate: &Tensor) -> Result<Tensor> {
-    let o = o.values()?;
-    if is_native(gate) {
-        return on_real!(o.dtype(), forward_cpu(&o, gate));
-    }
-    o * sigmoid(gate)?
+    swiglu::forward(GATE, gate, Some(&o.values()?))
 }
 
 /// Gradients of `o` and `gate` from the gradient of the output of [`forward`].
 pub fn backward(o: &Padded, gate: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let o = o.values()?;
-    if is_native(gate) {
-        return on_real!(o.dtype(), backward_cpu(&o, gate, dy));
-    }
-    let s = sigmoid(gate)?;
-    let d_o = (dy * &s)?;
-    let d_gate = ((&d_o * &o)? * (1.0 - &s)?)?;
-    Ok((d_o, d_gate))
-}
-
-fn forward_cpu<T: Float>(o: &Tensor, gate: &Tensor) -> Result<Tensor> {
-    let like = (gate.shape(), gate.dtype());
-    if let Some([y]) = ghosts::<T, 1>(&[o, gate], like, BLOCK, |_| ()) {
-        return Ok(y);
-    }
-    let (o, g) = (Values::<T>::of(o)?, Values::<T>::of(gate)?);
-    let ([y], _) = written(like, CHUNK, |from, out| {
-        let [mut of_o, mut of_g] = [Vec::new(), Vec::new()];
-        out.each(BLOCK, |at, [y]| {
-            let own = from + at..from + at + y.len();
-            let (o, g) = (o.read(own.clone(), &mut of_o), g.read(own, &mut of_g));
-            vectorised(|| y.iter_mut().zip(o).zip(g).for_each(|((y, o), g)| *y = *o * logistic(*g)));
-        });
-    })?;
-    Ok(y)
-}
-
-fn backward_cpu<T: Float>(o: &Tensor, gate: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let like = (gate.shape(), gate.dtype());
-    if let Some([d_o, d_gate]) = ghosts::<T, 2>(&[o, gate, dy], like, BLOCK, |_| ()) {
-        return Ok((d_o, d_gate));
-    }
-    let [o, g, d] = [Values::<T>::of(o)?, Values::of(gate)?, Values::of(dy)?];
-    let ([d_o, d_gate], _) = written(like, CHUNK, |from, out| {
-        let [mut of_o, mut of_g, mut of_d] = [Vec::new(), Vec::new(), Vec::new()];
-        out.each(BLOCK, |at, [d_o, d_gate]| {
-            let own = || from + at..from + at + d_o.len();
-            let (o, g, d) = (o.read(own(), &mut of_o), g.read(own(), &mut of_g), d.read(own(), &mut of_d));
-            vectorised(|| {
-                for ((d_o, d_gate), ((o, g), d)) in d_o.iter_mut().zip(d_gate).zip(o.iter().zip(g).zip(d)) {
-                    let s = logistic(*g);
-                    *d_o = *d * s;
-                    *d_gate = *d * *o * s * (T::one() - s);
-                }
-            });
-        });
-    })?;
+    let (d_gate, d_o) = swiglu::backward(GATE, gate, Some(&o.values()?), dy)?;
+    let Some(d_o) = d_o else { bail!("output gate: a gradient of two is missing") };
     Ok((d_o, d_gate))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::{close, composed, gradient, randn};
+    use crate::check::{close, gradient, randn};
     use candle_core::DType;
 
     #[test]
@@ -103,13 +52,8 @@ mod tests {
         let (d_o, d_gate) = backward(&Padded::of(&o)?, &g, &dy)?;
         gradient("o", &o, &d_o, &dy, |o| run(o, &g));
         gradient("gate", &g, &d_gate, &dy, |g| run(&o, g));
-        composed(|| {
-            close(&run(&o, &g)?, &(&o * sigmoid(&g)?)?, 1e-14);
-            let (a, b) = backward(&Padded::of(&o)?, &g, &dy)?;
-            close(&a, &d_o, 1e-14);
-            close(&b, &d_gate, 1e-14);
-            Ok(())
-        })
+        close(&run(&o, &g)?, &(&o * swiglu::sigmoid(&g)?)?, 1e-14);
+        Ok(())
     }
 
     /// Each head has its query first.

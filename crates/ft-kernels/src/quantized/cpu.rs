@@ -8,46 +8,17 @@ use super::matrix::{QuantizedMatrix, Scales};
 use super::tiles::FEW;
 use crate::Tensor;
 use crate::cpu;
-use crate::cpu::{Float, ROWS, View, dot, ghost_products, onto, tensor, view};
+use crate::cpu::{Bytes, Float, ROWS, View, dot, ghost_products, onto, tensor, view};
 use crate::gemm::{self, Mat, pairs};
 use crate::tensor::Ghost;
-use candle_core::{DType, Result, Storage, StorageRef};
+use candle_core::{DType, Result};
 use half::bf16;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 
 /// Values per tile: 512 KiB of f32, to fit a core's L2 cache along with the other operand.
 const TILE: usize = 1 << 17;
 /// Minimum result columns per tile; multiples of 64 keep the tiles of backward on block boundaries.
 const NARROWEST: usize = 64;
-
-/// The bytes of a contiguous u8 tensor on the CPU.
-struct Bytes<'a>(StorageRef<'a>, Range<usize>);
-
-impl<'a> Bytes<'a> {
-    fn of(t: &'a Tensor) -> Result<Self> {
-        let (s, l) = t.real()?.storage_and_layout();
-        let Some((start, end)) = l.contiguous_offsets() else {
-            candle_core::bail!("4-bit blocks: codes that are not contiguous");
-        };
-        match &*s {
-            Storage::Cpu(c) => {
-                c.as_slice::<u8>()?;
-            }
-            _ => candle_core::bail!("4-bit blocks: codes that are not on the CPU"),
-        }
-        Ok(Self(s, start..end))
-    }
-}
-
-impl Deref for Bytes<'_> {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        match &*self.0 {
-            Storage::Cpu(s) => s.as_slice::<u8>().map(|s| &s[self.1.clone()]).unwrap_or(&[]),
-            _ => &[],
-        }
-    }
-}
 
 /// Scales as CPU views.
 enum HostScales<'a> {

@@ -23,7 +23,10 @@ pub(super) fn sizes(x: &Tensor, w: &Tensor) -> Result<(usize, usize, usize)> {
 /// state, the tokens continue its document.
 pub fn forward(x: &Tensor, w: &Tensor, seqs: &Sequences, state: Option<&mut State>) -> Result<Tensor> {
     let (t, c, taps) = sizes(x, w)?;
-    let Some(state) = state else { return from_zero(x, w, Some(seqs)) };
+    let Some(state) = state else {
+        seqs.cover(t)?;
+        return from_zero(x, w, Some(seqs));
+    };
     // Earlier inputs come first, as tokens of the same document, and their outputs are dropped.
     let all = match &state.taps {
         Some(before) => Tensor::cat(&[before.clone(), x.clone()], 0)?,
@@ -50,10 +53,11 @@ pub fn backward(
     seqs: &Sequences,
     want_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    sizes(x, w)?;
+    let (t, ..) = sizes(x, w)?;
     if dy.shape() != x.shape() {
         bail!("convolution: {:?} with a gradient {:?}", x.shape(), dy.shape());
     }
+    seqs.cover(t)?;
     if is_cpu(x) {
         on_real!(x.dtype(), cpu::backward(x, w, dy, seqs, want_dw))
     } else {

@@ -152,10 +152,9 @@ fn documents(seqs: &Sequences, t: usize, continued: bool) -> Vec<usize> {
     if continued { vec![t] } else { seqs.docs.clone() }
 }
 
-/// Tasks at the same time in a plan.
-fn at_once(heads: Heads, l: &Ledger) -> usize {
-    // a single document keeps as many threads busy as there are key heads
-    heads.keys.min(l.machine().threads.max(1) as usize)
+/// Tasks of `docs` documents at the same time in a plan.
+fn at_once(docs: usize, heads: Heads, l: &Ledger) -> usize {
+    (docs * heads.keys).min(l.machine().threads.max(1) as usize)
 }
 
 /// See [`super::forward`].
@@ -164,31 +163,36 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
     let (l, dtype) = (super::chunk(heads), x.qkv.dtype());
     let Heads { key_dim: k, value_dim: v, .. } = heads;
     let sizes = Sizes { l, k, v };
-    let width = heads.each() * v;
+    let (width, of_state) = (heads.each() * v, heads.each() * k * v);
     let shape = Shape::from((t, heads.value_width()));
+    let count = if state.is_some() { 1 } else { seqs.count() };
     let rooms = |ledger: &Ledger| {
-        let each = heads.each() * k * v + Room::<T>::values(sizes, false) + Common::<T>::values(l, k) + l * v;
-        let all = at_once(heads, ledger) * each + t * heads.value_width();
+        let each = of_state + Room::<T>::values(sizes, false) + Common::<T>::values(l, k) + l * v;
+        let all = at_once(count, heads, ledger) * each + t * heads.value_width();
         ledger.touch((all * T::DTYPE.size_in_bytes()) as u64);
     };
     let reads = [x.qkv, x.a, x.b, x.a_log, x.bias];
     if let Some([o]) = ghost_products::<T, 1>(&reads, [(shape.clone(), dtype)], rooms) {
         return Ok(o);
     }
-    let values = Values::<T>::of(x)?;
-    let docs = documents(seqs, t, state.is_some());
+    let (values, docs) = (Values::<T>::of(x)?, documents(seqs, t, state.is_some()));
     let tasks = tasks(&docs, heads);
     let mut o = vec![T::zero(); t * heads.value_width()];
-    let mut states = match state.as_ref().and_then(|s| s.heads.as_ref()) {
-        Some(s) => view::<T>(s)?.to_vec(),
-        None => vec![T::zero(); tasks.len() * heads.each() * k * v],
+    // those of the state go on, others live as long as their task
+    let mut given = match state.as_deref() {
+        Some(State { heads: Some(s), .. }) => view::<T>(s)?.to_vec(),
+        Some(_) => vec![T::zero(); tasks.len() * of_state],
+        None => Vec::new(),
     };
-    let work = split(&mut o, &tasks, width).into_iter().zip(states.chunks_mut(heads.each() * k * v));
-    cpu::each(work.zip(&tasks), |((o, states), task)| {
+    let mut given_of = given.chunks_mut(of_state);
+    let work: Vec<_> =
+        split(&mut o, &tasks, width).into_iter().zip(&tasks).map(|(o, t)| (o, t, given_of.next())).collect();
+    cpu::each(work.into_iter(), |(o, task, given)| {
         let l = l.min(task.tokens).max(1);
-        let sizes = Sizes { l, k, v };
-        let (mut room, mut common, mut u) =
-            (Room::new(sizes, false), Common::new(l, k), vec![T::zero(); l * v]);
+        let (mut room, mut common) = (Room::new(Sizes { l, k, v }, false), Common::new(l, k));
+        let own = if given.is_some() { 0 } else { of_state };
+        let (mut u, mut own) = (vec![T::zero(); l * v], vec![T::zero(); own]);
+        let states = given.unwrap_or(&mut own);
         for from in (0..task.tokens).step_by(l) {
             let (token, l) = (task.start + from, l.min(task.tokens - from));
             common.load(&values, token, l, task.head);
@@ -201,7 +205,7 @@ pub fn forward<T: Float>(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut St
         }
     });
     if let Some(state) = state {
-        state.heads = Some(tensor(states, (heads.values, k, v), DType::F32)?);
+        state.heads = Some(tensor(given, (heads.values, k, v), DType::F32)?);
     }
     let blocks = Blocks::new(&o, &docs, heads.keys, width);
     let ([y], _) = written::<T, _, 1>((&shape, dtype), ROWS * heads.value_width(), |from, out| {
@@ -235,7 +239,8 @@ pub fn backward<T: Float>(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Res
     ];
     let reads = [x.qkv, x.a, x.b, x.a_log, x.bias, d_o];
     let rooms = |ledger: &Ledger| {
-        let all = at_once(heads, ledger) * Back::<T>::values(heads, seqs.longest()) + t * heads.keys * width;
+        let each = Back::<T>::values(heads, seqs.longest());
+        let all = at_once(seqs.count(), heads, ledger) * each + t * heads.keys * width;
         ledger.touch((all * T::DTYPE.size_in_bytes()) as u64);
     };
     if let Some([qkv, a, b, a_log, bias]) = ghost_products::<T, 5>(&reads, out, rooms) {

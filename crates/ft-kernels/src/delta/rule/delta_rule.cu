@@ -9,6 +9,8 @@
 // from memory. Every sum has a fixed order.
 //
 // Queries and keys stand in shared memory as they come; the inverses of their lengths are factors of rows of products.
+// In f16, operands of the first two kernels are clamped to its finite range: a zero key has the largest inverse length.
+// Those of the other two are not: they grow with the scale of the loss, which an overflow lowers.
 // States between kernels are transposed [v, k], k filled up with zeros: a multiple of eight in memory, MOST in
 // products; those before and after all tokens are [k, v] in f32.
 #include "../../cuda/rows.cuh"
@@ -142,7 +144,7 @@ template <typename T> DEVICE void invert(T *to, const float *back, float own_rat
 #pragma unroll
   for (uint32_t i = 0; i < L; i++) {
     const float y = (i == lane ? 1.0f : 0.0f) - __shfl_sync(ALL, own_rate, static_cast<int>(i)) * sum[i];
-    store_planes(to + i * L + lane, PAIRS, y);
+    store_planes(to + i * L + lane, PAIRS, finite<T>(y));
 #pragma unroll
     for (uint32_t j = (i + 1) / 4 * 4; j < L; j += 4) {
       float of[4]; // zero up to i
@@ -221,7 +223,7 @@ DEVICE void chunks_of(const T *qkv, const T *a, const T *b, const float *a_log, 
     for (uint32_t i = 0; i < L; i++) {
       const float from = __shfl_sync(ALL, cum, static_cast<int>(i));
       const float decay = lane <= i ? expf(from - cum) * of_k : 0.0f;
-      store_planes(to.a + i * L + lane, PAIRS, qk[i * LP + lane] * lengths[i] * decay);
+      store_planes(to.a + i * L + lane, PAIRS, finite<T>(qk[i * LP + lane] * lengths[i] * decay));
       const float t = lane < i ? kk[i * LP + lane] * lengths[L + i] * decay : 0.0f;
       to.t[i * L + lane] = back[lane * LP + i] = t;
     }
@@ -275,8 +277,8 @@ template <typename F> DEVICE void each_token(const F &f) {
 }
 
 // A warp's part of the state or its gradient, transposed: 16 value channels (of a lane: row and row + 8), all key
-// channels (columns 8 n + 2 t and the next).
-template <typename T> struct State {
+// channels (columns 8 n + 2 t and the next). CLAMPED: its operands, see `left_of`.
+template <typename T, bool CLAMPED> struct State {
   float s[TILES / 2][2][4];
   uint32_t row, column;
 
@@ -310,7 +312,7 @@ template <typename T> struct State {
 #pragma unroll
     for (int n = 0; n < TILES / 2; n++) {
       Left<T, 2> left;
-      left_of<T>(left, s[n], {{1.0f, 1.0f}, {1.0f, 1.0f}});
+      left_of<CLAMPED, T>(left, s[n], {{1.0f, 1.0f}, {1.0f, 1.0f}});
 #pragma unroll
       for (int of = 0; of < N; of++)
 #pragma unroll
@@ -327,7 +329,7 @@ template <typename T> struct State {
     for (int j = 0; j < TOKENS / 2; j++) {
       Left<T, 2> left;
       const uint32_t at = 16 * j + column;
-      left_of<T>(left, u[j], {{factor(at), factor(at + 1)}, {factor(at + 8), factor(at + 9)}});
+      left_of<CLAMPED, T>(left, u[j], {{factor(at), factor(at + 1)}, {factor(at + 8), factor(at + 9)}});
 #pragma unroll
       for (int n = 0; n < TILES / 2; n++) {
         Right<T, 1> right[2];
@@ -368,11 +370,12 @@ template <typename T> struct Values {
 };
 
 // sum += x m^T for a lower triangular m [L, L] in shared memory, or x m.
-template <bool TRANSPOSED, typename T> DEVICE void add_triangular(OfTokens &sum, const OfTokens &x, const T *m) {
+template <bool TRANSPOSED, bool CLAMPED, typename T>
+DEVICE void add_triangular(OfTokens &sum, const OfTokens &x, const T *m) {
 #pragma unroll
   for (int j = 0; j < TOKENS / 2; j++) {
     Left<T, 2> left;
-    left_of<T>(left, x[j], {{1.0f, 1.0f}, {1.0f, 1.0f}});
+    left_of<CLAMPED, T>(left, x[j], {{1.0f, 1.0f}, {1.0f, 1.0f}});
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) {
       if (TRANSPOSED ? i < j : i > j) continue;
@@ -386,8 +389,9 @@ template <bool TRANSPOSED, typename T> DEVICE void add_triangular(OfTokens &sum,
 
 DEVICE float one(uint32_t) { return 1.0f; }
 
-// Calls f with each chunk of a document, staged, forward or back: its number, span and stage. The first half of the
-// threads calls; the others copy, and have a state beyond the slice, which is neither read nor stored.
+// Calls f with each chunk of a document, forward or backward: its number, span and stage. Warps of the first half of
+// the threads call f; the others only copy the next chunk. Rows of their `State` lie past the slice, where loads give
+// zeros and nothing is stored.
 template <bool BACK, typename T, typename F>
 DEVICE void walk(const Document &doc, const T *qkv, float *chunks, Heads h, uint32_t head, const F &f) {
   SHARED_BYTES(shared);
@@ -417,7 +421,7 @@ DEVICE void forward(const T *qkv, const uint32_t *documents, uint32_t tokens, He
   const uint32_t head = blockIdx.y;
   const SliceOf own(blockIdx.z, h.v);
   const size_t of_head = static_cast<size_t>(head) * h.k * h.v + own.first;
-  State<T> state(threadIdx.x / WARP);
+  State<T, true> state(threadIdx.x / WARP);
   if (before != nullptr)
     state.each([&](uint32_t d, uint32_t col, float &x) {
       x = d < h.k && col < own.width ? before[of_head + d * h.v + col] : 0.0f;
@@ -436,10 +440,10 @@ DEVICE void forward(const T *qkv, const uint32_t *documents, uint32_t tokens, He
                   x[j][n][i] = v.rate[token] * (x[j][n][i] - v.decay[token] * v.of_k[token] * sum[0][j][n][i]);
                   sum[1][j][n][i] *= v.decay[token] * v.of_q[token];
                 });
-                add_triangular<true, T>(u, x, c.inverse);
+                add_triangular<true, true, T>(u, x, c.inverse);
                 if (rows != nullptr) outputs.store_all(u, rows + head * h.v + own.first, span, one);
                 if (o != nullptr) {
-                  add_triangular<true, T>(sum[1], u, c.a);
+                  add_triangular<true, true, T>(sum[1], u, c.a);
                   outputs.store_all(sum[1], o + head * h.v + own.first, span, one);
                 }
                 state.scale(v.decay[L - 1]);
@@ -458,7 +462,7 @@ DEVICE void states_back(const T *qkv, const uint32_t *documents, uint32_t tokens
                         T *d_states, T *d_rows, T *d_qkv) {
   const uint32_t head = blockIdx.y;
   const SliceOf own(blockIdx.z, h.v);
-  State<T> state(threadIdx.x / WARP);
+  State<T, false> state(threadIdx.x / WARP);
   const Values<T> values = {state.row, own.width, h.channels()}, outputs = {state.row, own.width, h.values * h.v};
   walk<true>(
       document_of(documents, tokens, blockIdx.x), qkv, chunks, h, head,
@@ -469,8 +473,8 @@ DEVICE void states_back(const T *qkv, const uint32_t *documents, uint32_t tokens
         state.store(d_states + (number * h.values + head) * h.state() + own.first * eights(h.k), h, own);
         state.times(sum, {c.k});
         each_token([&](int j, int n, int i, uint32_t token) { sum[0][j][n][i] *= v.rest[token] * v.of_k[token]; });
-        add_triangular<false, T>(sum[0], g, c.a);
-        add_triangular<false, T>(r, sum[0], c.inverse);
+        add_triangular<false, false, T>(sum[0], g, c.a);
+        add_triangular<false, false, T>(r, sum[0], c.inverse);
         outputs.store_all(r, d_rows + head * h.v + own.first, span, one);
         values.store_all(r, d_qkv + h.value(head) + own.first, span, [&](uint32_t token) { return v.rate[token]; });
         state.scale(v.decay[L - 1]);

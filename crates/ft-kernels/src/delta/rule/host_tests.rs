@@ -36,28 +36,16 @@ fn parts<const N: usize>(mut answer: &[u8], counts: [usize; N]) -> [&[u8]; N] {
     })
 }
 
-/// Forward, with outputs or with states, and the gradients; with `a_zero_key`, of which the inverse length is the largest,
-/// the outputs alone.
-fn compare(host: &mut Served, case: &Case, dtype: DType, a_zero_key: bool) -> Result<()> {
-    let (h, Values(mut x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
-    if a_zero_key {
-        let mut rows: Vec<Vec<f32>> = x[0].to_vec2()?;
-        // the last token of a chunk, which does not decay before the next one
-        let row = &mut rows[case.docs[0] + CHUNK - 1][h.key_width()..];
-        row[..h.key_width()].fill(0.0);
-        row[h.key_width()..].fill(5000.0);
-        x[0] = Tensor::new(rows, &Device::Cpu)?;
-    }
-    let (width, f32s) = (dtype.size_in_bytes(), DType::F32);
-    let rounded = |t: &Tensor| t.to_dtype(dtype)?.to_dtype(f32s);
-    let [qkv, a, b, a_log, bias] = &x;
-    let (x, d_o) = ([rounded(qkv)?, rounded(a)?, rounded(b)?, a_log.clone(), bias.clone()], rounded(&d_o)?);
-    let (want, back) =
-        (forward(&of(h, x.each_ref()), &seqs, None)?, backward(&of(h, x.each_ref()), &d_o, &seqs)?);
-    let near = |what: &str, got: &[f64], want: &Tensor| {
-        let (apart, bar) = (distance(got, &values(want)), if width == 4 { 2e-5 } else { 8e-3 });
-        assert!(apart < bar, "{what} of {dtype:?}: {apart:e} apart");
-    };
+/// Answers of the kernels: outputs; gradients of queries, keys and values, of a and b; by chunk those of `a_log` and of
+/// the bias.
+fn answers(
+    host: &mut Served,
+    case: &Case,
+    dtype: DType,
+    x: &[Tensor; 5],
+    d_o: &Tensor,
+) -> Result<[Vec<f64>; 6]> {
+    let (h, width, f32s) = (case.heads, dtype.size_in_bytes(), DType::F32);
     let t = case.docs.iter().sum::<usize>();
     let (mut list, mut begin, mut chunks) = (Vec::new(), 0usize, 0usize);
     for n in case.docs {
@@ -66,7 +54,7 @@ fn compare(host: &mut Served, case: &Case, dtype: DType, a_zero_key: bool) -> Re
     }
     let dtypes = [dtype, dtype, dtype, f32s, f32s];
     let data = x.iter().zip(dtypes).map(|(t, dtype)| bytes(t, dtype)).collect::<Result<Vec<_>>>()?;
-    let d_o = bytes(&d_o, dtype)?;
+    let d_o = bytes(d_o, dtype)?;
     let input = |i: usize| Argument::In(&data[i], 0);
     let sizes = || [h.keys, h.values, h.key_dim, h.value_dim].map(|n| Argument::from(n as u32));
     let (list, tokens) = (|| Argument::In(&list, 0), || Argument::from(t as u32));
@@ -91,10 +79,7 @@ fn compare(host: &mut Served, case: &Case, dtype: DType, a_zero_key: bool) -> Re
     let out = [state, Argument::Null, Argument::Null, Argument::Out(rows), tokens()];
     let all: Vec<_> = walked().into_iter().chain(out).chain(sizes()).collect();
     let answer = launch("forward", walk, of_walk(width), &all);
-    near("o", &of_bytes(&answer[after..], dtype), &want);
-    if a_zero_key {
-        return Ok(());
-    }
+    let o = of_bytes(&answer[after..], dtype);
     let out = [Argument::Null, Argument::Out(states), Argument::Out(rows), Argument::Null, tokens()];
     let all: Vec<_> = walked().into_iter().chain(out).chain(sizes()).collect();
     let answer = launch("forward", walk, of_walk(width), &all);
@@ -120,15 +105,72 @@ fn compare(host: &mut Served, case: &Case, dtype: DType, a_zero_key: bool) -> Re
     for (row, from) in qkv.chunks_mut(h.channels()).zip(of_values.chunks(h.channels())) {
         row[at..].copy_from_slice(&from[at..]);
     }
+    Ok([o, qkv, of_bytes(a, dtype), of_bytes(b, dtype), of_bytes(a_log, f32s), of_bytes(bias, f32s)])
+}
+
+/// What a case has beside random inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum With {
+    Nothing,
+    /// A zero key, of which the inverse length is the largest.
+    ZeroKey,
+    /// A zero key with large values, for the outputs alone.
+    LargeValues,
+}
+
+fn compare(host: &mut Served, case: &Case, dtype: DType, with: With) -> Result<()> {
+    let (h, Values(mut x, seqs, d_o)) = (case.heads, inputs(case, DType::F32)?);
+    if with != With::Nothing {
+        let mut rows: Vec<Vec<f32>> = x[0].to_vec2()?;
+        // the last token of a chunk, which does not decay before the next one
+        let row = &mut rows[case.docs[0] + CHUNK - 1][h.key_width()..];
+        row[..h.key_width()].fill(0.0);
+        if with == With::LargeValues {
+            row[h.key_width()..].fill(5000.0);
+        }
+        x[0] = Tensor::new(rows, &Device::Cpu)?;
+    }
+    let rounded = |t: &Tensor| t.to_dtype(dtype)?.to_dtype(DType::F32);
+    let [qkv, a, b, a_log, bias] = &x;
+    let (x, d_o) = ([rounded(qkv)?, rounded(a)?, rounded(b)?, a_log.clone(), bias.clone()], rounded(&d_o)?);
+    let (want, back) =
+        (forward(&of(h, x.each_ref()), &seqs, None)?, backward(&of(h, x.each_ref()), &d_o, &seqs)?);
+    let near = |what: &str, got: &[f64], want: &Tensor| {
+        let bar = if dtype == DType::F32 { 2e-5 } else { 8e-3 };
+        let apart = distance(got, &values(want));
+        assert!(apart < bar, "{what} of {dtype:?} with {with:?}: {apart:e} apart");
+    };
+    let [o, qkv, a, b, a_log, bias] = answers(host, case, dtype, &x, &d_o)?;
+    near("o", &o, &want);
+    if with == With::LargeValues {
+        return Ok(());
+    }
     near("qkv", &qkv, &back.qkv);
-    near("a", &of_bytes(a, dtype), &back.a);
-    near("b", &of_bytes(b, dtype), &back.b);
-    let sums = |p: &[u8]| -> Result<Vec<f64>> {
-        let p = Tensor::from_vec(of_bytes(p, f32s), (chunks, h.values), &Device::Cpu)?;
-        Ok(values(&p.sum_keepdim(0)?))
+    near("a", &a, &back.a);
+    near("b", &b, &back.b);
+    let sums = |p: Vec<f64>| -> Result<Vec<f64>> {
+        let chunks = p.len() / h.values;
+        Ok(values(&Tensor::from_vec(p, (chunks, h.values), &Device::Cpu)?.sum_keepdim(0)?))
     };
     near("a_log", &sums(a_log)?, &back.a_log);
     near("bias", &sums(bias)?, &back.bias);
+    Ok(())
+}
+
+/// Loss scaling sees gradients beyond the range of f16: those of right sides and those of pairs of tokens.
+fn overflow(host: &mut Served) -> Result<()> {
+    let (t, h) = (5, heads(1, 1, 2, 3));
+    let case = Case { docs: &[5], heads: h };
+    let all = |x: f32, columns: usize| Tensor::full(x, (t, columns), &Device::Cpu);
+    // equal queries and keys, no decay, rates of 1/2
+    let qkv = Tensor::cat(&[all(1.0, 2 * h.key_width())?, all(5.0, h.value_width())?], 1)?;
+    let zero = Tensor::full(0f32, h.values, &Device::Cpu)?;
+    let x = [qkv, all(-20.0, h.values)?, all(0.0, h.values)?, zero.clone(), zero];
+    let [_, got, ..] = answers(host, &case, DType::F16, &x, &all(60_000.0, h.value_width())?)?;
+    for (what, of) in [("queries", 0..h.key_width()), ("values", 2 * h.key_width()..h.channels())] {
+        let hidden = got.chunks(h.channels()).all(|row| row[of.clone()].iter().all(|x| x.is_finite()));
+        assert!(!hidden, "gradients of {what} are finite: {got:?}");
+    }
     Ok(())
 }
 
@@ -140,13 +182,16 @@ fn the_delta_rule_on_the_host_is_that_of_the_cpu() -> Result<()> {
         let mut host = Served::new("crates/ft-kernels/src/delta/rule/delta_rule.cu", how);
         let wide = Case { docs: &[40], heads: heads(1, 2, 102, 45) };
         for case in CASES.iter().chain([&wide]) {
-            compare(&mut host, case, DType::F32, false)?;
+            compare(&mut host, case, DType::F32, With::Nothing)?;
         }
         // a stage of the walks is used again from the third chunk on
         let whole = Case { docs: &[3, 70], heads: heads(1, 2, 24, 40) };
-        compare(&mut host, &CASES[2], DType::BF16, false)?;
-        compare(&mut host, &whole, DType::BF16, false)?;
-        [false, true].iter().try_for_each(|zero| compare(&mut host, &whole, DType::F16, *zero))?;
+        compare(&mut host, &CASES[2], DType::BF16, With::Nothing)?;
+        compare(&mut host, &whole, DType::BF16, With::Nothing)?;
+        for with in [With::Nothing, With::ZeroKey, With::LargeValues] {
+            compare(&mut host, &whole, DType::F16, with)?;
+        }
+        overflow(&mut host)?;
         host.finish();
     }
     Ok(())

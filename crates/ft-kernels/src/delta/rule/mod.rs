@@ -80,7 +80,10 @@ impl Inputs<'_> {
 /// Outputs `[t, h v]` in the dtype of the inputs. With a state, the tokens continue its document, and the state moves
 /// on; otherwise every document of `seqs` starts from zero.
 pub fn forward(x: &Inputs<'_>, seqs: &Sequences, state: Option<&mut State>) -> Result<Tensor> {
-    x.check()?;
+    let t = x.check()?;
+    if state.is_none() {
+        seqs.cover(t)?;
+    }
     x.work(1.0);
     if is_cpu(x.qkv) {
         on_real!(x.qkv.dtype(), cpu::forward(x, seqs, state))
@@ -109,6 +112,7 @@ pub fn backward(x: &Inputs<'_>, d_o: &Tensor, seqs: &Sequences) -> Result<Gradie
     if d_o.dims() != [t, x.heads.value_width()] {
         candle_core::bail!("delta rule: a gradient {:?} of {:?}", d_o.shape(), x.heads);
     }
+    seqs.cover(t)?;
     x.work(3.5);
     if is_cpu(x.qkv) {
         on_real!(x.qkv.dtype(), cpu::backward(x, d_o, seqs))

@@ -1,7 +1,11 @@
 //! The chunked recurrence against finite differences and against the recurrence token by token.
 
 use super::*;
+use crate::attention::Sizes;
 use crate::check::{close, gradient, randn, values};
+use crate::delta::conv;
+use crate::ledger::{Ledger, Machine};
+use crate::tensor::Ghost;
 use candle_core::{DType, Device};
 
 pub(super) struct Case {
@@ -149,5 +153,43 @@ fn a_state_continues_its_document() -> Result<()> {
         close(&y, &rows(&whole)?, 1e-5);
         start += n;
     }
+    Ok(())
+}
+
+#[test]
+fn documents_of_other_tokens_are_refused() -> Result<()> {
+    let case = &CASES[0];
+    let Values(x, _, d_o) = inputs(case, DType::F32)?;
+    let (x, other) = (of(case.heads, x.each_ref()), Sequences::new(&[4], 0, &Device::Cpu)?);
+    assert!(forward(&x, &other, None).is_err() && backward(&x, &d_o, &other).is_err());
+    let w = randn(7, (case.heads.channels(), 2), DType::F32)?;
+    assert!(conv::forward(x.qkv, &w, &other, None).is_err());
+    assert!(conv::backward(x.qkv, &w, x.qkv, &other, false).is_err());
+    Ok(())
+}
+
+/// A thread has a document and a key head, so a plan with more of these has more buffers.
+#[test]
+fn a_plan_has_buffers_for_every_busy_thread() -> Result<()> {
+    let (h, t) = (heads(1, 2, 16, 8), 96);
+    let peaks = |threads: u64, seqs: &Sequences| -> Result<[u64; 2]> {
+        let ledger = Ledger::new(Machine { threads, ..Machine::default() });
+        let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&ledger, shape, DType::F32));
+        let (qkv, d_o) = (ghost(&[t, h.channels()]), ghost(&[t, h.value_width()]));
+        let (of_tokens, of_heads) = (ghost(&[t, h.values]), ghost(&[h.values]));
+        let x = of(h, [&qkv, &of_tokens, &of_tokens, &of_heads, &of_heads]);
+        let peak = || ledger.take().at_peak.iter().sum::<u64>();
+        forward(&x, seqs, None)?;
+        let of_forward = peak();
+        backward(&x, &d_o, seqs)?;
+        Ok([of_forward, peak()])
+    };
+    let (one, three) = (Sequences::planned(&[t], 0), Sequences::planned(&[t / 3; 3], 0));
+    assert_eq!(peaks(8, &one)?, peaks(1, &one)?);
+    let [few, many] = [peaks(1, &three)?, peaks(8, &three)?];
+    assert!(few[0] < many[0] && few[1] < many[1], "{few:?} and {many:?}");
+    assert_eq!(peaks(3, &three)?, many);
+    let sizes = Sizes { keys: t, longest: t / 3, reach: t };
+    assert_eq!(peaks(8, &Sequences::ghost(sizes))?, many);
     Ok(())
 }

@@ -136,7 +136,8 @@ impl Sorted {
     /// overwrites `rows` [n, d] with the gradient of `rows`.
     pub fn scale(&self, rows: &Tensor, gates: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let (n, d) = (self.rows(), self.width(dy, self.tokens)?);
-        if rows.dims() != [n, d] || rows.dtype() != dy.dtype() || gates.elem_count() != n {
+        let factors = gates.elem_count() == n && gates.dtype() == DType::F32;
+        if rows.dims() != [n, d] || rows.dtype() != dy.dtype() || !factors {
             candle_core::bail!("routing: {:?} with {:?} of {gates:?}", rows.shape(), dy.shape());
         }
         let shape = (self.tokens, self.top_k);
@@ -182,7 +183,7 @@ impl Sorted {
     pub fn combine(&self, rows: &Tensor, gates: Option<&Tensor>, add: Option<&Tensor>) -> Result<Tensor> {
         let (t, d) = (self.tokens, self.width(rows, self.rows())?);
         if add.is_some_and(|a| a.dims() != [t, d] || a.dtype() != rows.dtype())
-            || gates.is_some_and(|g| g.elem_count() != self.rows())
+            || gates.is_some_and(|g| g.elem_count() != self.rows() || g.dtype() != DType::F32)
         {
             candle_core::bail!("routing: {:?} with {gates:?} and {add:?}", rows.shape());
         }

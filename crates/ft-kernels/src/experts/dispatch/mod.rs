@@ -27,7 +27,7 @@ use crate::Tensor;
 use crate::cpu::blocks::{Values, by_blocks, ghosts, written};
 use crate::cpu::{self, Float, Halves, ROWS, dot, is_native, on_real, tensor, vectorised, view};
 use crate::cpu::{narrow, wide};
-use crate::ledger::{Allocation, Cost, Role};
+use crate::ledger::{Allocation, Role};
 use crate::route;
 use crate::tensor::{Ghost, On, moves};
 use crate::upcast;
@@ -336,31 +336,45 @@ impl Groups {
     }
 
     fn gather_cpu<T: Float>(&self, x: &Tensor, gates: Option<&Tensor>, run: &ExpertRows) -> Result<Tensor> {
-        let d = self.width(x)?;
-        if x.dtype() == DType::BF16 {
-            return self.gather_halves(x, gates, run);
-        }
-        let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
-        let shape = || (run.rows, d).into();
-        if let Some([y]) = cpu::ghost_products::<T, 1>(&reads, [(shape(), x.dtype())], |_| ()) {
+        let (d, x) = (self.width(x)?, x.contiguous()?);
+        let reads: Vec<&Tensor> = [&x].into_iter().chain(gates).collect();
+        let (shape, dtype) = (Shape::from((run.rows, d)), x.dtype());
+        let out = [(shape.clone(), dtype)];
+        if let Some([y]) = cpu::ghost_products_in::<T, 1>(by_blocks::<T>, &reads, out, |_| ()) {
             // count the read of this expert's rows only
             moves([&y, &y]);
             return Ok(y);
         }
-        let xv = view::<T>(x)?;
-        let gv = gates.map(view::<T>).transpose()?;
-        let (xs, gs) = (&*xv, gv.as_deref());
+        let gates = gates.map(view::<T>).transpose()?;
+        let gates = gates.as_deref();
+        if by_blocks::<T>(dtype) {
+            let mut out = vec![0u16; run.rows * d].reinterpret_into::<bf16>();
+            // a product is rounded once
+            let product = |x, g: T| narrow((T::widened(wide(x)) * g).to_f64() as f32);
+            self.fill(&mut out, (&Halves::of(&x)?[..], d), run, gates, product);
+            return Tensor::from_vec(out, shape, &Device::Cpu);
+        }
         let mut out = vec![T::zero(); run.rows * d];
-        let fill = |(i, block): (usize, &mut [T])| {
+        self.fill(&mut out, (&view::<T>(&x)?[..], d), run, gates, |x, g| x * g);
+        tensor(out, shape, dtype)
+    }
+
+    /// Copies the rows of a run from `x` `[t, d]`, or their products with their gates.
+    fn fill<B: Copy + Send + Sync, G: Copy + Sync>(
+        &self,
+        out: &mut [B],
+        (x, d): (&[B], usize),
+        run: &ExpertRows,
+        gates: Option<&[G]>,
+        product: impl Fn(B, G) -> B + Sync,
+    ) {
+        let fill = |(i, block): (usize, &mut [B])| {
             for (j, o) in block.chunks_mut(d).enumerate() {
                 let row = run.start + i * ROWS + j;
-                let from = &xs[self.token[row] as usize * d..][..d];
-                match gs {
+                let from = &x[self.token[row] as usize * d..][..d];
+                match gates.map(|g| g[self.pair[row] as usize]) {
                     None => o.copy_from_slice(from),
-                    Some(g) => {
-                        let g = g[self.pair[row] as usize];
-                        o.iter_mut().zip(from).for_each(|(o, x)| *o = *x * g);
-                    }
+                    Some(g) => vectorised(|| o.iter_mut().zip(from).for_each(|(o, x)| *o = product(*x, g))),
                 }
             }
         };
@@ -369,39 +383,6 @@ impl Groups {
             None => cpu::each(out.chunks_mut(ROWS * d).enumerate(), fill),
             Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
         }
-        tensor(out, (run.rows, d), x.dtype())
-    }
-
-    /// [`Groups::gather_cpu`] for bf16: reads only the needed rows, and rounds the product with the gate
-    /// once.
-    fn gather_halves(&self, x: &Tensor, gates: Option<&Tensor>, run: &ExpertRows) -> Result<Tensor> {
-        let d = self.width(x)?;
-        let x = x.contiguous()?;
-        if let Some(g) = x.ghost() {
-            let y = Ghost::new(g.ledger(), (run.rows, d), DType::BF16);
-            g.ledger().work(Cost { started: 1.0, moved: 2.0 * y.moved(), ..Cost::default() });
-            return Ok(y.into());
-        }
-        let (xv, gv) = (Halves::of(&x)?, gates.map(view::<f32>).transpose()?);
-        let (xs, gs) = (&*xv, gv.as_deref());
-        let mut out = vec![0u16; run.rows * d].reinterpret_into::<bf16>();
-        let fill = |(i, block): (usize, &mut [bf16])| {
-            for (j, o) in block.chunks_mut(d).enumerate() {
-                let row = run.start + i * ROWS + j;
-                let from = &xs[self.token[row] as usize * d..][..d];
-                match gs.map(|g| g[self.pair[row] as usize]) {
-                    None => o.copy_from_slice(from),
-                    Some(g) => vectorised(|| {
-                        o.iter_mut().zip(from).for_each(|(o, x)| *o = narrow(wide(*x) * g));
-                    }),
-                }
-            }
-        };
-        match gates {
-            None => cpu::each(out.chunks_mut(ROWS * d).enumerate(), fill),
-            Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
-        }
-        Tensor::from_vec(out, (run.rows, d), &Device::Cpu)
     }
 
     fn gather_composed(

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::check::{close, gradient, randn};
+use crate::ledger::{Ledger, Machine};
 
 const T: usize = 70;
 const E: usize = 5;
@@ -93,8 +94,6 @@ fn rows_of_half_precision() -> Result<()> {
 /// In a plan, row ranges of experts stay in bounds, also if shares are rounded up.
 #[test]
 fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {
-    use crate::ledger::Ledger;
-    use crate::tensor::Ghost;
     for (tokens, top_k, alike) in [
         (46, 2, vec![1; 5]),
         (23, 4, vec![1; 5]),
@@ -114,6 +113,25 @@ fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {
                 assert!(r.start + r.rows <= tokens * top_k, "{tokens} {top_k} {alike:?} {skewed}");
             }
         }
+    }
+    Ok(())
+}
+
+/// The kernels read gates and their gradients in f32.
+#[test]
+fn gates_of_another_dtype_are_refused_on_cuda() -> Result<()> {
+    let ledger = Ledger::new(Machine { cuda: true, ..Machine::default() });
+    let ghost = |shape: (usize, usize), dtype| Tensor::from(Ghost::new(&ledger, shape, dtype));
+    let s = Sorted::new(&ghost((T, K), DType::U32), E, DType::BF16)?;
+    let (rows, dy) = (ghost((T * K, 6), DType::BF16), ghost((T, 6), DType::BF16));
+    let routed = route::cuda::forward(&ghost((T, E), DType::F32), K, None, true)?;
+    for (dtype, fits) in [(DType::F32, true), (DType::BF16, false)] {
+        let (gates, extra) = (ghost((T, K), dtype), Tensor::zeros(E, dtype, On::Ghost(&ledger))?);
+        assert_eq!(s.scale(&rows, &gates, &dy).is_ok(), fits);
+        assert_eq!(s.combine(&rows, Some(&gates), None).is_ok(), fits);
+        assert_eq!(route::cuda::backward(&routed, &gates, None, 0.0, true).is_ok(), fits);
+        let dgates = &routed.gates;
+        assert_eq!(route::cuda::backward(&routed, dgates, Some(&extra), 0.0, true).is_ok(), fits);
     }
     Ok(())
 }

@@ -356,7 +356,8 @@ pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: 
 }
 
 /// Accumulates one kind of gradient of each linear into `grads`, the flat f32 buffer addressed by the tables' offsets,
-/// from `a` (dy or du) and `b` (x or u). Those of two linears' adapters take one launch if their shapes are the same.
+/// from `a` (dy or du) and `b` (x or u). Those of two linears' adapters take one launch if their shapes are the same
+/// and their places differ: a launch adds to a value once.
 pub fn gradients<const N: usize>(
     of: [(&Table, &Tensor, &Tensor); N],
     which: Gradient,
@@ -364,7 +365,9 @@ pub fn gradients<const N: usize>(
     grads: &Tensor,
 ) -> Result<()> {
     match of[..] {
-        [a, b] if which != Gradient::Weight && alike(a.0, b.0) => gradient(which, a, Some(b), s, grads),
+        [a, b] if which != Gradient::Weight && alike(a.0, b.0) && !a.0.shares(b.0, which) => {
+            gradient(which, a, Some(b), s, grads)
+        }
         _ => of.into_iter().try_for_each(|one| gradient(which, one, None, s, grads)),
     }
 }
@@ -416,7 +419,8 @@ fn gradient(
         let tables = if second.is_some() { 2 } else { 1 };
         let grid = Grid::new(width.div_ceil(COLUMNS), THREADS).by(tables * table.ranks.div_ceil(LOW));
         let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
-        // SAFETY: as below; rows of `low` are whole vectors, those of `wide` were asked for.
+        // SAFETY: as below, since the places of the two tables differ; rows of `low` are whole vectors, those of
+        // `wide` were asked for.
         return unsafe { launch.run(grid.shared(OF_LOW_GRADIENT)) };
     }
     if let Some((second, (c, d))) = &more {

@@ -82,6 +82,8 @@ pub struct Table {
     pub(super) ranks: usize,
     /// End of the last gradient in the buffer.
     pub(super) ends: usize,
+    /// Offsets of A and B in the gradient buffer, by entry.
+    places: Vec<Option<(usize, usize)>>,
     /// Trainable values by [`Gradient`].
     trains: [usize; 3],
     /// Whether any expert has dropout.
@@ -197,6 +199,7 @@ impl Table {
             dtype,
             ranks: all.ranks,
             ends: all.ends,
+            places: entries.iter().map(|e| e.adapter?.gradients).collect(),
             trains: all.trains,
             drops: all.drops,
             mean_rank: all.rank_sum as f64 / experts.max(1) as f64,
@@ -213,6 +216,16 @@ impl Table {
     /// Whether any expert has a gradient of this kind.
     pub fn trains(&self, which: Gradient) -> bool {
         self.trains[which as usize] > 0
+    }
+
+    /// Whether an expert's gradient of A, or of B, has one place in both tables.
+    pub(super) fn shares(&self, other: &Self, which: Gradient) -> bool {
+        let of = |places: Option<(usize, usize)>| match which {
+            Gradient::Weight => None,
+            Gradient::A => places.map(|(a, _)| a),
+            Gradient::B => places.map(|(_, b)| b),
+        };
+        self.places.iter().zip(&other.places).any(|(a, b)| of(*a).is_some() && of(*a) == of(*b))
     }
 
     /// Trainable values of all experts.
@@ -271,4 +284,30 @@ fn words(e: &Entry<'_>, held: &mut Vec<Tensor>) -> Result<[u64; WORDS]> {
         }
     }
     Ok(w)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::Ledger;
+
+    #[test]
+    fn one_a_of_two_tables_is_shared() -> Result<()> {
+        let ledger = Ledger::new(Default::default());
+        let ghost = |dims: (usize, usize)| Tensor::from(Ghost::weight(&ledger, dims, DType::BF16));
+        let (w, a, b) = (ghost((16, 8)), ghost((4, 8)), ghost((16, 4)));
+        let table = |trained: Option<(usize, usize)>| {
+            let entry = |gradients| {
+                let adapter = Adapter { a: &a, b: &b, scale: 1.0, gradients, dropout: (0.0, 0) };
+                Entry { weight: Side::Values(&w), gradient: None, adapter: Some(adapter), alike: 1 }
+            };
+            Table::new(&[entry(None), entry(trained)], DType::BF16)
+        };
+        let (gate, up, other) = (table(Some((0, 64)))?, table(Some((0, 128)))?, table(Some((192, 256)))?);
+        assert!(gate.shares(&up, Gradient::A) && !gate.shares(&up, Gradient::B));
+        assert!(!gate.shares(&other, Gradient::A) && !gate.shares(&other, Gradient::Weight));
+        let frozen = table(None)?;
+        assert!(!frozen.shares(&frozen, Gradient::A));
+        Ok(())
+    }
 }

@@ -67,7 +67,8 @@ pub fn backward(
     normalise: bool,
 ) -> Result<Tensor> {
     let ((t, e), k) = (r.probs.dims2()?, r.gates.dim(1)?);
-    if dgates.dims() != [t, k] || extra.is_some_and(|x| x.dims() != [e]) {
+    let in_f32 = [Some(dgates), extra].into_iter().flatten().all(|x| x.dtype() == DType::F32);
+    if dgates.dims() != [t, k] || extra.is_some_and(|x| x.dims() != [e]) || !in_f32 {
         candle_core::bail!("routing: gradients {:?} and {extra:?} of {t} tokens, {k} of {e}", dgates.shape());
     }
     if let Some([dx]) = ghosts(&[&r.probs, dgates], [((t, e).into(), DType::F32)], |_| ()) {

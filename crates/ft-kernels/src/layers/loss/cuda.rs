@@ -9,6 +9,11 @@ use candle_core::{DType, Result};
 /// Threads per block, same as in loss.cu; one block per row.
 const THREADS: u32 = 512;
 
+/// Whether these are `n` targets.
+fn are_targets(targets: &Tensor, n: usize) -> bool {
+    targets.dims() == [n] && targets.dtype() == DType::U32
+}
+
 /// Contiguous weights `[n]` of the targets, f32, if any. `what` names the operation in errors.
 fn weights_of(gradient: Option<Gradient<'_>>, n: usize, what: &str) -> Result<Option<Tensor>> {
     let weights = gradient.and_then(|g| g.weights).map(Tensor::contiguous).transpose()?;
@@ -35,10 +40,11 @@ pub fn cross_entropy(
     gradient: Option<Gradient<'_>>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (n, v) = logits.dims2()?;
-    if targets.dims() != [n] || logits.dtype() != DType::F32 {
+    if !are_targets(targets, n) || logits.dtype() != DType::F32 {
         candle_core::bail!(
-            "cross-entropy: {:?} targets for {:?} {:?}",
+            "cross-entropy: {:?} targets in {:?} for {:?} {:?}",
             targets.shape(),
+            targets.dtype(),
             logits.shape(),
             logits.dtype()
         );
@@ -75,9 +81,13 @@ pub fn distillation(
     gradient: Option<Gradient<'_>>,
 ) -> Result<([Tensor; 2], Option<Tensor>)> {
     let ((n, v), (_, k)) = (logits.dims2()?, teacher.ids.dims2()?);
-    if targets.dims() != [n] || logits.dtype() != DType::F32 {
-        let (targets, logits) = (targets.shape(), &logits);
-        candle_core::bail!("distillation: {targets:?} targets for {:?} {:?}", logits.shape(), logits.dtype());
+    if !are_targets(targets, n) || logits.dtype() != DType::F32 {
+        let (targets, dtype, logits) = (targets.shape(), targets.dtype(), &logits);
+        candle_core::bail!(
+            "distillation: {targets:?} targets in {dtype:?} for {:?} {:?}",
+            logits.shape(),
+            logits.dtype()
+        );
     }
     let losses = || (n.into(), DType::F32);
     let (scale, dtype) = gradient.map_or((0.0, DType::F32), |g| (g.scale, g.dtype));

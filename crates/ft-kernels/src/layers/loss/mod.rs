@@ -33,7 +33,8 @@ pub fn capped(logits: Tensor, cap: f64) -> Result<Tensor> {
     ((logits / cap)?.tanh()? * cap)?.contiguous()
 }
 
-/// A loss on the CPU of logits within a limit, if there is one, and the gradient in its dtype.
+/// Runs `loss` on the CPU, on the logits soft-capped if there is a cap; rounds its gradient to the requested dtype and
+/// multiplies it by the cap's slope.
 fn limited<L>(
     logits: Tensor,
     cap: Option<f64>,
@@ -198,6 +199,8 @@ impl Running {
 mod tests {
     use super::*;
     use crate::check::{close, gradient, randn};
+    use crate::ledger::Machine;
+    use crate::tensor::Ghost;
 
     fn by(scale: f64, weights: Option<&Tensor>, dtype: DType) -> Gradient<'_> {
         Gradient { scale, weights, dtype }
@@ -240,6 +243,20 @@ mod tests {
                 let (_, half) = cross_entropy(x.copy()?, cap, &targets, Some(by(0.25, None, DType::BF16)))?;
                 close(&half.expect("wanted"), &grad.expect("wanted").to_dtype(DType::BF16)?, 0.0);
             }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn targets_of_another_dtype_are_refused_on_cuda() -> Result<()> {
+        let ledger = Ledger::new(Machine { cuda: true, ..Machine::default() });
+        let ghost = |shape: &[usize], dtype| Tensor::from(Ghost::new(&ledger, shape, dtype));
+        let (ids, probs) = (ghost(&[3, 2], DType::U32), ghost(&[3, 2], DType::F32));
+        for (dtype, fits) in [(DType::U32, true), (DType::F32, false)] {
+            let (logits, targets) = (ghost(&[3, 7], DType::F32), ghost(&[3], dtype));
+            assert_eq!(cross_entropy(logits.clone(), None, &targets, None).is_ok(), fits);
+            let teacher = Teacher { ids: &ids, probs: &probs, temperature: 1.0, alpha: 0.5 };
+            assert_eq!(distillation(logits, None, &targets, teacher, None).is_ok(), fits);
         }
         Ok(())
     }

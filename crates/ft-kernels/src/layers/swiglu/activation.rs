@@ -12,6 +12,8 @@ pub enum Activation {
     GeluTanh,
     /// `g sigmoid(alpha g) (u + 1)`, with `g = min(gate, limit)` and u = up within -limit and limit (gpt-oss).
     Clamped { alpha: f64, limit: f64 },
+    /// `sigmoid(gate) * up`: see [`crate::gate`].
+    Sigmoid,
 }
 
 /// Order of gate and up in a row that holds both.
@@ -126,6 +128,21 @@ impl<T: Float> Function<T> for Clamped<T> {
     }
 }
 
+/// [`Activation::Sigmoid`].
+pub(super) struct Sigmoid;
+
+impl<T: Float> Function<T> for Sigmoid {
+    #[inline(always)]
+    fn value(&self, g: T, u: T) -> T {
+        logistic(g) * u
+    }
+    #[inline(always)]
+    fn slopes(&self, g: T, u: T) -> (T, T) {
+        let s = logistic(g);
+        (u * s * (T::one() - s), s)
+    }
+}
+
 /// Evaluates an expression with the [`Function`] of an activation.
 macro_rules! with_function {
     ($activation:expr, $f:ident => $body:expr) => {
@@ -136,6 +153,10 @@ macro_rules! with_function {
             }
             $crate::swiglu::Activation::GeluTanh => {
                 let $f = $crate::layers::swiglu::activation::GeluTanh;
+                $body
+            }
+            $crate::swiglu::Activation::Sigmoid => {
+                let $f = $crate::layers::swiglu::activation::Sigmoid;
                 $body
             }
             $crate::swiglu::Activation::Clamped { alpha, limit } => {

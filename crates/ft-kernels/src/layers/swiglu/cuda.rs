@@ -41,6 +41,7 @@ fn numbers(of: Activation) -> (u32, f32, f32) {
         Activation::Silu => (0, 0.0, 0.0),
         Activation::GeluTanh => (1, 0.0, 0.0),
         Activation::Clamped { alpha, limit } => (2, alpha as f32, limit as f32),
+        Activation::Sigmoid => (3, 0.0, 0.0),
     }
 }
 

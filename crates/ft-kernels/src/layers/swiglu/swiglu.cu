@@ -12,7 +12,7 @@ DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Same as in crates/ft-kernels/src/layers/swiglu/activation.rs.
 struct Activation {
-  uint32_t kind; // 0 silu, 1 gelu by tanh, 2 clamped
+  uint32_t kind; // 0 silu, 1 gelu by tanh, 2 clamped, 3 sigmoid
   float alpha, limit;
 
   // Output, and derivatives by gate and up, for one pair of values.
@@ -32,6 +32,10 @@ struct Activation {
       return (uc + 1.0f) * gc * s;
     }
     const float s = logistic(g);
+    if (kind == 3) {
+      of_gate = u * s * (1.0f - s), of_up = s;
+      return s * u;
+    }
     of_gate = u * s * (1.0f + g * (1.0f - s)), of_up = g * s;
     return g * s * u;
   }

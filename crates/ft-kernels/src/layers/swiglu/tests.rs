@@ -2,8 +2,12 @@ use super::*;
 use crate::check::{close, gradient, randn};
 use candle_core::DType;
 
-const ALL: [Activation; 3] =
-    [Activation::Silu, Activation::GeluTanh, Activation::Clamped { alpha: 1.702, limit: 0.8 }];
+const ALL: [Activation; 4] = [
+    Activation::Silu,
+    Activation::GeluTanh,
+    Activation::Clamped { alpha: 1.702, limit: 0.8 },
+    Activation::Sigmoid,
+];
 
 fn glu(activation: Activation, joint: Joint) -> Glu {
     Glu { activation, joint }

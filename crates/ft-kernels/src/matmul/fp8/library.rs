@@ -4,7 +4,7 @@
 //! 9.0), sums are f32, results bf16. Fast accumulation stays off: with it, Hopper adds up to 128 products in fewer
 //! bits.
 
-use crate::cuda::cublas_lt;
+use crate::cuda::{cublas_lt, functions};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
 use candle_core::{Error, Result};
@@ -61,91 +61,62 @@ struct Found {
     reserved: [c_int; 4],
 }
 
-const NAMES: [&str; 11] = [
-    "cublasLtCreate",
-    "cublasLtMatmulDescCreate",
-    "cublasLtMatmulDescDestroy",
-    "cublasLtMatmulDescSetAttribute",
-    "cublasLtMatrixLayoutCreate",
-    "cublasLtMatrixLayoutDestroy",
-    "cublasLtMatmulPreferenceCreate",
-    "cublasLtMatmulPreferenceDestroy",
-    "cublasLtMatmulPreferenceSetAttribute",
-    "cublasLtMatmulAlgoGetHeuristic",
-    "cublasLtMatmul",
-];
-
 type Free = unsafe extern "C" fn(Handle) -> Status;
 type Set = unsafe extern "C" fn(Handle, c_int, *const c_void, usize) -> Status;
 
-/// cuBLASLt's functions.
-struct Api {
-    create: unsafe extern "C" fn(*mut Handle) -> Status,
-    describe: unsafe extern "C" fn(*mut Handle, c_int, c_int) -> Status,
-    drop_description: Free,
-    set: Set,
-    layout: unsafe extern "C" fn(*mut Handle, c_int, u64, u64, i64) -> Status,
-    drop_layout: Free,
-    prefer: unsafe extern "C" fn(*mut Handle) -> Status,
-    drop_preference: Free,
-    set_preference: Set,
-    find: unsafe extern "C" fn(
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        c_int,
-        *mut Found,
-        *mut c_int,
-    ) -> Status,
-    multiply: unsafe extern "C" fn(
-        Handle,
-        Handle,
-        *const c_void,
-        *const c_void,
-        Handle,
-        *const c_void,
-        Handle,
-        *const c_void,
-        *const c_void,
-        Handle,
-        *mut c_void,
-        Handle,
-        *const Algorithm,
-        *mut c_void,
-        usize,
-        *mut c_void,
-    ) -> Status,
+functions! {
+    /// cuBLASLt's functions.
+    Api {
+        create: "cublasLtCreate" as unsafe extern "C" fn(*mut Handle) -> Status;
+        describe: "cublasLtMatmulDescCreate" as unsafe extern "C" fn(*mut Handle, c_int, c_int) -> Status;
+        drop_description: "cublasLtMatmulDescDestroy" as Free;
+        set: "cublasLtMatmulDescSetAttribute" as Set;
+        layout: "cublasLtMatrixLayoutCreate"
+            as unsafe extern "C" fn(*mut Handle, c_int, u64, u64, i64) -> Status;
+        drop_layout: "cublasLtMatrixLayoutDestroy" as Free;
+        prefer: "cublasLtMatmulPreferenceCreate" as unsafe extern "C" fn(*mut Handle) -> Status;
+        drop_preference: "cublasLtMatmulPreferenceDestroy" as Free;
+        set_preference: "cublasLtMatmulPreferenceSetAttribute" as Set;
+        find: "cublasLtMatmulAlgoGetHeuristic" as unsafe extern "C" fn(
+            Handle,
+            Handle,
+            Handle,
+            Handle,
+            Handle,
+            Handle,
+            Handle,
+            c_int,
+            *mut Found,
+            *mut c_int,
+        ) -> Status;
+        multiply: "cublasLtMatmul" as unsafe extern "C" fn(
+            Handle,
+            Handle,
+            *const c_void,
+            *const c_void,
+            Handle,
+            *const c_void,
+            Handle,
+            *const c_void,
+            *const c_void,
+            Handle,
+            *mut c_void,
+            Handle,
+            *const Algorithm,
+            *mut c_void,
+            usize,
+            *mut c_void,
+        ) -> Status;
+    }
 }
 
 /// The loaded library. Repeated calls do nothing.
 fn api() -> std::result::Result<&'static Api, String> {
     static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
     let load = || {
-        let [a, b, c, d, e, f, g, h, i, j, k] = cublas_lt(NAMES)?;
-        // SAFETY: the addresses are cuBLASLt's functions of these names, with signatures that have not changed since
-        // CUDA 11.
-        #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
-        let api = unsafe {
-            use std::mem::transmute as of;
-            Api {
-                create: of::<*mut c_void, _>(a),
-                describe: of::<*mut c_void, _>(b),
-                drop_description: of::<*mut c_void, _>(c),
-                set: of::<*mut c_void, _>(d),
-                layout: of::<*mut c_void, _>(e),
-                drop_layout: of::<*mut c_void, _>(f),
-                prefer: of::<*mut c_void, _>(g),
-                drop_preference: of::<*mut c_void, _>(h),
-                set_preference: of::<*mut c_void, _>(i),
-                find: of::<*mut c_void, _>(j),
-                multiply: of::<*mut c_void, _>(k),
-            }
-        };
-        Ok(api)
+        let addresses = cublas_lt(Api::SYMBOLS)?;
+        // SAFETY: cuBLASLt's functions of these names have signatures that have not changed since CUDA 11.
+        Ok(unsafe { Api::at(addresses) })
     };
     API.get_or_init(load).as_ref().map_err(Clone::clone)
 }
