@@ -55,6 +55,6 @@ pub use rows::show;
 pub use shape::example::{Content, Example, IGNORE_INDEX, Teacher};
 pub use shape::notes::Notes;
 pub use tokenize::added::Added;
-pub use tokenize::model_files::template_of;
+pub use tokenize::model_files::{TOOL_USE, template_of};
 pub use tokenize::prompt::{PromptConfig, PromptFormat};
 pub use tokenize::tokenizer::{Decoder, Tokenizer, TokenizerIdentity};

@@ -6,7 +6,7 @@
 //! ```text
 //! syntax  text -> tree with positions; overrides KEY=VALUE from the command line; diagnostics
 //! keys    one entry per key; typed recipe <-> checked values -> TOML
-//! check   every key against its entry: names, kinds, ranges; suggestions; keys not supported yet
+//! check   every key against its entry: names, kinds, ranges; suggestions; values that a build lacks
 //! cross   checks across keys
 //! output  resolved recipe; JSON schema; reference page
 //! load    files, texts and built-in recipes -> `Recipe`

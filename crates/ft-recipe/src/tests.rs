@@ -259,6 +259,61 @@ fn keys_without_effect_are_told() {
     assert!(r.idle(gpu)[0].contains("\"activations\" does nothing with memory.recompute"));
     let r = ok(&["train.0.method=full", "optimizer.master=f32"]);
     assert_eq!((r.idle(cpu).len(), r.idle(gpu).len()), (1, 0));
+    // answers to log.samples have a length of their own
+    let r = ok(&["log.samples=['a']", "generate.max_new_tokens=9"]);
+    assert!(r.idle(cpu)[0].contains("generate.max_new_tokens does nothing"));
+}
+
+/// Keys with an effect that other keys do not show.
+#[test]
+fn keys_with_an_effect_are_accepted() {
+    // samples are answered at each evaluation, also without data for one
+    ok(&["run.eval_every=5", "log.samples=['a']"]);
+    // an adapter trains its B and its modules_to_save without a rule
+    let without = SMALL.replace("[[train]]\nmodules = [\"attention\"]", "[lora]\ninit = 'a'");
+    for set in ["optimizer.lr_scale_b=16", "optimizer.master=none"] {
+        Recipe::parse(&without, "x", &[set.into()]).unwrap_or_else(|e| panic!("{set}: {e}"));
+    }
+    // a score head trains in full
+    let classify = [
+        "task=classify",
+        "classify.labels=['a', 'b']",
+        "data.train.0.format=labeled",
+        "optimizer.master=none",
+    ];
+    ok(&classify);
+    assert!(message(&["optimizer.master=none"]).contains("optimizer.master does nothing"));
+}
+
+/// Each field that the reader of a format honors can be renamed.
+#[test]
+fn fields_are_those_that_a_format_reads() {
+    for (field, others) in [
+        ("messages", &[][..]),
+        ("role", &[]),
+        ("conversations", &[]),
+        ("weight", &["data.train.0.format=text"]),
+        ("attention_mask", &["data.train.0.format=tokens"]),
+        ("system", &["task=dpo", "data.train.0.format=preference"]),
+        ("tools", &["task=kto", "data.train.0.format=unpaired"]),
+        ("content", &["task=classify", "classify.num_labels=2", "data.train.0.format=labeled"]),
+    ] {
+        let fields = format!("data.train.0.fields={{{field}='mine'}}");
+        let r = ok(&[others, &[&fields]].concat());
+        assert_eq!(r.data.train[0].fields[field], "mine");
+    }
+    assert!(message(&["data.train.0.fields={instruction='mine'}"]).contains("has no field instruction"));
+}
+
+/// Rules and sources have their positions in lists of any length.
+#[test]
+fn entries_of_long_lists_have_positions() {
+    let more = (0..1200).map(|i| format!("[[train]]\nmodules = [\"m{i}\"]\n")).collect::<String>();
+    let r = Recipe::parse(&format!("{SMALL}{more}"), "r.toml", &[]).unwrap_or_else(|e| panic!("{e}"));
+    let lines: Vec<usize> = r.train.iter().map(|rule| rule.place.line).collect();
+    assert_eq!((lines.len(), lines[0], lines[1], lines[1200]), (1201, 4, 9, 2407));
+    let of_command = ok(&["data.train=my.jsonl"]).data.train[0].place.to_string();
+    assert_eq!(of_command, "command line: data.train=my.jsonl");
 }
 
 #[cfg(not(feature = "mpi"))]
@@ -390,6 +445,25 @@ fn sizes() {
         "9999999999TiB",
     ] {
         assert!(values::bytes(&Value::Text(text.into()), "b").is_err(), "{text}");
+    }
+}
+
+/// The schema takes the sizes that recipes take.
+#[test]
+fn the_schema_has_the_units_of_sizes() {
+    let schema = schema();
+    let pattern = &schema["properties"]["memory"]["properties"]["budget"]["oneOf"][1]["pattern"];
+    let pattern = regex::Regex::new(pattern.as_str().unwrap()).unwrap();
+    let units = ["", "B", "k", "K", "M", "G", "T", "kB", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"];
+    for text in units.map(|unit| format!("48000000 {unit}")) {
+        assert!(pattern.is_match(&text), "{text}");
+    }
+    for unit in units.iter().filter(|unit| !unit.contains('T')) {
+        let text = format!("48000000{unit}");
+        assert!(values::bytes(&Value::Text(text.clone()), "b").is_ok(), "{text}");
+    }
+    for text in ["48gib", "48g", "3B4", "GiB", "-1GiB", "48 iB", ""] {
+        assert!(!pattern.is_match(text), "{text}");
     }
 }
 
@@ -554,6 +628,7 @@ fn mathematics() {
         "run.device=cpu",
         "memory.recompute=none",
         "memory.dequantize=per_layer",
+        "data.drop_share=0.9",
         "lora.rank=16",
         "parallel.data=2",
         "parallel.zero=1",

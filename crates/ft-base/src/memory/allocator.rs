@@ -166,8 +166,8 @@ unsafe impl GlobalAlloc for CountingAllocator {
     }
 }
 
-/// Lets the pool retain freed large blocks while counted bytes in use plus retained bytes stay within
-/// the current count plus `bytes`, the planned memory of the run.
+/// Sets the pool's limit to the bytes in use now plus `bytes`, the planned memory of the run. Freed large
+/// blocks are retained while bytes in use plus retained bytes stay within it.
 pub fn keep_within(bytes: u64) {
     pool::keep_within(bytes.saturating_add(live()));
 }

@@ -3,22 +3,36 @@
 use super::error::Error;
 use super::files::{ADAPTER, CONFIG, Repository, TOKENIZER};
 use super::request::{Kind, Want};
+use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, SINGLE, is_pickle_name};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
 /// Prompt format and chat template of an adapter.
 const WITH_ADAPTER: [&str; 2] = ["ft.json", "chat_template.jinja"];
-const WITH_TOKENIZER: [&str; 7] = [
+const WITH_TOKENIZER: [&str; 11] = [
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    TOOL_USE,
     "chat_template.json",
     "added_tokens.json",
     "ft.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 ];
 
-/// Selects files from the root of a repository. The shards of a selected shard index are added later.
+/// Names of files that a repository may lack.
+pub(super) fn optional(kind: Kind) -> Vec<&'static str> {
+    match kind {
+        Kind::Adapter => WITH_ADAPTER.to_vec(),
+        Kind::Model(Want::Config) => WITH_CONFIG.to_vec(),
+        Kind::Model(_) => [&WITH_CONFIG[..], &WITH_TOKENIZER[..]].concat(),
+    }
+}
+
+/// Selects files of a repository. The shards of a selected shard index are added later.
 ///
 /// # Errors
 /// [`Error::NoHubFile`] for a missing required file; [`Error::PickleOnly`].
@@ -63,12 +77,16 @@ impl Listing<'_> {
         }
     }
 
+    fn optional(&self, kind: Kind) -> impl Iterator<Item = &'static str> {
+        optional(kind).into_iter().filter(move |f| self.has(f))
+    }
+
     fn adapter(&self) -> Result<Vec<&'static str>, Error> {
         if let Some(file) = ADAPTER.into_iter().find(|f| !self.has(f)) {
             let hint = if self.has(CONFIG) { "; it has config.json: a model, not an adapter" } else { "" };
             return Err(self.missing(file, file == ADAPTER[1], hint));
         }
-        Ok(ADAPTER.into_iter().chain(WITH_ADAPTER.into_iter().filter(|f| self.has(f))).collect())
+        Ok(ADAPTER.into_iter().chain(self.optional(Kind::Adapter)).collect())
     }
 
     fn model(&self, want: Want) -> Result<Vec<&'static str>, Error> {
@@ -83,10 +101,7 @@ impl Listing<'_> {
             return Err(self.missing(CONFIG, false, hint));
         }
         let mut wanted = vec![CONFIG];
-        wanted.extend(WITH_CONFIG.into_iter().filter(|f| self.has(f)));
-        if want >= Want::Tokenizer {
-            wanted.extend(WITH_TOKENIZER.into_iter().filter(|f| self.has(f)));
-        }
+        wanted.extend(self.optional(Kind::Model(want)));
         if want >= Want::Weights {
             // Only one of the two: some repositories contain the same weights twice.
             let weights = [SINGLE, INDEX].into_iter().find(|f| self.has(f));

@@ -100,13 +100,13 @@ fn key(settings: &Settings, r: &Repository) -> String {
 fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Result<Vec<String>, Error> {
     let fail = |message: String| Error::NoSuchPart { id: repository.id(), message };
     let data: Vec<&str> = layout.files.iter().map(|(n, _)| n.as_str()).filter(|n| is_data(n)).collect();
-    let configs = configs(&layout.configs, &data).map_err(fail)?;
+    let (configs, default) = configs(&layout.configs, &data).map_err(fail)?;
     let names = || configs.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
     let splits = match name.config {
         Some(config) => configs
             .get(config)
             .ok_or_else(|| fail(format!("it has no config {config:?}\nhint: it has {}", names())))?,
-        None => match (configs.get("default"), configs.len()) {
+        None => match (configs.get(&default), configs.len()) {
             (Some(default), _) => default,
             (None, 1) => configs.values().next().ok_or_else(|| fail(String::new()))?,
             _ => return Err(fail(format!("it has several configs\nhint: config = one of {}", names()))),
@@ -139,9 +139,10 @@ fn is_data(path: &str) -> bool {
     path.split('/').all(plain) && !NO_ROWS.contains(&name.as_str()) && holds_rows(Path::new(path))
 }
 
-/// The configs from the dataset card, else a single config derived from file names.
-fn configs(card: &Value, data: &[&str]) -> Result<BTreeMap<String, Splits>, String> {
-    let mut out = BTreeMap::new();
+/// The configs from the dataset card, else a single config derived from file names; and the name of the default
+/// one, if it is there.
+fn configs(card: &Value, data: &[&str]) -> Result<(BTreeMap<String, Splits>, String), String> {
+    let (mut out, mut default) = (BTreeMap::new(), "default".to_string());
     for config in card.as_array().into_iter().flatten() {
         let text = |key: &str| config.get(key).and_then(Value::as_str);
         let name = text("config_name").unwrap_or("default");
@@ -151,13 +152,15 @@ fn configs(card: &Value, data: &[&str]) -> Result<BTreeMap<String, Splits>, Stri
             None => by_name(&inside),
             Some(files) => listed(files, &folder, &inside)?,
         };
-        let name = if config.get("default") == Some(&true.into()) { "default" } else { name };
+        if config.get("default") == Some(&true.into()) {
+            default = name.to_string();
+        }
         out.insert(name.to_string(), splits);
     }
     if out.is_empty() {
-        out.insert("default".into(), by_name(data));
+        out.insert(default.clone(), by_name(data));
     }
-    Ok(out)
+    Ok((out, default))
 }
 
 /// The splits of `data_files` in a card: patterns, or tables of split and patterns.
@@ -296,5 +299,13 @@ mod tests {
         assert!(ask(Some("main"), Some("dev")).unwrap_err().contains("it has test, train"));
         let folder = json!([{"config_name": "x", "data_dir": "main", "default": true}]);
         assert_eq!(chosen(&files, folder, None, Some("train")), Ok(vec![files[0].into()]));
+        let marked = json!([
+            {"config_name": "socratic", "data_dir": "socratic", "default": true},
+            {"config_name": "main", "data_dir": "main"},
+        ]);
+        for config in [None, Some("socratic")] {
+            assert_eq!(chosen(&files, marked.clone(), config, None), Ok(vec![files[2].into()]));
+        }
+        assert!(chosen(&files, marked, Some("default"), None).unwrap_err().contains("it has main, socratic"));
     }
 }

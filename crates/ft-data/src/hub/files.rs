@@ -90,6 +90,11 @@ impl Repository {
         self.folder(settings).join(".no_exist").join(commit).join(file)
     }
 
+    /// Whether the cache says that a commit lacks a file.
+    pub(super) fn is_absent(&self, settings: &Settings, commit: &str, file: &str) -> bool {
+        self.absent(settings, commit, file).exists()
+    }
+
     /// Returns the cached snapshot and commit of this revision if complete, else the first missing file.
     pub(super) fn cached(&self, settings: &Settings, kind: Kind) -> Result<(PathBuf, String), String> {
         let first = match kind {
@@ -111,7 +116,7 @@ impl Repository {
             Kind::Adapter => ADAPTER.into_iter().try_for_each(needs)?,
             Kind::Model(want) => {
                 needs(CONFIG)?;
-                if want >= Want::Tokenizer && !self.absent(settings, &commit, TOKENIZER).exists() {
+                if want >= Want::Tokenizer && !self.is_absent(settings, &commit, TOKENIZER) {
                     needs(TOKENIZER)?;
                 }
                 if want >= Want::Weights && needs(SINGLE).is_err() {

@@ -1,7 +1,7 @@
 //! Models and adapters, from local folders or the hub.
 
 use super::error::Error;
-use super::files::{ADAPTER, CONFIG, Repository};
+use super::files::{ADAPTER, CONFIG, Repository, is_commit};
 use super::remote::download;
 use super::request::{Kind, ModelDir, Want};
 use super::settings::Settings;
@@ -138,7 +138,8 @@ fn from_hub(
     }
     match (download(settings, &repository, kind, progress), cached) {
         (Ok((dir, commit)), _) => Ok(found(dir, commit, Vec::new())),
-        (Err(e @ Error::Unreachable { .. }), Ok((dir, commit))) => {
+        // at a commit the cache is not out of date, only perhaps without optional files
+        (Err(e), Ok((dir, commit))) if matches!(e, Error::Unreachable { .. }) || is_commit(revision) => {
             let note = format!("{e}\nusing {source} from the cache, at commit {commit}");
             Ok(found(dir, commit, vec![note]))
         }

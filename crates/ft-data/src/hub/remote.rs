@@ -7,12 +7,13 @@ use hf_hub::progress::Progress;
 use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeModel};
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
 
-use super::choose::choose;
+use super::choose::{choose, optional};
 use super::error::Error;
-use super::files::{Repository, TOKENIZER, is_commit, shards};
+use super::files::{Repository, is_commit, shards};
 use super::progress::Report;
-use super::request::{Kind, Layout, Push, Want};
+use super::request::{Kind, Layout, Push};
 use super::settings::Settings;
+use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 use ft_base::terminal::tell;
 
@@ -26,11 +27,12 @@ pub(super) fn download(
     kind: Kind,
     progress: bool,
 ) -> Result<(PathBuf, String), Error> {
-    // Commits are immutable; a cached one needs no request.
+    // Commits are immutable; a cached one needs no request. Other programs may have left files out.
     if is_commit(&repository.revision)
-        && let Ok(found) = repository.cached(settings, kind)
+        && let Ok((dir, commit)) = repository.cached(settings, kind)
+        && optional(kind).iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f))
     {
-        return Ok(found);
+        return Ok((dir, commit));
     }
     let remote = Remote::connect(settings, repository)?;
     let commit = remote.commit()?;
@@ -50,11 +52,11 @@ pub(super) fn download(
         let path = repository.folder(settings).join("refs").join(&repository.revision);
         write_atomic(&path, commit.as_bytes()).map_err(|e| remote.client_error(format!("the cache: {e}")))?;
     }
-    if matches!(kind, Kind::Model(want) if want >= Want::Tokenizer)
-        && !listed.iter().any(|(name, _)| name == TOKENIZER)
-    {
-        // Best effort: without the marker, an offline run asks for a nonexistent file.
-        let _ = write_atomic(&repository.absent(settings, &commit, TOKENIZER), b"");
+    for file in optional(kind) {
+        if !listed.iter().any(|(name, _)| name == file) && !repository.is_absent(settings, &commit, file) {
+            // Best effort: without the marker, later runs ask for a nonexistent file.
+            let _ = write_atomic(&repository.absent(settings, &commit, file), b"");
+        }
     }
     Ok((dir, commit))
 }
@@ -141,17 +143,16 @@ impl<'a> Remote<'a> {
             .ok_or_else(|| self.client_error("the hub names no commit for that revision".into()))
     }
 
-    /// Lists files with sizes, in the root or recursively.
+    /// Lists files with sizes: `all`, or those in the root and [`TOOL_USE`].
     fn list(&self, commit: &str, all: bool) -> Result<Vec<(String, u64)>, Error> {
+        let wanted = |path: &str| all || !path.contains('/') || path == TOOL_USE;
         let tree =
-            self.api.list_tree().revision(commit).recursive(all).send().map_err(|e| self.explain(e))?;
+            self.api.list_tree().revision(commit).recursive(true).send().map_err(|e| self.explain(e))?;
         Ok(tree
             .into_iter()
             .filter_map(|entry| match entry {
                 // Names become paths in the cache; unusual ones are ignored.
-                RepoTreeEntry::File { path, size, .. }
-                    if (all || !path.contains('/')) && !path.contains(['\\', '\0']) =>
-                {
+                RepoTreeEntry::File { path, size, .. } if wanted(&path) && !path.contains(['\\', '\0']) => {
                     Some((path, size))
                 }
                 _ => None,

@@ -30,7 +30,7 @@ use std::time::SystemTime;
 
 /// Version of the tokens and of the cache format; raised by any change of either. A test compares the tokens
 /// of a corpus with a digest.
-pub(crate) const VERSION: u32 = 6;
+pub(crate) const VERSION: u32 = 7;
 /// Versions of the libraries that make tokens, as in `Cargo.lock`.
 pub(crate) const TOKENIZERS: &str = "0.23.2";
 pub(crate) const MINIJINJA: &str = "3.0.5";
@@ -49,7 +49,8 @@ pub(crate) struct CacheKey<'a> {
     pub schema: &'a Schema,
     pub source: &'a ft_recipe::Source,
     pub data: &'a ft_recipe::Data,
-    /// CacheKey of the model, if known.
+    pub has_tokenizer: bool,
+    /// Key of the model; `None` without a tokenizer, or if its template may write the time of day.
     pub model: Option<&'a ModelKey>,
     pub vocab_size: usize,
     pub files: &'a [PathBuf],
@@ -58,11 +59,11 @@ pub(crate) struct CacheKey<'a> {
 impl CacheKey<'_> {
     /// The cache name; `None` without a model key or with unreadable files.
     fn name(&self) -> Option<String> {
-        let model = match (self.schema.format, self.model) {
-            (Format::Tokens, _) => None,
-            // rows of ids, without a tokenizer
-            (Format::Preference | Format::Unpaired | Format::Labeled, None) => None,
-            (_, model) => Some(model?.today()),
+        let model = match self.schema.format {
+            Format::Tokens => None,
+            // rows of ids
+            Format::Preference | Format::Unpaired | Format::Labeled if !self.has_tokenizer => None,
+            _ => Some(self.model?.today()),
         };
         let mut files = Vec::new();
         for path in self.files {
@@ -267,9 +268,11 @@ impl<'a> CacheEntry<'a> {
     }
 }
 
-/// Removes least recently used entries beyond the limits `most`, but never `newest`.
+/// Removes least recently used entries beyond the limits `most`, but never `newest`; and locks that nobody holds
+/// of sources without an entry.
 fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
     let mut all: BTreeMap<String, (SystemTime, u64)> = BTreeMap::new();
+    let mut locks: BTreeMap<String, PathBuf> = BTreeMap::new();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let (Some(stem), Ok(about)) = (path.file_stem().and_then(|s| s.to_str()), entry.metadata()) else {
@@ -278,21 +281,34 @@ fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
         if stem.starts_with('.') {
             continue;
         }
+        if path.extension().is_some_and(|e| e == "lock") {
+            locks.insert(stem.into(), path);
+            continue;
+        }
         let one = all.entry(stem.into()).or_insert((SystemTime::UNIX_EPOCH, 0));
         *one = (one.0.max(about.modified().unwrap_or(SystemTime::UNIX_EPOCH)), one.1 + about.len());
     }
-    let mut left = (all.len(), all.values().map(|a| a.1).sum::<u64>());
-    let mut oldest: Vec<_> = all.into_iter().filter(|(stem, _)| stem != newest).collect();
-    oldest.sort_by_key(|(_, (used, _))| *used);
-    for (stem, (_, bytes)) in oldest {
-        if left.0 <= most.0 && left.1 <= most.1 {
-            return;
+    let mut bytes: u64 = all.values().map(|(_, bytes)| bytes).sum();
+    let others = all.iter().filter(|(stem, _)| *stem != newest);
+    let mut oldest: Vec<_> = others.map(|(stem, (used, _))| (*used, stem.clone())).collect();
+    oldest.sort();
+    for (_, stem) in oldest {
+        if all.len() <= most.0 && bytes <= most.1 {
+            break;
         }
         // index first, since tokens without one are ignored; processes with open files can continue
-        for what in ["index", "tokens", "lock"] {
+        for what in ["index", "tokens"] {
             let _ = std::fs::remove_file(folder.join(format!("{stem}.{what}")));
         }
-        left = (left.0 - 1, left.1.saturating_sub(bytes));
+        bytes -= all.remove(&stem).map_or(0, |(_, bytes)| bytes);
+    }
+    locks.retain(|source, _| !all.keys().any(|entry| entry.split('-').next() == Some(source.as_str())));
+    for path in locks.values() {
+        if let Ok(file) = File::open(path)
+            && file.try_lock().is_ok()
+        {
+            let _ = std::fs::remove_file(path);
+        }
     }
 }
 
@@ -319,9 +335,14 @@ mod tests {
             File::options().write(true).open(path).unwrap().set_modified(then).unwrap();
         };
         for (name, age) in [("a", 30), ("b", 20), ("c", 10), ("d", 99)] {
-            write(&format!("{name}.tokens"), 1000);
-            write(&format!("{name}.index"), age);
+            write(&format!("{name}-all.tokens"), 1000);
+            write(&format!("{name}-all.index"), age);
+            write(&format!("{name}.lock"), 1000);
         }
+        write("d-8-drop.index", 15);
+        write("held.lock", 1000);
+        let held = File::open(dir.path().join("held.lock")).unwrap();
+        held.try_lock().unwrap();
         let left = || {
             let names =
                 std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
@@ -329,12 +350,17 @@ mod tests {
             all.sort();
             all.join(" ")
         };
-        // d was just written
-        sweep(dir.path(), "d", (3, 1000));
-        assert_eq!(left(), "b.index b.tokens c.index c.tokens d.index d.tokens");
-        sweep(dir.path(), "d", (99, 45));
-        assert_eq!(left(), "c.index c.tokens d.index d.tokens");
-        sweep(dir.path(), "d", (99, 1));
-        assert_eq!(left(), "d.index d.tokens");
+        let of = |name: &str| format!("{name}-all.index {name}-all.tokens {name}.lock");
+        // d-all was just written
+        sweep(dir.path(), "d-all", (4, 1000));
+        let d = of("d");
+        assert_eq!(left(), format!("{} {} d-8-drop.index {d} held.lock", of("b"), of("c")));
+        sweep(dir.path(), "d-all", (99, 50));
+        assert_eq!(left(), format!("{} d-8-drop.index {d} held.lock", of("c")));
+        // another entry of the same source
+        sweep(dir.path(), "d-all", (2, 1000));
+        assert_eq!(left(), format!("{} {d} held.lock", of("c")));
+        sweep(dir.path(), "d-all", (99, 1));
+        assert_eq!(left(), format!("{d} held.lock"));
     }
 }

@@ -5,9 +5,8 @@ use super::samples::StoreWriter;
 use super::stats::SourceStats;
 use crate::error::{Error, Others, Problem, Problems};
 use crate::read::{detect::shape_of, reader::Rows, row::RawRow};
-use crate::shape::notes::Note;
 use crate::shape::values::MISSING;
-use crate::tokenize::encode::Encoder;
+use crate::tokenize::encode::{EncodedRow, Encoder};
 use ft_base::error::Place;
 use ft_base::store;
 use ft_recipe::{Format, OnBadRow, Source};
@@ -122,10 +121,16 @@ impl<'a> SourcePass<'a> {
         let mut any = false;
         loop {
             let mut chunk: Vec<RawRow> = Vec::new();
-            let mut bytes = 0;
+            let (mut bytes, mut end) = (0, Ok(()));
             while chunk.len() < CHUNK.0 && bytes < CHUNK.1 && self.passed < self.rows.end {
-                let Some(row) = rows.next() else { break };
-                let row = row?;
+                let row = match rows.next().transpose() {
+                    Ok(Some(row)) => row,
+                    // an error is returned behind those of the rows before it
+                    other => {
+                        end = other.map(|_| ());
+                        break;
+                    }
+                };
                 (any, self.passed) = (true, self.passed + 1);
                 if self.passed <= self.rows.start {
                     continue;
@@ -134,6 +139,7 @@ impl<'a> SourcePass<'a> {
                 chunk.push(row);
             }
             if chunk.is_empty() {
+                end?;
                 break;
             }
             let encoder = self.encoder;
@@ -158,6 +164,7 @@ impl<'a> SourcePass<'a> {
             if let Some(why) = self.hopeless() {
                 return Err(Error::Empty { file: name, message: why }.into());
             }
+            end?;
         }
         if any {
             Ok(())
@@ -221,32 +228,15 @@ impl Drop for Cleared<'_> {
     }
 }
 
-/// A sample with the notes of a row.
-struct SerializedRow {
-    sample: SerializedSample,
-    /// Number of tokens before truncation.
-    whole: usize,
-    cut: bool,
-    notes: Vec<Note>,
-    /// Identity of the teacher.
-    teacher: Option<String>,
-}
-
 /// A place (line, column) and the resulting sample or problem.
-type One = ((usize, usize), Result<SerializedRow, Problem>);
+type One = ((usize, usize), Result<EncodedRow<SerializedSample>, Problem>);
 
 fn encode_row(row: &RawRow, encoder: &Encoder<'_>) -> One {
     let value = match row.parse() {
         Ok(value) => value,
         Err(e) => return ((e.line, e.column), Err(Problem::Bad(e.message))),
     };
-    let made = encoder.encode(value, row.line).map(|read| SerializedRow {
-        sample: SerializedSample::of(&read.example),
-        whole: read.whole,
-        cut: read.cut,
-        notes: read.notes,
-        teacher: read.teacher,
-    });
+    let made = encoder.encode(value, row.line).map(|made| made.map(|e| SerializedSample::of(&e)));
     let made = made.map_err(|problem| match problem {
         Problem::Bad(message) if message.starts_with(MISSING) => {
             let hint = other_format(row, encoder.schema.format).unwrap_or_default();

@@ -3,11 +3,7 @@
 use super::files::files;
 use super::reader::Rows;
 use crate::error::Error;
-use crate::shape::{
-    keys::{preference, read_by},
-    schema::Schema,
-    values::brief,
-};
+use crate::shape::{keys::preference, schema::Schema, values::brief};
 use ft_base::error::Place;
 use ft_recipe::{Format, Task};
 use serde_json::{Map, Value};
@@ -62,7 +58,7 @@ impl Shape {
         if self.fields.is_empty() {
             return format;
         }
-        let order = |name: &str| read_by(self.format, true).iter().position(|n| *n == name);
+        let order = |name: &str| self.format.keys(true).iter().position(|n| *n == name);
         let mut fields: Vec<_> = self.fields.iter().collect();
         fields.sort_by_key(|(ours, _)| order(ours));
         let each: Vec<String> = fields.into_iter().map(|(ours, file)| format!("{ours} = {file:?}")).collect();

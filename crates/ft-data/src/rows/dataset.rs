@@ -183,6 +183,7 @@ pub(crate) fn cached_rows_in(
             schema: &schema,
             source,
             data,
+            has_tokenizer: tokenizes.is_some(),
             model: model.as_ref(),
             vocab_size: vocab,
             files: &files,
@@ -299,8 +300,8 @@ impl<'a> Loader<'a> {
         }
         self.stats.not_read.extend(ignored);
         let (data, vocab_size) = (self.data, self.vocab_size);
-        let model = self.tokenizer.and_then(Tokenizer::key);
-        let key = CacheKey { schema: &schema, source, data, model, vocab_size, files: &files };
+        let (has_tokenizer, model) = (self.tokenizer.is_some(), self.tokenizer.and_then(Tokenizer::key));
+        let key = CacheKey { schema: &schema, source, data, has_tokenizer, model, vocab_size, files: &files };
         let entry = self.cache.as_ref().and_then(|cache| CacheEntry::of(cache, key));
         let encoder = Encoder { schema: &schema, data, tokenizer: self.tokenizer, vocab_size, source: index };
         let (store, found) = match &entry {

@@ -32,7 +32,8 @@ impl Teacher {
     /// Largest number of values for a target.
     pub const MOST_KEPT: usize = 512;
 
-    /// Appends the values of `targets` more targets, with as many places for each as the widest has.
+    /// Appends the values at `targets` targets to those of the `before` earlier ones. All targets get the larger
+    /// `kept` of both; missing places hold id 0 and negative infinity.
     pub(crate) fn extend(&mut self, before: usize, targets: usize, of: &Teacher) {
         if of.kept > self.kept {
             let old = std::mem::replace(self, Self { kept: of.kept, ..Self::default() });

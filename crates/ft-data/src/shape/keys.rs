@@ -17,46 +17,6 @@ const SUPERVISION: &[&str] =
 /// Keys of a message with the assistant's reasoning.
 pub(crate) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
 
-/// Keys read by a format, through the chat template or not.
-pub(crate) fn read_by(format: Format, chat: bool) -> &'static [&'static str] {
-    match format {
-        Format::Messages => &["messages", "conversations", "conversation", "tools", "system", "weight"],
-        Format::Alpaca if chat => &["instruction", "input", "output", "system", "history", "tools", "weight"],
-        Format::Completion if chat => &["prompt", "completion", "system", "tools", "weight"],
-        Format::Alpaca => &["instruction", "input", "output", "system", "history", "weight"],
-        Format::Completion => &["prompt", "completion", "weight"],
-        Format::Text => &["text", "weight"],
-        Format::Tokens => &[
-            "input_ids",
-            "labels",
-            "attention_mask",
-            "weights",
-            "weight",
-            "teacher_ids",
-            "teacher_logits",
-            "teacher",
-        ],
-        Format::Labeled => &[
-            "text",
-            "prompt",
-            "input_ids",
-            "messages",
-            "conversations",
-            "conversation",
-            "tools",
-            "system",
-            "label",
-            "weight",
-        ],
-        Format::Preference => {
-            &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "tools", "system"]
-        }
-        Format::Unpaired => {
-            &["prompt", "completion", "label", "prompt_ids", "completion_ids", "tools", "system"]
-        }
-    }
-}
-
 /// The reason for refusing a key, if the format does not read it and it matters for training.
 fn refused(Schema { format, chat, .. }: &Schema, key: &str) -> Option<String> {
     let (format, chat) = (*format, *chat);

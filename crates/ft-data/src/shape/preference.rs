@@ -29,7 +29,10 @@ impl Schema {
             let prompt = match self.prompt_messages(row, &both[0])? {
                 Some(prompt) => prompt,
                 None => {
-                    let same = both[0].iter().zip(&both[1]).take_while(|(a, b)| a == b).count();
+                    // as in TRL, each list keeps a message
+                    let most = both[0].len().min(both[1].len()).saturating_sub(1);
+                    let pairs = both[0].iter().zip(&both[1]).take(most);
+                    let same = pairs.take_while(|(a, b)| a == b).count();
                     if same == 0 {
                         return Err(self.no_prompt(row));
                     }

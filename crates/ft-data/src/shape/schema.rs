@@ -1,6 +1,5 @@
 //! Schema of a source: format, field names and mask.
 
-use super::keys::read_by;
 use crate::error::Error;
 use encoding_rs::Encoding;
 use ft_recipe::{Format, Mask};
@@ -46,10 +45,7 @@ impl Schema {
             return fail(format!("form does nothing: rows of format {name:?} have one form only"));
         }
         let chat = source.is_chat(template);
-        let mut names = read_by(format, chat).to_vec();
-        if matches!(format, Format::Messages) || format.is_of_a_task() {
-            names.extend(["role", "content"]);
-        }
+        let names = format.fields(chat);
         let chosen = source.mask.or(mask).unwrap_or(possible[0]);
         if !possible.contains(&chosen) {
             let can = possible.iter().map(|m| format!("{:?}", m.word())).collect::<Vec<_>>().join(" or ");
@@ -67,7 +63,7 @@ impl Schema {
         }
         let (fields, reads) = (source.fields.clone(), Vec::new());
         let mut schema = Self { format, chat, mask: chosen, encoding: encoding(source)?, fields, reads };
-        schema.reads = read_by(format, chat).iter().map(|n| schema.name(n).to_string()).collect();
+        schema.reads = format.keys(chat).iter().map(|n| schema.name(n).to_string()).collect();
         Ok(schema)
     }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use ft_base::error::Failure;
+use std::io::Write;
 
 fn format_of(name: &str) -> Format {
     match name.split('-').next().unwrap() {
@@ -50,6 +51,24 @@ fn every_broken_file_says_where_and_why() {
         }
     }
     insta::assert_snapshot!(out);
+}
+
+#[test]
+fn bad_rows_before_the_broken_end_of_a_file_are_told_first() {
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    gz.write_all(b"{\"text\": \"Hello\"}\n{}\n{\"text\": 1}\n").unwrap();
+    let bytes = gz.finish().unwrap();
+    let files = Files::new(&[]);
+    // all rows, and half of the check sum
+    std::fs::write(files.0.path().join("a.jsonl.gz"), &bytes[..bytes.len() - 6]).unwrap();
+    let resolve = |s: &str| files.0.path().join(s);
+    let cfg = of(&[source("a.jsonl.gz", Format::Text)], &data(64));
+    let checked = Dataset::check(&cfg, &resolve, Some(&tiny()), 285, 0, 10);
+    let told: Vec<String> = checked.problems.iter().map(|p| p.to_string()).collect();
+    assert_eq!(told.len(), 3, "{told:?}");
+    assert!(told[0].contains("a.jsonl.gz:2") && told[1].contains("a.jsonl.gz:3"), "{told:?}");
+    let stopped = Dataset::load(Part::Train, &cfg, &resolve, Some(&tiny()), 285, 0).unwrap_err();
+    assert!(stopped.to_string().contains("a.jsonl.gz:2"), "{stopped}");
 }
 
 #[test]

@@ -175,6 +175,22 @@ fn a_folder_that_cannot_be_written_leaves_the_tokens_in_memory() {
     assert_eq!(seen(&d), seen(&load(cache.path())));
 }
 
+/// Whatever the format, if a template may write the time of day.
+#[test]
+fn tokens_that_depend_on_the_time_are_not_kept() -> anyhow::Result<()> {
+    let row = "{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": \"c\"}\n";
+    let template = "{% set hour = strftime_now('%H') %}{{ messages }}";
+    let (files, cache) = (Files::new(&[("a.jsonl", row), ("t.jinja", template)]), tempfile::tempdir()?);
+    let resolve = |s: &str| files.0.path().join(s);
+    let cfg = of(&[source("a.jsonl", Format::Preference)], &data(64));
+    for (template, kept) in [(Some("t.jinja"), 0), (None, 2)] {
+        let t = Tokenizer::load(&fixture("tiny-tokenizer"), template.map(resolve).as_deref())?;
+        Loader::new(&cfg, &resolve, t.as_ref(), 285).with_cache(cache.path()).load(Part::Train, 0)?;
+        assert_eq!(files_of(cache.path()).len(), kept);
+    }
+    Ok(())
+}
+
 fn plan_recipe(dir: &Path, set: &[&str]) -> anyhow::Result<Recipe> {
     let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[data]\nmax_length = 64\n\
         [[data.train]]\nsource = \"a.jsonl\"\nformat = \"tokens\"\n\

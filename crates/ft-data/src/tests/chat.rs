@@ -331,6 +331,18 @@ fn where_a_template_is_found() {
     let after = Tokenizer::load(dir.path(), None).unwrap().unwrap();
     assert_ne!(before.hash(), after.hash());
     assert_eq!(after.text_end(), after.token_to_id("<|im_end|>"));
+    let tools = json!([{}]);
+    assert_eq!(render(Some(&tools)).as_deref(), Some("jinja"));
+    std::fs::create_dir(at("additional_chat_templates")).unwrap();
+    std::fs::write(at("additional_chat_templates/tool_use.jinja"), "more tools").unwrap();
+    assert_eq!(render(Some(&tools)).as_deref(), Some("more tools"));
+    assert_eq!(render(None).as_deref(), Some("jinja"));
+    // a given template has none, unless it is a copy of the model's
+    for (template, text) in [("jinja", "more tools"), ("other", "other")] {
+        std::fs::write(at("t.jinja"), template).unwrap();
+        let t = Tokenizer::load(dir.path(), Some(&at("t.jinja"))).unwrap().unwrap();
+        assert_eq!(t.render(&messages, Some(&tools), false, &Map::new()).unwrap(), text);
+    }
     std::fs::write(at("tokenizer.json"), "{").unwrap();
     assert_eq!(Tokenizer::load(dir.path(), None).err().unwrap().exit_code(), ft_base::ExitCode::Model);
 }

@@ -211,7 +211,8 @@ mod remote {
                 _ => json(serde_json::json!({ "url": "http://hub/owner/name" })),
             };
         }
-        if path == "/api/models/owner/name/revision/main" {
+        let revision = path.strip_prefix("/api/models/owner/name/revision/");
+        if revision.is_some_and(|r| ["main", COMMIT].contains(&r)) {
             return json(serde_json::json!({ "id": "owner/name", "sha": COMMIT }));
         }
         if path == "/api/datasets/owner/name/revision/main" {
@@ -429,6 +430,34 @@ mod remote {
         let offline = Settings { offline: true, ..online.clone() };
         fetch_model_with(&online, "owner/name", "main", Want::Weights, false).unwrap();
         fetch_model_with(&offline, "owner/name", "main", Want::Weights, false).unwrap();
+    }
+
+    /// The cache was filled by a program that did not ask for them.
+    #[test]
+    fn optional_files_of_a_pinned_commit_come_once() {
+        let files: [(&str, &[u8]); 5] = [
+            ("config.json", b"{}"),
+            ("tokenizer.json", b"{\"t\": 1}"),
+            ("model.safetensors", b"x"),
+            ("chat_template.jinja", b"{{ messages }}"),
+            ("additional_chat_templates/tool_use.jinja", b"{{ tools }}"),
+        ];
+        let hub = Hub::new(&files);
+        let home = tempfile::tempdir().unwrap();
+        let online = settings(home.path(), &hub.endpoint);
+        let dir = online.cache.join("models--owner--name/snapshots").join(COMMIT);
+        fs::create_dir_all(&dir).unwrap();
+        for (name, bytes) in &files[..3] {
+            fs::write(dir.join(name), bytes).unwrap();
+        }
+        let get = |s: &Settings| fetch_model_with(s, "owner/name", COMMIT, Want::Weights, false).unwrap();
+        assert_eq!(get(&Settings { offline: true, ..online.clone() }).dir, dir);
+        assert_eq!(get(&settings(home.path(), "http://127.0.0.1:1")).dir, dir);
+        assert_eq!(get(&online).dir, dir);
+        assert_eq!(hub.got(), [files[4].0, files[3].0]);
+        // from now on without a request
+        hub.mood(Mood::Refuses(500, ""));
+        assert_eq!(get(&online).dir, dir);
     }
 
     #[test]

@@ -193,6 +193,13 @@ fn prompts_of_preferences_are_not_lost() {
     let common =
         json!({"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"});
     assert!(one(common, pair(), &data(500)).is_ok());
+    // chosen is the beginning of rejected
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let [u, a, v, b] = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+        .map(|(role, text)| turn(role, text));
+    let implicit = one(json!({"chosen": [u, a], "rejected": [u, a, v, b]}), pair(), &data(500));
+    let spelled = one(json!({"prompt": [u], "chosen": [a], "rejected": [a, v, b]}), pair(), &data(500));
+    assert_eq!(implicit.unwrap(), spelled.unwrap());
 }
 
 #[test]

@@ -12,9 +12,10 @@
 //!    header of the turn. The full text must continue with exactly this header.
 //! 3. The conversation up to and including the turn: the text after the mark is the end of the turn.
 //!
-//! Some templates end a turn only by the next one's header (GLM's `<|user|>`). Such a turn ends behind the
-//! end-of-sequence token of the model that follows it in the full text; the last turn trains no end. Some end the
-//! last turn alone by such a token (`<|return|>` of gpt-oss; `<|end|>` before a message): earlier turns train no end.
+//! Some templates close a turn only by the next header (GLM's `<|user|>`). If that header begins with an
+//! end-of-sequence token, the span includes it; the last turn has no end to train. Others write an end-of-sequence
+//! token behind the last turn alone (`<|return|>` of gpt-oss; earlier turns have `<|end|>`): earlier spans then stop
+//! at their content.
 //!
 //! If the renderings disagree, the result is an error, never a guessed mask.
 

@@ -15,15 +15,23 @@ use crate::shape::{
 use ft_recipe::{Mask, OverLength, ScoreTargets};
 use std::ops::Range;
 
-/// An encoded row.
-pub(crate) struct EncodedRow {
-    pub example: Example,
+/// An encoded row, with the sample as `S`.
+pub(crate) struct EncodedRow<S = Example> {
+    pub sample: S,
     /// Number of tokens before truncation, of the longest document.
     pub whole: usize,
     pub cut: bool,
     pub notes: Vec<Note>,
     /// Identity of the teacher, as JSON.
     pub teacher: Option<String>,
+}
+
+impl EncodedRow {
+    /// The row with its sample as `f` makes it.
+    pub fn map<S>(self, f: impl FnOnce(Example) -> S) -> EncodedRow<S> {
+        let Self { sample, whole, cut, notes, teacher } = self;
+        EncodedRow { sample: f(sample), whole, cut, notes, teacher }
+    }
 }
 
 /// Settings for encoding the samples of one source.
@@ -94,7 +102,7 @@ impl Encoder<'_> {
             example.teacher = Teacher::at(&of.values, example.queries().collect()).map_err(Problem::Bad)?;
             by = of.by;
         }
-        Ok(EncodedRow { example, whole, cut, notes, teacher: by })
+        Ok(EncodedRow { sample: example, whole, cut, notes, teacher: by })
     }
 
     /// Encodes a document, cut to `max_length`, with the weight of its row. `class` belongs to documents of a score

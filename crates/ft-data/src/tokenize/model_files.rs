@@ -9,6 +9,8 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 const CONFIG: &str = "tokenizer_config.json";
+/// Template for conversations with tools, in a folder with `chat_template.jinja`.
+pub const TOOL_USE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// Contents of the files next to `tokenizer.json`.
 pub(super) struct ModelFiles {
@@ -64,10 +66,15 @@ fn find_template(
     given: Option<&Path>,
     config: &Map<String, Value>,
 ) -> Result<Option<TemplateSource>, Error> {
-    let source = |path: &Path, bytes: Vec<u8>| -> Result<TemplateSource, Error> {
-        let default = String::from_utf8(bytes).map_err(|_| Error::tokenizer(path, "not UTF-8"))?;
-        Ok(TemplateSource { origin: path.display().to_string(), default, tool_use: None })
+    let utf8 = |path: &Path, bytes: Vec<u8>| {
+        String::from_utf8(bytes).map_err(|_| Error::tokenizer(path, "not UTF-8"))
     };
+    let source = |path: &Path, bytes: Vec<u8>, own: bool| -> Result<TemplateSource, Error> {
+        let tool_use = if own { read(dir, TOOL_USE)? } else { None };
+        let tool_use = tool_use.map(|bytes| utf8(&dir.join(TOOL_USE), bytes)).transpose()?;
+        Ok(TemplateSource { origin: path.display().to_string(), default: utf8(path, bytes)?, tool_use })
+    };
+    const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
     if let Some(path) = given {
         let bytes = store::read_plain(path, store::LARGEST).map_err(|e| match e.kind() {
             ErrorKind::NotFound => {
@@ -75,11 +82,12 @@ fn find_template(
             }
             _ => Error::tokenizer(path, format!("cannot be read: {e}")),
         })?;
-        return source(path, bytes).map(Some);
+        // an adapter has a copy of the model's template
+        let own = read(dir, TEMPLATES[0])?.is_some_and(|own| own == bytes);
+        return source(path, bytes, own).map(Some);
     }
-    const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
     if let Some(bytes) = read(dir, TEMPLATES[0])? {
-        return source(&dir.join(TEMPLATES[0]), bytes).map(Some);
+        return source(&dir.join(TEMPLATES[0]), bytes, true).map(Some);
     }
     if let Some(t) = template_key(&read_object(dir, TEMPLATES[1])?, &dir.join(TEMPLATES[1]))? {
         return Ok(Some(t));

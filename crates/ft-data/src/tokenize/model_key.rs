@@ -1,5 +1,6 @@
 //! Cache key of a model folder.
 
+use super::model_files::TOOL_USE;
 use crate::text::date::{self, Changes};
 use ft_base::store;
 use serde_json::json;
@@ -11,6 +12,7 @@ const TOKENIZER: &[&str] = &[
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    TOOL_USE,
     "chat_template.json",
     "generation_config.json",
     "config.json",
@@ -86,6 +88,9 @@ mod tests {
         assert_eq!(of("{{ strftime_now('%-H:%M') }}"), None);
         assert_eq!(of("{{ strftime_now('%F %T') }}"), None);
         assert_ne!(of("{{ messages[0] }}").unwrap().hash, plain.hash);
+        std::fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+        std::fs::write(dir.path().join(TOOL_USE), "{{ tools }}").unwrap();
+        assert_ne!(of("{{ messages }}").unwrap().hash, plain.hash);
         let given = dir.path().join("other.jinja");
         std::fs::write(&given, "{{ strftime_now('%H') }}").unwrap();
         assert_eq!(ModelKey::of(dir.path(), Some(&given)), None);

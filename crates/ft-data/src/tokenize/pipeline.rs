@@ -214,7 +214,8 @@ fn normalizes_alone(part: &Value) -> bool {
 enum Boundary {
     /// Always splits.
     Here,
-    /// May not split, and depends only on the characters of the piece.
+    /// May leave the cut inside a piece. It splits each piece by that piece's characters alone, so a later step can
+    /// still split at the cut.
     Over,
     /// Not known.
     Unknown,

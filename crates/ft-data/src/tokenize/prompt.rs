@@ -1,5 +1,6 @@
 //! Prompt format of a trained model, so that inference prompts match the training text.
 
+use super::model_files::TOOL_USE;
 use super::tokenizer::Tokenizer;
 use crate::error::Error;
 use crate::shape::alpaca::alpaca_prompt;
@@ -7,6 +8,7 @@ use ft_base::store;
 use ft_recipe::{Format, Source};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// Conversion of a prompt to model input.
@@ -130,7 +132,10 @@ impl PromptConfig {
         let text = serde_json::to_string_pretty(self).unwrap_or_default() + "\n";
         store::write_atomic(&dir.join(FILE), text.as_bytes())?;
         match chat_template.filter(|_| self.form == PromptFormat::Chat) {
-            Some(template) => store::write_atomic(&dir.join(TEMPLATE), template.as_bytes()),
+            Some(template) => {
+                remove_tool_use(dir)?;
+                store::write_atomic(&dir.join(TEMPLATE), template.as_bytes())
+            }
             None => Ok(()),
         }
     }
@@ -152,6 +157,42 @@ impl PromptConfig {
     /// # Errors
     /// Files that cannot be read or written.
     pub fn copy(from: &Path, to: &Path) -> Result<(), store::Error> {
-        [FILE, TEMPLATE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
+        if from.join(TEMPLATE).is_file() {
+            remove_tool_use(to)?;
+        }
+        [FILE, TEMPLATE, TOOL_USE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
+    }
+}
+
+/// Removes the template for tools, which belongs to the chat template that is replaced.
+fn remove_tool_use(dir: &Path) -> Result<(), store::Error> {
+    let path = dir.join(TOOL_USE);
+    match std::fs::remove_file(&path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(store::Error::write("remove", &path, None, e)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_template_for_tools_goes_with_its_chat_template() -> anyhow::Result<()> {
+        let dirs = [tempfile::tempdir()?, tempfile::tempdir()?];
+        let [from, to] = dirs.each_ref().map(|d| d.path());
+        for dir in [from, to] {
+            std::fs::create_dir(dir.join("additional_chat_templates"))?;
+            std::fs::write(dir.join(TOOL_USE), dir.display().to_string())?;
+        }
+        let trained = PromptConfig { form: PromptFormat::Chat, also: Vec::new(), template: Map::new() };
+        trained.save(from, None)?;
+        PromptConfig::copy(from, to)?;
+        assert_eq!(std::fs::read_to_string(to.join(TOOL_USE))?, from.display().to_string());
+        trained.save(from, Some("{{ messages }}"))?;
+        assert!(!from.join(TOOL_USE).exists());
+        PromptConfig::copy(from, to)?;
+        assert!(!to.join(TOOL_USE).exists());
+        Ok(())
     }
 }

@@ -10,7 +10,7 @@ use crate::keys::{Checked, Key, Kind, Recipe, Section, Unset};
 use crate::syntax::{
     Diagnostic, MAX_PROBLEMS, Node, SourceText, Span, Table, Value, join, parse_value, quote,
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Collects the problems of one recipe.
 pub(crate) struct Checker<'t> {
@@ -45,7 +45,7 @@ impl Checker<'_> {
                 self.report(&e.key_at, &join(path, &e.key), message, &hints);
             }
         }
-        let mut section = Section { values: BTreeMap::new(), at: Some(at.clone()) };
+        let mut section = Section::default();
         for key in keys {
             let here = join(path, key.name);
             let checked = match table.get(key.name) {
@@ -68,9 +68,7 @@ impl Checker<'_> {
                 Section::default()
             } else {
                 // Report the required keys inside the missing table.
-                let mut section = self.table(&Table::default(), keys, path, at);
-                section.at = None;
-                section
+                self.table(&Table::default(), keys, path, at)
             })),
             (Unset::Required, _) => {
                 if !wrong {
@@ -84,11 +82,7 @@ impl Checker<'_> {
                 let node = parse_value(text)?;
                 // Defaults are valid, as a test confirms.
                 let mut quiet = Checker { texts: self.texts, problems: Vec::new(), bad: BTreeSet::new() };
-                let mut checked = quiet.node(&node, key, path);
-                if let Some(Checked::Table(section)) = &mut checked {
-                    section.at = None;
-                }
-                checked
+                quiet.node(&node, key, path)
             }
         }
     }

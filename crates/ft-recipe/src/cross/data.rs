@@ -2,22 +2,8 @@
 
 use super::context::Cross;
 use crate::check::nearest;
-use crate::keys::{Format, Mask, Recipe, Slice, Source};
+use crate::keys::{Mask, Recipe, Slice, Source};
 use std::collections::BTreeMap;
-
-/// Field names of a format that `fields` can rename.
-fn fields_of(format: Format) -> &'static [&'static str] {
-    match format {
-        Format::Messages => &["messages", "tools", "system"],
-        Format::Alpaca => &["instruction", "input", "output", "system", "history", "tools"],
-        Format::Completion => &["prompt", "completion", "system", "tools"],
-        Format::Text => &["text"],
-        Format::Tokens => &["input_ids", "labels", "weights", "teacher_ids", "teacher_logits", "teacher"],
-        Format::Preference => &["prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"],
-        Format::Labeled => &["text", "prompt", "input_ids", "messages", "label"],
-        Format::Unpaired => &["prompt", "completion", "label", "prompt_ids", "completion_ids"],
-    }
-}
 
 impl Cross<'_, '_> {
     pub(super) fn sources(&mut self, recipe: &Recipe) {
@@ -80,7 +66,8 @@ impl Cross<'_, '_> {
 
     fn fields(&mut self, path: &str, source: &Source) {
         let Some(format) = source.format else { return };
-        let known = fields_of(format);
+        // the reader knows the form of the rows
+        let known = format.fields(true);
         let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
         for (ours, theirs) in &source.fields {
             let key = format!("{path}.fields.{ours}");

@@ -77,6 +77,7 @@ const LORA: &str = " does nothing: no [[train]] rule has method = \"lora\"";
 const FORM: &str = " does nothing: rows of this format have one form only";
 const TASK: &str = " does nothing with this task";
 const OUT: &str = "leave it out";
+const NO_DATA: &str = " does nothing: there is nothing to evaluate on";
 const EVALUATE: &str = "add [[data.eval]], or data.eval_share = 0.1, or leave it out";
 
 const ROWS: &[Row] = rows! {
@@ -86,7 +87,7 @@ const ROWS: &[Row] = rows! {
         of ["model.weights"]: " does nothing with weights = \"random\"", "leave cache out";
     tell ["model.revision"] if |c| c.facts.is_folder == Some(true),
         of ["model.source"]: " does nothing: the model is a folder of this machine", OUT;
-    refuse ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora", "optimizer.lr_scale_b"]
+    refuse ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora"]
         if |c| c.r.train.is_empty(), of ["train"]: LORA,
         "without rules, the config of the adapter in lora.init decides";
     refuse ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora", "optimizer.lr_scale_b"]
@@ -140,10 +141,10 @@ const ROWS: &[Row] = rows! {
     tell ["distill.temperature"] if |c| c.r.distill.alpha == 0.0, of ["distill.alpha"]:
         " does nothing with alpha = 0.0: the teacher has no weight", OUT;
     refuse ["classify.labels", "classify.num_labels"] if |c| c.r.task != Task::Classify, of ["task"]: TASK, OUT;
-    refuse ["run.eval_every", "generate.samples"] if |c| !c.evaluates(),
-        of ["data.eval", "data.eval_share"]: " does nothing: there is nothing to evaluate on", EVALUATE;
-    tell ["run.eval_at_start"] if |c| !c.evaluates(),
-        of ["data.eval", "data.eval_share"]: " does nothing: there is nothing to evaluate on", EVALUATE;
+    refuse ["run.eval_every"] if |c| !c.evaluates() && c.r.log.samples.is_empty(),
+        of ["data.eval", "data.eval_share", "log.samples"]: NO_DATA, EVALUATE;
+    refuse ["generate.samples"] if |c| !c.evaluates(), of ["data.eval", "data.eval_share"]: NO_DATA, EVALUATE;
+    tell ["run.eval_at_start"] if |c| !c.evaluates(), of ["data.eval", "data.eval_share"]: NO_DATA, EVALUATE;
     refuse ["run.keep_best", "run.patience"] if |c| !(c.evaluates() && c.r.run.eval_every > 0),
         of ["data.eval", "data.eval_share", "run.eval_every"]: " does nothing: the run does not evaluate on its way",
         "set run.eval_every, with [[data.eval]] or data.eval_share";
@@ -153,15 +154,17 @@ const ROWS: &[Row] = rows! {
         " does nothing: run.steps is given", "leave one of them out";
     refuse ["generate.temperature", "generate.regex"] if |c| c.r.generate.samples == 0,
         of ["generate.samples"]: " does nothing: generate.samples is 0", "generate.samples = 100, or leave it out";
-    tell ["generate.max_new_tokens"] if |c| c.r.generate.samples == 0 && c.r.log.samples.is_empty(),
+    tell ["generate.max_new_tokens"] if |c| c.r.generate.samples == 0,
         of ["generate.samples"]: " does nothing: generate.samples is 0", "generate.samples = 100, or leave it out";
     refuse ["optimizer.min_lr"] if |c| c.r.optimizer.schedule == Schedule::Constant,
         of ["optimizer.schedule"]: " does nothing with schedule = \"constant\"",
         "leave min_lr out, or choose \"cosine\" or \"linear\"";
     tell ["optimizer.decay"] if |c| c.r.optimizer.weight_decay == 0.0,
         of ["optimizer.weight_decay"]: " does nothing with weight_decay = 0.0", OUT;
-    refuse ["optimizer.master"] if |c| c.r.train.iter().all(|r| !r.is(Method::Full)),
-        of ["train"]: " does nothing: it is for what trains in full, and no rule trains anything so",
+    // a score head and modules_to_save of an adapter train in full without a rule
+    refuse ["optimizer.master"]
+        if |c| !c.r.task.has_scores() && !c.r.train.is_empty() && c.r.train.iter().all(|r| !r.is(Method::Full)),
+        of ["task", "train"]: " does nothing: it is for what trains in full, and no rule trains anything so",
         "leave it out: LoRA's master weights are small, and kept";
     tell ["optimizer.master"] if |c| c.r.model.dtype == Some(Dtype::F32) || c.facts.in_f32 == Some(true),
         of ["model.dtype"]: " does nothing where layers compute in f32: weights are their own masters", OUT;

@@ -1,9 +1,9 @@
 //! Conversions by name.
 
 use super::context::{Context, Convert, Fate, Outcome, needless, refused};
-use super::draft::toml_text;
 use super::read::Entry;
 use super::{data, optimize, prefer, run, train, tune};
+use crate::keys::of_json;
 
 /// The conversion that a row of the table names.
 pub(super) fn by_name(name: &str) -> Option<Convert> {
@@ -19,7 +19,7 @@ pub(super) fn by_name(name: &str) -> Option<Convert> {
 /// Puts a value into a free table, under the last parts of its path.
 fn free(ctx: &mut Context<'_>, table: &str, entry: &Entry) -> Outcome {
     let Some((_, key)) = entry.path.split_once('.') else { return refused("a table is wanted") };
-    match (key.contains('.'), toml_text(&entry.value)) {
+    match (key.contains('.'), of_json(&entry.value)) {
         (false, Some(value)) => Outcome(Fate::Taken, ctx.set(&format!("{table}.{key}"), value, entry)),
         (true, _) => refused(format!("write it into [{table}]")),
         (_, None) => needless("not set"),

@@ -1,8 +1,8 @@
 //! The recipe that an import writes: keys with values and where they are from.
 
 use super::read::{number as read_number, text, truth};
-use crate::keys::{Kind, Unset, each_key, find_key, first_entries};
-use crate::syntax::{parse_value, quote, quote_key};
+use crate::keys::{Kind, Unset, each_key, find_key, first_entries, of_json};
+use crate::syntax::{Value as Toml, parse_value, quote, quote_key};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -34,12 +34,19 @@ impl Draft {
         self.keys.iter().find(|s| s.path == path)
     }
 
-    /// Removes the key that a problem names, or the table that holds it. Returns it.
+    /// Removes the key that a problem names: an entry of a table, or the whole value that holds it. Returns the key.
     pub fn remove(&mut self, key: &str) -> Option<Set> {
         let mut path = key;
         loop {
             if let Some(i) = self.keys.iter().position(|s| s.path == path) {
-                return Some(self.keys.remove(i));
+                let entry = key[path.len()..].trim_start_matches('.');
+                return Some(match without(&self.keys[i].value, entry) {
+                    Some(rest) => {
+                        self.keys[i].value = rest;
+                        self.keys[i].clone()
+                    }
+                    None => self.keys.remove(i),
+                });
             }
             path = path.rsplit_once('.')?.0;
         }
@@ -100,6 +107,14 @@ impl Draft {
     }
 }
 
+/// A table in TOML without an entry; `None` if it is no table, has no such entry, or has no other.
+fn without(table: &str, entry: &str) -> Option<String> {
+    let Toml::Table(mut table) = parse_value(table)?.value else { return None };
+    let before = table.0.len();
+    table.0.retain(|e| e.key != entry);
+    (table.0.len() < before && !table.0.is_empty()).then(|| Toml::Table(table).to_string())
+}
+
 fn header(table: &str) -> String {
     let parts: Vec<String> = table.split('.').map(quote_key).collect();
     format!("[{}]", parts.join("."))
@@ -112,28 +127,6 @@ fn number(text: &str) -> Option<f64> {
 /// A number as TOML: whole ones without a point.
 pub(super) fn number_text(x: f64) -> String {
     if x.fract() == 0.0 && x.abs() < 1e15 { format!("{}", x as i64) } else { format!("{x:?}") }
-}
-
-/// A JSON value as TOML.
-///
-/// `None` for null.
-pub(super) fn toml_text(value: &Value) -> Option<String> {
-    Some(match value {
-        Value::Null => return None,
-        Value::Bool(b) => b.to_string(),
-        Value::Number(n) => {
-            n.as_i64().map_or_else(|| format!("{:?}", n.as_f64().unwrap_or_default()), |i| i.to_string())
-        }
-        Value::String(s) => quote(s),
-        Value::Array(list) => {
-            format!("[{}]", list.iter().filter_map(toml_text).collect::<Vec<_>>().join(", "))
-        }
-        Value::Object(table) => {
-            let entries =
-                table.iter().filter_map(|(k, v)| Some(format!("{} = {}", quote_key(k), toml_text(v)?)));
-            format!("{{ {} }}", entries.collect::<Vec<_>>().join(", "))
-        }
-    })
 }
 
 /// A value as the key at `path` takes it, by the key's kind: numbers and truths may be strings there.
@@ -150,6 +143,6 @@ pub(super) fn fitting(path: &str, value: &Value) -> Result<String, String> {
         Some(Kind::Number(_)) => read_number(value).map(number_text).map_or_else(|| wrong("a number"), Ok),
         Some(Kind::Bool) => truth(value).map_or_else(|| wrong("true or false"), |b| Ok(b.to_string())),
         Some(Kind::Text | Kind::Name) => text(value).map_or_else(|| wrong("a text"), |t| Ok(quote(&t))),
-        _ => toml_text(value).map_or_else(|| wrong("another value"), Ok),
+        _ => of_json(value).map_or_else(|| wrong("another value"), Ok),
     }
 }

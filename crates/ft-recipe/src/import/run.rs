@@ -181,7 +181,7 @@ fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         }
         path if RANKS.contains(&path) => needless("one rank"),
         "launch.config_file" => needless("[parallel] has the layout: parallel.data ranks, parallel.zero"),
-        _ => needless("ft's launcher is mpirun or srun; [parallel] has the layout"),
+        _ => needless("torchrun, srun, mpirun or parallel.local start processes; [parallel] has the layout"),
     }
 }
 

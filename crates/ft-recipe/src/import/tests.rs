@@ -294,6 +294,19 @@ fn unknown_keys_and_unsupported_values_are_told() {
     assert!(import("a: 1", "a.yaml", &Nowhere).unwrap_err().contains("no key"));
 }
 
+/// Of the names of fields only that without a counterpart is left out.
+#[test]
+fn other_fields_stay() {
+    let r = recipe(
+        "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, type: completion, field: body, field_system: s}]",
+    );
+    assert_eq!(r.data.train[0].format, Some(Format::Text));
+    assert_eq!(
+        r.data.train[0].fields.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>(),
+        ["text=body"]
+    );
+}
+
 /// Masks of TRL: the assistant's wins over that of completions.
 #[test]
 fn masks_of_trl_agree_with_their_list() {

@@ -1,8 +1,6 @@
 //! Checked values, by table.
 
 use super::sets::{IndexSet, LayerSet, Recompute, Token};
-use crate::syntax::{Diagnostic, SourceText, Span};
-use ft_base::error::Place;
 use std::collections::BTreeMap;
 
 /// A value of the right kind for the key.
@@ -31,34 +29,4 @@ pub(crate) enum Checked {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Section {
     pub values: BTreeMap<&'static str, Checked>,
-    /// Position of the table; `None` if absent from the recipe.
-    pub at: Option<Span>,
-}
-
-impl Section {
-    /// The table under `key`.
-    pub fn table(&self, key: &str) -> Option<&Section> {
-        match self.values.get(key) {
-            Some(Checked::Table(s)) => Some(s),
-            _ => None,
-        }
-    }
-
-    /// The list of tables under `key`; empty if absent.
-    pub fn tables(&self, key: &str) -> &[Section] {
-        match self.values.get(key) {
-            Some(Checked::Tables(s)) => s,
-            _ => &[],
-        }
-    }
-
-    /// Position of the table in `texts`; the file without a line if absent.
-    pub fn place(&self, texts: &[SourceText]) -> Place {
-        match &self.at {
-            Some(at) => Diagnostic::new(texts, at, "").place,
-            None => {
-                Place { file: texts.first().map_or(String::new(), |t| t.name.clone()), line: 0, column: 0 }
-            }
-        }
-    }
 }

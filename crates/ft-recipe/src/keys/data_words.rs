@@ -54,6 +54,64 @@ impl Format {
     pub fn has_forms(self) -> bool {
         matches!(self, Format::Alpaca | Format::Completion)
     }
+
+    /// Keys of a row that the format reads, through the chat template or not.
+    pub fn keys(self, chat: bool) -> &'static [&'static str] {
+        match self {
+            Format::Messages => &["messages", "conversations", "conversation", "tools", "system", "weight"],
+            Format::Alpaca if chat => {
+                &["instruction", "input", "output", "system", "history", "tools", "weight"]
+            }
+            Format::Completion if chat => &["prompt", "completion", "system", "tools", "weight"],
+            Format::Alpaca => &["instruction", "input", "output", "system", "history", "weight"],
+            Format::Completion => &["prompt", "completion", "weight"],
+            Format::Text => &["text", "weight"],
+            Format::Tokens => &[
+                "input_ids",
+                "labels",
+                "attention_mask",
+                "weights",
+                "weight",
+                "teacher_ids",
+                "teacher_logits",
+                "teacher",
+            ],
+            Format::Labeled => &[
+                "text",
+                "prompt",
+                "input_ids",
+                "messages",
+                "conversations",
+                "conversation",
+                "tools",
+                "system",
+                "label",
+                "weight",
+            ],
+            Format::Preference => &[
+                "prompt",
+                "chosen",
+                "rejected",
+                "prompt_ids",
+                "chosen_ids",
+                "rejected_ids",
+                "tools",
+                "system",
+            ],
+            Format::Unpaired => {
+                &["prompt", "completion", "label", "prompt_ids", "completion_ids", "tools", "system"]
+            }
+        }
+    }
+
+    /// Names that `fields` can replace: keys of a row, and of its messages.
+    pub fn fields(self, chat: bool) -> Vec<&'static str> {
+        let mut names = self.keys(chat).to_vec();
+        if self == Format::Messages || self.is_of_a_task() {
+            names.extend(["role", "content"]);
+        }
+        names
+    }
 }
 
 /// Targets of a score head.
@@ -62,7 +120,7 @@ pub enum ScoreTargets {
     /// The head is the vocabulary's.
     #[default]
     None,
-    /// ScoreTargets of pairs.
+    /// One score, for pairs.
     Pairs,
     /// Classes with these names.
     Classes(Vec<String>),
@@ -162,7 +220,7 @@ impl Slice {
             let (number, percent) = text.strip_suffix('%').map_or((text, false), |n| (n, true));
             match (text.is_empty(), number.parse::<i64>()) {
                 (true, _) => Ok(End::Open),
-                (_, Ok(n)) if percent && n.abs() <= 100 => Ok(End::Percent(n)),
+                (_, Ok(n)) if percent && (-100..=100).contains(&n) => Ok(End::Percent(n)),
                 (_, Ok(n)) if !percent => Ok(End::Rows(n)),
                 _ => Err(FORM),
             }
@@ -213,7 +271,9 @@ mod tests {
             let (found, slice) = Slice::parse(split).unwrap();
             assert_eq!((found, slice.rows(10)), (name, rows), "{split}");
         }
-        for bad in ["train[", "train[1]", "train[a:]", "train[:101%]", "train[:-101%]", "train[1:2]x"] {
+        let least = format!("train[:{}%]", i64::MIN);
+        for bad in ["train[", "train[1]", "train[a:]", "train[:101%]", "train[:-101%]", "train[1:2]x", &least]
+        {
             assert!(Slice::parse(bad).is_err(), "{bad}");
         }
     }

@@ -131,24 +131,28 @@ pub(super) fn list_of(words: impl Iterator<Item = impl AsRef<str>>) -> String {
     format!("[{}]", words.map(|w| quote(w.as_ref())).collect::<Vec<_>>().join(", "))
 }
 
-fn json(value: &serde_json::Value) -> String {
-    match value {
-        // TOML has no null, so values parsed from TOML never contain one.
-        serde_json::Value::Null => "\"\"".into(),
+/// A JSON value as TOML, without nulls, which TOML does not have; `None` for null itself.
+pub(crate) fn of_json(value: &serde_json::Value) -> Option<String> {
+    Some(match value {
+        serde_json::Value::Null => return None,
         serde_json::Value::Bool(b) => b.to_string(),
-        serde_json::Value::Number(n) if n.is_f64() => format!("{:?}", n.as_f64().unwrap_or_default()),
-        serde_json::Value::Number(n) => n.to_string(),
+        serde_json::Value::Number(n) => {
+            n.as_i64().map_or_else(|| format!("{:?}", n.as_f64().unwrap_or_default()), |i| i.to_string())
+        }
         serde_json::Value::String(s) => quote(s),
-        serde_json::Value::Array(a) => format!("[{}]", a.iter().map(json).collect::<Vec<_>>().join(", ")),
+        serde_json::Value::Array(a) => {
+            format!("[{}]", a.iter().filter_map(of_json).collect::<Vec<_>>().join(", "))
+        }
         serde_json::Value::Object(m) => object(m),
-    }
+    })
 }
 
 fn object(map: &Json) -> String {
-    inline(map.iter().map(|(k, v)| (k.as_str(), json(v))))
+    inline(map.iter().filter_map(|(k, v)| Some((k.as_str(), of_json(v)?))))
 }
 
-fn inline<'k>(pairs: impl Iterator<Item = (&'k str, String)>) -> String {
+/// An inline table of TOML values.
+pub(crate) fn inline<'k>(pairs: impl Iterator<Item = (&'k str, String)>) -> String {
     let pairs: Vec<String> = pairs.map(|(k, v)| format!("{} = {v}", quote_key(k))).collect();
     if pairs.is_empty() { "{}".into() } else { format!("{{ {} }}", pairs.join(", ")) }
 }

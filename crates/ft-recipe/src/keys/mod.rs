@@ -16,7 +16,7 @@ pub(crate) use checked::{Checked, Section};
 pub use data_words::*;
 pub use derived::{LoraSpec, Part};
 pub use field::Json;
-pub(crate) use field::{Formatted, Keys};
+pub(crate) use field::{Formatted, Keys, inline, of_json};
 pub use kind::*;
 pub use sets::*;
 pub(crate) use size::{SMALLEST_BARE, UNITS};

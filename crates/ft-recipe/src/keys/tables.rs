@@ -22,6 +22,8 @@ use std::path::PathBuf;
 const BIG: u64 = i64::MAX as u64;
 /// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
 pub const COUNT: u64 = 1_000_000_000;
+/// Largest number of rows of a micro-batch. Plans list their documents.
+const MICRO_ROWS: u64 = 1 << 16;
 /// Log-probabilities of a teacher for each token that `ft logits` writes by default.
 pub const TOP_K: usize = 64;
 /// Largest number of classes.
@@ -307,7 +309,7 @@ table! {
         /// Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or "auto": the
         /// fastest number within memory.budget. Loss and gradients do not depend on it, but for
         /// router.aux_loss, which is a mean over micro-batches.
-        micro_rows: MicroRows = IntOrAuto(1, COUNT), Toml("1");
+        micro_rows: MicroRows = IntOrAuto(1, MICRO_ROWS), Toml("1");
         /// Largest global gradient norm; 0 is off.
         clip: f64 = Number(Bound::NotNegative), Toml("1.0");
         /// Steps between evaluations; 0 = at the end only.
@@ -375,10 +377,9 @@ table! {
 table! {
     /// `[memory]`
     pub struct Memory {
-        /// Memory of one device that may be used, such as "48GiB". On CUDA, 4% is kept in reserve if possible.
-        /// On the CPU it holds what training takes, the allocator's part included; the program's code, the
-        /// tokenizer and the data stand beside it, in the plan's line of the host.
-        budget: Option<u64> = Bytes, Absent("what is free");
+        /// Memory of one device that a run may use, such as "48GiB". On CUDA 4% of it stays free if possible. On the CPU
+        /// it covers tensors and allocator overhead; code, tokenizer and data are counted as host memory.
+        budget: Option<u64> = Bytes, Absent("95% of what is free");
         /// Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes
         /// too.
         host_budget: Option<u64> = Bytes, Absent("what is free");

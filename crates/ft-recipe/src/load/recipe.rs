@@ -92,7 +92,7 @@ impl Recipe {
         let auto_layout = take_auto(&mut root);
         let mut checker = Checker { texts: &texts, problems: from_command_line, bad: Default::default() };
         let section = checker.root(&root);
-        let mut recipe = Recipe::typed(&section, &texts, path);
+        let mut recipe = Recipe::typed(&section, path);
         recipe.auto_layout = auto_layout;
         recipe.changed = cross::changed(&root);
         cross::check(&mut checker, &root, &recipe);
@@ -114,6 +114,7 @@ impl Recipe {
             recipe.places.insert(path, Diagnostic::new(&texts, at, "").place);
         });
         recipe.places.insert(String::new(), Place { file: texts[0].name.clone(), line: 0, column: 0 });
+        recipe.place_entries(&root, &texts);
         Ok(recipe)
     }
 
@@ -144,7 +145,7 @@ impl Recipe {
     }
 
     /// Converts the checked recipe and fills in values derived from other keys.
-    fn typed(section: &Section, texts: &[SourceText], path: &Path) -> Recipe {
+    fn typed(section: &Section, path: &Path) -> Recipe {
         let mut r = Recipe::read(section);
         if r.name.is_empty() {
             r.name = run_name(path);
@@ -153,17 +154,23 @@ impl Recipe {
         r.model.cache = r.model.cache.map(|c| expand_home(&c.to_string_lossy()));
         r.data.scores = r.scores();
         let lora = &r.lora;
-        for (rule, at) in r.train.iter_mut().zip(section.tables("train")) {
-            rule.inherit(lora);
-            rule.place = at.place(texts);
+        r.train.iter_mut().for_each(|rule| rule.inherit(lora));
+        r
+    }
+
+    /// Sets the positions of rules and sources.
+    fn place_entries(&mut self, root: &Table, texts: &[SourceText]) {
+        let place = |path: String| {
+            root.find(&path).map_or_else(Place::default, |n| Diagnostic::new(texts, &n.at, "").place)
+        };
+        for (i, rule) in self.train.iter_mut().enumerate() {
+            rule.place = place(format!("train.{i}"));
         }
-        for (list, key) in [(&mut r.data.train, "train"), (&mut r.data.eval, "eval")] {
-            for (source, at) in list.iter_mut().zip(section.table("data").map_or(&[][..], |d| d.tables(key)))
-            {
-                source.place = at.place(texts);
+        for (list, key) in [(&mut self.data.train, "train"), (&mut self.data.eval, "eval")] {
+            for (i, source) in list.iter_mut().enumerate() {
+                source.place = place(format!("data.{key}.{i}"));
             }
         }
-        r
     }
 
     /// Position of the key at a dotted path ("data.train.0.source"). If absent, the nearest enclosing

@@ -30,6 +30,7 @@ const NOT_MATHEMATICS: &[&str] = &[
     "lora.", // resolved into the rules; lora.init is added below
     "data.eval",
     "data.cache",
+    "data.drop_share", // refuses data, and changes none
     "generate.",
     "run.eval_every",
     "run.save_every",

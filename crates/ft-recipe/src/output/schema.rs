@@ -109,7 +109,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         }),
         Kind::Bytes => json!({ "oneOf": [
             { "type": "integer", "minimum": SMALLEST_BARE },
-            { "type": "string", "pattern": r"^\s*[0-9.]+\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?\s*$" },
+            { "type": "string", "pattern": r"^\s*[0-9.]+\s*([KMGT]iB|[kKMGT]B?|B)?\s*$" },
         ] }),
         Kind::Recompute => json!({ "oneOf": [{ "enum": Recompute::WORDS.map(|(w, _)| w) }, index] }),
         Kind::Devices => json!({

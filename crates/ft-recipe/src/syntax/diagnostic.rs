@@ -103,7 +103,7 @@ impl Diagnostic {
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let renderer = renderer.decor_style(DecorStyle::Ascii);
-        // SourceText from the recipe is escaped before color codes are added.
+        // Text of the recipe is escaped before color codes are added.
         let (message, file, line) = (escape(&self.message), escape(&self.place.file), escape(&self.line));
         let start = escape(&self.line[..self.span.start]).len();
         let span = start..start + escape(&self.line[self.span.clone()]).len();

@@ -9,10 +9,11 @@ use std::ops::Range;
 /// Segments begin at multiples of this many tokens of a micro-batch, so that blocks of queries are those of one rank.
 pub const CUT: usize = 128;
 
-/// Token ranges of each of `ranks` ranks, in order, for documents of these lengths. Ranks have consecutive ranges of
-/// even length while no document is longer than one. Otherwise there are two ranges for each rank, from the front and
-/// from the back, so that ranks have even causal work. A rank has no tokens if there are too few; the first has some if
-/// there are any.
+/// Token ranges of each of `ranks` ranks, in order, for documents of these lengths.
+///
+/// If every document has at most tokens / ranks tokens, each rank gets one range, all about equally long. Otherwise
+/// rank r gets the r-th range from the front and the r-th from the back, which balances causal attention. With fewer
+/// blocks than ranks, some ranks get none; rank 0 gets the first.
 pub fn segments(docs: &[usize], ranks: usize) -> Vec<Vec<Range<usize>>> {
     let (tokens, ranks) = (docs.iter().sum::<usize>(), ranks.max(1));
     let blocks = tokens.div_ceil(CUT);

@@ -111,9 +111,11 @@ fn rewrite(
     let mut out: Vec<(I<'static>, usize)> = Vec::with_capacity(all.len() * 2);
     // new offset of every old instruction, including inserted checks
     let mut at = Vec::with_capacity(all.len() + 1);
-    let mut filters = Filters::new(&all);
+    let (mut filters, mut bodies) = (Filters::new(&all), Bodies::new(&all));
     for (n, i) in all.iter().enumerate() {
         at.push(out.len() as u32);
+        out.extend(bodies.left(i).into_iter().map(|new| (new, n)));
+        bodies.pass(i);
         let constant = match n.checked_sub(1).map(|b| all[b]) {
             Some(I::LoadConst(v)) if !targets[n] => Some(v),
             _ => None,
@@ -162,6 +164,48 @@ fn target_mut<'a>(i: &'a mut I<'_>) -> Option<&'a mut u32> {
         | I::JumpIfTrueOrPop(t)
         | I::BuildMacro(_, t, _) => Some(t),
         _ => None,
+    }
+}
+
+/// Bodies with variables of their own: of `with`, and those with captured text (`filter`, `set`).
+struct Bodies {
+    /// Number of open bodies before each instruction.
+    depths: Vec<usize>,
+    /// The open bodies, outer ones first: whether the text is captured.
+    open: Vec<bool>,
+}
+
+impl Bodies {
+    fn new(all: &[&I<'_>]) -> Self {
+        let mut this = Self { depths: Vec::with_capacity(all.len()), open: Vec::new() };
+        for i in all {
+            this.depths.push(this.open.len());
+            this.pass(i);
+        }
+        this.open.clear();
+        this
+    }
+
+    fn pass(&mut self, i: &I<'_>) {
+        match i {
+            I::BeginCapture(_) => self.open.push(true),
+            I::PushWith => self.open.push(false),
+            I::EndCapture | I::PopFrame => {
+                self.open.pop();
+            }
+            _ => {}
+        }
+    }
+
+    /// Instructions before a `break` or `continue`: they close the bodies between it and its loop.
+    fn left(&self, i: &I<'_>) -> Vec<I<'static>> {
+        let I::Jump(to) = i else { return Vec::new() };
+        let kept = self.depths.get(*to as usize).copied().unwrap_or(0);
+        let close = |captured: &bool| match captured {
+            true => vec![I::PopFrame, I::EndCapture, I::DiscardTop],
+            false => vec![I::PopFrame],
+        };
+        self.open.iter().skip(kept).rev().flat_map(close).collect()
     }
 }
 
@@ -248,6 +292,9 @@ fn replaced(
         }
         I::CallMethod(name, n) => vec![f.filter(operators::add_method(env, name), *n)],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
+        // variables set in a captured body end with it, unlike in the engine
+        I::BeginCapture(mode) => vec![I::BeginCapture(*mode), I::PushWith],
+        I::EndCapture => vec![I::PopFrame, I::EndCapture],
         other => vec![copy(other)?],
     })
 }
@@ -318,8 +365,6 @@ fn copy(i: &I<'static>) -> Result<I<'static>, String> {
         I::JumpIfTrueOrPop(t) => I::JumpIfTrueOrPop(*t),
         I::PushAutoEscape => I::PushAutoEscape,
         I::PopAutoEscape => I::PopAutoEscape,
-        I::BeginCapture(mode) => I::BeginCapture(*mode),
-        I::EndCapture => I::EndCapture,
         I::CallObject(n) => I::CallObject(*n),
         I::DupTop => I::DupTop,
         I::DiscardTop => I::DiscardTop,

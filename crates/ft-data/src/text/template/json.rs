@@ -12,7 +12,7 @@ use std::fmt::Write;
 
 /// Options of `json.dumps`.
 pub(super) struct Style {
-    /// Escapes all non-ASCII characters.
+    /// Escapes U+007F and all characters above.
     pub ensure_ascii: bool,
     /// Indentation per level; `None` writes a single line.
     pub indent: Option<String>,
@@ -145,7 +145,7 @@ fn string(out: &mut String, text: &str, ensure_ascii: bool) {
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
             // marks pass through unescaped, and are removed from the text afterwards
-            c if (c as u32) < 0x20 || (ensure_ascii && !c.is_ascii() && !is_reserved(c)) => {
+            c if c < ' ' || (ensure_ascii && c > '~' && !is_reserved(c)) => {
                 let mut units = [0u16; 2];
                 for unit in c.encode_utf16(&mut units) {
                     let _ = write!(out, "\\u{unit:04x}");
@@ -167,7 +167,7 @@ mod tests {
         string(&mut a, "é<\u{1}\"\\\n😀\u{7f}", false);
         assert_eq!(a, "\"é<\\u0001\\\"\\\\\\n😀\u{7f}\"");
         let mut b = String::new();
-        string(&mut b, "é😀", true);
-        assert_eq!(b, "\"\\u00e9\\ud83d\\ude00\"");
+        string(&mut b, "é😀~\u{7f}", true);
+        assert_eq!(b, "\"\\u00e9\\ud83d\\ude00~\\u007f\"");
     }
 }

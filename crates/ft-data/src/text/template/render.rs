@@ -2,12 +2,11 @@
 
 use super::bounds::{self, spend};
 use super::guard::{self, Guarded};
-use super::python::kind::integer;
-use super::{checks, filters, functions, json, operators};
+use super::{checks, filters, functions, operators};
 use crate::error::Error;
 use ft_base::terminal::panics::caught;
 use minijinja::machinery::{eval, make_string_output};
-use minijinja::value::{Enumerator, Kwargs, Object, Value};
+use minijinja::value::{Enumerator, Object, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, syntax::SyntaxConfig};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -252,48 +251,11 @@ fn environment() -> Environment<'static> {
     env.set_syntax(syntax.unwrap_or_default());
     env.set_fuel(Some(FUEL));
     env.set_recursion_limit(100);
-    env.add_filter("tojson", to_json);
     env.add_filter("ft_generation", |body: String| {
         spend(body.len())?;
         Ok::<_, minijinja::Error>(format!("{}{body}{}", GENERATION[0], GENERATION[1]))
     });
     env
-}
-
-/// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as defined by transformers.
-fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<String, minijinja::Error> {
-    let ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
-    let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
-    let indent = match indent {
-        Some(i) => Some(i),
-        None => options.get::<Option<Value>>("indent")?,
-    };
-    let indent = match indent.filter(|i| !i.is_none()) {
-        None => None,
-        Some(i) => Some(match (i.as_str(), integer(&i)) {
-            (Some(text), _) => text.to_string(),
-            (None, Some(n)) => " ".repeat(usize::try_from(n).unwrap_or(0).min(64)),
-            _ => {
-                return Err(minijinja::Error::new(
-                    ErrorKind::InvalidOperation,
-                    "tojson: indent is a number or a text",
-                ));
-            }
-        }),
-    };
-    let separators = options.get::<Option<Vec<String>>>("separators")?;
-    options.assert_all_used()?;
-    let (item_separator, key_separator) = match separators {
-        Some(two) if two.len() == 2 => (two[0].clone(), two[1].clone()),
-        Some(_) => {
-            return Err(minijinja::Error::new(
-                ErrorKind::InvalidOperation,
-                "tojson: separators are two strings",
-            ));
-        }
-        None => (if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()),
-    };
-    json::dumps(value, &json::Style { ensure_ascii, indent, item_separator, key_separator, sort_keys })
 }
 
 /// Rewrites `{% generation %}` blocks as filter blocks that delimit the body; white-space control, line

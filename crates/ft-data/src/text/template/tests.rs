@@ -154,6 +154,78 @@ fn slices_backwards_are_those_of_python() {
     assert_eq!(render(source).as_deref(), Ok("[3, 2][][][3, 2, 1, 0][0, 1]"));
 }
 
+/// The texts are Jinja2's.
+#[test]
+fn captured_bodies_have_variables_of_their_own() {
+    for (source, text) in [
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{% set x = 1 %}{% filter upper %}{% set x = 2 %}a{{ x }}{% endfilter %}{{ x }}", "A21"),
+        ("{% set x = 1 %}{% set y %}{% set x = 2 %}{{ x }}{% endset %}{{ x }}{{ y }}", "12"),
+        ("{% set x = 1 %}{% set x %}{% set x = 2 %}{{ x }}b{% endset %}{{ x }}", "2b"),
+        ("{% set ns = namespace(x=1) %}{% filter upper %}{% set ns.x = 2 %}{% endfilter %}{{ ns.x }}", "2"),
+        ("{% set ns = namespace() %}{% set ns.y %}{% set x = 3 %}q{% endset %}{{ ns.y }}{{ x }}", "q"),
+        (
+            "{% macro m() %}{{ x }}{% endmacro %}{% set x = 1 %}{% filter upper %}{% set x = 2 %}{{ m() }}\
+             {% endfilter %}{{ m() }}",
+            "11",
+        ),
+        (
+            "{% filter upper %}{% macro m() %}a{% endmacro %}{{ m() }}{% endfilter %}{{ m is defined }}",
+            "AFalse",
+        ),
+        (
+            "{% for i in [[1, [2]], 3] recursive %}{% filter upper %}{% if i is iterable %}{{ loop(i) }}\
+             {% else %}{% set q = i %}{{ q }}q{% endif %}{% endfilter %}{% endfor %}{{ q is defined }}",
+            "1Q2Q3QFalse",
+        ),
+    ] {
+        assert_eq!(render(source).as_deref(), Ok(text), "{source}");
+    }
+}
+
+/// What the body has written is lost, as in Jinja2.
+#[test]
+fn loops_are_left_and_continued_out_of_bodies() {
+    let body = |start: &str, word: &str, end: &str| {
+        render(&format!(
+            "{{% for i in [1, 2, 3] %}}{{{{ i }}}}{start}a{{% if i == 2 %}}{{% {word} %}}{{% endif %}}b{end}c\
+             {{% endfor %}}d"
+        ))
+    };
+    let filter = ("{% filter upper %}", "{% endfilter %}");
+    assert_eq!(body(filter.0, "break", filter.1).as_deref(), Ok("1ABc2d"));
+    assert_eq!(body(filter.0, "continue", filter.1).as_deref(), Ok("1ABc23ABcd"));
+    assert_eq!(body("{% set y %}", "continue", "{% endset %}{{ y }}").as_deref(), Ok("1abc23abcd"));
+    assert_eq!(body("{% with z = i %}", "break", "{% endwith %}").as_deref(), Ok("1abc2ad"));
+    let both = ("{% with z = i %}{% filter upper %}", "{% endfilter %}{% endwith %}{{ z is defined }}");
+    assert_eq!(body(both.0, "continue", both.1).as_deref(), Ok("1ABFalsec23ABFalsecd"));
+    let inner = "{% for i in [1, 2] %}{% filter upper %}{% for j in 'ab' %}{% if j == 'b' %}{% break %}{% endif %}\
+                 {{ j }}{{ loop.index }}{% endfor %}{{ loop.index }}z{% endfilter %}{% endfor %}";
+    assert_eq!(render(inner).as_deref(), Ok("A11ZA12Z"));
+}
+
+/// The texts are transformers'.
+#[test]
+fn arguments_of_tojson_are_in_the_order_of_transformers() {
+    for (source, text) in [
+        ("{{ {'é': 1}|tojson(true) }}", "{\"\\u00e9\": 1}"),
+        ("{{ {'a': 1}|tojson(4) }}", "{\"a\": 1}"),
+        ("{{ {'é': [1]}|tojson(false, 2) }}", "{\n  \"é\": [\n    1\n  ]\n}"),
+        ("{{ {'b': [1, 2], 'a': 3}|tojson(false, none, [',', ':'], true) }}", "{\"a\":3,\"b\":[1,2]}"),
+        ("{{ {'b': [1, 2]}|tojson(none, separators=(',', ':')) }}", "{\"b\":[1,2]}"),
+    ] {
+        assert_eq!(render(source).as_deref(), Ok(text), "{source}");
+    }
+    for source in [
+        "{{ [1]|tojson(true, ensure_ascii=true) }}",
+        "{{ [1]|tojson(1, 2, none, false, 5) }}",
+        "{{ [1]|tojson(separators=['a']) }}",
+        "{{ [1]|tojson(separators=[1, 2]) }}",
+    ] {
+        assert!(render(source).is_err(), "{source}");
+    }
+}
+
 /// A template that exceeds the budget a few times is not rendered again.
 #[test]
 fn a_template_that_does_not_end_is_given_up() {

@@ -2,7 +2,8 @@
 
 use crate::import::context::{Context, Fate, Outcome, converted, needless};
 use crate::import::read::text;
-use crate::syntax::{quote, quote_key};
+use crate::keys::inline;
+use crate::syntax::quote;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -74,8 +75,7 @@ impl Source {
             put(key, value);
         }
         if !self.fields.is_empty() {
-            let fields = self.fields.iter().map(|(k, v)| format!("{} = {}", quote_key(k), quote(v)));
-            put("fields", format!("{{ {} }}", fields.collect::<Vec<_>>().join(", ")));
+            put("fields", inline(self.fields.iter().map(|(k, v)| (k.as_str(), quote(v)))));
         }
     }
 }

@@ -65,7 +65,7 @@ pub(super) fn add(env: &mut Environment<'static>) {
 /// The names of all filters.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     let named = text::FILTERS.iter().chain(sequence::FILTERS).flat_map(|(names, ..)| names.iter().copied());
-    named.chain(choose::FILTERS.iter().map(|(name, _)| *name)).chain(["tojson"])
+    named.chain(choose::FILTERS.iter().map(|(name, _)| *name))
 }
 
 fn add_named(env: &mut Environment<'static>, name: &'static str, parameters: &'static [&str], filter: Named) {

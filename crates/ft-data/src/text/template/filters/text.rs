@@ -2,12 +2,15 @@
 
 use super::{Arguments, Named};
 use crate::text::template::bounds::{spend, spend_product};
+use crate::text::template::json::{Style, dumps};
 use crate::text::template::python::access::{attribute, iterate, length};
 use crate::text::template::python::kind::{Kind, float, from_int, integer, invalid, text_value};
 use crate::text::template::python::number::{Number, add};
 use crate::text::template::python::text::{entities, escaped, text};
 use crate::text::template::python::{capitalized, is_space, lines, methods, percent, split_space};
 use minijinja::{Error, Value};
+
+const SEPARATORS: &str = "tojson: separators are two texts";
 
 /// Names, parameters, and the function of each filter.
 pub(super) const FILTERS: &[(&[&str], &[&str], Named)] = &[
@@ -52,6 +55,8 @@ pub(super) const FILTERS: &[(&[&str], &[&str], Named)] = &[
         if there { attribute(v, name) } else { Ok(Value::UNDEFINED) }
     }),
     (&["length", "count"], &[], |v, _| length(v).map(Value::from)),
+    // as transformers defines it, unlike Jinja2
+    (&["tojson"], &["ensure_ascii", "indent", "separators", "sort_keys"], to_json),
 ];
 
 /// The value as text, still marked safe if it was.
@@ -346,6 +351,30 @@ fn half_even(n: i128, unit: i128) -> i128 {
     let (q, r) = (n.div_euclid(unit), n.rem_euclid(unit));
     let up = 2 * r > unit || 2 * r == unit && q % 2 != 0;
     (q + i128::from(up)) * unit
+}
+
+/// `json.dumps` of Python.
+fn to_json(v: &Value, a: &Arguments) -> Result<Value, Error> {
+    let indent = match a.some(1).map(|i| (i.as_str(), integer(i))) {
+        None => None,
+        Some((Some(text), _)) => Some(text.to_string()),
+        Some((None, Some(n))) => Some(" ".repeat(usize::try_from(n).unwrap_or(0).min(64))),
+        Some(_) => return Err(invalid("tojson: indent is a number or a text")),
+    };
+    let separators = a.some(2).map(iterate).transpose()?;
+    let (item_separator, key_separator) = match separators.as_deref() {
+        None => (if indent.is_some() { "," } else { ", " }, ": "),
+        Some([item, key]) => item.as_str().zip(key.as_str()).ok_or_else(|| invalid(SEPARATORS))?,
+        Some(_) => return Err(invalid(SEPARATORS)),
+    };
+    let style = Style {
+        ensure_ascii: a.is_true(0),
+        indent,
+        item_separator: item_separator.into(),
+        key_separator: key_separator.into(),
+        sort_keys: a.is_true(3),
+    };
+    dumps(v, &style).map(Value::from)
 }
 
 /// `format` of Jinja2: `value % args`.
