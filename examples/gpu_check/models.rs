@@ -38,8 +38,7 @@ pub fn check(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
         let run = |device: &Device| -> Result<(f64, Tensor, Tensor)> {
             let base = base.clone().in_nf4(quantize);
             let allocate = Allocate { train: true, ..Allocate::default() };
-            let build = Build::new(&base, selection).adapter(adapter).on(DType::F32, device);
-            let (d, p) = build.allocate(allocate).run()?;
+            let (d, p) = Build { adapter, device, allocate, ..Build::new(&base, selection) }.run()?;
             forward_backward(&d, &p, device)
         };
         let (mine, cpu) = (run(device)?, run(&Device::Cpu)?);
@@ -61,7 +60,7 @@ pub fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         let run = |device: &Device, offload: bool| -> Result<Tensor> {
             let allocate = Allocate { train: true, offload, ..Allocate::default() };
-            let (_, p) = Build::new(&base, &selection).on(dtype, device).allocate(allocate).run()?;
+            let (_, p) = Build { dtype, device, allocate, ..Build::new(&base, &selection) }.run()?;
             let optimizer = Optimizer::new(&p, &recipe.optimizer);
             for t in 1..=3 {
                 for (u, g) in p.grads().iter().flatten().enumerate() {

@@ -26,7 +26,7 @@ const WORDS: &[(&str, &str)] = &[
     ("infer", "ft chat MODEL, or ft serve MODEL"),
     ("inference", "ft chat MODEL, or ft serve MODEL"),
     ("info", "ft doctor"),
-    ("launch", "ft run; mpirun or srun start several processes"),
+    ("launch", "ft run; torchrun, srun, mpirun or parallel.local start several processes"),
     ("list", "ft recipes"),
     ("ls", "ft recipes"),
     ("memory", "ft plan"),

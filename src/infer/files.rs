@@ -15,6 +15,7 @@ use ft_kernels::cuda;
 use ft_plan::{InferenceMemory, InferenceModel};
 use ft_recipe::{Dtype, Quantize};
 use serde_json::{Map, Value};
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -25,6 +26,40 @@ pub struct LoadOptions {
     pub dtype: Option<Dtype>,
     /// Quantization of the base; `None` as in the training of the adapter or the run.
     pub quantize: Option<Quantize>,
+}
+
+/// Most tokens of a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ContextLimit {
+    /// By the model.
+    pub model: usize,
+    /// By the model and by the memory of all devices.
+    pub tokens: usize,
+}
+
+impl ContextLimit {
+    /// Whether memory holds less than the model takes.
+    pub fn is_of_memory(&self) -> bool {
+        self.tokens < self.model
+    }
+
+    /// Lowers the limit to the memory of a device, if known. Returns whether that is the lowest so far.
+    fn lower(&mut self, memory: Option<u64>) -> bool {
+        let tokens = memory.and_then(|tokens| usize::try_from(tokens).ok());
+        let lowest = tokens.filter(|tokens| *tokens < self.tokens);
+        self.tokens = lowest.unwrap_or(self.tokens);
+        lowest.is_some()
+    }
+}
+
+impl fmt::Display for ContextLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { model, tokens } = self;
+        match self.is_of_memory() {
+            true => write!(f, "there is memory for about {tokens} tokens, the model is made for {model}"),
+            false => write!(f, "the model is made for {model} tokens"),
+        }
+    }
 }
 
 /// A model with an optional unmerged adapter; the weights are not loaded yet.
@@ -89,11 +124,15 @@ impl ModelFiles {
         Ok(Prompter { tokenizer, form, variables: all })
     }
 
-    /// Loads the model onto each device, if all have enough memory.
+    /// Loads the model onto each device, if all have enough memory. Also returns the most tokens of a document.
     ///
     /// # Errors
     /// A mismatched adapter; too little memory; as [`Build::run`].
-    pub fn load(&self, options: LoadOptions, devices: &[Device]) -> ft_base::Result<Vec<Decoder>> {
+    pub fn load(
+        &self,
+        options: LoadOptions,
+        devices: &[Device],
+    ) -> ft_base::Result<(Vec<Decoder>, ContextLimit)> {
         let adapter = self.adapter.as_ref();
         let config = job::config(&self.model.dir, &Map::new())?;
         let config = adapter.map_or(Ok(config.clone()), |a| a.config_of(config))?;
@@ -109,7 +148,7 @@ impl ModelFiles {
             }
         };
         let nf4 = quantized(options.quantize, adapter, &base.config)?;
-        check_memory(
+        let context = check_memory(
             InferenceModel {
                 config: &base.config,
                 selection: &selection,
@@ -121,10 +160,12 @@ impl ModelFiles {
         )?;
         let base = base.in_nf4(nf4);
         let load = |device: &Device| {
-            let build = Build::new(&base, &selection).adapter(adapter);
-            Ok(build.on(job::dtype(options.dtype, device), device).shown("loading").run()?.0)
+            let (dtype, shown) = (job::dtype(options.dtype, device), Some("loading"));
+            let build = Build { adapter, dtype, device, shown, ..Build::new(&base, &selection) };
+            Ok(build.run()?.0)
         };
-        devices.iter().map(load).collect()
+        let decoders = devices.iter().map(load).collect::<ft_base::Result<Vec<_>>>()?;
+        Ok((decoders, context))
     }
 }
 
@@ -133,31 +174,29 @@ pub(super) fn no_tokenizer(model: &ModelDir) -> hub::Error {
     hub::Error::NoLocalFile { dir: model.dir.clone(), file: "tokenizer.json", hint: "" }
 }
 
-/// Checks the model against the memory of all devices before loading. Prints a message if memory limits
-/// the context length.
+/// Checks the model against the memory of all devices before loading. Returns the most tokens of a document, and prints
+/// a message if memory sets them.
 ///
 /// # Errors
 /// A device with too little memory; the error lists options to save memory.
-pub(super) fn check_memory(model: InferenceModel<'_>, devices: &[Device]) -> ft_base::Result<()> {
-    let mut least: Option<InferenceMemory> = None;
+pub(super) fn check_memory(model: InferenceModel<'_>, devices: &[Device]) -> ft_base::Result<ContextLimit> {
+    let most = model.config.max_positions;
+    let mut limit = ContextLimit { model: most, tokens: most };
+    let mut least = None;
     for device in devices {
         cuda::enter(device)?;
         let reading = InferenceMemory::new(model, device.is_cuda())?;
         if !reading.fits() {
             return Err(refusal(&reading, model, device)?);
         }
-        if least.as_ref().is_none_or(|l| reading.tokens() < l.tokens()) {
+        if limit.lower(reading.tokens()) {
             least = Some(reading);
         }
     }
-    let most = model.config.max_positions;
-    if let Some(reading) = least
-        && let Some(tokens) = reading.tokens().filter(|t| *t < most as u64)
-    {
-        let text = reading.text();
-        tell(&format!("{text}: there is memory for about {tokens} tokens, the model is made for {most}"));
+    if let Some(reading) = least {
+        tell(&format!("{}: {limit}", reading.text()));
     }
-    Ok(())
+    Ok(limit)
 }
 
 /// The error of a model too large for a device, with the memory of alternative options.
@@ -177,4 +216,19 @@ fn refusal(
     let options =
         options.into_iter().map(|(option, model, cuda)| Ok((option, InferenceMemory::new(model, cuda)?)));
     Ok(reading.refusal(&options.collect::<ft_base::Result<Vec<_>>>()?).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The device with the least memory sets the limit; one of unknown memory sets none.
+    #[test]
+    fn the_least_memory_limits_the_context() {
+        let mut limit = ContextLimit { model: 4096, tokens: 4096 };
+        assert_eq!([None, Some(9000)].map(|memory| limit.lower(memory)), [false; 2]);
+        assert_eq!(limit.to_string(), "the model is made for 4096 tokens");
+        assert_eq!([Some(2000), Some(3000), None].map(|memory| limit.lower(memory)), [true, false, false]);
+        assert_eq!((limit.tokens, limit.is_of_memory()), (2000, true));
+    }
 }

@@ -26,7 +26,7 @@ pub mod sampling;
 mod source;
 
 pub use error::usage;
-pub use files::{LoadOptions, ModelFiles};
+pub use files::{ContextLimit, LoadOptions, ModelFiles};
 pub use follow::Follower;
 pub use model::{Model, ModelOptions, Replica};
 pub use prompt::Prompter;

@@ -4,7 +4,7 @@ use super::base::refuse_scores;
 use super::files::{check_memory, no_tokenizer};
 use super::follow::{self, FollowedRun, Follower};
 use super::run_folder::is_run;
-use super::{LoadOptions, ModelFiles, Prompter, device};
+use super::{ContextLimit, LoadOptions, ModelFiles, Prompter, device};
 use candle_core::Device;
 use ft_base::terminal::tell;
 use ft_data::PromptFormat;
@@ -30,6 +30,8 @@ pub struct Model {
     /// One per device, CPU last.
     pub replicas: Vec<Replica>,
     pub prompt: Prompter,
+    /// Most tokens of a document.
+    pub context: ContextLimit,
     /// Folder of the model.
     pub dir: PathBuf,
     /// Owner of temporary files in `dir`.
@@ -59,7 +61,7 @@ impl Model {
     fn of_run(run: &Path, options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
         let (run, job) = FollowedRun::open(run, options.load, options.chat_template)?;
         refuse_scores(&job.config)?;
-        check_memory(job.inference_model(), devices)?;
+        let context = check_memory(job.inference_model(), devices)?;
         let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(&job.model))?;
         let (mut replicas, mut has_checkpoint) = (Vec::new(), false);
         for device in devices {
@@ -77,7 +79,7 @@ impl Model {
         variables.extend(options.variables);
         let form = if options.chat_template.is_some() { PromptFormat::Chat } else { trained.form };
         let prompt = Prompter { tokenizer, form, variables };
-        Ok(Self { replicas, prompt, dir: job.model.dir, files: None })
+        Ok(Self { replicas, prompt, context, dir: job.model.dir, files: None })
     }
 
     fn fixed(options: ModelOptions<'_>, devices: &[Device]) -> ft_base::Result<Self> {
@@ -87,9 +89,9 @@ impl Model {
         let prompt = files.prompt_format(form, options.chat_template, options.variables)?;
         let replica =
             |(decoder, device): (_, &Device)| Replica { decoder, device: device.clone(), run: None };
-        let decoders = files.load(options.load, devices)?;
+        let (decoders, context) = files.load(options.load, devices)?;
         let replicas = decoders.into_iter().zip(devices).map(replica).collect();
-        Ok(Self { replicas, prompt, dir: files.model.dir.clone(), files: Some(files) })
+        Ok(Self { replicas, prompt, context, dir: files.model.dir.clone(), files: Some(files) })
     }
 }
 

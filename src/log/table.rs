@@ -37,6 +37,9 @@ const COLUMNS: &[&str] = &[
     "rows",
     "desirable",
     "target_weight",
+    "kd",
+    "ce",
+    "f1",
 ];
 
 /// The open table of a run.
@@ -97,12 +100,14 @@ mod tests {
         ];
         let mut t = Table::open(&path, &before)?;
         t.write(&json!({"event": "sample", "step": 1, "prompt": "a,b"}))?;
-        t.write(&json!({"event": "eval", "step": 1, "loss": 2.0, "target_tokens": 3, "margins": 0.5}))?;
+        t.write(
+            &json!({"event": "eval", "step": 1, "loss": 2.0, "target_tokens": 3, "margins": 0.5, "kd": 0.25}),
+        )?;
         let mut read = csv::Reader::from_path(&path)?;
         assert_eq!(read.headers()?.iter().collect::<Vec<_>>(), COLUMNS);
         let rows = read.records().collect::<Result<Vec<_>, _>>()?;
-        let margins = COLUMNS.iter().position(|c| *c == "margins").expect("a column");
-        assert_eq!(&rows[1][margins], "0.5");
+        let column = |name: &str| COLUMNS.iter().position(|c| *c == name).expect("a column");
+        assert_eq!((&rows[1][column("margins")], &rows[1][column("kd")]), ("0.5", "0.25"));
         let shown: Vec<Vec<&str>> = rows.iter().map(|r| r.iter().take(9).collect()).collect();
         assert_eq!(
             shown,

@@ -7,8 +7,9 @@ use ft_base::terminal::escape;
 use ft_data::Drops;
 use ft_data::holds_rows;
 use ft_data::hub::{self, Settings, Want};
-use ft_recipe::{Data, Init, Recipe};
-use serde::Serialize;
+use ft_recipe::{Data, Init, Recipe, Reference};
+use minijinja::context;
+use minijinja::value::Serde;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -27,34 +28,6 @@ struct CardFacts {
     recipe: Option<Recipe>,
     metrics: Option<Metrics>,
     license: Option<String>,
-}
-
-/// Values of the template of a card; JSON strings are quoted.
-#[derive(Serialize)]
-struct Card {
-    adapter: bool,
-    /// Outputs of a score head.
-    outputs: Option<usize>,
-    /// Base model on the hub.
-    base: Option<String>,
-    base_yaml: Option<String>,
-    license: Option<String>,
-    /// Quoted hub datasets.
-    datasets: Vec<String>,
-    /// Sources of the training data in Markdown.
-    sources: String,
-    name: String,
-    version: &'static str,
-    results: Vec<(String, String)>,
-    repository: String,
-    /// The quoted repository.
-    id: String,
-    /// Quoted repository of the model to load in Python.
-    load: String,
-    form: Option<String>,
-    mixed: bool,
-    recipe: Option<String>,
-    fence: String,
 }
 
 /// Model card of the adapter or model in `folder`, for hub repository `repository`. Training facts come
@@ -136,8 +109,8 @@ impl CardFacts {
         Ok(Self { adapter, outputs, base, form, mixed, recipe: recipe.map(without_paths), metrics, license })
     }
 
-    /// Fills the template.
-    fn fill(self, repository: &str) -> Card {
+    /// Values of the template.
+    fn fill(self, repository: &str) -> minijinja::Value {
         // JSON strings are valid YAML and Python
         let quoted = |s: &str| json!(s).to_string();
         let base = self.base.filter(|b| is_hub_id(b));
@@ -163,22 +136,22 @@ impl CardFacts {
         });
         let id = quoted(repository);
         let load = if self.adapter { quoted(base.as_deref().unwrap_or("BASE")) } else { id.clone() };
-        Card {
-            adapter: self.adapter,
-            outputs: self.outputs,
-            base_yaml: base.as_deref().map(quoted),
-            license: self.license.as_deref().map(quoted),
-            datasets: sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect(),
-            sources: shown.collect::<Vec<_>>().join(", "),
-            name: repository.rsplit('/').next().unwrap_or(repository).to_string(),
-            version: env!("CARGO_PKG_VERSION"),
-            results: self.metrics.as_ref().map(results).unwrap_or_default(),
+        context! {
+            adapter => self.adapter,
+            outputs => self.outputs,
+            base_yaml => base.as_deref().map(quoted),
+            license => self.license.as_deref().map(quoted),
+            datasets => sources.clone().filter(|s| is_hub_id(s)).map(quoted).collect::<Vec<_>>(),
+            sources => shown.collect::<Vec<_>>().join(", "),
+            name => repository.rsplit('/').next().unwrap_or(repository),
+            version => env!("CARGO_PKG_VERSION"),
+            results => Serde(self.metrics.as_ref().map(results).unwrap_or_default()),
             // longer than any backtick run in the recipe
-            fence: "`".repeat(3 + recipe.as_deref().map_or(0, |r| longest_run(r, '`'))),
-            recipe: recipe.map(|r| escape(r.trim_end()).into_owned()),
-            repository: repository.to_string(),
-            form: self.form,
-            mixed: self.mixed,
+            fence => "`".repeat(3 + recipe.as_deref().map_or(0, |r| longest_run(r, '`'))),
+            recipe => recipe.map(|r| escape(r.trim_end()).into_owned()),
+            repository,
+            form => self.form,
+            mixed => self.mixed,
             base,
             load,
             id,
@@ -229,6 +202,9 @@ fn without_paths(mut recipe: Recipe) -> Recipe {
     if let Init::Adapter(a) = &mut recipe.lora.init {
         source(a);
     }
+    if let Reference::Other(other) = &mut recipe.preference.reference {
+        source(other);
+    }
     let Data { train, eval, .. } = &mut recipe.data;
     train.iter_mut().chain(eval).for_each(|s| source(&mut s.source));
     if let Some(path) = &mut recipe.data.chat_template {
@@ -257,4 +233,20 @@ fn license(base: &str) -> Option<String> {
     let head = card.strip_prefix("---\n")?.split("\n---").next()?;
     let line = head.lines().find_map(|l| l.strip_prefix("license:"))?;
     Some(line.trim().trim_matches(['"', '\'']).to_string()).filter(|l| !l.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_stay_private() -> anyhow::Result<()> {
+        let text = "task = \"dpo\"\n[model]\nsource = \"/private/base\"\n[lora]\ninit = \"/private/adapter\"\n\
+                    [preference]\nreference = \"/private/reference\"\n[data]\npack = false\n\
+                    train = [{ source = \"/private/pairs.jsonl\", format = \"preference\" }]\n\
+                    [run]\noutput = \"/private/run\"\n";
+        let shown = without_paths(Recipe::parse(text, "r.toml", &[])?).to_toml();
+        assert!(shown.contains("\"reference\"") && !shown.contains("private"), "{shown}");
+        Ok(())
+    }
 }

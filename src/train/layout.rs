@@ -28,7 +28,7 @@ pub fn is_of_model(name: &str) -> bool {
 
 /// Files of the tokenizer.
 pub fn tokenizer_files() -> &'static [&'static str] {
-    &COMPANIONS[2..]
+    &COMPANIONS[5..]
 }
 
 /// Returns true for file names that `ft` writes to an adapter folder, except the record of the prompt

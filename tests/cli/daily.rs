@@ -343,6 +343,11 @@ fn a_run_goes_on_from_a_chosen_step() {
     let none = w.ft(&[&["run"], &set[..], &["--resume", "--step", "3"]].concat());
     assert!(none.code == 5 && none.err.contains("there are those of 2, 4, 6"), "{}", none.err);
     assert_eq!(w.ft(&[&["run"], &set[..], &["--step", "2"]].concat()).code, 2);
+    // Later checkpoints go with their metrics, also where no step follows.
+    let shorter = ["--resume", "--step", "4", "run.steps=4", "--accept-change", "run.steps"];
+    w.ok(&[&["run"], &set[..], &shorter].concat());
+    assert_eq!(w.steps("o").len(), 4);
+    assert_eq!(w.checkpoints("o"), ["step-00000002", "step-00000004"]);
 }
 
 /// With a destructive learning rate, the first evaluations are the best.

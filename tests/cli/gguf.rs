@@ -140,6 +140,26 @@ fn dtypes_biases_and_tied_heads() {
     g.tensor("blk.0.attn_q_norm.weight");
 }
 
+/// Such values are finite in the file, which is neither damaged nor diverged.
+#[test]
+fn values_beyond_f16_are_refused_as_such() {
+    let w = World::new();
+    let from = reference("qwen2-bias/model");
+    let files = tensors(format!("{from}/model.safetensors"));
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    let changed = |n: &str| {
+        let t = get(&files, n);
+        (n.to_string(), if n == name { t.affine(0.0, 1e5).expect("values") } else { t })
+    };
+    let all: Vec<_> = files.names().map(changed).collect();
+    w.write("m/config.json", std::fs::read(format!("{from}/config.json")).expect("read"));
+    ft::files::write_file(&w.path("m/model.safetensors"), &all, &[]).expect("written");
+    let export = |dtype: &str| w.ft(&["export", "m", "--to", "gguf", "--out", dtype, "--dtype", dtype]);
+    let (r, said) = (export("f16"), format!("{name}: has values beyond f16's range"));
+    assert!(r.code == 4 && r.err.contains(&said), "{}", r.err);
+    assert_eq!(export("bf16").code, 0);
+}
+
 #[test]
 fn experts_are_stacked() {
     let w = World::new();

@@ -168,6 +168,18 @@ fn a_number_that_cannot_be_is_refused() {
     }
 }
 
+/// The first rank of each machine reports a recipe that its machine lacks.
+#[test]
+fn a_machine_without_the_recipe_says_so() {
+    let w = split::world(FULL);
+    for (local, speaks) in [("0", true), ("1", false)] {
+        let variables = |_| vec![("LOCAL_RANK", local)];
+        let args = ["run", "none.toml", "run.output=none"];
+        let ended = all(launch_at(&w, &meeting(), (&[2], 4), &args, &variables));
+        assert_eq!((ended[0].code, ended[0].err.contains("none.toml")), (2, speaks), "{}", ended[0].err);
+    }
+}
+
 /// Strangers at the rendezvous port are dropped and reported, whatever they send or leave out.
 #[test]
 fn strangers_at_the_port_are_dropped() {

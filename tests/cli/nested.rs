@@ -24,8 +24,7 @@ fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let files = TensorFiles::open_model(dir).expect("a model");
     let read = |n: &str| {
         let info = files.info(n).expect("a tensor");
-        let rows = 0..info.shape.first().copied().unwrap_or(1);
-        (info.dtype.to_string(), info.shape.clone(), files.read_rows(n, rows).expect("read"))
+        (info.dtype.to_string(), info.shape.clone(), files.read(n).expect("read"))
     };
     files.names().map(|n| (n.to_string(), read(n))).collect()
 }

@@ -53,5 +53,6 @@ fn a_probe_without_a_card_is_refused() {
         w.command(&["bench", "--probe"]).env("CUDA_VISIBLE_DEVICES", "").output().expect("started"),
     );
     assert_eq!((r.code, r.out.as_str()), (2, ""), "{}", r.err);
+    assert!(r.err.contains("error: --probe: ") && !r.err.contains("run.device"), "{}", r.err);
     assert!(!w.path("cache/probes.json").exists());
 }

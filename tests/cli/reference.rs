@@ -104,6 +104,12 @@ fn another_model_or_adapter_is_the_reference() {
     let json = w.ok(&["eval", "out", "--json", "preference.reference=first", &eval]);
     let last = w.events("out", "eval").pop().expect("an evaluation");
     assert!((json.loss() - last["loss"].as_f64().expect("a loss")).abs() < 1e-6, "{} {last}", json.out);
+    // the content of the reference belongs to the identity of a run
+    let held = ["run", "r.toml", "run.output=held", "preference.reference=first"];
+    w.ok(&held);
+    w.ok(&["run", "r.toml", "run.output=first", "--overwrite", "preference.reference=start", "run.steps=2"]);
+    let changed = w.ft(&[&held[..], &["--resume"]].concat());
+    assert!(changed.code == 2 && changed.err.contains("hash.reference: was "), "{}", changed.err);
 }
 
 /// What trains in full starts at the adapter's values, and the reference stays there.
@@ -128,6 +134,25 @@ fn tensors_in_full_of_an_adapter_stay_at_their_start() {
         "{}",
         r.err
     );
+}
+
+/// Rows of tokens belong to the adapter: "base" is without them, as the base by its path is.
+#[test]
+fn the_base_is_without_rows_of_tokens() {
+    let w = World::new();
+    let text = recipe("dpo", &rows("dpo"));
+    let init = text.lines().find(|l| l.starts_with("init = ")).expect("an init");
+    let rule = "[[train]]\nmodules = [\"new_tokens\"]\ntokens = [2, 98, 146]\n";
+    w.write("tokens.toml", text.replace(&format!("[lora]\n{init}\n"), rule));
+    w.ok(&["run", "tokens.toml", "run.output=first"]);
+    w.write("r.toml", &text);
+    let model = format!("{}/model", fixture());
+    let [base, named] = ["base", model.as_str()].map(|reference| {
+        let reference = format!("preference.reference={reference}");
+        w.ok(&["run", "r.toml", "--overwrite", "lora.init=first/adapter", &reference]);
+        metrics(&w, "out")
+    });
+    assert_eq!(base, named);
 }
 
 #[test]

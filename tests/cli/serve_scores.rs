@@ -15,7 +15,7 @@ fn after(prompt: &[u32]) -> Vec<f64> {
     let model = repository().join("data/model").display().to_string();
     let files = ModelFiles::open(&model, None).expect("a model");
     let options = LoadOptions { dtype: None, quantize: None };
-    let decoders = files.load(options, &[Device::Cpu]).expect("loaded");
+    let (decoders, _) = files.load(options, &[Device::Cpu]).expect("loaded");
     let logits = Reader::new(&decoders[0], &Device::Cpu).read(prompt).expect("logits");
     let logits: Vec<f64> = logits.to_dtype(DType::F64).and_then(|l| l.to_vec1()).expect("numbers");
     let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);

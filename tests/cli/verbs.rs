@@ -47,13 +47,13 @@ fn check_says_what_will_happen() {
 fn check_refuses_what_a_run_refuses() {
     let w = World::new();
     quickstart(&w);
-    for (set, code, said) in [
-        ("router.aux_loss=0.1", 2, "qwen3 has no routers"),
-        ("data.train.0.weight=1e9", 2, "that is too many"),
-        ("data.train.0.weight=1e-9", 2, "no sample of the sources is in an epoch"),
-        ("run.output='q.toml'", 5, "q.toml"),
+    for (set, codes, said) in [
+        ("router.aux_loss=0.1", [2, 2], "qwen3 has no routers"),
+        ("data.train.0.weight=1e9", [2, 2], "that is too many"),
+        ("data.train.0.weight=1e-9", [2, 2], "no sample of the sources is in an epoch"),
+        ("run.output='q.toml'", [2, 5], "q.toml"),
     ] {
-        for verb in ["check", "run"] {
+        for (verb, code) in ["check", "run"].into_iter().zip(codes) {
             let r = w.ft(&[verb, "q.toml", set]);
             assert!(r.code == code && r.err.contains(said), "{verb} {set}: {} {}", r.code, r.err);
         }

@@ -167,17 +167,20 @@ fn training_in_full_is_close_to_the_cpu() {
     if !device() {
         return;
     }
-    let (f32s, galore) = ("model.dtype=f32", ["optimizer.name=galore", "optimizer.galore_rank=4"]);
+    let (f32s, half) = ("model.dtype=f32", "model.dtype=bf16");
+    let galore = ["optimizer.name=galore", "optimizer.galore_rank=4"];
     let ends = "[[train]]\nmodules = [\"embedding\", \"head\", \"attention\"]\n";
     let cases = [
-        (FULL, &["model.dtype=bf16"][..], 3e-2),
+        (FULL, &[half][..], 3e-2),
         (FULL, &[f32s, galore[0], galore[1], "memory.offload=['params', 'activations']"], 1e-4),
+        // The compute weights are the only copy, and on the host.
+        (FULL, &[half, "optimizer.master=none", galore[0], galore[1], "memory.offload=['params']"], 3e-2),
         (ends, &[f32s], 1e-4),
         (FULL, &[f32s], 1e-4),
         (FULL, &[f32s, "memory.offload=['optimizer']"], 1e-4),
         (FULL, &[f32s, galore[0], galore[1]], 1e-4),
     ];
-    for (rules, set, bar) in cases.into_iter().take(few(3)) {
+    for (rules, set, bar) in cases.into_iter().take(few(4)) {
         close(rules, set, bar);
     }
 }
@@ -301,6 +304,25 @@ fn mixtures_are_close_to_the_cpu() {
     ];
     for (rules, set, bar) in cases.into_iter().take(few(3)) {
         close_of(&mixture, rules, set, bar);
+    }
+}
+
+/// Gate and up of Qwen3.5's experts have one A, to whose gradient both add.
+#[test]
+fn gate_and_up_of_one_a_are_close_to_the_cpu() {
+    if !device() {
+        return;
+    }
+    let config = json!({
+        "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention", "full_attention", "full_attention"], "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    });
+    let rules = "[lora]\nrank = 4\n[[train]]\nmodules = [\"experts\"]\n";
+    for (dtype, bar) in [("model.dtype=bf16", 0.1), ("model.dtype=f32", 1e-4)].into_iter().take(few(1)) {
+        close_of(&config, rules, &[dtype], bar);
     }
 }
 

@@ -81,49 +81,61 @@ impl Resolved {
     }
 }
 
-/// Refuses router losses for models without routers, and splits over tokens of layers with a state.
+/// Refuses keys that the model does not allow, and matrices that do not divide over the ranks that cut them.
 ///
 /// # Errors
-/// A coefficient is not 0; `parallel.context` above 1 with linear attention; `parallel.pipeline` above 1 with layers
-/// that share state; as of `check_tensor`.
+/// `parallel.context` above 1 with linear attention or longrope; answers during a run with `parallel.pipeline` above 1
+/// and layers that share state; router losses without routers; `parallel.tensor` above 1 with another number of heads
+/// or width.
 pub fn check_model(recipe: &Recipe, config: &Config) -> Result<(), Error> {
-    let r = &recipe.router;
-    if config.delta.is_some() && recipe.parallel.context > 1 {
-        let (place, family) = (recipe.place("parallel.context"), config.family.model_type);
-        return Err(Error::Ignored(format!(
-            "{place}: parallel.context = {}: not built for linear attention, of which {family} has layers\n  hint: \
-             parallel.context = 1",
-            recipe.parallel.context
-        )));
-    }
-    if config.rope_turn().is_some() && recipe.parallel.context > 1 {
-        return Err(Error::Ignored(format!(
-            "{}: parallel.context = {}: not built for longrope, whose factors go by the length of a document\n  hint: \
-             parallel.context = 1",
-            recipe.place("parallel.context"),
-            recipe.parallel.context
-        )));
-    }
-    let answers = recipe.generate.samples > 0 || !recipe.log.samples.is_empty();
-    if config.shares_state() && recipe.parallel.pipeline > 1 && answers {
-        let key = if recipe.generate.samples > 0 { "generate.samples" } else { "log.samples" };
-        return Err(Error::Ignored(format!(
-            "{}: not built yet: {key} with parallel.pipeline where layers share inputs, keys or values\n  hint: leave \
-             it out, and ft chat afterwards",
-            recipe.place(key),
-        )));
-    }
-    check_tensor(recipe, config)?;
-    let losses = [("router.aux_loss", r.aux_loss), ("router.z_loss", r.z_loss)];
-    match losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0) {
-        Some((key, value)) => {
-            let (place, family) = (recipe.place(key), config.family.model_type);
-            Err(Error::Ignored(format!(
-                "{place}: {key} = {value}: {family} has no routers\n  hint: leave it out"
-            )))
+    match unsuited(recipe, config) {
+        Some(Unsuited { key, value, why, hint }) => {
+            let (place, value) = (recipe.place(key), value.map_or(String::new(), |v| format!(" = {v}")));
+            Err(Error::Ignored(format!("{place}: {key}{value}: {why}\n  hint: {hint}")))
         }
-        None => Ok(()),
+        None => check_tensor(recipe, config),
     }
+}
+
+/// A key that a model does not allow.
+pub(crate) struct Unsuited {
+    key: &'static str,
+    /// Its value, if messages show it.
+    value: Option<String>,
+    why: String,
+    hint: &'static str,
+}
+
+impl Unsuited {
+    /// Key and reason, alike for all values.
+    pub fn reason(&self) -> String {
+        format!("{}: {}", self.key, self.why)
+    }
+}
+
+/// The first key that the model does not allow.
+pub(crate) fn unsuited(recipe: &Recipe, config: &Config) -> Option<Unsuited> {
+    let (p, family) = (&recipe.parallel, config.family.model_type);
+    let tokens = match (config.delta.is_some(), config.rope_turn().is_some()) {
+        (true, _) => Some(format!("not built for linear attention, of which {family} has layers")),
+        (_, true) => Some("not built for longrope, whose factors go by the length of a document".into()),
+        _ => None,
+    };
+    if let Some(why) = tokens.filter(|_| p.context > 1) {
+        let (value, hint) = (Some(p.context.to_string()), "parallel.context = 1");
+        return Some(Unsuited { key: "parallel.context", value, why, hint });
+    }
+    let answers =
+        [("generate.samples", recipe.generate.samples > 0), ("log.samples", !recipe.log.samples.is_empty())];
+    let answers = answers.into_iter().find(|(_, given)| *given);
+    if let Some((key, _)) = answers.filter(|_| config.shares_state() && p.pipeline > 1) {
+        let why = "not built with parallel.pipeline where layers share inputs, keys or values".into();
+        return Some(Unsuited { key, value: None, why, hint: "leave it out, and ft chat afterwards" });
+    }
+    let losses = [("router.aux_loss", recipe.router.aux_loss), ("router.z_loss", recipe.router.z_loss)];
+    let (key, value) = losses.into_iter().find(|(_, value)| config.moe.is_none() && *value != 0.0)?;
+    let why = format!("{family} has no routers");
+    Some(Unsuited { key, value: Some(value.to_string()), why, hint: "leave it out" })
 }
 
 /// Refuses products of 8-bit floats on a machine without them, and where no product is one.

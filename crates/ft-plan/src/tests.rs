@@ -362,6 +362,31 @@ fn some_of_a_gpu_is_kept_back() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Answers to `log.samples` are planned, also without evaluation data; short ones take less than training.
+#[test]
+fn answers_to_samples_are_planned() -> anyhow::Result<()> {
+    let with = |samples: &str| {
+        let set = format!("log.samples=[{samples}]");
+        plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[&set], false)
+    };
+    let (none, short) = (with("")?, with("'What colour is the sky?'")?);
+    assert_eq!((none.total(), none.peak.phase), (short.total(), short.peak.phase));
+    let long = with(&format!("'{}'", "a ".repeat(50_000)))?;
+    // keys and values of 8 heads of 128 values in 28 layers, in f32
+    assert!(long.peak.bytes.get(Component::Cache) >= 100_000 * 28 * 2 * 8 * 128 * 4);
+    assert_eq!(long.peak.phase, Phase::Evaluate);
+    Ok(())
+}
+
+/// Stages keep the inputs of recomputed layers on the device.
+#[test]
+fn stages_say_why_inputs_stay() -> anyhow::Result<()> {
+    let set = ["parallel.pipeline=2", "memory.budget=60GiB", "memory.host_budget=64GiB"];
+    let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &set, true)?;
+    assert_eq!(p.reasons.inputs, "with parallel.pipeline they stay on the device");
+    Ok(())
+}
+
 /// AdamW on CUDA works in pieces: the temporaries do not grow with the model.
 #[test]
 fn the_optimizer_takes_little_beside_its_states() -> anyhow::Result<()> {

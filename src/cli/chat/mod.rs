@@ -3,12 +3,12 @@
 mod lines;
 
 use super::args::{LoadArgs, TemplateArgs, words};
-use crate::infer::sampling::SamplingOptions;
-use crate::infer::{ModelFiles, Prompter, device, usage};
-use candle_transformers::generation::LogitsProcessor;
+use crate::infer::sampling::{Sampler, SamplingOptions};
+use crate::infer::{ContextLimit, ModelFiles, Prompter, device, usage};
 use ft_base::terminal::{print, tell, warn};
 use ft_data::{PromptConfig, PromptFormat};
-use ft_engine::walk::generate::{self, Reader};
+use ft_engine::walk::generate::{self, Reader, Writer};
+use ft_kernels::Real;
 use lines::Lines;
 use serde_json::{Map, Value, json};
 use std::io;
@@ -85,8 +85,11 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         )));
     }
     let SamplingArgs { temperature, top_p, top_k, seed } = args.sampling;
-    let mut sampler = SamplingOptions { temperature, top_p, top_k, seed }.sampler(&files.model.dir)?;
-    let decoders = files.load(args.load.options(), slice::from_ref(&device))?;
+    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty: None, seed };
+    let mut sampler = options.sampler(&files.model.dir)?;
+    let (decoders, context) = files.load(args.load.options(), slice::from_ref(&device))?;
+    // removes a converted checkpoint, which an end by Ctrl-C would leave
+    drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };
     let system = args.system.as_deref();
     let first: Vec<Value> = system.iter().map(|s| json!({"role": "system", "content": s})).collect();
@@ -97,7 +100,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
         messages: first.clone(),
         first,
         max_tokens: args.max_tokens,
-        max_positions: decoder.config.max_positions,
+        context,
     };
     match &args.prompt {
         Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
@@ -109,7 +112,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
 const COMMANDS: &str = "/clear begins anew, /exit ends";
 
 /// Reads and answers prompts line by line.
-fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<()> {
+fn talk(chat: &mut Chat<'_>, sampler: &mut Sampler) -> ft_base::Result<()> {
     let fail = |e: io::Error| usage(format!("stdin: {e}"));
     let mut lines = Lines::open("chat-history").map_err(fail)?;
     if lines.is_terminal() {
@@ -152,12 +155,12 @@ struct Chat<'a> {
     first: Vec<Value>,
     messages: Vec<Value>,
     max_tokens: usize,
-    max_positions: usize,
+    context: ContextLimit,
 }
 
 impl Chat<'_> {
     /// Streams the answer to stdout. Returns whether stdout is still open.
-    fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
+    fn answer(&mut self, prompt: &str, sampler: &mut Sampler) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
         let ids = if self.prompt.form == PromptFormat::Chat {
             self.prompt.conversation(self.messages.clone(), Map::new())?
@@ -167,25 +170,41 @@ impl Chat<'_> {
         if ids.is_empty() {
             return Err(usage("the prompt is empty, and there is nothing to go on from"));
         }
-        let mut listening = Ok(());
-        let mut say = |piece: &str| {
-            listening = print(piece);
-            listening.is_ok()
-        };
+        let logits = self.cache.read_document(&ids)?;
         let tokenizer = &self.prompt.tokenizer;
-        let reply = generate::answer(&mut self.cache, tokenizer, &ids, self.max_tokens, sampler, &mut say)?;
-        say("\n");
-        if self.cache.len() > self.max_positions {
-            warn(&format!(
-                "the conversation has {} tokens, the model is made for {}: /clear begins anew",
-                self.cache.len(),
-                self.max_positions
-            ));
+        let (text, mut speech) = (tokenizer.decoder(true), Speech { sampler, seen: ids, listening: Ok(()) });
+        let reply = generate::reply(&mut self.cache, tokenizer, logits, text, self.max_tokens, &mut speech)?;
+        let listening = speech.listening.and(print("\n"));
+        if self.cache.len() > self.context.tokens {
+            let (tokens, context) = (self.cache.len(), self.context);
+            warn(&format!("the conversation has {tokens} tokens, {context}: /clear begins anew"));
         }
         self.messages.push(json!({"role": "assistant", "content": reply.text}));
         let gone = listening.is_err();
         ft_recipe::Error::of_print(listening)?;
         Ok(!gone)
+    }
+}
+
+/// Draws and prints the tokens of a reply.
+struct Speech<'a> {
+    sampler: &'a mut Sampler,
+    /// Tokens of prompt and reply.
+    seen: Vec<u32>,
+    /// Outcome of the last output.
+    listening: io::Result<()>,
+}
+
+impl Writer for Speech<'_> {
+    fn choose(&mut self, logits: &Real) -> ft_base::Result<u32> {
+        Ok(self.sampler.draw(logits, &mut self.seen)?)
+    }
+
+    fn write(&mut self, piece: &str) -> bool {
+        if !piece.is_empty() {
+            self.listening = print(piece);
+        }
+        self.listening.is_ok()
     }
 }
 

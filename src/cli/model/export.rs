@@ -128,7 +128,8 @@ fn distance(
     // any tokens will do, but many: experts without tokens would go unchecked
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % base.config.vocab.max(1) as u32).collect();
     let logits = |selection: &Selection, adapter: &Adapter| {
-        Build::new(base, selection).adapter(Some(adapter)).shown("checking").logits(&ids)
+        let new = Build::new(base, selection);
+        Build { adapter: Some(adapter), shown: Some("checking"), ..new }.logits(&ids)
     };
     let before = logits(selection, adapter)?;
     walk::finite(&before, "base and adapter", "hint: the adapter has diverged, or it is of another base")?;

@@ -3,9 +3,9 @@
 use super::summary::Found;
 use crate::cli::args::RecipeArgs;
 use crate::cli::console::print_wrapped;
+use crate::infer::usage;
 use crate::train::{self, job, log, rows, server, sources};
 use ft_base::error::Error;
-use ft_base::store;
 use ft_base::terminal::warn;
 use ft_data::hub::{self, Settings, Want};
 use ft_data::{Dataset, Tokenizer};
@@ -141,8 +141,9 @@ impl Check<'_> {
         self.keep(log::check(recipe));
         let output = &recipe.run.output;
         if output.exists() && !output.is_dir() {
-            let why = std::io::ErrorKind::NotADirectory.into();
-            self.errors.push(store::Error::write("create", output, None, why).into());
+            let place = recipe.place("run.output");
+            self.errors
+                .push(usage(format!("{place}: {} is no folder\n  hint: another name", output.display())));
         }
         cuda
     }

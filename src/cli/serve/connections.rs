@@ -84,7 +84,8 @@ impl Open {
         client
     }
 
-    /// Asks the connection that has been idle for longest to leave, once one has been for `time`. Never returns.
+    /// Waits until a connection has been idle for `time`, and asks the one that has been idle longest to close. Never
+    /// returns; the caller races it against a free slot.
     async fn make_room(&self, time: Duration) {
         loop {
             let idle = |c: &Arc<Client>| {

@@ -15,7 +15,7 @@ pub(super) struct Generation {
     pub stop: Vec<String>,
     pub sampling: Sampling,
     pub seed: u64,
-    /// Divides positive logits of tokens in prompt and reply, multiplies negative ones; 1 for none.
+    /// As in `SamplingOptions`; 1 for none.
     pub repetition_penalty: f32,
     /// Alternatives per token; `None` without log-probabilities.
     pub logprobs: Option<usize>,

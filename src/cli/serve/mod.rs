@@ -36,7 +36,7 @@ mod worker;
 
 use super::args::{LoadArgs, TemplateArgs};
 use super::console::print;
-use crate::infer::{Follower, Model, ModelOptions, Replica, device, usage};
+use crate::infer::{ContextLimit, Follower, Model, ModelOptions, Prompter, Replica, device, usage};
 use crate::log::unix_time;
 use crate::train;
 use crate::train::signals::Signals;
@@ -48,6 +48,7 @@ use queue::Queue;
 use state::ServerState;
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::{Semaphore, mpsc};
@@ -136,7 +137,7 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let devices = device::open_all(&args.device)?;
     let mut model = Model::load(args.model_options()?, &devices)?;
     let replicas = std::mem::take(&mut model.replicas);
-    let state = Arc::new(state(args, key, model.prompt, model.dir, &replicas));
+    let state = Arc::new(state(args, key, (model.prompt, model.context), model.dir, &replicas));
 
     // from here on a signal ends the server, and a second one the process
     signals.hold();
@@ -191,14 +192,11 @@ fn key(args: &Args) -> ft_base::Result<Option<String>> {
 fn state(
     args: &Args,
     key: Option<String>,
-    prompt: crate::infer::Prompter,
-    dir: std::path::PathBuf,
+    (prompt, context): (Prompter, ContextLimit),
+    dir: PathBuf,
     replicas: &[Replica],
 ) -> ServerState {
-    let (max_positions, vocab) = replicas.first().map_or((0, 0), |r| {
-        let config = &r.decoder.config;
-        (config.max_positions, config.vocab)
-    });
+    let vocab = replicas.first().map_or(0, |r| r.decoder.config.vocab);
     let status =
         |r: &Replica| ReplicaStatus::new(device::name(&r.device), r.run.as_ref().map(Follower::step));
     let limits = Limits::default();
@@ -210,7 +208,7 @@ fn state(
         prompt,
         dir,
         max_tokens: args.max_tokens,
-        max_positions,
+        context,
         vocab,
         replicas: replicas.iter().map(status).collect(),
         queue: Queue::new(limits.queue),

@@ -3,9 +3,8 @@
 use super::job::{FinishReason, Generation, Prompt};
 use super::scores::Token;
 use super::stop::StopStrings;
+use crate::infer::sampling::Sampler;
 use candle_core::DType;
-use candle_transformers::generation::LogitsProcessor;
-use candle_transformers::utils::apply_repeat_penalty;
 use ft_data::{Decoder, Tokenizer};
 use ft_engine::walk::generate::{self, Reader, Writer};
 use ft_kernels::Real;
@@ -58,8 +57,7 @@ pub(super) fn reply(
     };
     let mut speaker = Speaker {
         tokenizer,
-        sampler: LogitsProcessor::from_sampling(g.seed, g.sampling.clone()),
-        penalty: g.repetition_penalty,
+        sampler: Sampler::new(g.seed, g.sampling.clone(), g.repetition_penalty),
         seen: prompt.ids.clone(),
         logprobs: g.logprobs,
         stops: StopStrings::new(g.stop.clone()),
@@ -142,8 +140,7 @@ impl<'a> Text<'a> {
 /// Samples the tokens of a reply, and sends its text up to a stop string.
 struct Speaker<'a> {
     tokenizer: &'a Tokenizer,
-    sampler: LogitsProcessor,
-    penalty: f32,
+    sampler: Sampler,
     /// Tokens of prompt and reply.
     seen: Vec<u32>,
     logprobs: Option<usize>,
@@ -176,12 +173,7 @@ impl Speaker<'_> {
 
 impl Writer for Speaker<'_> {
     fn choose(&mut self, logits: &Real) -> ft_base::Result<u32> {
-        let id = if self.penalty == 1.0 {
-            self.sampler.sample(logits)?
-        } else {
-            self.sampler.sample(&apply_repeat_penalty(logits, self.penalty, &self.seen)?)?
-        };
-        self.seen.push(id);
+        let id = self.sampler.draw(logits, &mut self.seen)?;
         if let Some(alternatives) = self.logprobs {
             let row: Vec<f32> = logits.to_dtype(DType::F32)?.to_vec1()?;
             self.waiting.push(Token::new(self.tokenizer, id, self.written, &row, alternatives)?);

@@ -3,7 +3,7 @@
 use super::job::ReplicaStatus;
 use super::limits::Limits;
 use super::queue::Queue;
-use crate::infer::Prompter;
+use crate::infer::{ContextLimit, Prompter};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +22,8 @@ pub(super) struct ServerState {
     pub dir: PathBuf,
     /// Limit of tokens per reply.
     pub max_tokens: usize,
-    pub max_positions: usize,
+    /// Most tokens of prompt and reply.
+    pub context: ContextLimit,
     /// Embedding rows.
     pub vocab: usize,
     pub replicas: Vec<ReplicaStatus>,

@@ -71,12 +71,10 @@ fn answer(queue: &Queue, replica: &mut impl Backend, job: &Job) -> ft_base::Resu
         (empty || events.send(Event::Text(text, tokens)).is_ok()) && go_on()
     };
     for prompt in &generation.prompts {
-        let reply = replica.reply(generation, prompt, &mut send);
-        if !go_on() {
-            break;
-        }
-        match reply {
+        match replica.reply(generation, prompt, &mut send) {
+            Ok(_) if !go_on() => break,
             Ok((finish, tokens)) => drop(events.send(Event::End(finish, tokens))),
+            // a test of the device, also if the client has gone
             Err(e) => {
                 let _ = events.send(Event::Failed(e.to_string()));
                 return replica.probe();

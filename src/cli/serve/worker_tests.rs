@@ -214,6 +214,16 @@ fn a_copy_that_cannot_compute_leaves_the_rest_to_the_other() -> ft_base::Result<
     })
 }
 
+/// The error of an answer is followed by a test of the device, also if its client has gone.
+#[test]
+fn an_error_without_a_client_tests_the_device() {
+    let ((at, _stands), (go, gate)) = (channel(), channel());
+    let mut copy = Scripted { name: 0, step: None, works: false, at, go: gate };
+    let (job, events) = job(0);
+    drop((events, go));
+    assert!(answer(&Queue::new(1), &mut copy, &job).is_err());
+}
+
 #[test]
 fn the_last_copy_that_cannot_compute_ends_all() {
     let outcome = two(None, [false; 2], |two, _| {

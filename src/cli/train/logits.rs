@@ -36,7 +36,9 @@ pub fn run(args: &Args) -> ft_base::Result<()> {
     let job = Job::open(args.recipe.load()?, Want::Tokenizer, true)?;
     let files = ModelFiles::open(&args.model, None)?;
     let tokenizer = files.tokenizer()?;
-    let decoders = files.load(args.load.options(), slice::from_ref(&job.device))?;
+    let (decoders, _) = files.load(args.load.options(), slice::from_ref(&job.device))?;
+    // removes a converted checkpoint, which an end by Ctrl-C would leave
+    drop(files);
     let Some(decoder) = decoders.first() else { return Ok(()) };
     let teacher =
         TeacherModel { name: &args.model, decoder, tokenizer: tokenizer.as_ref(), device: &job.device };

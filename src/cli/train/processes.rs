@@ -133,13 +133,19 @@ impl Processes {
 
     /// Waits for a process on a thread.
     fn follow(&mut self, number: usize, mut child: Child, to: Sender<Event>) -> std::io::Result<()> {
-        self.pipes.extend(child.stdin.take());
-        self.running.extend(Pid::from_raw(child.id() as i32).map(|pid| (number, pid)));
+        let (pipe, pid) = (child.stdin.take(), Pid::from_raw(child.id() as i32));
         let name = format!("process {number}");
-        std::thread::Builder::new().name(name).spawn(move || {
+        let waiting = std::thread::Builder::new().name(name).spawn(move || {
             let status = child.wait().unwrap_or_else(|_| ExitStatus::from_raw(0));
             let _ = to.send(Event::Ended(number, status));
-        })?;
+        });
+        if waiting.is_err() {
+            // nothing waits for it
+            let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
+        }
+        waiting?;
+        self.pipes.extend(pipe);
+        self.running.extend(pid.map(|pid| (number, pid)));
         Ok(())
     }
 

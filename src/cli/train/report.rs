@@ -3,13 +3,9 @@
 use crate::cli::console::print;
 use crate::infer::usage;
 use crate::report::{self, Live};
-use ft_base::ExitCode;
+use crate::train::signals::Signals;
 use ft_base::terminal::tell;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::flag::register_conditional_shutdown;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// Arguments of `ft report`.
 #[derive(Debug, clap::Args)]
@@ -48,12 +44,7 @@ fn live(args: &Args) -> ft_base::Result<()> {
     let fail = |e: std::io::Error| {
         usage(format!("--port {}: {e}\n  hint: another port, or 0 for a free one", args.port))
     };
-    let always = Arc::new(AtomicBool::new(true));
-    let signals =
-        [(SIGINT, ExitCode::Interrupted), (SIGTERM, ExitCode::Terminated), (SIGHUP, ExitCode::HungUp)];
-    for (signal, code) in signals {
-        register_conditional_shutdown(signal, code as i32, always.clone()).map_err(fail)?;
-    }
+    let _signals = Signals::catch()?;
     let live = Live::bind(args.runs.clone(), args.port).map_err(fail)?;
     // A folder without metrics is said here, not in the browser.
     live.page()?;

@@ -5,7 +5,7 @@ use crate::cli::args::RecipeArgs;
 use crate::cli::console::print;
 use crate::infer::usage;
 use crate::train::{self, Options, Outcome};
-use ft_base::terminal::{hush, tell};
+use ft_base::terminal::{hush, tell, to_terminal};
 use ft_recipe::Launch;
 
 /// Arguments of `ft run`.
@@ -32,11 +32,17 @@ pub struct Args {
 pub fn run(args: &Args) -> ft_base::Result<u8> {
     processes::follow_parent();
     Launch::check().map_err(usage)?;
-    if Launch::of_env().is_some_and(|l| l.rank > 0) {
+    let launch = Launch::of_env();
+    if launch.as_ref().is_some_and(|l| l.rank > 0) {
         // rank 0 prints the same messages
         hush();
     }
-    let recipe = args.recipe.load()?;
+    let recipe = args.recipe.load().inspect_err(|_| {
+        // another machine may lack the recipe, or have another one
+        if launch.is_some_and(|l| l.local.is_none_or(|local| local == 0)) {
+            to_terminal();
+        }
+    })?;
     if let Some(start) = processes::wanted(&recipe)? {
         return processes::start(&start);
     }

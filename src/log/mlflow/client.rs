@@ -76,7 +76,8 @@ impl Client {
         Ok(Self { http, runtime: runtime.map_err(|e| fail(&e))?, url: url.trim_end_matches('/').to_string() })
     }
 
-    /// Creates a run, and its experiment if missing. Returns the id of the run.
+    /// Creates a run with its first tags, and its experiment if missing. Returns the id of the run;
+    /// [`Client::describe`] follows.
     ///
     /// # Errors
     /// A failed call.
@@ -91,7 +92,7 @@ impl Client {
             }
             Err(e) => return Err(e),
         };
-        let (tags, more) = run.tags.split_at(run.tags.len().min(MOST));
+        let tags = run.tags.chunks(MOST).next().unwrap_or_default();
         let answer = self.post(
             "runs/create",
             &json!({
@@ -99,14 +100,21 @@ impl Client {
             }),
         )?;
         let id = answer["run"]["info"]["run_id"].as_str();
-        let id = id.ok_or_else(|| Failure::Unreachable("its answer names no run".into()))?.to_string();
-        for part in more.chunks(MOST) {
+        id.map(String::from).ok_or_else(|| Failure::Unreachable("its answer names no run".into()))
+    }
+
+    /// Adds further tags and the parameters to a run. May be repeated.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn describe(&self, id: &str, run: &NewRun<'_>) -> Result<(), Failure> {
+        for part in run.tags.chunks(MOST).skip(1) {
             self.post("runs/log-batch", &json!({"run_id": id, "tags": pairs(part)}))?;
         }
         for part in run.params.chunks(MOST) {
             self.post("runs/log-batch", &json!({"run_id": id, "params": pairs(part)}))?;
         }
-        Ok(id)
+        Ok(())
     }
 
     /// Adds metrics to a run.
@@ -117,7 +125,7 @@ impl Client {
         for part in metrics.chunks(MOST_METRICS) {
             let metric = |m: &Metric| {
                 json!({
-                    "key": m.key, "value": m.value, "timestamp": m.time, "step": m.step.min(i64::MAX as u64),
+                    "key": allowed(&m.key), "value": m.value, "timestamp": m.time, "step": m.step.min(i64::MAX as u64),
                 })
             };
             let metrics: Vec<Value> = part.iter().map(metric).collect();
@@ -230,6 +238,12 @@ impl Client {
 fn pairs(list: &[(String, String)]) -> Vec<Value> {
     let cut = |text: &str| text.chars().take(LONGEST).collect::<String>();
     list.iter().map(|(key, value)| json!({"key": key, "value": cut(value)})).collect()
+}
+
+/// A name of a metric with `_` in place of characters that servers refuse.
+fn allowed(name: &str) -> String {
+    let is_allowed = |c: char| c.is_alphanumeric() || "_-. :/".contains(c);
+    name.chars().map(|c| if is_allowed(c) { c } else { '_' }).collect()
 }
 
 /// The cause of an error: "Connection refused" in place of the request.

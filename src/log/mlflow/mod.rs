@@ -50,7 +50,7 @@ pub struct MlFlowRun {
 struct Shared {
     /// Number of events on the server.
     delivered: AtomicU64,
-    /// The latest first failure of a call, until it is said.
+    /// Cause of the first failed attempt of a call, until the run has warned of it.
     trouble: Mutex<Option<String>>,
 }
 
@@ -59,6 +59,17 @@ impl Shared {
     fn note(&self, failure: &Failure) {
         let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         trouble.get_or_insert_with(|| failure.to_string());
+    }
+
+    /// Keeps a refusal, to be said, and goes on without the call.
+    fn without_refusal(&self, outcome: Result<(), Failure>) -> Result<(), Failure> {
+        outcome.or_else(|failure| match failure {
+            Failure::Refused(..) => {
+                self.note(&failure);
+                Ok(())
+            }
+            gone => Err(gone),
+        })
     }
 }
 
@@ -90,9 +101,18 @@ impl MlFlow {
         let shared = Arc::<Shared>::default();
         let (url, seen) = (run.url.clone(), shared.clone());
         let work = move || {
-            let (client, id, samples) = (None, None, None);
-            Worker { run, client, id, samples, ended: false, lost: false, closed, shared: seen }
-                .work(&events);
+            Worker {
+                run,
+                client: None,
+                id: None,
+                described: false,
+                samples: None,
+                ended: false,
+                lost: false,
+                closed,
+                shared: seen,
+            }
+            .work(&events);
             let _ = ended.send(());
         };
         let started = std::thread::Builder::new().name("mlflow".into()).spawn(work);
@@ -165,6 +185,8 @@ struct Worker {
     client: Option<Client>,
     /// The run's id on the server.
     id: Option<String>,
+    /// Whether the server has the parameters of the run, or has refused them.
+    described: bool,
     /// The table of samples from the first one on; refused for good where the server has no place for it.
     samples: Option<Result<Samples, ()>>,
     /// Whether the server has the end of the run.
@@ -217,10 +239,17 @@ impl Worker {
             self.client = Some(Client::new(&self.run.url)?);
         }
         let Some(client) = &self.client else { return Ok(()) };
+        let tags = tags(first);
+        let new = self.run.new_run(&tags);
         if self.id.is_none() {
-            self.id = Some(self.run.open(client, first)?);
+            let (id, is_new) = self.run.open(client, &new)?;
+            (self.id, self.described) = (Some(id), !is_new);
         }
         let Some(id) = &self.id else { return Ok(()) };
+        if !self.described {
+            self.shared.without_refusal(client.describe(id, &new))?;
+            self.described = true;
+        }
         let metrics = batch.iter().flat_map(|(event, time)| {
             let step = event["step"].as_u64().unwrap_or(0);
             scalars(event).into_iter().map(move |(key, value)| Metric { key, value, step, time: *time })
@@ -228,14 +257,11 @@ impl Worker {
         client.log(id, &metrics.collect::<Vec<_>>())?;
         let samples: Vec<&Value> = batch.iter().map(|(e, _)| e).filter(|e| e["event"] == "sample").collect();
         if !samples.is_empty() {
-            show(&mut self.samples, client, id, &samples).or_else(|failure| match failure {
-                Failure::Refused(..) => {
-                    self.samples = Some(Err(()));
-                    self.shared.note(&failure);
-                    Ok(())
-                }
-                gone => Err(gone),
-            })?;
+            let shown = show(&mut self.samples, client, id, &samples);
+            if matches!(shown, Err(Failure::Refused(..))) {
+                self.samples = Some(Err(()));
+            }
+            self.shared.without_refusal(shown)?;
         }
         if let Some((status, time)) =
             batch.iter().rev().find_map(|(event, time)| Some((status(event)?, *time)))
@@ -264,22 +290,24 @@ fn show(
 }
 
 impl MlFlowRun {
-    /// Resumes the run of the file, or creates one. `first` is the first event. Returns the id.
-    fn open(&self, client: &Client, first: &Value) -> Result<String, Failure> {
+    /// The run to create, with tags.
+    fn new_run<'a>(&'a self, tags: &'a [(String, String)]) -> NewRun<'a> {
+        NewRun { experiment: &self.experiment, name: &self.name, params: &self.params, tags }
+    }
+
+    /// Resumes the run of the file, or creates one. Returns the id, and whether the run is new.
+    fn open(&self, client: &Client, new: &NewRun<'_>) -> Result<(String, bool), Failure> {
         if let Some(id) = self.kept() {
             match client.update(&id, "RUNNING", None) {
                 Err(Failure::Refused(code, _)) if code == "RESOURCE_DOES_NOT_EXIST" => {}
-                outcome => return outcome.map(|()| id),
+                outcome => return outcome.map(|()| (id, false)),
             }
         }
-        let tags = tags(first);
-        let new =
-            NewRun { experiment: &self.experiment, name: &self.name, params: &self.params, tags: &tags };
-        let id = client.create(&new, milliseconds())?;
+        let id = client.create(new, milliseconds())?;
         let text = json!({"server": self.url, "run_id": id}).to_string();
         // Without the file a resumed run is another one on the server.
         let _ = store::write_atomic(&self.file, text.as_bytes());
-        Ok(id)
+        Ok((id, true))
     }
 
     /// Id of the run to resume.

@@ -77,7 +77,7 @@ fn a_run_arrives_whole_and_goes_on_as_the_same() -> Result<()> {
     let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
     board.write(&json!({"event": "start", "versions": {"ft": "1"}, "device": "cpu"}))?;
     board.write(&step(1))?;
-    board.write(&json!({"event": "eval", "step": 1, "loss": 0.0}))?;
+    board.write(&json!({"event": "eval", "step": 1, "loss": 0.0, "f1_C++ (é)": 0.5}))?;
     board.write(&json!({"event": "end", "step": 1}))?;
     board.close();
     assert_eq!((board.missing(), board.said), (0, false));
@@ -95,8 +95,9 @@ fn a_run_arrives_whole_and_goes_on_as_the_same() -> Result<()> {
     let metrics = logged.iter().filter_map(|l| l["metrics"].as_array()).flatten();
     let shown: Vec<(Value, Value, Value)> =
         metrics.map(|m| (m["key"].clone(), m["value"].clone(), m["step"].clone())).collect();
-    let wanted = [("train/loss", 2.5), ("train/lr", 0.1), ("eval/loss", 0.0), ("eval/perplexity", 1.0)];
-    assert_eq!(shown, wanted.map(|(k, v)| (json!(k), json!(v), json!(1))));
+    let of_eval = [("eval/loss", 0.0), ("eval/f1_C__ _é_", 0.5), ("eval/perplexity", 1.0)];
+    let wanted = [("train/loss", 2.5), ("train/lr", 0.1)].into_iter().chain(of_eval);
+    assert_eq!(shown, wanted.map(|(k, v)| (json!(k), json!(v), json!(1))).collect::<Vec<_>>());
     let updated = find("POST runs/update");
     assert_eq!((updated.len(), &updated[0]["status"]), (1, &json!("FINISHED")));
 
@@ -128,6 +129,27 @@ fn a_run_without_an_end_has_failed() -> Result<()> {
     assert_eq!((&all[0].1["run_id"], &all[0].1["status"]), (&json!("r1"), &json!("RUNNING")));
     let last = all.last().context("a call")?;
     assert_eq!((&last.1["run_id"], &last.1["status"]), (&json!("r2"), &json!("FAILED")));
+    Ok(())
+}
+
+/// A failure after the creation of a run repeats the parameters, not the creation.
+#[test]
+fn a_run_is_created_once() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let logged = AtomicU64::new(0);
+    let (url, calls) = server(move |call| match call {
+        "POST runs/create" => (200, json!({"run": {"info": {"run_id": "r1"}}})),
+        "POST runs/log-batch" if logged.fetch_add(1, Ordering::Relaxed) == 0 => (503, json!({})),
+        _ => (200, json!({"experiment_id": "0"})),
+    })?;
+    let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
+    board.write(&step(1))?;
+    board.close();
+    assert_eq!(board.missing(), 0);
+    let all: Vec<Call> = calls.try_iter().collect();
+    let count = |name: &str| all.iter().filter(|c| c.0 == name).count();
+    // Two parts of the parameters, the first of them twice, and the metrics.
+    assert_eq!((count("POST runs/create"), count("POST runs/log-batch")), (1, 4));
     Ok(())
 }
 

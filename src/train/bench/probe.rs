@@ -57,8 +57,10 @@ pub struct Measured {
 /// # Errors
 /// No CUDA device; not enough memory on it.
 pub fn run() -> ft_base::Result<Measured> {
-    let device = cuda::open(0).map_err(Error::Device)?;
-    let (card, probe) = of_now(&device).ok_or_else(|| Error::Device("the CUDA device has no name".into()))?;
+    let fail =
+        |why: String| Error::Usage(format!("--probe: {why}\n  hint: plans take data sheets without it"));
+    let device = cuda::open(0).map_err(fail)?;
+    let (card, probe) = of_now(&device).ok_or_else(|| fail("the CUDA device has no name".into()))?;
     Ok(Measured { card, probe: Probe { rates: measure(&device)?, ..probe } })
 }
 

@@ -1,9 +1,9 @@
 //! Identity of a run: recipe keys, and hashes of data, model and tokenizer.
 
 use crate::train::job::Job;
-use crate::train::job::hash::{hash_of, model_hash};
+use crate::train::job::hash::{adapter_hash, hash_of, model_hash};
 use candle_core::DType;
-use ft_base::store::{self, hash};
+use ft_base::store;
 use ft_data::Dataset;
 use ft_engine::load::Base;
 use ft_recipe::{Method, Products};
@@ -15,16 +15,18 @@ use std::sync::{Arc, OnceLock};
 pub struct Identity {
     job: Arc<Job>,
     data: Arc<Dataset>,
+    /// Hash of another model as reference.
+    reference: Option<String>,
     /// Hash of the model, if known already.
     model: OnceLock<String>,
     map: OnceLock<BTreeMap<String, String>>,
 }
 
 impl Identity {
-    /// Identity of a run of `job` on `data`.
-    pub fn new(job: &Arc<Job>, data: &Arc<Dataset>) -> Self {
+    /// Identity of a run of `job` on `data`. `reference` is the hash of another model as reference.
+    pub fn new(job: &Arc<Job>, data: &Arc<Dataset>, reference: Option<String>) -> Self {
         let (job, data) = (Arc::clone(job), Arc::clone(data));
-        Self { job, data, model: OnceLock::new(), map: OnceLock::new() }
+        Self { job, data, reference, model: OnceLock::new(), map: OnceLock::new() }
     }
 
     /// Returns the keys and hashes.
@@ -69,12 +71,10 @@ impl Identity {
             map.insert("memory.products".into(), "fp8".into());
         }
         if let Some(a) = &job.adapter {
-            let mut h = blake3::Hasher::new();
-            for f in ["adapter_config.json", "adapter_model.safetensors"] {
-                let (hash, bytes) = hash::of_inside(&a.dir, f)?;
-                h.update(&bytes.to_le_bytes()).update(hash.as_bytes());
-            }
-            map.insert("hash.adapter".into(), h.finalize().to_hex().to_string());
+            map.insert("hash.adapter".into(), adapter_hash(&a.dir)?);
+        }
+        if let Some(reference) = &self.reference {
+            map.insert("hash.reference".into(), reference.clone());
         }
         Ok(self.map.get_or_init(|| map))
     }

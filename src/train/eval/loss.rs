@@ -7,9 +7,7 @@ use crate::train::job::Job;
 use crate::train::objective::Objective;
 use crate::train::preference::{Preferences, ReferenceInputs, Scorer, other};
 use crate::train::step::command::{self, Command, Probed};
-use crate::train::step::{
-    Gather, LeaderGather, OwnMicro, Ranks, Stop, TrainContext, TrainedModel, check_stop, host,
-};
+use crate::train::step::{Gather, OwnMicro, Ranks, Stop, TrainContext, TrainedModel, check_stop, host};
 use candle_core::{DType, Device};
 use ft_data::{Dataset, Micro, Size};
 use ft_engine::model::{Batch, Decoder};
@@ -153,7 +151,7 @@ pub fn probe(decoder: &Decoder, around: &dyn Hooks, m: &Micro, device: &Device) 
 pub fn probe_of(cx: &TrainContext<'_>, m: &Micro) -> ft_base::Result<Real> {
     let TrainedModel { decoder, params, .. } = cx.model;
     if !params.split.is_of_part() {
-        return probe(decoder, &LeaderGather::new(decoder, params, cx.comm), m, cx.device());
+        return probe(decoder, &Gather::leading(decoder, params, cx.comm), m, cx.device());
     }
     let of = Probed { ids: m.ids.clone(), positions: m.positions.clone(), docs: m.docs.clone() };
     command::announce(cx.comm, &Command::Probe(of.clone()))?;

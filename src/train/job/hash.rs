@@ -1,4 +1,4 @@
-//! Hash of a model.
+//! Hashes of a model and of an adapter.
 
 use ft_base::store;
 use ft_engine::files::TensorFiles;
@@ -25,6 +25,19 @@ pub fn hash_of(config: &Config, files: Option<&TensorFiles>) -> Result<String, s
     let mut h = blake3::Hasher::new();
     h.update(serde_json::to_string(&config.raw).unwrap_or_default().as_bytes());
     for (_, bytes, hash) in files.map(TensorFiles::hashes).transpose()?.unwrap_or_default() {
+        h.update(&bytes.to_le_bytes()).update(hash.as_bytes());
+    }
+    Ok(h.finalize().to_hex().to_string())
+}
+
+/// Hash of the files of an adapter.
+///
+/// # Errors
+/// Unreadable files.
+pub fn adapter_hash(dir: &Path) -> Result<String, store::Error> {
+    let mut h = blake3::Hasher::new();
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        let (hash, bytes) = store::hash::of_inside(dir, file)?;
         h.update(&bytes.to_le_bytes()).update(hash.as_bytes());
     }
     Ok(h.finalize().to_hex().to_string())

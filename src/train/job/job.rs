@@ -247,17 +247,20 @@ impl Job {
             project: if o.name.projects() { o.galore_rank } else { 0 },
             split,
         };
-        let build = Build::new(base, &self.selection)
-            .adapter(self.adapter.as_deref())
-            .on(self.dtype, &self.device)
-            .seed(self.recipe.run.seed)
-            .allocate(allocate)
-            .in_fp8(train && self.recipe.memory.products == Products::Fp8)
-            .among(comm);
-        if split.rank > 0 {
-            return build.run();
+        if split.rank == 0 {
+            self.tell_new_head(base);
         }
-        self.tell_new_head(base);
-        build.shown("loading").run()
+        let build = Build {
+            adapter: self.adapter.as_deref(),
+            dtype: self.dtype,
+            device: &self.device,
+            seed: self.recipe.run.seed,
+            allocate,
+            comm: Some(comm),
+            shown: (split.rank == 0).then_some("loading"),
+            fp8: train && self.recipe.memory.products == Products::Fp8,
+            ..Build::new(base, &self.selection)
+        };
+        build.run()
     }
 }

@@ -20,7 +20,7 @@ pub fn logits(
     adapter: Option<&Adapter>,
     ids: &[u32],
 ) -> ft_base::Result<Tensor> {
-    Build::new(base, selection).adapter(adapter).logits(ids)
+    Build { adapter, ..Build::new(base, selection) }.logits(ids)
 }
 
 /// Peak memory of [`logits`] in bytes: the largest layer or table, and the whole adapter.

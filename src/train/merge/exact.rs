@@ -10,7 +10,6 @@ use ft_engine::model::linear::{Lora, Weight};
 use ft_engine::model::modules::Module;
 use ft_engine::model::sink::Slot;
 use rayon::prelude::*;
-use std::ops::Range;
 use std::path::Path;
 
 /// Approximate number of values compared at a time.
@@ -35,7 +34,7 @@ impl ExactWeights<'_> {
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
             let piece = value.narrow(0, first, n)?.flatten_all()?;
-            let [rounded, written] = self.rounded(&name, &piece, first..first + n)?;
+            let [rounded, written] = self.rounded(&name, &piece, first * row)?;
             if rounded != written {
                 let (path, name) = (self.out.display().to_string(), name);
                 return Err(Error::Unequal { path, name }.into());
@@ -47,17 +46,13 @@ impl ExactWeights<'_> {
         Ok(value)
     }
 
-    /// Returns rows of a tensor rounded to the dtype of the file, and the same rows on disk, both as f32.
-    fn rounded(&self, name: &str, piece: &Tensor, rows: Range<usize>) -> ft_base::Result<[Vec<f32>; 2]> {
-        let dtype = match self.written.get(name)?.dtype {
-            safetensors::Dtype::BF16 => DType::BF16,
-            safetensors::Dtype::F16 => DType::F16,
-            _ => DType::F32,
-        };
-        let bytes = self.written.read_rows(name, rows)?;
-        let written = Tensor::from_raw_buffer(&bytes, dtype, &[piece.elem_count()], &Device::Cpu)?;
-        let rounded = piece.to_dtype(dtype)?;
-        Ok([rounded.to_dtype(DType::F32)?.to_vec1()?, written.to_dtype(DType::F32)?.to_vec1()?])
+    /// Returns values of a tensor, from element `first`, rounded to the dtype of the file, and the same values on disk,
+    /// both as f32.
+    fn rounded(&self, name: &str, piece: &Tensor, first: usize) -> ft_base::Result<[Vec<f32>; 2]> {
+        let elements = first..first + piece.elem_count();
+        let written = self.written.part(name, elements, DType::F32, &Device::Cpu)?;
+        let rounded = piece.to_dtype(self.written.dtype_of(name)?)?.to_dtype(DType::F32)?;
+        Ok([rounded.to_vec1()?, written.to_vec1()?])
     }
 }
 

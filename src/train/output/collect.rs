@@ -3,7 +3,7 @@
 
 use crate::train::job::Job;
 use crate::train::step::command::{self, Command};
-use crate::train::step::{Gather, LeaderGather, TrainContext};
+use crate::train::step::{Gather, TrainContext};
 use candle_core::{Device, Tensor};
 use ft_engine::adapters::peft;
 use ft_engine::load::{Factors, Initials};
@@ -33,7 +33,7 @@ pub fn of_all_ranks(cx: &TrainContext<'_>) -> ft_base::Result<Vec<Named>> {
         return Ok(Vec::new());
     }
     if !model.params.split.is_of_part() {
-        return neutral(cx, &LeaderGather::new(&model.decoder, &model.params, cx.comm));
+        return neutral(cx, &Gather::leading(&model.decoder, &model.params, cx.comm));
     }
     command::announce(cx.comm, &Command::Collect)?;
     let mut all = neutral(cx, &Gather::new(&model.decoder, &model.params, cx.comm))?;

@@ -2,16 +2,15 @@
 
 use crate::train::Error;
 use crate::train::job::Job;
-use crate::train::job::hash::model_hash;
+use crate::train::job::hash::{adapter_hash, model_hash};
 use crate::train::output::RESULTS;
-use ft_base::store;
 use ft_data::hub::Want;
 use ft_engine::adapters::{Adapter, TrainedPart};
 use ft_plan::InferenceMemory;
 use ft_recipe::{Init, Method, Recipe, Reference, Weights};
 
-/// The recipe with another model, or an adapter over its own, in place of the model that trains; `None` if that is
-/// the reference. A run stands for its result.
+/// The recipe with another model, or an adapter over its own, in place of the model that trains. A run stands for its
+/// result. `None` if `preference.reference` names no other model.
 pub fn recipe_of(recipe: &Recipe) -> Option<Recipe> {
     let Reference::Other(other) = &recipe.preference.reference else { return None };
     if !recipe.task.has_reference() {
@@ -52,22 +51,18 @@ pub fn job(job: &Job) -> ft_base::Result<Option<Job>> {
 /// # Errors
 /// Unreadable files.
 pub fn hash(other: &Job) -> ft_base::Result<String> {
-    let mut h = blake3::Hasher::new();
-    h.update(model_hash(&other.recipe, &other.config, &other.model.dir)?.as_bytes());
-    if let Some(a) = &other.adapter {
-        for f in ["adapter_config.json", "adapter_model.safetensors"] {
-            h.update(store::hash::of_inside(&a.dir, f)?.0.as_bytes());
-        }
-    }
-    Ok(h.finalize().to_hex().to_string())
+    let model = model_hash(&other.recipe, &other.config, &other.model.dir)?;
+    let adapter = other.adapter.as_ref().map(|a| adapter_hash(&a.dir)).transpose()?;
+    Ok(blake3::hash(format!("{model} {}", adapter.unwrap_or_default()).as_bytes()).to_hex().to_string())
 }
 
-/// Checks another model as reference: files, vocabulary, memory of the model alone.
+/// Checks another model as reference: files, vocabulary, memory of the model alone. Returns its job, if
+/// `preference.reference` names one.
 ///
 /// # Errors
 /// Errors of the model; [`Error::Usage`]; too little memory.
-pub fn check(trained: &Job) -> ft_base::Result<()> {
-    let Some(other) = job(trained)? else { return Ok(()) };
+pub fn check(trained: &Job) -> ft_base::Result<Option<Job>> {
+    let Some(other) = job(trained)? else { return Ok(None) };
     let (place, source) = (trained.recipe.place("preference.reference"), &other.model.source);
     let fail = |why: String| Err(Error::Usage(format!("{place}: {source}: {why}")).into());
     let (theirs, own) = (other.config.vocab, trained.config.vocab);
@@ -80,7 +75,7 @@ pub fn check(trained: &Job) -> ft_base::Result<()> {
     }
     other.check()?;
     let needs = InferenceMemory::new(other.inference_model(), trained.device.is_cuda())?;
-    if needs.fits() { Ok(()) } else { Err(needs.refusal(&[]).into()) }
+    if needs.fits() { Ok(Some(other)) } else { Err(needs.refusal(&[]).into()) }
 }
 
 /// Checks that a model trained before, loaded to be evaluated, can be compared with its reference.

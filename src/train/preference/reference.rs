@@ -59,7 +59,7 @@ pub struct ReferenceInputs<'a> {
     pub batches: Option<&'a Batches>,
     pub execution: &'a Execution,
     pub comm: &'a dyn Comm,
-    /// Identity of the run, on the first rank.
+    /// Identity of the run, on the first rank. It has the hash of another model.
     pub identity: Option<&'a BTreeMap<String, String>>,
 }
 
@@ -84,7 +84,7 @@ impl ReferenceInputs<'_> {
             &base
         };
         let gather = Gather::new(decoder, params, self.comm);
-        self.cached(self.path(None), &mut || self.compute(decoder, &gather))
+        self.cached(&mut || self.compute(decoder, &gather))
     }
 
     /// The log-probabilities under another model, which is loaded for the pass alone; `None` if the reference is the
@@ -94,8 +94,7 @@ impl ReferenceInputs<'_> {
     /// As [`ReferenceInputs::scores`]; the other model cannot be loaded.
     pub fn of_other(&self) -> ft_base::Result<Option<ReferenceScores>> {
         let Some(other) = other::job(self.job)? else { return Ok(None) };
-        let hash = self.identity.map(|_| other::hash(&other)).transpose()?;
-        let scores = self.cached(self.path(hash.as_deref()), &mut || {
+        let scores = self.cached(&mut || {
             let (base, alone) = (other.base()?, ranks::alone());
             let (decoder, _) = other.load_shard(&base, false, Split::default(), &alone)?;
             self.compute(&decoder, &NoHooks)
@@ -106,9 +105,9 @@ impl ReferenceInputs<'_> {
     /// The values of a file in the cache, or computed and kept there. The first rank reads the cache for all.
     fn cached(
         &self,
-        path: Option<PathBuf>,
         compute: &mut dyn FnMut() -> ft_base::Result<ReferenceScores>,
     ) -> ft_base::Result<ReferenceScores> {
+        let path = self.path();
         let found = path.as_ref().and_then(|path| read(path));
         if let Some(path) = path.as_ref().filter(|_| found.is_some()) {
             tell(&format!("reference: log-probabilities of an earlier run, from {}", path.display()));
@@ -221,20 +220,14 @@ impl ReferenceInputs<'_> {
         Ok(scores.iter().map(|(sum, _): &DocumentScore| sum.to_bits()).collect())
     }
 
-    /// File in the cache folder, by everything that determines the values and their rounding. `other` is the hash of
-    /// another model.
-    fn path(&self, other: Option<&str>) -> Option<PathBuf> {
+    /// File in the cache folder, by everything that determines the values and their rounding.
+    fn path(&self) -> Option<PathBuf> {
         let (job, identity) = (self.job, self.identity?);
         let folder = store::cache_folder().filter(|_| job.recipe.data.cache)?;
         let kto = job.recipe.task == Task::Kto;
-        let of = |key: &&String| {
-            let model = ["model.", "hash.", "compute.", "train.", "lora.", "parallel."];
-            let rows = ["run.seed", "run.batch_rows", "run.steps", "run.epochs", "data.shuffle"];
-            model.iter().any(|p| key.starts_with(p)) || rows.contains(&key.as_str())
-        };
-        let keys: BTreeMap<&String, &String> = identity.iter().filter(|(k, _)| of(k)).collect();
+        let keys: BTreeMap<&String, &String> = identity.iter().filter(|(k, _)| is_determining(k)).collect();
         let key = json!({
-            "version": 1, "other": other, "ft": env!("CARGO_PKG_VERSION"), "keys": keys, "kto": kto,
+            "version": 1, "ft": env!("CARGO_PKG_VERSION"), "keys": keys, "kto": kto,
             "eval": self.eval.map(|e| &e.hash), "start": job.recipe.preference.reference == Reference::Start,
             "max_length": job.recipe.data.max_length, "micro_rows": self.execution.micro_rows,
             "head_rows": self.execution.head_rows, "ranks": self.comm.world(), "cuda": job.device.is_cuda(),
@@ -242,6 +235,13 @@ impl ReferenceInputs<'_> {
         let name = blake3::hash(key.to_string().as_bytes()).to_hex();
         Some(folder.join("reference").join(format!("{}.json", &name[..32])))
     }
+}
+
+/// Whether a key of the identity of a run changes the values or their rounding.
+fn is_determining(key: &str) -> bool {
+    let model = ["model.", "hash.", "compute.", "train.", "lora.", "parallel.", "memory."];
+    let rows = ["run.seed", "run.batch_rows", "run.steps", "run.epochs", "data.shuffle"];
+    model.iter().any(|p| key.starts_with(p)) || rows.contains(&key)
 }
 
 /// Largest file.
@@ -287,5 +287,17 @@ fn keep(path: &std::path::Path, scores: &ReferenceScores) {
     match written {
         Ok(()) => store::sweep_oldest(folder, KEPT),
         Err(e) => warn(&format!("the log-probabilities of the reference are not kept: {e}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Products of 8-bit floats change the log-probabilities; the loss does not.
+    #[test]
+    fn kept_values_are_told_apart_by_products() {
+        assert!(is_determining("memory.products") && is_determining("hash.reference"));
+        assert!(!is_determining("preference.beta") && !is_determining("run.keep"));
     }
 }

@@ -65,8 +65,8 @@ fn reference<'a>(
     }
 }
 
-/// Computes the reference of another model, before the model that trains is loaded; `None` if that is the reference.
-/// `identity` is that of the run, on the first rank.
+/// Computes the reference of another model, before the model that trains is loaded. `None` if `preference.reference`
+/// names no other model. `identity` is that of the run, on the first rank.
 ///
 /// # Errors
 /// As [`ReferenceInputs::of_other`].

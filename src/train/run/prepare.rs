@@ -38,6 +38,8 @@ pub struct PreparedRun {
     pub identity: Identity,
     pub checkpoints: Checkpoints,
     pub signals: Signals,
+    /// Remove the checkpoints after the one to resume.
+    pub rewind: bool,
     /// Replace the contents of the run folder.
     pub overwrite: bool,
     /// Executable of the server.
@@ -118,7 +120,7 @@ pub fn prepare(
     signals: Signals,
 ) -> ft_base::Result<Prepared> {
     let dir = recipe.run.output.clone();
-    let CheckedInputs { mut job, data, eval, batches, schedule, result, saved } =
+    let CheckedInputs { mut job, other, data, eval, batches, schedule, result, saved } =
         check_inputs(recipe, options, remote)?;
     if remote.is_none() {
         // other processes would wait, or measure the same card at the same time
@@ -143,7 +145,8 @@ pub fn prepare(
     // Fixes the planned value, for the run and for the resolved recipe on disk.
     job.recipe.run.micro_rows = plan.execution.micro_rows.into();
     let (job, data, eval) = (Arc::new(job), Arc::new(data), eval.map(Arc::new));
-    let identity = Identity::new(&job, &data);
+    let reference = other.map(|other| other::hash(&other)).transpose()?;
+    let identity = Identity::new(&job, &data, reference);
     if job.recipe.model.cache.is_some() {
         // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
         identity.get()?;
@@ -173,6 +176,7 @@ pub fn prepare(
         identity,
         checkpoints,
         signals,
+        rewind: options.step.is_some(),
         overwrite: options.overwrite,
         program: options.program.clone(),
         observer: options.observer.clone(),
@@ -214,6 +218,8 @@ fn loss_scale(job: &Job, resume: Option<&Resume>) -> Option<LossScale> {
 /// Job and data of a run, checked without a plan.
 struct CheckedInputs {
     job: Job,
+    /// Another model as reference.
+    other: Option<Job>,
     data: Dataset,
     eval: Option<Dataset>,
     batches: Arc<Batches>,
@@ -237,7 +243,7 @@ fn check_inputs(
     let compute = (job.device.is_cuda(), job.dtype);
     let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
     job.recipe.idle(facts).iter().for_each(|w| warn(w));
-    other::check(&job)?;
+    let other = other::check(&job)?;
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
     log::check(&job.recipe)?;
     remote.map_or(Ok(()), RemoteRanks::opened)?;
@@ -253,5 +259,5 @@ fn check_inputs(
     job.check()?;
     job::samples(&job.recipe, job.tokenizer.as_deref())?;
     check_tokenizer(&job)?;
-    Ok(CheckedInputs { job, data, eval, batches, schedule, result, saved })
+    Ok(CheckedInputs { job, other, data, eval, batches, schedule, result, saved })
 }

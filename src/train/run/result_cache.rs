@@ -5,6 +5,7 @@
 //! falls back to the full checks.
 
 use crate::train::layout::{CHECKPOINTS, RESULTS};
+use crate::train::preference::other;
 use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
 use ft_data::hub::{self, Settings, Want};
 use ft_plan::resolve;
@@ -45,14 +46,9 @@ impl InputRecord {
     /// is missing.
     pub fn collect(recipe: &Recipe) -> Option<Self> {
         let seen = SystemTime::now();
-        let mut files = Vec::new();
-        let settings = Settings { offline: true, ..Settings::from_env() };
-        let want = if recipe.model.weights == Weights::Load { Want::Weights } else { Want::Config };
-        let source = resolve::source_path(recipe, &recipe.model.source);
-        let model = hub::fetch_model_with(&settings, &source, &recipe.model.revision, want, false).ok()?;
-        files_of(&model.dir, &mut files)?;
-        if let Some(dir) = resolve::adapter_dir(&settings, recipe, false).ok()? {
-            files_of(&dir, &mut files)?;
+        let mut files = model_files(recipe)?;
+        if let Some(other) = other::recipe_of(recipe) {
+            files.extend(model_files(&other)?);
         }
         for source in recipe.data.train.iter().chain(&recipe.data.eval) {
             for path in ft_data::find(source, &|s| recipe.resolve(s)).ok()? {
@@ -63,6 +59,7 @@ impl InputRecord {
             files.push(stat(&recipe.resolve(&path.display().to_string()))?);
         }
         files.sort_by(|a, b| a.0.cmp(&b.0));
+        files.dedup_by(|a, b| a.0 == b.0);
         Some(Self { recipe: recipe.to_toml(), files, seen })
     }
 
@@ -98,6 +95,20 @@ impl InputRecord {
         let (recipe, inputs) = (self.recipe.clone(), self.files.clone());
         CacheEntry { ft: env!("CARGO_PKG_VERSION").into(), run, recipe, inputs, outputs, result }
     }
+}
+
+/// Files of the model and of the adapter that a recipe begins with.
+fn model_files(recipe: &Recipe) -> Option<Files> {
+    let mut files = Vec::new();
+    let settings = Settings { offline: true, ..Settings::from_env() };
+    let want = if recipe.model.weights == Weights::Load { Want::Weights } else { Want::Config };
+    let source = resolve::source_path(recipe, &recipe.model.source);
+    let model = hub::fetch_model_with(&settings, &source, &recipe.model.revision, want, false).ok()?;
+    files_of(&model.dir, &mut files)?;
+    if let Some(dir) = resolve::adapter_dir(&settings, recipe, false).ok()? {
+        files_of(&dir, &mut files)?;
+    }
+    Some(files)
 }
 
 /// Path of the cache entry for a run folder, and the canonical path of the folder.

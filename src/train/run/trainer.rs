@@ -15,7 +15,7 @@ use crate::train::memory::MemoryMonitor;
 use crate::train::output;
 use crate::train::ranks;
 use crate::train::step::command::{self, Command};
-use crate::train::step::{Gather, LeaderGather, StepOutput, TrainContext, TrainedModel, finite};
+use crate::train::step::{Gather, StepOutput, TrainContext, TrainedModel, finite};
 use candle_core::Device;
 use ft_base::error::ExitCode;
 use ft_base::memory::place;
@@ -66,6 +66,10 @@ impl<'a> Trainer<'a> {
         }
         store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
         let resumed = run.resume.as_ref().map(|_| run.done());
+        if run.rewind {
+            // Before their metrics: a run that ends in between goes on from a checkpoint with its metrics.
+            run.checkpoints.keep_to(run.done(), usize::MAX, None)?;
+        }
         let rates = cx.model.params.learning_rates(&job.recipe.optimizer);
         let mut log = RunLog::open(dir, &job.recipe, resumed, run.total(), (rates, run.inputs.schedule))?;
         run.observer.iter().for_each(|observer| log.observe(observer));
@@ -257,7 +261,7 @@ impl<'a> Trainer<'a> {
         let of = evaluate(&self.cx.scorer(&gather), data, self.cx.objective(Part::Eval), &stop)?;
         let loss = of.loss;
         let scored = if loss.is_finite() {
-            score(job, decoder, &LeaderGather::new(decoder, params, comm), data, &stop)?
+            score(job, decoder, &Gather::leading(decoder, params, comm), data, &stop)?
         } else {
             None
         };
@@ -283,7 +287,7 @@ impl<'a> Trainer<'a> {
         };
         place::enter(place::Phase::Evaluate, 0);
         let TrainedModel { decoder, params, .. } = self.cx.model;
-        let gather = LeaderGather::new(decoder, params, self.cx.comm);
+        let gather = Gather::leading(decoder, params, self.cx.comm);
         let limit = generate::SAMPLE_TOKENS;
         for (i, (prompt, ids)) in prompts.iter().zip(job::samples(&job.recipe, Some(tokenizer))?).enumerate()
         {

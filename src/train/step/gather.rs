@@ -15,6 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Gathers weights around visits. Does nothing if all weights stay on the device.
 pub struct Gather<'a> {
+    /// Whether the passes are those of the first rank alone, which then announces them.
+    leads: bool,
     outline: Outline,
     params: &'a Params,
     comm: &'a dyn Comm,
@@ -31,7 +33,17 @@ impl<'a> Gather<'a> {
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let experts = params.split.experts_group(comm);
         let stage = Stage::of(decoder, (&params.split, params.lowest_unit()), comm);
-        Self { outline: Outline::of(decoder), params, comm, experts, stage, here: RefCell::default() }
+        let (leads, outline) = (false, Outline::of(decoder));
+        Self { leads, outline, params, comm, experts, stage, here: RefCell::default() }
+    }
+
+    /// Creates a gatherer for forward passes of the first rank alone, of a model whose matrices and experts no axis
+    /// divides. Announces every pass to the other ranks, so they can send their shards, and the tokens of documents to
+    /// other stages, so they can follow.
+    pub fn leading(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
+        let mut gather = Self::new(decoder, params, comm);
+        gather.leads = true;
+        gather
     }
 
     /// Releases all units except `needed`.
@@ -48,12 +60,22 @@ impl<'a> Gather<'a> {
 }
 
 impl Hooks for Gather<'_> {
+    fn begin(&self) -> ft_base::Result<()> {
+        let forward = self.leads && self.params.needs_others() && self.stage.is_none();
+        if forward { command::announce(self.comm, &Command::Forward) } else { Ok(()) }
+    }
+
     fn experts(&self) -> Option<&dyn Comm> {
         self.experts.as_ref().map(|group| group as &dyn Comm)
     }
 
     fn stage(&self) -> Option<&Stage<'_>> {
         self.stage.as_ref()
+    }
+
+    fn read(&self, reading: &Reading) -> ft_base::Result<()> {
+        let reads = self.leads && self.stage.is_some();
+        if reads { command::announce(self.comm, &Command::Read(reading.clone())) } else { Ok(()) }
     }
 
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
@@ -82,42 +104,5 @@ impl Drop for Gather<'_> {
     fn drop(&mut self) {
         // The caller already returns the first error.
         let _ = self.keep(&BTreeSet::new());
-    }
-}
-
-/// As [`Gather`], for forward passes of the first rank alone, of a model whose matrices and experts no axis divides.
-/// Announces every pass to the other ranks, so they can send their shards, and the tokens of documents to other stages,
-/// so they can follow.
-pub struct LeaderGather<'a>(Gather<'a>);
-
-impl<'a> LeaderGather<'a> {
-    /// Creates a gatherer for passes of the first rank.
-    pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
-        Self(Gather::new(decoder, params, comm))
-    }
-}
-
-impl Hooks for LeaderGather<'_> {
-    fn begin(&self) -> ft_base::Result<()> {
-        let Gather { params, comm, stage, .. } = &self.0;
-        let forward = params.needs_others() && stage.is_none();
-        if forward { command::announce(*comm, &Command::Forward) } else { Ok(()) }
-    }
-
-    fn stage(&self) -> Option<&Stage<'_>> {
-        self.0.stage()
-    }
-
-    fn read(&self, reading: &Reading) -> ft_base::Result<()> {
-        let announce = || command::announce(self.0.comm, &Command::Read(reading.clone()));
-        self.0.stage.as_ref().map_or(Ok(()), |_| announce())
-    }
-
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.arrive(visit, next)
-    }
-
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
-        self.0.leave(visit, next)
     }
 }

@@ -16,6 +16,6 @@ mod update;
 #[cfg(test)]
 pub use accumulate::small_device;
 pub use context::{StepInput, StepOutput, TrainContext, TrainedModel};
-pub use gather::{Gather, LeaderGather};
+pub use gather::Gather;
 pub use loss_scale::LossScale;
 pub use turn::{OwnMicro, Ranks, Stop, check_stop, host};

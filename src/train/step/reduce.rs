@@ -72,7 +72,7 @@ impl<'a> Reduce<'a> {
         sink: &'a Sink<'a>,
         update: Option<InBackward<'a>>,
     ) -> Self {
-        let comes = params.split.stage() > 1 || update.is_some();
+        let comes = params.split.mesh.stage() > 1 || update.is_some();
         let flats = (0..params.frozen.len()).rev().flat_map(|unit| params.of_unit(unit));
         let (ends, flats): (Vec<_>, Vec<_>) = flats.partition(|(_, f)| f.kind == FlatKind::Ends);
         let flats = if comes { flats } else { Vec::new() };
@@ -117,8 +117,8 @@ impl<'a> Reduce<'a> {
                 continue;
             };
             let group = self.params.split.group(self.comm, flat.kind);
-            let mine =
-                if self.params.split.stage() > 1 { self.sink.take(*number)? } else { Some(values.clone()) };
+            let shared = self.params.split.mesh.stage() > 1;
+            let mine = if shared { self.sink.take(*number)? } else { Some(values.clone()) };
             let part = Tensor::zeros(flat.part.len(), DType::F32, values.real()?.device())?;
             group.reduce_scatter(At::unit(SUM, flat.unit), mine, flat.part.clone(), &part)?.wait()?;
             let parts = flat.shard.parts(flat.len);

@@ -95,7 +95,8 @@ impl<'a> Ranks<'a> {
         }
     }
 
-    /// Whether this rank says what all ranks with the same micro-batch know. One of the last stage, which has the head.
+    /// Whether this rank reports the losses of its micro-batch. Of the ranks that share one, this is the first of the
+    /// last stage, which has the head.
     pub fn speaks(&self) -> bool {
         let place = self.mesh.coordinates(self.comm.rank());
         (place.pipeline + 1, place.context, place.tensor) == (self.mesh.pipeline, 0, 0)
@@ -121,7 +122,8 @@ pub struct OwnMicro<'a> {
 
 /// Tokens of one of several ranks.
 struct Part<'a> {
-    /// Tokens and targets of this rank. One without tokens in a tensor group with some has one row that counts nowhere.
+    /// Tokens and targets of this rank. If its tensor group has tokens and this rank has none, it computes one row
+    /// without targets, to take part in the collectives.
     own: Segments,
     is_idle: bool,
     /// Segments over the context group, if ranks split the rows.

@@ -50,28 +50,27 @@ pub fn from_base(recipe: &Recipe, m: &Module) -> bool {
     })
 }
 
-/// One-line description of a base-derived `lora.init`.
+/// Description of a base-derived `lora.init`.
 pub fn line(how: Decomposition, quantized: bool) -> String {
-    let begin = match how {
-        Decomposition::Pissa => "A and B begin as the largest singular values of their weights (pissa)",
-        Decomposition::Olora => "A and B begin as the first part of their weights' QR decomposition (olora)",
+    let start = match how {
+        Decomposition::Pissa => "pissa: A and B start from the top singular vectors of each weight",
+        Decomposition::Olora => "olora: A and B start from the first part of each weight's QR decomposition",
         Decomposition::Loftq => {
-            return "A and B begin as the largest singular values of what 4 bits lose (loftq); the \
-            adapter is of the base \
-                    in NF4"
+            return "loftq: A and B start from the top singular vectors of what NF4 loses of each weight. The adapter \
+                    applies to the base in NF4."
                 .into();
         }
     };
     let quantized = match quantized {
         false => "",
         true => {
-            "; what NF4 loses of the rest is in training and not in that: to be used on the base as \
-                it is, not in 4 bits"
+            " The remainder is quantized in training, which is not in the file: use the adapter on the unquantized \
+             base."
         }
     };
     format!(
-        "{begin}, which these then lack; the adapter that is written has twice the rank, for the base \
-            as it is{quantized}"
+        "{start}, and the frozen weight is the remainder. The adapter written has twice the rank and applies to the \
+         original base.{quantized}"
     )
 }
 

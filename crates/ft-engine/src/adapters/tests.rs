@@ -1,11 +1,14 @@
 //! Selection by rules and by PEFT's config, and round trips of adapter configs.
 
-use super::peft::{config_json, scale};
-use super::{Choice, PeftConfig, Selection};
+use super::peft::{PREFIX, config_json, scale};
+use super::{Adapter, Choice, PeftConfig, Selection};
+use crate::files::{TensorFiles, write_file};
 use crate::model::Config;
 use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
 use ft_recipe::Recipe;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use std::path::Path;
 
 fn config(extra: Value) -> Result<Config> {
     let mut raw = json!({
@@ -96,12 +99,104 @@ fn everything_in_full_is_a_model() -> Result<()> {
     Ok(())
 }
 
-fn peft(extra: Value) -> Result<PeftConfig> {
+fn raw(extra: Value) -> Result<Map<String, Value>> {
     let mut raw =
         json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]});
     let map = raw.as_object_mut().context("an object")?;
     map.extend(extra.as_object().cloned().unwrap_or_default());
-    Ok(PeftConfig::parse("adapter_config.json".into(), map)?)
+    Ok(map.clone())
+}
+
+fn peft(extra: Value) -> Result<PeftConfig> {
+    Ok(PeftConfig::parse("adapter_config.json".into(), &raw(extra)?)?)
+}
+
+/// Writes an adapter of zeros: the tensors of its config, and `more` of the shape of the embedding.
+fn adapter(dir: &Path, c: &Config, extra: Value, more: &[&str]) -> Result<Adapter> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let trained = Selection::from_peft(c, &peft(extra.clone())?)?.trained();
+    let mut tensors = Vec::new();
+    for t in &trained {
+        tensors.push((format!("{PREFIX}{}", t.name), zeros(&t.shape)?));
+    }
+    for name in more {
+        tensors.push((format!("{PREFIX}{name}"), zeros(&[c.vocab, c.hidden])?));
+    }
+    write_file(&dir.join("adapter_model.safetensors"), &tensors, &[])?;
+    std::fs::write(dir.join("adapter_config.json"), Value::Object(raw(extra)?).to_string())?;
+    Ok(Adapter::open(dir)?)
+}
+
+/// A and B are of the scale that they trained with.
+#[test]
+fn another_scale_than_the_adapters_is_refused() -> Result<()> {
+    let (c, dir) = (config(json!({}))?, tempfile::tempdir()?);
+    let extra = json!({"alpha_pattern": {"layers.3.self_attn.v_proj": 32}});
+    let held = adapter(dir.path(), &c, extra, &[])?;
+    let check = |held: &Adapter, alpha: usize, more: &str| -> Result<()> {
+        let last = "[[train]]\nmodules = [\"v_proj\"]\nlayers = [3]\nrank = 4\nalpha = 32";
+        let rules = format!(
+            "[[train]]\nmodules = [\"q_proj\", \"v_proj\"]\nrank = 4\nalpha = {alpha}\n{more}\n{last}"
+        );
+        let s = select(&c, &rules)?;
+        Ok(held.check_against(&s, &s.trained())?)
+    };
+    check(&held, 8, "")?;
+    for (alpha, more) in [(16, ""), (8, "rslora = true")] {
+        let e = check(&held, alpha, more).err().context("refused")?.to_string();
+        let said = "q_proj: its scale is 2 in the adapter, 4 by the recipe";
+        assert!(e.contains(said) && e.contains("hint: rank = 4, alpha = 8 and rslora = false"), "{e}");
+    }
+    // of the same scale by another formula
+    check(&held, 4, "rslora = true")?;
+    // values of another scale
+    check(&held.with_values(Default::default()), 16, "")
+}
+
+#[test]
+fn a_magnitude_of_the_embedding_is_not_dropped() -> Result<()> {
+    let (c, dir) = (config(json!({}))?, tempfile::tempdir()?);
+    for (module, target, fits) in
+        [("model.embed_tokens", "embed_tokens", false), ("model.layers.0.self_attn.q_proj", "q_proj", true)]
+    {
+        let name = format!("{module}.lora_magnitude_vector");
+        let held = adapter(dir.path(), &c, json!({ "target_modules": [target] }), &[&name])?;
+        let s = select(&c, &format!("[[train]]\nmodules = [\"{target}\"]\nrank = 4\nalpha = 8"))?;
+        let e = held.check_against(&s, &s.trained()).err().map(|e| e.to_string());
+        let said = |e: &String| e.contains("lora_magnitude_vector") && e.contains("nothing trains");
+        assert!(if fits { e.is_none() } else { e.as_ref().is_some_and(said) }, "{module}: {e:?}");
+    }
+    Ok(())
+}
+
+/// PEFT saves frozen tensors under the names of transformers 5; the base has those of its release.
+#[test]
+fn frozen_tensors_are_found_in_a_released_vision_checkpoint() -> Result<()> {
+    let (embedding, head) = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight");
+    for (tied, names) in [(true, &[embedding][..]), (false, &[embedding, head])] {
+        let text = json!({
+            "model_type": "gemma3_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+            "tie_word_embeddings": tied,
+        });
+        let raw = json!({"model_type": "gemma3", "text_config": text});
+        let mut c = Config::parse("config.json", raw.as_object().context("an object")?.clone())?;
+        c.body = "language_model.model";
+        let dir = tempfile::tempdir()?;
+        let more = ["lm_head.base_layer.weight", "model.language_model.embed_tokens.base_layer.weight"];
+        let held = adapter(dir.path(), &c, json!({}), &more)?;
+        let check = |value: f32| -> Result<()> {
+            let t = Tensor::full(value, (c.vocab, c.hidden), &Device::Cpu)?;
+            let path = dir.path().join("model.safetensors");
+            let all: Vec<_> = names.iter().map(|n| ((*n).to_string(), t.clone())).collect();
+            write_file(&path, &all, &[])?;
+            Ok(held.check_base(&TensorFiles::open_file(&path)?, &c)?)
+        };
+        check(0.0)?;
+        let e = check(1.0).err().context("refused")?.to_string();
+        assert!(e.contains("differs from the base's language_model."), "{e}");
+    }
+    Ok(())
 }
 
 /// PEFT configs written for mixed rules must read back as the same rules.

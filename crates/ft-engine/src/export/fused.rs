@@ -137,7 +137,7 @@ impl<'a> Export<'a> {
         let moe = self.unfused()?;
         self.no_dora("PEFT on fused experts")?;
         let mut rest = self.selection.clone();
-        let mut layers: BTreeMap<usize, Layer> = BTreeMap::new();
+        let mut experts = Experts::new();
         let (mut tensors, mut ranks, mut parameters) = (Vec::new(), Map::new(), Vec::new());
         for (m, c) in &mut rest.modules {
             match (m.group, &mut *c) {
@@ -148,12 +148,10 @@ impl<'a> Export<'a> {
                 }
                 (Group::Experts, Choice::Lora { spec, .. }) => {
                     let (Some(l), Some(e)) = (m.layer, m.expert) else { continue };
-                    let which = match &self.config.family.experts {
-                        Some(n) => n.names.iter().position(|n| *n == m.last()).unwrap_or(0),
-                        None => 0,
-                    };
-                    let layer = layers.entry(l).or_insert_with(|| Layer::new(moe.experts));
-                    layer.pairs[which][e] = Some(self.pair(m, spec)?);
+                    let which = number(self.config, m);
+                    let none = || (0..moe.experts).map(|_| Vec::new()).collect();
+                    let all = experts.entry((l, which == DOWN)).or_insert_with(none);
+                    all[e].push((self.pair(m, spec)?, if which == UP { moe.width } else { 0 }));
                     *c = Choice::Freeze;
                 }
                 // Dense feed-forwards too: PEFT mistakes any module named gate_proj for an expert of an old
@@ -178,23 +176,36 @@ impl<'a> Export<'a> {
                 _ => {}
             }
         }
+        self.whole(&mut tensors);
+        for ((l, is_down), all) in &experts {
+            let (d, f, block) = (self.config.hidden, moe.width, experts_of(self.config, *l));
+            let (name, out, inp) = if *is_down { ("down_proj", d, f) } else { ("gate_up_proj", 2 * f, d) };
+            let (a, b, rank) = fuse(all, out, inp)?;
+            // PEFT nests two adapted parameters of one module: the first one becomes the inner.
+            let is_inner = !is_down && experts.contains_key(&(*l, true));
+            let nested = if is_inner { ".base_layer" } else { "" };
+            ranks.insert(pattern(&format!("{block}.{name}")), json!(rank));
+            tensors.push((format!("{PREFIX}{block}{nested}.lora_A.weight"), a));
+            tensors.push((format!("{PREFIX}{block}{nested}.lora_B.weight"), b));
+            parameters.push(format!("{block}.{name}"));
+        }
+        Ok((tensors, self.fused_config(&rest, &ranks, &parameters)))
+    }
+
+    /// Adds tensors that trained in full, and rows of tokens; a tied table under both of its names, as PEFT.
+    fn whole(&self, tensors: &mut Vec<(String, Tensor)>) {
+        let (head, embedding) =
+            (self.selection.name_of(Group::Head), self.selection.name_of(Group::Embedding));
         for t in self.selection.trained() {
             if matches!(t.part, Part::Weight | Part::Bias | Part::Rows)
                 && let Some(v) = self.values.get(&(t.module.clone(), t.part))
             {
                 tensors.push((v5(self.config, &self.key(&t)), v.clone()));
+                if self.selection.tied_in_full() && t.module == embedding {
+                    tensors.push((format!("{PREFIX}{head}.weight"), v.clone()));
+                }
             }
         }
-        for (l, layer) in &layers {
-            for (name, nested, fused) in layer.fused(self.config, *l, moe.width)? {
-                let Fused { a, b, rank } = fused;
-                ranks.insert(pattern(&name), json!(rank));
-                tensors.push((format!("{PREFIX}{nested}.lora_A.weight"), a));
-                tensors.push((format!("{PREFIX}{nested}.lora_B.weight"), b));
-                parameters.push(name);
-            }
-        }
-        Ok((tensors, self.fused_config(&rest, &ranks, &parameters)))
     }
 
     /// Config of a fused adapter: `parameters` as a whole, with `ranks` by pattern.
@@ -289,69 +300,34 @@ fn fail(dir: &Path, why: String) -> Error {
     Error::Peft { file: dir.display().to_string(), why }
 }
 
-/// Pairs of gate, up and down for every expert of a layer.
-struct Layer {
-    pairs: [Vec<Option<Pair>>; 3],
+/// By layer, and whether of the down projection: the pairs of every expert, each with its first output row.
+type Experts = BTreeMap<(usize, bool), Vec<Vec<(Pair, usize)>>>;
+
+/// Places of the up and down projection in an expert.
+const UP: usize = 1;
+const DOWN: usize = 2;
+
+/// Place of a linear in its expert: 0 for the gate, [`UP`], [`DOWN`].
+fn number(config: &Config, m: &Module) -> usize {
+    let names = config.family.experts.map(|x| x.names);
+    names.and_then(|names| names.iter().position(|n| *n == m.last())).unwrap_or(0)
 }
 
-/// A `[e r, i]` and B `[o, r e]` of one fused parameter.
-struct Fused {
-    a: Tensor,
-    b: Tensor,
-    rank: usize,
+/// Name of the experts of a layer in transformers 5.
+fn experts_of(config: &Config, l: usize) -> String {
+    format!("{}.layers.{l}.mlp.experts", config.body)
 }
 
-impl Layer {
-    fn new(experts: usize) -> Self {
-        Self { pairs: [(); 3].map(|_| (0..experts).map(|_| None).collect()) }
-    }
-
-    /// Adapted parameters: name, module with PEFT's nesting, values.
-    fn fused(
-        &self,
-        config: &Config,
-        l: usize,
-        f: usize,
-    ) -> candle_core::Result<Vec<(String, String, Fused)>> {
-        let (block, d) = (format!("{}.layers.{l}.mlp.experts", config.body), config.hidden);
-        let (gate_up, down) = (self.gate_up(f, d)?, self.down(f, d)?);
-        // PEFT nests two adapted parameters of one module: the first one becomes the inner.
-        let inner = if down.is_some() { ".base_layer" } else { "" };
-        let both = [(gate_up, "gate_up_proj", inner), (down, "down_proj", "")];
-        let named = |(fused, parameter, nested): (Option<Fused>, &str, &str)| {
-            Some((format!("{block}.{parameter}"), format!("{block}{nested}"), fused?))
-        };
-        Ok(both.into_iter().filter_map(named).collect())
-    }
-
-    fn gate_up(&self, f: usize, d: usize) -> candle_core::Result<Option<Fused>> {
-        let [gate, up, _] = &self.pairs;
-        let experts: Vec<Vec<(&Pair, usize)>> = gate
-            .iter()
-            .zip(up)
-            .map(|(g, u)| g.iter().map(|p| (p, 0)).chain(u.iter().map(|p| (p, f))).collect())
-            .collect();
-        fuse(&experts, 2 * f, d)
-    }
-
-    fn down(&self, f: usize, d: usize) -> candle_core::Result<Option<Fused>> {
-        let experts: Vec<Vec<(&Pair, usize)>> =
-            self.pairs[2].iter().map(|p| p.iter().map(|p| (p, 0)).collect()).collect();
-        fuse(&experts, d, f)
-    }
-}
-
-/// Fuses the pairs of all experts, given with the first output row of each, into one parameter.
-fn fuse(experts: &[Vec<(&Pair, usize)>], out: usize, inp: usize) -> candle_core::Result<Option<Fused>> {
-    let rank_of = |pairs: &[(&Pair, usize)]| -> candle_core::Result<usize> {
-        pairs.iter().map(|(p, _)| p.a.dim(0)).sum()
-    };
+/// Fuses the pairs of all experts into A `[e r, i]` and B `[o, r e]` of one parameter; also returns their rank r.
+fn fuse(
+    experts: &[Vec<(Pair, usize)>],
+    out: usize,
+    inp: usize,
+) -> candle_core::Result<(Tensor, Tensor, usize)> {
     let mut rank = 0;
     for pairs in experts {
-        rank = rank.max(rank_of(pairs)?);
-    }
-    if rank == 0 {
-        return Ok(None);
+        let own = pairs.iter().map(|(p, _)| p.a.dim(0)).sum::<candle_core::Result<usize>>()?;
+        rank = rank.max(own);
     }
     let e = experts.len();
     let (mut a, mut b) = (vec![0f32; e * rank * inp], vec![0f32; out * rank * e]);
@@ -370,7 +346,7 @@ fn fuse(experts: &[Vec<(&Pair, usize)>], out: usize, inp: usize) -> candle_core:
         }
     }
     let a = Tensor::from_vec(a, (e * rank, inp), &Device::Cpu)?;
-    Ok(Some(Fused { a, b: Tensor::from_vec(b, (out, rank * e), &Device::Cpu)?, rank }))
+    Ok((a, Tensor::from_vec(b, (out, rank * e), &Device::Cpu)?, rank))
 }
 
 /// Reads a fused adapter back into one pair per linear.
@@ -390,18 +366,14 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
     for (m, c) in &mut selection.modules {
         let name = v5(config, &m.name);
         if let (Group::Experts, Some(l), Some(e), Some(moe)) = (m.group, m.layer, m.expert, &config.moe) {
-            let own = format!("{}.layers.{l}.mlp.experts", config.body);
+            let own = experts_of(config, l);
             let has = |parameter| parameters.contains(&format!("{own}.{parameter}"));
-            let block = format!("{PREFIX}{own}");
-            let which = match &config.family.experts {
-                Some(n) => n.names.iter().position(|n| *n == m.last()).unwrap_or(0),
-                None => 0,
-            };
+            let (block, which) = (format!("{PREFIX}{own}"), number(config, m));
             let [o, i] = m.weight_shape()[..] else { continue };
             // With both parameters adapted, PEFT nests them: down is the outer one.
-            let prefix = match (which, has("gate_up_proj"), has("down_proj")) {
-                (2, _, true) | (0 | 1, true, false) => block,
-                (0 | 1, true, true) => format!("{block}.base_layer"),
+            let prefix = match (which == DOWN, has("gate_up_proj"), has("down_proj")) {
+                (true, _, true) | (false, true, false) => block,
+                (false, true, true) => format!("{block}.base_layer"),
                 _ => continue,
             };
             let (a, b) = (get(&format!("{prefix}.lora_A.weight"))?, get(&format!("{prefix}.lora_B.weight"))?);
@@ -409,7 +381,7 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
             let a = a.reshape((moe.experts, rank, i))?.get(e)?;
             let rows = b.dim(0)?;
             let b = b.reshape((rows, rank, moe.experts))?.narrow(2, e, 1)?.squeeze(2)?;
-            let first = if which == 1 { rows - o } else { 0 };
+            let first = if which == UP { rows - o } else { 0 };
             values.insert(format!("{}.lora_A.weight", m.name), a.contiguous()?);
             values.insert(format!("{}.lora_B.weight", m.name), b.narrow(0, first, o)?.contiguous()?);
             *c = Choice::Lora { spec: unit(rank), lr_scale: 1.0 };
@@ -430,4 +402,46 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
         }
     }
     Ok((selection, values))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapters::PeftConfig;
+
+    /// PEFT loads embedding and head of a tied model from a tensor each.
+    #[test]
+    fn a_tied_table_in_full_has_both_names() {
+        let config = json!({
+            "model_type": "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "head_dim": 4, "vocab_size": 16, "tie_word_embeddings": true, "num_experts": 2,
+            "num_experts_per_tok": 1, "moe_intermediate_size": 4,
+        });
+        let config = Config::parse("c", config.as_object().expect("an object").clone()).expect("a config");
+        let peft = json!({
+            "peft_type": "LORA", "r": 2, "target_modules": ["up_proj"], "modules_to_save": ["embed_tokens", "lm_head"],
+        });
+        let dir = tempfile::tempdir().expect("a folder");
+        let (adapter, out) = (dir.path().join("a"), dir.path().join("b"));
+        std::fs::create_dir(&adapter).expect("a folder");
+        std::fs::write(adapter.join("adapter_config.json"), peft.to_string()).expect("written");
+        let selection = PeftConfig::load(&adapter).and_then(|peft| Selection::from_peft(&config, &peft));
+        let selection = selection.expect("a selection");
+        let values = |t: &Trained| {
+            let value = Tensor::ones(t.shape.as_slice(), DType::F32, &Device::Cpu).expect("values");
+            (format!("{PREFIX}{}", t.name), value)
+        };
+        let tensors: Vec<_> = selection.trained().iter().map(values).collect();
+        let file = "adapter_model.safetensors";
+        crate::files::write_file(&adapter.join(file), &tensors, &[]).expect("written");
+        let adapter = Adapter::open(&adapter).expect("an adapter");
+        let export = Export::new(&config, &adapter, &selection).expect("an export");
+        export.write(Target::PeftFused, &out).expect("written");
+        let written = TensorFiles::open_file(&out.join(file)).expect("tensors");
+        for name in ["lm_head", "model.embed_tokens"] {
+            assert!(written.info(&format!("{PREFIX}{name}.weight")).is_some(), "{name}");
+        }
+        let (read, values) = read_fused(&config, &out).expect("read");
+        assert!(read.trained().iter().all(|t| values.contains_key(&t.name)));
+    }
 }

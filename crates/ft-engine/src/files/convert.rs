@@ -148,9 +148,9 @@ pub fn scaled(
     let load = Load { path, name, shape, elements, device, fetch };
     let table: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
     let cols = shape.last().copied().unwrap_or(1).max(1);
-    let of = |code: Code, at: usize| {
+    let of = |code: u8, at: usize| {
         let (row, col) = (at / cols / scales.block[0], at % cols / scales.block[1]);
-        table[usize::from(code.0)] * scales.values[row * scales.width + col]
+        table[usize::from(code)] * scales.values[row * scales.width + col]
     };
     match dtype {
         DType::F32 => load.run_at(of),
@@ -158,24 +158,6 @@ pub fn scaled(
         DType::F16 => load.run_at(|code, at| f16::of_f32(of(code, at))),
         DType::F64 => load.run_at(|code, at| f64::of_f32(of(code, at))),
         _ => Err(load.refuse(Dtype::F8_E4M3, dtype)),
-    }
-}
-
-/// An 8-bit code.
-#[derive(Clone, Copy, Default)]
-struct Code(u8);
-
-impl Stored for Code {
-    const BYTES: usize = 1;
-    type Over = u8;
-    fn from_le(bytes: &[u8]) -> Self {
-        Code(bytes[0])
-    }
-    fn over(self) -> u8 {
-        0
-    }
-    fn is_over(_: u8) -> bool {
-        false
     }
 }
 

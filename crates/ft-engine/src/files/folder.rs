@@ -9,12 +9,16 @@ use std::path::Path;
 /// Maximum size of a weight file in bytes, as in transformers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Files of a model folder in addition to config and weights, copied if present. The first two belong to
+/// Files of a model folder in addition to config and weights, copied if present. The first five belong to
 /// models only, the rest to the tokenizer; tokenizer files are copied to adapters too.
 pub const COMPANIONS: &[&str] = &[
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     "ft.json",
     "generation_config.json",
     "added_tokens.json",
+    ft_data::TOOL_USE,
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
@@ -56,4 +60,23 @@ pub fn write_folder(
     }
     write_sharded(out, "model", entries, SHARD_BYTES, get)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// transformers loads a vision checkpoint with its processors alone.
+    #[test]
+    fn processors_of_a_vision_checkpoint_go_along() {
+        let (from, to) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+        let names = ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"];
+        names.iter().for_each(|name| std::fs::write(from.path().join(name), "{}").expect("written"));
+        let entries = [("w".to_string(), DType::F32, vec![1])];
+        write_folder(from.path(), to.path(), Map::new(), DType::F32, &entries, &mut |_| {
+            Ok(Tensor::zeros(1, DType::F32, &candle_core::Device::Cpu)?)
+        })
+        .expect("written");
+        assert!(names.iter().all(|name| to.path().join(name).is_file()));
+    }
 }

@@ -2,8 +2,8 @@
 
 use half::bf16;
 
-/// Values that share a scale.
-pub const BLOCK: usize = 32;
+/// Values of MXFP4 that share a scale.
+pub const MXFP4_BLOCK: usize = 32;
 
 /// Magnitudes of the codes; bit 3 is the sign.
 const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];

@@ -70,10 +70,11 @@ fn what_is_written_is_read_back_and_the_crate_agrees() {
         assert_eq!(theirs.tensor(name).unwrap().data(), files.read(name).unwrap(), "{name}");
     }
     // Rows 1 and 2 of [3, 2].
-    assert_eq!(files.read_rows("z.f32", 1..3).unwrap(), &files.read("z.f32").unwrap()[8..]);
-    assert_eq!(files.read_rows("z.f32", 1..1).unwrap(), b"");
-    for (name, rows) in [("z.f32", 2..4), ("d.u32", 0..1), ("z.f32", Range { start: 3, end: 2 })] {
-        assert!(matches!(files.read_rows(name, rows), Err(Error::Rows { .. })));
+    let part = |name: &str, r: Range<usize>| files.part(name, r, DType::F32, &CPU);
+    assert_eq!(part("z.f32", 2..6).unwrap().to_vec1::<f32>().unwrap(), [3.25, 0.1, 5.0, 6.0]);
+    assert_eq!(part("z.f32", 2..2).unwrap().elem_count(), 0);
+    for elements in [4..8, Range { start: 3, end: 2 }] {
+        assert!(matches!(part("z.f32", elements), Err(Error::Rows { .. })));
     }
     let text = files.read("z.f23").unwrap_err().to_string();
     assert!(text.contains("nearest name is \"z.f32\""), "{text}");
@@ -295,7 +296,7 @@ fn a_file_cut_short_after_open_is_an_error() {
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1000).unwrap();
     for error in [
         files.read("w").unwrap_err(),
-        files.read_rows("w", 4000..4096).unwrap_err(),
+        files.part("w", 4000..4096, DType::F32, &CPU).unwrap_err(),
         files.tensor("w", DType::BF16, &CPU).unwrap_err(),
     ] {
         assert!(matches!(error, Error::CutShort { .. }), "{error}");

@@ -1,10 +1,10 @@
 //! The whole decoder: embedding, layers, head.
 
 use super::attention::{Attention, QkNorm};
-use super::config::family::{DeltaProjections, QkNorms};
+use super::config::family::QkNorms;
 use super::config::modules::{FeedForwardTree, Kind, LayerTree, MixerTree, MlpTree, Module, Tree, modules};
 use super::config::{Config, KeySource};
-use super::delta::{DeltaNet, Parameter, Projections};
+use super::delta::{DeltaNet, Parameter};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
 use super::feed_forward::{Beside, Mixture, Owned, Shared};
@@ -126,13 +126,14 @@ impl Decoder {
 }
 
 impl Decoder {
-    /// The same weights without adapters.
+    /// The same weights without adapters, trained rows of tokens included. Rows that a pass has written into their
+    /// table stay there.
     pub fn without_adapters(&self) -> Self {
         let mut base = self.clone();
-        base.embedding.lora = None;
+        (base.embedding.lora, base.embedding.rows) = (None, None);
         base.embedding.layer_inputs.iter_mut().for_each(|i| i.projection.lora = None);
         base.layers.iter_mut().for_each(Layer::remove_adapters);
-        base.head.linear.lora = None;
+        (base.head.linear.lora, base.head.linear.rows) = (None, None);
         base
     }
 
@@ -243,20 +244,8 @@ impl<'a> Builder<'a> {
                     let why = format!("layer {l} has linear attention and its config none");
                     return Err(candle_core::Error::Msg(why).into());
                 };
-                let linears: Vec<Linear> =
+                let projections =
                     projections.iter().map(|m| self.linear(m)).collect::<ft_base::Result<_>>()?;
-                let projections = match (delta.projections, <[Linear; 4]>::try_from(linears)) {
-                    (DeltaProjections::Split, Ok([qkv, z, b, a])) => Projections::Split { qkv, z, b, a },
-                    (_, Ok(_)) => {
-                        return Err(candle_core::Error::Msg(format!("layer {l}: projections")).into());
-                    }
-                    (_, Err(linears)) => match <[Linear; 2]>::try_from(linears) {
-                        Ok([qkvz, ba]) => Projections::Interleaved { qkvz, ba },
-                        Err(_) => {
-                            return Err(candle_core::Error::Msg(format!("layer {l}: projections")).into());
-                        }
-                    },
-                };
                 let own = |all| self.weights.heads(all);
                 let heads =
                     Heads { keys: own(delta.heads.keys), values: own(delta.heads.values), ..delta.heads };
@@ -266,7 +255,8 @@ impl<'a> Builder<'a> {
                 // The weight of this norm is stored as it is.
                 let norm = Norm { plus: 0.0, ..self.norm(norm)? };
                 let out = self.linear(out)?;
-                Mixer::Delta(Box::new(DeltaNet { projections, out, conv, a_log, bias, norm, heads }))
+                let layout = delta.projections;
+                Mixer::Delta(Box::new(DeltaNet { projections, layout, out, conv, a_log, bias, norm, heads }))
             }
         })
     }

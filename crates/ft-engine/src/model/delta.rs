@@ -1,5 +1,6 @@
 //! Linear attention by the gated delta rule: projections, causal convolution, recurrence, gated norm.
 
+use super::config::family::DeltaProjections;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::pass::batch::Context;
@@ -9,16 +10,6 @@ use ft_kernels::Tensor;
 use ft_kernels::delta::rule::{self, Inputs};
 use ft_kernels::delta::{self, Heads, State, conv, gated_norm};
 use ft_kernels::padded::Padded;
-
-/// Projections of the input.
-#[derive(Clone, Debug)]
-#[expect(clippy::large_enum_variant, reason = "one a layer")]
-pub enum Projections {
-    /// Queries, keys and values `[d]` -> `[c]`, z `[d]` -> `[h v]`, rates b and decays a `[d]` -> `[h]`.
-    Split { qkv: Linear, z: Linear, b: Linear, a: Linear },
-    /// The same in two linears, interleaved by key head.
-    Interleaved { qkvz: Linear, ba: Linear },
-}
 
 /// A parameter that is no linear's: value, and gradient slot if trained.
 #[derive(Clone, Debug)]
@@ -30,7 +21,10 @@ pub struct Parameter {
 /// The token mixer of a layer with linear attention.
 #[derive(Clone, Debug)]
 pub struct DeltaNet {
-    pub projections: Projections,
+    /// Projections of the input, as `layout` says. Split: queries, keys and values `[d]` -> `[c]`, z `[d]` -> `[h v]`,
+    /// rates b and decays a `[d]` -> `[h]`. Interleaved: queries, keys, values and z in one, b and a in another.
+    pub projections: Vec<Linear>,
+    pub layout: DeltaProjections,
     /// Output `[h v]` -> `[d]`.
     pub out: Linear,
     /// Taps of the convolution `[c, n]`.
@@ -42,6 +36,9 @@ pub struct DeltaNet {
     pub norm: Norm,
     pub heads: Heads,
 }
+
+/// Error for a bug in the builder.
+const LACKS: &str = "a layer that lacks a projection";
 
 /// Outputs of the projections.
 #[derive(Debug)]
@@ -70,120 +67,84 @@ impl Saved {
     }
 }
 
-impl Projections {
-    fn linears(&self) -> Vec<&Linear> {
-        match self {
-            Projections::Split { qkv, z, b, a } => vec![qkv, z, b, a],
-            Projections::Interleaved { qkvz, ba } => vec![qkvz, ba],
-        }
-    }
-
-    fn linears_mut(&mut self) -> Vec<&mut Linear> {
-        match self {
-            Projections::Split { qkv, z, b, a } => vec![qkv, z, b, a],
-            Projections::Interleaved { qkvz, ba } => vec![qkvz, ba],
-        }
-    }
-
-    fn dequantized(&self) -> Result<Self> {
-        Ok(match self {
-            Projections::Split { qkv, z, b, a } => Projections::Split {
-                qkv: qkv.dequantized()?,
-                z: z.dequantized()?,
-                b: b.dequantized()?,
-                a: a.dequantized()?,
-            },
-            Projections::Interleaved { qkvz, ba } => {
-                Projections::Interleaved { qkvz: qkvz.dequantized()?, ba: ba.dequantized()? }
-            }
-        })
-    }
-
-    fn forward(&self, x: &Padded, ctx: &Context, heads: Heads) -> Result<(Projected, Vec<linear::Saved>)> {
-        match self {
-            Projections::Split { qkv, z, b, a } => {
-                let (qkv, of_qkv) = qkv.forward_padded(x, ctx)?;
-                let (z, of_z) = z.forward_padded(x, ctx)?;
-                let (b, of_b) = b.forward_padded(x, ctx)?;
-                let (a, of_a) = a.forward_padded(x, ctx)?;
-                Ok((Projected { qkv, z, b, a }, vec![of_qkv, of_z, of_b, of_a]))
-            }
-            Projections::Interleaved { qkvz, ba } => {
-                let (y, of_qkvz) = qkvz.forward_padded(x, ctx)?;
-                let [q, k, v, z] = delta::split(&y, heads.keys, heads.of_qkvz())?;
-                drop(y);
-                let qkv = Tensor::cat(&[q, k, v], 1)?;
-                let (y, of_ba) = ba.forward_padded(x, ctx)?;
-                let [b, a] = delta::split(&y, heads.keys, heads.of_ba())?;
-                Ok((Projected { qkv, z, b, a }, vec![of_qkvz, of_ba]))
-            }
-        }
-    }
-
-    /// Gradient of the input, from those of the outputs.
-    fn backward(
-        &self,
-        saved: &[linear::Saved],
-        Projected { qkv, z, b, a }: Projected,
-        heads: Heads,
-        ctx: &Context,
-        sink: &Sink<'_>,
-    ) -> Result<Tensor> {
-        let outputs = match self {
-            Projections::Split { .. } => vec![qkv, z, b, a],
-            Projections::Interleaved { .. } => {
-                let (k, v) = (heads.key_width(), heads.value_width());
-                let part = |from, n| qkv.narrow(1, from, n)?.contiguous();
-                let parts = [part(0, k)?, part(k, k)?, part(2 * k, v)?];
-                let [dq, dk, dv] = parts.each_ref();
-                let joined = delta::join([dq, dk, dv, &z], heads.keys)?;
-                vec![joined, delta::join([&b, &a], heads.keys)?]
-            }
-        };
-        let mut dx = None;
-        for ((linear, saved), dy) in self.linears().into_iter().zip(saved).zip(outputs) {
-            dx = Some(linear.backward_padded(saved, &Padded::of(&dy)?, ctx, sink, dx)?);
-        }
-        dx.ok_or_else(|| candle_core::Error::msg("a layer without projections"))
-    }
-}
-
 impl DeltaNet {
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
-        let mut all = self.projections.linears();
-        all.push(&self.out);
-        all
+        self.projections.iter().chain([&self.out]).collect()
     }
 
     /// As [`DeltaNet::linears`], to change them.
     pub fn linears_mut(&mut self) -> Vec<&mut Linear> {
-        let mut all = self.projections.linears_mut();
-        all.push(&mut self.out);
-        all
+        self.projections.iter_mut().chain([&mut self.out]).collect()
     }
 
     /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
-        let (projections, out) = (self.projections.dequantized()?, self.out.dequantized()?);
-        Ok(Self { projections, out, ..self.clone() })
+        let projections = self.projections.iter().map(Linear::dequantized).collect::<Result<_>>()?;
+        Ok(Self { projections, out: self.out.dequantized()?, ..self.clone() })
     }
 
     /// Spare columns for an input like `x`: see [`Linear::fused_rank`].
     pub fn fused_rank(&self, x: &Tensor) -> usize {
-        self.projections.linears().into_iter().map(|l| l.fused_rank(x)).max().unwrap_or(0)
+        self.projections.iter().map(|l| l.fused_rank(x)).max().unwrap_or(0)
     }
 
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
-        self.projections.linears().into_iter().any(Linear::needs_input)
+        self.projections.iter().any(Linear::needs_input)
     }
 
     /// Restores the input dropped by [`Saved::drop_inputs`].
     pub fn restore(&self, s: &mut Saved, x: Option<&Tensor>) {
-        for (l, s) in self.projections.linears().into_iter().zip(&mut s.linears) {
+        for (l, s) in self.projections.iter().zip(&mut s.linears) {
             s.x = x.and_then(|x| l.input(x));
         }
+    }
+
+    /// Outputs of the projections.
+    fn project(&self, x: &Padded, ctx: &Context) -> Result<(Projected, Vec<linear::Saved>)> {
+        let (mut all, mut saved) = (self.projections.iter(), Vec::new());
+        let mut next = || {
+            let Some(linear) = all.next() else { candle_core::bail!("{LACKS}") };
+            let (y, of) = linear.forward_padded(x, ctx)?;
+            saved.push(of);
+            Ok(y)
+        };
+        let projected = match self.layout {
+            DeltaProjections::Split => Projected { qkv: next()?, z: next()?, b: next()?, a: next()? },
+            DeltaProjections::Interleaved => {
+                let [q, k, v, z] = delta::split(&next()?, self.heads.keys, self.heads.of_qkvz())?;
+                let qkv = Tensor::cat(&[q, k, v], 1)?;
+                let [b, a] = delta::split(&next()?, self.heads.keys, self.heads.of_ba())?;
+                Projected { qkv, z, b, a }
+            }
+        };
+        Ok((projected, saved))
+    }
+
+    /// Gradient of the input, from those of the projections' outputs.
+    fn project_back(
+        &self,
+        saved: &[linear::Saved],
+        Projected { qkv, z, b, a }: Projected,
+        ctx: &Context,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
+        let outputs = match self.layout {
+            DeltaProjections::Split => vec![qkv, z, b, a],
+            DeltaProjections::Interleaved => {
+                let (k, v, keys) = (self.heads.key_width(), self.heads.value_width(), self.heads.keys);
+                let part = |from, n| qkv.narrow(1, from, n)?.contiguous();
+                let parts = [part(0, k)?, part(k, k)?, part(2 * k, v)?];
+                let [dq, dk, dv] = parts.each_ref();
+                vec![delta::join([dq, dk, dv, &z], keys)?, delta::join([&b, &a], keys)?]
+            }
+        };
+        let mut dx = None;
+        for ((linear, saved), dy) in self.projections.iter().zip(saved).zip(outputs) {
+            dx = Some(linear.backward_padded(saved, &Padded::of(&dy)?, ctx, sink, dx)?);
+        }
+        dx.ok_or_else(|| candle_core::Error::msg(LACKS))
     }
 
     fn inputs<'a>(&'a self, qkv: &'a Tensor, p: &'a Projected) -> Inputs<'a> {
@@ -201,7 +162,7 @@ impl DeltaNet {
         if ctx.across.is_some() {
             candle_core::bail!("linear attention over the ranks of a context group: refused by the plan");
         }
-        let (projected, linears) = self.projections.forward(x, ctx, self.heads)?;
+        let (projected, linears) = self.project(x, ctx)?;
         let qkv = conv::forward(&projected.qkv, &self.conv.value, &ctx.seqs, state.as_deref_mut())?;
         let o = rule::forward(&self.inputs(&qkv, &projected), &ctx.seqs, state)?;
         drop(qkv);
@@ -241,6 +202,6 @@ impl DeltaNet {
         }
         drop(projected);
         let grads = Projected { qkv: dqkv, z: dz, b: of_rule.b, a: of_rule.a };
-        self.projections.backward(&linears, grads, self.heads, ctx, sink)
+        self.project_back(&linears, grads, ctx, sink)
     }
 }

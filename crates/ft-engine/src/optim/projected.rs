@@ -47,18 +47,27 @@ impl GaLore {
             }
         }
         drop(low);
-        let keeps = flat.keeps(&slot.range());
-        // without master weights: a temporary f32 copy of this matrix
-        let master = flat.values(slot.range())?.to_dtype(DType::F32)?;
-        p.add_back(&master.reshape(p.dims)?, &delta.reshape((rows, cols))?, self.scale)?;
-        if k.weight_decay != 0.0 {
-            let less = (&master * (1.0 - k.lr * k.weight_decay))?;
-            master.slice_set(&less, 0, 0)?;
-        }
-        if keeps {
+        let delta = delta.reshape((rows, cols))?;
+        if flat.keeps(&slot.range()) {
+            self.apply(p, &flat.master.of(slot.range())?, &delta, k)?;
             return flat.refresh(slot.range());
         }
-        round(&master, &flat.values(slot.range())?, flat.draws(k.t, slot.offset))
+        flat.compute_on(slot.range(), g.real()?.device(), |weights| {
+            // a temporary f32 copy of this matrix
+            let wide = weights.to_dtype(DType::F32)?;
+            self.apply(p, &wide, &delta, k)?;
+            round(&wide, weights, flat.draws(k.t, slot.offset))
+        })
+    }
+
+    /// Adds the update of the projection to f32 weights, and applies weight decay.
+    fn apply(&self, p: &Projected, weights: &Tensor, delta: &Tensor, k: &AdamW) -> Result<()> {
+        p.add_back(&weights.reshape(p.dims)?, delta, self.scale)?;
+        if k.weight_decay != 0.0 {
+            let less = (weights * (1.0 - k.lr * k.weight_decay))?;
+            weights.slice_set(&less, 0, 0)?;
+        }
+        Ok(())
     }
 }
 

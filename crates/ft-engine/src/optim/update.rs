@@ -54,19 +54,11 @@ impl Update<'_> {
     }
 
     fn apply_rounded(&self, grads: &Tensor, moments: Of) -> Result<()> {
-        let held = self.compute()?;
         let draws = self.flat.draws(self.k.t, self.range.start);
-        // no copy if already on the same device
-        let p: Tensor = held.real()?.to_device(grads.real()?.device())?.into();
-        match moments {
-            Of::Wide([m, v]) => adamw_rounded(&p, [&m, &v, grads], draws, &self.k)?,
-            Of::Coded(all) => adamw8bit_rounded(&p, &all, grads, draws, &self.k)?,
-        }
-        let (p, home) = (p.real()?, held.real()?.device());
-        if p.device().same_device(home) {
-            return Ok(());
-        }
-        held.slice_set(&p.to_device(home)?.into(), 0, 0)
+        self.flat.compute_on(self.range.clone(), grads.real()?.device(), |p| match &moments {
+            Of::Wide([m, v]) => adamw_rounded(p, [m, v, grads], draws, &self.k),
+            Of::Coded(all) => adamw8bit_rounded(p, all, grads, draws, &self.k),
+        })
     }
 
     /// Applies the update with states and compute buffer on one device.

@@ -165,6 +165,28 @@ impl Flat {
         to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
     }
 
+    /// Calls `change` with the compute weights of a range on `device`: those held, or a copy that is written back if
+    /// they are on another device.
+    ///
+    /// # Errors
+    /// A range not fully held by this rank; device errors; errors of `change`.
+    pub fn compute_on(
+        &self,
+        range: Range<usize>,
+        device: &Device,
+        change: impl FnOnce(&Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let held = self.compute.held.of(range)?;
+        let home = held.real()?.device();
+        if home.same_device(device) {
+            return change(&held);
+        }
+        // candle moves the whole storage of a view
+        let copy: Tensor = held.real()?.force_contiguous()?.to_device(device)?.into();
+        change(&copy)?;
+        held.slice_set(&copy.real()?.to_device(home)?.into(), 0, 0)
+    }
+
     /// Whether the held compute weights and the master weights are the same memory.
     pub fn is_master(&self) -> bool {
         self.master.is(&self.compute.held.values)

@@ -112,8 +112,9 @@ impl<'a> LazyVector<'a> {
 }
 
 impl<'a> LazyMatrix<'a> {
-    /// The rows or columns of a piece, with the same values. Blocks and groups of scales become as small as the piece
-    /// asks for; several have one scale or factor.
+    /// The rows or columns of a piece, with the same values. Blocks of the whole may straddle the cuts, so the piece
+    /// has smaller blocks (a divisor of the old size); consecutive ones repeat the scale of the block that they came
+    /// from. The same holds for groups of scales and their factors.
     ///
     /// # Errors
     /// A piece with an odd number of consecutive values.

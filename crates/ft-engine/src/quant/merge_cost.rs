@@ -63,11 +63,6 @@ impl MergeCost {
     pub fn nf4_of_update(self) -> f64 {
         share(self.nf4, self.update)
     }
-
-    /// Relative L2 error of quantizing to NF4, with respect to the merged weights.
-    pub fn nf4_of_merged(self) -> f64 {
-        share(self.nf4, self.merged)
-    }
 }
 
 fn share(error: f64, whole: f64) -> f64 {

@@ -17,12 +17,13 @@ mod dequantized_tests;
 #[cfg(test)]
 mod tests;
 
+pub use crate::files::MXFP4_BLOCK;
 pub use agree::agreement;
 pub use codebook::{CodeTables, Type};
 pub use encode::{BLOCK, Encoded, Nested, lazy_nf4, scales_of};
 pub use error::Error;
 pub use lazy::{LazyMatrix, LazyScales, LazyVector};
 pub use merge_cost::MergeCost;
-pub use mxfp4::{MXFP4_BLOCK, MXFP4_PARTS};
+pub use mxfp4::MXFP4_PARTS;
 pub use source::{applies_to, dtype_of, from_files, scales};
 pub use stored::{Entry, entries, find, open, problems, read, source_dtype};

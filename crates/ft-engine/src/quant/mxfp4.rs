@@ -6,16 +6,16 @@
 use super::codebook::Type;
 use super::error::Error;
 use super::lazy::{LazyMatrix, LazyScales, LazyVector};
-use crate::files::TensorFiles;
+use crate::files::{MXFP4_BLOCK, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
-/// Values that share a scale.
-pub const MXFP4_BLOCK: usize = 32;
 /// Last components of the names of codes and scales.
 pub const MXFP4_PARTS: [&str; 2] = ["blocks", "scales"];
 /// Exponent code of NaN.
 const NAN: u8 = 255;
+/// Largest exponent code that keeps every value finite: 6 times 2^125.
+const LARGEST: u8 = 252;
 
 /// Names of the two tensors of a weight, if the files hold it in MXFP4.
 pub(super) fn find(files: &TensorFiles, weight: &str) -> Option<Vec<String>> {
@@ -74,10 +74,11 @@ pub(super) fn open<'a>(
         len: blocks,
         read: Box::new(move |r| {
             let bytes = files.read_part(&scales, r)?;
-            if bytes.contains(&NAN) {
-                return Err(fail("a scale is not a number".into()));
+            match bytes.iter().copied().max() {
+                Some(NAN) => Err(fail("a scale is not a number".into())),
+                Some(e) if e > LARGEST => Err(fail("a scale makes infinite weights".into())),
+                _ => Ok(Tensor::new(bytes, &Device::Cpu)?),
             }
-            Ok(Tensor::new(bytes, &Device::Cpu)?)
         }),
     };
     Ok(LazyMatrix {
@@ -121,6 +122,35 @@ mod tests {
         assert_eq!(rows[0][..5], [1.0, 2.0, -1.0, -12.0, 0.0]);
         assert_eq!(rows[1][..2], [3.0, 0.0]);
         assert!(quant::read(&files, "w", (2, 64), DType::F32, &mut books).is_err());
+        Ok(())
+    }
+
+    /// The largest scale keeps all values finite; larger ones are refused by name.
+    #[test]
+    fn scales_without_finite_weights_are_refused() -> ft_base::Result<()> {
+        let dir = tempfile::tempdir().map_err(candle_core::Error::wrap)?;
+        let path = dir.path().join("model.safetensors");
+        for (scale, says) in [
+            (LARGEST, None),
+            (LARGEST + 1, Some("w: a scale makes infinite weights")),
+            (NAN - 1, Some("w: a scale makes infinite weights")),
+            (NAN, Some("w: a scale is not a number")),
+        ] {
+            let blocks = Tensor::full(0x77u8, (1, 1, 16), &Device::Cpu)?;
+            let scales = Tensor::full(scale, (1, 1), &Device::Cpu)?;
+            let parts = [("w.blocks".into(), blocks), ("w.scales".into(), scales)];
+            crate::files::write_file(&path, &parts, &[])?;
+            let files = TensorFiles::open_file(&path)?;
+            let mut books = CodeTables::new(&Device::Cpu)?;
+            match (quant::read(&files, "w", (1, 32), DType::F32, &mut books), says) {
+                (Ok(w), None) => {
+                    let values = w.dequantize()?.flatten_all()?.real()?.to_vec1::<f32>()?;
+                    assert!(values.iter().all(|x| x.is_finite()), "{scale}");
+                }
+                (Err(e), Some(says)) => assert!(e.to_string().contains(says), "{scale}: {e}"),
+                (read, _) => panic!("{scale}: {:?}", read.map(drop).map_err(|e| e.to_string())),
+            }
+        }
         Ok(())
     }
 }

@@ -58,39 +58,20 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
     let rows_a_piece = unit * (PIECE / (unit * cols)).max(1);
     let values = rows_a_piece * cols;
     let pieces = e.packed.chunks_mut(values / 2).zip(e.scales.chunks_mut(values / BLOCK));
-    let finite = cpu::map(pieces.enumerate(), |(i, (packed, scales))| {
-        let first = i * rows_a_piece;
-        let own = first..(first + rows_a_piece).min(rows);
-        let values = if files.is_scaled(name) {
-            files.part(name, own.start * cols..own.end * cols, DType::F32, &Device::Cpu)?.to_vec1()?
-        } else {
-            widen(&files.read_rows(name, own)?, source)
-        };
-        Ok(encode::encode(&values, packed, scales, codes))
+    let done = cpu::map(pieces.enumerate(), |(i, (packed, scales))| {
+        let (first, end) = (i * rows_a_piece, rows.min((i + 1) * rows_a_piece));
+        let values =
+            files.part(name, first * cols..end * cols, DType::F32, &Device::Cpu)?.to_vec1::<f32>()?;
+        // Others than finite ones are not read.
+        encode::encode(&values, packed, scales, codes);
+        Ok(())
     });
-    if finite.into_iter().collect::<ft_base::Result<Vec<bool>>>()?.into_iter().all(|f| f) {
-        return Ok(e);
-    }
-    let path = files.path_of(name).map_or(String::new(), |p| format!("{}: ", p.display()));
-    Err(Error::NotFinite { name: format!("{path}{name}") }.into())
+    done.into_iter().collect::<ft_base::Result<()>>()?;
+    Ok(e)
 }
 
 fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
-}
-
-/// Converts little-endian values to f32.
-fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
-    match dtype {
-        DType::F64 => bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect(),
-        DType::F16 => {
-            bytes.as_chunks::<2>().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect()
-        }
-        DType::BF16 => {
-            bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
-        }
-        _ => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
-    }
 }
 
 /// Whether `model.quantize` applies to a module's weight: linears of decoder layers, experts included.

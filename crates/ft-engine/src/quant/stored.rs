@@ -60,7 +60,7 @@ pub fn find(files: &TensorFiles, weight: &str) -> Option<Vec<String>> {
     Some(names)
 }
 
-pub(super) fn kind(files: &TensorFiles, weight: &str) -> Option<Type> {
+fn kind(files: &TensorFiles, weight: &str) -> Option<Type> {
     [Type::Nf4, Type::Fp4]
         .into_iter()
         .find(|t| files.info(&format!("{weight}.quant_state.bitsandbytes__{}", t.name())).is_some())

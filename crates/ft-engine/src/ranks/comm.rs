@@ -197,6 +197,11 @@ pub trait Comm: Send + Sync {
     }
 }
 
+/// The words of a message.
+pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect()
+}
+
 /// A peer and a tensor to send or to fill.
 pub type Piece = (usize, Tensor);
 
@@ -209,12 +214,12 @@ pub(super) struct Said {
 impl Said {
     pub(super) fn bytes(&self) -> Vec<u8> {
         let words = [u64::from(self.gives), self.range.start as u64, self.range.end as u64];
-        words.map(u64::to_ne_bytes).concat()
+        bytemuck::cast_slice::<u64, u8>(&words).to_vec()
     }
 
     pub(super) fn of(bytes: &[u8]) -> Self {
-        let mut words = bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b) as usize);
-        let mut next = || words.next().unwrap_or(0);
+        let mut words = words_of(bytes).into_iter();
+        let mut next = || words.next().unwrap_or(0) as usize;
         Self { gives: next() != 0, range: next()..next() }
     }
 }

@@ -19,6 +19,7 @@ pub mod schedule;
 mod sum;
 mod threads;
 
+pub(crate) use comm::words_of;
 pub use comm::{At, Comm, Error, Piece, Received};
 pub use device::on_device;
 pub use group::Group;

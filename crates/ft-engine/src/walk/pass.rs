@@ -7,7 +7,6 @@ use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
 use crate::model::batch::Context;
 use crate::model::between::Between;
-use crate::model::carried::Carried;
 use crate::model::head::Output;
 use crate::model::layer::{self, Level};
 use crate::model::sink::Sink;
@@ -50,36 +49,10 @@ pub struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// Starts the layers of a stage with what came up beside hidden states.
-    ///
-    /// # Errors
-    /// Tensors that do not fit.
-    pub fn arrive(&self, c: &Carried, came: Vec<Tensor>) -> Result<()> {
-        c.arrive(&self.between, came)
-    }
-
-    /// What goes up beside hidden states.
-    ///
-    /// # Errors
-    /// Device errors.
-    pub fn go_up(&self, c: &Carried) -> Result<Vec<Tensor>> {
-        c.up(&self.between)
-    }
-
-    /// Starts the backward pass of a stage with the gradients that came down.
-    ///
-    /// # Errors
-    /// Tensors that do not fit.
-    pub fn arrive_back(&self, c: &Carried, came: Vec<Tensor>) -> Result<()> {
-        c.arrive_back(&self.between, came)
-    }
-
-    /// Gradients for the stage below, beside the hidden states' gradient.
-    ///
-    /// # Errors
-    /// Device errors.
-    pub fn go_down(&self, c: &Carried) -> Result<Vec<Tensor>> {
-        c.down(&self.between)
+    /// State between layers, a part of which crosses the boundaries of a stage: see
+    /// [`Carried`](crate::model::carried::Carried).
+    pub fn between(&self) -> &Between {
+        &self.between
     }
 
     /// Begins the pass of a micro-batch down to unit `lowest`.

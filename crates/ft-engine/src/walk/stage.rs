@@ -3,7 +3,7 @@
 use crate::model::Decoder;
 use crate::model::carried::{Carried, Rows};
 use crate::params::buffers::Split;
-use crate::ranks::{At, Axis, Comm, Group};
+use crate::ranks::{At, Axis, Comm, Group, words_of};
 use candle_core::{DType, Device};
 use ft_kernels::Tensor;
 
@@ -123,11 +123,9 @@ impl<'a> Stage<'a> {
     /// A lost rank.
     pub fn words(&self, above: bool, own: &[u64]) -> ft_base::Result<Vec<u64>> {
         let (members, _, at) = self.with(above);
-        let bytes: Vec<u8> = own.iter().flat_map(|w| w.to_ne_bytes()).collect();
-        let mut all = self.group.all_gather_bytes_among(&members, at, &bytes, true)?;
+        let mut all = self.group.all_gather_bytes_among(&members, at, bytemuck::cast_slice(own), true)?;
         let theirs = if above { all.pop() } else { (!all.is_empty()).then(|| all.swap_remove(0)) };
-        let theirs = theirs.unwrap_or_default();
-        Ok(theirs.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect())
+        Ok(words_of(&theirs.unwrap_or_default()))
     }
 
     /// This rank and its neighbour above or below, the neighbour, and the name of their collectives.

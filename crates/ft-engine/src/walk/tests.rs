@@ -111,7 +111,7 @@ impl Case {
 
 fn build(base: &Base, selection: &Selection, adapter: Option<&Adapter>) -> Result<(Decoder, Params)> {
     let allocate = Allocate { train: true, ..Allocate::default() };
-    Ok(Build::new(base, selection).adapter(adapter).allocate(allocate).run()?)
+    Ok(Build { adapter, allocate, ..Build::new(base, selection) }.run()?)
 }
 
 /// Trains every module.

@@ -184,12 +184,14 @@ impl<'a> Visits<'a> {
         self.visits.get(at).copied().filter(|_| at != self.pause)
     }
 
-    /// Pauses after the forward visits.
+    /// Splits the pass in two for a pipeline: other micro-batches run between its forward and its backward visits. No
+    /// visit is announced as next across the pause.
     pub fn pausing(self) -> Self {
         Self { pause: self.visits.iter().filter(|v| !v.is_backward()).count(), ..self }
     }
 
-    /// Number of visits up to the pause, or after it all of them.
+    /// Index at which the current half ends: the pause during the forward visits; unbounded afterwards or without a
+    /// pause.
     pub fn until(&self) -> usize {
         if self.at < self.pause { self.pause } else { usize::MAX }
     }

@@ -1,4 +1,4 @@
-//! FileGroup of a run, by disk.
+//! Files of a run, by disk.
 
 use super::parts::{NamedBytes, sum};
 use std::path::PathBuf;

@@ -78,10 +78,7 @@ impl HostPlan {
         let weights: u64 = weights.map(|(n, rounded)| n * if rounded { machine.width } else { 4 }).sum();
         let result = if s.everything_full() { machine.width * count } else { weights };
         let checkpoint = weights + states + entries * headers + STATE;
-        let saves = match (r.run.save_every as u64, w.steps) {
-            (0, _) => Some(1),
-            (every, steps) => steps.map(|n| n.div_ceil(every)),
-        };
+        let saves = saves(r, w.steps);
         let experts = s.modules.iter().filter(|(m, _)| m.expert.is_some()).count() as u64 / 3;
         let steps = w.steps.unwrap_or(0);
         let loads = (LINE.1 * experts).saturating_mul(steps.div_ceil(LOAD_EVERY));
@@ -355,6 +352,17 @@ impl HostPlan {
         line("/dev/shm", &self.shared, self.shared_left, "");
         s
     }
+}
+
+/// Most checkpoints of a run of `steps`, if known. Each evaluation may have the best one.
+fn saves(r: &Recipe, steps: Option<u64>) -> Option<u64> {
+    let best = if r.run.keep_best { r.run.eval_every } else { 0 };
+    // steps before the last one with a checkpoint
+    let before = |every: usize| match every as u64 {
+        0 => Some(0),
+        every => steps.map(|n| n.saturating_sub(1) / every),
+    };
+    Some(1 + before(r.run.save_every)? + before(best)?)
 }
 
 /// Recipe keys to change to shrink a host component.

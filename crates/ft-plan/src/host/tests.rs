@@ -46,6 +46,10 @@ fn checkpoints_stand_beside_the_one_that_is_written() -> anyhow::Result<()> {
         (&["run.steps=100", "run.save_every=10"], 3),
         (&["run.steps=100", "run.save_every=10", "run.keep=5"], 6),
         (&["run.save_every=10", "run.keep=5"], 6),
+        // the newest two, the best one, and the one that is written
+        (&["run.steps=100", "run.eval_every=10", "run.keep_best=true", "data.eval_share=0.1"], 4),
+        (&["run.eval_every=10", "run.keep_best=true", "data.eval_share=0.1"], 4),
+        (&["run.steps=15", "run.eval_every=10", "run.keep_best=true", "data.eval_share=0.1"], 2),
     ] {
         let got = checkpoints(set)?;
         assert!(got > count * 12 * n && got < count * (12 * n + (1 << 20)), "{set:?}: {got}");

@@ -6,7 +6,7 @@ use super::predict::{Candidate, Rates, predict, sort};
 use crate::host::Capacity;
 use crate::model::{Target, machine};
 use crate::plan::Model;
-use crate::resolve::{check_model, cuts};
+use crate::resolve::{cuts, unsuited};
 use crate::time::links::{Link, Network};
 use crate::time::rates::{self, Source};
 use ft_kernels::Machine;
@@ -216,15 +216,11 @@ impl Layouts {
         self.budget = recipe.memory.budget;
         let mut allowed = Vec::new();
         for layout in Layout::all(self.devices.count, config.layers, experts, cuts) {
-            match applied(recipe, layout) {
-                Ok((with, _)) if check_model(&with, config).is_err() => {
-                    let why = if layout.context > 1 && config.delta.is_some() {
-                        "parallel.context is not built for linear attention"
-                    } else {
-                        "parallel.pipeline is not built for layers that share inputs, keys and values"
-                    };
-                    self.count(1, why);
-                }
+            let suited = applied(recipe, layout).and_then(|found| match unsuited(&found.0, config) {
+                Some(key) => Err(key.reason()),
+                None => Ok(found),
+            });
+            match suited {
                 Ok((with, beside)) => {
                     let bounds = Bounds { seconds: 0.0, memory: 0 };
                     allowed.push(Allowed { layout, recipe: with, beside, bounds });
@@ -342,6 +338,28 @@ mod tests {
         }
         let names = |l: &Layouts| l.best().iter().map(Candidate::words).collect::<Vec<_>>();
         assert_eq!(names(&best), names(&all), "{name}");
+        Ok(())
+    }
+
+    /// Layouts that a model does not allow are counted with its reason.
+    #[test]
+    fn reasons_are_those_of_the_model() -> ft_base::Result<()> {
+        let (card, bytes) = card("H100").unwrap_or_default();
+        for (name, key, why) in [
+            ("qwen3.5-9b-qlora", "run.seed=1", "parallel.context: not built for linear attention, of which "),
+            (
+                "gemma-4-e4b-qlora",
+                "log.samples=['a']",
+                "log.samples: not built with parallel.pipeline where ",
+            ),
+        ] {
+            let keys = [format!("memory.budget={bytes}"), "run.device=cuda".into(), key.into()];
+            let recipe = Recipe::load_for_plan(Path::new(name), &keys)?;
+            let target = Target { cuda: true, card: Some(card) };
+            let network = Network::find(target, Some("pcie"), None, None);
+            let others = layouts_of_recipe(&recipe, target, Devices { count: 2, network })?.others;
+            assert!(others.iter().any(|(_, reason)| reason.starts_with(why)), "{name}: {others:?}");
+        }
         Ok(())
     }
 

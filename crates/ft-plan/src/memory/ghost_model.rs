@@ -1,4 +1,4 @@
-//! GhostModel-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
+//! Shape-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
 
 use super::shares::own;
 use candle_core::DType;

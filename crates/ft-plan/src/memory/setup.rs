@@ -43,8 +43,8 @@ impl<'a> Setup<'a> {
         m.unit(self.selection.layers)
     }
 
-    /// Divisors of the ranks of a stage that leave those with copies of a flat buffer, by kind: of whole tensors, of
-    /// pieces of matrices, and of experts, where ranks split these.
+    /// Divisor of a stage's ranks, by kind of buffer: 1 for whole tensors, `tensor` for cut matrices, `expert` for
+    /// experts. `stage / divisor` ranks hold copies of a buffer.
     fn kinds(&self) -> impl Iterator<Item = u64> {
         let split = [self.ranks.tensor, self.ranks.expert].into_iter().filter(|n| *n > 1);
         std::iter::once(1).chain(split)

@@ -61,7 +61,7 @@ impl Theory {
                 plain += n + bias;
             }
         }
-        let ranks = |stage: u8| if p.zero >= stage { p.data as u64 } else { 1 };
+        let ranks = |stage: u8| if p.zero >= stage { (p.data * p.context) as u64 } else { 1 };
         let model = (p.tensor * p.pipeline) as u64;
         let each = |bytes: u64, stage: u8| bytes.div_ceil(ranks(stage) * model);
         let kept = |t: &&TrainedPart<'_>| o.keeps_master(false) || t.part.method() == Method::Lora;

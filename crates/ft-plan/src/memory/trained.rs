@@ -89,8 +89,8 @@ fn projecting(c: &Setup<'_>, t: &TrainedPart<'_>, rounded: bool) -> u64 {
     let after = match (c.machine.computes_in_f32(), rounded) {
         (true, _) => copy,
         (false, false) => copy.max(c.width() * n),
-        // f32 copy of the weights
-        (false, true) => 4 * n + copy,
+        // f32 copy of the weights, beside a copy of those on the host
+        (false, true) => 4 * n + copy + if c.weights_on_host() { c.width() * n } else { 0 },
     };
     look.max(low + after)
 }

@@ -36,7 +36,7 @@ pub struct StepInputs<'a> {
     pub train: Tokens,
     /// Evaluation micro-batch, if the recipe evaluates.
     pub eval: Option<Tokens>,
-    /// Generation in evaluation, if the recipe asks for it.
+    /// Generation beside training, if the recipe asks for it.
     pub answers: Option<Answers>,
     /// Bytes of shuffled row orders.
     pub orders: u64,
@@ -178,8 +178,8 @@ impl StepInputs<'_> {
         self.shape.ledger.machine()
     }
 
-    /// Whether gradients of a table of the first and the last stage live through all passes: on the last stage from the
-    /// head on, on the first one from its first backward pass on.
+    /// Whether gradients of a table shared by the first and last stage are allocated throughout a step. The last stage
+    /// has them from the head on; the first only if its first backward pass is followed by others.
     pub(super) fn keeps_ends(&self) -> bool {
         self.shape.units.has_head() || self.more
     }

@@ -61,7 +61,7 @@ impl Plan {
         if hints.is_empty() {
             let (total, most) = (self.total(), self.most());
             let text = format!("no single change is enough: it needs {}, most of it {most}", bytes(total));
-            hints.push(Hint { set: Vec::new(), text, total, built: true });
+            hints.push(Hint { set: Vec::new(), text, total });
         }
         self.hints.splice(0..0, hints);
     }
@@ -86,9 +86,8 @@ fn hint(change: &Change, plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Op
         true => format!(", {} of host memory", bytes(host)),
         false => String::new(),
     };
-    let built = recipe.not_built.len() <= i.recipe.not_built.len();
     let text = format!("{}: {}{beside}; {}", change.text(), bytes(total), change.cost);
-    Some(Hint { set: change.set.clone(), text, total, built })
+    Some(Hint { set: change.set.clone(), text, total })
 }
 
 /// The plan of a changed recipe, if it fits device and host.
@@ -124,7 +123,7 @@ fn fewer_bytes(plan: &Plan, i: &Inputs<'_>, room: &Capacity<'_>) -> Option<Hint>
     let (change, total) = (Change::new(set, "weights are gathered layer by layer"), then.total());
     let [now, less] = [plan.wire, then.wire].map(bytes);
     let text = format!("{}: a rank receives {less} a step in place of {now}; {}", change.text(), change.cost);
-    Some(Hint { set: change.set, text, total, built: true })
+    Some(Hint { set: change.set, text, total })
 }
 
 /// Shipped recipes of the same model that fit, with the data of this one; those that train alike come first.
@@ -145,7 +144,7 @@ fn shipped(i: &Inputs<'_>, room: &Capacity<'_>) -> Vec<Hint> {
         let total = plan.total();
         let text = format!("the recipe {}: {}; {}", s.name, bytes(total), s.title());
         let full = |r: &Recipe| r.train.iter().any(|x| x.is(Method::Full));
-        out.push((full(&theirs) != full(ours), Hint { set: Vec::new(), text, total, built: true }));
+        out.push((full(&theirs) != full(ours), Hint { set: Vec::new(), text, total }));
     }
     out.sort_by_key(|(unlike, _)| *unlike);
     out.into_iter().map(|(_, hint)| hint).collect()

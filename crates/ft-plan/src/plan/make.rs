@@ -96,7 +96,6 @@ impl Plan {
             local: p.in_process(),
             wire: prepared.wire(micro_batches) + keys,
             exchanged: keys,
-            exposed: prepared.exposed() + keys,
             machine: i.machine,
             parameters: prepared.states.parameters,
             budget: i.budget,

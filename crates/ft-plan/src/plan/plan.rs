@@ -26,8 +26,6 @@ pub struct Plan {
     /// Bytes of `wire` that are exchanged within passes: keys and values over parts of the same rows, rows of experts,
     /// hidden states of other stages, tokens around cut matrices, and their gradients.
     pub exchanged: u64,
-    /// Bytes of `wire` that no arithmetic hides: those exchanged within layers, and weights after an update.
-    pub exposed: u64,
     pub machine: Machine,
     /// Parameters of the model, and trainable ones.
     pub parameters: (u64, u64),
@@ -123,7 +121,7 @@ impl Pipelined {
 }
 
 /// A recipe change to make the run fit.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hint {
     /// Settings in command-line form, e.g. `run.micro_rows=1`.
     pub set: Vec<String>,
@@ -131,8 +129,6 @@ pub struct Hint {
     pub text: String,
     /// Device peak in bytes after the change.
     pub total: u64,
-    /// Whether `ft run` supports these settings.
-    pub built: bool,
 }
 
 impl Plan {
@@ -191,7 +187,7 @@ impl Plan {
         let total = self.total();
         self.space.look(r, self.machine, total, room);
         let hints = self.space.hints(r);
-        self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total, built: true }));
+        self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total }));
     }
 
     /// Work of a rank's step, with the wait of stages of a pipeline. Time is this divided by the rate of `ft bench`.

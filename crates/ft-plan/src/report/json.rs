@@ -5,6 +5,13 @@ use crate::plan::{Hint, Plan};
 use crate::time::rates::{Range, Source};
 use serde_json::{Map, Value, json};
 
+impl Hint {
+    /// For `ft plan --json`; `ft run` supports (`built`) every change.
+    fn json(&self) -> Value {
+        json!({"set": self.set, "text": self.text, "total": self.total, "built": true})
+    }
+}
+
 impl Plan {
     /// Output of `ft plan --json`; `range` is the predicted time of a step, if a rate is known.
     pub fn json(&self, data_ranks: u64, range: Option<Range>) -> Value {
@@ -33,7 +40,7 @@ impl Plan {
             "fits": self.fits(),
             "kept_back": self.kept_back().map(|(wanted, left)| json!({"wanted": wanted, "left": left})),
             "hints": self.hints.iter().map(|h| &h.text).collect::<Vec<_>>(),
-            "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
+            "changes": self.hints.iter().filter(|h| !h.set.is_empty()).map(Hint::json).collect::<Vec<_>>(),
             "theory": self.theory,
             "peak": {"phase": self.peak.phase.word(), "where": place(&self.peak, self.layers)},
             "recompute": {"layers": c.all, "feed_forward": c.feed_forward, "norms": c.norms, "of": self.walked,

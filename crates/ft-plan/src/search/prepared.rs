@@ -13,6 +13,7 @@ use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::model::units::{Units, cut};
 use ft_engine::ranks::Axis;
+use ft_engine::walk::generate::SAMPLE_TOKENS;
 use ft_engine::walk::{Execution, Inputs as Waiting, Recomputed};
 use ft_kernels::Machine;
 use ft_kernels::ledger::Peers;
@@ -24,6 +25,9 @@ use std::rc::Rc;
 /// Divisor of host memory for automatically offloaded inputs: at most 1/2, since page-locked memory is
 /// lost to other processes.
 const OF_THE_HOST: u64 = 2;
+
+/// Allowance for tokens of a chat template around a prompt.
+const TEMPLATE: u64 = 256;
 
 /// Inputs of a plan.
 #[derive(Clone)]
@@ -189,13 +193,17 @@ impl<'a> Prepared<'a> {
         if ranks > 1 { t.cut(ranks) } else { t }
     }
 
-    /// Longest prompt plus answer in evaluation. Answers are not split over ranks.
-    fn answers(&self, eval: Tokens) -> Answers {
-        let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
-        let dtype = self.shape.dtype;
+    /// Longest prompt plus answer, of the evaluation data and of `log.samples`. Answers are not split over ranks.
+    fn answers(&self, eval: Option<Tokens>) -> Option<Answers> {
+        let (c, r, dtype) = (self.inputs.config, self.inputs.recipe, self.shape.dtype);
+        let scored = eval.filter(|_| r.generate.samples > 0).map(|t| (t.longest, r.generate.max_new_tokens));
+        // a token has at least one byte
+        let logged = r.log.samples.iter().map(|text| (text.len() as u64 + TEMPLATE, SAMPLE_TOKENS));
+        let lengths = scored.into_iter().chain(logged).map(|(prompt, new)| [prompt, prompt + new as u64]);
+        let [prompt, all] = lengths.reduce(|a, b| [a[0].max(b[0]), a[1].max(b[1])])?;
         let own = || self.shape.units.own_layers();
         let (token, states) = (c.cache_of_a_token(own(), dtype), c.states(own(), dtype));
-        Answers::new(eval.longest, most as u64, token as u64, states as u64)
+        Some(Answers::new(prompt, all - prompt, token as u64, states as u64))
     }
 
     /// Simulates a run with this workload; `heads` are candidate logit chunk sizes in targets.
@@ -210,7 +218,7 @@ impl<'a> Prepared<'a> {
             eval: eval.map(|t| self.cut(t)),
             context: [of_train, of_eval.flatten()],
             tensor: (r.parallel.tensor, [train, eval.unwrap_or(train)]),
-            answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
+            answers: self.answers(w.eval),
             // on CUDA the shuffled orders are in host memory
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
             neftune: r.data.neftune,
@@ -292,12 +300,8 @@ impl<'a> Prepared<'a> {
         let visits = outline.training(self.shape.lowest).into_iter().chain(estimate);
         let gathered: u64 = visits.flat_map(|v| gathered(outline.needs([v]))).map(|f| f.gathered).sum();
         let summed: u64 = s.flows.iter().flat_map(|f| f.summed).sum();
-        (summed + gathered) * micro_batches + self.exposed()
-    }
-
-    /// Bytes of [`Self::wire`] that no arithmetic hides.
-    pub fn exposed(&self) -> u64 {
-        self.states.flows.iter().map(|f| f.updated).sum()
+        let updated: u64 = s.flows.iter().map(|f| f.updated).sum();
+        (summed + gathered) * micro_batches + updated
     }
 
     /// Work of an update.

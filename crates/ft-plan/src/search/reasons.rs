@@ -59,6 +59,7 @@ impl Explanation<'_, '_> {
                 (Some(_), _) => "the recipe says so",
                 (None, false) => "the host is the device",
                 (None, true) if r.memory.recompute != Recompute::Auto => "memory.recompute is not auto",
+                (None, true) if r.parallel.pipeline > 1 => "with parallel.pipeline they stay on the device",
                 (None, true) if self.p.inputs.budget.is_none() => NO_BUDGET,
                 (None, true) => "auto: memory of the host is not known; memory.host_budget says it",
             }

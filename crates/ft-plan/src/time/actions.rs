@@ -61,11 +61,6 @@ impl StageActions {
     pub fn transfers(&self) -> impl Iterator<Item = &Transfer> {
         self.visits().flat_map(|v| v.gathers.iter().chain(&v.exchanges).chain(v.sums.iter().flatten()))
     }
-
-    /// Work of a micro-batch.
-    pub fn work(&self) -> f64 {
-        self.visits().map(|v| v.work).sum()
-    }
 }
 
 /// A step of all ranks.

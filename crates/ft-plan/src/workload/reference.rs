@@ -38,7 +38,7 @@ impl ReferencePass {
         Some(Self { other, samples: counted.map(|[samples, ..]| samples), work })
     }
 
-    /// For `ft plan --json`; `rate` is the seconds of a unit of work.
+    /// For `ft plan --json`; `seconds` is the predicted range of the pass.
     pub fn json(&self, seconds: Option<[f64; 2]>) -> Value {
         json!({"other": self.other, "samples": self.samples, "work": self.work, "seconds": seconds})
     }

@@ -156,9 +156,7 @@ pub fn check_steps(r: &Recipe, steps: u64) -> Result<(), Error> {
 impl Workload {
     /// From the recipe alone: full rows, every token supervised, teachers as `ft logits` writes them by default.
     pub fn of_recipe(r: &Recipe) -> Self {
-        // capped: a plan for more rows than a step can have does not change
-        let rows = r.run.micro_rows.count().min(1 << 16);
-        let length = r.data.max_length;
+        let (rows, length) = (r.run.micro_rows.count(), r.data.max_length);
         let documents = if r.task.format() == Some(Format::Preference) { 2 * rows } else { rows };
         let docs = vec![length; documents];
         let targets = if r.task.has_scores() { 1 } else { length - 1 };

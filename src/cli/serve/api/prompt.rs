@@ -25,7 +25,8 @@ pub fn texts(state: &ServerState, p: &mut Parameters) -> Result<Vec<Prompt>, Api
         return Err(fail(format!("there are {} prompts; 1 to {PROMPTS} are wanted", list.len())));
     }
     let prompts = list.into_iter().map(|v| text(state, v)).collect::<Result<Vec<_>, _>>()?;
-    let (total, most) = (prompts.iter().map(|p| p.ids.len()).sum::<usize>(), TOKENS.max(state.max_positions));
+    let (total, most) =
+        (prompts.iter().map(|p| p.ids.len()).sum::<usize>(), TOKENS.max(state.context.tokens));
     if total > most && prompts.len() > 1 {
         return Err(fail(format!("they have {total} tokens together; at most {most} are answered at once")));
     }

@@ -6,7 +6,8 @@ use super::prompt;
 use super::response::Endpoint;
 use crate::cli::serve::job::{Generation, random};
 use crate::cli::serve::state::ServerState;
-use crate::infer::sampling::SamplingOptions;
+use crate::infer::ContextLimit;
+use crate::infer::sampling::{SamplingOptions, penalty};
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 
@@ -56,9 +57,7 @@ pub fn parse(state: &ServerState, endpoint: Endpoint, body: &[u8]) -> Result<Req
     };
     let longest = prompts.iter().map(|p| p.ids.len()).max().unwrap_or(0);
     let max_tokens = max_tokens(state, &mut p, endpoint, echo, longest)?;
-    let (sampling, seed) = sampling(state, &mut p)?;
-    let positive = |v: &Value| v.as_f64().map(|x| x as f32).filter(|x| *x > 0.0 && x.is_finite());
-    let repetition_penalty = p.read("repetition_penalty", "a number above 0", positive)?.unwrap_or(1.0);
+    let (sampling, repetition_penalty, seed) = sampling(state, &mut p)?;
     let stop = stop_strings(p.take("stop"))?;
     let stream = p.read("stream", "true or false", Value::as_bool)?.unwrap_or(false);
     let include_usage = include_usage(p.take("stream_options"), stream)?;
@@ -153,11 +152,15 @@ fn max_tokens(
         return Err(ApiError::param("max_tokens", message));
     }
     let asked = newer.or(older);
-    let left = state.max_positions.saturating_sub(longest);
-    if longest > state.max_positions || (left == 0 && asked != Some(0)) {
+    let ContextLimit { model, tokens } = state.context;
+    let left = tokens.saturating_sub(longest);
+    if longest > tokens || (left == 0 && asked != Some(0)) {
+        let why = match state.context.is_of_memory() {
+            true => format!(" in the memory of this server (the model is made for {model})"),
+            false => String::new(),
+        };
         let message = format!(
-            "This model's maximum context length is {} tokens, and your prompt has {longest}",
-            state.max_positions
+            "This model's maximum context length is {tokens} tokens{why}, and your prompt has {longest}"
         );
         let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
         return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
@@ -165,11 +168,11 @@ fn max_tokens(
     Ok(asked.unwrap_or(state.max_tokens).min(state.max_tokens).min(left))
 }
 
-/// How to sample, and the seed.
+/// How to sample, the repetition penalty, and the seed.
 fn sampling(
     state: &ServerState,
     p: &mut Parameters,
-) -> Result<(candle_transformers::generation::Sampling, u64), ApiError> {
+) -> Result<(candle_transformers::generation::Sampling, f32, u64), ApiError> {
     let number = |range: fn(f64) -> bool| move |v: &Value| v.as_f64().filter(|n| range(*n));
     let in_range = number(|t| (0.0..=2.0).contains(&t));
     let temperature = p.read("temperature", "a number from 0 to 2", in_range)?;
@@ -177,9 +180,12 @@ fn sampling(
     let top_p = p.read("top_p", "a number above 0 and at most 1", in_range)?;
     let count = |v: &Value| v.as_i64().filter(|k| *k >= -1).map(|k| k.max(0) as usize);
     let top_k = p.read("top_k", "a whole number, or 0 or -1 for all", count)?;
+    let repetition_penalty = p.read("repetition_penalty", "a number above 0", penalty)?;
     let whole = |v: &Value| v.as_u64().or_else(|| v.as_i64().map(|n| n as u64));
     let seed = p.read("seed", "a whole number", whole)?.unwrap_or_else(random);
-    Ok((SamplingOptions { temperature, top_p, top_k, seed }.sampling(&state.dir)?, seed))
+    let options = SamplingOptions { temperature, top_p, top_k, repetition_penalty, seed };
+    let (sampling, penalty) = options.sampling(&state.dir)?;
+    Ok((sampling, penalty, seed))
 }
 
 /// Up to four stop strings.

@@ -148,7 +148,7 @@ impl<'b> StageStep<'_, 'b, '_> {
             let mut came = flight.x.take().unwrap_or_default().into_iter();
             let below = came.next();
             if below.is_some() {
-                pass.arrive(self.stage.carried(false), came.collect())?;
+                self.stage.carried(false).arrive(pass.between(), came.collect())?;
             }
             let y = self.walk(times).up(&mut pass, &batch, below)?;
             if cx.model.decoder.units.has_head() {
@@ -171,7 +171,7 @@ impl<'b> StageStep<'_, 'b, '_> {
                 }
             } else {
                 let mut out = vec![y];
-                out.extend(pass.go_up(self.stage.carried(true))?);
+                out.extend(self.stage.carried(true).up(pass.between())?);
                 flight.x = Some(out);
             }
             if self.router.any() {
@@ -200,7 +200,7 @@ impl<'b> StageStep<'_, 'b, '_> {
                 let mut came = flight.dy.take().unwrap_or_default().into_iter();
                 if let Some(dy) = came.next() {
                     if !self.cx.model.decoder.units.has_head() {
-                        pass.arrive_back(self.stage.carried(true), came.collect())?;
+                        self.stage.carried(true).arrive_back(pass.between(), came.collect())?;
                     }
                     let below = self.walk(times).down(&mut pass, &batch, &dy, self.passes.sink)?;
                     flight.dy =
@@ -219,7 +219,7 @@ impl<'b> StageStep<'_, 'b, '_> {
     /// The gradient of hidden states, with those of what else came up.
     fn down_with(&self, dy: Tensor, pass: &Pass<'_>) -> ft_base::Result<Vec<Tensor>> {
         let mut out = vec![dy];
-        out.extend(pass.go_down(self.stage.carried(false))?);
+        out.extend(self.stage.carried(false).down(pass.between())?);
         Ok(out)
     }
 

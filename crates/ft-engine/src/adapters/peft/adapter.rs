@@ -1,11 +1,11 @@
 //! Reads adapter folders in PEFT's format.
 
 use super::config::PeftConfig;
-use super::format::{BASE_QUANTIZE, LABELS, PREFIX, current};
-use crate::adapters::{Error, Part, Selection, Trained};
+use super::format::{BASE_QUANTIZE, LABELS, PREFIX, current, scale};
+use crate::adapters::{Choice, Error, Part, Selection, Trained};
 use crate::files::TensorFiles;
 use crate::model::Config;
-use crate::model::modules::{Group, Module, SCORE};
+use crate::model::modules::{Group, Kind, Module, SCORE};
 use candle_core::{DType, Device, Tensor};
 use ft_recipe::{Quantize, numbered};
 use std::collections::{HashMap, HashSet};
@@ -14,6 +14,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// Relative tolerance of a neutral DoRA magnitude against the row norm.
 const NEUTRAL: f32 = 1e-4;
+
+/// Relative tolerance of a scale: an alpha that was computed from one is rounded.
+const SCALE: f64 = 1e-6;
 
 /// Largest relative error of a rounding to bf16, and the smallest positive value of f16.
 const ROUNDING: f64 = 1.0 / 256.0;
@@ -265,16 +268,17 @@ impl Adapter {
     }
 
     /// Checks the adapter against a selection: refuses untrained tensors, shape mismatches, A without B or
-    /// vice versa, and a tied head that differs from the embedding.
+    /// vice versa, a tied head that differs from the embedding, and, of a file, another scale.
     pub fn check_against(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
         let mut known: HashSet<String> = HashSet::new();
         for t in trained {
             self.find(t)?;
             known.extend(Self::keys(t));
-            if t.part == Part::A {
-                // Plain LoRA in an adapter with DoRA: see check_neutral.
-                known.extend(Self::magnitude_keys(&t.module));
-            }
+        }
+        let loras = selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Lora { .. }));
+        for (m, _) in loras.filter(|(m, _)| !matches!(m.kind, Kind::Embedding { .. })) {
+            // Plain LoRA in an adapter with DoRA: see check_neutral.
+            known.extend(Self::magnitude_keys(&m.name));
         }
         self.check_tokens(selection, trained)?;
         if selection.tied_in_full() {
@@ -306,9 +310,37 @@ impl Adapter {
         let mut torn: Vec<&str> = halves.iter().filter(|(_, (a, b))| a != b).map(|(m, _)| *m).collect();
         torn.sort_unstable();
         match torn.first() {
-            None => Ok(()),
+            None => self.check_scales(selection, trained),
             Some(m) => Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into()),
         }
+    }
+
+    /// The scales of a file's LoRA must be those of the selection: another one would rescale the updates.
+    fn check_scales(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
+        // Values given by name have the scales of the selection.
+        if matches!(self.tensors, Tensors::Memory(_)) {
+            return Ok(());
+        }
+        let mut held = HashSet::new();
+        for t in trained.iter().filter(|t| t.part == Part::B) {
+            if self.find(t)?.is_some() {
+                held.insert(t.module.as_str());
+            }
+        }
+        for (m, choice) in selection.modules.iter().filter(|(m, _)| held.contains(m.name.as_str())) {
+            let Choice::Lora { spec: own, .. } = choice else { continue };
+            let theirs = self.config.spec_of(m);
+            let scales = [scale(own), scale(&theirs)];
+            if (scales[0] - scales[1]).abs() > SCALE * scales[1].abs() {
+                let why = format!(
+                    "{}: its scale is {} in the adapter, {} by the recipe\n  hint: rank = {}, alpha = {} and \
+                     rslora = {} in its rule, as in the adapter",
+                    m.name, scales[1], scales[0], theirs.rank, theirs.alpha, theirs.rslora
+                );
+                return Err(self.fail(why).into());
+            }
+        }
+        Ok(())
     }
 
     /// Token rows must match the tokens that train, in the same order.
@@ -365,21 +397,21 @@ impl Adapter {
         Err(self.fail(why).into())
     }
 
-    /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
+    /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base. The names of
+    /// either may be those of transformers 5 or those of a release.
     pub fn check_base(&self, base: &TensorFiles, config: &Config) -> ft_base::Result<()> {
-        let head = format!("{}.weight", config.vocabulary_name());
+        let [head, embedding] = [config.vocabulary_name().to_string(), config.embedding_name()]
+            .map(|m| current(&format!("{m}.weight")).into_owned());
         for name in self.tensors.names().filter(|n| is_frozen(n)) {
             let own =
                 name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
-            let own = if config.tied && own == head && base.info(&own).is_none() {
-                format!("{}.weight", config.embedding_name())
-            } else {
-                own
-            };
-            if base.info(&own).is_none() {
+            let own = current(&own);
+            let tied = (config.tied && *own == head).then_some(embedding.as_str());
+            let mut found = [Some(&*own), tied].into_iter().flatten();
+            let Some(own) = found.find_map(|own| base.names().find(|n| current(n) == own)) else {
                 return Err(self.fail(format!("{name}: the base has no {own}")).into());
-            }
-            let (a, b) = (self.tensors.tensor(name)?, base.tensor(&own, DType::F32, &Device::Cpu)?);
+            };
+            let (a, b) = (self.tensors.tensor(name)?, base.tensor(own, DType::F32, &Device::Cpu)?);
             let same = a.dims() == b.dims() && {
                 let allowed = ((b.abs()? * ROUNDING)? + SMALLEST)?;
                 ((a - b)?.abs()? - allowed)?.max_all()?.to_scalar::<f32>()? <= 0.0

@@ -4,6 +4,7 @@
 //! by name, including values of a wrong type, which Python would coerce or fail on. The list covers
 //! `LoraConfig` of PEFT 0.18 to 0.21; PEFT writes `null` for most unused keys.
 
+use super::format::current;
 use crate::adapters::Error;
 use crate::model::modules::{Group, Kind, Module};
 use ft_base::store;
@@ -214,8 +215,13 @@ impl PeftConfig {
         &self.tokens
     }
 
-    /// LoRA settings of a module.
-    pub fn spec(&self, name: &str) -> LoraSpec {
+    /// LoRA settings of a module, or of the parameter that PEFT adapts in its place.
+    pub fn spec_of(&self, m: &Module) -> LoraSpec {
+        self.spec(&current(m.parameter.as_ref().map_or(&m.name, |p| &p.name)))
+    }
+
+    /// LoRA settings under a name.
+    pub(crate) fn spec(&self, name: &str) -> LoraSpec {
         LoraSpec {
             rank: self.ranks.find(name).unwrap_or(self.spec.rank),
             alpha: self.alphas.find(name).unwrap_or(self.spec.alpha),

@@ -2,7 +2,7 @@
 
 use super::format::{PREFIX, current, metadata};
 use super::joined::Joined;
-use super::write::config_json;
+use super::write::{DROPOUT, config_json};
 use crate::adapters::{Choice, Error, Selection, Trained};
 use crate::model::Decoder;
 use crate::model::linear::Linear;
@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use ft_base::store;
 use ft_base::terminal::warn;
 use ft_recipe::Quantize;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -51,25 +51,25 @@ pub fn save(
     let labels = selection.scores.as_ref().map(|labels| json!(labels).to_string());
     let metadata = metadata(quantize, labels.as_deref());
     crate::files::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata)?;
-    if let Some((least, most)) = mixed_dropout(selection) {
+    let json = config_json(selection, base, revision);
+    if let Some(other) = other_dropout(selection, &json) {
+        let written = &json[DROPOUT];
         warn(&format!(
-            "adapter_config.json has one lora_dropout for all modules: {most}, and some trained with {least}"
+            "adapter_config.json has one {DROPOUT} for all modules: {written}, and some trained with {other}"
         ));
     }
-    let json = config_json(selection, base, revision);
     let text = serde_json::to_string_pretty(&json).unwrap_or_default() + "\n";
     store::write_atomic(&dir.join("adapter_config.json"), text.as_bytes())?;
     Ok(())
 }
 
-/// Least and most dropout of LoRA on linears, if they differ. PEFT applies none to embeddings.
-fn mixed_dropout(selection: &Selection) -> Option<(f64, f64)> {
-    let dropouts = selection.modules.iter().filter_map(|(m, c)| match c {
+/// A dropout of LoRA on linears other than the one in the config, if there is any. PEFT applies none to embeddings.
+fn other_dropout(selection: &Selection, config: &Value) -> Option<f64> {
+    let mut dropouts = selection.modules.iter().filter_map(|(m, c)| match c {
         Choice::Lora { spec, .. } if !matches!(m.kind, Kind::Embedding { .. }) => Some(spec.dropout),
         _ => None,
     });
-    let (least, most) = dropouts.fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), p| (a.min(p), b.max(p)));
-    (least < most).then_some((least, most))
+    dropouts.find(|p| config[DROPOUT].as_f64() != Some(*p))
 }
 
 /// Whether [`neutral`] magnitudes are needed: PEFT's DoRA switch applies to the whole adapter, so plain
@@ -119,4 +119,37 @@ fn plain_lora(selection: &Selection) -> impl Iterator<Item = &Module> {
         .iter()
         .filter(|(_, c)| matches!(c, Choice::Lora { spec, .. } if !spec.dora))
         .map(|(m, _)| m)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Config;
+    use ft_recipe::Recipe;
+
+    /// PEFT takes no dropout beside parameters.
+    #[test]
+    fn dropouts_other_than_the_one_written_are_told() {
+        let config = json!({
+            "model_type": "qwen3_5_moe_text", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+            "head_dim": 8, "vocab_size": 64, "layer_types": ["full_attention"], "num_experts": 2,
+            "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+            "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        });
+        let config = Config::parse("c", config.as_object().expect("an object").clone()).expect("a config");
+        for (rules, written, other) in [
+            ("modules = [\"attention\"]\ndropout = 0.1", 0.1, None),
+            ("modules = [\"attention\"]\ndropout = 0.1\n[[train]]\nmodules = [\"mlp\"]", 0.1, Some(0.0)),
+            ("modules = [\"attention\"]\ndropout = 0.1\n[[train]]\nmodules = [\"experts\"]", 0.0, Some(0.1)),
+        ] {
+            let data = "[data]\ntrain = [{ source = \"x\", format = \"text\" }]\n";
+            let text = format!("[model]\nsource = \"m\"\n[[train]]\n{rules}\n{data}");
+            let recipe = Recipe::parse(&text, "r.toml", &[]).expect("a recipe");
+            let selection = Selection::from_rules(&config, &recipe.train).expect("a selection");
+            let json = config_json(&selection, "m", None);
+            assert_eq!(json[DROPOUT], json!(written), "{rules}");
+            assert_eq!(other_dropout(&selection, &json), other, "{rules}");
+        }
+    }
 }

@@ -42,7 +42,7 @@ impl Selection {
             if by_either(&|name| peft.saves(name), &m.name) {
                 *c = Choice::Full { lr_scale: 1.0 };
             } else if adapted {
-                let mut spec = peft.spec(&current(m.parameter.as_ref().map_or(&m.name, |p| &p.name)));
+                let mut spec = peft.spec_of(m);
                 if matches!(m.kind, Kind::Embedding { .. }) {
                     // PEFT has a single dropout for all modules and applies it to linears only.
                     spec.dropout = 0.0;

@@ -8,6 +8,9 @@ use ft_recipe::LoraSpec;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 
+/// Key of the dropout of all LoRA.
+pub(super) const DROPOUT: &str = "lora_dropout";
+
 /// Builds the `adapter_config.json` of a selection.
 ///
 /// `r` and `lora_alpha` are the most common values; exceptions go to `rank_pattern` and `alpha_pattern`. If
@@ -51,7 +54,7 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "lora_alpha": number(common_alpha),
         "lora_bias": false,
         // PEFT takes no dropout beside parameters; it matters in training only.
-        "lora_dropout": if parameters.is_empty() {
+        DROPOUT: if parameters.is_empty() {
             loras.iter().map(|(_, s)| s.dropout).fold(0.0, f64::max)
         } else {
             0.0

@@ -90,8 +90,8 @@ fn of_scaling(rope: &Rope, arch: &str, put: &mut impl FnMut(&str, GgufValue)) ->
         }
         Scaling::Long { short, long, attention, original } => {
             warn(&format!(
-                "llama.cpp takes the long factors of longrope for all texts where it has a context of more than \
-                 {original} tokens, and training for longer texts alone: --ctx-size {original} for shorter ones"
+                "training used longrope's long factors only for texts above {original} tokens; llama.cpp uses them for \
+                 every text when its context exceeds {original}. Pass --ctx-size {original} for shorter texts."
             ));
             put("rope.scaling.original_context_length", size(*original));
             put("rope.scaling.attn_factor", number(*attention));

@@ -132,6 +132,8 @@ fn read(base: &Base, m: &Module, source: &Source<'_>, books: &mut CodeTables) ->
         Some(how) => {
             base.codes((m, 0), how, DType::F32, books)?.dequantize()?.to_dtype(dtype)?.real()?.clone()
         }
+        // Values beyond f16's range are finite in the file.
+        None if dtype == DType::F16 => files.tensor(&name, DType::F32, &Device::Cpu)?.to_dtype(dtype)?,
         None => files.tensor(&name, dtype, &Device::Cpu)?,
     };
     if dtype == DType::F16 {

@@ -15,7 +15,8 @@ use safetensors::Dtype;
 
 pub use views::Cut;
 
-use super::{Error, convert, header, mxfp4};
+use super::mxfp4::{self, MXFP4_BLOCK};
+use super::{Error, convert, header};
 use ft_base::store::hash::{self, StreamHasher};
 use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
 use ft_kernels::cpu;
@@ -316,26 +317,6 @@ impl TensorFiles {
         self.bytes(name, info, 0..info.bytes())
     }
 
-    /// The raw bytes of a range of rows, counted along the first dimension.
-    ///
-    /// # Errors
-    /// [`Error::Rows`] for rows out of range, and for a scalar; otherwise as [`TensorFiles::read`].
-    pub fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<u8>, Error> {
-        let info = self.get(name)?;
-        let outside = || info.outside(name, rows.start, rows.end);
-        let (&count, row_shape) = info.shape.split_first().ok_or_else(outside)?;
-        if rows.start > rows.end || rows.end > count {
-            return Err(outside());
-        }
-        // A row of packed 4-bit numbers may end inside a byte, and then cannot be read separately.
-        let bits = row_shape.iter().product::<usize>() * info.dtype.bitsize();
-        if bits % 8 != 0 {
-            return Err(outside());
-        }
-        let row = (bits / 8) as u64;
-        self.bytes(name, info, rows.start as u64 * row..rows.end as u64 * row)
-    }
-
     /// Reads a tensor as `dtype` on `device`, in the stored shape.
     ///
     /// Converts between F64, F32, F16 and BF16, rounding to nearest even. U8, U32 and I64 are not
@@ -458,11 +439,11 @@ impl TensorFiles {
             Ok(out)
         };
         let codes = bytes(&parts[0], first / 2..end.div_ceil(2))?;
-        let scales = bytes(&parts[1], first / mxfp4::BLOCK..end.div_ceil(mxfp4::BLOCK))?;
+        let scales = bytes(&parts[1], first / MXFP4_BLOCK..end.div_ceil(MXFP4_BLOCK))?;
         for (at, value) in (first..end).zip(buffer.chunks_exact_mut(2)) {
             let byte = codes[at / 2 - first / 2];
             let code = if at % 2 == 0 { byte & 15 } else { byte >> 4 };
-            let scale = scales[at / mxfp4::BLOCK - first / mxfp4::BLOCK];
+            let scale = scales[at / MXFP4_BLOCK - first / MXFP4_BLOCK];
             value.copy_from_slice(&mxfp4::value(code, scale).to_le_bytes());
         }
         Ok(())

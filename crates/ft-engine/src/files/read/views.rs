@@ -2,7 +2,7 @@
 //! here.
 
 use super::{Scale, TensorFiles, TensorInfo};
-use crate::files::{Error, mxfp4};
+use crate::files::{Error, MXFP4_BLOCK};
 use safetensors::Dtype;
 
 /// A tensor of the file that is read as parts.
@@ -90,10 +90,10 @@ impl TensorFiles {
         let (&[o, n, half], true) = (of_blocks.shape.as_slice(), of_scales.dtype == Dtype::U8) else {
             return false;
         };
-        if of_blocks.dtype != Dtype::U8 || 2 * half != mxfp4::BLOCK || of_scales.shape != [o, n] {
+        if of_blocks.dtype != Dtype::U8 || 2 * half != MXFP4_BLOCK || of_scales.shape != [o, n] {
             return false;
         }
-        let shape = vec![o, n * mxfp4::BLOCK];
+        let shape = vec![o, n * MXFP4_BLOCK];
         let bytes = (2 * shape[0] * shape[1]) as u64;
         let info = TensorInfo { dtype: Dtype::BF16, shape, place: 0..bytes, ..of_blocks.clone() };
         [blocks, scales].iter().for_each(|n| drop(self.tensors.remove(*n)));

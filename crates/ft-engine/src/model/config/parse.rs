@@ -5,6 +5,7 @@ use super::family::{Bias, FAMILIES, Family, PARTIAL, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
 use super::rope::{Rope, Scaling};
+use super::rules::WeightFormat;
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, classifier};
 use ft_base::store;
@@ -85,7 +86,7 @@ impl Config {
         };
         let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
         let ropes = ropes(&keys, family, &attention, (head_dim, max_positions))?;
-        let mxfp4 = whole.mxfp4(family)?;
+        let format = whole.weight_format(family)?;
         let config = Self {
             family,
             body: default_body(raw.contains_key(Self::TEXT)),
@@ -111,10 +112,13 @@ impl Config {
             double_wide: keys.flag("use_double_wide_mlp")? == Some(true),
             moe,
             initializer_range: keys.number("initializer_range", 1e-30..=1e3)?.unwrap_or(0.02),
-            four_bit: whole.four_bit()?,
-            mxfp4: mxfp4 == Some(false),
-            decodes_mxfp4: mxfp4 == Some(true),
-            fp8: whole.fp8()?,
+            four_bit: format == WeightFormat::FourBit,
+            mxfp4: format == WeightFormat::Mxfp4 { decoded: false },
+            decodes_mxfp4: format == WeightFormat::Mxfp4 { decoded: true },
+            fp8: match format {
+                WeightFormat::Fp8(block) => Some(block),
+                _ => None,
+            },
             unknown: whole.unknown(),
             raw: Map::new(),
         };

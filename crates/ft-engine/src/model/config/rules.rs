@@ -154,6 +154,20 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("mrope_section", f64::NAN),
 ];
 
+/// Format of a checkpoint's weights.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum WeightFormat {
+    Values,
+    /// 4-bit weights of bitsandbytes.
+    FourBit,
+    /// Experts in MXFP4, and whether they are read as values.
+    Mxfp4 {
+        decoded: bool,
+    },
+    /// 8-bit weights: rows and columns of the blocks that share a scale.
+    Fp8([usize; 2]),
+}
+
 /// Quantization method of gpt-oss's releases.
 const MXFP4: &str = "mxfp4";
 
@@ -296,59 +310,66 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// Reads `quantization_config`: if the experts are in MXFP4, whether they are read as values.
-    pub(super) fn mxfp4(&self, family: &Family) -> Result<Option<bool>> {
-        let Some(q) = self.table("quantization_config")? else { return Ok(None) };
-        if q.string("quant_method")? != Some(MXFP4) {
-            return Ok(None);
-        }
-        for key in q.raw.keys() {
-            // Modules to leave as they are: the tensors say which are in MXFP4.
-            if !["quant_method", "modules_to_not_convert", "dequantize"].contains(&key.as_str()) {
-                return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
+    /// Reads `quantization_config`.
+    pub(super) fn weight_format(&self, family: &Family) -> Result<WeightFormat> {
+        const METHOD: &str = "quant_method";
+        let Some(q) = self.table("quantization_config")? else { return Ok(WeightFormat::Values) };
+        match q.string(METHOD)? {
+            Some("bitsandbytes") => q.four_bit(),
+            Some(MXFP4) if family.experts.and_then(|x| x.joint).is_some_and(|j| j.transposed) => {
+                // Modules to leave as they are: the tensors say which are in MXFP4.
+                q.only(|key| [METHOD, "modules_to_not_convert", "dequantize"].contains(&key))?;
+                Ok(WeightFormat::Mxfp4 { decoded: q.flag("dequantize")? == Some(true) })
             }
-        }
-        if family.experts.and_then(|x| x.joint).is_none_or(|j| !j.transposed) {
-            let why = format!("{MXFP4}; not built yet for {}", family.model_type);
-            return Err(q.bad("quant_method", why));
-        }
-        Ok(Some(q.flag("dequantize")? == Some(true)))
-    }
-
-    /// Reads `quantization_config`: whether weights are 4-bit in the format of bitsandbytes.
-    ///
-    /// The 4-bit type, block sizes and double quantization are read from each tensor's own state; the
-    /// compute dtype comes from the recipe.
-    pub(super) fn four_bit(&self) -> Result<bool> {
-        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
-        let at = |key: &str, why: String| q.bad(key, why);
-        match q.string("quant_method")? {
-            Some("bitsandbytes") => {}
-            Some(MXFP4 | "fp8") => return Ok(false),
+            Some(MXFP4) => Err(q.bad(METHOD, format!("{MXFP4}; not built yet for {}", family.model_type))),
+            Some("fp8") => q.fp8(),
             other => {
                 let other = other.unwrap_or("none");
-                return Err(at(
-                    "quant_method",
-                    format!("not built yet: {other}; bitsandbytes' 4-bit and fp8 are"),
-                ));
+                Err(q.bad(METHOD, format!("not built yet: {other}; bitsandbytes' 4-bit and fp8 are")))
             }
         }
-        for key in q.raw.keys().filter(|k| !k.starts_with("llm_int8_")) {
-            if !QUANTIZATION.contains(&key.as_str()) {
-                return Err(at(key, "ft does not know this key, and it may change the numbers".into()));
-            }
+    }
+
+    /// Refuses keys of `quantization_config` that are not known.
+    fn only(&self, known: impl Fn(&str) -> bool) -> Result<()> {
+        match self.raw.keys().find(|k| !known(k)) {
+            Some(key) => Err(self.bad(key, "ft does not know this key, and it may change the numbers")),
+            None => Ok(()),
         }
+    }
+
+    /// `quantization_config` of bitsandbytes. The 4-bit type, block sizes and double quantization are read from each
+    /// tensor's own state; the compute dtype comes from the recipe.
+    fn four_bit(&self) -> Result<WeightFormat> {
+        self.only(|key| key.starts_with("llm_int8_") || QUANTIZATION.contains(&key))?;
         for key in ["load_in_8bit", "_load_in_8bit"] {
-            if q.flag(key)? == Some(true) {
-                return Err(at(key, "not built yet: 8-bit checkpoints".into()));
+            if self.flag(key)? == Some(true) {
+                return Err(self.bad(key, "not built yet: 8-bit checkpoints"));
             }
         }
-        if q.flag("load_in_4bit")?.or(q.flag("_load_in_4bit")?) != Some(true) {
-            return Err(at("load_in_4bit", "true is wanted".into()));
+        if self.flag("load_in_4bit")?.or(self.flag("_load_in_4bit")?) != Some(true) {
+            return Err(self.bad("load_in_4bit", "true is wanted"));
         }
-        match q.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
-            "nf4" | "fp4" => Ok(true),
-            other => Err(at("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
+        match self.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
+            "nf4" | "fp4" => Ok(WeightFormat::FourBit),
+            other => Err(self.bad("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
+        }
+    }
+
+    /// `quantization_config` of an 8-bit checkpoint.
+    fn fp8(&self) -> Result<WeightFormat> {
+        self.only(|key| FP8.contains(&key))?;
+        if let Some(other) = self.string("fmt")?.filter(|f| *f != "e4m3") {
+            return Err(self.bad("fmt", format!("{other}; e4m3 is built")));
+        }
+        let block =
+            self.get("weight_block_size").and_then(|b| serde_json::from_value::<[usize; 2]>(b.clone()).ok());
+        match block.filter(|b| b.iter().all(|n| (1..=POSITIONS).contains(n))) {
+            Some(block) => Ok(WeightFormat::Fp8(block)),
+            None => Err(self.bad(
+                "weight_block_size",
+                "rows and columns of a block are wanted: other scales are not built",
+            )),
         }
     }
 
@@ -407,29 +428,6 @@ impl Keys<'_> {
                 let why = format!("{}; a list of {layers} entries is wanted, 1 for positions", short(list));
                 Err(self.bad("no_rope_layers", why))
             }
-        }
-    }
-
-    /// Reads `quantization_config` of an 8-bit checkpoint: rows and columns of the blocks that share a scale.
-    pub(super) fn fp8(&self) -> Result<Option<[usize; 2]>> {
-        let Some(q) = self.table("quantization_config")? else { return Ok(None) };
-        if q.string("quant_method")? != Some("fp8") {
-            return Ok(None);
-        }
-        if let Some(key) = q.raw.keys().find(|k| !FP8.contains(&k.as_str())) {
-            return Err(q.bad(key, "ft does not know this key, and it may change the numbers"));
-        }
-        if let Some(other) = q.string("fmt")?.filter(|f| *f != "e4m3") {
-            return Err(q.bad("fmt", format!("{other}; e4m3 is built")));
-        }
-        let block =
-            q.get("weight_block_size").and_then(|b| serde_json::from_value::<[usize; 2]>(b.clone()).ok());
-        match block.filter(|b| b.iter().all(|n| (1..=POSITIONS).contains(n))) {
-            Some(block) => Ok(Some(block)),
-            None => Err(q.bad(
-                "weight_block_size",
-                "rows and columns of a block are wanted: other scales are not built",
-            )),
         }
     }
 

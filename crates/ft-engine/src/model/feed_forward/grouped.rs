@@ -248,8 +248,8 @@ impl GroupedExperts {
         }
     }
 
-    /// Whether the backward pass reads the outputs. Otherwise it has the gradients of the gates from the down
-    /// projection's input: `dy . (W h + B u) = (dy W + du A) . h`, with dropout on both sides too.
+    /// Whether the backward pass needs the expert outputs y. Without biases it does not: d gate = dy · y =
+    /// (dy W + du A) · h, and dy W + du A is computed anyway.
     pub fn reads_outputs(&self) -> bool {
         self.down.biases.is_some()
     }

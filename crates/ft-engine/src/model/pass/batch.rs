@@ -8,7 +8,7 @@ use super::carried::Rows;
 use super::cut::{Columns, Cut};
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
-use crate::ranks::{At, Comm};
+use crate::ranks::{At, Comm, words_of};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_kernels::attention::{Sequences, Sizes};
@@ -56,10 +56,8 @@ impl Sharers<'_> {
     /// # Errors
     /// A lost rank.
     pub fn all_gather(&self, at: At, own: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
-        let bytes: Vec<u8> = own.iter().flat_map(|w| w.to_ne_bytes()).collect();
-        let all = self.comm.all_gather_bytes_among(&self.active, at, &bytes, true)?;
-        let words = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-        Ok(all.into_iter().map(words).collect())
+        let all = self.comm.all_gather_bytes_among(&self.active, at, bytemuck::cast_slice(own), true)?;
+        Ok(all.iter().map(|bytes| words_of(bytes)).collect())
     }
 }
 

@@ -46,7 +46,7 @@ impl Slot {
 pub struct Sink<'a> {
     grads: Buffers<'a>,
     reached: RefCell<Vec<bool>>,
-    /// Tensors with values from an earlier step, or none yet; the first gradient overwrites them.
+    /// Slots whose memory is stale or uninitialized: the first gradient overwrites, later ones add.
     stale: RefCell<BTreeMap<usize, Slot>>,
     /// Deferred gradients of a collecting sink.
     later: Option<RefCell<Vec<Later>>>,

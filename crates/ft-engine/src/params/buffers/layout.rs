@@ -10,8 +10,8 @@ use ft_recipe::Method;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Ends of the kinds of tensors in a buffer. The order makes each property a contiguous range: large
-/// tensors, adapter tensors, projected tensors.
+/// Ends of the five regions of a buffer, in order: large in full, large LoRA, small LoRA, small in full, projected.
+/// `large_full`, `large`, `adapters` and `plain` are the ends of the first four.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FlatLayout {
     pub large_full: usize,
@@ -25,8 +25,8 @@ pub(crate) struct FlatLayout {
 }
 
 impl FlatLayout {
-    /// Elements with master weights. Without them (`rounding`), large half-precision tensors that train in full are the
-    /// only copy, unless layers use some master weights directly (`wide`): then the buffer keeps all.
+    /// Elements with master weights. With `rounding`, these are LoRA's alone; tensors of any size that train in full
+    /// have only the compute buffer. A `wide` buffer keeps all.
     pub fn kept(&self, rounding: bool, dtype: DType, wide: bool) -> Range<usize> {
         if !rounding || dtype == DType::F32 || wide { 0..self.len } else { self.large_full..self.adapters }
     }

@@ -100,7 +100,8 @@ impl Piece {
         Self::of_part(t.shape.clone(), t.cut, t.part, place)
     }
 
-    /// The same piece of a tensor with one element for `unit` consecutive ones; `None` if a cut is within one.
+    /// The piece of a tensor that has one element for each `unit` elements of this one (a block's scale, a byte of two
+    /// codes). `None` if a cut falls inside such a unit.
     pub fn by(&self, unit: usize) -> Option<Self> {
         let elements: usize = self.whole.iter().product();
         let Some((dim, own)) = &self.cut else {
@@ -115,8 +116,8 @@ impl Piece {
         (ends && (rows == 1 || whole_units(cols))).then_some(Self { whole, cut: Some((1, scaled)) })
     }
 
-    /// The largest power of two up to `most` that divides runs of consecutive values, on every rank: as many values
-    /// from a multiple of it are within one block of `most` values of the whole tensor.
+    /// The largest power of two, at most `most`, that divides every run of consecutive values on every rank. Blocks of
+    /// this size never straddle a cut or a block of `most`.
     pub fn aligned(&self, most: usize) -> usize {
         let Some((_, own)) = &self.cut else { return most };
         own.iter().fold(most, |n, r| within(r.len() * self.width(), n))

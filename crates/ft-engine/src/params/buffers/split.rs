@@ -124,11 +124,6 @@ impl Split {
         self.tied && self.mesh.pipeline > 1
     }
 
-    /// Ranks of this rank's stage.
-    pub fn stage(&self) -> usize {
-        self.mesh.ranks() / self.mesh.pipeline.max(1)
-    }
-
     /// Experts of a layer on each rank.
     fn own_experts(&self) -> usize {
         self.experts / self.mesh.expert.max(1)

@@ -77,6 +77,19 @@ pub(super) fn stacked(modules: &[&Module], choice: impl Fn(&Module) -> Choice, w
     if takes && (spec.rank * first.cols()).is_multiple_of(ALIGN) { spec.rank * modules.len() } else { 0 }
 }
 
+/// A rank's part `own` of the experts of a layer, which so many ranks split.
+pub(super) fn owned(
+    experts: &[MlpTree],
+    unit: usize,
+    (own, ranks): (Range<usize>, usize),
+    choice: impl Fn(&Module) -> Choice,
+) -> (Range<usize>, Owned) {
+    let mut linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
+    let drops = linears.any(|m| matches!(choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
+    let owned = Owned { ranks, experts: experts.len(), first: own.start, drops, unit };
+    (own, owned)
+}
+
 /// Source of shape-only weights, given the choice for every module.
 pub struct Ghosts<'a> {
     /// Ledger to charge.
@@ -246,13 +259,7 @@ impl Weights for Ghosts<'_> {
     }
 
     fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
-        let (range, ranks) = self.own.clone()?;
-        let linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
-        let drops = linears
-            .into_iter()
-            .any(|m| matches!(self.choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
-        let owned = Owned { ranks, experts: experts.len(), first: range.start, drops, unit };
-        Some((range, owned))
+        Some(owned(experts, unit, self.own.clone()?, |m| self.choice(m)))
     }
 
     /// Run lengths of adjacent experts with equal choices.

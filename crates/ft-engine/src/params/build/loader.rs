@@ -17,7 +17,7 @@ use crate::model::{Decoder, Units};
 use crate::params::Params;
 use crate::params::buffers::{FlatKind, Piece, Shard, cut_module};
 use crate::quant::{BLOCK, CodeTables, LazyVector};
-use crate::ranks::{At, Comm};
+use crate::ranks::{self, At, Comm, Threads};
 use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::terminal::bytes_bar;
@@ -37,6 +37,8 @@ use std::sync::Arc;
 /// State of a build.
 pub(super) struct Loader<'a> {
     b: &'a Build<'a>,
+    /// Ranks that build the model.
+    comm: &'a dyn Comm,
     params: Params,
     /// Index of each module.
     numbers: HashMap<String, usize>,
@@ -62,7 +64,7 @@ struct Norms {
 
 impl<'a> Loader<'a> {
     /// Allocates the trained tensors.
-    pub(super) fn new(b: &'a Build<'a>) -> ft_base::Result<Self> {
+    pub(super) fn new(b: &'a Build<'a>, alone: &'a Threads) -> ft_base::Result<Self> {
         b.base.check()?;
         check_full(b.base, b.selection, b.adapter)?;
         let units = b.base.config.layers + 2;
@@ -74,7 +76,8 @@ impl<'a> Loader<'a> {
         let books = CodeTables::new(b.device)?;
         let bar = b.shown.map(|what| bytes_bar(what, b.base.bytes()));
         let (numbers, tensors, split, norms) = (HashMap::new(), HashMap::new(), None, Vec::new());
-        let mut loader = Self { b, params, numbers, tensors, books, split, norms, bar };
+        let comm = b.comm.unwrap_or(alone);
+        let mut loader = Self { b, comm, params, numbers, tensors, books, split, norms, bar };
         for (i, (m, _)) in b.selection.modules.iter().enumerate() {
             loader.numbers.insert(m.name.clone(), i);
         }
@@ -121,7 +124,7 @@ impl<'a> Loader<'a> {
         let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
         let units = std::iter::once(unit).chain(tied.then_some(0));
         for u in units.clone() {
-            self.params.gather(u, self.b.ranks())?.into_iter().try_for_each(Arrival::wait)?;
+            self.params.gather(u, self.comm)?.into_iter().try_for_each(Arrival::wait)?;
         }
         for n in norms {
             self.complete_norms(unit, n)?;
@@ -212,7 +215,7 @@ impl<'a> Loader<'a> {
         let piece = ranks.piece(m, Part::Weight);
         // All ranks with any part of the weight share the computation of its scales.
         let with = if kind == FlatKind::Cut { FlatKind::Whole } else { kind };
-        let (group, shard) = (ranks.group(self.b.ranks(), with), ranks.shard(with));
+        let (group, shard) = (ranks.group(self.comm, with), ranks.shard(with));
         let scales = |n: usize, make: load::Scales<'_>| all_scales(m, n, make, shard, &group);
         let unread = || self.b.base.lazy_codes(of, how, self.b.dtype, &scales)?.cut(&m.name, &piece);
         let blocks = match self.split.as_mut().filter(|_| apart) {
@@ -329,7 +332,8 @@ impl Build<'_> {
     /// # Errors
     /// Missing, unexpected or misshapen tensors, all named; an adapter that does not match.
     pub fn run(&self) -> ft_base::Result<(Decoder, Params)> {
-        let mut loader = Loader::new(self)?;
+        let alone = ranks::alone();
+        let mut loader = Loader::new(self, &alone)?;
         let decoder = Decoder::build(&self.base.config, &mut loader)?;
         Ok((decoder, loader.end()?))
     }
@@ -339,7 +343,8 @@ impl Build<'_> {
     /// # Errors
     /// As [`Build::run`].
     pub fn logits(&self, ids: &[u32]) -> ft_base::Result<Real> {
-        let mut loader = Loader::new(self)?;
+        let alone = ranks::alone();
+        let mut loader = Loader::new(self, &alone)?;
         let logits = Decoder::logits_by_layer(&self.base.config, &mut loader, ids, self.device)?;
         loader.end()?;
         Ok(logits)
@@ -502,14 +507,9 @@ impl Weights for Loader<'_> {
     }
 
     fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
-        let range = self.b.allocate.split.own()?;
-        let linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
-        let drops = linears
-            .into_iter()
-            .any(|m| matches!(self.choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
-        let ranks = self.b.allocate.split.mesh.expert;
-        let owned = Owned { ranks, experts: experts.len(), first: range.start, drops, unit };
-        Some((range, owned))
+        let split = &self.b.allocate.split;
+        let own = (split.own()?, split.mesh.expert);
+        Some(super::ghost::owned(experts, unit, own, |m| self.choice(m)))
     }
 
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {

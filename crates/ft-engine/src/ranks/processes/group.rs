@@ -3,7 +3,7 @@
 use super::monitor::Monitor;
 use super::transport::{Round, Transport};
 use crate::ranks::callbacks::Callback;
-use crate::ranks::comm::{At, Comm, Error, Piece, Received, Said};
+use crate::ranks::comm::{At, Comm, Error, Piece, Received, Said, words_of};
 use crate::ranks::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
@@ -72,7 +72,7 @@ impl Processes {
         let mut lens = vec![0; world];
         for other in &others {
             let (words, inline) = back.into[*other].split_at(header);
-            let mut words = words.as_chunks().0.iter().map(|b| u64::from_ne_bytes(*b));
+            let mut words = words_of(words).into_iter();
             if words.next() != Some(key) {
                 let why = format!("it is in another collective than rank {rank}, in {at}: a bug in ft");
                 let e = self.monitor.error(*other, why, ExitCode::Internal);

@@ -5,7 +5,7 @@ use super::group::Processes;
 #[cfg(feature = "mpi")]
 use super::key::Key;
 use super::key::Source;
-use super::monitor::Monitor;
+use super::monitor::{DRAIN, Monitor};
 use super::rendezvous::{self, Connections, Registration};
 use super::tcp;
 use crate::ranks::comm::{At, Comm, Error};
@@ -76,7 +76,15 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
             let monitor = Arc::new(Monitor::new((rank, world), timeout));
             monitor.know_hosts(joined.hosts);
             let known = Arc::clone(&monitor);
-            let transport = tcp::start(joined.values, move |round| known.done(round));
+            let done = move |round| known.done(round);
+            let known = Arc::clone(&monitor);
+            let broken = move |peer: usize, e: std::io::Error| {
+                // The monitor names a dead process, or one that reports its own error, first.
+                std::thread::sleep(DRAIN);
+                let why = format!("its connection for values to rank {peer} broke: {e}");
+                known.fail(known.error(rank, why, ExitCode::LostRank), false);
+            };
+            let transport = tcp::start(joined.values, done, broken);
             let all = Processes::new(monitor, transport.map_err(|e| lost(e.to_string()))?);
             begin(&all, joined.monitors)?;
             Ok((all, joined.neighbours))

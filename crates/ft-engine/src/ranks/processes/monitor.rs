@@ -28,7 +28,7 @@ const STOPPED: Duration = Duration::from_secs(2);
 /// because launchers kill the remaining processes one second later.
 const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
 /// Time to wait for data sent by a failed rank before the failure.
-const DRAIN: Duration = Duration::from_millis(500);
+pub(super) const DRAIN: Duration = Duration::from_millis(500);
 /// Additional time for other ranks to wait for the report of rank 0.
 const AFTER_RANK_0: Duration = Duration::from_millis(250);
 
@@ -154,15 +154,20 @@ impl Monitor {
         let start = |name: String, f: Box<dyn FnOnce() + Send>| {
             std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(f).map(drop)
         };
+        let mut heard = Vec::new();
         for (rank, line) in lines.iter().enumerate() {
             let Some(line) = line else { continue };
             line.set_nodelay(true)?;
             // a stopped process does not drain the socket
             line.set_write_timeout(Some(HEARTBEAT))?;
-            let (monitor, line) = (Arc::clone(self), line.try_clone()?);
+            heard.push((rank, line.try_clone()?));
+        }
+        // before any listener, which may have a failure to pass on
+        let _ = self.lines.set(lines.into_iter().map(|l| l.map(Mutex::new)).collect());
+        for (rank, line) in heard {
+            let monitor = Arc::clone(self);
             start(format!("line {rank}"), Box::new(move || monitor.listen(rank, line)))?;
         }
-        let _ = self.lines.set(lines.into_iter().map(|l| l.map(Mutex::new)).collect());
         let monitor = Arc::clone(self);
         start("monitor".into(), Box::new(move || monitor.run()))
     }
@@ -235,8 +240,8 @@ impl Monitor {
             }
             let left = match &s.failed {
                 None => CHECK,
-                // The failed rank got at least as far, so data for this round is on the way and this rank
-                // may yet find and report the same cause.
+                // The failed rank has entered this collective, so its data may still arrive. Wait up to
+                // `DRAIN`: with the data, this rank may meet and report the same error itself.
                 Some((e, since, false))
                     if !e.hangs && s.peers[e.rank].has_come_to(&s.peers[self.rank].at) =>
                 {

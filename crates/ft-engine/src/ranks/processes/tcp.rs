@@ -1,25 +1,34 @@
 //! Exchange of byte buffers over TCP, with one connection between each pair of processes.
 
 use super::transport::{Backoff, Round, Transport};
+use socket2::{SockRef, TcpKeepalive};
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
+use std::time::Duration;
+
+/// Idle time before the first keepalive probe, and between probes: routers on the way may forget a silent connection.
+const KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Starts the transport. `connections` lead to the peers, by rank; `done` is called with each completed
-/// round.
+/// round, `broken` with the peer and the cause when a connection breaks.
 ///
 /// # Errors
 /// No thread available.
 pub fn start(
     connections: Vec<Option<TcpStream>>,
     done: impl Fn(Round) + Send + 'static,
+    broken: impl FnOnce(usize, Error) + Send + 'static,
 ) -> Result<Transport> {
     for connection in connections.iter().flatten() {
         connection.set_nodelay(true)?;
         connection.set_nonblocking(true)?;
+        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
+        SockRef::from(connection).set_tcp_keepalive(&keepalive)?;
     }
     Transport::spawn("TCP", move |rounds| {
         for mut round in &rounds {
-            if exchange(&connections, &mut round).is_err() {
+            if let Err((peer, e)) = exchange(&connections, &mut round) {
+                broken(peer, e);
                 // Keep the connections open, so that peers can still read sent data.
                 rounds.iter().for_each(drop);
                 return;
@@ -36,8 +45,8 @@ struct Progress {
     received: usize,
 }
 
-/// Sends and receives until the round is complete.
-fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> Result<()> {
+/// Sends and receives until the round is complete, or the connection to a peer breaks.
+fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> std::result::Result<(), (usize, Error)> {
     let mut progress: Vec<Progress> = connections.iter().map(|_| Progress::default()).collect();
     let mut backoff = Backoff::new();
     loop {
@@ -52,7 +61,7 @@ fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> Result<()> 
                     Some(rest) => rest,
                     None => &all[at.sent - own.len()..],
                 };
-                match transferred(stream.write(rest))? {
+                match transferred(stream.write(rest)).map_err(|e| (rank, e))? {
                     0 => break,
                     n => at.sent += n,
                 }
@@ -61,7 +70,8 @@ fn exchange(connections: &[Option<TcpStream>], round: &mut Round) -> Result<()> 
             left |= at.sent < own.len() + all.len();
             let Some(into) = round.into.get_mut(rank) else { continue };
             while at.received < into.len() {
-                match transferred(stream.read(&mut into[at.received..]))? {
+                let read = stream.read(&mut into[at.received..]);
+                match transferred(read).map_err(|e| (rank, e))? {
                     0 => break,
                     n => at.received += n,
                 }
@@ -91,6 +101,21 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::mpsc;
 
+    /// A peer that goes away in a round is reported.
+    #[test]
+    fn a_broken_connection_is_reported() -> Result<()> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let other = TcpStream::connect(listener.local_addr()?)?;
+        let lines = vec![None, None, Some(listener.accept()?.0)];
+        let (tell, told) = mpsc::channel();
+        let transport = start(lines, |_| (), move |peer, _| tell.send(peer).unwrap_or(()))?;
+        drop(other);
+        transport.exchange(Round::all_to_all(3, vec![2], vec![1], |_| 1));
+        assert_eq!(told.recv().map_err(Error::other)?, 2);
+        transport.end();
+        Ok(())
+    }
+
     /// Buffers of any length arrive intact, also beyond the size of the socket buffers.
     #[test]
     fn what_goes_comes() -> Result<()> {
@@ -102,7 +127,7 @@ mod tests {
             std::thread::spawn(move || -> Result<Vec<Vec<u8>>> {
                 let rank = usize::from(lines[0].is_some());
                 let (tell, told) = mpsc::channel();
-                let transport = start(lines, move |round| drop(tell.send(round)))?;
+                let transport = start(lines, move |round| drop(tell.send(round)), |_, _| ())?;
                 let mut came = Vec::new();
                 for (own, all) in [(0, 3), (5, 0), (long, 17), (0, 0)] {
                     let mut round = Round::new(2, vec![1 - rank]);

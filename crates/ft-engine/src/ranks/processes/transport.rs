@@ -58,7 +58,7 @@ impl Transport {
 
     /// Starts a round.
     pub fn exchange(&self, round: Round) {
-        // The thread exits when this value drops or a peer disconnects; the monitor reports the latter.
+        // The thread exits when this value drops or a peer disconnects; `tcp::start` reports the latter.
         let _ = self.rounds.send(round);
     }
 

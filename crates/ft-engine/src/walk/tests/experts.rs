@@ -90,7 +90,8 @@ impl<'a> Setting<'a> {
             FAULT.set(fault);
             let split = Split { mesh, rank: comm.rank(), zero: 0, experts, ..Split::default() };
             let allocate = Allocate { train: true, split, ..Allocate::default() };
-            let (d, p) = Build::new(&self.base, &self.selection).allocate(allocate).among(&comm).run()?;
+            let new = Build::new(&self.base, &self.selection);
+            let (d, p) = Build { allocate, comm: Some(&comm), ..new }.run()?;
             let grads = p.grads();
             let sink = Sink::new(&grads, p.tensors.len());
             let hooks = Among(&comm);

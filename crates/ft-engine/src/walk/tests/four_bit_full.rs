@@ -71,7 +71,7 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
         let (nf4, allocate) = (c.nf4(), Allocate { train: true, offload: true, ..Allocate::default() });
         for (what, built) in [
             ("cached", build(&cached, &s, None)),
-            ("offloaded", Ok(Build::new(&nf4, &s).allocate(allocate).run()?)),
+            ("offloaded", Ok(Build { allocate, ..Build::new(&nf4, &s) }.run()?)),
         ] {
             let (d, p) = built?;
             assert_eq!(backward(&d, &p, &batch, 0)?.0, loss, "{} {what}", c.name());

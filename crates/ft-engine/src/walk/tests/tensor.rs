@@ -82,7 +82,8 @@ impl<'a> Setting<'a> {
         let rank = |comm: ranks::Threads| -> Result<(Step, Params)> {
             let split = Split { mesh, rank: comm.rank(), ..Split::default() };
             let allocate = Allocate { train: true, split, ..Allocate::default() };
-            let (mut d, p) = Build::new(&self.base, &self.selection).allocate(allocate).among(&comm).run()?;
+            let new = Build::new(&self.base, &self.selection);
+            let (mut d, p) = Build { allocate, comm: Some(&comm), ..new }.run()?;
             alter(&mut d);
             let step = self.pass(&comm, (&d, &p), (all, fault))?;
             comm.all_gather_bytes(At::all("the end"), &[], true)?;
@@ -246,8 +247,8 @@ fn a_rank_lost_among_cut_matrices_is_named() -> Result<()> {
     let rank = |comm: ranks::Threads| -> Option<ranks::Error> {
         let split = Split { mesh, rank: comm.rank(), ..Split::default() };
         let allocate = Allocate { train: true, split, ..Allocate::default() };
-        let of = Build::new(&setting.base, &setting.selection).allocate(allocate).among(&comm).run();
-        let (d, p) = of.ok()?;
+        let new = Build::new(&setting.base, &setting.selection);
+        let (d, p) = Build { allocate, comm: Some(&comm), ..new }.run().ok()?;
         let group = Ranks::new(&comm, &mesh, Axis::Tensor);
         let fault = (comm.rank() == 3).then_some(Fault::Lost);
         if setting.pass(&group, (&d, &p), (&tokens, fault)).is_ok() {
