@@ -7,9 +7,10 @@ use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, SINGLE, is_pickle_name};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
-/// Prompt format and chat template of an adapter.
-const WITH_ADAPTER: [&str; 2] = ["ft.json", "chat_template.jinja"];
-const WITH_TOKENIZER: [&str; 11] = [
+/// Prompt format and chat templates of an adapter.
+const WITH_ADAPTER: [&str; 3] = ["ft.json", "chat_template.jinja", TOOL_USE];
+/// Files that change tokens.
+const WITH_TOKENIZER: [&str; 7] = [
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -17,14 +18,22 @@ const WITH_TOKENIZER: [&str; 11] = [
     TOOL_USE,
     "chat_template.json",
     "added_tokens.json",
-    "ft.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
 ];
+/// Files that change no tokens of a model: prompt format and processors.
+const BESIDE_TOKENIZER: [&str; 4] =
+    ["ft.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"];
 
 /// Names of files that a repository may lack.
 pub(super) fn optional(kind: Kind) -> Vec<&'static str> {
+    let beside: &[_] = match kind {
+        Kind::Adapter | Kind::Model(Want::Config) => &[],
+        Kind::Model(_) => &BESIDE_TOKENIZER[..],
+    };
+    [&of_tokens(kind)[..], beside].concat()
+}
+
+/// Names of files that a repository may lack, and that change tokens.
+pub(super) fn of_tokens(kind: Kind) -> Vec<&'static str> {
     match kind {
         Kind::Adapter => WITH_ADAPTER.to_vec(),
         Kind::Model(Want::Config) => WITH_CONFIG.to_vec(),

@@ -211,19 +211,19 @@ fn no_folder(id: &str) -> String {
 fn unauthorized(id: &str, endpoint: &str, gated: bool, had_token: bool) -> String {
     match (gated, had_token) {
         (true, false) => format!(
-            "{id} is gated\nhint: accept its licence at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
+            "{id} is gated\nhint: accept its license at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
         ),
         (true, true) => format!(
-            "{id} is gated, and the token that is set has no access to it\nhint: accept its licence \
+            "{id} is gated, and the token that is set has no access to it\nhint: accept its license \
                 at {endpoint}/{id} with the account of that token (HF_TOKEN)"
         ),
         (false, false) => format!(
             "{id} is not on the hub at {endpoint}, or it is private or gated\nhint: check the \
-                spelling; for a private or gated model accept its licence there and set HF_TOKEN"
+                spelling; for a private or gated model accept its license there and set HF_TOKEN"
         ),
         (false, true) => format!(
             "the hub at {endpoint} does not give {id} to the token that is set\nhint: check the \
-                spelling, that HF_TOKEN is valid, and that its account has accepted the model's licence"
+                spelling, that HF_TOKEN is valid, and that its account has accepted the model's license"
         ),
     }
 }

@@ -7,7 +7,7 @@ use hf_hub::progress::Progress;
 use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeModel};
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
 
-use super::choose::{choose, optional};
+use super::choose::{choose, of_tokens, optional};
 use super::error::Error;
 use super::files::{Repository, is_commit, shards};
 use super::progress::Report;
@@ -17,6 +17,9 @@ use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 use ft_base::terminal::tell;
 
+/// Time limit for a connection. That of the system is minutes, in networks that drop packets.
+const CONNECT: Duration = Duration::from_secs(10);
+const AGENT: &str = concat!("ft/", env!("CARGO_PKG_VERSION"));
 /// The branch present in every repository.
 const MAIN: &str = "main";
 
@@ -27,10 +30,11 @@ pub(super) fn download(
     kind: Kind,
     progress: bool,
 ) -> Result<(PathBuf, String), Error> {
-    // Commits are immutable; a cached one needs no request. Other programs may have left files out.
+    // Commits are immutable; a cached one needs no request. Other programs may have left files out: those that
+    // change tokens must be there, or be known as absent.
     if is_commit(&repository.revision)
         && let Ok((dir, commit)) = repository.cached(settings, kind)
-        && optional(kind).iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f))
+        && of_tokens(kind).iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f))
     {
         return Ok((dir, commit));
     }
@@ -98,23 +102,26 @@ struct Remote<'a> {
 
 impl<'a> Remote<'a> {
     fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
+        let hint = match settings.endpoint.is_ascii() {
+            true => "",
+            false => "\nhint: write a host name with other than ASCII letters in Punycode (xn--..)",
+        };
+        let failed = |e: &dyn std::error::Error| Error::Client {
+            id: repository.id(),
+            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {}{hint}", innermost(e))),
+        };
+        let http = reqwest::Client::builder().user_agent(AGENT).connect_timeout(CONNECT);
         let mut builder = HFClient::builder()
+            .client(http.build().map_err(|e| failed(&e))?)
             .endpoint(&settings.endpoint)
             .cache_dir(&settings.cache)
-            .user_agent(concat!("ft/", env!("CARGO_PKG_VERSION")))
+            .user_agent(AGENT)
             .retry_max_attempts(3)
             .retry_base_delay(Duration::from_millis(200));
         if let Some(token) = &settings.token {
             builder = builder.token(token);
         }
-        let hint = match settings.endpoint.is_ascii() {
-            true => "",
-            false => "\nhint: write a host name with other than ASCII letters in Punycode (xn--..)",
-        };
-        let client = builder.build_sync().map_err(|e| Error::Client {
-            id: repository.id(),
-            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {}{hint}", innermost(&e))),
-        })?;
+        let client = builder.build_sync().map_err(|e| failed(&e))?;
         let kind = if repository.is_dataset() { RepoTypeAny::Dataset } else { RepoTypeAny::Model };
         let api = client.repository(kind, &repository.owner, &repository.name);
         Ok(Remote { settings, repository, client, api })

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -205,16 +205,20 @@ impl<'a> CacheEntry<'a> {
     pub fn lock(&self) -> Option<File> {
         std::fs::create_dir_all(&self.folder).ok()?;
         let path = self.folder.join(format!("{}.lock", self.name));
-        let file = store::append(&path).ok()?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                tell(&format!("waiting for another process that tokenizes {}", self.key.source.source));
-                file.lock().ok()?;
+        loop {
+            let file = store::append(&path).ok()?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    tell(&format!("waiting for another process that tokenizes {}", self.key.source.source));
+                    file.lock().ok()?;
+                }
+                Err(TryLockError::Error(_)) => return None,
             }
-            Err(TryLockError::Error(_)) => return None,
+            if is_linked(&file) {
+                return Some(file);
+            }
         }
-        Some(file)
     }
 
     /// Creates a writer with temporary names; the final name is known after the pass.
@@ -306,10 +310,16 @@ fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
     for path in locks.values() {
         if let Ok(file) = File::open(path)
             && file.try_lock().is_ok()
+            && is_linked(&file)
         {
             let _ = std::fs::remove_file(path);
         }
     }
+}
+
+/// Whether a locked file still has its name: a sweep may have removed it between open and lock.
+fn is_linked(file: &File) -> bool {
+    !file.metadata().is_ok_and(|m| m.nlink() == 0)
 }
 
 /// Warns about tokens that cannot be cached.

@@ -6,7 +6,7 @@
 
 use super::notes::Note;
 use super::schema::Schema;
-use ft_recipe::Format;
+use ft_recipe::{Format, ScoreTargets};
 use serde_json::{Map, Value};
 
 /// Media attached to a text.
@@ -18,8 +18,8 @@ const SUPERVISION: &[&str] =
 pub(crate) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
 
 /// The reason for refusing a key, if the format does not read it and it matters for training.
-fn refused(Schema { format, chat, .. }: &Schema, key: &str) -> Option<String> {
-    let (format, chat) = (*format, *chat);
+fn refused((schema, scores): (&Schema, &ScoreTargets), key: &str) -> Option<String> {
+    let (format, chat) = (schema.format, schema.chat);
     if MEDIA.contains(&key) {
         return (format != Format::Tokens).then(|| format!("not built yet: {key} of a row"));
     }
@@ -49,6 +49,10 @@ fn refused(Schema { format, chat, .. }: &Schema, key: &str) -> Option<String> {
         }
         (Format::Preference | Format::Unpaired, "weight" | "weights") => {
             "pairs and rated completions have no weights; a source has one (weight = 2.0)"
+        }
+        (Format::Preference, "margin") if *scores == ScoreTargets::Pairs => {
+            "the loss of task = \"reward\" has no margin, which other trainers subtract from the difference of scores; \
+             leave it out to train without"
         }
         (_, "weights") => "only format \"tokens\" has a weight for each token; a row has one weight",
         _ => return None,
@@ -82,13 +86,14 @@ pub(crate) fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// Checks the keys of a row not covered by `read`: refuses some, adds notes for the rest.
+/// Checks the keys of a row not covered by `read`: refuses some, adds notes for the rest. `scores` are the targets of a
+/// score head.
 ///
 /// # Errors
 /// A key that would change training.
 pub(super) fn of_row(
     row: &Map<String, Value>,
-    schema: &Schema,
+    (schema, scores): (&Schema, &ScoreTargets),
     read: &dyn Fn(&str) -> bool,
     notes: &mut Vec<Note>,
 ) -> Result<(), String> {
@@ -106,9 +111,10 @@ pub(super) fn of_row(
         return Err("input: the prompt of a pair is one text; write instruction and input into it".into());
     }
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
-        // weight 1 is the default
-        let plain = key == "weight" && value.as_f64() == Some(1.0);
-        if let Some(why) = refused(schema, key).filter(|_| !plain) {
+        // values without effect in other trainers
+        let plain =
+            [("weight", 1.0), ("margin", 0.0)].iter().any(|(k, x)| k == key && value.as_f64() == Some(*x));
+        if let Some(why) = refused((schema, scores), key).filter(|_| !plain) {
             return Err(why);
         }
         notes.push(Note::RowKey { key: key.clone(), format: schema.format.word().into() });

@@ -20,6 +20,8 @@ pub(crate) enum Note {
     Marker(String),
     /// A supervised span that starts or ends inside a token.
     Edge,
+    /// Tokens that merge across the end of a prompt.
+    Merged,
     /// A last turn without an end in the text.
     Open,
     /// A pair of equal completions.
@@ -63,6 +65,10 @@ impl Note {
                 "{s} in which what is supervised begins or ends inside a token: such a token is not supervised\n  \
                  hint: end turns with a special token of the tokenizer, and begin them behind one or behind a line \
                  break"
+            ),
+            Note::Merged => format!(
+                "{s} in which tokens merge across the end of the prompt: the completion is supervised from the first \
+                 of them\n  hint: end prompts with a line break or a special token"
             ),
             Note::Open => format!(
                 "{s} in which the chat template writes nothing behind the last answer: it trains no end of a turn\n  \

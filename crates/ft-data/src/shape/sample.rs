@@ -42,7 +42,7 @@ impl Schema {
         let list = self.list_of(&row);
         let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
         let read = |key: &str| self.reads(key) && !other(key);
-        of_row(&row, self, &read, notes)?;
+        of_row(&row, (self, scores), &read, notes)?;
         match self.format {
             Format::Messages => Ok(Sample::Chat(self.chat(&mut row)?)),
             Format::Alpaca if self.chat => Ok(Sample::Chat(self.instruction_chat(&mut row)?)),

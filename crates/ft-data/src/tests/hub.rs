@@ -460,6 +460,37 @@ mod remote {
         assert_eq!(get(&online).dir, dir);
     }
 
+    /// The cache was filled by a program that knows neither processors nor ft's files.
+    #[test]
+    fn a_pinned_commit_with_the_files_of_its_tokens_needs_no_request() {
+        let hub = Hub::new(&[]);
+        hub.mood(Mood::Refuses(418, ""));
+        let home = tempfile::tempdir().unwrap();
+        let online = settings(home.path(), &hub.endpoint);
+        let of_model = online.cache.join("models--owner--name");
+        let (dir, absent) =
+            (of_model.join("snapshots").join(COMMIT), of_model.join(".no_exist").join(COMMIT));
+        fs::create_dir_all(&dir).unwrap();
+        fs::create_dir_all(absent.join("additional_chat_templates")).unwrap();
+        for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
+            fs::write(dir.join(name), "{}").unwrap();
+        }
+        for name in [
+            "generation_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "chat_template.json",
+            "chat_template.jinja",
+            "additional_chat_templates/tool_use.jinja",
+        ] {
+            fs::write(absent.join(name), "").unwrap();
+        }
+        let get = || fetch_model_with(&online, "owner/name", COMMIT, Want::Weights, false).unwrap();
+        assert_eq!((get().dir, get().notes), (dir, Vec::new()));
+        fs::remove_file(absent.join("chat_template.jinja")).unwrap();
+        assert!(get().notes[0].contains("answered 418"), "{:?}", get().notes);
+    }
+
     #[test]
     fn refusals_say_what_to_do_and_never_the_token() {
         let hub = Hub::new(&[]);
@@ -467,7 +498,7 @@ mod remote {
         let with_token = settings(home.path(), &hub.endpoint);
         let without = Settings { token: None, ..with_token.clone() };
         let cases = [
-            (401, "GatedRepo", &without, "accept its licence"),
+            (401, "GatedRepo", &without, "accept its license"),
             (403, "GatedRepo", &with_token, "has no access"),
             (401, "RepoNotFound", &without, "set HF_TOKEN"),
             (401, "", &with_token, "HF_TOKEN is valid"),

@@ -214,16 +214,61 @@ fn cut_samples_are_a_warning() {
     assert_eq!(told(4), "");
 }
 
-/// A token of both prompt and completion is not supervised, and said.
+/// A completion begins at the first token that the prompt alone does not have, of a pair at the earlier of two, as in
+/// TRL. Merged tokens are told.
 #[test]
-fn completions_that_begin_inside_a_token_are_noted() {
-    for (prompt, chosen, noted) in [("Hell", "o world", true), ("Hello", " world", false)] {
-        let row = json!({"prompt": prompt, "chosen": chosen, "rejected": chosen});
+fn completions_begin_with_the_tokens_that_they_change() {
+    let [hell, hello, world, mark, the] = ["Hell", "Hello", " world", "!", "the"].map(|text| {
+        let ids = tiny().encode(text).unwrap();
+        assert_eq!(ids.len(), 1, "{text}");
+        ids[0]
+    });
+    let end = tiny().text_end().unwrap();
+    let merged = "tokens merge across the end of the prompt";
+    for (row, format, ids, masked, told) in [
+        (
+            json!({"prompt": "theHell", "chosen": "o world", "rejected": "!"}),
+            Format::Preference,
+            vec![the, hello, world, end, the, hell, mark, end],
+            vec![0, 4],
+            true,
+        ),
+        (
+            json!({"prompt": "theHello", "chosen": " world", "rejected": "!"}),
+            Format::Preference,
+            vec![the, hello, world, end, the, hello, mark, end],
+            vec![0, 1, 4, 5],
+            false,
+        ),
+        (
+            json!({"prompt": "theHell", "completion": "o", "label": true}),
+            Format::Unpaired,
+            vec![the, hello, end],
+            vec![0],
+            true,
+        ),
+    ] {
         let files = Files::new(&[("a.jsonl", &row.to_string())]);
-        let d = files.load(&[source("a.jsonl", Format::Preference)], &data(50)).unwrap();
-        let told = d.stats.notes.told().iter().any(|n| n.contains("begins or ends inside a token"));
-        assert_eq!(told, noted, "{prompt}");
+        let d = files.load(&[source("a.jsonl", format)], &data(50)).unwrap();
+        let e = nth(&d, 0);
+        let without: Vec<usize> = (0..e.labels.len()).filter(|i| e.labels[*i] == IGNORE_INDEX).collect();
+        assert_eq!((&e.ids, &without), (&ids, &masked), "{row}");
+        assert!(e.ids.iter().zip(&e.labels).all(|(id, l)| *l == IGNORE_INDEX || *l == *id as i32), "{row}");
+        assert_eq!(d.stats.notes.told().iter().any(|n| n.contains(merged)), told, "{row}");
     }
+}
+
+/// A margin of a pair is refused for reward models alone, but for a margin of 0.
+#[test]
+fn margins_of_reward_models_are_refused() {
+    let pair = |margin: f64| json!({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin});
+    let reward = ft_recipe::Data { scores: ft_recipe::ScoreTargets::Pairs, ..data(50) };
+    let told = |margin, cfg: &ft_recipe::Data| {
+        one(pair(margin), source("a.jsonl", Format::Preference), cfg).err().map(|e| e.to_string())
+    };
+    let refused = told(0.5, &reward).expect("a refusal");
+    assert!(refused.contains("margin: the loss of task = \"reward\" has no margin"), "{refused}");
+    assert_eq!((told(0.0, &reward), told(0.5, &data(50))), (None, None));
 }
 
 /// Slices and limits count the rows of all files of a source, and have tokens of their own in the cache.

@@ -56,6 +56,8 @@ struct Tokens {
     total: usize,
     /// Whether the rest contains a supervised token.
     more_targets: bool,
+    /// Number of tokens before the completion of a text.
+    prompt: usize,
 }
 
 impl Encoder<'_> {
@@ -68,17 +70,23 @@ impl Encoder<'_> {
             Sample::Labeled(_, class) => Some(Some(*class)),
             _ => (self.data.scores != ScoreTargets::None).then_some(None),
         };
-        let mut document = |sample| self.document(sample, (weight, class), &mut notes);
+        let document = |tokens| self.document(tokens, (weight, class));
+        let mut tokens = |sample| self.tokens(sample, &mut notes);
         let (mut first, second, content) = match sample {
             Sample::Pair(both) => {
-                let [chosen, rejected] = both.map(&mut document);
-                let chosen = chosen?;
+                let [chosen, rejected] = both.map(&mut tokens);
+                let (mut chosen, mut rejected) = (chosen?, rejected?);
+                let prompt = chosen.prompt.min(rejected.prompt);
+                [&mut chosen, &mut rejected].into_iter().for_each(|side| side.supervise_from(prompt));
+                let (chosen, rejected) = (document(chosen)?, document(rejected)?);
                 let content = Content::Pair(chosen.ids.len());
-                (chosen, Some(rejected?), content)
+                (chosen, Some(rejected), content)
             }
-            Sample::Rated(sample, desirable) => (document(*sample)?, None, Content::Rated(desirable)),
-            Sample::Labeled(sample, _) => (document(*sample)?, None, Content::Document),
-            sample => (document(sample)?, None, Content::Document),
+            Sample::Rated(sample, desirable) => {
+                (document(tokens(*sample)?)?, None, Content::Rated(desirable))
+            }
+            Sample::Labeled(sample, _) => (document(tokens(*sample)?)?, None, Content::Document),
+            sample => (document(tokens(sample)?)?, None, Content::Document),
         };
         let mut cut = first.total > first.ids.len();
         let mut whole = first.total;
@@ -105,15 +113,13 @@ impl Encoder<'_> {
         Ok(EncodedRow { sample: example, whole, cut, notes, teacher: by })
     }
 
-    /// Encodes a document, cut to `max_length`, with the weight of its row. `class` belongs to documents of a score
+    /// Cuts a document to `max_length`, and gives it the weight of its row. `class` belongs to documents of a score
     /// head, with `None` for a pair's.
     fn document(
         &self,
-        sample: Sample,
+        mut out: Tokens,
         (weight, class): (f32, Option<Option<u32>>),
-        notes: &mut Vec<Note>,
     ) -> Result<Tokens, Problem> {
-        let mut out = self.tokens(sample, notes)?;
         out.weigh(weight);
         self.check(&out.ids, &out.labels).map_err(Problem::Bad)?;
         self.check_teacher(out.teacher.as_ref()).map_err(Problem::Bad)?;
@@ -156,7 +162,8 @@ impl Encoder<'_> {
     fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let turns = match sample {
             Sample::Tokens { ids, labels, weights, teacher } => {
-                return Ok(Tokens { total: ids.len(), ids, labels, weights, teacher, more_targets: false });
+                let total = ids.len();
+                return Ok(Tokens { ids, labels, weights, teacher, total, ..Tokens::default() });
             }
             Sample::Completion(prompt, text) => return self.completion(&prompt, &text, notes),
             Sample::Plain(text) => {
@@ -200,29 +207,30 @@ impl Encoder<'_> {
         Ok((tokenizer, tokenizer.text_end().ok_or_else(no_end)?))
     }
 
-    /// A text that begins with a prompt. Supervised are the tokens beyond the number of the prompt's, and the
-    /// end-of-sequence token, appended unless the text ends with it.
+    /// A text that begins with a prompt. The completion begins at the first token that the prompt alone does not have
+    /// there, as in TRL, and ends with the end-of-sequence token, appended unless the text has it.
     fn completion(&self, prompt: &str, text: &str, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let (tokenizer, eos) = self.with_end()?;
         let start = tokenizer.text_start();
         let before = tokenizer.encode(prompt).map_err(problem)?;
-        let read = start.len() + before.len();
         let mut out = Tokens { ids: start.to_vec(), total: start.len(), ..Tokens::default() };
         out.labels.resize(start.len(), IGNORE_INDEX);
         self.encoded(tokenizer, text, &[], notes, &mut out)?;
-        if out.ids[start.len()..].iter().zip(&before).any(|(a, b)| a != b) {
-            notes.push(Note::Edge);
+        let kept = &out.ids[start.len()..];
+        let same = kept.iter().zip(&before).take_while(|(a, b)| a == b).count();
+        // a prompt longer than the kept tokens goes on beyond them
+        let read = if same == kept.len() { before.len() } else { same };
+        if read < before.len() {
+            notes.push(Note::Merged);
         }
         if out.total > out.ids.len() {
             let end = tokenizer.decode(&[eos]).map_err(problem)?;
             out.total += usize::from(!text.ends_with(&end));
-            out.more_targets = out.total > read;
         } else if out.ids.last() != Some(&eos) || out.ids.len() == start.len() {
             out.ids.push(eos);
             out.total += 1;
         }
-        out.labels =
-            (0..).zip(&out.ids).map(|(i, id)| if i < read { IGNORE_INDEX } else { label(*id) }).collect();
+        out.supervise(start.len() + read);
         Ok(out)
     }
 
@@ -295,6 +303,21 @@ impl Encoder<'_> {
 }
 
 impl Tokens {
+    /// Supervises all but the first `prompt` tokens.
+    fn supervise(&mut self, prompt: usize) {
+        let labels = (0..).zip(&self.ids).map(|(i, id)| if i < prompt { IGNORE_INDEX } else { label(*id) });
+        self.labels = labels.collect();
+        self.more_targets = self.total > self.ids.len().max(prompt);
+        self.prompt = prompt;
+    }
+
+    /// Lets the completion of a text begin earlier, as that of the other side of a pair does.
+    fn supervise_from(&mut self, prompt: usize) {
+        if prompt < self.prompt {
+            self.supervise(prompt);
+        }
+    }
+
     /// Supervises the last token alone, with a class, or with its own id for a pair's.
     fn score(&mut self, class: Option<u32>) {
         self.labels.fill(IGNORE_INDEX);

@@ -132,10 +132,7 @@ impl PromptConfig {
         let text = serde_json::to_string_pretty(self).unwrap_or_default() + "\n";
         store::write_atomic(&dir.join(FILE), text.as_bytes())?;
         match chat_template.filter(|_| self.form == PromptFormat::Chat) {
-            Some(template) => {
-                remove_tool_use(dir)?;
-                store::write_atomic(&dir.join(TEMPLATE), template.as_bytes())
-            }
+            Some(template) => write_template(dir, template.as_bytes()),
             None => Ok(()),
         }
     }
@@ -157,15 +154,20 @@ impl PromptConfig {
     /// # Errors
     /// Files that cannot be read or written.
     pub fn copy(from: &Path, to: &Path) -> Result<(), store::Error> {
-        if from.join(TEMPLATE).is_file() {
-            remove_tool_use(to)?;
+        if let Some(template) = store::read_if_there(from, TEMPLATE, store::LARGEST)? {
+            write_template(to, &template)?;
         }
-        [FILE, TEMPLATE, TOOL_USE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
+        [FILE, TOOL_USE].into_iter().try_for_each(|file| store::copy_inside(from, file, to))
     }
 }
 
-/// Removes the template for tools, which belongs to the chat template that is replaced.
-fn remove_tool_use(dir: &Path) -> Result<(), store::Error> {
+/// Replaces the chat template of a folder by another one, and removes the template for tools, which belongs to
+/// the old one.
+fn write_template(dir: &Path, template: &[u8]) -> Result<(), store::Error> {
+    if store::read_if_there(dir, TEMPLATE, store::LARGEST)?.is_some_and(|old| old == template) {
+        return Ok(());
+    }
+    store::write_atomic(&dir.join(TEMPLATE), template)?;
     let path = dir.join(TOOL_USE);
     match std::fs::remove_file(&path) {
         Err(e) if e.kind() != ErrorKind::NotFound => Err(store::Error::write("remove", &path, None, e)),
@@ -184,14 +186,19 @@ mod tests {
         for dir in [from, to] {
             std::fs::create_dir(dir.join("additional_chat_templates"))?;
             std::fs::write(dir.join(TOOL_USE), dir.display().to_string())?;
+            std::fs::write(dir.join(TEMPLATE), "{{ a }}")?;
         }
         let trained = PromptConfig { form: PromptFormat::Chat, also: Vec::new(), template: Map::new() };
-        trained.save(from, None)?;
+        trained.save(from, Some("{{ a }}"))?;
         PromptConfig::copy(from, to)?;
         assert_eq!(std::fs::read_to_string(to.join(TOOL_USE))?, from.display().to_string());
-        trained.save(from, Some("{{ messages }}"))?;
-        assert!(!from.join(TOOL_USE).exists());
+        // An adapter may lack the template for tools of its base.
+        std::fs::remove_file(from.join(TOOL_USE))?;
         PromptConfig::copy(from, to)?;
+        assert!(to.join(TOOL_USE).exists());
+        trained.save(from, Some("{{ messages }}"))?;
+        PromptConfig::copy(from, to)?;
+        assert_eq!(std::fs::read_to_string(to.join(TEMPLATE))?, "{{ messages }}");
         assert!(!to.join(TOOL_USE).exists());
         Ok(())
     }

@@ -3,8 +3,8 @@
 use crate::syntax::{Diagnostic, SourceText, Table, Value};
 use std::collections::BTreeSet;
 
-/// Finds such values in `root`: without the feature `mpi`, that word of `parallel.comm`. Skips keys in `bad`, which
-/// already have a problem.
+/// Refuses `parallel.comm = "mpi"` in a build without the feature `mpi`. Skips keys in `bad`, which already have a
+/// problem.
 pub(crate) fn find(root: &Table, texts: &[SourceText], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     const KEY: &str = "parallel.comm";
     // the default build has no MPI, because few machines have the required libraries

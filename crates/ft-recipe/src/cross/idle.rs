@@ -2,8 +2,8 @@
 
 use super::context::Cross;
 use crate::keys::{
-    Dtype, Form, Format, Kind, Method, Offload, PreferenceLoss, Products, Quantize, Recipe, Recompute, Rule,
-    Schedule, Task, Unset, Weights, find_key, first_entries,
+    Dtype, Form, Format, Kind, Method, Offload, Products, Quantize, Recipe, Recompute, Rule, Schedule, Task,
+    Unset, Weights, find_key, first_entries,
 };
 use crate::syntax::{Table, parse_value};
 use std::collections::BTreeSet;
@@ -130,7 +130,7 @@ const ROWS: &[Row] = rows! {
         of ["data"]: " does nothing: the rows are not of the hub", OUT;
     refuse ["preference.loss", "preference.beta"] if |c| !c.r.task.prefers(), of ["task"]: TASK, OUT;
     refuse ["preference.label_smoothing"]
-        if |c| !c.r.task.prefers() || c.r.preference.loss(c.r.task) != PreferenceLoss::Sigmoid,
+        if |c| !c.r.task.prefers() || !c.r.preference.loss(c.r.task).smooths(),
         of ["task", "preference.loss"]: " does nothing with this loss", OUT;
     refuse ["preference.gamma"] if |c| c.r.task != Task::Simpo, of ["task"]: TASK, OUT;
     refuse ["preference.nll"] if |c| c.r.task != Task::Cpo, of ["task"]: TASK, OUT;
@@ -142,7 +142,8 @@ const ROWS: &[Row] = rows! {
         " does nothing with alpha = 0.0: the teacher has no weight", OUT;
     refuse ["classify.labels", "classify.num_labels"] if |c| c.r.task != Task::Classify, of ["task"]: TASK, OUT;
     refuse ["run.eval_every"] if |c| !c.evaluates() && c.r.log.samples.is_empty(),
-        of ["data.eval", "data.eval_share", "log.samples"]: NO_DATA, EVALUATE;
+        of ["data.eval", "data.eval_share", "log.samples"]: NO_DATA,
+        "add [[data.eval]], data.eval_share = 0.1 or log.samples, or leave it out";
     refuse ["generate.samples"] if |c| !c.evaluates(), of ["data.eval", "data.eval_share"]: NO_DATA, EVALUATE;
     tell ["run.eval_at_start"] if |c| !c.evaluates(), of ["data.eval", "data.eval_share"]: NO_DATA, EVALUATE;
     refuse ["run.keep_best", "run.patience"] if |c| !(c.evaluates() && c.r.run.eval_every > 0),
@@ -204,11 +205,12 @@ pub(crate) struct Idle {
 }
 
 impl Recipe {
-    /// Warnings about given keys without effect, now that `facts` are known.
+    /// Warnings about given keys without effect, now that `facts` are known, and about a reference without the adapter
+    /// that trains.
     pub fn idle(&self, facts: Facts) -> Vec<String> {
         let all = self.idle_keys(facts, false, &|_| false);
         let line = |i: Idle| format!("{}: {}\n  hint: {}", self.place(&i.path), i.message, i.hint);
-        all.into_iter().map(line).collect()
+        all.into_iter().map(line).chain(self.reference_below_adapter()).collect()
     }
 
     /// Given keys without effect, each once; only of refused ones if `refused`. Skips rows with a `bad` key.

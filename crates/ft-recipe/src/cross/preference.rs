@@ -1,7 +1,7 @@
 //! Checks of the task against `[preference]`, formats and evaluation.
 
 use super::context::Cross;
-use crate::keys::{Best, Format, PreferenceLoss, Recipe, Task};
+use crate::keys::{Best, Format, PreferenceLoss, Recipe, Reference, Task};
 
 impl Cross<'_, '_> {
     pub(super) fn preference(&mut self, recipe: &Recipe) {
@@ -59,5 +59,42 @@ impl Cross<'_, '_> {
                 self.report(&key, message, hint);
             }
         }
+    }
+}
+
+impl Recipe {
+    /// A warning about an adapter that trains on, and is compared with the base by default.
+    pub(super) fn reference_below_adapter(&self) -> Option<String> {
+        const KEY: &str = "preference.reference";
+        let adapter = self.lora.init.adapter()?;
+        let by_default = self.preference.reference == Reference::Base && !self.places.contains_key(KEY);
+        (self.task.has_reference() && by_default).then(|| {
+            format!(
+                "{}: the reference is the base model, without the adapter {adapter} that the run begins with\n  hint: \
+                 {KEY} = \"start\" compares with that adapter, as TRL does; \"base\", written out, with the base",
+                self.place("lora.init")
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Facts, Recipe};
+
+    #[test]
+    fn a_default_reference_below_an_adapter_is_told() {
+        let told = |more: &str| {
+            let text = format!(
+                "task = \"dpo\"\n{more}\n[model]\nsource = \"m\"\n[[data.train]]\nsource = \"p\"\nformat = \
+                 \"preference\"\n[[train]]\nmodules = [\"mlp\"]\n"
+            );
+            let recipe = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
+            recipe.idle(Facts::default()).iter().any(|w| w.contains("preference.reference = \"start\""))
+        };
+        assert!(told("lora.init = \"first/adapter\""));
+        assert!(!told("lora.init = \"pissa\""));
+        assert!(!told("lora.init = \"first/adapter\"\npreference.reference = \"start\""));
+        assert!(!told("lora.init = \"first/adapter\"\npreference.reference = \"base\""), "as written");
     }
 }

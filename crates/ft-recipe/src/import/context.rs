@@ -32,6 +32,10 @@ pub trait Around {
     fn read(&self, path: &str) -> Option<String>;
     /// The groups of modules of a model, if its config is at hand.
     fn groups(&self, model: &str) -> Option<Vec<String>>;
+    /// Text of a model's config.json, if it is at hand.
+    fn config(&self, _model: &str) -> Option<String> {
+        None
+    }
 }
 
 /// The outcome of a key.

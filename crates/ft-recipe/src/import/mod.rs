@@ -27,7 +27,7 @@ use crate::keys::{Recipe, Task};
 use crate::load::Error;
 pub use context::{Around, Fate};
 use context::{Context, Outcome, converted, needless, refused};
-use draft::Draft;
+use draft::{Draft, Set};
 use read::{Entry, is_expansion, is_off};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -168,9 +168,10 @@ fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Resul
         let Err(problems) = &last else { break };
         let mut removed = false;
         for problem in problems.problems() {
-            let Some(set) = problem.key.as_deref().and_then(|k| draft.remove(k)) else { continue };
+            let Some(key) = problem.key.as_deref() else { continue };
+            let Some(set) = draft.remove(key) else { continue };
             removed = true;
-            for l in lines.iter_mut().filter(|l| l.key == set.origin) {
+            for l in lines.iter_mut().filter(|l| tells_of(l, &set, key)) {
                 let lost = unevaluated && ["run.patience", "run.keep_best"].contains(&set.path.as_str());
                 l.fate = match problem.message.contains("does nothing") && !lost {
                     true => Fate::NoEffect,
@@ -190,6 +191,18 @@ fn settle(mut draft: Draft, lines: &mut [Line], tool: &str, file: &str) -> Resul
         }
     }
     last.map_err(|e| e.to_string())
+}
+
+/// Whether a line tells of `key`, removed from the recipe: as its origin, or as the key of a data set that became it.
+fn tells_of(line: &Line, removed: &Set, key: &str) -> bool {
+    let (name, entry) =
+        (removed.path.rsplit('.').next().unwrap_or_default(), key.strip_prefix(&removed.path));
+    let said = match entry.and_then(|rest| rest.strip_prefix('.')) {
+        Some(entry) => format!("{name} = {{ {entry} = "),
+        None => format!("{name} = "),
+    };
+    let is_below = line.key.strip_prefix(&removed.origin).is_some_and(|rest| rest.starts_with('.'));
+    line.key == removed.origin || is_below && line.text.starts_with(&said)
 }
 
 /// The name of a file without folders and ending.

@@ -1,12 +1,26 @@
 //! Optimizer, schedule, regularization.
 
-use super::context::{Context, Convert, Extent, Outcome, conversions, converted, needless, refused};
+use super::context::{Context, Convert, Extent, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, number, text};
+use super::train::model;
+use crate::keys::Task;
 use crate::syntax::quote;
+use serde_json::Value;
+
+/// The first learning rate of a warm-up in transformers' schedules.
+const WARMUP: &str = "; the first update has lr / warmup, there 0";
+/// Reason to leave out arguments of AdamW where transformers' Trainer trains with GaLore.
+const NOT_GALORES: &str = "the Trainer does not hand it to GaLore's optimizer";
+/// The `model_type` of mixtures whose classes in transformers have a load-balancing loss, and its coefficient where
+/// config.json has none.
+const BALANCED: &[&str] =
+    &["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss"];
+const ROUTER_LOSS: f64 = 0.001;
 
 conversions! {
-    optimizer, optimizer_argument, galore_rank, betas, decay_of_all, schedule_argument, min_lr_ratio, warmup;
+    optimizer, optimizer_argument, galore_rank, betas, epsilon, decay, decay_of_all, schedule_argument, min_lr_ratio,
+    warmup, router_loss;
     "galore" => |ctx, e| ctx.switch("optimizer.name", quote("galore"), e),
     "galore_modules" => |_, _| needless("GaLore takes all matrices that train in full"),
     "schedule" => |ctx, e| ctx.take_word("optimizer.schedule", e)
@@ -16,7 +30,21 @@ fn optimizer(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     if ctx.is("use_galore") {
         return needless("use_galore chooses it");
     }
-    ctx.take_word("optimizer.name", e)
+    let taken = ctx.take_word("optimizer.name", e);
+    let Some(own) = trainers_galore(ctx) else { return taken };
+    let set: Vec<String> = own.iter().map(|(key, value)| ctx.set(key, *value, e)).collect();
+    converted(format!("{}, {}: its own there", taken.1, set.join(", ")))
+}
+
+/// Keys that differ from AdamW's defaults where transformers' Trainer trains with GaLore: it hands the learning rate
+/// alone to galore_torch, which has defaults of its own. `None` for other optimizers.
+fn trainers_galore(ctx: &Context<'_>) -> Option<&'static [(&'static str, &'static str)]> {
+    match ["optim", "optimizer"].map(|key| ctx.word(key)).concat().as_str() {
+        _ if ctx.is("use_galore") => None,
+        "galore_adamw" | "galore_adamw_layerwise" => Some(&[("optimizer.eps", "1e-6")]),
+        "galore_adamw_8bit" => Some(&[("optimizer.weight_decay", "0.01"), ("optimizer.decay", "\"all\"")]),
+        _ => None,
+    }
 }
 
 fn galore_rank(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
@@ -51,7 +79,24 @@ fn optimizer_argument(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
     }
 }
 
+fn epsilon(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match trainers_galore(ctx) {
+        Some(_) => needless(NOT_GALORES),
+        None => ctx.take("optimizer.eps", e),
+    }
+}
+
+fn decay(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match trainers_galore(ctx) {
+        Some(_) => needless(NOT_GALORES),
+        None => ctx.take("optimizer.weight_decay", e),
+    }
+}
+
 fn betas(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if trainers_galore(ctx).is_some() {
+        return needless(NOT_GALORES);
+    }
     let (a, b) = (ctx.number(&["adam_beta1"]).unwrap_or(0.9), ctx.number(&["adam_beta2"]).unwrap_or(0.999));
     converted(ctx.set("optimizer.betas", format!("[{a:?}, {b:?}]"), e))
 }
@@ -105,10 +150,44 @@ fn warmup(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         (_, _) if x < 1.0 => {
             let set = ctx.set("optimizer.warmup_ratio", number_text(x), e);
             match (ctx.tool, e.line) {
-                ("axolotl", 0) => converted(format!("{set} (100 steps at the most there)")),
-                _ => converted(set),
+                ("axolotl", 0) => converted(format!("{set} (100 steps at the most there){WARMUP}")),
+                _ => converted(set + WARMUP),
             }
         }
-        _ => ctx.take("optimizer.warmup_steps", e),
+        _ => {
+            let Outcome(fate, told) = ctx.take("optimizer.warmup_steps", e);
+            Outcome(fate, if fate <= Fate::Converted { told + WARMUP } else { told })
+        }
     }
+}
+
+/// `router_aux_loss_coef`: by default the model's own, in TRL's trainers of these tasks.
+fn router_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    if e.line > 0 {
+        return ctx.take("router.aux_loss", e);
+    }
+    if !matches!(ctx.task, Task::Sft | Task::Dpo | Task::Kto) {
+        return needless("its trainer has none");
+    }
+    match own_router_loss(ctx) {
+        Some(0.0) => needless("the model has none"),
+        Some(own) => converted(ctx.set("router.aux_loss", number_text(own), e) + ": the model's own"),
+        None => {
+            refused("for a mixture of experts: router.aux_loss = router_aux_loss_coef of its config.json")
+        }
+    }
+}
+
+/// The coefficient of the load-balancing loss that a model has in transformers, 0 without experts; `None` if its config
+/// is not at hand.
+fn own_router_loss(ctx: &Context<'_>) -> Option<f64> {
+    let name = model(ctx)?;
+    if !ctx.around.groups(&name)?.iter().any(|g| g == "router") {
+        return Some(0.0);
+    }
+    let config: Value = serde_json::from_str(&ctx.around.config(&name)?).ok()?;
+    let text = config.get("text_config").filter(|t| t.is_object()).unwrap_or(&config);
+    let is_balanced = text.get("model_type").and_then(Value::as_str).is_some_and(|t| BALANCED.contains(&t));
+    let written = text.get("router_aux_loss_coef").and_then(number);
+    Some(written.unwrap_or(if is_balanced { ROUTER_LOSS } else { 0.0 }))
 }

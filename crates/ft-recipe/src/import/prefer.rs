@@ -9,7 +9,7 @@ use crate::syntax::quote;
 const LOSSES: &[&str] = &["pref_loss", "loss_type", "dpo_loss_type"];
 
 conversions! {
-    task, pref_loss, pref_beta, pref_nll, dropout;
+    task, pref_loss, pref_beta, pref_nll, smoothing, dropout;
     "no_dropout" => |_, e| match truth(&e.value) {
         Some(false) => needless("lora.dropout says it"),
         _ => needless("lora.dropout is 0, its default"),
@@ -119,6 +119,17 @@ fn pref_nll(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
             refused("task = \"simpo\" has no term of the likelihood: it is as cpo_alpha = 0")
         }
         Task::Simpo => needless("so it is here too"),
+        _ => needless("of another task"),
+    }
+}
+
+/// `label_smoothing`, `dpo_label_smoothing`: of CPO's trainer in TRL, and of DPO's in LLaMA-Factory.
+fn smoothing(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match (ctx.tool, ctx.task) {
+        ("TRL", Task::Cpo | Task::Simpo) | ("LLaMA-Factory", Task::Dpo) => {
+            ctx.take("preference.label_smoothing", e)
+        }
+        (_, Task::Dpo) => needless("TRL's losses \"sigmoid\" and \"ipo\" have no smoothing"),
         _ => needless("of another task"),
     }
 }

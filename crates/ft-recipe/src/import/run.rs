@@ -3,6 +3,7 @@
 use super::context::{Context, Convert, Fate, Outcome, conversions, converted, needless, refused};
 use super::draft::number_text;
 use super::read::{Entry, is_off, number, text, truth, words};
+use crate::keys::Task;
 use crate::syntax::quote;
 
 /// Rows of a forward pass, by the toolkits' names.
@@ -12,7 +13,7 @@ const RANKS: &[&str] = &["launch.num_processes", "launch.nproc_per_node", "launc
 
 conversions! {
     accumulation, total_batch, steps, steps_an_epoch, every, strategy, per_epoch, clip, precision, dtype, device,
-    deepspeed, fsdp, launch, report_to;
+    deepspeed, fsdp, launch, report_to, sampling;
     "patience" => |ctx, e| ctx.take("run.patience", e),
     "cpu" => |ctx, e| ctx.switch("run.device", quote("cpu"), e),
     "offload" => |ctx, e| ctx.switch("memory.offload", "[\"params\", \"optimizer\"]", e)
@@ -182,6 +183,16 @@ fn launch(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         path if RANKS.contains(&path) => needless("one rank"),
         "launch.config_file" => needless("[parallel] has the layout: parallel.data ranks, parallel.zero"),
         _ => needless("torchrun, srun, mpirun or parallel.local start processes; [parallel] has the layout"),
+    }
+}
+
+/// `train_sampling_strategy`; its default is of KTO alone.
+fn sampling(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
+    match text(&e.value).unwrap_or_default().to_lowercase().as_str() {
+        _ if e.line == 0 && ctx.task != Task::Kto => needless("so it is here too"),
+        "" | "random" => needless("so it is here too"),
+        "sequential" => converted(ctx.set("data.shuffle", "false", e)),
+        _ => refused("rows come in random order, or in the file's with data.shuffle = false"),
     }
 }
 

@@ -204,6 +204,104 @@ fn preferences_are_imported() {
     );
 }
 
+/// Label smoothing where the toolkit's loss has it.
+#[test]
+fn label_smoothing_is_that_of_the_loss() {
+    let trl = "--model_name_or_path m --dataset_name d.jsonl --use_peft --label_smoothing 0.2";
+    let factory =
+        "model_name_or_path: m\nfinetuning_type: lora\ndataset: a\nstage: dpo\ndpo_label_smoothing: 0.2\n";
+    let axolotl = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl}]\ndpo_label_smoothing: 0.2\n";
+    for (text, smoothing) in [
+        (format!("python examples/scripts/cpo.py {trl}"), 0.2),
+        (format!("python examples/scripts/cpo.py {trl} --loss_type simpo --cpo_alpha 0"), 0.2),
+        (format!("trl dpo {trl}"), 0.0),
+        (factory.to_string(), 0.2),
+        (format!("{factory}pref_loss: simpo\n"), 0.0),
+        (format!("{axolotl}rl: dpo\n"), 0.0),
+        (format!("{axolotl}rl: simpo\n"), 0.0),
+    ] {
+        let key = if text.contains("dpo_label") { "dpo_label_smoothing" } else { "label_smoothing" };
+        assert_eq!(recipe(&text).preference.label_smoothing, smoothing, "{text}");
+        let expected = if smoothing > 0.0 { Fate::Taken } else { Fate::NoEffect };
+        assert_eq!(fate(&of(&text), key), expected, "{text}");
+    }
+}
+
+/// TRL's order of rows: that of the file in KTO by default, and where the key says so.
+#[test]
+fn rows_come_in_the_order_of_trl() {
+    let trl = "--model_name_or_path m --dataset_name d.jsonl --use_peft";
+    let order = |text: &str| {
+        let imported = of(text);
+        (recipe(text).data.shuffle, imported.lines.iter().any(|l| l.text.contains("data.shuffle")))
+    };
+    assert_eq!(order(&format!("trl kto {trl}")), (false, true));
+    assert_eq!(fate(&of(&format!("trl kto {trl}")), "train_sampling_strategy"), Fate::Default);
+    assert_eq!(order(&format!("trl dpo {trl}")), (true, false));
+    assert_eq!(order(&format!("trl sft {trl} --train_sampling_strategy sequential")), (false, true));
+    assert_eq!(order(&format!("trl sft {trl} --train_sampling_strategy random")), (true, false));
+}
+
+/// TRL adds the load-balancing loss of a mixture with the coefficient of its config.
+#[test]
+fn the_router_loss_of_trl_is_the_models_own() {
+    struct Models;
+    impl Around for Models {
+        fn read(&self, _: &str) -> Option<String> {
+            None
+        }
+        fn groups(&self, model: &str) -> Option<Vec<String>> {
+            let dense = ["attention", "mlp"].map(String::from).to_vec();
+            match model {
+                "dense" => Some(dense),
+                "far" => None,
+                _ => Some(dense.into_iter().chain(["router".to_string()]).collect()),
+            }
+        }
+        fn config(&self, model: &str) -> Option<String> {
+            Some(match model {
+                "written" => r#"{"model_type": "mixtral", "router_aux_loss_coef": 0.02}"#.into(),
+                "nested" => r#"{"text_config": {"model_type": "qwen3_5_moe_text"}}"#.into(),
+                _ => r#"{"model_type": "gemma4_text"}"#.into(),
+            })
+        }
+    }
+    let trl = "--dataset_name d.jsonl --use_peft --lora_target_modules q_proj --model_name_or_path";
+    for (command, coefficient, told) in [
+        ("trl sft {trl} written", 0.02, true),
+        ("trl kto {trl} nested", 0.001, true),
+        ("trl sft {trl} without", 0.0, false),
+        ("trl sft {trl} dense", 0.0, false),
+        ("trl sft {trl} far", 0.0, true),
+        ("trl reward {trl} written", 0.0, false),
+        ("trl sft {trl} written --router_aux_loss_coef 0.5", 0.5, true),
+    ] {
+        let imported = import(&command.replace("{trl}", trl), "a.sh", &Models).expect(command);
+        let text = imported.recipe.as_ref().unwrap_or_else(|e| panic!("{e}\n{}", listing(&imported)));
+        let recipe = Recipe::parse(text, "a.toml", &[]).expect(command);
+        assert_eq!(recipe.router.aux_loss, coefficient, "{command}");
+        let line = imported.lines.iter().any(|l| l.text.contains("router.aux_loss"));
+        assert_eq!(line, told, "{command}\n{}", listing(&imported));
+    }
+}
+
+/// The Trainer hands GaLore the learning rate alone; LLaMA-Factory's own GaLore has all arguments.
+#[test]
+fn galore_of_the_trainer_has_defaults_of_its_own() {
+    let decay = |text: &str| {
+        let o = recipe(text).optimizer;
+        (o.weight_decay, o.eps)
+    };
+    let trl = "model_name_or_path: m\ndataset_name: d\noptim_target_modules: all-linear\nweight_decay: 0.1\n\
+               adam_epsilon: 1.0e-7\noptim: ";
+    assert_eq!(decay(&format!("{trl}galore_adamw\n")), (0.0, 1e-6));
+    assert_eq!(decay(&format!("{trl}galore_adamw_8bit\n")), (0.01, 1e-8));
+    assert_eq!(decay(&format!("{trl}adamw_torch\n")), (0.1, 1e-7));
+    let factory =
+        "model_name_or_path: m\nfinetuning_type: full\ndataset: a\nuse_galore: true\nweight_decay: 0.1\n";
+    assert_eq!(decay(factory).0, 0.1);
+}
+
 /// Reward models of each toolkit that trains them.
 #[test]
 fn reward_models_are_imported() {
@@ -294,12 +392,14 @@ fn unknown_keys_and_unsupported_values_are_told() {
     assert!(import("a: 1", "a.yaml", &Nowhere).unwrap_err().contains("no key"));
 }
 
-/// Of the names of fields only that without a counterpart is left out.
+/// Of the names of fields only that without a counterpart is left out, and told.
 #[test]
 fn other_fields_stay() {
-    let r = recipe(
-        "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, type: completion, field: body, field_system: s}]",
-    );
+    let text = "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, type: completion, field: body, field_system: s}]";
+    let (imported, r) = (of(text), recipe(text));
+    let line = imported.lines.iter().find(|l| l.key == "datasets.0.field_system").expect("a line");
+    assert_eq!((line.fate, line.text.as_str()), (Fate::NotSupported, "format \"text\" has no field system"));
+    assert_eq!(fate(&imported, "datasets.0.field"), Fate::Converted, "{}", listing(&imported));
     assert_eq!(r.data.train[0].format, Some(Format::Text));
     assert_eq!(
         r.data.train[0].fields.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>(),

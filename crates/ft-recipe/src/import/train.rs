@@ -52,7 +52,7 @@ fn peft(_: &mut Context<'_>, e: &Entry) -> Outcome {
 }
 
 /// The model's name or folder.
-fn model(ctx: &Context<'_>) -> Option<String> {
+pub(super) fn model(ctx: &Context<'_>) -> Option<String> {
     let keys = ["base_model", "model_name_or_path", "checkpointer.checkpoint_dir"];
     keys.iter().find_map(|k| ctx.get(k)).and_then(text)
 }

@@ -172,7 +172,7 @@ table! {
         loss: Option<PreferenceLoss> = Word(PreferenceLoss::WORDS), Absent("\"sigmoid\" for dpo, else the task's name");
         /// Scale of the rewards.
         beta: Option<f64> = Number(Bound::Positive), Absent("0.1; for simpo 2.0");
-        /// Share of pairs taken as labeled the wrong way round (loss "sigmoid").
+        /// Share of pairs taken as labeled the wrong way round (losses "sigmoid", "simpo", "cpo").
         label_smoothing: f64 = Number(Bound::BelowOne), Toml("0.0");
         /// Margin of rewards to reach (simpo).
         gamma: f64 = Number(Bound::NotNegative), Toml("1.0");
@@ -427,7 +427,7 @@ table! {
         pipeline: usize = RANKS, Toml("1");
         /// Layers of each pipeline stage, from the bottom; empty cuts by the work of the layers and of the head.
         stages: Vec<usize> = Counts, Toml("[]");
-        /// Ranks that split the experts of a mixture, in blocks of neighbours. They are among those of the other axes, and rows
+        /// Ranks that split the experts of a mixture, in blocks of neighbors. They are among those of the other axes, and rows
         /// travel to them.
         expert: usize = RANKS, Toml("1");
         /// Ranks that split the tokens of a row, for rows that do not fit on one rank. A rank receives the keys and values

@@ -96,6 +96,13 @@ words! {
     }
 }
 
+impl PreferenceLoss {
+    /// Whether the loss takes `preference.label_smoothing`.
+    pub fn smooths(self) -> bool {
+        matches!(self, PreferenceLoss::Sigmoid | PreferenceLoss::Simpo | PreferenceLoss::Cpo)
+    }
+}
+
 /// `preference.reference`
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reference {

@@ -145,8 +145,8 @@ impl AtomicFolder {
         self.give_name(None)
     }
 
-    /// Like [`AtomicFolder::commit`], but replaces an existing target. Moves all subfolders of the old
-    /// folder, and files with `ours(name)` false, into the new one.
+    /// Like [`AtomicFolder::commit`], but replaces an existing target. Moves files of the old folder with
+    /// `ours("name")` false, and subfolders with `ours("name/")` false, into the new one.
     ///
     /// # Errors
     /// [`Error::Write`]. The old folder is then unchanged.

@@ -16,7 +16,7 @@ fn fill(new: &AtomicFolder, text: &str) {
 }
 
 fn ours(name: &str) -> bool {
-    ["config.json", "weights", "shard"].contains(&name)
+    ["config.json", "weights", "shard", "templates/"].contains(&name)
 }
 
 /// The text of a complete folder; `None` if absent.
@@ -44,8 +44,10 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
         (Some("one"), vec!["m".to_string()])
     );
 
-    // Foreign files are kept, and files of `ft` are removed.
+    // Foreign files and folders are kept, and those of `ft` are removed.
     fs::write(target.join("shard"), "one").unwrap();
+    fs::create_dir(target.join("templates")).unwrap();
+    fs::write(target.join("templates/tool_use"), "one").unwrap();
     fs::write(target.join(".ft-x.tmp"), "half").unwrap();
     fs::write(target.join("notes.txt"), "mine").unwrap();
     fs::create_dir(target.join("folder")).unwrap();

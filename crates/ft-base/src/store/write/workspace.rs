@@ -48,7 +48,8 @@ impl Workspace {
         self.dir.join(OLD)
     }
 
-    /// Lists the files of `target` to be moved into the new folder in `keep`, before any change.
+    /// Lists the entries of `target` to be moved into the new folder in `keep`, before any change: all but
+    /// unfinished files and those for which `ours` is true. Names of folders end in `/` there.
     pub(super) fn keep(&self, target: &Path, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
         let fail = |e| Error::write("list", target, None, e);
         let is_folder = target.symlink_metadata().map_err(fail)?.is_dir();
@@ -58,8 +59,12 @@ impl Workspace {
         for entry in entries.into_iter().flatten() {
             let entry = entry.map_err(fail)?;
             let (name, kind) = (entry.file_name(), entry.file_type().map_err(fail)?);
-            let is_ours = is_workspace(&name) || name.to_str().is_some_and(ours);
-            if kind.is_dir() || !is_ours {
+            let is_ours = if kind.is_dir() {
+                name.to_str().is_some_and(|name| ours(&format!("{name}/")))
+            } else {
+                is_workspace(&name) || name.to_str().is_some_and(ours)
+            };
+            if !is_ours {
                 names.insert(name);
             }
         }
