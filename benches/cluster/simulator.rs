@@ -135,7 +135,7 @@ impl World<'_> {
     /// Simulated members of a group.
     fn simulated(&self, group: usize) -> usize {
         let (axis, first) = (group / self.mesh().ranks(), group % self.mesh().ranks());
-        // pairs of neighbouring stages are numbered beyond the axes
+        // pairs of neighboring stages are numbered beyond the axes
         let Some(axis) = Axis::ALL.get(axis) else { return 2 };
         let members = self.mesh().members(*axis, first);
         members.iter().filter(|r| self.ranks.contains(r)).count()

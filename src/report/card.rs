@@ -111,7 +111,8 @@ impl CardFacts {
 
     /// Values of the template.
     fn fill(self, repository: &str) -> minijinja::Value {
-        // JSON strings are valid YAML and Python
+        // JSON strings are valid YAML and Python: values of the card's head and code are quoted, those of its text are
+        // not.
         let quoted = |s: &str| json!(s).to_string();
         let base = self.base.filter(|b| is_hub_id(b));
         let sources = self.recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str());

@@ -18,12 +18,17 @@ pub const RESULTS: [&str; 2] = [ADAPTER, MODEL];
 const ADAPTER: &str = "adapter";
 const MODEL: &str = "model";
 
-/// Returns true for file names that `ft` writes to a model folder.
+/// Returns true for names of files that `ft` writes to a model folder, and of subfolders, which end in `/`.
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
     let own = ["config.json", ft_engine::load::CACHE_MARKER, CARD];
-    weights || own.contains(&name) || COMPANIONS.contains(&name)
+    weights || own.contains(&name) || is_among(COMPANIONS, name)
+}
+
+/// Whether a name is of one of the files, or of a subfolder with one.
+fn is_among(files: &[&str], name: &str) -> bool {
+    files.iter().any(|file| *file == name || name.ends_with('/') && file.starts_with(name))
 }
 
 /// Files of the tokenizer.
@@ -31,9 +36,23 @@ pub fn tokenizer_files() -> &'static [&'static str] {
     &COMPANIONS[5..]
 }
 
-/// Returns true for file names that `ft` writes to an adapter folder, except the record of the prompt
-/// format.
+/// Returns true for names of files that `ft` writes to an adapter folder, except the record of the prompt
+/// format, and of subfolders, which end in `/`.
 pub fn is_of_adapter(name: &str) -> bool {
     ["adapter_config.json", "adapter_model.safetensors", CARD].contains(&name)
-        || tokenizer_files().contains(&name)
+        || is_among(tokenizer_files(), name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A template of an older result would be used beside the new chat template.
+    #[test]
+    fn a_result_replaces_the_template_for_tools() {
+        for is_ours in [is_of_model, is_of_adapter] {
+            assert!(is_ours(ft_data::TOOL_USE) && is_ours("additional_chat_templates/"));
+            assert!(!is_ours("additional_chat_templates") && !is_ours("notes/") && !is_ours("/"));
+        }
+    }
 }

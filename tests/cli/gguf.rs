@@ -57,7 +57,7 @@ fn same(a: &Tensor, b: &Tensor, what: &str) {
 }
 
 /// Reorders the rows of every head as in llama.cpp: rows of the first and second half alternate.
-fn neighbours(t: &Tensor, heads: usize) -> Tensor {
+fn neighbors(t: &Tensor, heads: usize) -> Tensor {
     let half = t.dims()[0] / heads / 2;
     let rows: Vec<u32> = (0..heads)
         .flat_map(|h| (0..half).flat_map(move |i| [2 * h * half + i, (2 * h + 1) * half + i]))
@@ -97,9 +97,9 @@ fn a_llama_model_has_llama_cpps_names_and_order() {
     same(&g.tensor("token_embd.weight"), &get(&files, "model.embed_tokens.weight"), "embedding");
     same(&g.tensor("output.weight"), &get(&files, "lm_head.weight"), "head");
     let q = get(&files, &format!("{l}.self_attn.q_proj.weight"));
-    same(&g.tensor("blk.1.attn_q.weight"), &neighbours(&q, 4), "queries");
+    same(&g.tensor("blk.1.attn_q.weight"), &neighbors(&q, 4), "queries");
     let k = get(&files, &format!("{l}.self_attn.k_proj.weight"));
-    same(&g.tensor("blk.1.attn_k.weight"), &neighbours(&k, 2), "keys");
+    same(&g.tensor("blk.1.attn_k.weight"), &neighbors(&k, 2), "keys");
     for (theirs, ours) in [
         ("attn_v", "self_attn.v_proj"),
         ("attn_output", "self_attn.o_proj"),
@@ -242,10 +242,10 @@ fn an_adapter_is_llama_cpps_lora() {
     assert_eq!(g.key("adapter.lora.alpha").to_f32().expect("alpha"), 8.0, "that of the most modules");
     let own = |name: &str| get(&files, &format!("base_model.model.model.layers.0.{name}.weight"));
     same(&g.tensor("blk.0.attn_q.weight.lora_a"), &own("self_attn.q_proj.lora_A"), "A");
-    same(&g.tensor("blk.0.attn_q.weight.lora_b"), &neighbours(&own("self_attn.q_proj.lora_B"), 4), "B");
+    same(&g.tensor("blk.0.attn_q.weight.lora_b"), &neighbors(&own("self_attn.q_proj.lora_B"), 4), "B");
     same(
         &g.tensor("blk.0.attn_k.weight.lora_b"),
-        &neighbours(&own("self_attn.k_proj.lora_B"), 2),
+        &neighbors(&own("self_attn.k_proj.lora_B"), 2),
         "B of keys",
     );
     same(&g.tensor("blk.0.attn_v.weight.lora_b"), &own("self_attn.v_proj.lora_B"), "B of values");

@@ -23,6 +23,8 @@ fn the_card_says_what_the_run_was() {
     let left = String::from_utf8(w.read("a/adapter/README.md")).expect("text");
     assert!(left.contains("| steps | 6 |") && left.contains("OWNER/r"), "{left}");
     w.write("a/adapter/notes.txt", "mine");
+    w.write("a/adapter/additional_chat_templates/tool_use.jinja", "{{ tools }}");
+    w.write("a/adapter/additional_chat_templates/mine.jinja", "{{ tools }}");
     symlink("/etc/passwd", w.path("a/adapter/LICENSE")).expect("a link");
     let r = w.ok(&["push", "a", "me/pirate", "--dry-run"]);
     let last = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
@@ -54,7 +56,9 @@ fn the_card_says_what_the_run_was() {
         assert!(!r.out.contains(&path.display().to_string()), "{}: a path of this machine", path.display());
     }
     assert!(r.err.contains("adapter_model.safetensors: ") && r.err.contains("ft.json: "), "{}", r.err);
-    assert!(r.err.contains("left out: LICENSE, notes.txt"), "{}", r.err);
+    assert!(r.err.contains("additional_chat_templates/tool_use.jinja: 11 bytes"), "{}", r.err);
+    let left = "left out: LICENSE, additional_chat_templates/mine.jinja, notes.txt";
+    assert!(r.err.contains(left), "{}", r.err);
     assert!(
         r.err.contains("no repository of the hub") && r.err.contains("base_model_name_or_path"),
         "{}",

@@ -15,6 +15,9 @@ namespace single {
 #include <algorithm>
 #include <memory>
 
+// Of the values in a block: 64, 32, 256.
+static const uint32_t SHIFTS[] = {6, 5, 8};
+
 struct Sizes {
   std::vector<uint32_t> rows; // by expert
   uint32_t i, o;
@@ -51,9 +54,10 @@ template <typename T> struct Bank {
     for (size_t e = 0; e < s.rows.size(); e++) {
       Expert x;
       memset(&x, 0, sizeof x);
-      const size_t n = static_cast<size_t>(s.i) * s.o, blocks = (n + 63) / 64;
-      std::vector<double> values(n);
       const bool coded = s.codes != 0 && e % s.codes == 0;
+      const uint32_t shift = coded ? SHIFTS[e / s.codes % 3] : 6;
+      const size_t n = static_cast<size_t>(s.i) * s.o, blocks = ((n - 1) >> shift) + 1;
+      std::vector<double> values(n);
       w.emplace_back(new host::Buffer<T>(check::randn<T>(coded ? 1 : n, seed + 10 * e, 0.3f)));
       packed.emplace_back(new host::Buffer<uint8_t>((n + 1) / 2));
       scale_codes.emplace_back(new host::Buffer<uint8_t>(blocks));
@@ -63,12 +67,13 @@ template <typename T> struct Bank {
         (*scale_codes[e])[i] = static_cast<uint8_t>(random()), (*scales[e])[i] = 0.1f + (random() % 100) / 200.0f;
       x.source = e % 3;
       if (coded) {
-        x.packed = packed[e]->at(), x.pairs = pairs.at(), x.scales = scales[e]->at(), x.group_shift = 2, x.shift = 6,
-        x.offset = 0.25f;
+        x.packed = packed[e]->at(), x.pairs = pairs.at(), x.scales = scales[e]->at(), x.group_shift = 2,
+        x.shift = shift, x.offset = 0.25f;
         if (s.nested) x.scale_codes = scale_codes[e]->at(), x.map = map.at();
         for (size_t i = 0; i < n; i++) {
           const float factor =
-              s.nested ? map[(*scale_codes[e])[i / 64]] * (*scales[e])[i / 64 / 4] + 0.25f : (*scales[e])[i / 64];
+              s.nested ? map[(*scale_codes[e])[i >> shift]] * (*scales[e])[(i >> shift) / 4] + 0.25f
+                       : (*scales[e])[i >> shift];
           const uint8_t byte = (*packed[e])[i / 2];
           float v = CODE[i % 2 ? byte & 15 : byte >> 4] * factor;
           v = x.source == 0 ? v : x.source == 1 ? rounded<bf16>(v) : rounded<f16>(v);

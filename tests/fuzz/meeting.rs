@@ -8,7 +8,7 @@
 
 use super::dice::Dice;
 use ft::ranks::Comm;
-use ft::ranks::processes::{self, Neighbours, Processes};
+use ft::ranks::processes::{self, Neighbors, Processes};
 use ft::recipe::{Launch, Meeting};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -28,7 +28,7 @@ const ANSWER: usize = 64;
 /// Bytes of a caller besides its first message.
 const AROUND: usize = 100;
 
-type Met = Result<(Processes, Neighbours), ft::ranks::Error>;
+type Met = Result<(Processes, Neighbors), ft::ranks::Error>;
 
 /// Runs `cases` cases from `first`; returns the findings.
 pub fn run(first: u64, cases: u64) -> Vec<String> {
@@ -302,7 +302,7 @@ fn judge(met: Vec<Met>, damage: Option<Damage>) -> Result<(), String> {
         return if fair { Ok(()) } else { Err(format!("{damage:?}: {said:?}")) };
     }
     let right = thread::scope(|s| {
-        let exchange = |(rank, _): (Processes, Neighbours)| {
+        let exchange = |(rank, _): (Processes, Neighbors)| {
             let one: &dyn Comm = &rank;
             let numbers = one.all_gather_object(ft::ranks::At::all("a case"), &one.rank());
             let right = numbers.is_ok_and(|numbers| numbers.into_iter().eq(0..rank.world()));

@@ -1,10 +1,14 @@
 //! Invariances on the device; and training methods without a reference case, compared with the CPU.
 
+use super::report::randn;
 use super::split::{self, MIXTURE};
 use super::world::{FULL, LORA, World, few, recipe};
 use super::{apart, device};
 use candle_core::{DType, Device};
 use ft::files::TensorFiles;
+use ft::kernel::Tensor;
+use ft::kernel::dispatch::Sorted;
+use ft::kernel::grouped::{self, Adapter, Entry, Gradient, Side, Table};
 use serde_json::json;
 
 fn world(rules: &str) -> World {
@@ -324,6 +328,45 @@ fn gate_and_up_of_one_a_are_close_to_the_cpu() {
     for (dtype, bar) in [("model.dtype=bf16", 0.1), ("model.dtype=f32", 1e-4)].into_iter().take(few(1)) {
         close_of(&config, rules, &[dtype], bar);
     }
+}
+
+/// Two tables add to the gradients of one A as one table after the other, bit for bit.
+#[test]
+fn gradients_of_one_a_are_added_in_order() -> anyhow::Result<()> {
+    if !device() {
+        return Ok(());
+    }
+    const EXPERTS: usize = 8;
+    const TOKENS: usize = 512;
+    const RANK: usize = 8;
+    let (dtype, device, (o, i)) =
+        (DType::BF16, ft::kernel::cuda::open(0).map_err(anyhow::Error::msg)?, (32, 512));
+    let chosen = (0..TOKENS).flat_map(|t| [t, t + 1].map(|e| (e % EXPERTS) as u32)).collect();
+    let s = Sorted::new(&Tensor::from_vec(chosen, (TOKENS, 2), &device)?, EXPERTS, dtype)?;
+    let r = |seed, shape: [usize; 2]| randn(seed, &shape, dtype, &device);
+    let (w, a, b) = (r(1, [o, i])?, r(2, [RANK, i])?, r(3, [o, RANK])?);
+    let (of_a, of_b) = (EXPERTS * RANK * i, EXPERTS * o * RANK);
+    // The gradients of all A, then those of B of the first table and of the second one.
+    let table = |first: usize| {
+        let entry = |e: usize| {
+            let gradients = Some((e * RANK * i, first + e * o * RANK));
+            let adapter = Adapter { a: &a, b: &b, scale: 1.0, gradients, dropout: (0.0, 0) };
+            Entry { weight: Side::Values(&w), gradient: None, adapter: Some(adapter), alike: 1 }
+        };
+        Table::new(&(0..EXPERTS).map(entry).collect::<Vec<_>>(), dtype)
+    };
+    let (gate, up) = (table(of_a)?, table(of_a + of_b)?);
+    let (x, du) = (r(4, [s.rows(), i])?, [r(5, [s.rows(), RANK])?, r(6, [s.rows(), RANK])?]);
+    let grads = || Tensor::zeros(of_a + 2 * of_b, DType::F32, &device);
+    let (both, apart) = (grads()?, grads()?);
+    grouped::gradients([(&gate, &du[0], &x), (&up, &du[1], &x)], Gradient::A, &s, &both)?;
+    grouped::gradients([(&gate, &du[0], &x)], Gradient::A, &s, &apart)?;
+    grouped::gradients([(&up, &du[1], &x)], Gradient::A, &s, &apart)?;
+    let [both, apart] = [both.real()?.to_vec1::<f32>()?, apart.real()?.to_vec1()?];
+    assert!(both[..of_a].iter().all(|x| *x != 0.0));
+    let other = both.iter().zip(&apart).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    assert_eq!(other, 0, "values of {} with other bits", both.len());
+    Ok(())
 }
 
 /// Unsupported combinations are refused: products over all experts read the codes directly.

@@ -19,10 +19,11 @@ use ft_engine::ranks::Mesh;
 use ft_kernels::Machine;
 use ft_kernels::optimizer::BLOCK as STATES;
 use ft_recipe::{Products, Quantize, Recipe, Weights};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-pub use crate::model::{dtype, source_path, unknown_keys};
+pub use crate::model::{config_notes, dtype, source_path};
 
 /// Config and selection of a recipe.
 #[derive(Clone, Debug)]
@@ -340,6 +341,10 @@ pub fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
             "{place}: task = \"{task}\" puts a score head on the text model of a vision checkpoint, which is not built \
              yet\n  hint: a checkpoint of the text model alone"
         ))),
+        (Some(_), _) if config.family.classifier.is_none() => Err(Error::Ignored(format!(
+            "{place}: task = \"{task}\": transformers has no sequence classifier of {}\n  hint: another model",
+            config.family.model_type
+        ))),
         (Some(ours), _) => Ok(config.with_scores(ours)),
     }
 }
@@ -362,7 +367,7 @@ pub fn selection(
     config: &Config,
     of_adapter: impl FnOnce() -> ft_base::Result<Selection>,
 ) -> ft_base::Result<Selection> {
-    let selection = if recipe.train.is_empty() && recipe.lora.init.adapter().is_some() {
+    let mut selection = if recipe.train.is_empty() && recipe.lora.init.adapter().is_some() {
         let mut selection = of_adapter()?;
         let place = recipe.place("lora.init");
         selection.train_scores(false).map_err(|why| Error::Ignored(format!("{place}: {why}")))?;
@@ -370,6 +375,7 @@ pub fn selection(
     } else {
         Selection::from_rules(config, &recipe.train)?
     };
+    selection.notes.extend(balancing_note(recipe, config));
     if selection.parts().is_empty() {
         return Err(adapters::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
@@ -379,10 +385,53 @@ pub fn selection(
     Ok(selection)
 }
 
+/// A warning if transformers adds the load-balancing loss to that of this model, and the recipe does not.
+fn balancing_note(recipe: &Recipe, config: &Config) -> Option<String> {
+    const SWITCH: &str = "output_router_logits";
+    let is_on = config.key(SWITCH).and_then(Value::as_bool) == Some(true);
+    let takes_it = config.moe.is_some() && !config.family.is_beside() && config.scores.is_none();
+    let coefficient = config.key("router_aux_loss_coef").and_then(Value::as_f64).unwrap_or(0.001);
+    let is_told = is_on && takes_it && coefficient != 0.0 && recipe.router.aux_loss == 0.0;
+    is_told.then(|| format!(
+        "{}: config.json of the model has {SWITCH} = true: transformers adds the load-balancing loss times \
+         {coefficient} in training, and router.aux_loss = 0 does not\n  hint: router.aux_loss = {coefficient}, or \
+         {SWITCH} = false in model.override",
+        recipe.place("router.aux_loss")
+    ))
+}
+
 /// As [`selection`], from the config of the adapter alone.
 pub(crate) fn selection_without_weights(recipe: &Recipe, config: &Config) -> ft_base::Result<Selection> {
     selection(recipe, config, || match adapter_dir(&Settings::from_env(), recipe, false)? {
         Some(dir) => Ok(Selection::from_peft(config, &PeftConfig::load(&dir)?)?),
         None => Ok(Selection::frozen(config)),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_balancing_loss_of_the_config_alone_is_told() -> anyhow::Result<()> {
+        let note = |family: &str, switch: bool, aux: &str| -> anyhow::Result<Option<String>> {
+            let raw = json!({"model_type": family, "num_hidden_layers": 1, "output_router_logits": switch,
+                "router_aux_loss_coef": 0.02});
+            let config = Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())?;
+            let text = format!(
+                "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"attention\"]\n[router]\naux_loss = {aux}\n[data]\n\
+                 train = [{{ source = \"x\", format = \"text\" }}]\n"
+            );
+            Ok(balancing_note(&Recipe::parse(&text, "r.toml", &[])?, &config))
+        };
+        let told = note("qwen3_moe", true, "0.0")?;
+        assert!(told.as_ref().is_some_and(|n| n.contains("router.aux_loss = 0.02")), "{told:?}");
+        for (family, switch, aux) in
+            [("qwen3_moe", false, "0.0"), ("qwen3_moe", true, "0.01"), ("qwen3", true, "0.0")]
+        {
+            assert_eq!(note(family, switch, aux)?, None, "{family} {switch} {aux}");
+        }
+        Ok(())
+    }
 }

@@ -90,13 +90,26 @@ fn result(source: &Source) -> ft_base::Result<&Path> {
 /// Names and paths of files to upload.
 type Files = Vec<(String, PathBuf)>;
 
+/// Names of the entries of a folder; those of a subfolder with files of a model, in its place.
+fn names(dir: &Path) -> ft_base::Result<Vec<String>> {
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(|e| store::Error::read(dir, e))? {
+        let name = entry.map_err(|e| store::Error::read(dir, e))?.file_name().to_string_lossy().into_owned();
+        let (inner, folder) = (dir.join(&name), format!("{name}/"));
+        // A link could lead to a private folder.
+        if is_of_model(&folder) && inner.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            all.extend(names(&inner)?.iter().map(|name| format!("{folder}{name}")));
+        } else {
+            all.push(name);
+        }
+    }
+    Ok(all)
+}
+
 /// Files of a folder to upload, and names of all other entries.
 fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
-    let fail = |e| store::Error::read(dir, e);
     let (mut go, mut left) = (Vec::new(), Vec::new());
-    for entry in std::fs::read_dir(dir).map_err(fail)? {
-        let entry = entry.map_err(fail)?;
-        let name = entry.file_name().to_string_lossy().into_owned();
+    for name in names(dir)? {
         let ours = is_of_model(&name)
             || is_of_adapter(&name)
             || name == CARD
@@ -104,7 +117,8 @@ fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
             || name.starts_with("LICENSE");
         // A link could point to a private file.
         if ours && store::open_inside(dir, &name).is_ok() {
-            go.push((name, entry.path()));
+            let path = dir.join(&name);
+            go.push((name, path));
         } else {
             left.push(name);
         }

@@ -94,6 +94,11 @@ impl Around for Beside<'_> {
         let found = known.then(|| source::find(&recipe).ok())??;
         Some(groups(&found.config).into_iter().map(|g| g.name().to_string()).collect())
     }
+
+    fn config(&self, model: &str) -> Option<String> {
+        let own = self.read(&format!("{model}/config.json"));
+        own.or_else(|| source::builtin(model).map(|(_, text)| text.to_string()))
+    }
 }
 
 /// The keys by fate.

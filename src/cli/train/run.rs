@@ -39,7 +39,7 @@ pub fn run(args: &Args) -> ft_base::Result<u8> {
     }
     let recipe = args.recipe.load().inspect_err(|_| {
         // another machine may lack the recipe, or have another one
-        if launch.is_some_and(|l| l.local.is_none_or(|local| local == 0)) {
+        if launch.is_some_and(|l| l.local == Some(0)) {
             to_terminal();
         }
     })?;

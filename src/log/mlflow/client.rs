@@ -240,10 +240,15 @@ fn pairs(list: &[(String, String)]) -> Vec<Value> {
     list.iter().map(|(key, value)| json!({"key": key, "value": cut(value)})).collect()
 }
 
-/// A name of a metric with `_` in place of characters that servers refuse.
+/// A name of a metric that all servers take. Behind its group (`eval/`), a byte of other characters than ASCII letters,
+/// digits, `_`, `-`, `.` and space becomes `_` and two hexadecimal digits.
 fn allowed(name: &str) -> String {
-    let is_allowed = |c: char| c.is_alphanumeric() || "_-. :/".contains(c);
-    name.chars().map(|c| if is_allowed(c) { c } else { '_' }).collect()
+    let (group, own) = name.split_at(name.find('/').map_or(0, |at| at + 1));
+    let byte = |b: u8| match b.is_ascii_alphanumeric() || b"_-. ".contains(&b) {
+        true => char::from(b).to_string(),
+        false => format!("_{b:02X}"),
+    };
+    own.bytes().fold(group.to_string(), |name, b| name + &byte(b))
 }
 
 /// The cause of an error: "Connection refused" in place of the request.

@@ -61,7 +61,7 @@ impl Shared {
         trouble.get_or_insert_with(|| failure.to_string());
     }
 
-    /// Keeps a refusal, to be said, and goes on without the call.
+    /// Notes a refusal for the warning, and continues.
     fn without_refusal(&self, outcome: Result<(), Failure>) -> Result<(), Failure> {
         outcome.or_else(|failure| match failure {
             Failure::Refused(..) => {
@@ -248,6 +248,7 @@ impl Worker {
         let Some(id) = &self.id else { return Ok(()) };
         if !self.described {
             self.shared.without_refusal(client.describe(id, &new))?;
+            self.run.keep(id);
             self.described = true;
         }
         let metrics = batch.iter().flat_map(|(event, time)| {
@@ -303,11 +304,14 @@ impl MlFlowRun {
                 outcome => return outcome.map(|()| (id, false)),
             }
         }
-        let id = client.create(new, milliseconds())?;
+        Ok((client.create(new, milliseconds())?, true))
+    }
+
+    /// Writes the id of a run whose parameters the server has.
+    fn keep(&self, id: &str) {
         let text = json!({"server": self.url, "run_id": id}).to_string();
         // Without the file a resumed run is another one on the server.
         let _ = store::write_atomic(&self.file, text.as_bytes());
-        Ok((id, true))
     }
 
     /// Id of the run to resume.

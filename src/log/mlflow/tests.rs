@@ -77,7 +77,7 @@ fn a_run_arrives_whole_and_goes_on_as_the_same() -> Result<()> {
     let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
     board.write(&json!({"event": "start", "versions": {"ft": "1"}, "device": "cpu"}))?;
     board.write(&step(1))?;
-    board.write(&json!({"event": "eval", "step": 1, "loss": 0.0, "f1_C++ (é)": 0.5}))?;
+    board.write(&json!({"event": "eval", "step": 1, "loss": 0.0, "f1_C++ é": 0.5, "f1_a/": 0.25}))?;
     board.write(&json!({"event": "end", "step": 1}))?;
     board.close();
     assert_eq!((board.missing(), board.said), (0, false));
@@ -95,7 +95,8 @@ fn a_run_arrives_whole_and_goes_on_as_the_same() -> Result<()> {
     let metrics = logged.iter().filter_map(|l| l["metrics"].as_array()).flatten();
     let shown: Vec<(Value, Value, Value)> =
         metrics.map(|m| (m["key"].clone(), m["value"].clone(), m["step"].clone())).collect();
-    let of_eval = [("eval/loss", 0.0), ("eval/f1_C__ _é_", 0.5), ("eval/perplexity", 1.0)];
+    let of_classes = [("eval/f1_C_2B_2B _C3_A9", 0.5), ("eval/f1_a_2F", 0.25)];
+    let of_eval = [("eval/loss", 0.0), of_classes[0], of_classes[1], ("eval/perplexity", 1.0)];
     let wanted = [("train/loss", 2.5), ("train/lr", 0.1)].into_iter().chain(of_eval);
     assert_eq!(shown, wanted.map(|(k, v)| (json!(k), json!(v), json!(1))).collect::<Vec<_>>());
     let updated = find("POST runs/update");
@@ -132,14 +133,19 @@ fn a_run_without_an_end_has_failed() -> Result<()> {
     Ok(())
 }
 
-/// A failure after the creation of a run repeats the parameters, not the creation.
+/// A failure after the creation of a run repeats the parameters, not the creation. A process that ends before the
+/// server has them leaves no file, by which a resumed run would do without.
 #[test]
 fn a_run_is_created_once() -> Result<()> {
     let dir = tempfile::tempdir()?;
-    let logged = AtomicU64::new(0);
+    let (logged, file) = (AtomicU64::new(0), dir.path().join("mlflow.json"));
+    let (tell, told) = channel();
     let (url, calls) = server(move |call| match call {
         "POST runs/create" => (200, json!({"run": {"info": {"run_id": "r1"}}})),
-        "POST runs/log-batch" if logged.fetch_add(1, Ordering::Relaxed) == 0 => (503, json!({})),
+        "POST runs/log-batch" => {
+            let _ = tell.send(file.exists());
+            (if logged.fetch_add(1, Ordering::Relaxed) == 0 { 503 } else { 200 }, json!({}))
+        }
         _ => (200, json!({"experiment_id": "0"})),
     })?;
     let mut board = MlFlow::with_patience(run(&url, dir.path(), false), LONG);
@@ -150,6 +156,7 @@ fn a_run_is_created_once() -> Result<()> {
     let count = |name: &str| all.iter().filter(|c| c.0 == name).count();
     // Two parts of the parameters, the first of them twice, and the metrics.
     assert_eq!((count("POST runs/create"), count("POST runs/log-batch")), (1, 4));
+    assert_eq!(told.try_iter().collect::<Vec<_>>(), [false, false, false, true]);
     Ok(())
 }
 

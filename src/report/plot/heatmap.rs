@@ -162,7 +162,7 @@ impl HeatMap {
         let mut notes = Vec::new();
         if experts > COLUMNS {
             notes.push(format!(
-                "{experts} experts in {COLUMNS} columns: neighbours share one, the highest load counts."
+                "{experts} experts in {COLUMNS} columns: neighbors share one, the highest load counts."
             ));
         }
         if layers.len() > ROWS {

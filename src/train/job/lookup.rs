@@ -27,14 +27,14 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
     Ok(model)
 }
 
-/// Reads the config of a model folder and applies overrides. Warns about unknown keys.
+/// Reads the config of a model folder and applies overrides. Warns about unknown keys and keys without effect.
 ///
 /// # Errors
 /// Invalid config, or an unsupported model family.
 pub fn config(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Config> {
     let config = Config::load(dir, overrides)?;
     let file = dir.join("config.json").display().to_string();
-    resolve::unknown_keys(&config, &file).iter().for_each(|n| warn(n));
+    resolve::config_notes(&config, &file).iter().for_each(|n| warn(n));
     Ok(config)
 }
 

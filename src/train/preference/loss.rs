@@ -98,8 +98,15 @@ impl PreferenceObjective {
         matches!(self.loss, PreferenceLoss::Orpo | PreferenceLoss::Simpo)
     }
 
-    /// Loss of a pair. Sources of the formulas: [`Task`], [`PreferenceLoss`]; label smoothing as in cDPO
-    /// (Mitchell 2023).
+    /// The negative logarithm of the sigmoid of `x`, with label smoothing as in cDPO (Mitchell 2023), and its
+    /// derivative.
+    fn smoothed(&self, x: f64) -> (f64, f64) {
+        let e = self.label_smoothing;
+        let loss = -(1.0 - e) * log_sigmoid(x) - e * log_sigmoid(-x);
+        (loss, e * sigmoid(x) - (1.0 - e) * sigmoid(-x))
+    }
+
+    /// Loss of a pair. Sources of the formulas: [`Task`], [`PreferenceLoss`].
     pub fn pair(&self, c: LogProb, r: LogProb) -> PairLoss {
         let b = self.beta;
         let reward = |p: LogProb| b * if self.by_mean() { p.mean() } else { p.ratio() };
@@ -111,9 +118,9 @@ impl PreferenceObjective {
                 (apart * apart, [2.0 * apart / c.tokens, -2.0 * apart / r.tokens])
             }
             PreferenceLoss::Simpo => {
-                let x = margin - self.gamma;
-                let slope = -sigmoid(-x) * b;
-                (-log_sigmoid(x), [slope / c.tokens, -slope / r.tokens])
+                let (loss, slope) = self.smoothed(margin - self.gamma);
+                let slope = slope * b;
+                (loss, [slope / c.tokens, -slope / r.tokens])
             }
             PreferenceLoss::Orpo => {
                 let ((odds_c, dc), (odds_r, dr)) = (log_odds(c.mean()), log_odds(r.mean()));
@@ -122,14 +129,13 @@ impl PreferenceObjective {
                 (loss, [(slope * dc - 1.0) / c.tokens, -slope * dr / r.tokens])
             }
             PreferenceLoss::Cpo => {
-                let slope = -sigmoid(-margin) * b;
-                let loss = -log_sigmoid(margin) - self.nll * c.mean();
-                (loss, [slope - self.nll / c.tokens, -slope])
+                let (loss, slope) = self.smoothed(margin);
+                let slope = slope * b;
+                (loss - self.nll * c.mean(), [slope - self.nll / c.tokens, -slope])
             }
             PreferenceLoss::Sigmoid | PreferenceLoss::Kto => {
-                let e = self.label_smoothing;
-                let slope = b * (e * sigmoid(margin) - (1.0 - e) * sigmoid(-margin));
-                (-(1.0 - e) * log_sigmoid(margin) - e * log_sigmoid(-margin), [slope, -slope])
+                let (loss, slope) = self.smoothed(margin);
+                (loss, [b * slope, -b * slope])
             }
         };
         PairLoss { loss, slopes, rewards }
@@ -190,6 +196,22 @@ mod tests {
                 let slope = (moved(h) - moved(-h)) / (2.0 * h);
                 assert!((slope - o.rated(c, desirable, 0.4).slope).abs() < 1e-9);
             }
+        }
+    }
+
+    /// Label smoothing takes its share of the loss from the pair the other way round.
+    #[test]
+    fn smoothed_losses_are_means_of_both_orders() {
+        let [c, r] = [(-9.0, 3.0, -8.0), (-31.0, 9.0, -33.0)].map(|(sum, tokens, reference)| LogProb {
+            sum,
+            tokens,
+            reference,
+        });
+        for loss in [PreferenceLoss::Sigmoid, PreferenceLoss::Simpo, PreferenceLoss::Cpo] {
+            let smoothed = PreferenceObjective { gamma: 0.0, nll: 0.0, ..objective(Task::Dpo, loss) };
+            let plain = PreferenceObjective { label_smoothing: 0.0, ..smoothed };
+            let mean = 0.9 * plain.pair(c, r).loss + 0.1 * plain.pair(r, c).loss;
+            assert!((smoothed.pair(c, r).loss - mean).abs() < 1e-12, "{loss:?}");
         }
     }
 

@@ -79,15 +79,15 @@ pub fn run(mut recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft
     let timeout = Duration::from_secs(recipe.parallel.timeout);
     // A process that fails to join must print its own error.
     let joined = processes::join(launch, timeout).inspect_err(|_| terminal::to_terminal());
-    let (comm, neighbours) = joined?;
+    let (comm, neighbors) = joined?;
     if comm.rank() > 0 {
         terminal::hush();
     }
-    memory::share_among(neighbours.here as u64);
+    memory::share_among(neighbors.here as u64);
     let outcome = std::thread::scope(|s| {
         // Every rank runs on a new thread, with a thread pool of the rank.
         let rank = s.spawn(|| {
-            let _threads = start_threads_beside(neighbours.on_processors)?;
+            let _threads = start_threads_beside(neighbors.on_processors)?;
             auto_layout::agree(&mut recipe, &comm)?;
             check_count(&recipe, comm.world())?;
             comm.know_stages(recipe.parallel.pipeline);

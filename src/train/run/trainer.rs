@@ -67,7 +67,7 @@ impl<'a> Trainer<'a> {
         store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
         let resumed = run.resume.as_ref().map(|_| run.done());
         if run.rewind {
-            // Before their metrics: a run that ends in between goes on from a checkpoint with its metrics.
+            // Checkpoints go before metrics, so that a crash in between leaves no checkpoint newer than the metrics.
             run.checkpoints.keep_to(run.done(), usize::MAX, None)?;
         }
         let rates = cx.model.params.learning_rates(&job.recipe.optimizer);

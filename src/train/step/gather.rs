@@ -22,7 +22,7 @@ pub struct Gather<'a> {
     comm: &'a dyn Comm,
     /// Ranks that split the experts, if they do.
     experts: Option<Group<'a>>,
-    /// Neighbours of this rank's stage, if ranks split the layers.
+    /// Neighbors of this rank's stage, if ranks split the layers.
     stage: Option<Stage<'a>>,
     /// Units on the device, with their pending transfers.
     here: RefCell<BTreeMap<usize, Vec<Arrival>>>,
@@ -33,8 +33,8 @@ impl<'a> Gather<'a> {
     pub fn new(decoder: &'a Decoder, params: &'a Params, comm: &'a dyn Comm) -> Self {
         let experts = params.split.experts_group(comm);
         let stage = Stage::of(decoder, (&params.split, params.lowest_unit()), comm);
-        let (leads, outline) = (false, Outline::of(decoder));
-        Self { leads, outline, params, comm, experts, stage, here: RefCell::default() }
+        let outline = Outline::of(decoder);
+        Self { leads: false, outline, params, comm, experts, stage, here: RefCell::default() }
     }
 
     /// Creates a gatherer for forward passes of the first rank alone, of a model whose matrices and experts no axis

@@ -64,8 +64,8 @@ pub fn line(how: Decomposition, quantized: bool) -> String {
     let quantized = match quantized {
         false => "",
         true => {
-            " The remainder is quantized in training, which is not in the file: use the adapter on the unquantized \
-             base."
+            " Training quantizes the remainder, and the file will not contain that rounding: use the adapter on the \
+             unquantized base."
         }
     };
     format!(

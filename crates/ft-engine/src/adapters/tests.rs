@@ -147,9 +147,9 @@ fn another_scale_than_the_adapters_is_refused() -> Result<()> {
         let said = "q_proj: its scale is 2 in the adapter, 4 by the recipe";
         assert!(e.contains(said) && e.contains("hint: rank = 4, alpha = 8 and rslora = false"), "{e}");
     }
-    // of the same scale by another formula
+    // Another formula gives the same scale.
     check(&held, 4, "rslora = true")?;
-    // values of another scale
+    // Values given by name have the scale of the selection.
     check(&held.with_values(Default::default()), 16, "")
 }
 
@@ -177,9 +177,8 @@ fn frozen_tensors_are_found_in_a_released_vision_checkpoint() -> Result<()> {
         let text = json!({
             "model_type": "gemma3_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
-            "tie_word_embeddings": tied,
         });
-        let raw = json!({"model_type": "gemma3", "text_config": text});
+        let raw = json!({"model_type": "gemma3", "tie_word_embeddings": tied, "text_config": text});
         let mut c = Config::parse("config.json", raw.as_object().context("an object")?.clone())?;
         c.body = "language_model.model";
         let dir = tempfile::tempdir()?;

@@ -414,7 +414,7 @@ mod tests {
     fn a_tied_table_in_full_has_both_names() {
         let config = json!({
             "model_type": "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "head_dim": 4, "vocab_size": 16, "tie_word_embeddings": true, "num_experts": 2,
+            "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 16, "tie_word_embeddings": true, "num_experts": 2,
             "num_experts_per_tok": 1, "moe_intermediate_size": 4,
         });
         let config = Config::parse("c", config.as_object().expect("an object").clone()).expect("a config");

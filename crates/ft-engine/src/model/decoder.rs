@@ -126,7 +126,7 @@ impl Decoder {
 }
 
 impl Decoder {
-    /// The same weights without adapters, trained rows of tokens included. Rows that a pass has written into their
+    /// The same weights without adapters and without trained rows of tokens. Rows that a pass has written into their
     /// table stay there.
     pub fn without_adapters(&self) -> Self {
         let mut base = self.clone();
@@ -244,6 +244,11 @@ impl<'a> Builder<'a> {
                     let why = format!("layer {l} has linear attention and its config none");
                     return Err(candle_core::Error::Msg(why).into());
                 };
+                let (layout, count) = (delta.projections, projections.len());
+                if count != DeltaNet::count(layout) {
+                    let why = format!("layer {l}: linear attention with {count} projections: a bug in ft");
+                    return Err(candle_core::Error::Msg(why).into());
+                }
                 let projections =
                     projections.iter().map(|m| self.linear(m)).collect::<ft_base::Result<_>>()?;
                 let own = |all| self.weights.heads(all);
@@ -255,7 +260,6 @@ impl<'a> Builder<'a> {
                 // The weight of this norm is stored as it is.
                 let norm = Norm { plus: 0.0, ..self.norm(norm)? };
                 let out = self.linear(out)?;
-                let layout = delta.projections;
                 Mixer::Delta(Box::new(DeltaNet { projections, layout, out, conv, a_log, bias, norm, heads }))
             }
         })

@@ -37,8 +37,8 @@ pub struct DeltaNet {
     pub heads: Heads,
 }
 
-/// Error for a bug in the builder.
-const LACKS: &str = "a layer that lacks a projection";
+/// Error of a layer whose projections were not counted.
+const LACKS: &str = "linear attention lacks a projection: a bug in ft";
 
 /// Outputs of the projections.
 #[derive(Debug)]
@@ -68,6 +68,14 @@ impl Saved {
 }
 
 impl DeltaNet {
+    /// Number of projections.
+    pub fn count(layout: DeltaProjections) -> usize {
+        match layout {
+            DeltaProjections::Split => 4,
+            DeltaProjections::Interleaved => 2,
+        }
+    }
+
     /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
         self.projections.iter().chain([&self.out]).collect()

@@ -79,7 +79,7 @@ impl Embedding {
     }
 
     /// Adds the gradients of trained tensors to the sink, given the gradient of the embeddings; `noise` as in
-    /// [`Batch::noisy`].
+    /// [`Batch::noisy`]. The padding token gives none to tables and rows, as in PyTorch; to B it does.
     pub fn backward(
         &self,
         batch: &Batch,
@@ -105,7 +105,10 @@ impl Embedding {
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
             sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
-            let du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
+            let mut du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
+            if let Some(factors) = &batch.unpadded {
+                du = du.broadcast_mul(factors)?;
+            }
             sink.columns(a_slot, ids, &du)?;
         }
         Ok(())

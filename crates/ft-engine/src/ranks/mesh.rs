@@ -4,7 +4,7 @@ use ft_recipe::Parallel;
 use std::fmt;
 
 /// Device mesh: number of ranks along each axis. `rank = ((p * data + d) * context + c) * tensor + t`: stages of the
-/// pipeline are contiguous, ranks along the tensor axis are neighbours.
+/// pipeline are contiguous, ranks along the tensor axis are neighbors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
     /// Pipeline parallelism: number of stages.
@@ -15,7 +15,7 @@ pub struct Mesh {
     pub context: usize,
     /// Tensor parallelism: ranks split matrices.
     pub tensor: usize,
-    /// Expert parallelism: blocks of so many neighbours of a stage split the experts. Adds no ranks.
+    /// Expert parallelism: blocks of so many neighbors of a stage split the experts. Adds no ranks.
     pub expert: usize,
 }
 

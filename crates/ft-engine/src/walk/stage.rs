@@ -1,4 +1,4 @@
-//! Neighbours of a stage of the pipeline: hidden states come from below and go above, gradients the other way.
+//! Neighbors of a stage of the pipeline: hidden states come from below and go above, gradients the other way.
 
 use crate::model::Decoder;
 use crate::model::carried::{Carried, Rows};
@@ -9,7 +9,7 @@ use ft_kernels::Tensor;
 
 const PASSED: &str = "the hidden states between stages";
 
-/// A rank of a stage, with its neighbours that pass on the same micro-batches.
+/// A rank of a stage, with its neighbors that pass on the same micro-batches.
 pub struct Stage<'a> {
     group: Group<'a>,
     /// First units of this stage and of the next.
@@ -21,7 +21,7 @@ pub struct Stage<'a> {
     device: &'a Device,
 }
 
-/// Tensors to send to a neighbour and to get from it: hidden states or their gradient `[t, d]`, then the tensors of
+/// Tensors to send to a neighbor and to get from it: hidden states or their gradient `[t, d]`, then the tensors of
 /// [`Carried`].
 #[derive(Debug, Default)]
 pub struct Crossing {
@@ -128,7 +128,7 @@ impl<'a> Stage<'a> {
         Ok(words_of(&theirs.unwrap_or_default()))
     }
 
-    /// This rank and its neighbour above or below, the neighbour, and the name of their collectives.
+    /// This rank and its neighbor above or below, the neighbor, and the name of their collectives.
     fn with(&self, above: bool) -> ([usize; 2], usize, At) {
         let me = self.group.rank();
         match above {

@@ -108,7 +108,7 @@ pub trait Hooks {
         None
     }
 
-    /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbours.
+    /// The stage of this rank, if ranks split the layers. Forward passes exchange hidden states with its neighbors.
     fn stage(&self) -> Option<&Stage<'_>> {
         None
     }

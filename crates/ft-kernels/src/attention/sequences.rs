@@ -107,7 +107,7 @@ impl Sequences {
     /// Checks that the documents have `tokens` tokens.
     ///
     /// # Errors
-    /// They have not.
+    /// Another number of tokens.
     pub(crate) fn cover(&self, tokens: usize) -> Result<()> {
         match self.keys() {
             n if n == tokens => Ok(()),

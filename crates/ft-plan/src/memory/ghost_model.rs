@@ -1,6 +1,6 @@
 //! Shape-only model of a plan: the engine's own modules with ghosts as weights, one layer of each kind.
 
-use super::shares::own;
+use super::states::own;
 use candle_core::DType;
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::decoder::Builder;

@@ -1,25 +1,19 @@
 //! Device memory of a rank: model states, visits of a run, and their peak.
 
 mod component;
-mod frozen;
 mod ghost_model;
-mod optimizer;
 pub mod overhead;
-mod setup;
-mod shares;
 mod simulation;
 mod states;
 mod theory;
-mod trained;
 mod visits;
 #[cfg(test)]
 mod work_tests;
 
 pub use component::{Allocation, Bytes, Component, Peak, Phase};
 pub use ghost_model::GhostModel;
-pub use optimizer::{nf4, optimizer_bytes, rounded};
 pub use simulation::{Settings, Simulation};
-pub use states::{Flow, ModelStates};
+pub use states::{Flow, ModelStates, nf4, optimizer_bytes, rounded};
 #[cfg(test)]
 pub use theory::NF4_BITS;
 pub use theory::Theory;

@@ -5,7 +5,7 @@
 //! gradients, then weights. A frozen parameter takes 2 bytes, or 4.127 bits in NF4 with double
 //! quantization (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
-use super::optimizer::optimizer_bytes;
+use super::states::optimizer_bytes;
 use ft_engine::adapters::TrainedPart;
 use ft_engine::adapters::{Choice, Selection};
 use ft_engine::model::modules::{Group, Kind};

@@ -4,4 +4,4 @@ mod machine;
 pub mod source;
 
 pub use machine::{Target, dtype, machine, stored};
-pub use source::{source_path, unknown_keys};
+pub use source::{config_notes, source_path};

@@ -74,7 +74,8 @@ pub struct Found {
     pub dir: Option<PathBuf>,
     /// Whether the weights are already on this machine.
     pub weights: bool,
-    /// Warnings: unknown keys of the config, and modules named by `[[train]]` rules but absent from the model.
+    /// Warnings: keys of the config that are unknown or without effect, modules named by `[[train]]` rules but absent
+    /// from the model.
     pub notes: Vec<String>,
 }
 
@@ -106,7 +107,7 @@ pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
 impl Found {
     fn in_folder(dir: PathBuf, m: &ft_recipe::Model, weights: bool) -> ft_base::Result<Self> {
         let config = Config::load(&dir, &m.overrides)?;
-        let notes = unknown_keys(&config, &dir.join("config.json").display().to_string());
+        let notes = config_notes(&config, &dir.join("config.json").display().to_string());
         Ok(Self { config, from: dir.display().to_string(), dir: Some(dir), weights, notes })
     }
 }
@@ -117,10 +118,11 @@ pub fn source_path(recipe: &Recipe, written: &str) -> String {
     if path.exists() { path.display().to_string() } else { written.into() }
 }
 
-/// Warnings about unknown keys of a config; `file` is its path.
-pub fn unknown_keys(config: &Config, file: &str) -> Vec<String> {
-    let note = |key: &String| format!("{file}: {key}: ft does not know this key and leaves it alone");
-    config.unknown.iter().map(note).collect()
+/// Warnings about unknown keys of a config and keys without effect; `file` is its path.
+pub fn config_notes(config: &Config, file: &str) -> Vec<String> {
+    let unknown = config.unknown.iter();
+    let unknown = unknown.map(|key| format!("{file}: {key}: ft does not know this key and leaves it alone"));
+    unknown.chain(config.notes.iter().map(|note| format!("{file}: {note}"))).collect()
 }
 
 #[cfg(test)]

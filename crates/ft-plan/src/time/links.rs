@@ -31,7 +31,7 @@ pub struct Link {
     pub gather: f64,
     /// The same while all sum.
     pub sum: f64,
-    /// The same while neighbours exchange in pairs.
+    /// The same while neighbors exchange in pairs.
     pub exchange: f64,
     /// Seconds of a collective without bytes, and of each member beyond the second.
     pub call: [f64; 2],

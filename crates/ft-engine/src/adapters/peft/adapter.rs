@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 /// Relative tolerance of a neutral DoRA magnitude against the row norm.
 const NEUTRAL: f32 = 1e-4;
 
-/// Relative tolerance of a scale: an alpha that was computed from one is rounded.
+/// Relative tolerance when scales are compared: an alpha computed from a scale is rounded.
 const SCALE: f64 = 1e-6;
 
 /// Largest relative error of a rounding to bf16, and the smallest positive value of f16.
@@ -127,6 +127,10 @@ impl Adapter {
             ))),
             (Some(_), None) if base.is_nested() => Err(self
                 .fail(format!("{SCORE}: not built yet: a score head on a vision checkpoint's text model"))),
+            (Some(_), None) if base.family.classifier.is_none() => Err(self.fail(format!(
+                "{SCORE}: transformers has no sequence classifier of {}",
+                base.family.model_type
+            ))),
             (Some(own), None) => Ok(base.with_scores(own)),
             _ => Ok(base),
         }
@@ -309,10 +313,10 @@ impl Adapter {
         }
         let mut torn: Vec<&str> = halves.iter().filter(|(_, (a, b))| a != b).map(|(m, _)| *m).collect();
         torn.sort_unstable();
-        match torn.first() {
-            None => self.check_scales(selection, trained),
-            Some(m) => Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into()),
+        if let Some(m) = torn.first() {
+            return Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into());
         }
+        self.check_scales(selection, trained)
     }
 
     /// The scales of a file's LoRA must be those of the selection: another one would rescale the updates.

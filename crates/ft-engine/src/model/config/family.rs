@@ -1,6 +1,7 @@
-//! Table of model families. Adding a family with the common decoder layer touches this file alone.
+//! Table of model families. Adding a family with the common decoder layer touches this file alone, and the defaults of
+//! its class in `defaults/classes.json`.
 
-use super::by_layer;
+use super::layers::by_layer;
 use ft_kernels::swiglu::Joint;
 
 /// How a family decides on a bias.
@@ -14,20 +15,34 @@ pub enum Bias {
     Unless(&'static str),
 }
 
-/// How a family assigns sliding windows to layers.
+/// How a family assigns sliding windows to layers, if `sliding_window` is not null.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Window {
     Never,
-    /// All layers, if `sliding_window` is not null.
+    /// All layers, whatever `layer_types` lists.
     Always,
-    /// All layers, if `sliding_window` is not null; this many tokens if the key is missing.
-    Unless(usize),
-    /// All layers, if `use_sliding_window` is true.
+    /// With `use_sliding_window`: all layers, whatever `layer_types` lists.
     AlwaysIf,
-    /// With `use_sliding_window`: layers from `max_window_layers` on, or as listed in `layer_types`.
+    /// As listed in `layer_types`, else all layers.
+    Listed,
+    /// With `use_sliding_window`: as listed in `layer_types`, else layers from `max_window_layers` on.
     FromLayer,
+    /// With `use_sliding_window`: as listed in `layer_types`, else layers 0, 2 and so on below `max_window_layers`.
+    EvenBelow,
+    /// With `use_sliding_window`: as listed in `layer_types`, else the layers without positions.
+    WithoutPositions,
     /// As listed in `layer_types`, else all layers but each `sliding_window_pattern`-th, by default this one.
     Pattern(usize),
+}
+
+impl Window {
+    /// Whether there are windows only with `use_sliding_window`.
+    pub(super) fn has_switch(self) -> bool {
+        match self {
+            Window::AlwaysIf | Window::FromLayer | Window::EvenBelow | Window::WithoutPositions => true,
+            Window::Never | Window::Always | Window::Listed | Window::Pattern(_) => false,
+        }
+    }
 }
 
 /// Names of the norms of a layer; `None` for norms that a family lacks.
@@ -128,15 +143,11 @@ pub struct Experts {
     pub dense_layers: bool,
     /// Whether the top-k gates always sum to one; otherwise `norm_topk_prob` decides.
     pub always_normalise: bool,
-    /// Default of `norm_topk_prob`.
-    pub default_normalise: bool,
     /// Whether adapters are of all experts of a layer at once, as PEFT's `target_parameters` makes them, with one A
     /// for gate and up; otherwise of each linear.
     pub fused: bool,
     /// Config key of the experts of a token.
     pub top_k_key: &'static str,
-    /// Its default, if it has one.
-    pub default_top_k: Option<usize>,
     /// Config key of the inner width of the shared expert, in families with one.
     pub shared_key: Option<&'static str>,
     /// A dense feed-forward part beside the experts, with norms of its own, as Gemma 4 has it.
@@ -172,6 +183,8 @@ pub struct Family {
     pub model_type: &'static str,
     /// Class name in `architectures`.
     pub architecture: &'static str,
+    /// Class name of transformers' sequence classifier, if there is one.
+    pub classifier: Option<&'static str>,
     /// `model_type` and class name of checkpoints with a vision tower, whose `text_config` is this model.
     pub nested: Option<(&'static str, &'static str)>,
     pub qkv_bias: Bias,
@@ -186,8 +199,8 @@ pub struct Family {
     pub scales_embedding: bool,
     /// Config key of the square of the divisor of attention's scores; channels per head without it.
     pub score_key: Option<&'static str>,
-    /// Base of the rotary embedding of sliding layers, if they have one of their own.
-    pub sliding_theta: Option<f64>,
+    /// Whether sliding layers have a rotary embedding of their own.
+    pub two_ropes: bool,
     /// Whether layers differ as Gemma 4's do: per-layer inputs, keys and values of earlier layers, head sizes by
     /// type of layer, factors on the outputs. Values are normalized, and scores are not scaled.
     pub by_layer: bool,
@@ -199,7 +212,7 @@ pub struct Family {
     pub rotates_neighbors: bool,
     /// Layers without positions: each of this number by default, or where `no_rope_layers` has 0.
     pub no_rope_interval: Option<usize>,
-    /// Default of `tie_word_embeddings`.
+    /// Default of `tie_word_embeddings`, in the class of the text model and in that of a vision checkpoint.
     pub default_tied: bool,
     /// Keys that other families must not have, and this one reads.
     pub reads: &'static [&'static str],
@@ -212,10 +225,6 @@ pub struct Family {
     /// Linear attention in some layers, with these projections.
     pub delta: Option<DeltaProjections>,
     pub window: Window,
-    /// Channels per head if config.json has no `head_dim`; `None` means hidden size / heads.
-    pub default_head_dim: Option<usize>,
-    pub default_theta: f64,
-    pub default_eps: f64,
     /// Experts, in a mixture family.
     pub experts: Option<Experts>,
 }
@@ -223,6 +232,7 @@ pub struct Family {
 const DENSE: Family = Family {
     model_type: "",
     architecture: "",
+    classifier: None,
     nested: None,
     qkv_bias: Bias::Never,
     o_bias: Bias::Never,
@@ -233,7 +243,7 @@ const DENSE: Family = Family {
     gate: GateFunction::Silu,
     scales_embedding: false,
     score_key: None,
-    sliding_theta: None,
+    two_ropes: false,
     by_layer: false,
     joint_qkv: false,
     joint_mlp: false,
@@ -246,9 +256,6 @@ const DENSE: Family = Family {
     default_rotary: 1.0,
     delta: None,
     window: Window::Never,
-    default_head_dim: None,
-    default_theta: 10_000.0,
-    default_eps: 1e-6,
     experts: None,
 };
 
@@ -257,6 +264,7 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
+        classifier: Some("LlamaForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         mlp_bias: Bias::Key("mlp_bias"),
@@ -265,6 +273,7 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "qwen2",
         architecture: "Qwen2ForCausalLM",
+        classifier: Some("Qwen2ForSequenceClassification"),
         qkv_bias: Bias::Always,
         window: Window::FromLayer,
         ..DENSE
@@ -272,25 +281,25 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "qwen3",
         architecture: "Qwen3ForCausalLM",
+        classifier: Some("Qwen3ForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         qk_norm: QkNorms::Heads,
         window: Window::FromLayer,
-        default_head_dim: Some(128),
         ..DENSE
     },
     Family {
         model_type: "mistral",
         architecture: "MistralForCausalLM",
-        window: Window::Unless(4096),
+        classifier: Some("MistralForSequenceClassification"),
+        window: Window::Always,
         ..DENSE
     },
     Family {
         model_type: "mixtral",
         architecture: "MixtralForCausalLM",
+        classifier: Some("MixtralForSequenceClassification"),
         window: Window::Always,
-        default_theta: 1_000_000.0,
-        default_eps: 1e-5,
         experts: Some(Experts {
             block: "block_sparse_moe",
             names: ["w1", "w3", "w2"],
@@ -301,10 +310,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "intermediate_size",
             dense_layers: false,
             always_normalise: true,
-            default_normalise: false,
             fused: false,
             top_k_key: TOP_K,
-            default_top_k: Some(2),
             shared_key: None,
             beside: None,
         }),
@@ -313,6 +320,7 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "qwen3_moe",
         architecture: "Qwen3MoeForCausalLM",
+        classifier: Some("Qwen3MoeForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         qk_norm: QkNorms::Heads,
@@ -323,57 +331,64 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "qwen2_moe",
         architecture: "Qwen2MoeForCausalLM",
+        classifier: Some("Qwen2MoeForSequenceClassification"),
         qkv_bias: Bias::Unless("qkv_bias"),
-        window: Window::FromLayer,
-        experts: Some(Experts { default_top_k: Some(4), ..QWEN_EXPERTS }),
+        window: Window::EvenBelow,
+        experts: Some(QWEN_EXPERTS),
         ..DENSE
     },
     Family {
         model_type: "ministral",
         architecture: "MinistralForCausalLM",
-        window: Window::Unless(4096),
+        classifier: Some("MinistralForSequenceClassification"),
+        window: Window::Listed,
         ..DENSE
     },
     Family {
         model_type: "smollm3",
         architecture: "SmolLM3ForCausalLM",
+        classifier: Some("SmolLM3ForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         mlp_bias: Bias::Key("mlp_bias"),
-        window: Window::FromLayer,
+        window: Window::WithoutPositions,
         no_rope_interval: Some(4),
         default_tied: true,
-        default_theta: 2_000_000.0,
         reads: &["no_rope_layers"],
         ..DENSE
     },
     Family {
         model_type: "olmo2",
         architecture: "Olmo2ForCausalLM",
+        classifier: Some("Olmo2ForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         norms: POST,
         qk_norm: QkNorms::Whole,
-        default_eps: 1e-5,
         ..DENSE
     },
     Family {
         model_type: "olmo3",
         architecture: "Olmo3ForCausalLM",
+        classifier: Some("Olmo3ForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         norms: POST,
         qk_norm: QkNorms::Whole,
         window: Window::Pattern(4),
-        default_theta: 500_000.0,
-        sliding_theta: Some(500_000.0),
-        default_eps: 1e-5,
+        two_ropes: true,
         ..DENSE
     },
-    Family { model_type: "glm", architecture: "GlmForCausalLM", ..GLM },
+    Family {
+        model_type: "glm",
+        architecture: "GlmForCausalLM",
+        classifier: Some("GlmForSequenceClassification"),
+        ..GLM
+    },
     Family {
         model_type: "glm4",
         architecture: "Glm4ForCausalLM",
+        classifier: Some("Glm4ForSequenceClassification"),
         norms: NormNames {
             attn: Some("input_layernorm"),
             attn_post: Some("post_self_attn_layernorm"),
@@ -385,24 +400,22 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "phi3",
         architecture: "Phi3ForCausalLM",
+        classifier: Some("Phi3ForSequenceClassification"),
         joint_qkv: true,
         joint_mlp: true,
         window: Window::Always,
-        default_eps: 1e-5,
         reads: &[PARTIAL],
         ..DENSE
     },
     Family {
         model_type: "gpt_oss",
         architecture: "GptOssForCausalLM",
+        classifier: Some("GptOssForSequenceClassification"),
         qkv_bias: Bias::Unless("attention_bias"),
         o_bias: Bias::Unless("attention_bias"),
         sinks: true,
         gate: GateFunction::Clamped,
         window: Window::Pattern(2),
-        default_head_dim: Some(64),
-        default_theta: 150_000.0,
-        default_eps: 1e-5,
         experts: Some(Experts {
             block: "mlp",
             names: ["gate_up_proj", "", "down_proj"],
@@ -413,10 +426,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "intermediate_size",
             dense_layers: false,
             always_normalise: true,
-            default_normalise: false,
             fused: true,
             top_k_key: TOP_K,
-            default_top_k: Some(4),
             shared_key: None,
             beside: None,
         }),
@@ -425,6 +436,7 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "gemma3_text",
         architecture: "Gemma3ForCausalLM",
+        classifier: Some("Gemma3TextForSequenceClassification"),
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         nested: Some(("gemma3", "Gemma3ForConditionalGeneration")),
@@ -435,9 +447,7 @@ pub const FAMILIES: &[Family] = &[
         scales_embedding: true,
         score_key: Some("query_pre_attn_scalar"),
         window: Window::Pattern(6),
-        default_head_dim: Some(256),
-        default_theta: 1_000_000.0,
-        sliding_theta: Some(10_000.0),
+        two_ropes: true,
         default_tied: true,
         reads: &["query_pre_attn_scalar", "final_logit_softcapping"],
         ..DENSE
@@ -453,9 +463,7 @@ pub const FAMILIES: &[Family] = &[
         gate: GateFunction::GeluTanh,
         scales_embedding: true,
         window: Window::Pattern(6),
-        default_head_dim: Some(256),
-        default_theta: 1_000_000.0,
-        sliding_theta: Some(10_000.0),
+        two_ropes: true,
         by_layer: true,
         default_tied: true,
         reads: by_layer::READ,
@@ -469,10 +477,8 @@ pub const FAMILIES: &[Family] = &[
             width_key: "moe_intermediate_size",
             dense_layers: false,
             always_normalise: true,
-            default_normalise: false,
             fused: true,
             top_k_key: "top_k_experts",
-            default_top_k: None,
             shared_key: None,
             beside: Some(Beside {
                 switch: "enable_moe_block",
@@ -487,6 +493,7 @@ pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "qwen3_5_text",
         architecture: "Qwen3_5ForCausalLM",
+        classifier: Some("Qwen3_5TextForSequenceClassification"),
         nested: Some(("qwen3_5", "Qwen3_5ForConditionalGeneration")),
         ..GATED_DELTA
     },
@@ -494,20 +501,15 @@ pub const FAMILIES: &[Family] = &[
         model_type: "qwen3_5_moe_text",
         architecture: "Qwen3_5MoeForCausalLM",
         nested: Some(("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")),
-        experts: Some(Experts {
-            dense_layers: false,
-            always_normalise: true,
-            fused: true,
-            default_top_k: Some(8),
-            ..QWEN_EXPERTS
-        }),
+        experts: Some(Experts { dense_layers: false, always_normalise: true, fused: true, ..QWEN_EXPERTS }),
         ..GATED_DELTA
     },
     Family {
         model_type: "qwen3_next",
         architecture: "Qwen3NextForCausalLM",
+        classifier: Some("Qwen3NextForSequenceClassification"),
         delta: Some(DeltaProjections::Interleaved),
-        experts: Some(Experts { default_top_k: Some(10), default_normalise: true, ..QWEN_EXPERTS }),
+        experts: Some(QWEN_EXPERTS),
         ..GATED_DELTA
     },
 ];
@@ -521,8 +523,6 @@ const GLM: Family = Family {
     joint_mlp: true,
     rotates_neighbors: true,
     default_rotary: 0.5,
-    default_head_dim: Some(128),
-    default_eps: 1.5625e-7,
     ..DENSE
 };
 
@@ -534,7 +534,6 @@ const GATED_DELTA: Family = Family {
     plus_one: true,
     gated: true,
     default_rotary: 0.25,
-    default_head_dim: Some(256),
     delta: Some(DeltaProjections::Split),
     ..DENSE
 };
@@ -550,10 +549,8 @@ const QWEN_EXPERTS: Experts = Experts {
     width_key: "moe_intermediate_size",
     dense_layers: true,
     always_normalise: false,
-    default_normalise: false,
     fused: false,
     top_k_key: TOP_K,
-    default_top_k: Some(8),
     shared_key: Some("shared_expert_intermediate_size"),
     beside: None,
 };

@@ -33,6 +33,14 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// Accessor for other contents; errors name this file and this table.
+    pub(super) fn over<'b>(&self, raw: &'b Map<String, Value>) -> Keys<'b>
+    where
+        'a: 'b,
+    {
+        Keys { file: self.file, path: self.path.clone(), raw }
+    }
+
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.raw.get(key).filter(|v| !v.is_null())
     }
@@ -59,6 +67,11 @@ impl<'a> Keys<'a> {
                 None => Err(self.wanted(key, v, "a number")),
             },
         }
+    }
+
+    /// A required number within bounds.
+    pub fn required(&self, key: &str, bounds: RangeInclusive<f64>) -> Result<f64> {
+        self.number(key, bounds)?.ok_or_else(|| self.bad(key, "missing"))
     }
 
     /// An integer from 0 to `most`.

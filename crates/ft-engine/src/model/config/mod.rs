@@ -1,19 +1,21 @@
 //! Reads `config.json` of transformers 4 and 5 into one [`Config`].
 //!
 //! Unsupported keys with an effect on the numbers are refused by name. Unknown keys are listed in
-//! [`Config::unknown`], so nothing is ignored silently.
+//! [`Config::unknown`], so nothing is ignored silently. Absent keys have the defaults of transformers' classes.
 
-mod by_layer;
-mod delta;
+mod defaults;
 mod error;
 pub mod family;
 mod keys;
+mod layers;
 mod limits;
 pub mod modules;
 mod parse;
 pub mod rope;
 mod rules;
 mod spelling;
+#[cfg(test)]
+mod tests;
 mod types;
 
 pub use error::{Error, Result};

@@ -1,13 +1,14 @@
 //! Parsing of a config.
 
+use super::defaults::completed;
 use super::error::{Error, Result};
 use super::family::{Bias, FAMILIES, Family, PARTIAL, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
-use super::rope::{Rope, Scaling};
+use super::rope::{ROPE_PARAMETERS, ROPE_SCALING, Rope, Scaling, replace, table_of};
 use super::rules::WeightFormat;
 use super::spelling::default_body;
-use super::types::{Biases, Config, LayerAttention, classifier};
+use super::types::{Biases, Config, LayerAttention, Moe};
 use ft_base::store;
 use ft_base::store::json::{object, short};
 use ft_recipe::{MAX_LABELS, numbered};
@@ -47,17 +48,20 @@ impl Config {
         mut raw: Map<String, Value>,
         overrides: &Map<String, Value>,
     ) -> Result<Self> {
-        let own = overrides.iter().map(|(k, v)| (k.clone(), v.clone()));
         match raw.get_mut(Self::TEXT) {
-            Some(Value::Object(text)) => text.extend(own),
-            _ => raw.extend(own),
+            Some(Value::Object(text)) => {
+                replace(text, overrides);
+                raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
+            }
+            _ => replace(&mut raw, overrides),
         }
         let text = format!("{}.", Self::TEXT);
+        let is_own = |key: &str| {
+            let key = key.trim_start_matches(&text).split('.').next().unwrap_or(key);
+            overrides.contains_key(key) || (key == ROPE_PARAMETERS && overrides.contains_key(ROPE_SCALING))
+        };
         Self::parse(file, raw).map_err(|e| match e {
-            Error::Key { file, key, why }
-                if overrides
-                    .contains_key(key.trim_start_matches(&text).split('.').next().unwrap_or(&key)) =>
-            {
+            Error::Key { file, key, why } if is_own(&key) => {
                 let why = format!("{why}\n  hint: the value is model.override's");
                 Error::Key { file, key, why }
             }
@@ -71,19 +75,18 @@ impl Config {
         let text = whole.table(Self::TEXT)?;
         let family = family_of(file, &whole, text.is_some())?;
         let scores = scores_of(&whole, family)?;
-        let keys = text.unwrap_or_else(|| Keys::new(file, &raw));
+        let own = text.as_ref().unwrap_or(&whole);
+        let all = completed(family, own.raw);
+        let keys = own.over(&all);
         keys.refuse_unsupported(family)?;
         let layers = keys.size("num_hidden_layers", LAYERS)?;
-        let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys, family)?;
-        let max_positions = keys.some("max_position_embeddings", POSITIONS)?.unwrap_or(2048);
+        let AttentionSizes { hidden, heads, kv_heads, head_dim } = AttentionSizes::parse(&keys)?;
+        let vocab = keys.size("vocab_size", VOCAB)?;
+        let max_positions = keys.size("max_position_embeddings", POSITIONS)?;
+        // By the outer key of a vision checkpoint, as in transformers.
+        let tied = whole.flag(TIED)?.unwrap_or(family.default_tied);
         let biases = biases(&keys, family)?;
         let moe = keys.moe(family, layers)?;
-        let intermediate = match &moe {
-            Some(m) if m.sparse.iter().all(|s| *s) && !family.is_beside() => {
-                keys.some("intermediate_size", INNER)?.unwrap_or(m.width)
-            }
-            _ => keys.size("intermediate_size", INNER)?,
-        };
         let attention = keys.attention(family, layers, (heads, kv_heads, head_dim))?;
         let ropes = ropes(&keys, family, &attention, (head_dim, max_positions))?;
         let format = whole.weight_format(family)?;
@@ -91,17 +94,19 @@ impl Config {
             family,
             body: default_body(raw.contains_key(Self::TEXT)),
             hidden,
-            intermediate,
+            intermediate: intermediate(&keys, family, moe.as_ref())?,
             layers,
             heads,
             kv_heads,
             head_dim,
-            vocab: keys.size("vocab_size", VOCAB)?,
-            eps: keys.number("rms_norm_eps", 1e-30..=1.0)?.unwrap_or(family.default_eps),
-            tied: keys.flag(TIED)?.or(whole.flag(TIED)?).unwrap_or(family.default_tied) && scores.is_none(),
+            vocab,
+            pad: keys.pad(vocab),
+            eps: keys.required("rms_norm_eps", 1e-30..=1.0)?,
+            tied: tied && scores.is_none(),
             scores,
             ropes,
             max_positions,
+            notes: notes(&keys, family, tied, &attention)?,
             attention,
             glu: keys.glu(family)?,
             embedding_scale: if family.scales_embedding { (hidden as f64).sqrt() } else { 1.0 },
@@ -115,14 +120,11 @@ impl Config {
             four_bit: format == WeightFormat::FourBit,
             mxfp4: format == WeightFormat::Mxfp4 { decoded: false },
             decodes_mxfp4: format == WeightFormat::Mxfp4 { decoded: true },
-            fp8: match format {
-                WeightFormat::Fp8(block) => Some(block),
-                _ => None,
-            },
+            fp8: format.block(),
             unknown: whole.unknown(),
             raw: Map::new(),
         };
-        keys.token_ids(config.vocab)?;
+        keys.token_ids(vocab)?;
         config.check_size(&keys)?;
         Ok(Self { raw, ..config })
     }
@@ -187,6 +189,17 @@ impl Config {
     }
 }
 
+/// Inner width of dense feed-forward layers; that of an expert if the model has none and the config names none.
+fn intermediate(keys: &Keys<'_>, family: &Family, moe: Option<&Moe>) -> Result<usize> {
+    const KEY: &str = "intermediate_size";
+    match moe {
+        Some(m) if m.sparse.iter().all(|s| *s) && !family.is_beside() => {
+            Ok(keys.some(KEY, INNER)?.unwrap_or(m.width))
+        }
+        _ => keys.size(KEY, INNER),
+    }
+}
+
 fn biases(keys: &Keys<'_>, family: &Family) -> Result<Biases> {
     let bias = |b: Bias| -> Result<bool> {
         match b {
@@ -206,20 +219,31 @@ fn ropes(
     layers: &[LayerAttention],
     (head_dim, max_positions): (usize, usize),
 ) -> Result<Vec<Rope>> {
-    if let Some(sliding) = family.sliding_theta {
-        return keys.ropes_by_layer(family, sliding, layers, max_positions);
+    if family.two_ropes {
+        return keys.ropes_by_layer(family, layers, max_positions);
     }
     let rotary = rotary_of(keys, family, head_dim)?;
-    let rope = Rope::parse(keys, family.default_theta, max_positions, rotary)?;
+    let rope = Rope::parse(keys, max_positions, rotary)?;
     if family.joint_qkv && !matches!(rope.scaling, Scaling::Default | Scaling::Long { .. }) {
         let why = format!("{} is built with longrope, or without scaling", family.model_type);
-        return Err(keys.bad("rope_scaling", why));
+        return Err(keys.bad(ROPE_SCALING, why));
     }
     Ok(vec![rope])
 }
 
 /// Key of a head that shares the embedding's weight.
 const TIED: &str = "tie_word_embeddings";
+
+/// Notes on keys without effect: [`TIED`] in the text model of a vision checkpoint, where the whole decides, and types
+/// of layers.
+fn notes(keys: &Keys<'_>, family: &Family, tied: bool, attention: &[LayerAttention]) -> Result<Vec<String>> {
+    let other = keys.flag(TIED)?.filter(|own| *own != tied);
+    let of_tied = |own: bool| {
+        let path = format!("{}.{TIED}", Config::TEXT);
+        format!("{path}: {own} has no effect, as in transformers: {TIED} of the whole is {tied}")
+    };
+    Ok(other.map(of_tied).into_iter().chain(keys.unread_types(family, attention)?).collect())
+}
 
 /// Family of a config, by the `model_type` of the whole, `nested` if the text model has keys of its own.
 fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Family> {
@@ -233,7 +257,7 @@ fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Famil
         });
     };
     match keys.raw.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str) {
-        Some(a) if a != architecture && (nested || a != classifier(family)) => {
+        Some(a) if a != architecture && (nested || Some(a) != family.classifier) => {
             let why = format!("{a}; {model_type} is built as {architecture}");
             Err(keys.bad("architectures", why))
         }
@@ -244,7 +268,7 @@ fn family_of(file: &str, keys: &Keys<'_>, nested: bool) -> Result<&'static Famil
 /// Names of the outputs of a sequence classifier: `id2label`, or as many as `num_labels` says, 2 by default.
 fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
     let class = keys.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
-    if class != Some(&classifier(family)) {
+    if class.is_none() || class != family.classifier {
         return Ok(None);
     }
     let number = keys.some("num_labels", MAX_LABELS)?;
@@ -259,10 +283,10 @@ fn scores_of(keys: &Keys<'_>, family: &Family) -> Result<Option<Vec<String>>> {
     }
 }
 
-/// Number of rotated channels of a head, from the key of their share in `rope_parameters` or at the top level.
+/// Number of rotated channels of a head, from the key of their share in the table or at the top level.
 fn rotary_of(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<usize> {
     const KEY: &str = PARTIAL;
-    let table = keys.table("rope_parameters")?;
+    let table = table_of(keys)?;
     let named = match &table {
         Some(t) => t.number(KEY, 0.0..=1.0)?.or(keys.number(KEY, 0.0..=1.0)?),
         None => keys.number(KEY, 0.0..=1.0)?,
@@ -286,7 +310,7 @@ struct AttentionSizes {
 }
 
 impl AttentionSizes {
-    fn parse(keys: &Keys<'_>, family: &Family) -> Result<Self> {
+    fn parse(keys: &Keys<'_>) -> Result<Self> {
         let hidden = keys.size("hidden_size", HIDDEN)?;
         let heads = keys.size("num_attention_heads", HEADS)?;
         let kv_heads = keys.some("num_key_value_heads", HEADS)?.unwrap_or(heads);
@@ -294,7 +318,7 @@ impl AttentionSizes {
             let why = format!("{kv_heads}; {heads} heads must be a multiple of it");
             return Err(keys.bad("num_key_value_heads", why));
         }
-        let head_dim = match keys.some("head_dim", HEADS)?.or(family.default_head_dim) {
+        let head_dim = match keys.some("head_dim", HEADS)? {
             Some(d) => d,
             None if hidden % heads == 0 => hidden / heads,
             None => {
@@ -309,7 +333,3 @@ impl AttentionSizes {
         Ok(Self { hidden, heads, kv_heads, head_dim })
     }
 }
-
-#[cfg(test)]
-#[path = "tests.rs"]
-mod tests;

@@ -6,6 +6,7 @@ use super::limits::POSITIONS;
 use candle_core::Device;
 use ft_kernels::Tensor;
 use rayon::prelude::*;
+use serde_json::{Map, Value};
 use std::f64::consts::PI;
 use std::ops::RangeInclusive;
 
@@ -72,63 +73,132 @@ pub enum Scaling {
     },
 }
 
+/// Table of transformers 4: scaling of the frequencies; in full layers alone if sliding ones have another embedding.
+pub(super) const ROPE_SCALING: &str = "rope_scaling";
+/// Table of transformers 5: scaling and base; by layer type where layers differ.
+pub(super) const ROPE_PARAMETERS: &str = "rope_parameters";
+/// Key of the base, in a table or at the top level.
+const BASE: &str = "rope_theta";
+/// Key of the base in sliding layers.
+const LOCAL: &str = "rope_local_base_freq";
 /// Key of the context length in pre-training.
 const ORIGINAL: &str = "original_max_position_embeddings";
+/// Key of YaRN's rounding.
+const TRUNCATE: &str = "truncate";
+
+/// The table of a family with one embedding. If a config has both tables, [`ROPE_SCALING`] replaces the other, the base
+/// included, as in transformers.
+pub(super) fn table_of<'a>(keys: &Keys<'a>) -> Result<Option<Keys<'a>>> {
+    match keys.table(ROPE_SCALING)?.filter(|t| !t.raw.is_empty()) {
+        Some(t) => Ok(Some(t)),
+        None => keys.table(ROPE_PARAMETERS),
+    }
+}
+
+/// Replaces keys of a text model by overrides. Scaling and base go into [`ROPE_PARAMETERS`] if the file has it, and
+/// leave the rest of it: at the top level, transformers would take another base with the scaling, and ignore the base.
+pub(super) fn replace(raw: &mut Map<String, Value>, overrides: &Map<String, Value>) {
+    let before = raw.get(ROPE_SCALING).and_then(Value::as_object).cloned();
+    raw.extend(overrides.iter().map(|(key, value)| (key.clone(), value.clone())));
+    let (base, scaling) = (overrides.get(BASE), overrides.get(ROPE_SCALING).and_then(Value::as_object));
+    if overrides.contains_key(ROPE_PARAMETERS) {
+        if scaling.is_none() {
+            raw.remove(ROPE_SCALING);
+        }
+        return;
+    }
+    if let Some(table) = of_full_layers(raw) {
+        table.extend(base.map(|base| (BASE.to_string(), base.clone())));
+        if let Some(scaling) = scaling {
+            rescale(table, scaling);
+            raw.remove(ROPE_SCALING);
+        }
+    } else if let Some(scaling) = scaling {
+        let mut table = before.unwrap_or_default();
+        rescale(&mut table, scaling);
+        raw.insert(ROPE_SCALING.into(), table.into());
+    }
+}
+
+/// [`ROPE_PARAMETERS`], or its table of full layers.
+fn of_full_layers(raw: &mut Map<String, Value>) -> Option<&mut Map<String, Value>> {
+    let table = raw.get_mut(ROPE_PARAMETERS)?.as_object_mut()?;
+    let [full, _] = LAYER_TYPES;
+    if table.get(full).is_some_and(Value::is_object) {
+        table.get_mut(full)?.as_object_mut()
+    } else {
+        Some(table)
+    }
+}
+
+/// Puts a scaling into a table. One that names its type replaces the former scaling.
+fn rescale(table: &mut Map<String, Value>, scaling: &Map<String, Value>) {
+    const UNSCALED: [&str; 4] = [BASE, "partial_rotary_factor", "mrope_section", "mrope_interleaved"];
+    let mut scaling = scaling.clone();
+    if let Some(kind) = scaling.remove("type") {
+        scaling.entry("rope_type").or_insert(kind);
+    }
+    if scaling.contains_key("rope_type") {
+        table.retain(|key, _| UNSCALED.contains(&key.as_str()));
+    }
+    table.extend(scaling);
+}
 
 impl Rope {
-    /// Reads `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
-    ///
-    /// If a config has both, for example after an override, `rope_scaling` wins.
-    pub fn parse(keys: &Keys<'_>, default_theta: f64, max_positions: usize, dim: usize) -> Result<Self> {
-        let parameters = keys.table("rope_parameters")?;
-        if let Some(p) = &parameters {
-            for nested in LAYER_TYPES {
-                if p.table(nested).is_ok_and(|t| t.is_some()) {
-                    let why = format!("{nested}: this family has no parameters by layer type");
-                    return Err(keys.bad("rope_parameters", why));
-                }
+    /// Reads the embedding of all layers: the table, and `rope_theta` in it or at the top level.
+    pub fn parse(keys: &Keys<'_>, max_positions: usize, dim: usize) -> Result<Self> {
+        let Some(t) = table_of(keys)? else {
+            return Ok(Self { theta: keys.required(BASE, THETA)?, scaling: Scaling::Default, dim });
+        };
+        for nested in LAYER_TYPES {
+            if t.table(nested).is_ok_and(|t| t.is_some()) {
+                return Err(t.bad(nested, "this family has no parameters by layer type"));
             }
         }
-        let theta = match &parameters {
-            Some(p) => p.number("rope_theta", THETA)?.or(keys.number("rope_theta", THETA)?),
-            None => keys.number("rope_theta", THETA)?,
+        let theta = theta(&t, keys, BASE)?;
+        if LONG.contains(&kind_of(&t)?) {
+            return Ok(Self { theta, scaling: Self::long(keys, &t, max_positions, dim)?, dim });
         }
-        .unwrap_or(default_theta);
-        let scaling = match keys.table("rope_scaling")?.or(parameters) {
-            None => Scaling::Default,
-            Some(t) if LONG.contains(&kind_of(&t)?) => Self::long(keys, &t, max_positions, dim)?,
-            Some(t) => match Self::scaling(&t, max_positions)? {
-                Scaling::Proportional { .. } => {
-                    return Err(t.bad("rope_type", "proportional; built with parameters by layer type"));
-                }
-                scaling => scaling,
-            },
-        };
+        let truncate = t.flag(TRUNCATE)?.unwrap_or(true);
+        let lengths = Lengths { positions: max_positions, original: keys.number(ORIGINAL, FACTOR)? };
+        let scaling = Self::scaling(&t, lengths, truncate)?;
+        if let Scaling::Proportional { .. } = scaling {
+            return Err(t.bad("rope_type", "proportional; built with parameters by layer type"));
+        }
         Ok(Self { theta, scaling, dim })
     }
 
     /// Reads the embeddings of full and of sliding layers, in this order: `rope_parameters` by layer type
-    /// (transformers 5), or `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
+    /// (transformers 5), `rope_scaling` over those of full layers, `rope_theta` and `rope_local_base_freq`.
     pub fn parse_by_type(
         keys: &Keys<'_>,
-        [full, sliding]: [f64; 2],
         max_positions: usize,
         [full_dim, sliding_dim]: [usize; 2],
     ) -> Result<Vec<Self>> {
-        let Some(p) = keys.table("rope_parameters")? else {
-            let theta = keys.number("rope_local_base_freq", THETA)?.unwrap_or(sliding);
-            let local = Self { theta, scaling: Scaling::Default, dim: sliding_dim };
-            return Ok(vec![Self::parse(keys, full, max_positions, full_dim)?, local]);
-        };
-        let of = |key: &str, theta: f64, dim: usize| -> Result<Self> {
-            let Some(t) = p.table(key)? else {
-                return Err(p.bad(key, "missing; a table is wanted for each layer type"));
-            };
-            let theta = t.number("rope_theta", THETA)?.unwrap_or(theta);
-            Ok(Self { theta, scaling: Self::scaling(&t, max_positions)?, dim })
+        let parameters = keys.table(ROPE_PARAMETERS)?;
+        let of = |key: &str| -> Result<Option<Keys<'_>>> {
+            let Some(p) = &parameters else { return Ok(None) };
+            match p.table(key)? {
+                None => Err(p.bad(key, "missing; a table is wanted for each layer type")),
+                table => Ok(table),
+            }
         };
         let [full_type, sliding_type] = LAYER_TYPES;
-        Ok(vec![of(full_type, full, full_dim)?, of(sliding_type, sliding, sliding_dim)?])
+        let (full, sliding) = (of(full_type)?, of(sliding_type)?);
+        let scaling = keys.table(ROPE_SCALING)?;
+        let mut merged = full.as_ref().map(|t| t.raw.clone()).unwrap_or_default();
+        merged.extend(scaling.as_ref().map(|t| t.raw.clone()).unwrap_or_default());
+        let full = scaling.as_ref().or(full.as_ref()).unwrap_or(keys).over(&merged);
+        // At the top of the table, as in transformers.
+        let truncate = parameters.as_ref().map_or(Ok(None), |p| p.flag(TRUNCATE))?.unwrap_or(true);
+        let read = |t: &Keys<'_>, base: &str, dim: usize| -> Result<Self> {
+            let lengths = Lengths { positions: max_positions, original: None };
+            let (theta, scaling) = (theta(t, keys, base)?, Self::scaling(t, lengths, truncate)?);
+            Ok(Self { theta, scaling, dim })
+        };
+        let none = Map::new();
+        let sliding = sliding.unwrap_or_else(|| keys.over(&none));
+        Ok(vec![read(&full, BASE, full_dim)?, read(&sliding, LOCAL, sliding_dim)?])
     }
 
     /// Longest context covered by the scaling, given `max_position_embeddings`. Some configs state the
@@ -144,7 +214,7 @@ impl Rope {
         positions.max(scaled as usize)
     }
 
-    fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
+    fn scaling(t: &Keys<'_>, lengths: Lengths, truncate: bool) -> Result<Scaling> {
         let kind = kind_of(t)?;
         let need = |key: &str| -> Result<f64> {
             match t.number(key, FACTOR)? {
@@ -158,14 +228,21 @@ impl Rope {
             "llama3" => {
                 let factor = need("factor")?;
                 let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
-                let original = need(ORIGINAL)?;
+                let original = lengths.original_of(t)?;
                 if high <= low {
                     let why = format!("{high}; more than low_freq_factor {low} is wanted");
                     return Err(t.bad("high_freq_factor", why));
                 }
                 Scaling::Llama3 { factor, low, high, original }
             }
-            "yarn" => Self::yarn(t, need("factor")?, max_positions)?,
+            "yarn" => {
+                let original = lengths.original_of(t)?;
+                let factor = match t.number("factor", FACTOR)? {
+                    None if t.raw.contains_key("factor") => lengths.positions as f64 / original,
+                    _ => need("factor")?,
+                };
+                Self::yarn(t, (factor, original), truncate)?
+            }
             "proportional" => Scaling::Proportional {
                 factor: t.number("factor", FACTOR)?.unwrap_or(1.0),
                 share: t.number("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(1.0),
@@ -178,7 +255,7 @@ impl Rope {
         })
     }
 
-    fn yarn(t: &Keys<'_>, factor: f64, max_positions: usize) -> Result<Scaling> {
+    fn yarn(t: &Keys<'_>, (factor, original): (f64, f64), truncate: bool) -> Result<Scaling> {
         let mscale = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
         let scales = 0.0..=1e3;
         let inferred = match (t.number("mscale", scales.clone())?, t.number("mscale_all_dim", scales)?) {
@@ -189,22 +266,20 @@ impl Rope {
             // transformers treats 0 as the default.
             Ok(t.number(key, 0.0..=1e9)?.filter(|b| *b > 0.0).unwrap_or(default))
         };
-        let original = t.number(ORIGINAL, FACTOR)?;
         Ok(Scaling::Yarn {
             factor,
             attention: t.number("attention_factor", FACTOR)?.unwrap_or(inferred),
             beta_fast: beta("beta_fast", 32.0)?,
             beta_slow: beta("beta_slow", 1.0)?,
-            original: original.unwrap_or(max_positions as f64),
-            truncate: t.flag("truncate")?.unwrap_or(true),
+            original,
+            truncate,
         })
     }
 
-    /// LongRoPE as Phi-3 has it: the context length in pre-training stands beside the table.
+    /// LongRoPE as Phi-3 has it.
     fn long(keys: &Keys<'_>, t: &Keys<'_>, max_positions: usize, dim: usize) -> Result<Scaling> {
-        let Some(original) = keys.some(ORIGINAL, POSITIONS)? else {
-            return Err(keys.bad(ORIGINAL, "missing; rope_type longrope needs it"));
-        };
+        let (top, own) = (keys.some(ORIGINAL, POSITIONS)?, t.some(ORIGINAL, POSITIONS)?);
+        let original = top.or(own).unwrap_or(max_positions);
         let list = |key: &str| -> Result<Vec<f32>> {
             let own = t.get(key).and_then(|v| serde_json::from_value::<Vec<f32>>(v.clone()).ok());
             let fits = |f: &f32| FACTOR.contains(&f64::from(*f));
@@ -326,6 +401,31 @@ impl Rope {
             }
         });
         [cos, sin]
+    }
+}
+
+/// Context lengths at the top level.
+#[derive(Clone, Copy)]
+struct Lengths {
+    /// `max_position_embeddings`.
+    positions: usize,
+    /// Length in pre-training; it precedes the table's.
+    original: Option<f64>,
+}
+
+impl Lengths {
+    /// Context length in pre-training.
+    fn original_of(self, t: &Keys<'_>) -> Result<f64> {
+        let own = t.number(ORIGINAL, FACTOR)?;
+        Ok(self.original.or(own).unwrap_or(self.positions as f64))
+    }
+}
+
+/// The base in a table, or else the key `top` at the top level.
+fn theta(t: &Keys<'_>, keys: &Keys<'_>, top: &str) -> Result<f64> {
+    match t.number(BASE, THETA)? {
+        Some(theta) => Ok(theta),
+        None => keys.required(top, THETA),
     }
 }
 

@@ -1,13 +1,13 @@
-//! Lists of known config keys, and the keys with rules of their own: unsupported features, 4-bit weights,
-//! sliding windows, experts.
+//! Lists of known config keys, and the keys with rules of their own: unsupported features, 4-bit weights, experts.
 
-use super::by_layer;
+use super::defaults::EXPERT_COUNTS;
 use super::error::Result;
-use super::family::{Family, GateFunction, Window};
+use super::family::{Family, GateFunction};
 use super::keys::Keys;
+use super::layers::by_layer;
 use super::limits::{EXPERTS, INNER, LAYERS, POSITIONS};
 use super::rope::LAYER_TYPES;
-use super::types::{Config, KeySource, LayerAttention, Moe};
+use super::types::{Config, Moe};
 use ft_base::store::json::short;
 use ft_kernels::swiglu::{Activation, Glu};
 use serde_json::{Map, Value};
@@ -168,6 +168,16 @@ pub(super) enum WeightFormat {
     Fp8([usize; 2]),
 }
 
+impl WeightFormat {
+    /// Rows and columns of the blocks of 8-bit weights.
+    pub(super) fn block(self) -> Option<[usize; 2]> {
+        match self {
+            WeightFormat::Fp8(block) => Some(block),
+            WeightFormat::Values | WeightFormat::FourBit | WeightFormat::Mxfp4 { .. } => None,
+        }
+    }
+}
+
 /// Quantization method of gpt-oss's releases.
 const MXFP4: &str = "mxfp4";
 
@@ -273,6 +283,13 @@ impl Keys<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The padding token, if it is in the vocabulary; negative ids count from its end, as in PyTorch.
+    pub(super) fn pad(&self, vocab: usize) -> Option<u32> {
+        let id = self.get("pad_token_id")?.as_i64()?;
+        let id = if id < 0 { id + vocab as i64 } else { id };
+        u32::try_from(id).ok().filter(|id| (*id as usize) < vocab)
     }
 
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
@@ -387,101 +404,6 @@ impl Keys<'_> {
         Ok(Glu { activation, joint })
     }
 
-    /// Attention of each layer.
-    pub(super) fn attention(
-        &self,
-        family: &Family,
-        layers: usize,
-        (heads, kv_heads, head_dim): (usize, usize, usize),
-    ) -> Result<Vec<LayerAttention>> {
-        let divisor = match family.score_key {
-            Some(key) => self.number(key, 1e-6..=1e9)?.unwrap_or(head_dim as f64),
-            None => head_dim as f64,
-        };
-        let rotates = self.rotates(family, layers)?;
-        let of = |(window, rotates): (Option<usize>, bool)| LayerAttention {
-            window,
-            rope: rotates.then_some(usize::from(family.sliding_theta.is_some() && window.is_some())),
-            scale: 1.0 / divisor.sqrt(),
-            head_dim,
-            kv_heads,
-            keys: if family.joint_qkv { KeySource::WithQueries } else { KeySource::Own },
-        };
-        let mut all: Vec<LayerAttention> =
-            self.windows(family, layers)?.into_iter().zip(rotates).map(of).collect();
-        if family.by_layer {
-            self.by_layer(heads, &mut all)?;
-        }
-        Ok(all)
-    }
-
-    /// For every layer, whether positions enter it.
-    fn rotates(&self, family: &Family, layers: usize) -> Result<Vec<bool>> {
-        let Some(default) = family.no_rope_interval else { return Ok(vec![true; layers]) };
-        let interval = self.some("no_rope_layer_interval", LAYERS)?.unwrap_or(default);
-        let Some(list) = self.get("no_rope_layers") else {
-            return Ok((0..layers).map(|l| !(l + 1).is_multiple_of(interval)).collect());
-        };
-        match serde_json::from_value::<Vec<usize>>(list.clone()) {
-            Ok(list) if list.len() == layers => Ok(list.into_iter().map(|n| n != 0).collect()),
-            _ => {
-                let why = format!("{}; a list of {layers} entries is wanted, 1 for positions", short(list));
-                Err(self.bad("no_rope_layers", why))
-            }
-        }
-    }
-
-    pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
-        let switch = self.flag("use_sliding_window")?;
-        // transformers 5 writes 0 for windows that are off.
-        let off = switch == Some(false) && matches!(family.window, Window::FromLayer | Window::AlwaysIf);
-        let zero = self.get("sliding_window").is_some_and(|n| n.as_u64() == Some(0));
-        let size = if off && zero { None } else { self.some("sliding_window", POSITIONS)? };
-        let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
-        let used = match family.window {
-            Window::Always | Window::Pattern(_) => size,
-            Window::Unless(n) if !self.raw.contains_key("sliding_window") => Some(n),
-            Window::Unless(_) => size,
-            _ => size.filter(|_| switch == Some(true)),
-        };
-        let Some(types) = self.get("layer_types") else {
-            return Ok(match family.window {
-                Window::Never => vec![None; layers],
-                Window::Always | Window::AlwaysIf | Window::Unless(_) => vec![used; layers],
-                Window::FromLayer => (0..layers).map(|l| used.filter(|_| l >= from)).collect(),
-                Window::Pattern(every) => {
-                    let keys = ["sliding_window_pattern", "_sliding_window_pattern"];
-                    let [a, b] = keys.map(|key| self.some(key, LAYERS));
-                    let every = a?.or(b?).unwrap_or(every);
-                    (0..layers).map(|l| used.filter(|_| (l + 1) % every != 0)).collect()
-                }
-            });
-        };
-        let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {
-            self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
-        })?;
-        list.iter()
-            .map(|t| match t.as_str() {
-                Some("full_attention") => Ok(None),
-                Some("linear_attention") if family.delta.is_some() => Ok(None),
-                Some("sliding_attention") if family.window == Window::Never => {
-                    Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
-                }
-                Some("sliding_attention") => {
-                    match used {
-                        Some(n) => Ok(Some(n)),
-                        None => Err(self
-                            .bad("layer_types", "sliding_attention without a sliding_window that is in use")),
-                    }
-                }
-                _ => Err(self.bad(
-                    "layer_types",
-                    format!("{}; full_attention and sliding_attention are built", short(t)),
-                )),
-            })
-            .collect()
-    }
-
     pub(super) fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
         let Some(x) = &family.experts else { return Ok(None) };
         if let Some(beside) = &x.beside
@@ -489,15 +411,10 @@ impl Keys<'_> {
         {
             return Ok(None);
         }
-        // transformers 5.19 and later use one name for all families.
-        let experts = match (self.some(x.count_key, EXPERTS)?, self.some("num_local_experts", EXPERTS)?) {
-            (None, Some(n)) => n,
-            _ => self.size(x.count_key, EXPERTS)?,
-        };
-        let top_k = match (self.some(x.top_k_key, EXPERTS)?, x.default_top_k) {
-            (Some(top_k), _) | (None, Some(top_k)) => top_k,
-            (None, None) => self.size(x.top_k_key, EXPERTS)?,
-        };
+        let [a, b] = EXPERT_COUNTS;
+        let [own, a, b] = [x.count_key, a, b].map(|name| self.some(name, EXPERTS));
+        let Some(experts) = own?.or(a?).or(b?) else { return Err(self.bad(x.count_key, "missing")) };
+        let top_k = self.size(x.top_k_key, EXPERTS)?;
         if top_k > experts {
             return Err(self.bad(x.top_k_key, format!("{top_k} of {experts} experts")));
         }
@@ -513,7 +430,7 @@ impl Keys<'_> {
             experts,
             top_k,
             width: self.size(x.width_key, INNER)?,
-            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(x.default_normalise),
+            normalise: x.always_normalise || self.flag("norm_topk_prob")? == Some(true),
             sparse,
             shared: x.shared_key.map_or(Ok(0), |key| self.size(key, INNER))?,
         }))

@@ -1,5 +1,8 @@
 use super::*;
-use serde_json::json;
+use serde_json::{Value, json};
+
+mod classes;
+mod ropes;
 
 fn parse(extra: Value) -> Result<Config> {
     let mut raw = json!({

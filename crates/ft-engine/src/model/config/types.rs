@@ -28,6 +28,8 @@ pub struct Config {
     pub head_dim: usize,
     /// Vocabulary size: rows of the embedding.
     pub vocab: usize,
+    /// The padding token, whose row of the embedding gets no gradient as an input, as in PyTorch's `padding_idx`.
+    pub pad: Option<u32>,
     /// Epsilon of RMSNorm.
     pub eps: f64,
     /// Names of the outputs of a score head, as of transformers' sequence classifiers; `None` for the vocabulary's
@@ -37,7 +39,7 @@ pub struct Config {
     pub tied: bool,
     /// Rotary embeddings, referred to by the layers.
     pub ropes: Vec<Rope>,
-    /// `max_position_embeddings`; 2048 if missing.
+    /// `max_position_embeddings`.
     pub max_positions: usize,
     /// Attention of each layer.
     pub attention: Vec<LayerAttention>,
@@ -68,6 +70,8 @@ pub struct Config {
     pub fp8: Option<[usize; 2]>,
     /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
+    /// Known keys of the file without effect, with the reason.
+    pub notes: Vec<String>,
     /// The JSON object of the file, with overrides applied; of a vision checkpoint, with the text model's in
     /// `text_config`.
     pub raw: Map<String, Value>,
@@ -160,10 +164,6 @@ pub struct Moe {
     pub shared: usize,
 }
 
-/// Last part of the class names of transformers' language models, and of its sequence classifiers.
-const CAUSAL: &str = "ForCausalLM";
-const CLASSIFIER: &str = "ForSequenceClassification";
-
 impl Config {
     /// The same model with a score head in place of the vocabulary's, with these names of the outputs.
     pub fn with_scores(mut self, labels: Vec<String>) -> Self {
@@ -171,8 +171,9 @@ impl Config {
             labels.iter().enumerate().map(|(i, l)| (i.to_string(), json!(l))).collect();
         let label2id: Map<String, Value> =
             labels.iter().enumerate().map(|(i, l)| (l.clone(), json!(i))).collect();
+        let class = self.family.classifier.unwrap_or(self.family.architecture);
         let of_file = [
-            ("architectures", json!([classifier(self.family)])),
+            ("architectures", json!([class])),
             ("id2label", Value::Object(id2label)),
             ("label2id", Value::Object(label2id)),
         ];
@@ -283,9 +284,4 @@ impl Config {
         let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.key(k)?.as_str());
         if named == Some("float32") { 4 } else { 2 }
     }
-}
-
-/// Class name of a family's sequence classifier in transformers.
-pub(super) fn classifier(family: &Family) -> String {
-    format!("{}{CLASSIFIER}", family.architecture.trim_end_matches(CAUSAL))
 }

@@ -249,7 +249,7 @@ impl GroupedExperts {
     }
 
     /// Whether the backward pass needs the expert outputs y. Without biases it does not: d gate = dy · y =
-    /// (dy W + du A) · h, and dy W + du A is computed anyway.
+    /// (dy W + du A) · h, with dropout on both sides too, and dy W + du A is computed anyway.
     pub fn reads_outputs(&self) -> bool {
         self.down.biases.is_some()
     }

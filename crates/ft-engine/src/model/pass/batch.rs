@@ -161,8 +161,10 @@ impl<'a> Context<'a> {
 pub struct Batch<'a> {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
-    /// Tokens sorted by id, for the embedding's gradient on CUDA; `None` on the CPU.
+    /// Tokens of the embedding's gradient, sorted by id; `None` on the CPU if they are all.
     pub by_id: Option<ById>,
+    /// Factors `[t, 1]` on the gradients of embeddings, 0 of the padding token and 1 of others; `None` without one.
+    pub unpadded: Option<Tensor>,
     /// Number of tokens t.
     pub tokens: usize,
     pub context: Context<'a>,
@@ -276,9 +278,11 @@ impl<'a> Batch<'a> {
             (ids, target_rows, targets) = (a?, b?, c?);
             seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
         }
+        let (by_id, unpadded) = embedded(host.ids, config.pad, device)?;
         Ok(Self {
             ids,
-            by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
+            by_id,
+            unpadded,
             tokens: host.ids.len(),
             context: Context::new(seqs, ropes, dropout),
             target_rows,
@@ -419,6 +423,7 @@ impl<'a> Batch<'a> {
         Ok(Self {
             ids: list(sizes.keys),
             by_id: None,
+            unpadded: None,
             tokens: sizes.keys,
             context: Context::new(seqs, ropes.iter().map(tables).collect(), dropout),
             target_rows: list(count),
@@ -439,6 +444,20 @@ impl<'a> Batch<'a> {
         let channels: usize = ropes.iter().sum();
         (sizes.keys * (4 + 4 * channels + 8) + Sequences::bytes(sizes, cuda) + target * count) as u64
     }
+}
+
+/// [`Batch::by_id`] and [`Batch::unpadded`].
+fn embedded(
+    ids: &[u32],
+    pad: Option<u32>,
+    device: &Device,
+) -> candle_core::Result<(Option<ById>, Option<Tensor>)> {
+    let Some(pad) = pad.filter(|pad| ids.contains(pad)) else {
+        return Ok(((!device.is_cpu()).then(|| ById::new(ids)), None));
+    };
+    let factors: Vec<f32> = ids.iter().map(|id| if *id == pad { 0.0 } else { 1.0 }).collect();
+    let factors = Tensor::from_vec(factors, (ids.len(), 1), device)?;
+    Ok((Some(ById::new(ids).without(pad)), Some(factors)))
 }
 
 /// Copies numbers to the device. Empty lists allocate one element: a device has no address for zero bytes.

@@ -1,5 +1,6 @@
 //! Shape-only weights for a plan, mirroring what `super::build` would load and allocate.
 
+use super::owned;
 use crate::adapters::{Choice, Part, peft};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
@@ -77,19 +78,6 @@ pub(super) fn stacked(modules: &[&Module], choice: impl Fn(&Module) -> Choice, w
     if takes && (spec.rank * first.cols()).is_multiple_of(ALIGN) { spec.rank * modules.len() } else { 0 }
 }
 
-/// A rank's part `own` of the experts of a layer, which so many ranks split.
-pub(super) fn owned(
-    experts: &[MlpTree],
-    unit: usize,
-    (own, ranks): (Range<usize>, usize),
-    choice: impl Fn(&Module) -> Choice,
-) -> (Range<usize>, Owned) {
-    let mut linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
-    let drops = linears.any(|m| matches!(choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
-    let owned = Owned { ranks, experts: experts.len(), first: own.start, drops, unit };
-    (own, owned)
-}
-
 /// Source of shape-only weights, given the choice for every module.
 pub struct Ghosts<'a> {
     /// Ledger to charge.
@@ -106,6 +94,8 @@ pub struct Ghosts<'a> {
     /// Whether weights reside on a CUDA device, so that dense ones get spare columns for adapters.
     rooms: bool,
     used: usize,
+    /// The last A and its gradient, with the module: the next linear may share them.
+    last_a: Option<(String, Tensor, Slot)>,
 }
 
 impl<'a> Ghosts<'a> {
@@ -116,8 +106,9 @@ impl<'a> Ghosts<'a> {
         choices: impl Iterator<Item = (&'a str, Choice)>,
         (quantize, stays): (Quantize, bool),
     ) -> Self {
-        let rooms = stays && ledger.machine().cuda;
-        Self { ledger, dtype, choices: choices.collect(), quantize, own: None, cut_over: 1, rooms, used: 0 }
+        let (choices, rooms) = (choices.collect(), stays && ledger.machine().cuda);
+        let (own, cut_over, used, last_a) = (None, 1, 0, None);
+        Self { ledger, dtype, choices, quantize, own, cut_over, rooms, used, last_a }
     }
 
     /// Gradient buffers for a unit of a model with these weights: of whole tensors, then of pieces, then of experts,
@@ -176,9 +167,13 @@ impl<'a> Ghosts<'a> {
         let &[o, i] = m.weight_shape().as_slice() else { return None };
         // LoRA adapts the transpose of an embedding's table `[v, d]`.
         let (o, i) = if m.last() == "embed_tokens" { (i, o) } else { (o, i) };
-        let (a, b) = (self.ghost((spec.rank, i), self.dtype), self.ghost((o, spec.rank), self.dtype));
-        let slots = (self.slot((m, Part::A), spec.rank, i), self.slot((m, Part::B), o, spec.rank));
-        Some((spec, a, b, slots))
+        if m.a_of() == m.name {
+            let a = self.ghost((spec.rank, i), self.dtype);
+            self.last_a = Some((m.name.clone(), a, self.slot((m, Part::A), spec.rank, i)));
+        }
+        let (_, a, slot) = self.last_a.clone().filter(|(of, ..)| of == m.a_of())?;
+        let b = self.ghost((o, spec.rank), self.dtype);
+        Some((spec, a, b, (slot, self.slot((m, Part::B), o, spec.rank))))
     }
 }
 
@@ -275,5 +270,42 @@ impl Weights for Ghosts<'_> {
             last = Some(choices);
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapters::Selection;
+    use crate::model::Config;
+    use crate::model::decoder::Builder;
+    use crate::model::modules::LayerTree;
+    use ft_recipe::Recipe;
+    use serde_json::json;
+
+    /// Gate and up of fused experts have one A, with one gradient.
+    #[test]
+    fn what_is_shared_in_a_run_is_shared_in_its_plan() -> anyhow::Result<()> {
+        let config = json!({
+            "model_type": "qwen3_5_moe_text", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+            "head_dim": 8, "vocab_size": 64, "layer_types": ["full_attention"], "num_experts": 2,
+            "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+            "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        });
+        let config = Config::parse("c", config.as_object().expect("an object").clone())?;
+        let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"experts\"]\n\
+                    [data]\ntrain = [{ source = \"x\", format = \"text\" }]\n";
+        let selection = Selection::from_rules(&config, &Recipe::parse(text, "r.toml", &[])?.train)?;
+        let ledger = Ledger::new(Machine { width: 4, stored: 4, ..Machine::default() });
+        let choices = selection.modules.iter().map(|(m, c)| (m.name.as_str(), *c));
+        let mut ghosts = Ghosts::new(&ledger, DType::F32, choices, (Quantize::None, true));
+        let layer = Builder::new(&config, &mut ghosts).layer(0, &LayerTree::of(&config, 0))?;
+        let slots = layer.linears().into_iter().filter_map(|l| l.lora.as_ref()?.slots);
+        let [gate, up, down, ..] = slots.map(|(a, _)| a.offset).collect::<Vec<_>>()[..] else {
+            anyhow::bail!("an expert without adapters")
+        };
+        assert!(gate == up && up != down, "{gate}, {up}, {down}");
+        Ok(())
     }
 }

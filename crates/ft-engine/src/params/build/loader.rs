@@ -509,7 +509,7 @@ impl Weights for Loader<'_> {
     fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
         let split = &self.b.allocate.split;
         let own = (split.own()?, split.mesh.expert);
-        Some(super::ghost::owned(experts, unit, own, |m| self.choice(m)))
+        Some(super::owned(experts, unit, own, |m| self.choice(m)))
     }
 
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {

@@ -21,14 +21,14 @@ const START: At = At::all("the start");
 
 /// Processes on this machine.
 #[derive(Clone, Copy, Debug)]
-pub struct Neighbours {
+pub struct Neighbors {
     /// Processes on this machine.
     pub here: usize,
     /// Processes with the same CPU affinity mask as this one.
     pub on_processors: usize,
 }
 
-impl Neighbours {
+impl Neighbors {
     /// Counts the processes like `rank`; `about` has host and CPU affinity mask of each rank, by line.
     fn count(about: &[String], rank: usize) -> Self {
         let (mine, host) = (&about[rank], host_of(&about[rank]));
@@ -54,7 +54,7 @@ fn open_more_files() {
 ///
 /// # Errors
 /// MPI was initialized before; unreachable peers; a launcher without an address to meet at.
-pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbours), Error> {
+pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbors), Error> {
     open_more_files();
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let about = format!("{host}\n{}", processors());
@@ -79,15 +79,16 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
             let done = move |round| known.done(round);
             let known = Arc::clone(&monitor);
             let broken = move |peer: usize, e: std::io::Error| {
-                // The monitor names a dead process, or one that reports its own error, first.
+                // Rank 0 names a process that has died, or that reports its own error, within this time: the first
+                // cause is kept.
                 std::thread::sleep(DRAIN);
-                let why = format!("its connection for values to rank {peer} broke: {e}");
-                known.fail(known.error(rank, why, ExitCode::LostRank), false);
+                let why = format!("its connection for values to rank {rank} broke: {e}");
+                known.fail(known.error(peer, why, ExitCode::LostRank), false);
             };
             let transport = tcp::start(joined.values, done, broken);
             let all = Processes::new(monitor, transport.map_err(|e| lost(e.to_string()))?);
             begin(&all, joined.monitors)?;
-            Ok((all, joined.neighbours))
+            Ok((all, joined.neighbors))
         }
         Some((_, Meeting::Nowhere(why))) => {
             let why =
@@ -119,7 +120,7 @@ struct Joined {
     /// Connections for values.
     values: Connections,
     hosts: Vec<String>,
-    neighbours: Neighbours,
+    neighbors: Neighbors,
 }
 
 /// Rendezvous at the host and port of the launcher.
@@ -154,7 +155,7 @@ fn meet(
         let values = rendezvous::connect_pairs((&roster, &monitors), rank, (host, &source), &mut door, end)?;
         let about = roster.about();
         let hosts = about.iter().map(|a| host_of(a).into()).collect();
-        Ok(Joined { monitors, values, hosts, neighbours: Neighbours::count(&about, rank) })
+        Ok(Joined { monitors, values, hosts, neighbors: Neighbors::count(&about, rank) })
     };
     meeting().map_err(lost)
 }
@@ -165,7 +166,7 @@ fn by_mpi(
     about: String,
     timeout: Duration,
     fail: &dyn Fn(String) -> Error,
-) -> Result<(Processes, Neighbours), Error> {
+) -> Result<(Processes, Neighbors), Error> {
     let monitor = Arc::new(std::sync::OnceLock::<Arc<Monitor>>::new());
     let known = Arc::clone(&monitor);
     let done = move |round| {
@@ -184,7 +185,7 @@ fn by_mpi(
         let lost = |why: String| all.monitor.error(rank, why, ExitCode::LostRank);
         begin(&all, monitors(&all, &hosts, about)?.map_err(lost)?)?;
     }
-    Ok((all, Neighbours::count(&ranks, rank)))
+    Ok((all, Neighbors::count(&ranks, rank)))
 }
 
 /// Monitoring connections under MPI: rank 0 broadcasts its port and a key over MPI, and all other ranks

@@ -17,4 +17,4 @@ mod tcp;
 mod transport;
 
 pub use group::{Processes, ROUND};
-pub use join::{Neighbours, join};
+pub use join::{Neighbors, join};

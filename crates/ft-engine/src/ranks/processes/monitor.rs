@@ -344,7 +344,9 @@ impl Monitor {
                 }
                 Message::Failed(t) => {
                     drop(s);
-                    let (at, code) = (At::all(t.at.leak()), ExitCode::of(t.code));
+                    // Rank 0 alone knows the collectives of all ranks.
+                    let at = if self.rank == 0 { self.at(t.rank) } else { t.at };
+                    let (at, code) = (At::all(at.leak()), ExitCode::of(t.code));
                     let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
                     let e = Error { rank, world: self.world, stage: None, host, at, why, code, hangs };
                     self.fail(self.staged(e), t.died);

@@ -52,3 +52,37 @@ fn rows_have_the_gradients_of_their_tables() -> Result<()> {
     }
     Ok(())
 }
+
+/// PyTorch's `padding_idx`: the row of the padding token, and its column of LoRA's A, get nothing as inputs.
+#[test]
+fn the_padding_token_gives_its_row_no_gradient() -> Result<()> {
+    let cases = cases()?;
+    let c = cases.iter().find(|c| c.name() == "llama-embed-head").context("a case")?;
+    let (rows, vocab) = (Rows::padded(c)?, c.config.vocab);
+    let pad = rows.ids[0];
+    let init = Adapter::open(&c.dir.join("adapter_init"))?;
+    for (selection, adapter) in
+        [(everything(&c.config), None), (Selection::from_peft(&c.config, &init.config)?, Some(&init))]
+    {
+        let grads = |pad: Option<u32>| -> Result<Vec<Vec<f64>>> {
+            let (d, p) = c.build(&selection, adapter)?;
+            backward(&d, &p, &rows.batch(&Config { pad, ..c.config.clone() })?, 0)?;
+            (0..p.tensors.len()).map(|i| Ok(values(&p.grad(i)?.context("a gradient")?))).collect()
+        };
+        let (_, p) = c.build(&selection, adapter)?;
+        for (t, (before, after)) in p.tensors.iter().zip(grads(None)?.iter().zip(&grads(Some(pad))?)) {
+            let width = t.shape.last().copied().unwrap_or(1);
+            let is_table = t.module.contains("embed_tokens") && t.shape.contains(&vocab);
+            let is_of_pad = |at: usize| {
+                let place = if t.shape[0] == vocab { at / width } else { at % width };
+                is_table && place == pad as usize
+            };
+            let reaches = (0..before.len()).any(|at| is_of_pad(at) && before[at] != 0.0);
+            assert_eq!(reaches, is_table, "{}", t.name);
+            let want: Vec<f64> =
+                before.iter().enumerate().map(|(at, g)| if is_of_pad(at) { 0.0 } else { *g }).collect();
+            assert_eq!(*after, want, "{}", t.name);
+        }
+    }
+    Ok(())
+}

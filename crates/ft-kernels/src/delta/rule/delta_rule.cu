@@ -9,8 +9,9 @@
 // from memory. Every sum has a fixed order.
 //
 // Queries and keys stand in shared memory as they come; the inverses of their lengths are factors of rows of products.
-// In f16, operands of the first two kernels are clamped to its finite range: a zero key has the largest inverse length.
-// Those of the other two are not: they grow with the scale of the loss, which an overflow lowers.
+// In f16, operands of the first two kernels are clamped to its finite range, since a zero key has the largest inverse
+// length, and so are states and U in memory. Operands and results of the other two are not: they grow with the scale of
+// the loss, which an overflow lowers.
 // States between kernels are transposed [v, k], k filled up with zeros: a multiple of eight in memory, MOST in
 // products; those before and after all tokens are [k, v] in f32.
 #include "../../cuda/rows.cuh"
@@ -276,8 +277,14 @@ template <typename F> DEVICE void each_token(const F &f) {
       for (int i = 0; i < 4; i++) f(j, n, i, 16 * j + 8 * n + threadIdx.x % 4 * 2 + i % 2);
 }
 
+// A value for memory in T; CLAMPED: by `finite`.
+template <bool CLAMPED, typename T> DEVICE float stored(float x) {
+  if constexpr (CLAMPED) return finite<T>(x);
+  else return x;
+}
+
 // A warp's part of the state or its gradient, transposed: 16 value channels (of a lane: row and row + 8), all key
-// channels (columns 8 n + 2 t and the next). CLAMPED: its operands, see `left_of`.
+// channels (columns 8 n + 2 t and the next). CLAMPED: its operands, see `left_of`, and its values in memory.
 template <typename T, bool CLAMPED> struct State {
   float s[TILES / 2][2][4];
   uint32_t row, column;
@@ -304,8 +311,8 @@ template <typename T, bool CLAMPED> struct State {
 #pragma unroll
         for (int n = 0; n < TILES; n++)
           if (8 * n < stride)
-            store_pair(to + (row + 8 * i) * stride + 8 * n + column, s[n / 2][n % 2][2 * i],
-                       s[n / 2][n % 2][2 * i + 1]);
+            store_pair(to + (row + 8 * i) * stride + 8 * n + column, stored<CLAMPED, T>(s[n / 2][n % 2][2 * i]),
+                       stored<CLAMPED, T>(s[n / 2][n % 2][2 * i + 1]));
   }
   // sum [v, tokens] of each of N += S^T x^T for rows x [L, WIDE].
   template <int N> DEVICE void times(OfTokens (&sum)[N], const T *const (&x)[N]) const {
@@ -358,12 +365,14 @@ template <typename T> struct Values {
       x[j][n][i] = some ? y : 0.0f;
     });
   }
-  // Times factors of the tokens.
-  template <typename F> DEVICE void store_all(const OfTokens &x, T *to, const Span &span, const F &factor) const {
+  // Times factors of the tokens; CLAMPED: see `stored`.
+  template <bool CLAMPED = false, typename F>
+  DEVICE void store_all(const OfTokens &x, T *to, const Span &span, const F &factor) const {
     to += static_cast<size_t>(span.first) * pitch;
     each_token([&](int j, int n, int i, uint32_t token) {
       const uint32_t channel = row + i / 2 * 8;
-      const T y = Number<T>::from(x[j][n][i] * factor(token)); // before the condition, which then has the store alone
+      // before the condition, which then has the store alone
+      const T y = Number<T>::from(stored<CLAMPED, T>(x[j][n][i] * factor(token)));
       if (token < span.l && channel < width) to[token * pitch + channel] = y;
     });
   }
@@ -441,7 +450,7 @@ DEVICE void forward(const T *qkv, const uint32_t *documents, uint32_t tokens, He
                   sum[1][j][n][i] *= v.decay[token] * v.of_q[token];
                 });
                 add_triangular<true, true, T>(u, x, c.inverse);
-                if (rows != nullptr) outputs.store_all(u, rows + head * h.v + own.first, span, one);
+                if (rows != nullptr) outputs.template store_all<true>(u, rows + head * h.v + own.first, span, one);
                 if (o != nullptr) {
                   add_triangular<true, true, T>(sum[1], u, c.a);
                   outputs.store_all(sum[1], o + head * h.v + own.first, span, one);

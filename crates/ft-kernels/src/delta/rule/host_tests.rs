@@ -174,6 +174,26 @@ fn overflow(host: &mut Served) -> Result<()> {
     Ok(())
 }
 
+/// Gradients stay finite in f16 where outputs do, with a state and rows of U beyond its range.
+fn large_state(host: &mut Served) -> Result<()> {
+    let (t, h) = (40, heads(1, 1, 2, 3));
+    let case = Case { docs: &[40], heads: h };
+    // Keys (1, 0) and (1, 1) in turn, with opposite values; no decay, rates of 1. Queries are (1, 0).
+    let row = |i: usize| match i % 2 {
+        0 => [1f32, 0.0, 1.0, 0.0, 6e4, 6e4, 6e4],
+        _ => [1.0, 0.0, 1.0, 1.0, -6e4, -6e4, -6e4],
+    };
+    let qkv = Tensor::from_vec((0..t).flat_map(row).collect(), (t, h.channels()), &Device::Cpu)?;
+    let all = |x: f32, columns: usize| Tensor::full(x, (t, columns), &Device::Cpu);
+    let zero = Tensor::full(0f32, h.values, &Device::Cpu)?;
+    let x = [qkv, all(-20.0, h.values)?, all(20.0, h.values)?, zero.clone(), zero];
+    let of = answers(host, &case, DType::F16, &x, &all(1e-5, h.value_width())?)?;
+    for (name, of) in ["o", "qkv", "a", "b", "a_log", "bias"].into_iter().zip(of) {
+        assert!(of.iter().all(|x| x.is_finite()), "{name}: {of:?}");
+    }
+    Ok(())
+}
+
 /// Rows of whole vectors and others, channels of several warps and slices, whole and not.
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
@@ -192,6 +212,7 @@ fn the_delta_rule_on_the_host_is_that_of_the_cpu() -> Result<()> {
             compare(&mut host, &whole, DType::F16, with)?;
         }
         overflow(&mut host)?;
+        large_state(&mut host)?;
         host.finish();
     }
     Ok(())

@@ -15,6 +15,8 @@ const TILE_THREADS: u32 = 256;
 const FEW: usize = 32;
 const MANY: usize = 128;
 const PLAIN: usize = 64;
+/// Most tiles of a launch, which has them along y of its grid.
+const MOST_TILES: usize = 65_535;
 
 /// (token, expert) pairs sorted by expert: the experts' input rows, and the tile schedule of the grouped
 /// products.
@@ -54,6 +56,9 @@ impl Sorted {
             _ => MANY,
         };
         let most = n / side + n.min(experts);
+        if most > MOST_TILES {
+            candle_core::bail!("{tokens} tokens for {top_k} experts each are too many for one micro-batch");
+        }
         let shapes = [(experts + 1).into(), n.into(), n.into(), n.into(), (most, 2).into()];
         let lists = match chosen
             .role(Role::Activations, || ghosts(&[chosen], shapes.clone().map(|s| (s, DType::U32)), started))

@@ -1,4 +1,4 @@
-//! Travel of a mixture's rows between ranks that own equal numbers of neighbouring experts.
+//! Travel of a mixture's rows between ranks that own equal numbers of neighboring experts.
 //!
 //! Rows sorted by expert are sorted by owner too. A rank sends a run of rows to every owner, and sorts incoming rows by
 //! (expert, source, token).

@@ -389,8 +389,10 @@ fn gradient(
     for (table, a, b) in [(table, a, b)].into_iter().chain(more) {
         if a.dims() != [n, own.0]
             || b.dims() != [n, own.1]
+            || a.dtype() != b.dtype()
             || grads.dtype() != DType::F32
             || grads.elem_count() < table.ends
+            || table.experts != s.experts
         {
             candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
         }

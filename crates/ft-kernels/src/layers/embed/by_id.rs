@@ -41,14 +41,25 @@ impl ById {
         let mut kept: Vec<(u32, &[u32])> =
             self.each().filter_map(|(id, tokens)| Some((*places.get(&id)?, tokens))).collect();
         kept.sort_unstable_by_key(|(at, _)| *at);
+        Self::of_groups(&kept)
+    }
+
+    /// The same without the tokens of `id`.
+    pub fn without(&self, id: u32) -> Self {
+        let all = self.each().map(|(id, tokens)| (id as u32, tokens));
+        Self::of_groups(&all.filter(|(other, _)| *other != id).collect::<Vec<_>>())
+    }
+
+    /// Groups of tokens, by ascending id.
+    fn of_groups(groups: &[(u32, &[u32])]) -> Self {
         let (mut list, mut starts, mut order) = (Vec::new(), vec![0], Vec::new());
-        for (at, tokens) in &kept {
-            list.push(*at);
+        for (id, tokens) in groups {
+            list.push(*id);
             order.extend_from_slice(tokens);
             starts.push(order.len() as u32);
         }
         list.extend(starts.into_iter().chain(order));
-        Self { list, ids: kept.len() }
+        Self { list, ids: groups.len() }
     }
 
     /// Distinct ids in ascending order with the token indices.

@@ -10,6 +10,7 @@ use crate::cpu::{Float, Halves, ROWS, each, ghosts, in_place, is_cpu, vectorised
 use crate::tensor::Ghost;
 use crate::{Ledger, Tensor};
 use candle_core::{DType, Device, Result, WithDType};
+use std::borrow::Cow;
 
 /// Looks up rows of `table` `[v, d]` for `ids` `[t]` (u32) -> `[t, d]`.
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
@@ -69,8 +70,8 @@ fn gathered<T: Sync, U: WithDType + Send>(
     Tensor::from_vec(out, (ids.len(), d), &Device::Cpu)
 }
 
-/// `grad[ids[i]] += scale * dy[i]` for every token, in place. `by_id` holds the same tokens grouped, for
-/// CUDA. With `of`, `grad` has one row per id in `of`, and other tokens are skipped.
+/// `grad[ids[i]] += scale * dy[i]` for every token, in place. `by_id` holds the tokens that count, grouped; on the CPU
+/// all count without it. With `of`, `grad` has one row per id in `of`, and other tokens are skipped.
 ///
 /// # Shapes
 /// `grad` `[v, d]` (or one row per id in `of`), f32 (f64 in tests), contiguous; `ids` `[t]` u32; `dy`
@@ -91,10 +92,10 @@ pub fn backward(
         return Ok(());
     }
     let ids = ids.to_vec1::<u32>()?;
-    let all = ById::new(&ids);
+    let all = by_id.map_or_else(|| Cow::Owned(ById::new(&ids)), Cow::Borrowed);
     let by_id = match of {
         None => all,
-        Some(of) => all.only(of),
+        Some(of) => Cow::Owned(all.only(of)),
     };
     match grad.dtype() {
         DType::F64 => scatter_cpu::<f64>(grad, ids.len(), &by_id, dy, scale),
@@ -204,6 +205,26 @@ mod tests {
         }
         let only = ById::new(&[4, 0, 4, 5, 4]).only(&[5, 1, 4]);
         assert_eq!((only.ids, only.list), (2, vec![0, 2, 0, 1, 4, 3, 0, 2, 4]));
+        Ok(())
+    }
+
+    /// Tokens left out of the groups give nothing, as those of PyTorch's `padding_idx`.
+    #[test]
+    fn the_gradient_without_an_id() -> Result<()> {
+        let list = [4u32, 0, 4, 5, 4];
+        let (ids, dy) = (Tensor::new(&list, &Device::Cpu)?, randn(2, (5, 3), DType::F32)?);
+        let by_id = ById::new(&list).without(4);
+        assert_eq!((by_id.ids, &by_id.list[..]), (2, &[0, 5, 0, 1, 2, 1, 3][..]));
+        let [all, grad] = [(); 2].map(|()| Tensor::zeros((6, 3), DType::F32, &Device::Cpu));
+        let (all, grad) = (all?, grad?);
+        backward(&all, (&ids, None, None), &dy, 1.0)?;
+        backward(&grad, (&ids, Some(&by_id), None), &dy, 1.0)?;
+        let mut want = all.to_vec2::<f32>()?;
+        want[4].fill(0.0);
+        assert_eq!(grad.to_vec2::<f32>()?, want);
+        let rows = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+        backward(&rows, (&ids, Some(&by_id), Some(&[4, 5])), &dy, 1.0)?;
+        assert_eq!(rows.to_vec2::<f32>()?, [want[4].clone(), want[5].clone()]);
         Ok(())
     }
 

@@ -60,7 +60,7 @@ pub(super) fn cut(selection: &Selection, ranks: usize) -> Selection {
 }
 
 /// The experts of the rank that trains the most values of them; the first of several.
-pub(super) fn own(selection: &Selection, ranks: usize) -> Option<Range<usize>> {
+pub fn own(selection: &Selection, ranks: usize) -> Option<Range<usize>> {
     if ranks <= 1 {
         return None;
     }

@@ -1,11 +1,11 @@
 //! Bytes of one rank that stay for the whole run: weights and optimizer states, on device and host.
 
-use super::component::{Bytes, Component};
 use super::frozen::Frozen;
-use super::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
 use super::setup::Setup;
 use super::shares::cut;
 use super::trained::TrainedBytes;
+use crate::memory::overhead::{CUDA_CONTEXT, CUDA_HOST, NCCL, PROCESS, WRITER};
+use crate::memory::{Bytes, Component};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Units;
 use ft_engine::model::modules::Group;

@@ -1,10 +1,10 @@
 //! Keys of linear attention.
 
-use super::error::Result;
-use super::family::Family;
-use super::keys::Keys;
-use super::limits::{HEADS, LAYERS};
-use super::types::Delta;
+use crate::model::config::error::Result;
+use crate::model::config::family::Family;
+use crate::model::config::keys::Keys;
+use crate::model::config::limits::{HEADS, LAYERS};
+use crate::model::config::types::Delta;
 use ft_base::store::json::short;
 use ft_kernels::delta::Heads;
 
@@ -14,7 +14,7 @@ const TAPS: usize = 64;
 impl Keys<'_> {
     /// Linear attention of a family that has it, and its layers: by `layer_types`, or all but every
     /// `full_attention_interval`-th.
-    pub(super) fn delta(&self, family: &Family, layers: usize) -> Result<Option<Delta>> {
+    pub(in crate::model::config) fn delta(&self, family: &Family, layers: usize) -> Result<Option<Delta>> {
         let Some(projections) = family.delta else { return Ok(None) };
         let heads = Heads {
             keys: self.size("linear_num_key_heads", HEADS)?,

@@ -1,16 +1,16 @@
 //! Keys of families whose layers differ in size and in where their keys and values come from (Gemma 4).
 
-use super::error::Result;
-use super::family::Family;
-use super::keys::Keys;
-use super::limits::{HEADS, HIDDEN, LAYERS, VOCAB};
-use super::rope::{Rope, Scaling};
-use super::types::{KeySource, LayerAttention, LayerInputs};
+use crate::model::config::error::Result;
+use crate::model::config::family::Family;
+use crate::model::config::keys::Keys;
+use crate::model::config::limits::{HEADS, HIDDEN, LAYERS, VOCAB};
+use crate::model::config::rope::{ROPE_SCALING, Rope};
+use crate::model::config::types::{KeySource, LayerAttention, LayerInputs};
 use ft_base::store::json::short;
 use std::collections::HashMap;
 
 /// Keys that other families must not have.
-pub(super) const READ: &[&str] = &[
+pub(in crate::model::config) const READ: &[&str] = &[
     "attention_k_eq_v",
     "enable_moe_block",
     "final_logit_softcapping",
@@ -30,7 +30,7 @@ const GLOBAL_HEAD_DIM: usize = 512;
 
 impl Keys<'_> {
     /// Refuses values of the keys in [`READ`] that are not built.
-    pub(super) fn refuse_by_layer(&self, family: &Family) -> Result<()> {
+    pub(in crate::model::config) fn refuse_by_layer(&self, family: &Family) -> Result<()> {
         if !family.by_layer {
             return Ok(());
         }
@@ -44,7 +44,7 @@ impl Keys<'_> {
     }
 
     /// Per-layer inputs, if any.
-    pub(super) fn layer_inputs(&self, family: &Family) -> Result<Option<LayerInputs>> {
+    pub(in crate::model::config) fn layer_inputs(&self, family: &Family) -> Result<Option<LayerInputs>> {
         if !family.by_layer {
             return Ok(None);
         }
@@ -58,7 +58,11 @@ impl Keys<'_> {
     }
 
     /// Sets what differs between the layers of a family, given layers with the sizes of sliding ones.
-    pub(super) fn by_layer(&self, heads: usize, layers: &mut [LayerAttention]) -> Result<()> {
+    pub(in crate::model::config) fn by_layer(
+        &self,
+        heads: usize,
+        layers: &mut [LayerAttention],
+    ) -> Result<()> {
         if layers.last().is_some_and(|last| last.window.is_some()) {
             return Err(self.bad("layer_types", "the last layer is sliding; full_attention is wanted there"));
         }
@@ -122,11 +126,10 @@ impl Keys<'_> {
         Ok(layers.iter().enumerate().map(of).collect())
     }
 
-    /// Rotary embeddings of full and of sliding layers, with the default of a family without `rope_parameters`.
-    pub(super) fn ropes_by_layer(
+    /// Rotary embeddings of full and of sliding layers.
+    pub(in crate::model::config) fn ropes_by_layer(
         &self,
         family: &Family,
-        sliding_theta: f64,
         layers: &[LayerAttention],
         max_positions: usize,
     ) -> Result<Vec<Rope>> {
@@ -140,11 +143,10 @@ impl Keys<'_> {
             Ok(first)
         };
         let dims = [of_type(false)?, of_type(true)?];
-        let thetas = [family.default_theta, sliding_theta];
-        let mut ropes = Rope::parse_by_type(self, thetas, max_positions, dims)?;
-        if family.by_layer && self.get("rope_parameters").is_none() {
-            ropes[0].scaling = Scaling::Proportional { factor: 1.0, share: 0.25 };
+        if family.by_layer && self.get(ROPE_SCALING).is_some() {
+            let why = format!("{} has rope_parameters: transformers does not read it", family.model_type);
+            return Err(self.bad(ROPE_SCALING, why));
         }
-        Ok(ropes)
+        Rope::parse_by_type(self, max_positions, dims)
     }
 }

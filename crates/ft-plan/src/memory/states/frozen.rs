@@ -1,8 +1,8 @@
 //! Frozen weights of a rank, in load order.
 
-use super::component::{Bytes, Component};
 use super::optimizer::{mxfp4_values, nf4_values, nf4_values_of};
 use super::setup::Setup;
+use crate::memory::{Bytes, Component};
 use ft_engine::adapters::{Choice, Part, initial};
 use ft_engine::model::modules::{Group, Module};
 use ft_engine::params::build::ghost::{in_fp8, is_quantized, room, stays_stored};

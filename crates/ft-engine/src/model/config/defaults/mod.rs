@@ -1,0 +1,40 @@
+//! Keys that a config lacks: transformers' config classes have defaults for them.
+
+use super::family::Family;
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::sync::LazyLock;
+
+/// Defaults by `model_type`, of the keys that `ft` reads. `tests/fixtures/make_configs.py` writes the file.
+static CLASSES: LazyLock<HashMap<String, Map<String, Value>>> =
+    LazyLock::new(|| serde_json::from_str(include_str!("classes.json")).unwrap_or_default());
+
+/// Names of the number of experts. transformers 5.19 and later write the second for some families of the first.
+pub(super) const EXPERT_COUNTS: [&str; 2] = ["num_experts", "num_local_experts"];
+
+/// The keys of a text model, with its class's default for each absent key. Null stands: it has a meaning of its own for
+/// some keys, and is none for others. A table alone replaces it.
+pub(super) fn completed(family: &Family, raw: &Map<String, Value>) -> Map<String, Value> {
+    let mut all = raw.clone();
+    for (key, default) in CLASSES.get(family.model_type).into_iter().flatten() {
+        let is_there = |name: &str| raw.get(name).is_some_and(|v| !(v.is_null() && default.is_object()));
+        let names = if EXPERT_COUNTS.contains(&key.as_str()) { &EXPERT_COUNTS[..] } else { &[key.as_str()] };
+        if !names.iter().any(|name| is_there(name)) {
+            all.insert(key.clone(), default.clone());
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::config::family::FAMILIES;
+
+    #[test]
+    fn every_family_has_a_row() {
+        let missing: Vec<&str> =
+            FAMILIES.iter().map(|f| f.model_type).filter(|t| !CLASSES.contains_key(*t)).collect();
+        assert!(missing.is_empty() && CLASSES.len() == FAMILIES.len(), "{missing:?}");
+    }
+}

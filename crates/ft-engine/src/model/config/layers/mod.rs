@@ -1,0 +1,5 @@
+//! Keys by which layers differ.
+
+mod attention;
+pub(super) mod by_layer;
+mod delta;

@@ -1,0 +1,122 @@
+//! Configs that leave keys out, and keys without effect.
+
+use super::*;
+use crate::model::config::family::FAMILIES;
+use crate::model::config::rope::{Rope, Scaling};
+use std::path::Path;
+
+fn read(raw: &Value) -> Result<Config> {
+    Config::parse("config.json", raw.as_object().cloned().unwrap_or_default())
+}
+
+fn of_rope(r: &Rope) -> Value {
+    let mut out = match &r.scaling {
+        Scaling::Default => json!({"kind": "default"}),
+        Scaling::Linear { factor } => json!({"kind": "linear", "factor": factor}),
+        Scaling::Proportional { factor, .. } => json!({"kind": "proportional", "factor": factor}),
+        Scaling::Llama3 { factor, original, .. } => {
+            json!({"kind": "llama3", "factor": factor, "original": original})
+        }
+        Scaling::Yarn { factor, original, truncate, .. } => {
+            json!({"kind": "yarn", "factor": factor, "original": original, "truncate": truncate})
+        }
+        Scaling::Long { .. } => json!({"kind": "longrope"}),
+    };
+    out["theta"] = json!(r.theta);
+    out
+}
+
+fn of_config(c: &Config) -> Value {
+    let divisor = c.attention.first().map(|a| a.scale.powi(-2).round() as u64);
+    json!({
+        "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "hidden": c.hidden, "vocab": c.vocab,
+        "layers": c.layers, "positions": c.max_positions, "eps": c.eps, "tied": c.tied, "pad": c.pad,
+        "divisor": divisor, "experts": c.moe.as_ref().map(|m| m.experts), "top_k": c.moe.as_ref().map(|m| m.top_k),
+        "windows": c.attention.iter().map(|a| a.window).collect::<Vec<_>>(),
+        "ropes": c.ropes.iter().map(of_rope).collect::<Vec<_>>(),
+    })
+}
+
+/// Sizes, windows and rotary embeddings are those of transformers (`tests/fixtures/make_configs.py`).
+#[test]
+fn absent_keys_have_the_defaults_of_transformers() -> anyhow::Result<()> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/configs.json");
+    let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(file)?)?;
+    for case in &cases {
+        let (name, got) = (&case["name"], of_config(&read(&case["config"])?));
+        for (key, want) in case["want"].as_object().into_iter().flatten() {
+            // Null where a family has none, or one for each layer.
+            if !(want.is_null() && ["head_dim", "divisor"].contains(&key.as_str())) {
+                assert_eq!(&got[key], want, "{name}: {key}");
+            }
+        }
+    }
+    assert!(cases.len() > FAMILIES.len());
+    Ok(())
+}
+
+/// Null is no default where a class has one.
+#[test]
+fn null_sizes_are_refused() {
+    for key in ["hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps"]
+    {
+        let e = read(&json!({"model_type": "qwen3", key: null})).map(|_| ()).map_err(|e| e.to_string());
+        assert!(e.as_ref().is_err_and(|e| e.contains(key)), "{key}: {e:?}");
+    }
+}
+
+#[test]
+fn keys_without_effect_are_told() -> Result<()> {
+    let types = json!(["full_attention", "sliding_attention"]);
+    let with_types = |family: &str| {
+        json!({"model_type": family, "num_hidden_layers": 2, "sliding_window": 64, "use_sliding_window": true,
+            "layer_types": types})
+    };
+    for family in ["mistral", "mixtral", "phi3", "qwen3_moe"] {
+        let notes = read(&with_types(family))?.notes;
+        assert!(notes.len() == 1 && notes[0].starts_with("layer_types: "), "{family}: {notes:?}");
+    }
+    for family in ["qwen2", "qwen2_moe", "ministral", "smollm3", "gpt_oss"] {
+        assert!(read(&with_types(family))?.notes.is_empty(), "{family}");
+    }
+    for (outer, inner, told) in [(None, Some(false), 1), (Some(false), Some(false), 0), (Some(true), None, 0)]
+    {
+        let text = json!({"model_type": "gemma3_text", "tie_word_embeddings": inner});
+        let c = read(&json!({"model_type": "gemma3", "tie_word_embeddings": outer, "text_config": text}))?;
+        assert_eq!((c.tied, c.notes.len()), (outer != Some(false), told), "{:?}", c.notes);
+    }
+    Ok(())
+}
+
+/// The head of a vision checkpoint goes by the key of the whole, in an override too.
+#[test]
+fn an_override_unties_a_vision_checkpoint() -> Result<()> {
+    let raw = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}});
+    let set = json!({"tie_word_embeddings": false});
+    let [raw, set] = [raw, set].map(|v| v.as_object().cloned().unwrap_or_default());
+    let c = Config::overridden("config.json", raw, &set)?;
+    assert!(!c.tied && c.notes.is_empty() && c.raw["tie_word_embeddings"] == json!(false));
+    Ok(())
+}
+
+/// Names of transformers' `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
+#[test]
+fn classifiers_have_the_names_of_transformers() -> Result<()> {
+    for (family, class) in [
+        ("gemma3_text", "Gemma3TextForSequenceClassification"),
+        ("qwen3_5_text", "Qwen3_5TextForSequenceClassification"),
+        ("qwen3", "Qwen3ForSequenceClassification"),
+    ] {
+        let c = read(&json!({"model_type": family, "architectures": [class], "num_labels": 3}))?;
+        assert_eq!(c.outputs(), 3, "{family}");
+        let c = read(&json!({"model_type": family}))?.with_scores(vec!["a".into()]);
+        assert_eq!(c.raw["architectures"], json!([class]));
+    }
+    let vision =
+        read(&json!({"model_type": "gemma3_text", "architectures": ["Gemma3ForSequenceClassification"]}));
+    assert!(vision.is_err());
+    let none = |f: &&family::Family| f.classifier.is_none();
+    let none: Vec<&str> = FAMILIES.iter().filter(none).map(|f| f.model_type).collect();
+    assert_eq!(none, ["gemma4_text", "qwen3_5_moe_text"]);
+    Ok(())
+}
