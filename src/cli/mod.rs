@@ -11,13 +11,13 @@
 //! console   results and errors
 //! ```
 
+mod aliases;
 mod args;
 mod chat;
 mod completions;
 mod console;
 mod doctor;
 mod model;
-mod other_words;
 mod quickstart;
 mod recipe;
 #[cfg(feature = "serve")]
@@ -167,7 +167,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Err(e) => {
             // help and version go to stdout and are no errors
             let code = if e.use_stderr() { ft_base::ExitCode::Usage as u8 } else { 0 };
-            if let Some(advice) = other_words::advice(&e) {
+            if let Some(advice) = aliases::advice(&e) {
                 tell_wrapped(&advice);
                 return code;
             }

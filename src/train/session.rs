@@ -2,7 +2,7 @@
 
 use super::eval::{evaluate, probe};
 use super::job::Job;
-use super::preference::{ReferenceInputs, other};
+use super::preference::{ReferenceInputs, reference_model};
 use super::ranks::RunInputs;
 use super::step::{LossScale, StepInput, StepOutput, TrainContext, TrainedModel};
 use super::{Error, Options, Outcome, output};
@@ -125,7 +125,7 @@ impl Run {
         job.check_rows(Some(&data), eval.as_ref())?;
         let (batches, schedule) = RunInputs::steps(&job, &data)?;
         job.check()?;
-        other::check(&job)?;
+        reference_model::check(&job)?;
         let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
         let reference = ReferenceInputs {
             job: &job,

@@ -213,6 +213,8 @@ fn the_tokenizer_and_its_template_go_along() {
     );
     assert!(g.text("tokenizer.chat_template").contains("<|im_start|>"));
     assert!(!g.key("tokenizer.ggml.add_bos_token").to_bool().expect("a flag"));
+    let absent = |key: &str| !g.content.metadata.contains_key(key);
+    assert!(absent("tokenizer.chat_templates") && absent("general.sampling.temp"));
 
     // An unknown pre-tokenizer.
     let split = file.to_string().replace(r#""use_regex":true"#, r#""use_regex":false"#);
@@ -226,8 +228,24 @@ fn the_tokenizer_and_its_template_go_along() {
     let r = w.ft(&["export", "m", "--to", "gguf", "--out", "n"]);
     assert!(r.code == 4 && r.err.contains("pre_tokenizer") && r.err.contains("--pre"), "{}", r.err);
     assert!(!w.path("n").exists());
+    w.write("m/chat_template.jinja", "{{ messages }}");
+    w.write("m/additional_chat_templates/tool_use.jinja", "{{ tools }}");
+    w.write(
+        "m/generation_config.json",
+        "{\"top_k\": 20, \"top_p\": 0.5, \"temperature\": 0.75, \"min_p\": null}",
+    );
     w.ok(&["export", "m", "--to", "gguf", "--out", "n", "--pre", "default"]);
-    assert_eq!(Gguf::open(&w, "n/model.gguf").text("tokenizer.ggml.pre"), "default");
+    let g = Gguf::open(&w, "n/model.gguf");
+    assert_eq!(g.text("tokenizer.ggml.pre"), "default");
+    assert_eq!(g.text("tokenizer.chat_template"), "{{ messages }}");
+    assert_eq!(g.text("tokenizer.chat_template.tool_use"), "{{ tools }}");
+    let named: Vec<_> =
+        g.list("tokenizer.chat_templates").iter().map(|t| t.to_string().expect("a text")).collect();
+    assert_eq!(named, ["tool_use"]);
+    let number = |key: &str| g.key(&format!("general.sampling.{key}")).to_f32().expect("a number");
+    assert_eq!((number("top_p"), number("temp")), (0.5, 0.75));
+    assert_eq!(g.key("general.sampling.top_k").to_i32().expect("a whole number"), 20);
+    assert!(!g.content.metadata.contains_key("general.sampling.min_p"));
 }
 
 #[test]

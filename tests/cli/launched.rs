@@ -1,7 +1,7 @@
 //! Ranks as processes of a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`,
 //! without MPI.
 
-use super::split::{self, CASES, all, ends, launch, launch_at, meeting, wait_until};
+use super::split::{self, CASES, all, ends, launch, launch_at, rendezvous, wait_until};
 use super::world::{FULL, World};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, Write};
@@ -176,7 +176,7 @@ fn a_machine_without_the_recipe_says_so() {
     for (local, speaks) in [("0", true), ("1", false), ("", false)] {
         let variables = |_| vec![("LOCAL_RANK", local)];
         let args = ["run", "none.toml", "run.output=none"];
-        let ended = all(launch_at(&w, &meeting(), (&[2], 4), &args, &variables));
+        let ended = all(launch_at(&w, &rendezvous(), (&[2], 4), &args, &variables));
         assert_eq!((ended[0].code, ended[0].err.contains("none.toml")), (2, speaks), "{}", ended[0].err);
     }
 }
@@ -185,7 +185,7 @@ fn a_machine_without_the_recipe_says_so() {
 #[test]
 fn strangers_at_the_port_are_dropped() {
     let w = split::world(FULL);
-    let at = meeting();
+    let at = rendezvous();
     let args = own("met", 2);
     let args = run(&args, &["run.epochs=1"]);
     let first = launch_at(&w, &at, (&[0], 2), &args, &|_| Vec::new());
@@ -266,7 +266,7 @@ fn several_machines_need_a_key() {
 #[test]
 fn a_port_in_use_ends_every_rank() {
     let w = split::world(FULL);
-    let at = meeting();
+    let at = rendezvous();
     let _other = TcpListener::bind(format!("{}:{}", at.0, at.1)).expect("the address is of this test alone");
     let ended = all(launch_at(&w, &at, (&[0, 1], 2), &run(&own("none", 2), &[]), &|_| Vec::new()));
     for (r, says) in ended.iter().zip(["it cannot listen at port", "another program listens there"]) {

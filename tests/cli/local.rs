@@ -1,6 +1,6 @@
 //! Processes that `ft run` starts itself: `parallel.local`, and the variables of pods.
 
-use super::split::{self, all, ends, meeting};
+use super::split::{self, all, ends, rendezvous};
 use super::world::{FULL, Ran, World, ran};
 use rustix::process::{Pid, Signal, kill_process};
 use std::process::{Child, Stdio};
@@ -57,7 +57,7 @@ fn pods_meet_by_their_numbers() {
         ["NNODES", "JOB_COMPLETION_INDEX", "MASTER_ADDR", "MASTER_PORT"],
         ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"],
     ] {
-        let (at, output) = (meeting(), format!("run.output={number}"));
+        let (at, output) = (rendezvous(), format!("run.output={number}"));
         let pod = |n| {
             let env = [(nodes, "2"), (number, n), (host, &at.0), (port, &at.1)];
             start(&w, &["run", "r.toml", "parallel.data=4", &output], &env)
@@ -75,7 +75,7 @@ fn pods_meet_by_their_numbers() {
 #[test]
 fn the_variables_of_kubeflow_are_of_pods() {
     let w = split::world(FULL);
-    let at = meeting();
+    let at = rendezvous();
     let pod = |n| {
         let env = [
             ("PET_NNODES", "2"),

@@ -3,6 +3,7 @@
 use super::server::{Server, answer, request};
 use super::world::World;
 use serde_json::{Value, json};
+use std::io::Read;
 
 fn refused((status, text): (u16, String)) -> (u16, String) {
     let v: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{status} {e}: {text}"));
@@ -92,6 +93,40 @@ fn a_key_opens_all_and_health_needs_none() {
             assert_eq!((status, code.as_str()), (401, "invalid_api_key"), "{path} {wrong}");
         }
     }
+}
+
+/// A browser asks before it sends the key of a page, and shows the page only answers that allow it.
+#[test]
+fn web_pages_with_the_key_are_answered() {
+    let w = World::new();
+    let s = Server::start(&w, &["--api-key", "secret", "--name", "mine"]);
+    let head = |method: &str, path: &str, headers: &str| {
+        let headers = format!("Host: x\r\nOrigin: http://ui.example.com\r\n{headers}");
+        let mut text = String::new();
+        s.send(&request(method, path, &headers, b"")).read_to_string(&mut text).expect("an answer");
+        text.split_once("\r\n\r\n").expect("a head").0.to_lowercase()
+    };
+    let asked = "Access-Control-Request-Method: POST\r\n\
+                 Access-Control-Request-Headers: authorization,content-type,x-stainless-os\r\n";
+    let preflight = head("OPTIONS", "/v1/chat/completions", asked);
+    for line in [
+        "http/1.1 204",
+        "access-control-allow-origin: *",
+        "access-control-allow-methods: get, post",
+        "access-control-allow-headers: authorization,content-type,x-stainless-os",
+    ] {
+        assert!(preflight.contains(line), "no {line:?} in {preflight}");
+    }
+    for (path, key, status) in [
+        ("/v1/models", "Authorization: Bearer secret\r\n", 200),
+        ("/v1/models", "", 401),
+        ("/health", "", 200),
+    ] {
+        let head = head("GET", path, key);
+        assert!(head.starts_with(&format!("http/1.1 {status}")), "{head}");
+        assert!(head.contains("access-control-allow-origin: *"), "{head}");
+    }
+    assert!(head("OPTIONS", "/v1/models", "").starts_with("http/1.1 401"), "no preflight");
 }
 
 #[test]

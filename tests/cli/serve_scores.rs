@@ -193,7 +193,8 @@ fn sampling_parameters_have_their_effect() {
 #[test]
 fn a_template_takes_variables_of_a_request() {
     let w = World::new();
-    w.write("t.jinja", "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}");
+    let template = "{{ mood }}{{ reasoning_effort or '' }}{% for m in messages %}{{ m.content }}{% endfor %}";
+    w.write("t.jinja", template);
     let s = Server::start(&w, &["--chat-template", "t.jinja", "--template", "mood=good"]);
     let tokens = |more: Value| {
         let mut body = json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1});
@@ -206,6 +207,18 @@ fn a_template_takes_variables_of_a_request() {
     let other = tokens(json!({"chat_template_kwargs": {"mood": "a very long mood that has many tokens"}}));
     assert!(other > own + 4, "{own} {other}");
     assert_eq!(tokens(json!({"chat_template_kwargs": {}})), own);
+    let effort = "an effort that has many tokens";
+    assert!(tokens(json!({"reasoning_effort": effort})) > own + 4);
+    let same = json!({"reasoning_effort": effort, "chat_template_kwargs": {"reasoning_effort": effort}});
+    assert!(tokens(same) > own + 4);
+    for (name, value) in
+        [("reasoning_effort", json!(1)), ("chat_template_kwargs", json!({"reasoning_effort": "low"}))]
+    {
+        let mut body = json!({"messages": [{"role": "user", "content": "a"}], "reasoning_effort": effort});
+        body[name] = value;
+        let (status, e) = s.post("/v1/chat/completions", body);
+        assert!(status == 400 && e["error"]["param"] == "reasoning_effort", "{e}");
+    }
     let body = json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mod": 1}});
     let (status, e) = s.post("/v1/chat/completions", body);
     let message = e["error"]["message"].as_str().expect("a message");

@@ -161,9 +161,9 @@ pub fn apart(a: &[u8], b: &[u8]) -> f64 {
     norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
-/// Address and port for a meeting. No other test or program uses the address: it is a loopback address made of
+/// Address and port for a rendezvous. No other test or program uses the address: it is a loopback address made of
 /// the process id.
-pub fn meeting() -> (String, String) {
+pub fn rendezvous() -> (String, String) {
     static NEXT: AtomicU16 = AtomicU16::new(20_000);
     let [_, a, b, c] = std::process::id().to_be_bytes();
     (format!("127.{}.{b}.{c}", 64 + a % 64), NEXT.fetch_add(1, Relaxed).to_string())
@@ -182,7 +182,7 @@ pub fn launch_with(
     args: &[&str],
     first: &[(&str, &str)],
 ) -> Vec<Child> {
-    launch_at(w, &meeting(), (ranks, world), args, &|rank| {
+    launch_at(w, &rendezvous(), (ranks, world), args, &|rank| {
         if rank == 0 { first.to_vec() } else { Vec::new() }
     })
 }

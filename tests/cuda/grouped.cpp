@@ -71,9 +71,8 @@ template <typename T> struct Bank {
         x.shift = shift, x.offset = 0.25f;
         if (s.nested) x.scale_codes = scale_codes[e]->at(), x.map = map.at();
         for (size_t i = 0; i < n; i++) {
-          const float factor =
-              s.nested ? map[(*scale_codes[e])[i >> shift]] * (*scales[e])[(i >> shift) / 4] + 0.25f
-                       : (*scales[e])[i >> shift];
+          const float factor = s.nested ? map[(*scale_codes[e])[i >> shift]] * (*scales[e])[(i >> shift) / 4] + 0.25f
+                                        : (*scales[e])[i >> shift];
           const uint8_t byte = (*packed[e])[i / 2];
           float v = CODE[i % 2 ? byte & 15 : byte >> 4] * factor;
           v = x.source == 0 ? v : x.source == 1 ? rounded<bf16>(v) : rounded<f16>(v);

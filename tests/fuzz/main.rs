@@ -31,7 +31,7 @@
 //! | `worker` | the process that runs the commands; limits |
 //! | `judge` | criteria for failure |
 //! | `corpus` | cases as files |
-//! | `meeting` | ranks that meet beside strangers; no files |
+//! | `rendezvous` | ranks that meet beside strangers; no files |
 //! | `serve` | requests to `ft serve`, over TCP |
 //! | `coverage/` | targets for `cargo fuzz` |
 
@@ -41,8 +41,8 @@ mod corpus;
 mod dice;
 mod inputs;
 mod judge;
-mod meeting;
 mod mutate;
+mod rendezvous;
 #[cfg(feature = "serve")]
 mod serve;
 mod template;
@@ -190,18 +190,18 @@ tests! {
 
 /// Strangers and damaged bytes at the rendezvous of ranks.
 #[test]
-fn meeting() {
+fn rendezvous() {
     const ALONE: &str = "FT_FUZZ_ALONE";
     if std::env::var_os(ALONE).is_none() {
         // Threads and descriptors are counted, and other tests of this process have theirs.
         let mut alone = std::process::Command::new(std::env::current_exe().expect("this binary"));
-        alone.args(["meeting", "--exact", "--nocapture"]).env(ALONE, "1");
+        alone.args(["rendezvous", "--exact", "--nocapture"]).env(ALONE, "1");
         let said = alone.output().expect("started");
         assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
         return;
     }
     let (first, cases) = (number("FT_FUZZ_SEED").unwrap_or(0), number("FT_FUZZ_CASES").unwrap_or(60));
-    let wrong = meeting::run(first, cases);
+    let wrong = rendezvous::run(first, cases);
     assert!(wrong.is_empty(), "{} of {cases} from {first}:\n{}", wrong.len(), wrong.join("\n"));
 }
 

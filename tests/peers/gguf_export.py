@@ -47,7 +47,7 @@ EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": 
 OURS = ("attention.key_length", "attention.value_length", "vocab_size", "rope.dimension_count", "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow", "add_bos_token", "file_type", "quantization_version", "eot_token_id", "rope.freq_base")
 THEIRS = ("general.name", "general.basename", "general.size_label", "general.finetune", "general.version", "general.organization",
-          "general.base_model", "general.tags", "general.license", "add_eos_token", "add_sep_token", "general.sampling",
+          "general.base_model", "general.tags", "general.license", "add_eos_token", "add_sep_token",
           "general.dataset", "general.language", "general.description", "general.repo_url", "GGUF.")
 
 

@@ -3,13 +3,13 @@
 //! Folders, in the order a sample passes through them:
 //!
 //! ```text
-//! read        data files -> rows, with line and column
-//! shape       row -> conversation, text, or token ids
-//! text        conversation -> text and supervised spans, by the chat template
-//! tokenize    text -> token ids and labels
-//! keep        encoded samples: token and index files, kept between commands
-//! rows        samples -> rows -> batches -> model input
-//! hub         models and datasets of the Hugging Face hub
+//! read         data files -> rows, with line and column
+//! shape        row -> conversation, text, or token ids
+//! text         conversation -> text and supervised spans, by the chat template
+//! tokenize     text -> token ids and labels
+//! token_cache  encoded samples: token and index files, kept between commands
+//! rows         samples -> rows -> batches -> model input
+//! hub          models and datasets of the Hugging Face hub
 //! ```
 //!
 //! An unusable row is never skipped silently: either the run stops with file, line and column, or the row
@@ -24,11 +24,11 @@
 
 mod error;
 pub mod hub;
-mod keep;
 mod read;
 mod rows;
 mod shape;
 mod text;
+mod token_cache;
 mod tokenize;
 
 #[cfg(test)]
@@ -39,10 +39,6 @@ mod small_disk;
 mod tests;
 
 pub use error::{Error, Problem};
-pub use keep::record::Item;
-pub use keep::samples::{Reader, Samples};
-pub use keep::stats::{Counts, Drops, Lengths, Stats};
-pub use keep::taught::{TaughtRows, TopTokens};
 pub use read::detect::{Shape, detect, task_of};
 pub use read::files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use rows::batches::Batches;
@@ -54,7 +50,11 @@ pub use rows::score::{Scores, question, rouge_l};
 pub use rows::show;
 pub use shape::example::{Content, Example, IGNORE_INDEX, Teacher};
 pub use shape::notes::Notes;
+pub use token_cache::record::Item;
+pub use token_cache::samples::{Reader, Samples};
+pub use token_cache::stats::{Counts, Drops, Lengths, Stats};
+pub use token_cache::teacher_rows::{TeacherRows, TopTokens};
 pub use tokenize::added::Added;
-pub use tokenize::model_files::{TOOL_USE, template_of};
+pub use tokenize::model_files::{TOOL_USE, TemplateSource, template_of};
 pub use tokenize::prompt::{PromptConfig, PromptFormat};
 pub use tokenize::tokenizer::{Decoder, Tokenizer, TokenizerIdentity};

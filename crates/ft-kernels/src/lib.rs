@@ -43,5 +43,5 @@ pub use layers::{bias, embed, gate, loss, noise, norm, rope, swiglu};
 pub use matmul::{decompose, fp8, gemm, padded};
 pub use quantized::dequantized;
 pub use tensor::ledger::{Ledger, Machine, Role};
-pub use tensor::{Real, Tensor, bytes, ledger, vacant};
+pub use tensor::{Real, Tensor, bytes, ledger, resizable};
 pub use transfer::{crossing, moment, sum};

@@ -341,11 +341,16 @@ pub fn with_head(recipe: &Recipe, config: Config) -> Result<Config, Error> {
             "{place}: task = \"{task}\" puts a score head on the text model of a vision checkpoint, which is not built \
              yet\n  hint: a checkpoint of the text model alone"
         ))),
-        (Some(_), _) if config.family.classifier.is_none() => Err(Error::Ignored(format!(
-            "{place}: task = \"{task}\": transformers has no sequence classifier of {}\n  hint: another model",
-            config.family.model_type
-        ))),
-        (Some(ours), _) => Ok(config.with_scores(ours)),
+        (Some(ours), _) => {
+            let name = config.family.model_type;
+            let why = || {
+                format!(
+                    "{place}: task = \"{task}\": transformers has no sequence classifier of {name}\n  \
+                     hint: another model"
+                )
+            };
+            config.with_scores(ours).ok_or_else(|| Error::Ignored(why()))
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 
 /// The rendezvous of launched processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Meeting {
+pub enum Rendezvous {
     /// Through MPI.
     Mpi,
     /// At a host and port, where rank 0 listens.
@@ -28,7 +28,7 @@ pub struct Launch {
     /// Rank within its machine, if the launcher sets it.
     pub local: Option<usize>,
     /// How the processes meet.
-    pub meeting: Meeting,
+    pub rendezvous: Rendezvous,
 }
 
 /// Default rendezvous ports of Slurm jobs: (first port, count). The job and step numbers select one.
@@ -67,15 +67,15 @@ impl Launch {
     fn detect(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Result<Option<Self>, String> {
         let env = Environment(said);
         // If all ranks are on this machine, none but this machine can reach them.
-        let launch = |ranks: Ranks, meeting| match meeting {
-            Meeting::At(_, port) if env.of_machine() == Some(ranks.world) => {
-                Ok(Some(ranks.meeting(Meeting::At(Self::LOOPBACK.into(), port))))
+        let launch = |ranks: Ranks, rendezvous| match rendezvous {
+            Rendezvous::At(_, port) if env.of_machine() == Some(ranks.world) => {
+                Ok(Some(ranks.rendezvous(Rendezvous::At(Self::LOOPBACK.into(), port))))
             }
-            meeting => Ok(Some(ranks.meeting(meeting))),
+            rendezvous => Ok(Some(ranks.rendezvous(rendezvous))),
         };
         let by_rank = env.ranks("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
-        if let (Some(ranks), Some(meeting)) = (by_rank, env.torchrun()) {
-            return launch(ranks, meeting);
+        if let (Some(ranks), Some(rendezvous)) = (by_rank, env.torchrun()) {
+            return launch(ranks, rendezvous);
         }
         let open_mpi =
             env.ranks("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")?;
@@ -84,7 +84,7 @@ impl Launch {
             open_mpi => open_mpi,
         };
         if let Some(ranks) = by_mpi.filter(|_| mpi) {
-            return launch(ranks, Meeting::Mpi);
+            return launch(ranks, Rendezvous::Mpi);
         }
         if let Some(ranks) = env.slurm_ranks()? {
             return launch(ranks, env.slurm());
@@ -92,12 +92,12 @@ impl Launch {
         let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, \
             LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
         if let Some(ranks) = by_mpi {
-            return launch(ranks, Meeting::Nowhere(why));
+            return launch(ranks, Rendezvous::Nowhere(why));
         }
         // Otherwise all processes would train separately and write to the same folder.
         let why =
             "RANK and WORLD_SIZE are set: set MASTER_ADDR and MASTER_PORT too, or unset those to train alone";
-        by_rank.map_or(Ok(None), |ranks| launch(ranks, Meeting::Nowhere(why)))
+        by_rank.map_or(Ok(None), |ranks| launch(ranks, Rendezvous::Nowhere(why)))
     }
 
     /// Resolves the address of rank 0, and tells whether it is a loopback address.
@@ -120,8 +120,8 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn meeting(self, meeting: Meeting) -> Launch {
-        Launch { rank: self.rank, world: self.world, local: self.local, meeting }
+    fn rendezvous(self, rendezvous: Rendezvous) -> Launch {
+        Launch { rank: self.rank, world: self.world, local: self.local, rendezvous }
     }
 }
 
@@ -159,15 +159,15 @@ impl Environment<'_> {
     }
 
     /// The rendezvous of torchrun.
-    fn torchrun(&self) -> Option<Meeting> {
+    fn torchrun(&self) -> Option<Rendezvous> {
         let (host, port) = self.0("MASTER_ADDR").zip(self.port("MASTER_PORT"))?;
         // torchrun itself listens on this port.
         let taken = self.0("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
         Some(match port.checked_add(u16::from(taken)) {
-            Some(port) => Meeting::At(host, port),
-            None => {
-                Meeting::Nowhere("torchrun listens at MASTER_PORT, and no port is above it: set a lower one")
-            }
+            Some(port) => Rendezvous::At(host, port),
+            None => Rendezvous::Nowhere(
+                "torchrun listens at MASTER_PORT, and no port is above it: set a lower one",
+            ),
         })
     }
 
@@ -182,7 +182,7 @@ impl Environment<'_> {
     }
 
     /// The rendezvous of srun.
-    fn slurm(&self) -> Meeting {
+    fn slurm(&self) -> Rendezvous {
         let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].iter().find_map(|k| self.0(k));
         let first = nodes.as_deref().and_then(first_node);
         let host = self.0("MASTER_ADDR").or(first).or(self.0("SLURM_LAUNCH_NODE_IPADDR"));
@@ -191,8 +191,8 @@ impl Environment<'_> {
             u16::try_from(PORTS.0 + (job as u64 + step as u64) % PORTS.1).ok()
         };
         match host.zip(self.port("MASTER_PORT").or_else(by_job)) {
-            Some((host, port)) => Meeting::At(host, port),
-            None => Meeting::Nowhere("srun has told no host and no job: set MASTER_ADDR and MASTER_PORT"),
+            Some((host, port)) => Rendezvous::At(host, port),
+            None => Rendezvous::Nowhere("srun has told no host and no job: set MASTER_ADDR and MASTER_PORT"),
         }
     }
 }
@@ -262,7 +262,7 @@ mod tests {
     }
 
     fn at(rank: usize, world: usize, local: Option<usize>, host: &str, port: u16) -> Option<Launch> {
-        Some(Launch { rank, world, local, meeting: Meeting::At(host.into(), port) })
+        Some(Launch { rank, world, local, rendezvous: Rendezvous::At(host.into(), port) })
     }
 
     #[test]
@@ -279,7 +279,7 @@ mod tests {
         // The agent holds the last port, and none is above it.
         let last = of(&agent.replace("29500", "65535"), true);
         assert!(
-            matches!(last, Some(Launch { meeting: Meeting::Nowhere(why), .. }) if why.contains("MASTER_PORT"))
+            matches!(last, Some(Launch { rendezvous: Rendezvous::Nowhere(why), .. }) if why.contains("MASTER_PORT"))
         );
         assert_eq!(of(&torch.replace("29500", "65535"), false), at(3, 4, Some(1), "h", 65_535));
         assert_eq!(of("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", true), None);
@@ -291,12 +291,12 @@ mod tests {
             "MASTER_ADDR=h MASTER_PORT=0",
         ] {
             let alone = of(&format!("RANK=0 WORLD_SIZE=2 {half}"), true);
-            assert!(matches!(alone, Some(Launch { meeting: Meeting::Nowhere(_), .. })), "{half}");
+            assert!(matches!(alone, Some(Launch { rendezvous: Rendezvous::Nowhere(_), .. })), "{half}");
         }
         let open = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1";
-        let mpi = Launch { rank: 1, world: 2, local: Some(1), meeting: Meeting::Mpi };
+        let mpi = Launch { rank: 1, world: 2, local: Some(1), rendezvous: Rendezvous::Mpi };
         assert_eq!(of(open, true), Some(mpi));
-        assert!(matches!(of(open, false), Some(Launch { meeting: Meeting::Nowhere(_), .. })));
+        assert!(matches!(of(open, false), Some(Launch { rendezvous: Rendezvous::Nowhere(_), .. })));
         let slurm = "SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=20003 SLURM_STEP_ID=1";
         // From the job script, outside of any step.
         assert_eq!(of(slurm, false), None);

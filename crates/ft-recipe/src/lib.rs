@@ -36,10 +36,10 @@ mod tests;
 
 pub use check::{Foreign, module_regex, nearest};
 pub use cross::Facts;
-pub use import::{Around, Fate, Imported, Line, import};
+pub use import::{Around, Fate, Imported, Line, import, yaml_value};
 pub use keys::INDEX as MAX_RANK;
 pub use keys::*;
-pub use launch::{Launch, Meeting};
+pub use launch::{Launch, Rendezvous};
 pub use load::{Error, SHIPPED, Shipped, loose_value};
 pub use nodes::{Refused, Start};
 pub use output::{page, schema};

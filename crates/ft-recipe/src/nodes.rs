@@ -21,7 +21,7 @@ pub struct Start {
     /// World size.
     pub world: usize,
     /// Host and port where rank 0 listens; `None` for a free port of this machine.
-    pub meeting: Option<(String, u16)>,
+    pub rendezvous: Option<(String, u16)>,
 }
 
 /// Why no processes can be started.
@@ -87,14 +87,14 @@ impl Start {
             return Err(Refused { key: Some("parallel.comm"), why });
         }
         let first = nodes.as_ref().map_or(0, |n| n.rank * local);
-        let meeting = match nodes.filter(|n| n.count > 1) {
+        let rendezvous = match nodes.filter(|n| n.count > 1) {
             Some(nodes) => {
                 let unknown = || Refused { key: None, why: nodes.no_address() };
-                Some(nodes.meeting.clone().ok_or_else(unknown)?)
+                Some(nodes.rendezvous.clone().ok_or_else(unknown)?)
             }
             None => env.port("MASTER_PORT").map(|port| (Launch::LOOPBACK.to_string(), port)),
         };
-        Ok(Some(Self { first, local, world: ranks, meeting }))
+        Ok(Some(Self { first, local, world: ranks, rendezvous }))
     }
 }
 
@@ -130,7 +130,7 @@ struct Nodes {
     rank: usize,
     /// Processes of a machine, if a variable has them.
     local: Option<usize>,
-    meeting: Option<(String, u16)>,
+    rendezvous: Option<(String, u16)>,
 }
 
 impl Nodes {
@@ -176,14 +176,14 @@ impl Environment<'_> {
         let local = ["PET_NPROC_PER_NODE", "NPROC_PER_NODE"].iter().find_map(|k| self.number(k));
         let host = self.0("PET_MASTER_ADDR").or_else(|| self.0("MASTER_ADDR"));
         let port = self.port("PET_MASTER_PORT").or_else(|| self.port("MASTER_PORT")).unwrap_or(PORT);
-        Ok(Some(Nodes { variable, count, rank, local, meeting: host.map(|host| (host, port)) }))
+        Ok(Some(Nodes { variable, count, rank, local, rendezvous: host.map(|host| (host, port)) }))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::launch::Meeting;
+    use crate::launch::Rendezvous;
 
     fn start(set: &[&str], text: &str, launch: Option<&Launch>) -> Result<Option<Start>, Refused> {
         let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
@@ -202,13 +202,13 @@ mod tests {
     #[test]
     fn a_machine_starts_its_part_of_the_ranks() {
         let at = |first, local, host: &str, port| {
-            Some(Start { first, local, world: 4, meeting: Some((host.into(), port)) })
+            Some(Start { first, local, world: 4, rendezvous: Some((host.into(), port)) })
         };
         for text in ["", "NNODES=1", "PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto"] {
             assert_eq!(found(FOUR, text), None, "{text}");
         }
         let here = [FOUR, &["parallel.local=4"]].concat();
-        assert_eq!(found(&here, ""), Some(Start { first: 0, local: 4, world: 4, meeting: None }));
+        assert_eq!(found(&here, ""), Some(Start { first: 0, local: 4, world: 4, rendezvous: None }));
         assert_eq!(found(&here, "MASTER_PORT=7"), at(0, 4, "127.0.0.1", 7));
         assert_eq!(found(FOUR, "PET_NNODES=1 PET_NPROC_PER_NODE=4").map(|s| s.local), Some(4));
         let two = [
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn a_launcher_of_all_processes_goes_first() {
-        let launch = |local| Launch { rank: 1, world: 4, local, meeting: Meeting::At("h".into(), 7) };
+        let launch = |local| Launch { rank: 1, world: 4, local, rendezvous: Rendezvous::At("h".into(), 7) };
         let pod = "PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=h";
         let under = |set: &[&str], text: &str, local| start(set, text, Some(&launch(local)));
         assert_eq!(under(FOUR, &format!("{pod} LOCAL_RANK=1"), Some(1)), Ok(None));

@@ -17,7 +17,7 @@ pub struct Args {
     dir: String,
     /// OWNER/NAME on the hub; made if it is not there
     repository: String,
-    /// Make the repository private, if it is made
+    /// Make the repository private, if it is made; without this option it is public
     #[arg(long)]
     private: bool,
     /// The branch; made if it is not there
@@ -90,7 +90,7 @@ fn result(source: &Source) -> ft_base::Result<&Path> {
 /// Names and paths of files to upload.
 type Files = Vec<(String, PathBuf)>;
 
-/// Names of the entries of a folder; those of a subfolder with files of a model, in its place.
+/// Names of the entries of a folder; a subfolder with files of a model is replaced by its own entries.
 fn names(dir: &Path) -> ft_base::Result<Vec<String>> {
     let mut all = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(|e| store::Error::read(dir, e))? {

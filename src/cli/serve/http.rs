@@ -1,8 +1,8 @@
 //! Routes.
 
 use super::api::{ApiError, Endpoint, Json, Reply, Request, parse};
+use super::auth;
 use super::connections;
-use super::guard;
 use super::job::Job;
 use super::queue::Refused;
 use super::state::ServerState;
@@ -64,8 +64,8 @@ pub(super) fn start(
 }
 
 fn router(state: Arc<ServerState>) -> Router {
-    Router::new()
-        .route(guard::HEALTH, get(health))
+    let router = Router::new()
+        .route(auth::HEALTH, get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat))
@@ -74,8 +74,12 @@ fn router(state: Arc<ServerState>) -> Router {
         .method_not_allowed_fallback(|| async {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this address takes another method")
         })
-        .layer(middleware::from_fn_with_state(state.clone(), guard::check))
-        .with_state(state)
+        .layer(middleware::from_fn_with_state(state.clone(), auth::check));
+    let router = match state.key {
+        Some(_) => router.layer(middleware::from_fn(auth::allow_pages)),
+        None => router,
+    };
+    router.with_state(state)
 }
 
 async fn health() -> Json {

@@ -3,11 +3,11 @@
 //! ```text
 //! limits        what clients can occupy: connections, headers, bodies, time
 //! connections   accepts, and ends in time
-//! guard, http   who may ask; routes
+//! auth, http    who may ask; routes
 //! api           requests and responses in OpenAI's format
 //! queue, job, state   what requests and replicas share
 //! worker        replicas: each answers one request at a time
-//! speaker, stop, scores   one reply: sampling, stop strings, log-probabilities
+//! reply_stream, stop, scores   one reply: sampling, stop strings, log-probabilities
 //! ```
 //!
 //! Replicas compute on threads of their own; connections run on a tokio runtime. A disconnected client
@@ -22,14 +22,14 @@
 //! limited time, and the process ends even if a replica still computes.
 
 mod api;
+mod auth;
 mod connections;
-mod guard;
 mod http;
 mod job;
 mod limits;
 mod queue;
+mod reply_stream;
 mod scores;
-mod speaker;
 mod state;
 mod stop;
 mod worker;
@@ -79,9 +79,10 @@ pub struct Args {
     /// Name of the model in the API; by default the adapter or the model as given here
     #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     name: Option<String>,
-    /// Most tokens of a reply, and what a request gets that names no number
-    #[arg(long, value_name = "N", default_value_t = 1024)]
-    max_tokens: usize,
+    /// Most tokens of a reply, also of a request that names no number. Without this option a request gets the
+    /// number that it names, or 1024
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
     /// Of a run: stay on what it has when the server starts
     #[arg(long)]
     no_watch: bool,
@@ -178,7 +179,7 @@ fn key(args: &Args) -> ft_base::Result<Option<String>> {
     let own = || std::env::var("FT_API_KEY").ok().filter(|k| !k.is_empty());
     let key = args.api_key.clone().or_else(own);
     match &key {
-        Some(key) if !guard::is_sendable(key) => Err(usage(
+        Some(key) if !auth::is_sendable(key) => Err(usage(
             "--api-key, FT_API_KEY: a key is one word of printable ASCII characters, without spaces",
         )),
         None if !args.host.to_canonical().is_loopback() => Err(usage(format!(

@@ -20,8 +20,8 @@ pub(super) struct ServerState {
     pub prompt: Prompter,
     /// Folder of the model, with `generation_config.json`.
     pub dir: PathBuf,
-    /// Limit of tokens per reply.
-    pub max_tokens: usize,
+    /// Limit of tokens per reply, if one was given.
+    pub max_tokens: Option<usize>,
     /// Most tokens of prompt and reply.
     pub context: ContextLimit,
     /// Embedding rows.

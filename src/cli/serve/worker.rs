@@ -2,7 +2,7 @@
 
 use super::job::{Event, FinishReason, Generation, Job, Prompt, ReplicaStatus};
 use super::queue::{Next, Queue};
-use super::speaker::{self, Send};
+use super::reply_stream::{self, Send};
 use crate::infer::{Follower, Replica};
 use candle_core::Device;
 use ft_base::error::ExitCode;
@@ -163,7 +163,7 @@ impl Backend for Generator<'_> {
         prompt: &Prompt,
         send: Send<'_>,
     ) -> ft_base::Result<(FinishReason, usize)> {
-        speaker::reply(&mut self.cache, self.tokenizer, generation, prompt, send)
+        reply_stream::reply(&mut self.cache, self.tokenizer, generation, prompt, send)
     }
 
     fn probe(&mut self) -> ft_base::Result<()> {

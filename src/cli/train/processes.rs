@@ -107,8 +107,8 @@ struct Processes {
 impl Processes {
     fn spawn(&mut self, start: &Start, to: &Sender<Event>) -> std::io::Result<()> {
         let program = std::env::current_exe()?;
-        let (host, port) = match &start.meeting {
-            Some(meeting) => meeting.clone(),
+        let (host, port) = match &start.rendezvous {
+            Some(rendezvous) => rendezvous.clone(),
             None => {
                 let port = TcpListener::bind((Launch::LOOPBACK, 0))?.local_addr()?.port();
                 (Launch::LOOPBACK.into(), port)

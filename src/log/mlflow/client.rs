@@ -240,8 +240,8 @@ fn pairs(list: &[(String, String)]) -> Vec<Value> {
     list.iter().map(|(key, value)| json!({"key": key, "value": cut(value)})).collect()
 }
 
-/// A name of a metric that all servers take. Behind its group (`eval/`), a byte of other characters than ASCII letters,
-/// digits, `_`, `-`, `.` and space becomes `_` and two hexadecimal digits.
+/// A name of a metric that all servers take. After its group (`eval/`), each byte other than ASCII letters, digits,
+/// `_`, `-`, `.` and space becomes `_` and two hexadecimal digits.
 fn allowed(name: &str) -> String {
     let (group, own) = name.split_at(name.find('/').map_or(0, |at| at + 1));
     let byte = |b: u8| match b.is_ascii_alphanumeric() || b"_-. ".contains(&b) {

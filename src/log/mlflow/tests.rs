@@ -134,7 +134,7 @@ fn a_run_without_an_end_has_failed() -> Result<()> {
 }
 
 /// A failure after the creation of a run repeats the parameters, not the creation. A process that ends before the
-/// server has them leaves no file, by which a resumed run would do without.
+/// server has them leaves no file of the run, so that a resumed run sends them.
 #[test]
 fn a_run_is_created_once() -> Result<()> {
     let dir = tempfile::tempdir()?;

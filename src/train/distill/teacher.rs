@@ -6,7 +6,7 @@ use crate::train::step::host;
 use candle_core::Device;
 use ft_base::store::AtomicFolder;
 use ft_base::terminal::rows_bar;
-use ft_data::{Dataset, Micro, TaughtRows, Teacher, Tokenizer};
+use ft_data::{Dataset, Micro, Teacher, TeacherRows, Tokenizer};
 use ft_engine::model::{Batch, Decoder};
 use ft_engine::walk::Walk;
 use ft_recipe::{Part, Recipe};
@@ -119,7 +119,7 @@ impl Pass<'_> {
         files.sources += &format!("{word} = [\n");
         for (i, samples) in data.samples.ranges().into_iter().enumerate() {
             let name = format!("{word}-{i}.jsonl.zst");
-            let mut rows = TaughtRows::create(&self.folder.join(&name), self.by.clone())?;
+            let mut rows = TeacherRows::create(&self.folder.join(&name), self.by.clone())?;
             for first in samples.clone().step_by(micro_rows(recipe)) {
                 let chunk: Vec<u32> =
                     (first..samples.end.min(first + micro_rows(recipe))).map(|i| i as u32).collect();
@@ -149,7 +149,7 @@ impl Pass<'_> {
     }
 
     /// Writes samples with the teacher's values; returns the number of targets.
-    fn rows(&self, data: &Dataset, samples: &[u32], to: &mut TaughtRows) -> ft_base::Result<usize> {
+    fn rows(&self, data: &Dataset, samples: &[u32], to: &mut TeacherRows) -> ft_base::Result<usize> {
         let TeacherModel { decoder, device, .. } = self.teacher;
         let m = Micro::of_samples(data, samples)?;
         let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;

@@ -5,7 +5,7 @@ use crate::train::classify::Classes;
 use crate::train::distill;
 use crate::train::job::Job;
 use crate::train::objective::Objective;
-use crate::train::preference::{Preferences, ReferenceInputs, Scorer, other};
+use crate::train::preference::{Preferences, ReferenceInputs, Scorer, reference_model};
 use crate::train::step::command::{self, Command, Probed};
 use crate::train::step::{Gather, OwnMicro, Ranks, Stop, TrainContext, TrainedModel, check_stop, host};
 use candle_core::{DType, Device};
@@ -48,8 +48,8 @@ pub fn evaluate_loaded(
         let (train, batches, identity) = (None, None, None);
         let inputs =
             ReferenceInputs { job, train, eval: Some(data), batches, execution, comm: &alone, identity };
-        other::check(job)?;
-        other::check_trained(job)?;
+        reference_model::check(job)?;
+        reference_model::check_trained(job)?;
         p.reference = match inputs.of_other()? {
             Some(reference) => reference,
             None => inputs.scores(decoder, params)?,
@@ -82,7 +82,7 @@ pub fn evaluate(
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut all) = (Vec::new(), [0.0; 2], Size::default());
-    let (mut passed, apart) = (0usize, ranks.turns_between_stops());
+    let (mut passed, apart) = (0usize, ranks.turns_between_checks());
     loop {
         let turn: Vec<Vec<usize>> = micros.by_ref().take(ranks.at_once()).collect();
         if turn.is_empty() || sums.len() == REDUCE_EVERY {

@@ -16,9 +16,9 @@
 //! an estimate from a forward pass before.
 
 mod loss;
-pub mod other;
 mod preferences;
 mod reference;
+pub mod reference_model;
 mod sequences;
 mod tally;
 

@@ -4,7 +4,7 @@
 //! starts. No second model is in memory, and a resumed run sees the same reference. Another model as reference is
 //! loaded before the one that trains, and dropped after the pass.
 
-use super::other;
+use super::reference_model;
 use super::sequences::{DocumentScore, Scorer, crossed, samples_of};
 use crate::train::job::Job;
 use crate::train::step::{Gather, Ranks};
@@ -93,7 +93,7 @@ impl ReferenceInputs<'_> {
     /// # Errors
     /// As [`ReferenceInputs::scores`]; the other model cannot be loaded.
     pub fn of_other(&self) -> ft_base::Result<Option<ReferenceScores>> {
-        let Some(other) = other::job(self.job)? else { return Ok(None) };
+        let Some(other) = reference_model::job(self.job)? else { return Ok(None) };
         let scores = self.cached(&mut || {
             let (base, alone) = (other.base()?, ranks::alone());
             let (decoder, _) = other.load_shard(&base, false, Split::default(), &alone)?;

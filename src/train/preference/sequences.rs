@@ -83,7 +83,7 @@ impl Scorer<'_> {
     ) -> ft_base::Result<Vec<u64>> {
         let (turn, own) = (self.ranks.at_once(), self.ranks.own());
         let (mut all, mut mine, context) = (Vec::new(), Vec::new(), self.ranks.of_tokens());
-        let apart = self.ranks.turns_between_stops();
+        let apart = self.ranks.turns_between_checks();
         for (i, first) in (0..count).step_by(turn).enumerate() {
             if i.is_multiple_of(apart) {
                 check_stop(self.ranks.comm, stop)?;
@@ -91,7 +91,7 @@ impl Scorer<'_> {
             let m = if first + own < count { micro(first + own)? } else { Micro::default() };
             let own = OwnMicro::new(m, context.as_ref());
             let losses = self.one(&own)?;
-            mine.push(if self.ranks.speaks() { of(&own.whole, losses) } else { Vec::new() });
+            mine.push(if self.ranks.reports_loss() { of(&own.whole, losses) } else { Vec::new() });
             if mine.len() == EXCHANGE_EVERY {
                 self.exchange(&mut mine, &mut all)?;
             }

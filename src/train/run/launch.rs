@@ -4,7 +4,7 @@ use super::lead::run_first;
 use super::options::{Options, Outcome};
 use super::processes;
 use crate::train::{Error, auto_layout, ranks};
-use ft_recipe::{Launch, Meeting, Recipe};
+use ft_recipe::{Launch, Recipe, Rendezvous};
 
 /// Trains as the recipe says.
 ///
@@ -32,7 +32,7 @@ pub fn run(mut recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
             ))
             .into())
         }
-        (ft_recipe::Comm::Mpi, Some(Launch { meeting: Meeting::At(..), .. })) => {
+        (ft_recipe::Comm::Mpi, Some(Launch { rendezvous: Rendezvous::At(..), .. })) => {
             let what = "parallel.comm = \"mpi\", and the launcher has set RANK, WORLD_SIZE and MASTER_ADDR";
             let hint = "leave parallel.comm out, or start the processes with mpirun";
             Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("parallel.comm"))).into())

@@ -14,7 +14,7 @@ use crate::train::eval::{EvalHistory, check_tokenizer};
 use crate::train::job::{self, Job};
 use crate::train::layout::{CHECKPOINTS, result_dir};
 use crate::train::memory::{MemoryMonitor, limits};
-use crate::train::preference::other;
+use crate::train::preference::reference_model;
 use crate::train::ranks::{self, RemoteRanks, RunInputs};
 use crate::train::step::LossScale;
 use ft_base::store::AtomicFolder;
@@ -145,7 +145,7 @@ pub fn prepare(
     // Fixes the planned value, for the run and for the resolved recipe on disk.
     job.recipe.run.micro_rows = plan.execution.micro_rows.into();
     let (job, data, eval) = (Arc::new(job), Arc::new(data), eval.map(Arc::new));
-    let reference = other.map(|other| other::hash(&other)).transpose()?;
+    let reference = other.map(|other| reference_model::hash(&other)).transpose()?;
     let identity = Identity::new(&job, &data, reference);
     if job.recipe.model.cache.is_some() {
         // The cache is keyed by the hash of the model, so hashing cannot overlap with loading.
@@ -243,7 +243,7 @@ fn check_inputs(
     let compute = (job.device.is_cuda(), job.dtype);
     let facts = job::facts(&job.recipe, Some(compute), Some(&job.config), true);
     job.recipe.idle(facts).iter().for_each(|w| warn(w));
-    let other = other::check(&job)?;
+    let other = reference_model::check(&job)?;
     server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
     log::check(&job.recipe)?;
     remote.map_or(Ok(()), RemoteRanks::opened)?;

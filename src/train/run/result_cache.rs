@@ -5,7 +5,7 @@
 //! falls back to the full checks.
 
 use crate::train::layout::{CHECKPOINTS, RESULTS};
-use crate::train::preference::other;
+use crate::train::preference::reference_model;
 use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
 use ft_data::hub::{self, Settings, Want};
 use ft_plan::resolve;
@@ -47,7 +47,7 @@ impl InputRecord {
     pub fn collect(recipe: &Recipe) -> Option<Self> {
         let seen = SystemTime::now();
         let mut files = model_files(recipe)?;
-        if let Some(other) = other::recipe_of(recipe) {
+        if let Some(other) = reference_model::recipe_of(recipe) {
             files.extend(model_files(&other)?);
         }
         for source in recipe.data.train.iter().chain(&recipe.data.eval) {

@@ -189,7 +189,7 @@ impl TrainContext<'_> {
             if let Some((own, first)) = own.filter(|(own, _)| !own.is_empty()) {
                 let random = (first, Some((seed, input.step)));
                 let batch = own.batch(&decoder.config, random, self.distillation(), self.device())?;
-                let sums = if ranks.speaks() { &mut got.tally } else { &mut unsaid };
+                let sums = if ranks.reports_loss() { &mut got.tally } else { &mut unsaid };
                 let (of, device) = (&own, self.device());
                 let mut weigh =
                     objective.map(|o| move |losses: &[Tensor]| weigh(o, of, losses, sums, device));

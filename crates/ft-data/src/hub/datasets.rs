@@ -9,7 +9,8 @@ use crate::read::files::holds_rows;
 use ft_base::store;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::io::ErrorKind;
+use std::path::Path;
 
 /// Files without rows despite a matching extension.
 const NO_ROWS: &[&str] = &[
@@ -30,7 +31,8 @@ const SPLITS: &[(&str, &[&str])] = &[
 /// Files by split.
 type Splits = BTreeMap<String, Vec<String>>;
 
-/// Downloads the files of a dataset to the hub cache. `kept` is a folder for layouts, used offline.
+/// Downloads the files of a dataset to the hub cache. `kept` is a folder for layouts, used offline; without a
+/// layout, the files that another program has downloaded.
 ///
 /// # Errors
 /// As [`super::fetch_model`]; an unknown config or split, listing the available ones.
@@ -47,47 +49,149 @@ pub fn fetch_dataset_with(
     let place = kept.map(|dir| dir.join("datasets").join(key(settings, &repository)));
     let known: Option<Layout> =
         place.as_ref().and_then(|p| serde_json::from_slice(&store::read_plain(p, store::LARGEST).ok()?).ok());
-    let here = |layout: &Layout| -> Result<Option<Vec<PathBuf>>, Error> {
-        let dir = repository.snapshot(settings, &layout.commit);
-        let chosen = choose(&repository, layout, name)?;
-        let size = |file: &String| layout.files.iter().find(|(n, _)| n == file).map(|(_, s)| *s);
-        let whole = |file: &String| std::fs::metadata(dir.join(file)).ok().map(|m| m.len()) == size(file);
-        Ok(chosen.iter().all(whole).then(|| chosen.iter().map(|f| dir.join(f)).collect()))
+    let cached = || match &known {
+        Some(layout) => in_cache(settings, &repository, layout, name),
+        None => downloaded(settings, &repository, name),
     };
-    let cached = known.as_ref().map(&here).transpose();
     if settings.offline {
-        let lacks = || Error::NotCached {
-            id: repository.id(),
-            revision: name.revision.into(),
-            file: "a file of rows".into(),
-            cache: settings.cache.clone(),
-        };
-        let files = cached?.flatten().ok_or_else(lacks)?;
-        return Ok(DatasetFiles { files, notes: Vec::new() });
+        return cached()?.ok_or_else(|| not_cached(settings, &repository, "a file of rows"));
     }
     if is_commit(name.revision)
-        && let Ok(Some(Some(files))) = cached
+        && known.is_some()
+        && let Ok(Some(found)) = cached()
     {
-        return Ok(DatasetFiles { files, notes: Vec::new() });
+        return Ok(found);
     }
     let chosen = |layout: &Layout| choose(&repository, layout, name);
     match download_dataset(settings, &repository, &chosen, progress) {
         Ok((layout, files)) => {
             if let Some(place) = place {
-                // best effort: without the layout, an offline run fails
+                // best effort: without the layout, an offline run goes by the files in the cache
                 let _ = store::write_atomic(&place, &serde_json::to_vec(&layout).unwrap_or_default());
             }
             Ok(DatasetFiles { files, notes: Vec::new() })
         }
-        Err(e @ Error::Unreachable { .. }) => match cached {
-            Ok(Some(Some(files))) => {
-                let note = format!("{e}\nusing {} from the cache", name.id);
-                Ok(DatasetFiles { files, notes: vec![note] })
+        Err(e @ Error::Unreachable { .. }) => match cached() {
+            Ok(Some(mut found)) => {
+                found.notes.insert(0, format!("{e}\nusing {} from the cache", name.id));
+                Ok(found)
             }
             _ => Err(e),
         },
         Err(e) => Err(e),
     }
+}
+
+fn not_cached(settings: &Settings, repository: &Repository, file: &str) -> Error {
+    Error::NotCached {
+        id: repository.id(),
+        revision: repository.revision.clone(),
+        file: file.into(),
+        option: " --repo-type dataset",
+        cache: settings.cache.clone(),
+    }
+}
+
+/// The files of a layout in the cache, if all are there.
+fn in_cache(
+    settings: &Settings,
+    repository: &Repository,
+    layout: &Layout,
+    name: DatasetName<'_>,
+) -> Result<Option<DatasetFiles>, Error> {
+    let dir = repository.snapshot(settings, &layout.commit);
+    let chosen = choose(repository, layout, name)?;
+    let size = |file: &String| layout.files.iter().find(|(n, _)| n == file).map(|(_, s)| *s);
+    let whole = |file: &String| std::fs::metadata(dir.join(file)).ok().map(|m| m.len()) == size(file);
+    let files = || chosen.iter().map(|f| dir.join(f)).collect();
+    Ok(chosen.iter().all(whole).then(|| DatasetFiles { files: files(), notes: Vec::new() }))
+}
+
+/// The files of a dataset that another program (`hf download`) has put into the cache. Which ones the hub has is not
+/// known; the numbers of shards are checked.
+fn downloaded(
+    settings: &Settings,
+    repository: &Repository,
+    name: DatasetName<'_>,
+) -> Result<Option<DatasetFiles>, Error> {
+    let Some(commit) = repository.cached_commit(settings) else { return Ok(None) };
+    let dir = repository.snapshot(settings, &commit);
+    let mut files = Vec::new();
+    list(&dir, "", &mut files);
+    if files.is_empty() {
+        return Ok(None);
+    }
+    files.sort();
+    let fail = |message: String| Error::NoSuchPart {
+        id: repository.id(),
+        message: format!("in the cache {}, {message}", dir.display()),
+    };
+    let bad_card = |why: String| fail(format!("README.md: {why}"));
+    let configs = match store::read_plain_text(&dir.join("README.md"), store::LARGEST) {
+        Ok(card) => card_configs(&card).map_err(bad_card)?,
+        Err(e) if e.kind() == ErrorKind::NotFound => Value::Null,
+        Err(e) => return Err(bad_card(e.to_string())),
+    };
+    let layout = Layout { commit, files, configs };
+    let chosen = choose(repository, &layout, name).map_err(|e| match e {
+        Error::NoSuchPart { message, .. } => fail(message),
+        e => e,
+    })?;
+    if let Some(shard) = missing_shard(&layout.files, &chosen) {
+        return Err(not_cached(settings, repository, &shard));
+    }
+    let note = format!(
+        "using the files of {} in the cache, at commit {}: whether these are all cannot be known offline",
+        name.id, layout.commit
+    );
+    Ok(Some(DatasetFiles { files: chosen.iter().map(|f| dir.join(f)).collect(), notes: vec![note] }))
+}
+
+/// Adds the files below a folder, with their sizes.
+fn list(dir: &Path, prefix: &str, out: &mut Vec<(String, u64)>) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            list(&entry.path(), &format!("{name}/"), out);
+        } else if let Ok(file) = std::fs::metadata(entry.path())
+            && file.is_file()
+        {
+            out.push((name, file.len()));
+        }
+    }
+}
+
+/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which fewer or more are there.
+fn missing_shard(files: &[(String, u64)], chosen: &[String]) -> Option<String> {
+    fn parts(file: &str) -> Option<(&str, &str)> {
+        let (left, total) = file.rsplit_once("-of-")?;
+        Some((left.rsplit_once('-')?.0, total))
+    }
+    let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    files.iter().filter_map(|(f, _)| parts(f)).for_each(|of| *counts.entry(of).or_default() += 1);
+    let total = |text: &str| text.split('.').next()?.parse::<usize>().ok();
+    let differs = |of: &(&str, &str)| total(of.1).is_some_and(|total| counts.get(of) != Some(&total));
+    let (name, total) = chosen.iter().filter_map(|f| parts(f)).find(differs)?;
+    Some(format!("{name}-*-of-{total}"))
+}
+
+/// `configs` in the metadata of a dataset card; null without any.
+///
+/// # Errors
+/// YAML that cannot be read.
+fn card_configs(card: &str) -> Result<Value, String> {
+    let mut lines = card.trim_start_matches('\u{feff}').lines().skip_while(|l| l.trim().is_empty());
+    if lines.next().is_none_or(|l| l.trim_end() != "---") {
+        return Ok(Value::Null);
+    }
+    let metadata = lines.take_while(|l| l.trim_end() != "---");
+    // the key alone: cards may have more values than the reader takes
+    let mut own = metadata.skip_while(|l| !l.starts_with("configs:"));
+    let Some(first) = own.next() else { return Ok(Value::Null) };
+    let rest = own.take_while(|l| l.trim().is_empty() || l.starts_with([' ', '-', '#']));
+    let text: Vec<&str> = std::iter::once(first).chain(rest).collect();
+    let mut table = ft_recipe::yaml_value(&text.join("\n"))?;
+    Ok(table.get_mut("configs").map(Value::take).unwrap_or_default())
 }
 
 /// File name of a cached layout.
@@ -255,6 +359,35 @@ mod tests {
         let repository = Repository::parse("owner/name", "main").map_err(|e| e.to_string())?;
         let name = DatasetName { id: "owner/name", revision: "main", config, split };
         choose(&repository, &layout, name).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn configs_of_a_card_are_those_of_its_metadata() -> Result<(), String> {
+        let card = "---\nlicense: mit\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    \
+                    path: \"rows/train-*\"\n# more\n- config_name: other\n  default: true\nsize: 1\n---\n# Rows\n";
+        let wanted = json!([
+            {"config_name": "main", "data_files": [{"split": "train", "path": "rows/train-*"}]},
+            {"config_name": "other", "default": true},
+        ]);
+        assert_eq!(card_configs(card)?, wanted);
+        for none in ["", "# Rows", "---\nlicense: mit\n---\nconfigs:\n", "---\nconfigs:x\n---"] {
+            assert_eq!(card_configs(none)?, Value::Null, "{none:?}");
+        }
+        assert!(card_configs("---\nconfigs: [1\n---\n").is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn missing_shards_are_found_by_their_numbers() {
+        let find = |files: &[&str]| {
+            let all: Vec<(String, u64)> = files.iter().map(|f| (f.to_string(), 1)).collect();
+            missing_shard(&all, &[files[0].to_string()])
+        };
+        assert_eq!(find(&["a-00001-of-00002.parquet", "a-00000-of-00002.parquet", "b-0-of-9.parquet"]), None);
+        assert_eq!(find(&["a-1-of-1.jsonl.gz", "a-1-of-2.jsonl"]), None);
+        assert_eq!(find(&["rows.jsonl", "part-of-it.jsonl"]), None);
+        let missing = find(&["d/a-00001-of-00002.parquet", "d/b-00000-of-00002.parquet"]);
+        assert_eq!(missing.as_deref(), Some("d/a-*-of-00002.parquet"));
     }
 
     #[test]

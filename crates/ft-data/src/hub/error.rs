@@ -77,7 +77,7 @@ pub enum Error {
         revision: Option<String>,
     },
     /// Access requires authentication.
-    #[error("{}", unauthorized(id, endpoint, *gated, *had_token))]
+    #[error("{}", unauthorized(id, endpoint, *gated, *had_token, said))]
     Unauthorized {
         /// The hub id.
         id: String,
@@ -87,6 +87,8 @@ pub enum Error {
         gated: bool,
         /// Whether a token was sent.
         had_token: bool,
+        /// The server's reason; empty, or starts with a separator.
+        said: String,
     },
     /// The hub is unreachable.
     #[error(
@@ -118,7 +120,7 @@ pub enum Error {
     /// Offline mode, and a file is not cached.
     #[error(
         "{file} of {id} (revision {revision:?}) is not in the cache {}, and HF_HUB_OFFLINE is set\n\
-         hint: unset it, or run `hf download {id} --revision {revision}` where there is a network{}",
+         hint: unset it, or run `hf download {id}{option} --revision {revision}` where there is a network{}",
         cache.display(), no_folder(id)
     )]
     NotCached {
@@ -128,6 +130,8 @@ pub enum Error {
         revision: String,
         /// Name of the missing file.
         file: String,
+        /// Option of `hf download` for the kind of repository; empty, or starts with a space.
+        option: &'static str,
         /// The cache folder.
         cache: PathBuf,
     },
@@ -208,21 +212,22 @@ fn no_folder(id: &str) -> String {
     }
 }
 
-fn unauthorized(id: &str, endpoint: &str, gated: bool, had_token: bool) -> String {
+fn unauthorized(id: &str, endpoint: &str, gated: bool, had_token: bool, said: &str) -> String {
     match (gated, had_token) {
         (true, false) => format!(
-            "{id} is gated\nhint: accept its license at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
+            "{id} is gated{said}\nhint: accept its license at {endpoint}/{id}, then set HF_TOKEN to a token of that \
+                account"
         ),
         (true, true) => format!(
-            "{id} is gated, and the token that is set has no access to it\nhint: accept its license \
+            "{id} is gated, and the token that is set has no access to it{said}\nhint: accept its license \
                 at {endpoint}/{id} with the account of that token (HF_TOKEN)"
         ),
         (false, false) => format!(
-            "{id} is not on the hub at {endpoint}, or it is private or gated\nhint: check the \
+            "{id} is not on the hub at {endpoint}, or it is private or gated{said}\nhint: check the \
                 spelling; for a private or gated model accept its license there and set HF_TOKEN"
         ),
         (false, true) => format!(
-            "the hub at {endpoint} does not give {id} to the token that is set\nhint: check the \
+            "the hub at {endpoint} does not give {id} to the token that is set{said}\nhint: check the \
                 spelling, that HF_TOKEN is valid, and that its account has accepted the model's license"
         ),
     }

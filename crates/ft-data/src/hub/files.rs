@@ -95,20 +95,23 @@ impl Repository {
         self.absent(settings, commit, file).exists()
     }
 
+    /// The commit that this revision has in the cache.
+    pub(super) fn cached_commit(&self, settings: &Settings) -> Option<String> {
+        if is_commit(&self.revision) {
+            return Some(self.revision.clone());
+        }
+        let path = self.folder(settings).join("refs").join(&self.revision);
+        let text = ft_base::store::read_plain_text(&path, ft_base::store::LARGEST).ok()?;
+        Some(text.trim().to_string()).filter(|c| is_commit(c))
+    }
+
     /// Returns the cached snapshot and commit of this revision if complete, else the first missing file.
     pub(super) fn cached(&self, settings: &Settings, kind: Kind) -> Result<(PathBuf, String), String> {
         let first = match kind {
             Kind::Model(_) => CONFIG,
             Kind::Adapter => ADAPTER[0],
         };
-        let commit = if is_commit(&self.revision) {
-            self.revision.clone()
-        } else {
-            let path = self.folder(settings).join("refs").join(&self.revision);
-            let text = ft_base::store::read_plain_text(&path, ft_base::store::LARGEST)
-                .map_err(|_| first.to_string())?;
-            Some(text.trim().to_string()).filter(|c| is_commit(c)).ok_or(first.to_string())?
-        };
+        let commit = self.cached_commit(settings).ok_or(first)?;
         let dir = self.snapshot(settings, &commit);
         // `is_file` follows links, so dangling links to blobs do not count.
         let needs = |file: &str| if dir.join(file).is_file() { Ok(()) } else { Err(file.to_string()) };

@@ -132,6 +132,7 @@ fn from_hub(
                 id: repository.id(),
                 revision: revision.to_string(),
                 file,
+                option: "",
                 cache: settings.cache.clone(),
             }),
         };

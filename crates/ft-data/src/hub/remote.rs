@@ -11,7 +11,7 @@ use super::choose::{choose, of_tokens, optional};
 use super::error::Error;
 use super::files::{Repository, is_commit, shards};
 use super::progress::Report;
-use super::request::{Kind, Layout, Push};
+use super::request::{Kind, Layout, Push, Want};
 use super::settings::Settings;
 use crate::tokenize::model_files::TOOL_USE;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
@@ -31,10 +31,11 @@ pub(super) fn download(
     progress: bool,
 ) -> Result<(PathBuf, String), Error> {
     // Commits are immutable; a cached one needs no request. Other programs may have left files out: those that
-    // change tokens must be there, or be known as absent.
+    // change tokens, and with weights those that a result takes along, must be there, or be known as absent.
+    let matters = if kind == Kind::Model(Want::Weights) { optional(kind) } else { of_tokens(kind) };
     if is_commit(&repository.revision)
         && let Ok((dir, commit)) = repository.cached(settings, kind)
-        && of_tokens(kind).iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f))
+        && matters.iter().all(|f| dir.join(f).is_file() || repository.is_absent(settings, &commit, f))
     {
         return Ok((dir, commit));
     }
@@ -223,14 +224,17 @@ impl<'a> Remote<'a> {
     fn push(&self, push: &Push) -> Result<String, Error> {
         let id = self.repository.id();
         let refused = |e| self.explain_push(e);
-        self.client
-            .create_repository()
-            .repo_id(&id)
-            .repo_type(RepoTypeModel)
-            .private(push.private)
-            .exist_ok(true)
-            .send()
-            .map_err(refused)?;
+        // a token may write to a repository, and not create one
+        if !self.api.exists().send().map_err(refused)? {
+            self.client
+                .create_repository()
+                .repo_id(&id)
+                .repo_type(RepoTypeModel)
+                .private(push.private)
+                .exist_ok(true)
+                .send()
+                .map_err(refused)?;
+        }
         if push.revision != MAIN {
             match self.api.create_branch().branch(&push.revision).send() {
                 // the branch exists
@@ -270,10 +274,10 @@ impl<'a> Remote<'a> {
             return Error::Push { id, message: format!("409, {}\n{hint}", scrub(self.settings, &said)) };
         }
         match self.explain(error) {
-            Error::Unauthorized { endpoint, .. } => {
+            Error::Unauthorized { endpoint, said, .. } => {
                 let message = format!(
-                    "the hub at {endpoint} does not let the token that is set write there\nhint: a token with the \
-                     role write (HF_TOKEN), of an account that may write to {}",
+                    "the hub at {endpoint} does not let the token that is set write there{said}\nhint: a token with \
+                     the role write (HF_TOKEN), of an account that may write to {}",
                     self.repository.owner
                 );
                 Error::Push { id, message }
@@ -317,7 +321,9 @@ impl<'a> Remote<'a> {
                 if status == 401 || status == 403 {
                     let gated = context.error_code.as_deref() == Some("GatedRepo");
                     let had_token = self.settings.token.is_some();
-                    return Error::Unauthorized { id, endpoint, gated, had_token };
+                    let said = context.server_message.filter(|m| !m.is_empty());
+                    let said = said.map(|m| format!(": {}", scrub(self.settings, &m))).unwrap_or_default();
+                    return Error::Unauthorized { id, endpoint, gated, had_token, said };
                 }
                 let message = match status {
                     429 => "too many requests; wait a while, or set HF_TOKEN".to_string(),

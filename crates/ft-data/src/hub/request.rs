@@ -74,7 +74,7 @@ pub struct Push {
     pub repository: String,
     /// Branch; created if missing.
     pub revision: String,
-    /// Whether to create the repository as private; an existing one keeps the current visibility.
+    /// Whether to create the repository as private, else as public; an existing one keeps its visibility.
     pub private: bool,
     /// Commit message.
     pub message: String,

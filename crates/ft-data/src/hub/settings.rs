@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 /// Hub URL, cache folder and credentials. Variables and precedence follow the Python package
-/// `huggingface_hub`.
+/// `huggingface_hub`; paths may have a leading `~`, and variables as `$NAME` or `${NAME}`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Settings {
     /// URL of the hub: `HF_ENDPOINT`.
@@ -12,8 +12,8 @@ pub struct Settings {
     /// The cache folder: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `$HF_HOME/hub`. `HF_HOME`
     /// defaults to `$XDG_CACHE_HOME/huggingface`, and `XDG_CACHE_HOME` to `~/.cache`.
     pub cache: PathBuf,
-    /// The token: `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else `$HF_HOME/token`. `None` if
-    /// `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
+    /// The token: `HF_TOKEN`, else `HUGGING_FACE_HUB_TOKEN`, else the file `HF_TOKEN_PATH`, else
+    /// `$HF_HOME/token`. `None` if `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
     pub token: Option<String>,
     /// Offline mode: `HF_HUB_OFFLINE`, or `TRANSFORMERS_OFFLINE`.
     pub offline: bool,
@@ -30,23 +30,22 @@ impl Settings {
     /// As [`Settings::from_env`], with a custom lookup. Empty values count as unset.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Settings {
         let get = |name: &str| lookup(name).filter(|v| !v.is_empty());
-        let path = |name: &str| get(name).map(PathBuf::from);
-        let home = path("HOME");
+        let home = get("HOME").map(PathBuf::from);
+        let path = |name: &str| get(name).map(|text| expand(&text, home.as_deref(), &lookup));
         let hf_home = path("HF_HOME").unwrap_or_else(|| {
             path("XDG_CACHE_HOME")
                 .or_else(|| Some(home.as_ref()?.join(".cache")))
                 .unwrap_or_else(std::env::temp_dir)
                 .join("huggingface")
         });
-        let read = |path: &Path| {
-            let text = ft_base::store::read_plain_text(path, 1 << 20).ok()?;
-            Some(text.trim().to_string()).filter(|t| !t.is_empty())
-        };
+        let trimmed = |text: String| Some(text.trim().to_string()).filter(|t| !t.is_empty());
+        let read = |path: &Path| ft_base::store::read_plain_text(path, 1 << 20).ok().and_then(trimmed);
         let token = if is_true(get("HF_HUB_DISABLE_IMPLICIT_TOKEN")) {
             None
         } else {
             get("HF_TOKEN")
-                .map(|t| t.trim().to_string())
+                .or_else(|| get("HUGGING_FACE_HUB_TOKEN"))
+                .and_then(trimmed)
                 .or_else(|| read(&path("HF_TOKEN_PATH")?))
                 .or_else(|| read(&hf_home.join("token")))
         };
@@ -74,6 +73,31 @@ impl fmt::Debug for Settings {
             .field("offline", &self.offline)
             .finish_non_exhaustive()
     }
+}
+
+/// Replaces a leading `~`, and variables that are set, as Python's `expanduser` and `expandvars` do.
+fn expand(text: &str, home: Option<&Path>, lookup: &dyn Fn(&str) -> Option<String>) -> PathBuf {
+    let below_home = text.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'));
+    let text = match (below_home, home) {
+        (Some(rest), Some(home)) => format!("{}{rest}", home.display()),
+        _ => text.to_string(),
+    };
+    let mut parts = text.split('$');
+    let mut out = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        let (name, rest) = match part.strip_prefix('{') {
+            Some(braced) => braced.split_once('}').unwrap_or_default(),
+            None => {
+                let ends = |c: char| !c.is_ascii_alphanumeric() && c != '_';
+                part.split_at(part.find(ends).unwrap_or(part.len()))
+            }
+        };
+        match Some(name).filter(|n| !n.is_empty()).and_then(lookup) {
+            Some(value) => out += &(value + rest),
+            None => out += &format!("${part}"),
+        }
+    }
+    out.into()
 }
 
 fn is_true(value: Option<String>) -> bool {
@@ -115,7 +139,33 @@ mod tests {
         let s = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_variable")]);
         assert_eq!(s.token.as_deref(), Some("hf_variable"));
         assert!(!format!("{s:?}").contains("hf_variable"));
+        let old = ("HUGGING_FACE_HUB_TOKEN", "hf_old");
+        assert_eq!(of(&[("HF_HOME", home), old]).token.as_deref(), Some("hf_old"));
+        assert_eq!(of(&[("HF_TOKEN", "hf_new"), old]).token.as_deref(), Some("hf_new"));
+        assert_eq!(of(&[("HF_HOME", home), ("HF_TOKEN", " \n")]).token.as_deref(), Some("hf_file"));
+        assert_eq!(of(&[("HF_HOME", "/f"), ("HF_TOKEN", " ")]).token, None);
+        let s = of(&[("HOME", home), ("HF_TOKEN_PATH", "~/token")]);
+        assert_eq!(s.token.as_deref(), Some("hf_file"));
         let s = of(&[("HF_HOME", home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]);
         assert_eq!(s.token, None);
+    }
+
+    #[test]
+    fn paths_have_home_and_variables_filled_in() {
+        let cache = |name, path| of(&[("HOME", "/h"), ("DISK", "/d"), ("EMPTY", ""), (name, path)]).cache;
+        assert_eq!(cache("HF_HOME", "~/f"), Path::new("/h/f/hub"));
+        assert_eq!(cache("HF_HOME", "$DISK/f"), Path::new("/d/f/hub"));
+        for (path, wanted) in [
+            ("~", "/h"),
+            ("~other/c", "~other/c"),
+            ("a~", "a~"),
+            ("${DISK}c$EMPTY$HOME", "/dc/h"),
+            ("$DISKS/c", "$DISKS/c"),
+            ("/c$", "/c$"),
+            ("/${DISK", "/${DISK"),
+            ("${}$-", "${}$-"),
+        ] {
+            assert_eq!(cache("HF_HUB_CACHE", path), Path::new(wanted), "{path}");
+        }
     }
 }

@@ -5,14 +5,14 @@ use super::order::Permutation;
 use super::packed::Rows;
 use super::storage::WorkingStorage;
 use crate::error::{Error, Problems};
-use crate::keep::{
+use crate::read::files::{Kind, files, files_and_ignored, kind};
+use crate::shape::{example::Example, schema::Schema};
+use crate::token_cache::{
     cache::{CacheEntry, CacheKey, Strict, warn_uncached},
     pass::{PassError, SourcePass},
     samples::{Samples, StoreWriter, TokenStore},
     stats::{SourceStats, Stats},
 };
-use crate::read::files::{Kind, files, files_and_ignored, kind};
-use crate::shape::{example::Example, schema::Schema};
 use crate::tokenize::{encode::Encoder, model_files::template_of, model_key::ModelKey, tokenizer::Tokenizer};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::store::{self, hash::KnownHash};

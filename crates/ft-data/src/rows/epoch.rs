@@ -6,7 +6,7 @@ use super::pack;
 use super::packed::{Rows, RowsWriter};
 use super::storage::WorkingStorage;
 use crate::error::Error;
-use crate::keep::{
+use crate::token_cache::{
     record::{Item, saturating_u32},
     samples::{Reader, Samples},
     stats::Counts,
@@ -136,7 +136,7 @@ impl<'a> EpochBuilder<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keep::bytes::Scratch;
+    use crate::token_cache::bytes::Scratch;
 
     /// A run started with a held permutation is not resumed with a computed one; all other runs are.
     #[test]

@@ -3,7 +3,7 @@
 use super::order::Permutation;
 use super::storage::WorkingStorage;
 use crate::error::Error;
-use crate::keep::{
+use crate::token_cache::{
     bytes::{List, Window},
     record::saturating_u32,
 };

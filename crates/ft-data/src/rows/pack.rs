@@ -1,7 +1,7 @@
 //! Packing of samples into rows.
 
 use crate::error::Error;
-use crate::keep::{record::Item, record::saturating_u32};
+use crate::token_cache::{record::Item, record::saturating_u32};
 use ft_base::rng::Stream;
 use std::collections::BTreeMap;
 

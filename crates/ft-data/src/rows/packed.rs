@@ -2,7 +2,7 @@
 
 use super::mix::{Mixture, MixtureReader};
 use crate::error::Error;
-use crate::keep::{
+use crate::token_cache::{
     bytes::{List, Scratch, Spool, Window},
     record::{Item, saturating_u32},
     samples::{Reader, Samples},

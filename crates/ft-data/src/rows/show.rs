@@ -2,8 +2,8 @@
 
 use super::dataset::Dataset;
 use crate::error::Error;
-use crate::keep::stats::Stats;
 use crate::shape::example::IGNORE_INDEX;
+use crate::token_cache::stats::Stats;
 use crate::tokenize::tokenizer::Tokenizer;
 use ft_base::terminal::escape;
 use ft_recipe::{OverLength, ScoreTargets};

@@ -1,7 +1,7 @@
 //! Storage of lists, and bounds on memory.
 
 use super::order::MAX_IN_MEMORY;
-use crate::keep::{bytes::Scratch, cache::tokens_folder};
+use crate::token_cache::{bytes::Scratch, cache::tokens_folder};
 use std::path::Path;
 
 /// Storage for lists, and the largest number of samples permuted in memory.

@@ -38,7 +38,7 @@ fn refused((schema, scores): (&Schema, &ScoreTargets), key: &str) -> Option<Stri
         }
         (Format::Tokens, "position_ids") => "positions of a row count from 0",
         (Format::Completion, "label") => {
-            "a judgement of the completion, which task = \"sft\" does not read; keep the rows to learn from, \
+            "a judgment of the completion, which task = \"sft\" does not read; keep the rows to learn from, \
              and leave it out, or take task = \"kto\""
         }
         (Format::Labeled, "labels") => {

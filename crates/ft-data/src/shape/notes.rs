@@ -58,7 +58,7 @@ impl Note {
                 if role == "assistant" { "" } else { "\n  hint: put its text into the first user message" }
             ),
             Note::Marker(marker) => format!(
-                "{s} in which the chat template writes {marker:?}, for which the tokenizer has no token: it is spelt \
+                "{s} in which the chat template writes {marker:?}, for which the tokenizer has no token: it is spelled \
                  in pieces\n  hint: the template may belong to another tokenizer (data.chat_template)"
             ),
             Note::Edge => format!(

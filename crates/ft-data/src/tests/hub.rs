@@ -194,7 +194,7 @@ mod remote {
 
     fn respond(shared: &mut Shared, method: &str, path: &str) -> (u16, String, Vec<u8>) {
         if let Mood::Refuses(status, code) = shared.mood {
-            return (status, format!("X-Error-Code: {code}\r\n"), b"{}".to_vec());
+            return (status, format!("X-Error-Code: {code}\r\n"), b"{\"error\": \"a policy\"}".to_vec());
         }
         let json = |value: serde_json::Value| {
             (200, "Content-Type: application/json\r\n".into(), value.to_string().into_bytes())
@@ -210,6 +210,9 @@ mod remote {
                 }
                 _ => json(serde_json::json!({ "url": "http://hub/owner/name" })),
             };
+        }
+        if path == "/api/models/owner/name" && !shared.files.is_empty() {
+            return json(serde_json::json!({ "id": "owner/name" }));
         }
         let revision = path.strip_prefix("/api/models/owner/name/revision/");
         if revision.is_some_and(|r| ["main", COMMIT].contains(&r)) {
@@ -281,6 +284,16 @@ mod remote {
     }
 
     #[test]
+    fn a_push_to_a_repository_that_is_there_creates_none() {
+        let hub = Hub::new(&[("README.md", b"# card")]);
+        let home = tempfile::tempdir().unwrap();
+        push_with(&settings(home.path(), &hub.endpoint), &pushed(home.path())).unwrap();
+        let shared = hub.shared.lock().unwrap();
+        let paths: Vec<&str> = shared.posted.iter().map(|(path, _)| path.as_str()).collect();
+        assert_eq!(paths[0], "/api/models/owner/name/branch/dev", "{paths:?}");
+    }
+
+    #[test]
     fn a_push_that_the_hub_refuses_says_why_and_never_the_token() {
         let hub = Hub::new(&[]);
         let home = tempfile::tempdir().unwrap();
@@ -290,6 +303,7 @@ mod remote {
             hub.mood(Mood::Refuses(status, ""));
             let error = refused(&online).to_string();
             assert!(error.contains("owner/name") && error.contains(says), "{status}: {error}");
+            assert!(error.contains(": a policy"), "{status}: {error}");
             assert!(!error.contains("hf_test_secret"), "{error}");
         }
         let asked = hub.shared.lock().unwrap().posted.len();
@@ -422,6 +436,51 @@ mod remote {
         assert_eq!(hub.got(), Vec::<String>::new());
     }
 
+    /// The cache was filled by `hf download --repo-type dataset`, whose snapshots are links.
+    #[test]
+    fn a_dataset_that_another_program_has_downloaded_is_found_offline() {
+        let home = tempfile::tempdir().unwrap();
+        let s = Settings { offline: true, ..settings(home.path(), "http://127.0.0.1:1") };
+        let folder = s.cache.join("datasets--owner--name");
+        let dir = folder.join("snapshots").join(COMMIT);
+        for inner in [dir.join("rows"), folder.join("refs"), folder.join("blobs")] {
+            fs::create_dir_all(inner).unwrap();
+        }
+        fs::write(folder.join("refs/main"), COMMIT).unwrap();
+        let get = |s: &Settings, split| {
+            let name = DatasetName { id: "owner/name", revision: "main", config: None, split: Some(split) };
+            fetch_dataset_with(s, None, name, false)
+        };
+        let error = get(&s, "train").unwrap_err();
+        assert!(matches!(error, Error::NotCached { .. }), "{error}");
+        assert!(error.to_string().contains("owner/name --repo-type dataset --revision main"), "{error}");
+        for name in ["rows/a.jsonl", "rows/train-0-of-2.jsonl", "rows/train-1-of-2.jsonl"] {
+            let blob = folder.join("blobs").join(name.replace('/', "-"));
+            fs::write(&blob, "{}").unwrap();
+            std::os::unix::fs::symlink(&blob, dir.join(name)).unwrap();
+        }
+        // by the names of the files, then by the card
+        let found = get(&s, "train").unwrap();
+        let shards = ["rows/train-0-of-2.jsonl", "rows/train-1-of-2.jsonl"].map(|f| dir.join(f));
+        assert_eq!(found.files, shards);
+        assert!(found.notes[0].contains(COMMIT), "{:?}", found.notes);
+        let card =
+            "---\nconfigs:\n- config_name: x\n  data_files:\n  - {split: train, path: rows/a.jsonl}\n---\n";
+        fs::write(dir.join("README.md"), card).unwrap();
+        assert_eq!(get(&s, "train").unwrap().files, [dir.join("rows/a.jsonl")]);
+        let gone = get(&Settings { offline: false, ..s.clone() }, "train").unwrap();
+        assert!(gone.notes[0].contains("cannot reach the hub"), "{:?}", gone.notes);
+        let error = get(&s, "test").unwrap_err().to_string();
+        assert!(error.contains("in the cache") && error.contains("it has train"), "{error}");
+        fs::write(dir.join("README.md"), "---\nconfigs: [1\n---\n").unwrap();
+        assert!(get(&s, "train").unwrap_err().to_string().contains("README.md: line"));
+        fs::remove_file(dir.join("README.md")).unwrap();
+        fs::remove_file(&shards[0]).unwrap();
+        let error = get(&s, "train").unwrap_err();
+        assert!(matches!(error, Error::NotCached { .. }), "{error}");
+        assert!(error.to_string().contains("train-*-of-2.jsonl"), "{error}");
+    }
+
     #[test]
     fn a_repository_without_a_tokenizer_is_whole_offline_too() {
         let hub = Hub::new(&[("config.json", b"{}"), ("model.safetensors", b"x")]);
@@ -485,10 +544,14 @@ mod remote {
         ] {
             fs::write(absent.join(name), "").unwrap();
         }
-        let get = || fetch_model_with(&online, "owner/name", COMMIT, Want::Weights, false).unwrap();
-        assert_eq!((get().dir, get().notes), (dir, Vec::new()));
+        let get = |want| fetch_model_with(&online, "owner/name", COMMIT, want, false).unwrap();
+        let of_tokens = get(Want::Tokenizer);
+        assert_eq!((of_tokens.dir, of_tokens.notes), (dir, Vec::new()));
+        // a result takes processors along
+        let is_asked = |want| get(want).notes.iter().any(|note| note.contains("answered 418"));
+        assert!(is_asked(Want::Weights));
         fs::remove_file(absent.join("chat_template.jinja")).unwrap();
-        assert!(get().notes[0].contains("answered 418"), "{:?}", get().notes);
+        assert!(is_asked(Want::Tokenizer));
     }
 
     #[test]
@@ -511,6 +574,7 @@ mod remote {
             let error = fetch_model_with(settings, "owner/name", "main", Want::Config, false).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(wanted) && text.contains("owner/name"), "{status} {code}: {text}");
+            assert!(status == 404 || text.contains(": a policy"), "{status} {code}: {text}");
             assert!(!format!("{text}{error:?}").contains("hf_test_secret"), "{error:?}");
             assert_eq!(error.exit_code(), ExitCode::Model);
         }

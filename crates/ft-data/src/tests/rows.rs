@@ -138,7 +138,7 @@ fn rows_that_no_conversation_can_be_made_of_are_told() {
             json!({"prompt": "Hi", "completion": "x", "history": [["a", "b"]]}),
             "history: write earlier turns as messages",
         ),
-        (json!({"prompt": "Hi", "completion": "x", "label": false}), "label: a judgement"),
+        (json!({"prompt": "Hi", "completion": "x", "label": false}), "label: a judgment"),
         (json!({"prompt": "Hi", "completion": "x", "chosen": "a", "rejected": "b"}), "a pair of preferences"),
     ] {
         let told = chat(row);

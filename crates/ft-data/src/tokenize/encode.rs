@@ -220,7 +220,7 @@ impl Encoder<'_> {
         let same = kept.iter().zip(&before).take_while(|(a, b)| a == b).count();
         // a prompt longer than the kept tokens goes on beyond them
         let read = if same == kept.len() { before.len() } else { same };
-        if read < before.len() {
+        if read < before.len() && self.data.scores == ScoreTargets::None {
             notes.push(Note::Merged);
         }
         if out.total > out.ids.len() {

@@ -45,19 +45,21 @@ impl ModelFiles {
 }
 
 /// Text and origin of a chat template.
-pub(super) struct TemplateSource {
+pub struct TemplateSource {
+    /// Path of the file.
     pub origin: String,
+    /// The template.
     pub default: String,
     /// A separate template for conversations with tools, if any.
     pub tool_use: Option<String>,
 }
 
-/// The chat template of a model folder, as text.
+/// The chat template of a model folder.
 ///
 /// # Errors
 /// Existing files that are invalid.
-pub fn template_of(dir: &Path) -> Result<Option<String>, Error> {
-    Ok(find_template(dir, None, &read_object(dir, CONFIG)?)?.map(|t| t.default))
+pub fn template_of(dir: &Path) -> Result<Option<TemplateSource>, Error> {
+    find_template(dir, None, &read_object(dir, CONFIG)?)
 }
 
 /// Finds the chat template: the explicit file, a template file of the folder, or a config key.

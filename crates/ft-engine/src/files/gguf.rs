@@ -20,6 +20,8 @@ const ALIGNMENT: u64 = 32;
 pub enum GgufValue {
     /// An unsigned 32-bit integer.
     U32(u32),
+    /// A signed 32-bit integer.
+    I32(i32),
     /// A 32-bit float.
     F32(f32),
     /// A boolean.
@@ -62,6 +64,7 @@ impl GgufValue {
         let mut kind = |k: u32| out.extend(k.to_le_bytes());
         match self {
             Self::U32(_) => kind(kind::U32),
+            Self::I32(_) => kind(kind::I32),
             Self::F32(_) => kind(kind::F32),
             Self::Bool(_) => kind(kind::BOOL),
             Self::Text(_) => kind(kind::TEXT),
@@ -72,6 +75,7 @@ impl GgufValue {
         }
         match self {
             Self::U32(x) => out.extend(x.to_le_bytes()),
+            Self::I32(x) => out.extend(x.to_le_bytes()),
             Self::F32(x) => out.extend(x.to_le_bytes()),
             Self::Bool(x) => out.push(u8::from(*x)),
             Self::Text(x) => put_text(out, x),

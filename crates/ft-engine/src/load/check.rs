@@ -32,6 +32,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
             }
             match files.info(&name) {
                 None if (config.tied && m.group == Group::Head) || m.is_score() || m.is_constant() => {}
+                None if m.group == Group::Head && config.is_tied_inside() => problems.push(format!(
+                    "{name}: missing ({shape:?}); tie_word_embeddings of the whole is false\n    \
+                     hint: override = {{ tie_word_embeddings = true }} under [model]"
+                )),
                 None => problems.push(format!("{name}: missing ({shape:?})")),
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));

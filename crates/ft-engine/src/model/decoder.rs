@@ -7,7 +7,7 @@ use super::config::{Config, KeySource};
 use super::delta::{DeltaNet, Parameter};
 use super::embedding::{Embedding, EmbeddingLora};
 use super::feed_forward::mlp::Mlp;
-use super::feed_forward::{Beside, Mixture, Owned, Shared};
+use super::feed_forward::{Beside, LocalExperts, Mixture, Shared};
 use super::head::Head;
 use super::layer::{FeedForward, Layer};
 use super::layer_inputs::LayerInputs;
@@ -59,7 +59,7 @@ pub trait Weights {
         vec![1; experts.len()]
     }
     /// The experts of a layer that are here, if ranks split them, with this rank's part; `None` for all.
-    fn own(&self, _: &[MlpTree], _unit: usize) -> Option<(Range<usize>, Owned)> {
+    fn own(&self, _: &[MlpTree], _unit: usize) -> Option<(Range<usize>, LocalExperts)> {
         None
     }
     /// Heads on this rank, of `all` of a layer.
@@ -347,7 +347,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Builds the experts of layer `l` that are here, one for each run of identical ones.
-    fn experts(&mut self, l: usize, all: &[MlpTree]) -> ft_base::Result<(Experts, Option<Owned>)> {
+    fn experts(&mut self, l: usize, all: &[MlpTree]) -> ft_base::Result<(Experts, Option<LocalExperts>)> {
         let own = self.weights.own(all, l + 1);
         let here = own.as_ref().map_or(all, |(range, _)| &all[range.clone()]);
         let alike = self.weights.alike(here);

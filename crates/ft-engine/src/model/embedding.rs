@@ -98,18 +98,15 @@ impl Embedding {
         let dy = through.map_or_else(|| Ok(dy.clone()), |d| dy + d)?;
         let (ids, dy) = (&batch.ids, &self.scaled(dy)?);
         if let Some(slot) = self.slot {
-            sink.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
+            sink.rows(slot, ids, batch.embedded()?.as_deref(), None, dy)?;
         }
         if let Some((rows, slot)) = self.rows.as_ref().and_then(|r| Some((r, r.slot?))) {
-            sink.rows(slot, ids, batch.by_id.as_ref(), Some(&rows.ids), dy)?;
+            sink.rows(slot, ids, batch.embedded()?.as_deref(), Some(&rows.ids), dy)?;
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
             sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
-            let mut du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
-            if let Some(factors) = &batch.unpadded {
-                du = du.broadcast_mul(factors)?;
-            }
-            sink.columns(a_slot, ids, &du)?;
+            let du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
+            sink.columns(a_slot, ids, batch.pad, &du)?;
         }
         Ok(())
     }

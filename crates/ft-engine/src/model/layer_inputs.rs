@@ -73,7 +73,7 @@ impl LayerInputs {
         let d = (d * FRAC_1_SQRT_2)?;
         if let Some(slot) = self.slot {
             let d = scaled(d.clone(), self.scale(), self.dtype)?;
-            sink.rows(slot, &batch.ids, batch.by_id.as_ref(), None, &d)?;
+            sink.rows(slot, &batch.ids, batch.embedded()?.as_deref(), None, &d)?;
         }
         let (projected, saved) = self.projected(&x()?, ctx)?;
         let d = self.norm.backward(&projected, &d.reshape(projected.shape())?, sink)?;

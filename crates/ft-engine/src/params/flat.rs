@@ -8,7 +8,7 @@ use super::buffers::{Buffer, FlatKind, Held, Shard, common};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
 use ft_kernels::optimizer::Draws;
-use ft_kernels::vacant::vacant;
+use ft_kernels::resizable::unallocated;
 use std::ops::Range;
 
 /// Flat buffers of one unit and kind.
@@ -75,7 +75,7 @@ impl Flat {
         let (len, shard) = (layout.len, what.split.shard(kind));
         let gathered = shard.is_split() || what.offload_weights;
         let compute = if gathered {
-            Buffer::apart(vacant(len, dtype, device)?, kind, what)?
+            Buffer::apart(unallocated(len, dtype, device)?, kind, what)?
         } else {
             Buffer::replicated(len, dtype, device)?
         };
@@ -91,7 +91,7 @@ impl Flat {
         // In f32, the compute buffer has the same values.
         let copies = gathered && wide && dtype != DType::F32;
         let wide = if copies && (what.offload_weights || home.same_device(device)) {
-            Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, kind, what)?)
+            Some(Buffer::of(master.clone(), unallocated(len, DType::F32, device)?, kind, what)?)
         } else {
             None
         };

@@ -19,9 +19,9 @@ use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::Arrival;
+use ft_kernels::crossing::PendingCopy;
+use ft_kernels::resizable::free;
 use ft_kernels::tensor::Real;
-use ft_kernels::vacant::vacate;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ impl Params {
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<Arrival>> {
+    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<PendingCopy>> {
         let at = At::unit("the gathering of weights", unit);
         self.gathered(unit).map(|b| b.gather(at, &self.split, comm)).collect()
     }
@@ -194,7 +194,7 @@ impl Params {
     /// # Errors
     /// Device errors.
     pub fn release(&self, unit: usize) -> Result<()> {
-        self.gathered(unit).try_for_each(|b| vacate(&b.whole))
+        self.gathered(unit).try_for_each(|b| free(&b.whole))
     }
 
     /// Elements of a tensor's piece to be set by this rank.

@@ -21,7 +21,7 @@ pub struct Mesh {
 
 /// Coordinates of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Coordinates {
     /// Stage of the pipeline.
     pub pipeline: usize,
     /// Index along the data axis.
@@ -127,8 +127,8 @@ impl Mesh {
     }
 
     /// Coordinates of a rank.
-    pub fn coordinates(&self, rank: usize) -> Place {
-        Place {
+    pub fn coordinates(&self, rank: usize) -> Coordinates {
+        Coordinates {
             pipeline: rank / self.stage(),
             data: rank / (self.context * self.tensor) % self.data,
             context: rank / self.tensor % self.context,
@@ -139,9 +139,9 @@ impl Mesh {
 
     /// Ranks of the group of `rank` along an axis, in order.
     pub fn members(&self, axis: Axis, rank: usize) -> Vec<usize> {
-        let axes = |p: Place| [p.pipeline, p.data, p.context, p.tensor];
+        let axes = |p: Coordinates| [p.pipeline, p.data, p.context, p.tensor];
         let (own, varies) = (self.coordinates(rank), axis.varies());
-        let is_end = |p: Place| p.pipeline == 0 || p.pipeline + 1 == self.pipeline;
+        let is_end = |p: Coordinates| p.pipeline == 0 || p.pipeline + 1 == self.pipeline;
         let block = |r: usize| r % self.stage() / self.expert;
         let in_group = |other: &usize| {
             let at = self.coordinates(*other);
@@ -197,7 +197,7 @@ mod tests {
         }
         assert_eq!((ALL.ranks(), Mesh { expert: 1, ..ALL }.ranks()), (24, 24));
         assert_eq!(ALL.to_string(), "pipeline 2 x data 2 x context 3 x tensor 2, experts over 4");
-        let place = Place { pipeline: 1, data: 1, context: 0, tensor: 1, expert: 3 };
+        let place = Coordinates { pipeline: 1, data: 1, context: 0, tensor: 1, expert: 3 };
         assert_eq!(ALL.coordinates(19), place);
     }
 

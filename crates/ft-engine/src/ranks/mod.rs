@@ -23,6 +23,6 @@ pub(crate) use comm::words_of;
 pub use comm::{At, Comm, Error, Piece, Received};
 pub use device::on_device;
 pub use group::Group;
-pub use mesh::{Axis, Mesh, Place};
+pub use mesh::{Axis, Coordinates, Mesh};
 pub use processes::ROUND;
 pub use threads::{Threads, alone, group, group_of};

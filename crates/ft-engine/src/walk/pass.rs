@@ -6,21 +6,21 @@ use super::times::Part;
 use super::visit::{Hooks, Outline, Visits};
 use super::walker::{Walk, dequantized_layer};
 use crate::model::batch::Context;
-use crate::model::between::Between;
 use crate::model::head::Output;
 use crate::model::layer::{self, Level};
+use crate::model::shared_state::SharedState;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use candle_core::{Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::Parked;
+use ft_kernels::crossing::Offloaded;
 use ft_kernels::padded::Padded;
 use std::sync::Arc;
 
 /// State of a layer between forward and backward.
 struct Saved {
     /// Input of the layer.
-    x: Parked,
+    x: Offloaded,
     /// Recompute level.
     level: Level,
     /// Saved activations.
@@ -30,7 +30,7 @@ struct Saved {
 /// Starts the transfer of the next layer input needed in the backward pass.
 fn prefetch(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
     match kept.last_mut() {
-        Some(Some(next)) => next.x.come(device),
+        Some(Some(next)) => next.x.prefetch(device),
         _ => Ok(()),
     }
 }
@@ -43,15 +43,15 @@ pub struct Pass<'a> {
     /// Routing decisions.
     pub routing: Routing,
     /// State between layers.
-    between: Arc<Between>,
+    between: Arc<SharedState>,
     /// Experts of the layers on the rows of other ranks, on a rank without rows.
     pub(super) served: Vec<Option<Away>>,
 }
 
 impl<'a> Pass<'a> {
     /// State between layers, a part of which crosses the boundaries of a stage: see
-    /// [`Carried`](crate::model::carried::Carried).
-    pub fn between(&self) -> &Between {
+    /// [`StageBoundary`](crate::model::stage_boundary::StageBoundary).
+    pub fn between(&self) -> &SharedState {
         &self.between
     }
 
@@ -82,7 +82,8 @@ impl<'a> Walk<'a> {
         let rest = saved.keep(level);
         // the topmost layer is needed first in the backward pass and stays on the device
         let parks = self.inputs.on_host && level > Level::None && l + 1 < self.decoder.units.own_layers().end;
-        let x = if parks { Parked::leave(x.clone(), self.inputs.pin)? } else { Parked::here(x.clone()) };
+        let x =
+            if parks { Offloaded::offload(x.clone(), self.inputs.pin)? } else { Offloaded::here(x.clone()) };
         Ok(Some(Saved { x, level, rest }))
     }
 
@@ -129,7 +130,7 @@ impl<'a> Walk<'a> {
             self.arrive(&pass.visits)?;
             let (y, saved) = self.layer(l, &x, &context, &mut pass.routing)?;
             if let Some(Some(below)) = pass.kept.last_mut() {
-                below.x.gone()?;
+                below.x.release()?;
             }
             pass.kept.push(self.keep(l, &x, saved)?);
             x = y;

@@ -5,7 +5,7 @@ use super::pass::Pass;
 use super::visit::{Outline, Visits};
 use super::walker::Walk;
 use crate::model::batch::{Context, HostBatch};
-use crate::model::feed_forward::{Like, Mixture, Served};
+use crate::model::feed_forward::{Mixture, RowSpec, Served};
 use crate::model::layer::Level;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
@@ -78,7 +78,7 @@ impl Walk<'_> {
         };
         let hooks = self.hooks;
         let context = batch.as_ref().map(|batch| batch.context.for_pass(&Arc::default(), hooks.experts()));
-        let like = Like(decoder.config.hidden, decoder.embedding.dtype, table.device());
+        let like = RowSpec(decoder.config.hidden, decoder.embedding.dtype, table.device());
         states.resize_with(decoder.layers.len(), || None);
         while visits.made() < until {
             let Some(visit) = visits.arrive()? else { break };
@@ -99,7 +99,7 @@ impl Walk<'_> {
         &self,
         mixture: &Mixture,
         state: Option<Away>,
-        (l, context, like): (usize, &Context<'_>, Like<'_>),
+        (l, context, like): (usize, &Context<'_>, RowSpec<'_>),
         (trains, sink): (bool, Option<&Sink<'_>>),
     ) -> Result<Option<Away>> {
         let level = self.kept_level(l);
@@ -130,7 +130,7 @@ fn keep(mut served: Served, level: Level) -> Away {
 fn again(
     mixture: &Mixture,
     state: Away,
-    (ctx, like): (&Context<'_>, Like<'_>),
+    (ctx, like): (&Context<'_>, RowSpec<'_>),
     level: Option<Level>,
 ) -> Result<Served> {
     match state {

@@ -1,7 +1,7 @@
 //! Neighbors of a stage of the pipeline: hidden states come from below and go above, gradients the other way.
 
 use crate::model::Decoder;
-use crate::model::carried::{Carried, Rows};
+use crate::model::stage_boundary::{Rows, StageBoundary};
 use crate::params::buffers::Split;
 use crate::ranks::{At, Axis, Comm, Group, words_of};
 use candle_core::{DType, Device};
@@ -15,14 +15,14 @@ pub struct Stage<'a> {
     /// First units of this stage and of the next.
     units: (usize, usize),
     /// Tensors across the boundaries above and below, beside hidden states.
-    carried: [Carried; 2],
+    carried: [StageBoundary; 2],
     hidden: usize,
     dtype: DType,
     device: &'a Device,
 }
 
 /// Tensors to send to a neighbor and to get from it: hidden states or their gradient `[t, d]`, then the tensors of
-/// [`Carried`].
+/// [`StageBoundary`].
 #[derive(Debug, Default)]
 pub struct Crossing {
     /// To send.
@@ -41,7 +41,7 @@ impl<'a> Stage<'a> {
         let units = (split.mesh.pipeline > 1).then_some(decoder.units)?;
         let (table, config) = (&decoder.embedding.table, &decoder.config);
         let below = |unit: usize| {
-            Carried::below(config, unit.saturating_sub(1), split.mesh.tensor, lowest == Some(0))
+            StageBoundary::below(config, unit.saturating_sub(1), split.mesh.tensor, lowest == Some(0))
         };
         Some(Self {
             group: Group::new(comm, &split.mesh, Axis::Pipeline),
@@ -59,7 +59,7 @@ impl<'a> Stage<'a> {
     }
 
     /// Tensors across the boundary above, or the one below, beside hidden states.
-    pub fn carried(&self, above: bool) -> &Carried {
+    pub fn carried(&self, above: bool) -> &StageBoundary {
         &self.carried[usize::from(!above)]
     }
 

@@ -11,8 +11,8 @@ pub mod ghost;
 mod layout;
 pub mod ledger;
 mod make;
+pub mod resizable;
 mod types;
-pub mod vacant;
 
 pub use cost::{ghost_products, ghosts, hold_copies, moves, started};
 pub use ghost::Ghost;

@@ -6,10 +6,10 @@
 use crate::tensor::{Real, Tensor};
 use candle_core::{Device, Result};
 
-/// A copy in progress. After [`Arrival::wait`], work submitted to the device sees the copied values and may
+/// A copy in progress. After [`PendingCopy::wait`], work submitted to the device sees the copied values and may
 /// overwrite the source.
 #[derive(Debug, Default)]
-pub struct Arrival {
+pub struct PendingCopy {
     #[cfg(feature = "cuda")]
     transfer: Option<Transfer>,
 }
@@ -30,7 +30,7 @@ enum Transfer {
 
 /// Tensors and the preceding copy kept alive until a transfer completes.
 #[cfg(feature = "cuda")]
-type Retained = (Vec<Tensor>, Option<Box<Arrival>>);
+type Retained = (Vec<Tensor>, Option<Box<PendingCopy>>);
 
 #[cfg(feature = "cuda")]
 impl Transfer {
@@ -42,13 +42,13 @@ impl Transfer {
     }
 }
 
-impl Arrival {
+impl PendingCopy {
     /// A completed copy.
     pub fn over() -> Self {
         Self::default()
     }
 
-    /// A transfer from other ranks. Keeps `retained` and the preceding copy `before` alive; [`Arrival::wait`]
+    /// A transfer from other ranks. Keeps `retained` and the preceding copy `before` alive; [`PendingCopy::wait`]
     /// adds `sum` to its destination.
     #[cfg(feature = "cuda")]
     pub fn of(
@@ -88,7 +88,7 @@ impl Arrival {
 
 /// Memory of a pending copy must not be reused: dropping waits as well.
 #[cfg(feature = "cuda")]
-impl Drop for Arrival {
+impl Drop for PendingCopy {
     fn drop(&mut self) {
         // a failed driver reports the error again on the next call
         let _ = self.transfer.as_ref().map(Transfer::wait);
@@ -100,20 +100,20 @@ impl Drop for Arrival {
 ///
 /// # Errors
 /// Errors of the driver; vectors of different dtypes.
-pub fn send(from: &Real, to: &Real) -> Result<Arrival> {
+pub fn send(from: &Real, to: &Real) -> Result<PendingCopy> {
     cross(from, to)
 }
 
 /// Starts a copy between two vectors, at least one of them on the host.
-fn cross(from: &Real, to: &Real) -> Result<Arrival> {
+fn cross(from: &Real, to: &Real) -> Result<PendingCopy> {
     #[cfg(feature = "cuda")]
     if let Some(copy) = crate::cuda::staging::copy(from, to)? {
-        return Ok(Arrival { transfer: Some(Transfer::Copy(copy)) });
+        return Ok(PendingCopy { transfer: Some(Transfer::Copy(copy)) });
     }
     if to.elem_count() > 0 {
         to.slice_set(from, 0, 0)?;
     }
-    Ok(Arrival::over())
+    Ok(PendingCopy::over())
 }
 
 /// Page-locks host memory of a tensor while this value lives. Copies from and to a device
@@ -148,26 +148,26 @@ impl Locked {
 
 /// A tensor offloaded to the host between two uses on the device, or left in place.
 #[derive(Debug)]
-pub struct Parked {
+pub struct Offloaded {
     /// Pending copy in either direction; completes before any memory is freed.
-    copy: Arrival,
+    copy: PendingCopy,
     here: Option<Tensor>,
     shape: candle_core::Shape,
     /// Host memory; `None` if the tensor stays in place.
     there: Option<Room>,
 }
 
-impl Parked {
+impl Offloaded {
     /// A tensor left in place.
     pub fn here(x: Tensor) -> Self {
-        Self { copy: Arrival::over(), shape: x.shape().clone(), here: Some(x), there: None }
+        Self { copy: PendingCopy::over(), shape: x.shape().clone(), here: Some(x), there: None }
     }
 
-    /// Starts the copy to the host. Device memory stays allocated until [`Parked::gone`].
+    /// Starts the copy to the host. Device memory stays allocated until [`Offloaded::release`].
     ///
     /// # Errors
     /// Errors of the driver; out of memory.
-    pub fn leave(x: Tensor, pin: bool) -> Result<Self> {
+    pub fn offload(x: Tensor, pin: bool) -> Result<Self> {
         let flat = x.real()?.contiguous()?.flatten_all()?;
         let there = Room::take(&flat, pin)?;
         let copy = cross(&flat, there.vector())?;
@@ -178,9 +178,9 @@ impl Parked {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn gone(&mut self) -> Result<()> {
+    pub fn release(&mut self) -> Result<()> {
         if self.there.is_some() {
-            std::mem::replace(&mut self.copy, Arrival::over()).wait()?;
+            std::mem::replace(&mut self.copy, PendingCopy::over()).wait()?;
             self.here = None;
         }
         Ok(())
@@ -190,7 +190,7 @@ impl Parked {
     ///
     /// # Errors
     /// Errors of the driver; out of memory.
-    pub fn come(&mut self, device: &Device) -> Result<()> {
+    pub fn prefetch(&mut self, device: &Device) -> Result<()> {
         if let (None, Some(there)) = (&self.here, &self.there) {
             let from = there.vector();
             let to = Real::zeros(from.elem_count(), from.dtype(), device)?;
@@ -203,10 +203,10 @@ impl Parked {
     /// Returns the tensor on the device.
     ///
     /// # Errors
-    /// See [`Parked::come`].
+    /// See [`Offloaded::prefetch`].
     pub fn take(mut self, device: &Device) -> Result<Tensor> {
-        self.come(device)?;
-        std::mem::replace(&mut self.copy, Arrival::over()).wait()?;
+        self.prefetch(device)?;
+        std::mem::replace(&mut self.copy, PendingCopy::over()).wait()?;
         match self.here.take() {
             Some(x) => x.reshape(self.shape),
             None => candle_core::bail!("a tensor that waits nowhere"),
@@ -254,15 +254,15 @@ mod tests {
         for dtype in [DType::F32, DType::BF16] {
             let x = randn(3, (5, 7), dtype)?;
             let want = values(&x);
-            let mut p = Parked::leave(x, true)?;
+            let mut p = Offloaded::offload(x, true)?;
             assert!(p.here.is_some());
-            p.gone()?;
+            p.release()?;
             assert!(p.here.is_none());
-            p.come(&Device::Cpu)?;
+            p.prefetch(&Device::Cpu)?;
             let back = p.take(&Device::Cpu)?;
             assert_eq!((back.dims(), values(&back)), ([5, 7].as_slice(), want.clone()));
-            let mut stays = Parked::here(back);
-            stays.gone()?;
+            let mut stays = Offloaded::here(back);
+            stays.release()?;
             assert_eq!(values(&stays.take(&Device::Cpu)?), want);
         }
         Ok(())

@@ -18,7 +18,7 @@ use ft_engine::model::Config;
 use ft_engine::model::modules::Group;
 use ft_engine::quant::{self, MXFP4_BLOCK};
 use ft_kernels::Machine;
-use ft_recipe::{Comm, Launch, Meeting, Quantize, Recipe, Weights};
+use ft_recipe::{Comm, Launch, Quantize, Recipe, Rendezvous, Weights};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -108,7 +108,7 @@ impl HostPlan {
             (_, Comm::Nccl) => NCCL,
             _ if machine.cuda => NCCL,
             (_, Comm::Mpi) => MPI,
-            (_, Comm::Auto) if Launch::of_env().is_some_and(|l| l.meeting == Meeting::Mpi) => MPI,
+            (_, Comm::Auto) if Launch::of_env().is_some_and(|l| l.rendezvous == Rendezvous::Mpi) => MPI,
             _ => 0,
         };
         space.shared = vec![("communication", shared)];

@@ -6,15 +6,15 @@ use super::states::ModelStates;
 use crate::workload::Tokens;
 use candle_core::{DType, Result};
 use ft_engine::model::Batch;
-use ft_engine::model::across::Across;
 use ft_engine::model::attention::Attention;
 use ft_engine::model::batch::Context;
-use ft_engine::model::between::Between;
-use ft_engine::model::cut::Cut;
+use ft_engine::model::context_shard::ContextShard;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::mixer::Mixer;
+use ft_engine::model::shared_state::SharedState;
 use ft_engine::model::sink::Sink;
+use ft_engine::model::token_shard::TokenShard;
 use ft_engine::walk::generate::PART;
 use ft_engine::walk::{self, Dequantize, Visit};
 use ft_kernels::attention::Cache;
@@ -59,7 +59,7 @@ pub struct StepInputs<'a> {
 /// Segments of a micro-batch on a rank of a context group.
 #[derive(Clone, Debug)]
 pub struct Segments {
-    pub across: Arc<Across<'static>>,
+    pub context_shard: Arc<ContextShard<'static>>,
     /// Bytes of their lists, beside those of a micro-batch on one rank.
     pub lists: u64,
 }
@@ -72,12 +72,12 @@ impl Segments {
         windows: impl IntoIterator<Item = Option<usize>>,
         cuda: bool,
     ) -> (Tokens, Self) {
-        let (own, across) = t.split(ranks);
+        let (own, context_shard) = t.split(ranks);
         let windows: BTreeSet<Option<usize>> = windows.into_iter().collect();
         // on the host: the whole micro-batch, and which tokens and targets are of this rank
         let host = if cuda { 0 } else { 16 * t.tokens + 12 * t.targets + 4 * own.tokens + 12 * own.targets };
-        let lists = across.bytes(windows, cuda) as u64 + host;
-        (own, Self { across: Arc::new(across), lists })
+        let lists = context_shard.bytes(windows, cuda) as u64 + host;
+        (own, Self { context_shard: Arc::new(context_shard), lists })
     }
 }
 
@@ -211,11 +211,11 @@ impl StepInputs<'_> {
     fn in_layers(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
         let mut batch = self.batch(t, train)?;
         let (which, (ranks, whole)) = (usize::from(!train), &self.tensor);
-        batch.context.across = self.context[which].as_ref().map(|s| Arc::clone(&s.across));
+        batch.context.context_shard = self.context[which].as_ref().map(|s| Arc::clone(&s.context_shard));
         if *ranks > 1 {
-            let across = batch.context.across.take();
-            let all = Context { across, ..self.batch(whole[which], train)?.context };
-            let cut = Cut::planned(whole[which].tokens as usize, *ranks, all);
+            let context_shard = batch.context.context_shard.take();
+            let all = Context { context_shard, ..self.batch(whole[which], train)?.context };
+            let cut = TokenShard::planned(whole[which].tokens as usize, *ranks, all);
             batch.context.cut = Some(Arc::new(cut));
         }
         Ok(batch)
@@ -269,7 +269,7 @@ impl StepInputs<'_> {
 
     /// State between the layers at a layer of a micro-batch with keys of `attended` tokens, which
     /// [`super::simulation`] counts.
-    fn between(&self, layer: Option<&Layer>, t: Tokens, attended: usize) -> Arc<Between> {
+    fn between(&self, layer: Option<&Layer>, t: Tokens, attended: usize) -> Arc<SharedState> {
         let (s, rows) = (self.shape, t.tokens as usize);
         let ghost = |shape: &[usize]| Tensor::from(Ghost::weight(&s.ledger, shape, s.dtype));
         let inputs = match self.layer_inputs() {
@@ -281,7 +281,7 @@ impl StepInputs<'_> {
             let keys = || ghost(&[attended, a.kv_heads, a.head_dim]);
             Some((l, [keys(), keys()]))
         });
-        Arc::new(Between::ghost(inputs, keys))
+        Arc::new(SharedState::ghost(inputs, keys))
     }
 
     pub(super) fn embedding_backward(&self) -> Result<Usage> {

@@ -8,9 +8,9 @@ use crate::time::actions::{Kind, StageActions, Transfer, VisitActions};
 use crate::workload::{Tokens, Workload, Workloads};
 use ft_engine::adapters::Selection;
 use ft_engine::model::Config;
-use ft_engine::model::carried::{Carried, Rows};
 use ft_engine::model::layer::Layer;
 use ft_engine::model::modules::{Group, Module};
+use ft_engine::model::stage_boundary::{Rows, StageBoundary};
 use ft_engine::model::units::{Units, cut};
 use ft_engine::ranks::Axis;
 use ft_engine::walk::generate::SAMPLE_TOKENS;
@@ -261,9 +261,9 @@ impl<'a> Prepared<'a> {
     }
 
     /// Values across the boundary below a unit, besides hidden states.
-    fn carried(&self, unit: usize) -> Carried {
+    fn carried(&self, unit: usize) -> StageBoundary {
         let tensor = self.inputs.recipe.parallel.tensor;
-        Carried::below(self.inputs.config, unit.saturating_sub(1), tensor, self.shape.lowest == Some(0))
+        StageBoundary::below(self.inputs.config, unit.saturating_sub(1), tensor, self.shape.lowest == Some(0))
     }
 
     /// Bytes that a rank receives within passes, per micro-batch: keys and values over segments, rows of experts,

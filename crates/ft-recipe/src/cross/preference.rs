@@ -63,7 +63,7 @@ impl Cross<'_, '_> {
 }
 
 impl Recipe {
-    /// A warning about an adapter that trains on, and is compared with the base by default.
+    /// A warning about an adapter that continues to train and is compared with the base by default.
     pub(super) fn reference_below_adapter(&self) -> Option<String> {
         const KEY: &str = "preference.reference";
         let adapter = self.lora.init.adapter()?;

@@ -28,6 +28,7 @@ use crate::load::Error;
 pub use context::{Around, Fate};
 use context::{Context, Outcome, converted, needless, refused};
 use draft::{Draft, Set};
+pub use read::yaml_value;
 use read::{Entry, is_expansion, is_off};
 use std::collections::BTreeMap;
 use std::path::Path;

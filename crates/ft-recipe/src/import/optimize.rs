@@ -9,7 +9,7 @@ use crate::syntax::quote;
 use serde_json::Value;
 
 /// The first learning rate of a warm-up in transformers' schedules.
-const WARMUP: &str = "; the first update has lr / warmup, there 0";
+const WARMUP: &str = "; the first update has lr / warm-up steps, not 0";
 /// Reason to leave out arguments of AdamW where transformers' Trainer trains with GaLore.
 const NOT_GALORES: &str = "the Trainer does not hand it to GaLore's optimizer";
 /// The `model_type` of mixtures whose classes in transformers have a load-balancing loss, and its coefficient where
@@ -167,7 +167,7 @@ fn router_loss(ctx: &mut Context<'_>, e: &Entry) -> Outcome {
         return ctx.take("router.aux_loss", e);
     }
     if !matches!(ctx.task, Task::Sft | Task::Dpo | Task::Kto) {
-        return needless("its trainer has none");
+        return needless("its trainer adds none by default");
     }
     match own_router_loss(ctx) {
         Some(0.0) => needless("the model has none"),

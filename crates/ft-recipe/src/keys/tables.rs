@@ -307,7 +307,7 @@ table! {
         /// Rows an optimizer step, over all ranks.
         batch_rows: usize = Int(1, COUNT), Toml("16");
         /// Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or "auto": the
-        /// fastest number within memory.budget. Loss and gradients do not depend on it, but for
+        /// fastest number within memory.budget. Loss and gradients do not depend on it beyond rounding, but for
         /// router.aux_loss, which is a mean over micro-batches.
         micro_rows: MicroRows = IntOrAuto(1, MICRO_ROWS), Toml("1");
         /// Largest global gradient norm; 0 is off.

@@ -145,12 +145,13 @@ pub fn conversation(state: &ServerState, p: &mut Parameters) -> Result<Vec<Promp
     Ok(vec![Prompt { ids, text: None }])
 }
 
-/// `chat_template_kwargs`: variables of the chat template.
+/// Variables of the chat template: `chat_template_kwargs`, and `reasoning_effort` where the template reads it.
 fn template_variables(p: &mut Parameters, prompt: &Prompter) -> Result<Map<String, Value>, ApiError> {
     const KEY: &str = "chat_template_kwargs";
+    const EFFORT: &str = "reasoning_effort";
     let fail = |why: String| Err(ApiError::param(KEY, format!("{KEY}: {why}")));
-    let variables = match p.take(KEY) {
-        None => return Ok(Map::new()),
+    let mut variables = match p.take(KEY) {
+        None => Map::new(),
         Some(Value::Object(variables)) => variables,
         Some(_) => return fail("an object is wanted".into()),
     };
@@ -158,11 +159,26 @@ fn template_variables(p: &mut Parameters, prompt: &Prompter) -> Result<Map<Strin
     if let Some(key) = variables.keys().find(|k| own.contains(&k.as_str())) {
         return fail(format!("{key} is not a variable of one's own"));
     }
+    check_read(KEY, &variables, prompt)?;
+    if let Some(effort) = p.read(EFFORT, "a word", |v| v.is_string().then(|| v.clone()))? {
+        let effort = Map::from_iter([(EFFORT.to_string(), effort)]);
+        check_read(EFFORT, &effort, prompt)?;
+        if variables.get(EFFORT).is_some_and(|other| *other != effort[EFFORT]) {
+            return Err(ApiError::param(EFFORT, format!("{EFFORT} contradicts {KEY}.{EFFORT}")));
+        }
+        variables.extend(effort);
+    }
+    Ok(variables)
+}
+
+/// Refuses variables of the parameter `key` that the chat template does not read.
+fn check_read(key: &str, variables: &Map<String, Value>, prompt: &Prompter) -> Result<(), ApiError> {
+    let fail = |why: String| Err(ApiError::param(key, format!("{key}: {why}")));
     if prompt.form != PromptFormat::Chat && !variables.is_empty() {
         return fail("the model was not trained with a chat template".into());
     }
-    match prompt.tokenizer.unread(&variables) {
+    match prompt.tokenizer.unread(variables) {
         Some((name, known)) => fail(format!("the template reads no {name:?}; it reads {}", known.join(", "))),
-        None => Ok(variables),
+        None => Ok(()),
     }
 }

@@ -13,6 +13,10 @@ use serde_json::{Value, json};
 
 /// Most alternatives per token.
 const ALTERNATIVES: u64 = 20;
+/// Most stop strings.
+const STOPS: usize = 32;
+/// Token limit of a reply without one in the request or for the server.
+const REPLY: usize = 1024;
 
 /// A validated request.
 pub struct Request {
@@ -23,13 +27,15 @@ pub struct Request {
 }
 
 /// Accepted parameters without effect.
-const WITHOUT_EFFECT: [&str; 7] = [
+const WITHOUT_EFFECT: [&str; 9] = [
     "user",
     "store",
     "metadata",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "parallel_tool_calls",
 ];
 
@@ -165,7 +171,15 @@ fn max_tokens(
         let param = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
         return Err(ApiError::param(param, message).with_code("context_length_exceeded"));
     }
-    Ok(asked.unwrap_or(state.max_tokens).min(state.max_tokens).min(left))
+    Ok(reply_limit(asked, state.max_tokens).min(left))
+}
+
+/// Token limit of a reply, of the request's and the server's.
+fn reply_limit(asked: Option<usize>, server: Option<usize>) -> usize {
+    match (asked, server) {
+        (Some(asked), Some(server)) => asked.min(server),
+        (asked, server) => asked.or(server).unwrap_or(REPLY),
+    }
 }
 
 /// How to sample, the repetition penalty, and the seed.
@@ -188,14 +202,14 @@ fn sampling(
     Ok((sampling, penalty, seed))
 }
 
-/// Up to four stop strings.
+/// Up to [`STOPS`] stop strings.
 fn stop_strings(value: Option<Value>) -> Result<Vec<String>, ApiError> {
-    let fail =
-        || ApiError::param("stop", "stop: a text, or a list of up to four that are not empty, is wanted");
+    let message = format!("stop: a text, or a list of up to {STOPS} that are not empty, is wanted");
+    let fail = || ApiError::param("stop", message.as_str());
     let list = match value {
         None => return Ok(Vec::new()),
         Some(Value::String(s)) => vec![Value::String(s)],
-        Some(Value::Array(list)) if list.len() <= 4 => list,
+        Some(Value::Array(list)) if list.len() <= STOPS => list,
         Some(_) => return Err(fail()),
     };
     let text = |v: Value| v.as_str().filter(|s| !s.is_empty()).map(str::to_string).ok_or_else(fail);
@@ -219,5 +233,23 @@ fn include_usage(options: Option<Value>, stream: bool) -> Result<bool, ApiError>
         (None, None | Some(Value::Null)) => Ok(false),
         (None, Some(Value::Bool(usage))) => Ok(usage),
         (None, Some(_)) => Err(fail(".include_usage: true or false is wanted")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_limit_given_to_the_server_lowers_that_of_a_request() {
+        assert_eq!([None, Some(4096)].map(|asked| reply_limit(asked, None)), [REPLY, 4096]);
+        assert_eq!([None, Some(9), Some(4096)].map(|asked| reply_limit(asked, Some(400))), [400, 9, 400]);
+    }
+
+    #[test]
+    fn stop_strings_are_up_to_32() {
+        let stops = |n: usize| stop_strings(Some(json!(vec!["a"; n])));
+        assert_eq!(stops(STOPS).map(|stops| stops.len()).ok(), Some(32));
+        assert!(stops(STOPS + 1).is_err_and(|e| e.param.as_deref() == Some("stop")));
     }
 }

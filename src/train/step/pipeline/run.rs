@@ -7,7 +7,7 @@ use crate::train::step::sums::Collected;
 use crate::train::step::turn::{OwnMicro, Ranks, TokenRanks};
 use ft_data::Micro;
 use ft_engine::model::Batch;
-use ft_engine::model::carried::Rows;
+use ft_engine::model::stage_boundary::Rows;
 use ft_engine::ranks::schedule::{Action, Passed, schedule};
 use ft_engine::walk::{Crossing, Hooks, Pass, RouterLosses, Stage, Times, Total, Walk};
 use ft_kernels::Tensor;
@@ -153,7 +153,7 @@ impl<'b> StageStep<'_, 'b, '_> {
             let y = self.walk(times).up(&mut pass, &batch, below)?;
             if cx.model.decoder.units.has_head() {
                 let mut unsaid = Tally::default();
-                let tally = if self.ranks.speaks() { &mut got.tally } else { &mut unsaid };
+                let tally = if self.ranks.reports_loss() { &mut got.tally } else { &mut unsaid };
                 let (of, device) = (&micro, cx.device());
                 let mut weigh =
                     objective.map(|o| move |losses: &[Tensor]| weigh(o, of, losses, tally, device));

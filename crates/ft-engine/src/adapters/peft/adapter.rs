@@ -127,11 +127,11 @@ impl Adapter {
             ))),
             (Some(_), None) if base.is_nested() => Err(self
                 .fail(format!("{SCORE}: not built yet: a score head on a vision checkpoint's text model"))),
-            (Some(_), None) if base.family.classifier.is_none() => Err(self.fail(format!(
-                "{SCORE}: transformers has no sequence classifier of {}",
-                base.family.model_type
-            ))),
-            (Some(own), None) => Ok(base.with_scores(own)),
+            (Some(own), None) => {
+                let name = base.family.model_type;
+                let why = || format!("{SCORE}: transformers has no sequence classifier of {name}");
+                base.with_scores(own).ok_or_else(|| self.fail(why()))
+            }
             _ => Ok(base),
         }
     }

@@ -34,7 +34,7 @@ pub(super) fn check(config: &Config, arch: &str) -> Result<(), Error> {
         let always = arch != "qwen2moe";
         if moe.normalise != always {
             let how = if always { "always" } else { "never" };
-            let why = format!("{}; llama.cpp's {arch} {how} normalises", moe.normalise);
+            let why = format!("{}; llama.cpp's {arch} {how} normalizes", moe.normalise);
             return refuse("norm_topk_prob", why);
         }
         if !moe.sparse.iter().all(|s| *s) {

@@ -1,4 +1,4 @@
-//! llama.cpp's metadata keys for a model's config.
+//! llama.cpp's metadata keys for a model's config and its sampling settings.
 
 use super::checks::{check, interval};
 use super::entries::Keys;
@@ -7,7 +7,10 @@ use super::names::architecture;
 use crate::files::GgufValue;
 use crate::model::rope::{Rope, Scaling};
 use crate::model::{Config, LayerAttention};
+use ft_base::store;
 use ft_base::terminal::warn;
+use serde_json::{Map, Value};
+use std::path::Path;
 
 /// Whether llama.cpp has sliding windows for the family.
 fn has_windows(config: &Config) -> bool {
@@ -187,4 +190,27 @@ fn of_layers(config: &Config, put: &mut impl FnMut(&str, GgufValue)) {
     if let Some(cap) = config.logit_cap {
         put("final_logit_softcapping", GgufValue::F32(cap as f32));
     }
+}
+
+/// A JSON file of a model folder; empty if it is not there.
+///
+/// # Errors
+/// A file that is no JSON object.
+pub(super) fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Value>> {
+    let Some(bytes) = store::read_if_there(dir, name, store::LARGEST)? else { return Ok(Map::new()) };
+    serde_json::from_slice(&bytes)
+        .map_err(|e| Error { place: dir.join(name).display().to_string(), why: e.to_string() }.into())
+}
+
+/// Keys of the settings in `generation_config.json`, whatever its `do_sample`: as llama.cpp's conversion writes them.
+pub(super) fn of_sampling(file: &Map<String, Value>) -> Keys {
+    let number = |key: &str| file.get(key).and_then(Value::as_f64).map(|x| GgufValue::F32(x as f32));
+    let top_k = file.get("top_k").and_then(Value::as_i64).and_then(|k| i32::try_from(k).ok());
+    let all = [
+        ("top_k", top_k.map(GgufValue::I32)),
+        ("top_p", number("top_p")),
+        ("min_p", number("min_p")),
+        ("temp", number("temperature")),
+    ];
+    all.into_iter().filter_map(|(key, value)| Some((format!("general.sampling.{key}"), value?))).collect()
 }

@@ -48,6 +48,7 @@ pub fn write_model(
         ("general.file_type".into(), GgufValue::U32(file_type(if config.mxfp4 { MXFP4 } else { dtype }))),
         ("general.quantization_version".into(), GgufValue::U32(2)),
     ];
+    all.extend(keys::of_sampling(&keys::object(dir, "generation_config.json")?));
     all.extend(of_config);
     all.extend(of_tokenizer);
     let window = keys::context(config);

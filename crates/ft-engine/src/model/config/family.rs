@@ -2,6 +2,7 @@
 //! its class in `defaults/classes.json`.
 
 use super::layers::by_layer;
+use super::rope::PARTIAL;
 use ft_kernels::swiglu::Joint;
 
 /// How a family decides on a bias.
@@ -513,9 +514,6 @@ pub const FAMILIES: &[Family] = &[
         ..GATED_DELTA
     },
 ];
-
-/// Key of the share of channels that rotate.
-pub(super) const PARTIAL: &str = "partial_rotary_factor";
 
 /// Half of the channels rotate, by pairs of neighbors; gate and up in one.
 const GLM: Family = Family {

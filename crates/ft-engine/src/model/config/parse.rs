@@ -1,11 +1,11 @@
 //! Parsing of a config.
 
-use super::defaults::completed;
+use super::defaults::{completed, default_table};
 use super::error::{Error, Result};
-use super::family::{Bias, FAMILIES, Family, PARTIAL, find, find_nested};
+use super::family::{Bias, FAMILIES, Family, find, find_nested};
 use super::keys::Keys;
 use super::limits::{ALL_EXPERTS, HEADS, HIDDEN, INNER, LAYERS, PARAMETERS, POSITIONS, VALUES, VOCAB};
-use super::rope::{ROPE_PARAMETERS, ROPE_SCALING, Rope, Scaling, replace, table_of};
+use super::rope::{CHANGES, PARTIAL, ROPE_PARAMETERS, ROPE_SCALING, Rope, Scaling, replace, table_of};
 use super::rules::WeightFormat;
 use super::spelling::default_body;
 use super::types::{Biases, Config, LayerAttention, Moe};
@@ -48,17 +48,25 @@ impl Config {
         mut raw: Map<String, Value>,
         overrides: &Map<String, Value>,
     ) -> Result<Self> {
+        let name = raw.get("model_type").and_then(Value::as_str).unwrap_or_default();
+        let family = match raw.get(Self::TEXT) {
+            Some(Value::Object(_)) => find_nested(name).map(|(family, _)| family),
+            _ => find(name),
+        };
+        let table = family.and_then(|family| default_table(family, ROPE_PARAMETERS));
         match raw.get_mut(Self::TEXT) {
             Some(Value::Object(text)) => {
-                replace(text, overrides);
+                replace(text, overrides, table);
                 raw.extend(overrides.get(TIED).map(|tied| (TIED.to_string(), tied.clone())));
             }
-            _ => replace(&mut raw, overrides),
+            _ => replace(&mut raw, overrides, table),
         }
         let text = format!("{}.", Self::TEXT);
         let is_own = |key: &str| {
             let key = key.trim_start_matches(&text).split('.').next().unwrap_or(key);
-            overrides.contains_key(key) || (key == ROPE_PARAMETERS && overrides.contains_key(ROPE_SCALING))
+            let is_table = [ROPE_PARAMETERS, ROPE_SCALING].contains(&key);
+            overrides.contains_key(key)
+                || (is_table && CHANGES.iter().any(|key| overrides.contains_key(*key)))
         };
         Self::parse(file, raw).map_err(|e| match e {
             Error::Key { file, key, why } if is_own(&key) => {

@@ -83,6 +83,8 @@ const BASE: &str = "rope_theta";
 const LOCAL: &str = "rope_local_base_freq";
 /// Key of the context length in pre-training.
 const ORIGINAL: &str = "original_max_position_embeddings";
+/// Key of the share of a head's channels that rotate.
+pub(super) const PARTIAL: &str = "partial_rotary_factor";
 /// Key of YaRN's rounding.
 const TRUNCATE: &str = "truncate";
 
@@ -95,53 +97,113 @@ pub(super) fn table_of<'a>(keys: &Keys<'a>) -> Result<Option<Keys<'a>>> {
     }
 }
 
-/// Replaces keys of a text model by overrides. Scaling and base go into [`ROPE_PARAMETERS`] if the file has it, and
-/// leave the rest of it: at the top level, transformers would take another base with the scaling, and ignore the base.
-pub(super) fn replace(raw: &mut Map<String, Value>, overrides: &Map<String, Value>) {
-    let before = raw.get(ROPE_SCALING).and_then(Value::as_object).cloned();
+/// Keys of overrides that change tables of the file.
+pub(super) const CHANGES: [&str; 3] = [BASE, LOCAL, ROPE_SCALING];
+
+/// Replaces keys of a text model by overrides. Scaling and bases go into the table in effect, and leave the rest of it;
+/// a file with neither table has `default`, that of its class. At the top level, transformers would take another base
+/// with the scaling, and ignore the bases.
+pub(super) fn replace(
+    raw: &mut Map<String, Value>,
+    overrides: &Map<String, Value>,
+    default: Option<&Map<String, Value>>,
+) {
+    let own = |key: &str| raw.get(key).and_then(Value::as_object).filter(|t| !t.is_empty()).cloned();
+    let (mut before, mut parameters) = (own(ROPE_SCALING), own(ROPE_PARAMETERS));
     raw.extend(overrides.iter().map(|(key, value)| (key.clone(), value.clone())));
-    let (base, scaling) = (overrides.get(BASE), overrides.get(ROPE_SCALING).and_then(Value::as_object));
+    let scaling = overrides.get(ROPE_SCALING);
     if overrides.contains_key(ROPE_PARAMETERS) {
         if scaling.is_none() {
             raw.remove(ROPE_SCALING);
         }
         return;
     }
-    if let Some(table) = of_full_layers(raw) {
-        table.extend(base.map(|base| (BASE.to_string(), base.clone())));
-        if let Some(scaling) = scaling {
-            rescale(table, scaling);
-            raw.remove(ROPE_SCALING);
+    let is_table = scaling.is_none_or(Value::is_object);
+    if !is_table || !CHANGES.iter().any(|key| overrides.contains_key(*key)) {
+        return;
+    }
+    let (was_scaled, by_class) = (before.is_some(), default.is_some_and(is_by_type));
+    if by_class {
+        // Not read by classes with such a default, and refused in a file.
+        before = before.filter(|_| scaling.is_none());
+    }
+    if before.is_none() && parameters.is_none() {
+        parameters = default.cloned();
+    }
+    let tables = match parameters {
+        Some(p) if is_by_type(&p) && by_class => [before, Some(replaced_by_type(p, None, overrides))],
+        Some(p) if is_by_type(&p) => [None, Some(replaced_by_type(p, before, overrides))],
+        p => replaced_in_all(before, p, overrides),
+    };
+    for (key, table) in [ROPE_SCALING, ROPE_PARAMETERS].into_iter().zip(tables) {
+        if let Some(table) = table {
+            raw.insert(key.into(), table.into());
+        } else if key == ROPE_SCALING && (was_scaled || scaling.is_some()) {
+            raw.remove(key);
         }
-    } else if let Some(scaling) = scaling {
-        let mut table = before.unwrap_or_default();
-        rescale(&mut table, scaling);
-        raw.insert(ROPE_SCALING.into(), table.into());
     }
 }
 
-/// [`ROPE_PARAMETERS`], or its table of full layers.
-fn of_full_layers(raw: &mut Map<String, Value>) -> Option<&mut Map<String, Value>> {
-    let table = raw.get_mut(ROPE_PARAMETERS)?.as_object_mut()?;
-    let [full, _] = LAYER_TYPES;
-    if table.get(full).is_some_and(Value::is_object) {
-        table.get_mut(full)?.as_object_mut()
-    } else {
-        Some(table)
-    }
+/// Whether [`ROPE_PARAMETERS`] has tables by layer type.
+fn is_by_type(parameters: &Map<String, Value>) -> bool {
+    parameters.get(LAYER_TYPES[0]).is_some_and(Value::is_object)
 }
 
-/// Puts a scaling into a table. One that names its type replaces the former scaling.
-fn rescale(table: &mut Map<String, Value>, scaling: &Map<String, Value>) {
-    const UNSCALED: [&str; 4] = [BASE, "partial_rotary_factor", "mrope_section", "mrope_interleaved"];
-    let mut scaling = scaling.clone();
-    if let Some(kind) = scaling.remove("type") {
-        scaling.entry("rope_type").or_insert(kind);
+/// [`ROPE_PARAMETERS`] by layer type after overrides, with the file's [`ROPE_SCALING`] in that of full layers.
+fn replaced_by_type(
+    mut parameters: Map<String, Value>,
+    before: Option<Map<String, Value>>,
+    overrides: &Map<String, Value>,
+) -> Map<String, Value> {
+    for (layers, base) in LAYER_TYPES.into_iter().zip([BASE, LOCAL]) {
+        let Some(Value::Object(table)) = parameters.get_mut(layers) else { continue };
+        if base == BASE {
+            table.extend(before.clone().unwrap_or_default());
+            rescale(table, overrides);
+        }
+        table.extend(overrides.get(base).map(|base| (BASE.to_string(), base.clone())));
     }
-    if scaling.contains_key("rope_type") {
+    parameters
+}
+
+/// [`ROPE_SCALING`] and [`ROPE_PARAMETERS`] of all layers after overrides: the one in effect, in place of both.
+fn replaced_in_all(
+    before: Option<Map<String, Value>>,
+    parameters: Option<Map<String, Value>>,
+    overrides: &Map<String, Value>,
+) -> [Option<Map<String, Value>>; 2] {
+    let (has_scaling, has_parameters) = (before.is_some(), parameters.is_some());
+    let mut table = before.or(parameters).unwrap_or_default();
+    rescale(&mut table, overrides);
+    if has_parameters || table.contains_key(BASE) {
+        table.extend(overrides.get(BASE).map(|base| (BASE.to_string(), base.clone())));
+    }
+    let is_new = !has_scaling && !has_parameters && !table.is_empty();
+    [(has_scaling || is_new).then(|| table.clone()), has_parameters.then_some(table)]
+}
+
+/// Names of the key of the type, of transformers 5 and 4.
+const KINDS: [&str; 2] = ["rope_type", "type"];
+
+/// Puts the scaling of overrides into a table. One that names its type replaces the former scaling.
+fn rescale(table: &mut Map<String, Value>, overrides: &Map<String, Value>) {
+    const UNSCALED: [&str; 4] = [BASE, PARTIAL, "mrope_section", "mrope_interleaved"];
+    let Some(scaling) = overrides.get(ROPE_SCALING).and_then(Value::as_object) else { return };
+    if KINDS.iter().any(|name| scaling.contains_key(*name)) {
         table.retain(|key, _| UNSCALED.contains(&key.as_str()));
     }
-    table.extend(scaling);
+    table.extend(scaling.clone());
+}
+
+/// The table of full layers by layer type: [`ROPE_SCALING`] over `full`, and the one of the two that errors name.
+fn of_full_layers<'a>(
+    keys: &Keys<'a>,
+    full: Option<Keys<'a>>,
+) -> Result<(Option<Keys<'a>>, Map<String, Value>)> {
+    let scaling = keys.table(ROPE_SCALING)?;
+    let both = [&full, &scaling].into_iter().flatten().flat_map(|t| t.raw.clone());
+    let merged = both.collect();
+    Ok((scaling.or(full), merged))
 }
 
 impl Rope {
@@ -185,15 +247,21 @@ impl Rope {
         };
         let [full_type, sliding_type] = LAYER_TYPES;
         let (full, sliding) = (of(full_type)?, of(sliding_type)?);
-        let scaling = keys.table(ROPE_SCALING)?;
-        let mut merged = full.as_ref().map(|t| t.raw.clone()).unwrap_or_default();
-        merged.extend(scaling.as_ref().map(|t| t.raw.clone()).unwrap_or_default());
-        let full = scaling.as_ref().or(full.as_ref()).unwrap_or(keys).over(&merged);
-        // At the top of the table, as in transformers.
+        let (named, merged) = of_full_layers(keys, full)?;
+        let full = named.as_ref().unwrap_or(keys).over(&merged);
+        // transformers reads `truncate` beside the layer types, not in them.
         let truncate = parameters.as_ref().map_or(Ok(None), |p| p.flag(TRUNCATE))?.unwrap_or(true);
         let read = |t: &Keys<'_>, base: &str, dim: usize| -> Result<Self> {
             let lengths = Lengths { positions: max_positions, original: None };
             let (theta, scaling) = (theta(t, keys, base)?, Self::scaling(t, lengths, truncate)?);
+            let share = t.number(PARTIAL, 0.0..=1.0)?.filter(|share| *share != 1.0);
+            // Classes ignore a share without scaling, and fail on one with a scaling of all channels.
+            let takes = matches!(scaling, Scaling::Default | Scaling::Proportional { .. });
+            if let (Some(share), false) = (share, takes) {
+                let kind = kind_of(t)?;
+                let why = format!("{share}; 1 is wanted with rope_type {kind}, which rotates all channels");
+                return Err(t.bad(PARTIAL, why));
+            }
             Ok(Self { theta, scaling, dim })
         };
         let none = Map::new();
@@ -223,7 +291,10 @@ impl Rope {
             }
         };
         Ok(match kind {
-            "default" => Scaling::Default,
+            "default" => match t.number("factor", FACTOR)?.filter(|factor| *factor != 1.0) {
+                None => Scaling::Default,
+                Some(factor) => return Err(t.bad("factor", format!("{factor}; it needs a rope_type"))),
+            },
             "linear" => Scaling::Linear { factor: need("factor")? },
             "llama3" => {
                 let factor = need("factor")?;
@@ -245,7 +316,7 @@ impl Rope {
             }
             "proportional" => Scaling::Proportional {
                 factor: t.number("factor", FACTOR)?.unwrap_or(1.0),
-                share: t.number("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(1.0),
+                share: t.number(PARTIAL, 0.0..=1.0)?.unwrap_or(1.0),
             },
             other => {
                 let why =
@@ -409,7 +480,7 @@ impl Rope {
 struct Lengths {
     /// `max_position_embeddings`.
     positions: usize,
-    /// Length in pre-training; it precedes the table's.
+    /// Length in pre-training; it takes precedence over the table's.
     original: Option<f64>,
 }
 

@@ -165,20 +165,21 @@ pub struct Moe {
 }
 
 impl Config {
-    /// The same model with a score head in place of the vocabulary's, with these names of the outputs.
-    pub fn with_scores(mut self, labels: Vec<String>) -> Self {
+    /// The same model with a score head in place of the vocabulary's, with these names of the outputs; `None` if
+    /// transformers has no such class of the family.
+    pub fn with_scores(mut self, labels: Vec<String>) -> Option<Self> {
+        let class = self.family.classifier?;
         let id2label: Map<String, Value> =
             labels.iter().enumerate().map(|(i, l)| (i.to_string(), json!(l))).collect();
         let label2id: Map<String, Value> =
             labels.iter().enumerate().map(|(i, l)| (l.clone(), json!(i))).collect();
-        let class = self.family.classifier.unwrap_or(self.family.architecture);
         let of_file = [
             ("architectures", json!([class])),
             ("id2label", Value::Object(id2label)),
             ("label2id", Value::Object(label2id)),
         ];
         self.raw.extend(of_file.map(|(key, value)| (key.to_string(), value)));
-        Self { scores: Some(labels), tied: false, ..self }
+        Some(Self { scores: Some(labels), tied: false, ..self })
     }
 
     /// The model with random numbers in place of the checkpoint's weights: none of them are in 4 bits.
@@ -271,6 +272,12 @@ impl Config {
     /// Whether the model is the text part of a vision checkpoint.
     pub fn is_nested(&self) -> bool {
         self.raw.contains_key(Self::TEXT)
+    }
+
+    /// Whether the text model of a vision checkpoint has the key of a tied head, and the whole is not tied.
+    pub fn is_tied_inside(&self) -> bool {
+        let text = self.raw.get(Self::TEXT).and_then(|text| text.get("tie_word_embeddings"));
+        !self.tied && text.and_then(Value::as_bool) == Some(true)
     }
 
     /// A key of the file: of the text model, or else of the whole.

@@ -9,10 +9,10 @@ use crate::model::pass::sink::Sink;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::dispatch::{Groups, Sorted};
+use ft_kernels::resizable::moves;
 use ft_kernels::route::cuda::Routed;
 use ft_kernels::route::{self, Balance};
 use ft_kernels::tensor::On;
-use ft_kernels::vacant::moves;
 use std::sync::{Arc, PoisonError};
 
 impl Mixture {

@@ -1,6 +1,6 @@
 //! Passes of a mixture.
 
-use super::away::{self, Owned};
+use super::expert_parallel::{self, LocalExperts};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
 use super::types::{Gates, GroupedCache, Mixture, OTHER, Saved, SavedExperts};
@@ -60,7 +60,7 @@ impl Mixture {
     }
 
     /// The mixture with experts that ranks split: its own are these.
-    pub fn owned(self, owned: Option<Owned>) -> Self {
+    pub fn owned(self, owned: Option<LocalExperts>) -> Self {
         Self { owned, ..self }
     }
 
@@ -326,12 +326,12 @@ impl Mixture {
                 drop(parts);
                 let rows = groups.gather_scaled(dy, &s.gates.factored, &groups.whole())?;
                 #[cfg(test)]
-                let rows = match away::FAULT.get() {
-                    Some(away::Fault::Gates) => groups.gather(dy)?,
+                let rows = match expert_parallel::FAULT.get() {
+                    Some(expert_parallel::Fault::Gates) => groups.gather(dy)?,
                     _ => rows,
                 };
                 let dx = self.backward_away(*away, Some(rows), ctx, sink)?;
-                (dgates, away::parts(dx.as_ref(), &groups)?)
+                (dgates, expert_parallel::parts(dx.as_ref(), &groups)?)
             }
             SavedExperts::Grouped(_) => candle_core::bail!("{OTHER}"),
         };

@@ -13,24 +13,24 @@
 //! unsupported by grouped products (DoRA, for example) run one after another, with routing lists on the
 //! host.
 //!
-//! Experts may be split over ranks (`away`): rows travel to the owners of their experts and back.
+//! Experts may be split over ranks (`expert_parallel`): rows travel to the owners of their experts and back.
 //!
 //! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate. Gemma 4 has a
 //! dense part beside the mixture ([`Beside`]), and factors on the gates.
 
-mod away;
 pub mod beside;
 mod device;
+mod expert_parallel;
 mod grouped;
 mod mixture;
 pub mod mlp;
 mod shared;
 mod types;
 
-#[cfg(test)]
-pub use away::{FAULT, Fault};
-pub use away::{Like, Owned, Served};
 pub use beside::Beside;
+#[cfg(test)]
+pub use expert_parallel::{FAULT, Fault};
+pub use expert_parallel::{LocalExperts, RowSpec, Served};
 pub use mixture::Inputs;
 pub use mlp::Mlp;
 pub use shared::Shared;

@@ -1,6 +1,6 @@
 //! A mixture and its saved activations.
 
-use super::away::{self, Owned};
+use super::expert_parallel::{self, LocalExperts};
 use super::grouped::{self, GroupedExperts};
 use super::mlp::{self, Mlp};
 use super::shared::{Shared, SharedSaved};
@@ -31,9 +31,9 @@ pub struct Mixture {
     /// Whether a token's gates are normalized to sum to one.
     pub normalise: bool,
     /// Which experts these are, if ranks split them; otherwise all.
-    pub(super) owned: Option<Owned>,
+    pub(super) owned: Option<LocalExperts>,
     /// Pointer tables for the grouped products, built on first use, with the value of
-    /// [`moves`](ft_kernels::vacant::moves) they were built at: weights may move later.
+    /// [`moves`](ft_kernels::resizable::moves) they were built at: weights may move later.
     pub(super) grouped: GroupedCache,
 }
 
@@ -72,7 +72,7 @@ pub(super) enum SavedExperts {
     /// Of all experts, computed together.
     Grouped(Box<grouped::Saved>),
     /// Of ranks that split them.
-    Away(Box<away::Saved>),
+    Away(Box<expert_parallel::Saved>),
 }
 
 impl Saved {

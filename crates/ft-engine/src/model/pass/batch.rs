@@ -1,11 +1,11 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
-use super::across::Across;
+use super::context_shard::ContextShard;
 #[cfg(test)]
-use super::across::Fault;
-use super::between::Between;
-use super::carried::Rows;
-use super::cut::{Columns, Cut};
+use super::context_shard::Fault;
+use super::shared_state::SharedState;
+use super::stage_boundary::Rows;
+use super::token_shard::{Columns, TokenShard};
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
 use crate::ranks::{At, Comm, words_of};
@@ -17,6 +17,7 @@ use ft_kernels::embed::ById;
 use ft_kernels::noise;
 use ft_kernels::tensor::Ghost;
 use ft_kernels::{Ledger, Tensor};
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -82,11 +83,11 @@ pub struct Context<'a> {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
     /// Segments over the ranks of a context group, in place of `seqs`.
-    pub across: Option<Arc<Across<'a>>>,
+    pub context_shard: Option<Arc<ContextShard<'a>>>,
     /// Ranks with tokens of the same micro-batch, if there are several.
     pub sharers: Option<Arc<Sharers<'a>>>,
     /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
-    pub cut: Option<Arc<Cut<'a>>>,
+    pub cut: Option<Arc<TokenShard<'a>>>,
     /// Ranks with other heads of the same tokens, if there are some.
     pub columns: Option<Columns<'a>>,
     /// Rotary embeddings of the model, in the order of its config.
@@ -99,7 +100,7 @@ pub struct Context<'a> {
     /// Ranks that split the experts, if they do.
     pub experts: Option<Peers<'a>>,
     /// State that layers hand to later ones.
-    pub between: Arc<Between>,
+    pub between: Arc<SharedState>,
 }
 
 impl<'a> Context<'a> {
@@ -107,7 +108,7 @@ impl<'a> Context<'a> {
     pub fn new(seqs: Sequences, ropes: Vec<Tables>, dropout: Option<DropoutKey>) -> Self {
         Self {
             seqs,
-            across: None,
+            context_shard: None,
             sharers: None,
             cut: None,
             columns: None,
@@ -120,7 +121,7 @@ impl<'a> Context<'a> {
     }
 
     /// The same context for a pass with this state between its layers, among ranks that split the experts.
-    pub fn for_pass(&self, between: &Arc<Between>, experts: Option<&'a dyn Comm>) -> Self {
+    pub fn for_pass(&self, between: &Arc<SharedState>, experts: Option<&'a dyn Comm>) -> Self {
         let cut = self.cut.as_ref().map(|cut| Arc::new(cut.for_pass(between)));
         Self { experts: experts.map(Peers), between: Arc::clone(between), cut, ..self.clone() }
     }
@@ -143,7 +144,7 @@ impl<'a> Context<'a> {
     /// Lengths of the documents of the micro-batch.
     fn docs(&self) -> &[usize] {
         let whole = self.whole();
-        whole.across.as_ref().map_or(&whole.seqs.docs[..], |across| across.docs())
+        whole.context_shard.as_ref().map_or(&whole.seqs.docs[..], |context_shard| context_shard.docs())
     }
 
     /// The same context for a subset of the tokens.
@@ -161,10 +162,10 @@ impl<'a> Context<'a> {
 pub struct Batch<'a> {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
-    /// Tokens of the embedding's gradient, sorted by id; `None` on the CPU if they are all.
+    /// On a device: tokens of the embedding's gradient, sorted by id, without the padding token.
     pub by_id: Option<ById>,
-    /// Factors `[t, 1]` on the gradients of embeddings, 0 of the padding token and 1 of others; `None` without one.
-    pub unpadded: Option<Tensor>,
+    /// The padding token, if it is among the ids.
+    pub pad: Option<u32>,
     /// Number of tokens t.
     pub tokens: usize,
     pub context: Context<'a>,
@@ -278,11 +279,12 @@ impl<'a> Batch<'a> {
             (ids, target_rows, targets) = (a?, b?, c?);
             seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
         }
-        let (by_id, unpadded) = embedded(host.ids, config.pad, device)?;
+        let pad = config.pad.filter(|pad| host.ids.contains(pad));
+        let by_id = (!device.is_cpu()).then(|| sorted(host.ids, pad));
         Ok(Self {
             ids,
             by_id,
-            unpadded,
+            pad,
             tokens: host.ids.len(),
             context: Context::new(seqs, ropes, dropout),
             target_rows,
@@ -313,6 +315,18 @@ impl<'a> Batch<'a> {
         Ok(self)
     }
 
+    /// Tokens of the embedding's gradient, sorted by id, without the padding token; `None` on the CPU if they are all.
+    ///
+    /// # Errors
+    /// Ids that are no list of u32.
+    pub fn embedded(&self) -> candle_core::Result<Option<Cow<'_, ById>>> {
+        match (&self.by_id, self.pad) {
+            (Some(by_id), _) => Ok(Some(Cow::Borrowed(by_id))),
+            (None, Some(pad)) => Ok(Some(Cow::Owned(sorted(&self.ids.to_vec1::<u32>()?, Some(pad))))),
+            (None, None) => Ok(None),
+        }
+    }
+
     /// Number of tokens, and of those of all ranks that cut the same matrices.
     pub fn rows(&self) -> Rows {
         Rows { own: self.tokens, attended: self.context.cut.as_ref().map_or(self.tokens, |cut| cut.tokens()) }
@@ -320,22 +334,22 @@ impl<'a> Batch<'a> {
 
     /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn among(self, across: Arc<Across<'a>>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+    pub fn among(self, context_shard: Arc<ContextShard<'a>>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let (rows, targets) = (rows, Some(targets));
         #[cfg(test)]
-        let (rows, targets) = match across.fault {
+        let (rows, targets) = match context_shard.fault {
             Some(Fault::Rows) => (None, targets),
             Some(Fault::Targets) => (rows, None),
             _ => (rows, targets),
         };
-        let context = Context { across: Some(across), rows, ..self.context };
+        let context = Context { context_shard: Some(context_shard), rows, ..self.context };
         Self { context, target_numbers: targets, ..self }
     }
 
     /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn cut(self, cut: Cut<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+    pub fn cut(self, cut: TokenShard<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let context = Context { cut: Some(Arc::new(cut)), rows, ..self.context };
         Self { context, target_numbers: Some(targets), ..self }
@@ -423,7 +437,7 @@ impl<'a> Batch<'a> {
         Ok(Self {
             ids: list(sizes.keys),
             by_id: None,
-            unpadded: None,
+            pad: None,
             tokens: sizes.keys,
             context: Context::new(seqs, ropes.iter().map(tables).collect(), dropout),
             target_rows: list(count),
@@ -446,18 +460,13 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// [`Batch::by_id`] and [`Batch::unpadded`].
-fn embedded(
-    ids: &[u32],
-    pad: Option<u32>,
-    device: &Device,
-) -> candle_core::Result<(Option<ById>, Option<Tensor>)> {
-    let Some(pad) = pad.filter(|pad| ids.contains(pad)) else {
-        return Ok(((!device.is_cpu()).then(|| ById::new(ids)), None));
-    };
-    let factors: Vec<f32> = ids.iter().map(|id| if *id == pad { 0.0 } else { 1.0 }).collect();
-    let factors = Tensor::from_vec(factors, (ids.len(), 1), device)?;
-    Ok((Some(ById::new(ids).without(pad)), Some(factors)))
+/// Tokens by id, without those of the padding token.
+fn sorted(ids: &[u32], pad: Option<u32>) -> ById {
+    let all = ById::new(ids);
+    match pad {
+        Some(pad) => all.without(pad),
+        None => all,
+    }
 }
 
 /// Copies numbers to the device. Empty lists allocate one element: a device has no address for zero bytes.

@@ -1,11 +1,11 @@
 //! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the sink.
 
-pub mod across;
 pub mod batch;
-pub mod between;
-pub mod carried;
-pub mod cut;
+pub mod context_shard;
+pub mod shared_state;
 pub mod sink;
+pub mod stage_boundary;
+pub mod token_shard;
 
 use crate::ranks::Piece;
 use ft_kernels::ledger::{Cost, Peers};

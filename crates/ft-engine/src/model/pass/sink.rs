@@ -367,12 +367,13 @@ impl<'a> Sink<'a> {
         embed::backward(&self.reach(slot)?, (ids, by_id, of), dy, 1.0)
     }
 
-    /// `grad[:, ids[i]] += dy[i]` for every token.
-    pub fn columns(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
+    /// `grad[:, ids[i]] += dy[i]` for every token; zeros in the column `pad`, if any.
+    pub fn columns(&self, slot: Slot, ids: &Tensor, pad: Option<u32>, dy: &Tensor) -> Result<()> {
         let g = self.reach(slot)?;
         let add = dy.to_dtype(g.dtype())?.t()?.contiguous()?;
         // candle's index_add on CUDA needs a tensor at the start of its storage.
         let whole = if g.device().is_cpu() { g.clone() } else { g.force_contiguous()? };
-        g.slice_set(&whole.index_add(ids, &add, 1)?, 0, 0)
+        g.slice_set(&whole.index_add(ids, &add, 1)?, 0, 0)?;
+        pad.map_or(Ok(()), |pad| g.narrow(1, pad as usize, 1)?.zero_set())
     }
 }

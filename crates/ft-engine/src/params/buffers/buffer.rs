@@ -7,9 +7,9 @@ use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::{self, Arrival, Locked};
+use ft_kernels::crossing::{self, Locked, PendingCopy};
+use ft_kernels::resizable::allocate;
 use ft_kernels::tensor::Real;
-use ft_kernels::vacant::occupy;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -115,8 +115,8 @@ impl Buffer {
     }
 
     /// Starts gathering the full buffer. `comm` are all ranks.
-    pub(crate) fn gather(&self, at: At, split: &Split, comm: &dyn Comm) -> ft_base::Result<Arrival> {
-        occupy(&self.whole)?;
+    pub(crate) fn gather(&self, at: At, split: &Split, comm: &dyn Comm) -> ft_base::Result<PendingCopy> {
+        allocate(&self.whole)?;
         if self.shard.is_split() {
             let parts = self.shard.parts(self.whole.elem_count());
             return split.group(comm, self.kind).all_gather(

@@ -8,7 +8,7 @@ use crate::params::buffers::{ALIGN, Buffer, FlatKind, common};
 use crate::quant::LazyVector;
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::vacant::vacant;
+use ft_kernels::resizable::unallocated;
 
 /// Provisional length of a buffer until all tensors are counted; takes no memory.
 const MOST: usize = 1 << 48;
@@ -42,7 +42,7 @@ impl<'a> FrozenUnit<'a> {
         let buffer = match self.buffers.iter().position(|(b, _, k)| b.dtype() == dtype && *k == kind) {
             Some(buffer) => buffer,
             None => {
-                self.buffers.push((vacant(MOST, dtype, self.device)?, 0, kind));
+                self.buffers.push((unallocated(MOST, dtype, self.device)?, 0, kind));
                 self.buffers.len() - 1
             }
         };

@@ -4,7 +4,7 @@ use super::owned;
 use crate::adapters::{Choice, Part, peft};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
-use crate::model::feed_forward::Owned;
+use crate::model::feed_forward::LocalExperts;
 use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Stack, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
@@ -253,7 +253,7 @@ impl Weights for Ghosts<'_> {
         Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
     }
 
-    fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
+    fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, LocalExperts)> {
         Some(owned(experts, unit, self.own.clone()?, |m| self.choice(m)))
     }
 

@@ -8,7 +8,7 @@ use crate::adapters::{Choice, Part, peft};
 use crate::load::{self, FourBit};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
-use crate::model::feed_forward::Owned;
+use crate::model::feed_forward::LocalExperts;
 use crate::model::linear::Rows;
 use crate::model::linear::{Dora, Lora, Stack, Weight};
 use crate::model::modules::{Kind, MlpTree, Module};
@@ -22,12 +22,12 @@ use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::terminal::bytes_bar;
 use ft_kernels::Tensor;
-use ft_kernels::crossing::Arrival;
+use ft_kernels::crossing::PendingCopy;
 use ft_kernels::fp8::Source;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::resizable::unallocated;
 use ft_kernels::tensor::Real;
-use ft_kernels::vacant::vacant;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -124,7 +124,7 @@ impl<'a> Loader<'a> {
         let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
         let units = std::iter::once(unit).chain(tied.then_some(0));
         for u in units.clone() {
-            self.params.gather(u, self.comm)?.into_iter().try_for_each(Arrival::wait)?;
+            self.params.gather(u, self.comm)?.into_iter().try_for_each(PendingCopy::wait)?;
         }
         for n in norms {
             self.complete_norms(unit, n)?;
@@ -256,7 +256,7 @@ impl<'a> Loader<'a> {
     fn tensor(&mut self, m: &Module, part: Part) -> ft_base::Result<(Tensor, Option<Slot>)> {
         if !self.is_here(m) {
             let piece = self.params.split.piece(m, part);
-            let flat = vacant(piece.elements(), self.b.dtype, self.b.device)?;
+            let flat = unallocated(piece.elements(), self.b.dtype, self.b.device)?;
             return Ok((flat.reshape(piece.shape())?, None));
         }
         self.come_to(m)?;
@@ -506,7 +506,7 @@ impl Weights for Loader<'_> {
         Ok(Some(Rows { ids, index, values: self.params.view(i)?, slot }))
     }
 
-    fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, Owned)> {
+    fn own(&self, experts: &[MlpTree], unit: usize) -> Option<(Range<usize>, LocalExperts)> {
         let split = &self.b.allocate.split;
         let own = (split.own()?, split.mesh.expert);
         Some(super::owned(experts, unit, own, |m| self.choice(m)))

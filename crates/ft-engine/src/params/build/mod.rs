@@ -11,7 +11,7 @@ pub use build::Build;
 pub use check::{check_full, unreached};
 
 use crate::adapters::Choice;
-use crate::model::feed_forward::Owned;
+use crate::model::feed_forward::LocalExperts;
 use crate::model::modules::{MlpTree, Module};
 use std::ops::Range;
 
@@ -21,9 +21,9 @@ fn owned(
     unit: usize,
     (own, ranks): (Range<usize>, usize),
     choice: impl Fn(&Module) -> Choice,
-) -> (Range<usize>, Owned) {
+) -> (Range<usize>, LocalExperts) {
     let mut linears = experts.iter().flat_map(|e| [Some(&e.gate), e.up.as_ref(), Some(&e.down)]).flatten();
     let drops = linears.any(|m| matches!(choice(m), Choice::Lora { spec, .. } if spec.dropout > 0.0));
-    let owned = Owned { ranks, experts: experts.len(), first: own.start, drops, unit };
+    let owned = LocalExperts { ranks, experts: experts.len(), first: own.start, drops, unit };
     (own, owned)
 }

@@ -1,16 +1,16 @@
 //! Start of a process group.
 
-use super::door::{self, Door};
 use super::group::Processes;
 #[cfg(feature = "mpi")]
 use super::key::Key;
 use super::key::Source;
+use super::listener::{self, Listener};
 use super::monitor::{DRAIN, Monitor};
 use super::rendezvous::{self, Connections, Registration};
 use super::tcp;
 use crate::ranks::comm::{At, Comm, Error};
 use ft_base::error::ExitCode;
-use ft_recipe::{Launch, Meeting};
+use ft_recipe::{Launch, Rendezvous};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -69,8 +69,8 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
         code,
         hangs: false,
     };
-    match launch.map(|l| (l, &l.meeting)) {
-        Some((launch, Meeting::At(host, port))) => {
+    match launch.map(|l| (l, &l.rendezvous)) {
+        Some((launch, Rendezvous::At(host, port))) => {
             let lost = |why: String| fail(why, ExitCode::LostRank);
             let joined = meet(launch, (host, *port), about, timeout.max(MEET), &fail)?;
             let monitor = Arc::new(Monitor::new((rank, world), timeout));
@@ -90,7 +90,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
             begin(&all, joined.monitors)?;
             Ok((all, joined.neighbors))
         }
-        Some((_, Meeting::Nowhere(why))) => {
+        Some((_, Rendezvous::Nowhere(why))) => {
             let why =
                 format!("{world} processes were started, and they do not find one another\n  hint: {why}");
             Err(fail(why, ExitCode::Usage))
@@ -136,28 +136,29 @@ fn meet(
     let to = rendezvous::resolve(host, port, if rank == 0 { Instant::now() } else { end });
     let (to, one_machine) = to.map_err(lost)?;
     let source = Source::find(port, one_machine).map_err(|why| fail(why, ExitCode::Usage))?;
-    let meeting = || -> Result<Joined, String> {
-        let listener = door::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
-        let (monitors, roster, mut door, source) = if rank == 0 {
+    let joined = || -> Result<Joined, String> {
+        let listener = listener::listen(to, if rank == 0 { port } else { 0 }, one_machine)?;
+        let (monitors, roster, mut listener, source) = if rank == 0 {
             // Only the process that has the port writes the file of the key, and removes it.
             let (key, issued) = source.issue()?;
-            let mut door = Door::new(listener, key, world);
+            let mut listener = Listener::new(listener, key, world);
             let _issued = issued;
             let own = Registration::new(rank, world, port, about);
-            let (monitors, roster) = rendezvous::register_all(own, &mut door, to, end)?;
-            (monitors, roster, door, Source::Given(key))
+            let (monitors, roster) = rendezvous::register_all(own, &mut listener, to, end)?;
+            (monitors, roster, listener, Source::Given(key))
         } else {
             let own_port = listener.local_addr().map_err(|e| e.to_string())?.port();
             let own = Registration::new(rank, world, own_port, about);
             let (monitors, roster, key) = rendezvous::register(own, &source, (host, port), end)?;
-            (monitors, roster, Door::new(listener, key, world), Source::Given(key))
+            (monitors, roster, Listener::new(listener, key, world), Source::Given(key))
         };
-        let values = rendezvous::connect_pairs((&roster, &monitors), rank, (host, &source), &mut door, end)?;
+        let values =
+            rendezvous::connect_pairs((&roster, &monitors), rank, (host, &source), &mut listener, end)?;
         let about = roster.about();
         let hosts = about.iter().map(|a| host_of(a).into()).collect();
         Ok(Joined { monitors, values, hosts, neighbors: Neighbors::count(&about, rank) })
     };
-    meeting().map_err(lost)
+    joined().map_err(lost)
 }
 
 /// Implements [`join`] over MPI.
@@ -207,15 +208,16 @@ fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<C
     let one_machine = hosts.iter().all(|h| *h == hosts[0]);
     let to = SocketAddr::from((if one_machine { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED }, 0));
     let key = Key::random();
-    let door = key.and_then(|key| Ok((Door::new(door::listen(to, 0, one_machine)?, key, world), key)));
-    let port = door.and_then(|(door, key)| Ok((door.port()?, door, key)));
-    let (port, mut door, key) = match port {
-        Ok(door) => door,
+    let listener =
+        key.and_then(|key| Ok((Listener::new(listener::listen(to, 0, one_machine)?, key, world), key)));
+    let port = listener.and_then(|(listener, key)| Ok((listener.port()?, listener, key)));
+    let (port, mut listener, key) = match port {
+        Ok(listener) => listener,
         Err(why) => return Ok(Err(why)),
     };
     all.exchange(&all.everyone(), START, &[&port.to_ne_bytes(), key.bytes()].concat(), false)?;
     let own = Registration::new(rank, world, port, about);
-    Ok(rendezvous::register_all(own, &mut door, to, end).map(|(connections, _)| connections))
+    Ok(rendezvous::register_all(own, &mut listener, to, end).map(|(connections, _)| connections))
 }
 
 /// CPU affinity mask of this process, as `/proc` prints it.

@@ -4,11 +4,11 @@
 //! A collective exchanges messages between all pairs of ranks, in rounds of bounded size. Sums are taken on
 //! the receiver in rank order and match the bits of the thread backend.
 
-mod door;
 mod group;
 mod join;
 mod key;
 mod link;
+mod listener;
 mod monitor;
 #[cfg(feature = "mpi")]
 mod mpi;

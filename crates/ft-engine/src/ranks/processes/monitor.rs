@@ -344,8 +344,8 @@ impl Monitor {
                 }
                 Message::Failed(t) => {
                     drop(s);
-                    // Rank 0 alone knows the collectives of all ranks.
-                    let at = if self.rank == 0 { self.at(t.rank) } else { t.at };
+                    // Of other ranks, rank 0 alone knows the collective; of itself, a rank knows it best.
+                    let at = if self.rank == 0 && t.rank != rank { self.at(t.rank) } else { t.at };
                     let (at, code) = (At::all(at.leak()), ExitCode::of(t.code));
                     let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
                     let e = Error { rank, world: self.world, stage: None, host, at, why, code, hangs };

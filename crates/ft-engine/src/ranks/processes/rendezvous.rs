@@ -5,9 +5,9 @@
 //! once more, for values. All connections begin with a proof of the key ([`super::link`]), and the meeting has
 //! one deadline.
 
-use super::door::Door;
 use super::key::{Key, Source};
 use super::link::{Link, is_closed};
+use super::listener::Listener;
 use ft_base::terminal;
 use ft_recipe::Launch;
 use serde::{Deserialize, Serialize};
@@ -58,10 +58,10 @@ struct Member {
     about: String,
 }
 
-/// All ranks of a meeting.
+/// All ranks of a rendezvous.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Roster {
-    /// Random number of the meeting.
+    /// Random number of the rendezvous.
     number: [u8; 32],
     members: Vec<Member>,
 }
@@ -191,12 +191,12 @@ impl Notice {
 /// Missing or unexpected ranks. The ranks that have registered are told.
 pub fn register_all(
     own: Registration,
-    door: &mut Door,
+    listener: &mut Listener,
     at: SocketAddr,
     end: Instant,
 ) -> Result<(Connections, Roster), String> {
     let mut links: Vec<Option<Link>> = (0..own.world).map(|_| None).collect();
-    let registered = gather(&own, door, &mut links, at, end);
+    let registered = gather(&own, listener, &mut links, at, end);
     let reply = match &registered {
         Ok(roster) => Reply::Accepted(roster.clone()),
         Err(why) => Reply::Refused(why.clone()),
@@ -211,7 +211,7 @@ pub fn register_all(
 
 fn gather(
     own: &Registration,
-    door: &mut Door,
+    listener: &mut Listener,
     links: &mut [Option<Link>],
     at: SocketAddr,
     end: Instant,
@@ -234,7 +234,7 @@ fn gather(
         if let Some(why) = lost(streams) {
             return Err(why);
         }
-        let Some((mut link, ip, Hello::Register(other))) = door.next()? else { continue };
+        let Some((mut link, ip, Hello::Register(other))) = listener.next()? else { continue };
         if let Some(why) = other.refused(own, |r| members[r].is_some()) {
             let _ = link.send(&Reply::Refused(why.clone()));
             return Err(why);
@@ -285,7 +285,7 @@ pub fn connect_pairs(
     (roster, monitors): (&Roster, &Connections),
     rank: usize,
     (host, key): (&str, &Source),
-    door: &mut Door,
+    listener: &mut Listener,
     end: Instant,
 ) -> Result<Connections, String> {
     let lost = || lost(monitors.iter().map(Option::as_ref));
@@ -306,7 +306,7 @@ pub fn connect_pairs(
         if let Some(why) = lost() {
             return Err(why);
         }
-        if let Some((link, _, Hello::Peer(number, peer))) = door.next()?
+        if let Some((link, _, Hello::Peer(number, peer))) = listener.next()?
             && number == roster.number
             && peer > rank
             && let Some(place) = streams.get_mut(peer)
@@ -319,17 +319,17 @@ pub fn connect_pairs(
 
 #[cfg(test)]
 mod tests {
-    use super::super::door;
+    use super::super::listener;
     use super::*;
     use std::io::{Read, Write};
 
     /// A door on a free port of loopback, its key and address.
-    fn opened(world: usize) -> (Door, Key, SocketAddr) {
+    fn opened(world: usize) -> (Listener, Key, SocketAddr) {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let key = Key::random().expect("a key");
-        let door = Door::new(door::listen(any, 0, true).expect("a port"), key, world);
-        let at = SocketAddr::from(([127, 0, 0, 1], door.port().expect("a port")));
-        (door, key, at)
+        let listener = Listener::new(listener::listen(any, 0, true).expect("a port"), key, world);
+        let at = SocketAddr::from(([127, 0, 0, 1], listener.port().expect("a port")));
+        (listener, key, at)
     }
 
     fn soon() -> Instant {
@@ -348,8 +348,8 @@ mod tests {
 
     #[test]
     fn a_rank_that_ends_during_the_start_ends_it_at_once() {
-        let (mut door, key, at) = opened(4);
-        let all = std::thread::spawn(move || register_all(own(0, 4), &mut door, at, soon()).err());
+        let (mut listener, key, at) = opened(4);
+        let all = std::thread::spawn(move || register_all(own(0, 4), &mut listener, at, soon()).err());
         let mut waits = registered(at, key, 1, 4);
         drop(registered(at, key, 2, 4));
         let told: Reply = waits.receive(soon()).expect("a reply");
@@ -360,8 +360,8 @@ mod tests {
 
     #[test]
     fn two_processes_of_one_rank_end_the_start_and_all_are_told() {
-        let (mut door, key, at) = opened(3);
-        let all = std::thread::spawn(move || register_all(own(0, 3), &mut door, at, soon()).err());
+        let (mut listener, key, at) = opened(3);
+        let all = std::thread::spawn(move || register_all(own(0, 3), &mut listener, at, soon()).err());
         let mut both = [1, 1].map(|rank| registered(at, key, rank, 3));
         for link in &mut both {
             let told: Reply = link.receive(soon()).expect("a reply");
@@ -373,10 +373,10 @@ mod tests {
     /// Callers without the key, more than the door hears at once, all of them open until the ranks have met.
     #[test]
     fn strangers_neither_end_nor_stall_a_start() {
-        let (mut door, key, at) = opened(2);
+        let (mut listener, key, at) = opened(2);
         let all = std::thread::spawn(move || {
-            let met = register_all(own(0, 2), &mut door, at, soon()).map(|(_, roster)| roster.about());
-            (met, door)
+            let met = register_all(own(0, 2), &mut listener, at, soon()).map(|(_, roster)| roster.about());
+            (met, listener)
         });
         let says: [&[u8]; 6] = [
             b"",
@@ -397,9 +397,9 @@ mod tests {
         let mut link = registered(at, key, 1, 2);
         let reply: Reply = link.receive(soon()).expect("a reply");
         assert!(matches!(reply, Reply::Accepted(roster) if roster.members.len() == 2));
-        let (met, door) = all.join().expect("no panic");
+        let (met, listener) = all.join().expect("no panic");
         assert_eq!(met, Ok(vec!["host 0".to_string(), "host 1".into()]));
-        drop(door);
+        drop(listener);
         for mut stranger in strangers {
             let mut heard = Vec::new();
             let _ = stranger.read_to_end(&mut heard);
@@ -409,7 +409,7 @@ mod tests {
 
     #[test]
     fn another_program_or_another_key_is_named() {
-        let (silent, (mut door, _, at)) =
+        let (silent, (mut listener, _, at)) =
             (std::net::TcpListener::bind("127.0.0.1:0").expect("a port"), opened(2));
         let asks = |at: SocketAddr, end: Instant| {
             let stream = TcpStream::connect(at).expect("a connection");
@@ -419,7 +419,7 @@ mod tests {
         assert_eq!(at_once, "another program listens there");
         let caller = std::thread::spawn(move || asks(at, soon()));
         while !caller.is_finished() {
-            assert!(door.next::<Hello>().expect("it listens").is_none());
+            assert!(listener.next::<Hello>().expect("it listens").is_none());
         }
         assert_eq!(caller.join().expect("no panic"), "who listens there has another key");
     }

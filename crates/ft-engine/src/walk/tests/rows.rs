@@ -53,6 +53,27 @@ fn rows_have_the_gradients_of_their_tables() -> Result<()> {
     Ok(())
 }
 
+/// Of a tied table, the padding token's row keeps the gradient as a head.
+#[test]
+fn the_padding_token_keeps_the_gradient_of_a_tied_head() -> Result<()> {
+    let cases = cases()?;
+    let tied = |c: &&Case| c.config.tied && c.config.layer_inputs.is_none();
+    let c = cases.iter().find(tied).context("a case")?;
+    let rows = Rows::padded(c)?;
+    let pad = rows.ids[0];
+    let grads = |pad: Option<u32>| -> Result<Vec<f64>> {
+        let (d, p) = c.build(&everything(&c.config), None)?;
+        backward(&d, &p, &rows.batch(&Config { pad, ..c.config.clone() })?, 0)?;
+        let table = p.tensors.iter().position(|t| t.module.contains("embed_tokens")).context("a table")?;
+        Ok(values(&p.grad(table)?.context("a gradient")?))
+    };
+    let (before, after) = (grads(None)?, grads(Some(pad))?);
+    let own = pad as usize * c.config.hidden..(pad as usize + 1) * c.config.hidden;
+    assert!(before[own.clone()] != after[own.clone()] && after[own.clone()].iter().any(|g| *g != 0.0));
+    assert_eq!((&before[..own.start], &before[own.end..]), (&after[..own.start], &after[own.end..]));
+    Ok(())
+}
+
 /// PyTorch's `padding_idx`: the row of the padding token, and its column of LoRA's A, get nothing as inputs.
 #[test]
 fn the_padding_token_gives_its_row_no_gradient() -> Result<()> {

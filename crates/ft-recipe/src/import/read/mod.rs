@@ -7,6 +7,7 @@ mod yaml;
 
 pub(super) use entries::{Entries, Entry};
 pub(super) use scalar::{is_expansion, is_off, number, text, truth, words};
+pub use yaml::value as yaml_value;
 
 /// Reads a configuration: a command line or script, else YAML or JSON.
 ///

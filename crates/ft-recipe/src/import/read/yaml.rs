@@ -18,11 +18,27 @@ struct Open {
     path: String,
 }
 
-/// Reads the first document of `text`.
+/// Reads the first document of `text`, a table.
 ///
 /// # Errors
-/// A syntax error or a file that is no table, with the line.
+/// As [`value`]; a file that is no table.
 pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
+    let reader = read_document(text)?;
+    match reader.root {
+        Some(Value::Object(table)) => Ok(Entries::flat(&table, &reader.lines)),
+        _ => Err("the file is no table of keys and values".into()),
+    }
+}
+
+/// The value of the first YAML document of `text`; null without one.
+///
+/// # Errors
+/// A syntax error with its line; too many values.
+pub fn value(text: &str) -> Result<Value, String> {
+    Ok(read_document(text)?.root.unwrap_or_default())
+}
+
+fn read_document(text: &str) -> Result<Reader, String> {
     let mut reader =
         Reader { open: Vec::new(), anchors: HashMap::new(), root: None, lines: BTreeMap::new(), nodes: 0 };
     for event in Parser::new_from_str(text) {
@@ -32,10 +48,7 @@ pub(in crate::import) fn read(text: &str) -> Result<Entries, String> {
         }
         reader.event(event, span).map_err(|e| format!("line {}: {e}", span.start.line()))?;
     }
-    match reader.root {
-        Some(Value::Object(table)) => Ok(Entries::flat(&table, &reader.lines)),
-        _ => Err("the file is no table of keys and values".into()),
-    }
+    Ok(reader)
 }
 
 struct Reader {

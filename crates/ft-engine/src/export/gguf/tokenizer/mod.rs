@@ -7,11 +7,11 @@ mod strips;
 
 use super::entries::Keys;
 use super::error::{Error, refuse};
+use super::keys::object;
 use crate::files::GgufValue;
 use crate::model::Config;
-use ft_base::store;
 use ft_base::terminal::warn;
-use ft_data::Tokenizer;
+use ft_data::{TemplateSource, Tokenizer};
 use marks::Prefix;
 use pre::pre_tokenizer;
 use serde_json::{Map, Value};
@@ -96,7 +96,8 @@ fn keys_of(
     };
     let place = dir.join("tokenizer.json").display().to_string();
     let kind = Kind::of(&place, file)?;
-    let template = ft_data::template_of(dir)?;
+    let templates = ft_data::template_of(dir)?;
+    let template = templates.as_ref().map(|t| t.default.as_str());
     let (tokens, types) = vocabulary(&place, file, config.vocab)?;
     let model = file.get("model").unwrap_or(&Value::Null);
     let merges = merges(&place, model)?;
@@ -130,18 +131,25 @@ fn keys_of(
     out.extend(specials);
     out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(adds_bos(&loaded))));
     // If turns in the chat template end with a token other than EOS.
-    let in_template = |id: u32| {
-        tokens.get(id as usize).zip(template.as_ref()).is_some_and(|(token, t)| t.contains(token.as_str()))
-    };
+    let in_template =
+        |id: u32| tokens.get(id as usize).zip(template).is_some_and(|(token, t)| t.contains(token.as_str()));
     if !eos.is_some_and(in_template)
         && let Some(id) = loaded.eos().iter().find(|id| Some(**id) != eos && in_template(**id))
     {
         out.push(("tokenizer.ggml.eot_token_id".into(), GgufValue::U32(*id)));
     }
-    if let Some(template) = template {
-        out.push(("tokenizer.chat_template".into(), GgufValue::Text(template)));
-    }
+    out.extend(templates.into_iter().flat_map(of_templates));
     Ok(out)
+}
+
+/// Keys of the chat template, and of another one for conversations with tools.
+fn of_templates(templates: TemplateSource) -> Keys {
+    let mut out: Keys = vec![("tokenizer.chat_template".into(), GgufValue::Text(templates.default))];
+    if let Some(tool_use) = templates.tool_use {
+        out.push(("tokenizer.chat_template.tool_use".into(), GgufValue::Text(tool_use)));
+        out.push(("tokenizer.chat_templates".into(), GgufValue::Texts(vec!["tool_use".into()])));
+    }
+    out
 }
 
 /// Whether llama.cpp puts a token before a plain text. It cannot put several.
@@ -184,12 +192,6 @@ fn specials(dir: &Path, config: &Config, file: &Map<String, Value>) -> ft_base::
         }
     }
     Ok((out, eos))
-}
-
-fn object(dir: &Path, name: &str) -> ft_base::Result<Map<String, Value>> {
-    let Some(bytes) = store::read_if_there(dir, name, store::LARGEST)? else { return Ok(Map::new()) };
-    serde_json::from_slice(&bytes)
-        .map_err(|e| Error { place: dir.join(name).display().to_string(), why: e.to_string() }.into())
 }
 
 fn entries(file: &Map<String, Value>) -> impl Iterator<Item = &Value> {

@@ -5,25 +5,44 @@ use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-/// Defaults by `model_type`, of the keys that `ft` reads. `tests/fixtures/make_configs.py` writes the file.
+/// Defaults by `model_type`, of the keys that `ft` reads. `tests/fixtures/make_configs.py` writes the file; a test
+/// below sees that every family has a row.
 static CLASSES: LazyLock<HashMap<String, Map<String, Value>>> =
     LazyLock::new(|| serde_json::from_str(include_str!("classes.json")).unwrap_or_default());
 
 /// Names of the number of experts. transformers 5.19 and later write the second for some families of the first.
 pub(super) const EXPERT_COUNTS: [&str; 2] = ["num_experts", "num_local_experts"];
 
-/// The keys of a text model, with its class's default for each absent key. Null stands: it has a meaning of its own for
-/// some keys, and is none for others. A table alone replaces it.
+/// The keys of a text model, with its class's default for each absent key. A null stays, except where the default is a
+/// table, and where the class takes numbers alone.
 pub(super) fn completed(family: &Family, raw: &Map<String, Value>) -> Map<String, Value> {
     let mut all = raw.clone();
     for (key, default) in CLASSES.get(family.model_type).into_iter().flatten() {
-        let is_there = |name: &str| raw.get(name).is_some_and(|v| !(v.is_null() && default.is_object()));
+        let fills_null = default.is_object() || takes_no_null(family, key);
+        let is_there = |name: &str| raw.get(name).is_some_and(|v| !(v.is_null() && fills_null));
         let names = if EXPERT_COUNTS.contains(&key.as_str()) { &EXPERT_COUNTS[..] } else { &[key.as_str()] };
         if !names.iter().any(|name| is_there(name)) {
             all.insert(key.clone(), default.clone());
         }
     }
     all
+}
+
+/// Families with a default of key heads whose classes read null as the number of query heads.
+const NULL_IS_HEADS: [&str; 3] = ["qwen2", "qwen3", "smollm3"];
+
+/// Whether null is no value of a size of heads with a default: transformers refuses it, or fails later.
+fn takes_no_null(family: &Family, key: &str) -> bool {
+    match key {
+        "head_dim" => true,
+        "num_key_value_heads" => !NULL_IS_HEADS.contains(&family.model_type),
+        _ => false,
+    }
+}
+
+/// The default of a key that is a table, if the class has one.
+pub(super) fn default_table(family: &Family, key: &str) -> Option<&'static Map<String, Value>> {
+    CLASSES.get(family.model_type)?.get(key)?.as_object()
 }
 
 #[cfg(test)]

@@ -126,7 +126,7 @@ impl Keys<'_> {
         let name = family.model_type;
         Ok(differs.then(|| {
             format!(
-                "{TYPES}: {name} does not read it, as in transformers: sliding_window is that of all layers"
+                "{TYPES}: {name} does not read it, as in transformers: all layers have the same window, or none"
             )
         }))
     }

@@ -56,6 +56,57 @@ fn a_new_scaling_is_of_full_layers() -> Result<()> {
     Ok(())
 }
 
+/// The released table of Gemma 4 rotates a quarter of the channels, which only its own type does.
+#[test]
+fn a_scaling_of_all_channels_is_refused_with_a_share() -> Result<()> {
+    let raw = json!({"model_type": "gemma4_text"});
+    let e = overridden(raw.clone(), yarn()).map(|_| ()).map_err(|e| e.to_string());
+    assert!(e.as_ref().is_err_and(|e| e.contains("partial_rotary_factor")), "{e:?}");
+    let whole = json!({"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 1.0});
+    assert!(is_yarn(&overridden(raw, json!({"rope_scaling": whole}))?.0, 4.0));
+    Ok(())
+}
+
+/// A file with both tables: the one in effect changes, and stands in both places.
+#[test]
+fn a_new_scaling_is_in_the_table_in_effect() -> Result<()> {
+    let scaling = json!({"type": "linear", "factor": 2.0, "rope_theta": 3e5});
+    let parameters = json!({"rope_type": "linear", "factor": 3.0, "rope_theta": 7e5});
+    let raw = json!({"model_type": "llama", "rope_scaling": scaling, "rope_parameters": parameters});
+    let (c, text) = overridden(raw, yarn())?;
+    assert!(is_yarn(&c, 4.0) && c.ropes[0].theta == 3e5);
+    assert_eq!(text["rope_scaling"], json!({"rope_type": "yarn", "factor": 4.0, "rope_theta": 3e5}));
+    assert_eq!(text["rope_parameters"], text["rope_scaling"]);
+    Ok(())
+}
+
+#[test]
+fn a_new_base_is_the_one_in_effect() -> Result<()> {
+    let set = json!({"rope_theta": 4e6, "rope_local_base_freq": 5e4});
+    let scaling = json!({"type": "linear", "factor": 2.0, "rope_theta": 3e5});
+    let (c, _) =
+        overridden(json!({"model_type": "llama", "rope_scaling": scaling}), json!({"rope_theta": 4e6}))?;
+    assert_eq!(c.ropes[0].theta, 4e6);
+    let by_type = json!({"full_attention": {"rope_type": "default", "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}});
+    for raw in [
+        json!({"model_type": "gemma4_text"}),
+        json!({"model_type": "gemma3_text"}),
+        json!({"model_type": "gemma3_text", "rope_parameters": by_type}),
+    ] {
+        let (c, _) = overridden(raw, set.clone())?;
+        assert_eq!((c.ropes[0].theta, c.ropes[1].theta), (4e6, 5e4), "{:?}", c.raw);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_factor_without_a_type_is_refused() {
+    let set = json!({"rope_scaling": {"factor": 4.0}});
+    let e = overridden(json!({"model_type": "llama"}), set).map(|_| ()).map_err(|e| e.to_string());
+    assert!(e.as_ref().is_err_and(|e| e.contains("rope_scaling.factor")), "{e:?}");
+}
+
 /// A file of transformers 4 keeps its spelling, and a base in its table.
 #[test]
 fn a_new_scaling_stays_in_the_table_of_the_file() -> Result<()> {
@@ -63,7 +114,7 @@ fn a_new_scaling_stays_in_the_table_of_the_file() -> Result<()> {
     let raw = json!({"model_type": "llama", "rope_theta": 5e5, "rope_scaling": before});
     let (c, text) = overridden(raw, json!({"rope_scaling": {"type": "yarn", "factor": 4.0}}))?;
     assert!(is_yarn(&c, 4.0) && c.ropes[0].theta == 3e5);
-    assert_eq!(text["rope_scaling"], json!({"rope_type": "yarn", "factor": 4.0, "rope_theta": 3e5}));
+    assert_eq!(text["rope_scaling"], json!({"type": "yarn", "factor": 4.0, "rope_theta": 3e5}));
     assert!(text.get("rope_parameters").is_none());
     Ok(())
 }

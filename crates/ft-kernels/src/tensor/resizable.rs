@@ -1,6 +1,6 @@
 //! Tensors with storage that can be freed and reallocated while views of them stay valid.
 //!
-//! Replaces the storage behind a tensor, so that memory is freed while layers keep views. Reading a vacant
+//! Replaces the storage behind a tensor, so that memory is freed while layers keep views. Reading an unallocated
 //! tensor is a bug and fails with an out-of-bounds access.
 
 use crate::tensor::{Real, Tensor};
@@ -40,30 +40,30 @@ impl InplaceOp1 for Resize {
 ///
 /// # Errors
 /// Errors of the device.
-pub fn vacant(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+pub fn unallocated(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let storage = match device {
         Device::Cpu => Storage::Cpu(candle_core::cpu_backend::CpuDevice.zeros_impl(&Shape::from(0), dtype)?),
         // CUDA rejects empty allocations
         Device::Cuda(cuda) => Storage::Cuda(cuda.zeros_impl(&Shape::from(1), dtype)?),
-        Device::Metal(_) => candle_core::bail!("a vacant tensor on a device that ft does not use"),
+        Device::Metal(_) => candle_core::bail!("an unallocated tensor on a device that ft does not use"),
     };
     Ok(Real::from_storage(storage, len, BackpropOp::none(), false).into())
 }
 
 /// Number of reallocations; addresses may change with each.
-static OCCUPIED: AtomicU64 = AtomicU64::new(0);
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 /// A counter that changes whenever a tensor may have moved to another address.
 pub fn moves() -> u64 {
-    OCCUPIED.load(Ordering::Acquire)
+    ALLOCATIONS.load(Ordering::Acquire)
 }
 
 /// Allocates storage for a tensor (not a view), filled with zeros.
 ///
 /// # Errors
 /// Errors of the device.
-pub fn occupy(t: &Tensor) -> Result<()> {
-    OCCUPIED.fetch_add(1, Ordering::AcqRel);
+pub fn allocate(t: &Tensor) -> Result<()> {
+    ALLOCATIONS.fetch_add(1, Ordering::AcqRel);
     t.real()?.inplace_op1(&Resize(t.elem_count()))
 }
 
@@ -71,7 +71,7 @@ pub fn occupy(t: &Tensor) -> Result<()> {
 ///
 /// # Errors
 /// Errors of the device.
-pub fn vacate(t: &Tensor) -> Result<()> {
+pub fn free(t: &Tensor) -> Result<()> {
     t.real()?.inplace_op1(&Resize(0))
 }
 
@@ -94,18 +94,18 @@ mod tests {
     #[test]
     fn views_see_what_is_there() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {
-            let all = vacant(64, dtype, &Device::Cpu)?;
+            let all = unallocated(64, dtype, &Device::Cpu)?;
             let part = all.narrow(0, 16, 32)?.reshape((4, 8))?;
             for seed in 0..3 {
                 assert_eq!(held(&all)?, 0);
                 let before = moves();
-                occupy(&all)?;
+                allocate(&all)?;
                 assert!(held(&all)? >= 64 && moves() > before);
                 assert!(values(&part).iter().all(|x| *x == 0.0));
                 let new = randn(seed, 64, dtype)?;
                 all.slice_set(&new, 0, 0)?;
                 assert_eq!(values(&part), values(&new)[16..48]);
-                vacate(&all)?;
+                free(&all)?;
             }
         }
         Ok(())

@@ -51,7 +51,7 @@ thread_local! {
 
 /// Part of a rank in the experts of a layer.
 #[derive(Clone, Copy, Debug)]
-pub struct Owned {
+pub struct LocalExperts {
     /// Ranks that split the experts.
     pub ranks: usize,
     /// Experts of the layer, and the first one that is here.
@@ -87,9 +87,9 @@ pub struct Served(Saved);
 
 /// Width, dtype and device of rows.
 #[derive(Clone, Copy)]
-pub struct Like<'a>(pub usize, pub DType, pub On<'a>);
+pub struct RowSpec<'a>(pub usize, pub DType, pub On<'a>);
 
-impl<'a> Like<'a> {
+impl<'a> RowSpec<'a> {
     /// As the rows of a tensor.
     fn of(x: &'a Tensor) -> Result<Self> {
         Ok(Self(x.dim(1)?, x.dtype(), x.device()))
@@ -144,8 +144,8 @@ impl Mixture {
     ) -> Result<MixtureSaved> {
         // A device computes the shared expert while the host waits for counts.
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        let travel = groups.travel(|| self.depart(Some(&groups), ctx, Like::of(x)?))?;
-        let (here, out) = self.visit(Some(rows), &travel, ctx, Like::of(x)?)?;
+        let travel = groups.travel(|| self.depart(Some(&groups), ctx, RowSpec::of(x)?))?;
+        let (here, out) = self.visit(Some(rows), &travel, ctx, RowSpec::of(x)?)?;
         let experts = SavedExperts::Away(Box::new(Saved { travel, here, out }));
         Ok(MixtureSaved { groups, probs, lse, gates, router, experts, shared })
     }
@@ -168,7 +168,7 @@ impl Mixture {
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn serve(&self, ctx: &Context, travel: Option<Arc<Travel>>, like: Like<'_>) -> Result<Served> {
+    pub fn serve(&self, ctx: &Context, travel: Option<Arc<Travel>>, like: RowSpec<'_>) -> Result<Served> {
         let travel = match travel {
             Some(travel) => travel,
             None => Arc::new(self.depart(None, ctx, like)?),
@@ -181,7 +181,7 @@ impl Mixture {
     ///
     /// # Errors
     /// As [`Mixture::serve`].
-    pub fn serve_restore(&self, served: &mut Served, ctx: &Context, like: Like<'_>) -> Result<()> {
+    pub fn serve_restore(&self, served: &mut Served, ctx: &Context, like: RowSpec<'_>) -> Result<()> {
         self.restore_rows(&mut served.0, None, ctx, like)
     }
 
@@ -189,7 +189,7 @@ impl Mixture {
     ///
     /// # Errors
     /// As [`Mixture::serve`].
-    pub fn serve_backward(&self, s: Served, ctx: &Context, sink: &Sink<'_>, like: Like<'_>) -> Result<()> {
+    pub fn serve_backward(&self, s: Served, ctx: &Context, sink: &Sink<'_>, like: RowSpec<'_>) -> Result<()> {
         self.back(s.0, None, ctx, sink, like).map(drop)
     }
 
@@ -208,7 +208,7 @@ impl Mixture {
         match rows {
             Some(rows) => {
                 let like = rows.clone();
-                self.restore_rows(saved, Some(rows), ctx, Like::of(&like)?)
+                self.restore_rows(saved, Some(rows), ctx, RowSpec::of(&like)?)
             }
             None => candle_core::bail!("{OTHER}"),
         }
@@ -223,11 +223,16 @@ impl Mixture {
         sink: &Sink<'_>,
     ) -> Result<Option<Tensor>> {
         let Some(like) = rows.clone() else { candle_core::bail!("{OTHER}") };
-        self.back(saved, rows, ctx, sink, Like::of(&like)?)
+        self.back(saved, rows, ctx, sink, RowSpec::of(&like)?)
     }
 
     /// Tells all ranks how many rows go to each expert, and hears the same.
-    fn depart(&self, groups: Option<&Groups>, ctx: &Context, Like(_, dtype, on): Like<'_>) -> Result<Travel> {
+    fn depart(
+        &self,
+        groups: Option<&Groups>,
+        ctx: &Context,
+        RowSpec(_, dtype, on): RowSpec<'_>,
+    ) -> Result<Travel> {
         let Some(owned) = self.owned else { candle_core::bail!("{OTHER}") };
         let grouped = self.is_grouped(on, dtype).then_some(dtype);
         let device = match on {
@@ -261,7 +266,7 @@ impl Mixture {
         rows: Option<Tensor>,
         travel: &Travel,
         ctx: &Context,
-        like: Like<'_>,
+        like: RowSpec<'_>,
     ) -> Result<(Here, Option<Tensor>)> {
         let came = self.exchange(rows, travel, (Way::Out, &[]), ctx, like)?;
         let (here, out) = match (came, travel.here.sorted()) {
@@ -301,7 +306,7 @@ impl Mixture {
         rows: Option<Tensor>,
         ctx: &Context,
         sink: &Sink<'_>,
-        like: Like<'_>,
+        like: RowSpec<'_>,
     ) -> Result<Option<Tensor>> {
         let Saved { travel, here, out } = saved;
         drop(out);
@@ -341,7 +346,13 @@ impl Mixture {
         self.exchange(dx, &travel, (Way::Back, &[]), ctx, like)
     }
 
-    fn restore_rows(&self, s: &mut Saved, rows: Option<Tensor>, ctx: &Context, like: Like<'_>) -> Result<()> {
+    fn restore_rows(
+        &self,
+        s: &mut Saved,
+        rows: Option<Tensor>,
+        ctx: &Context,
+        like: RowSpec<'_>,
+    ) -> Result<()> {
         let needs = &s.travel.needs;
         if !needs.contains(&true) {
             return Ok(());
@@ -389,7 +400,7 @@ impl Mixture {
         travel: &Travel,
         (way, needs): (Way, &[bool]),
         ctx: &Context,
-        Like(d, dtype, on): Like<'_>,
+        RowSpec(d, dtype, on): RowSpec<'_>,
     ) -> Result<Option<Tensor>> {
         let (out, into) = match way {
             Way::Out => (&travel.sent, &travel.received),

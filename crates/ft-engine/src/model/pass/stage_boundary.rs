@@ -1,6 +1,6 @@
 //! What layers from one on take from layers below it beside hidden states: stages of a pipeline pass it on.
 
-use super::between::Between;
+use super::shared_state::SharedState;
 use crate::model::Config;
 use candle_core::{DType, Device, Result, bail};
 use ft_kernels::Tensor;
@@ -8,7 +8,7 @@ use ft_kernels::Tensor;
 /// State passed upward at a layer boundary: per-layer inputs of the layers above, keys and values of those below. In
 /// the backward pass, its gradients.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Carried {
+pub struct StageBoundary {
     /// Values of a token in the inputs of a layer, and the layers above.
     inputs: Option<(usize, std::ops::Range<usize>)>,
     /// Whether the gradient of the inputs is wanted: the embedding trains.
@@ -24,7 +24,7 @@ pub struct Rows {
     pub attended: usize,
 }
 
-impl Carried {
+impl StageBoundary {
     /// What crosses the boundary below layer `layer`, if `tensor` ranks cut the heads; `wants` is whether the embedding
     /// trains.
     pub fn below(config: &Config, layer: usize, tensor: usize, wants: bool) -> Self {
@@ -63,7 +63,7 @@ impl Carried {
     }
 
     /// Takes from a pass what layers above need.
-    pub fn up(&self, between: &Between) -> Result<Vec<Tensor>> {
+    pub fn up(&self, between: &SharedState) -> Result<Vec<Tensor>> {
         let inputs = self.inputs.iter().map(|(width, layers)| between.inputs_of(layers.clone(), *width));
         let mut out = inputs.collect::<Result<Vec<_>>>()?;
         for (l, _) in &self.keys {
@@ -73,7 +73,7 @@ impl Carried {
     }
 
     /// Starts a pass above with what came up.
-    pub fn arrive(&self, between: &Between, came: Vec<Tensor>) -> Result<()> {
+    pub fn arrive(&self, between: &SharedState, came: Vec<Tensor>) -> Result<()> {
         let mut came = came.into_iter();
         if let Some((_, layers)) = &self.inputs {
             between.set_inputs_of(layers.start, next(&mut came)?, self.wants);
@@ -85,7 +85,7 @@ impl Carried {
     }
 
     /// Takes the gradients for layers below from a pass above.
-    pub fn down(&self, between: &Between) -> Result<Vec<Tensor>> {
+    pub fn down(&self, between: &SharedState) -> Result<Vec<Tensor>> {
         let mut out = Vec::new();
         if self.inputs.is_some() && self.wants {
             out.push(between.d_inputs()?);
@@ -97,7 +97,7 @@ impl Carried {
     }
 
     /// Gives a pass below the gradients that came down.
-    pub fn arrive_back(&self, between: &Between, came: Vec<Tensor>) -> Result<()> {
+    pub fn arrive_back(&self, between: &SharedState, came: Vec<Tensor>) -> Result<()> {
         let mut came = came.into_iter();
         if self.inputs.is_some() && self.wants {
             between.give_topmost(&next(&mut came)?)?;

@@ -1,4 +1,4 @@
-//! The listener of a meeting. Callers without the key cannot end or stall it: they are bounded in number, bytes
+//! The listener of a rendezvous. Callers without the key cannot end or stall it: they are bounded in number, bytes
 //! and time, heard all at once, and dropped.
 
 use super::key::Key;
@@ -19,7 +19,7 @@ const SPARE: usize = 64;
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// A listener that lets in callers with the key.
-pub struct Door {
+pub struct Listener {
     listener: TcpListener,
     key: Key,
     callers: VecDeque<(Caller, SocketAddr, Instant)>,
@@ -46,7 +46,7 @@ pub fn listen(to: SocketAddr, port: u16, one_machine: bool) -> Result<TcpListene
     })
 }
 
-impl Door {
+impl Listener {
     /// Opens the door for a world of this size.
     pub fn new(listener: TcpListener, key: Key, world: usize) -> Self {
         Self { listener, key, callers: VecDeque::new(), most: world + SPARE, strangers: None }
@@ -122,8 +122,8 @@ fn is_passing(e: &std::io::Error) -> bool {
         || [Errno::MFILE, Errno::NFILE].iter().any(|full| e.raw_os_error() == Some(full.raw_os_error()))
 }
 
-/// Dropped callers are reported once, at the end of the meeting.
-impl Drop for Door {
+/// Dropped callers are reported once, at the end of the rendezvous.
+impl Drop for Listener {
     fn drop(&mut self) {
         // Who has not finished by now is none of the ranks.
         while let Some((_, from, _)) = self.callers.pop_front() {

@@ -55,7 +55,7 @@ pub(super) fn reply(
         Some(logits) => logits,
         None => reader.read_document(&prompt.ids)?,
     };
-    let mut speaker = Speaker {
+    let mut speaker = ReplyStream {
         tokenizer,
         sampler: Sampler::new(g.seed, g.sampling.clone(), g.repetition_penalty),
         seen: prompt.ids.clone(),
@@ -138,7 +138,7 @@ impl<'a> Text<'a> {
 }
 
 /// Samples the tokens of a reply, and sends its text up to a stop string.
-struct Speaker<'a> {
+struct ReplyStream<'a> {
     tokenizer: &'a Tokenizer,
     sampler: Sampler,
     /// Tokens of prompt and reply.
@@ -154,7 +154,7 @@ struct Speaker<'a> {
     send: Send<'a>,
 }
 
-impl Speaker<'_> {
+impl ReplyStream<'_> {
     /// Sends a text with the tokens that begin in it.
     fn send(&mut self, text: String) -> bool {
         self.sent += text.chars().count();
@@ -171,7 +171,7 @@ impl Speaker<'_> {
     }
 }
 
-impl Writer for Speaker<'_> {
+impl Writer for ReplyStream<'_> {
     fn choose(&mut self, logits: &Real) -> ft_base::Result<u32> {
         let id = self.sampler.draw(logits, &mut self.seen)?;
         if let Some(alternatives) = self.logprobs {

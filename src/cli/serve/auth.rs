@@ -4,9 +4,9 @@ use super::api::ApiError;
 use super::state::ServerState;
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -25,6 +25,29 @@ pub(super) async fn check(
         None => is_local(&request)?,
     }
     Ok(next.run(request).await)
+}
+
+/// Of a server with a key: lets web pages of any origin send requests and read answers (CORS). The key guards; a
+/// preflight has none.
+pub(super) async fn allow_pages(request: Request, next: Next) -> Response {
+    let headers = request.headers();
+    let is_preflight = request.method() == Method::OPTIONS
+        && headers.contains_key(header::ORIGIN)
+        && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let asked = headers.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
+    let mut response = match is_preflight {
+        true => StatusCode::NO_CONTENT.into_response(),
+        false => next.run(request).await,
+    };
+    let headers = response.headers_mut();
+    headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*"));
+    if is_preflight {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST"));
+        // clients have headers of their own, and `*` leaves out Authorization
+        let asked = asked.unwrap_or(HeaderValue::from_static("authorization, content-type"));
+        headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, asked);
+    }
+    response
 }
 
 /// Whether a key can be sent in a header.

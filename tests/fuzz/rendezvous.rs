@@ -1,6 +1,6 @@
 //! Meetings of ranks beside strangers and over a line that damages bytes.
 //!
-//! A case is a meeting of two or three ranks, as threads. Strangers connect to rank 0 and send mutations of a
+//! A case is a rendezvous of two or three ranks, as threads. Strangers connect to rank 0 and send mutations of a
 //! recorded start, in any order, whole or in part. In some cases rank 1 reaches rank 0 by way of a line that
 //! damages its first connection. A case fails if ranks do not meet beside strangers, if an error has other words
 //! than those of a broken connection, or if the ranks take longer than a connection may. Nothing may stay: neither
@@ -9,7 +9,7 @@
 use super::dice::Dice;
 use ft::ranks::Comm;
 use ft::ranks::processes::{self, Neighbors, Processes};
-use ft::recipe::{Launch, Meeting};
+use ft::recipe::{Launch, Rendezvous};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Mutex;
@@ -38,7 +38,7 @@ pub fn run(first: u64, cases: u64) -> Vec<String> {
     let mut wrong = Vec::new();
     for seed in first..first + cases {
         let start = Instant::now();
-        if let Err(why) = case(&recorded, &mut Dice::new("meeting", seed), seed) {
+        if let Err(why) = case(&recorded, &mut Dice::new("rendezvous", seed), seed) {
             wrong.push(format!("{seed}: {why}"));
         }
         if start.elapsed() > LONGEST {
@@ -80,11 +80,11 @@ fn port(seed: u64) -> u16 {
 
 /// Joins as a rank, by way of host `last`.
 fn join(rank: usize, world: usize, last: u8, port: u16) -> Met {
-    let launch = Launch { rank, world, local: None, meeting: Meeting::At(host(last), port) };
+    let launch = Launch { rank, world, local: None, rendezvous: Rendezvous::At(host(last), port) };
     processes::join(Some(&launch), Duration::from_secs(60))
 }
 
-/// First bytes that rank 1 sent to rank 0 in a meeting that succeeded: all of the start, and none after it.
+/// First bytes that rank 1 sent to rank 0 in a rendezvous that succeeded: all of the start, and none after it.
 fn record() -> Vec<u8> {
     let (port, sent) = (port(0), Mutex::new(Vec::new()));
     let line = Line::open(port);
@@ -292,7 +292,7 @@ fn case(recorded: &[u8], d: &mut Dice, seed: u64) -> Result<(), String> {
     })
 }
 
-/// Ranks that met exchange their numbers and leave. Damage to bytes from rank 0 may end the meeting, for both.
+/// Ranks that met exchange their numbers and leave. Damage to bytes from rank 0 may end the rendezvous, for both.
 fn judge(met: Vec<Met>, damage: Option<Damage>) -> Result<(), String> {
     let (all, said): (Vec<_>, Vec<_>) = met.into_iter().partition(Result::is_ok);
     let said: Vec<String> = said.into_iter().filter_map(Result::err).map(|e| e.to_string()).collect();

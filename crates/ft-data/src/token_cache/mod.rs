@@ -7,7 +7,7 @@
 //! | `cache` | files kept between commands |
 //! | `bytes` | positioned reads, and integer lists that spill to disk |
 //! | `stats` | counts of rows read, used and dropped |
-//! | `taught` | files of tokens with a teacher's values |
+//! | `teacher_rows` | files of tokens with a teacher's values |
 
 pub(crate) mod bytes;
 pub(crate) mod cache;
@@ -15,4 +15,4 @@ pub(crate) mod pass;
 pub(crate) mod record;
 pub(crate) mod samples;
 pub(crate) mod stats;
-pub(crate) mod taught;
+pub(crate) mod teacher_rows;

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// State of a pass between its layers.
 #[derive(Debug, Default)]
-pub struct Between(Mutex<State>);
+pub struct SharedState(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -28,7 +28,7 @@ struct State {
     caches: BTreeMap<usize, Cache>,
 }
 
-impl Between {
+impl SharedState {
     /// State of a pass in a plan, which counts it elsewhere: per-layer inputs, with whether their gradient is wanted,
     /// and keys and values of a layer, whose gradients later layers have given.
     pub fn ghost(inputs: Option<(Tensor, bool)>, keys: Option<(usize, [Tensor; 2])>) -> Self {
@@ -54,7 +54,7 @@ impl Between {
         self.set_inputs_of(0, inputs, wants);
     }
 
-    /// As [`Between::set_inputs`], of the layers from `first` on.
+    /// As [`SharedState::set_inputs`], of the layers from `first` on.
     pub fn set_inputs_of(&self, first: usize, inputs: Tensor, wants: bool) {
         let mut state = self.state();
         (state.inputs, state.first, state.wants_inputs) = (Some(inputs), first, wants);
@@ -63,7 +63,7 @@ impl Between {
     /// Inputs `[t, n p]` of `layers`.
     ///
     /// # Errors
-    /// As [`Between::inputs`].
+    /// As [`SharedState::inputs`].
     pub fn inputs_of(&self, layers: Range<usize>, width: usize) -> Result<Tensor> {
         let state = self.state();
         match &state.inputs {
@@ -85,7 +85,7 @@ impl Between {
     /// Sets the gradient of the inputs of layer `l`, if it is wanted.
     ///
     /// # Errors
-    /// As [`Between::inputs`].
+    /// As [`SharedState::inputs`].
     pub fn give_inputs(&self, l: usize, d: &Tensor) -> Result<()> {
         let mut state = self.state();
         if !state.wants_inputs {
@@ -103,7 +103,7 @@ impl Between {
     /// Sets the gradient `d` of the inputs of the topmost layers, if it is wanted.
     ///
     /// # Errors
-    /// As [`Between::inputs`].
+    /// As [`SharedState::inputs`].
     pub fn give_topmost(&self, d: &Tensor) -> Result<()> {
         let d_inputs = self.d_inputs()?;
         let first = d_inputs.dim(1)? - d.dim(1)?;
@@ -116,7 +116,7 @@ impl Between {
     /// The gradient of all per-layer inputs; zero where no layer has given one.
     ///
     /// # Errors
-    /// As [`Between::inputs`].
+    /// As [`SharedState::inputs`].
     pub fn d_inputs(&self) -> Result<Tensor> {
         let state = self.state();
         match (&state.d_inputs, &state.inputs) {
@@ -166,7 +166,7 @@ impl Between {
     /// The gradients that later layers have given for the keys and values of layer `l`; zero without any.
     ///
     /// # Errors
-    /// As [`Between::keys`].
+    /// As [`SharedState::keys`].
     pub fn d_keys(&self, l: usize) -> Result<[Tensor; 2]> {
         let given = self.state().d_keys.get(&l).cloned();
         let zeros = || {
@@ -191,7 +191,7 @@ impl Between {
     /// Cache of layer `l`.
     ///
     /// # Errors
-    /// As [`Between::keys`].
+    /// As [`SharedState::keys`].
     pub fn cache(&self, l: usize) -> Result<Cache> {
         match self.state().caches.get(&l) {
             Some(cache) => Ok(cache.clone()),

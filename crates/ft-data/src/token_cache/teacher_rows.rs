@@ -26,7 +26,7 @@ struct Row<'a> {
 }
 
 /// A file under construction.
-pub struct TaughtRows {
+pub struct TeacherRows {
     file: AtomicFile,
     path: PathBuf,
     /// Identity of teacher and tokenizer, the same in each row.
@@ -38,7 +38,7 @@ pub struct TaughtRows {
     pub bytes: u64,
 }
 
-impl TaughtRows {
+impl TeacherRows {
     /// Starts a file. `by` is the identity of teacher and tokenizer.
     ///
     /// # Errors
@@ -76,7 +76,7 @@ impl TaughtRows {
     /// Finishes the file. Returns rows and bytes.
     ///
     /// # Errors
-    /// As [`TaughtRows::push`].
+    /// As [`TeacherRows::push`].
     pub fn finish(mut self) -> ft_base::Result<(usize, u64)> {
         self.flush()?;
         self.file.commit()?;

@@ -5,8 +5,8 @@
 //! backward pass does the same with gradients.
 
 use super::batch::Context;
-use super::between::Between;
 use super::count_exchange;
+use super::shared_state::SharedState;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Result};
 use ft_base::memory::place;
@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens of a micro-batch over a tensor group.
-pub struct Cut<'a> {
+pub struct TokenShard<'a> {
     /// Ranks of the group; `None` in a plan.
     comm: Option<&'a dyn Comm>,
     /// This rank in the group.
@@ -107,13 +107,13 @@ pub fn parts(tokens: usize, ranks: usize) -> Vec<Range<usize>> {
     (0..ranks).map(|r| tokens * r / ranks..tokens * (r + 1) / ranks).collect()
 }
 
-impl<'a> Cut<'a> {
+impl<'a> TokenShard<'a> {
     /// Tokens by rank of the tensor group `comm`, with the context of all.
     pub fn new(comm: &'a dyn Comm, parts: Vec<Range<usize>>, whole: Context<'a>) -> Self {
         Self::with(Some(comm), comm.rank(), parts, whole)
     }
 
-    /// As [`Cut::new`], of the rank with the most tokens in a plan.
+    /// As [`TokenShard::new`], of the rank with the most tokens in a plan.
     pub fn planned(tokens: usize, ranks: usize, whole: Context<'a>) -> Self {
         Self::with(None, ranks - 1, parts(tokens, ranks), whole)
     }
@@ -145,7 +145,7 @@ impl<'a> Cut<'a> {
     }
 
     /// The same for a pass with this state between its layers.
-    pub fn for_pass(&self, between: &Arc<Between>) -> Self {
+    pub fn for_pass(&self, between: &Arc<SharedState>) -> Self {
         let whole = Context { between: Arc::clone(between), ..self.whole.clone() };
         Self { parts: self.parts.clone(), whole, ..*self }
     }
@@ -241,7 +241,7 @@ impl<'a> Cut<'a> {
     }
 }
 
-impl std::fmt::Debug for Cut<'_> {
+impl std::fmt::Debug for TokenShard<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "tokens {:?}, of rank {}", self.parts, self.me)
     }
