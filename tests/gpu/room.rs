@@ -141,11 +141,11 @@ fn inputs_wait_on_the_host_where_it_pays() {
     // Slightly below the requirement, plus the reserve of the plan.
     let takes = end[0]["planned_peak_bytes"].as_u64().expect("a number");
     let budget = format!("memory.budget={}", (takes - 100_000) / 24 * 25);
-    let parked = run(&w, &[steps, &budget, "memory.host_budget=8GiB"]);
+    let offloaded = run(&w, &[steps, &budget, "memory.host_budget=8GiB"]);
     let start = &w.events("out", "start")[0]["plan"];
     assert_eq!(start["choices"]["inputs"]["value"], "host", "{start}");
     assert!(start["host"]["offloaded_activations"].as_u64() > Some(0), "{start}");
-    assert!((parked.1 / parked.0 - 1.0).abs() < 0.01, "{parked:?}");
-    assert!(parked.1 < kept.1, "{parked:?} {kept:?}");
+    assert!((offloaded.1 / offloaded.0 - 1.0).abs() < 0.01, "{offloaded:?}");
+    assert!(offloaded.1 < kept.1, "{offloaded:?} {kept:?}");
     assert_eq!(w.steps("out"), numbers);
 }

@@ -27,8 +27,8 @@ pub(super) async fn check(
     Ok(next.run(request).await)
 }
 
-/// Of a server with a key: lets web pages of any origin send requests and read answers (CORS). The key guards; a
-/// preflight has none.
+/// Lets web pages of any origin send requests and read answers (CORS), of a server whose key guards it. A preflight
+/// request has no key.
 pub(super) async fn allow_pages(request: Request, next: Next) -> Response {
     let headers = request.headers();
     let is_preflight = request.method() == Method::OPTIONS
@@ -41,6 +41,7 @@ pub(super) async fn allow_pages(request: Request, next: Next) -> Response {
     };
     let headers = response.headers_mut();
     headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*"));
+    headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("retry-after"));
     if is_preflight {
         headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST"));
         // clients have headers of their own, and `*` leaves out Authorization

@@ -55,7 +55,7 @@ pub(super) fn reply(
         Some(logits) => logits,
         None => reader.read_document(&prompt.ids)?,
     };
-    let mut speaker = ReplyStream {
+    let mut stream = ReplyStream {
         tokenizer,
         sampler: Sampler::new(g.seed, g.sampling.clone(), g.repetition_penalty),
         seen: prompt.ids.clone(),
@@ -66,8 +66,8 @@ pub(super) fn reply(
         waiting: Vec::new(),
         send,
     };
-    let reply = generate::reply(reader, tokenizer, logits, text.decoder, g.max_tokens, &mut speaker)?;
-    let stopped = speaker.finish() || reply.ended;
+    let reply = generate::reply(reader, tokenizer, logits, text.decoder, g.max_tokens, &mut stream)?;
+    let stopped = stream.finish() || reply.ended;
     Ok((if stopped { FinishReason::Stop } else { FinishReason::Length }, reply.tokens))
 }
 

@@ -8,7 +8,7 @@ use ft_engine::model::Decoder;
 use ft_engine::params::Params;
 use ft_engine::ranks::{Comm, Group};
 use ft_engine::walk::{Hooks, Outline, Reading, Stage, Visit};
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,7 +25,7 @@ pub struct Gather<'a> {
     /// Neighbors of this rank's stage, if ranks split the layers.
     stage: Option<Stage<'a>>,
     /// Units on the device, with their pending transfers.
-    here: RefCell<BTreeMap<usize, Vec<PendingCopy>>>,
+    here: RefCell<BTreeMap<usize, Vec<PendingTransfer>>>,
 }
 
 impl<'a> Gather<'a> {
@@ -89,7 +89,7 @@ impl Hooks for Gather<'_> {
             }
         }
         for unit in self.outline.needs([visit]) {
-            here.get_mut(&unit).into_iter().flat_map(|a| a.drain(..)).try_for_each(PendingCopy::wait)?;
+            here.get_mut(&unit).into_iter().flat_map(|a| a.drain(..)).try_for_each(PendingTransfer::wait)?;
         }
         Ok(())
     }

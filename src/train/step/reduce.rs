@@ -16,7 +16,7 @@ use ft_engine::params::{Flat, Params};
 use ft_engine::ranks::{At, Comm};
 use ft_engine::walk::{Hooks, Stage, Visit};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use ft_kernels::optimizer::Squares;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -40,7 +40,7 @@ pub struct Reduce<'a> {
     /// Pending reductions, oldest first.
     open: RefCell<VecDeque<Open<'a>>>,
     /// Pending all-gather of a reduced gradient, below ZeRO stage 2.
-    gathered: RefCell<Option<PendingCopy>>,
+    gathered: RefCell<Option<PendingTransfer>>,
     gather: Gather<'a>,
     update: Option<InBackward<'a>>,
 }
@@ -48,7 +48,7 @@ pub struct Reduce<'a> {
 /// A pending reduction.
 struct Open<'a> {
     unit: usize,
-    arrival: PendingCopy,
+    arrival: PendingTransfer,
     /// Buffers and local sum of replicated gradients; the sum is all-gathered afterwards.
     part: Option<(&'a Flat, Tensor)>,
 }
@@ -206,11 +206,11 @@ impl<'a> Reduce<'a> {
                 let parts = flat.shard.parts(flat.len);
                 let arrival = group.all_gather(At::unit(GATHERING, flat.unit), part, &parts, values)?;
                 // Completes before the next all-gather, or at the end of the micro-batch.
-                self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), PendingCopy::wait)?;
+                self.gathered.borrow_mut().replace(arrival).map_or(Ok(()), PendingTransfer::wait)?;
             }
         }
         if keep.is_none() {
-            self.gathered.borrow_mut().take().map_or(Ok(()), PendingCopy::wait)?;
+            self.gathered.borrow_mut().take().map_or(Ok(()), PendingTransfer::wait)?;
         }
         Ok(())
     }

@@ -4,9 +4,9 @@ use crate::train::distill;
 use candle_core::Device;
 use ft_data::{Micro, Segments, segments};
 use ft_engine::model::batch::{Distillation, HostBatch, Sharers};
-use ft_engine::model::context_shard::ContextShard;
+use ft_engine::model::context_parallel::ContextParallel;
+use ft_engine::model::sequence_parallel::{self, SequenceParallel};
 use ft_engine::model::stage_boundary::Rows;
-use ft_engine::model::token_shard::{self, TokenShard};
 use ft_engine::model::{Batch, Config};
 use ft_engine::ranks::{self, At, Axis, Comm, Group, Mesh};
 use ft_recipe::Parallel;
@@ -127,7 +127,7 @@ struct Part<'a> {
     own: Segments,
     is_idle: bool,
     /// Segments over the context group, if ranks split the rows.
-    context_shard: Option<Arc<ContextShard<'a>>>,
+    context_parallel: Option<Arc<ContextParallel<'a>>>,
     /// Ranks with other parts of the same segments, if ranks cut matrices.
     tensor: Option<&'a dyn Comm>,
     /// Ranks with tokens of the micro-batch.
@@ -147,7 +147,7 @@ impl<'a> Part<'a> {
         let mut is_idle = false;
         for (at, ranges) in segments.iter().enumerate().filter(|(_, ranges)| !ranges.is_empty()) {
             let group = whole.part(ranges);
-            for (i, range) in token_shard::parts(group.tokens.len(), size).into_iter().enumerate() {
+            for (i, range) in sequence_parallel::parts(group.tokens.len(), size).into_iter().enumerate() {
                 let (rank, part) = (at * size + i, group.part(range));
                 active.push(rank);
                 targets.push(part.targets.clone());
@@ -157,17 +157,25 @@ impl<'a> Part<'a> {
                 }
             }
         }
-        let context_shard =
-            ranks.context.as_ref().map(|group| Arc::new(ContextShard::new(group, &whole.docs, segments)));
+        let context_parallel =
+            ranks.context.as_ref().map(|group| Arc::new(ContextParallel::new(group, &whole.docs, segments)));
         let tensor = ranks.tensor.as_ref().map(|group| group as &dyn Comm);
-        Self { own, is_idle, context_shard, tensor, sharers: Sharers { comm: &ranks.all, active }, targets }
+        Self {
+            own,
+            is_idle,
+            context_parallel,
+            tensor,
+            sharers: Sharers { comm: &ranks.all, active },
+            targets,
+        }
     }
 
     /// Number of tokens of the tensor group.
     fn attended(&self, whole: &Micro) -> usize {
-        let own =
-            |context_shard: &Arc<ContextShard<'_>>| context_shard.own().iter().map(|range| range.len()).sum();
-        self.context_shard.as_ref().map_or(whole.ids.len(), own)
+        let own = |context_parallel: &Arc<ContextParallel<'_>>| {
+            context_parallel.own().iter().map(|range| range.len()).sum()
+        };
+        self.context_parallel.as_ref().map_or(whole.ids.len(), own)
     }
 
     /// Context of the tokens of a tensor group, if ranks cut matrices: `input` makes a batch.
@@ -175,20 +183,22 @@ impl<'a> Part<'a> {
         &self,
         whole: &Micro,
         input: impl Fn(HostBatch<'_>) -> ft_base::Result<Batch<'a>>,
-    ) -> ft_base::Result<Option<TokenShard<'a>>> {
+    ) -> ft_base::Result<Option<SequenceParallel<'a>>> {
         let Some(comm) = self.tensor else { return Ok(None) };
-        let part =
-            self.context_shard.as_ref().map(|context_shard| (context_shard, whole.part(context_shard.own())));
+        let part = self
+            .context_parallel
+            .as_ref()
+            .map(|context_parallel| (context_parallel, whole.part(context_parallel.own())));
         let m = part.as_ref().map_or(whole, |(_, part)| &part.micro);
         let (n, untargeted) = (m.ids.len(), HostBatch { targets: &[], weights: &[], ..host(m) });
         let all = match &part {
             None => input(untargeted)?,
-            Some((context_shard, part)) => {
+            Some((context_parallel, part)) => {
                 let batch = input(HostBatch { docs: &[n], ..untargeted })?;
-                batch.among(Arc::clone(context_shard), part.tokens.clone(), Vec::new())
+                batch.among(Arc::clone(context_parallel), part.tokens.clone(), Vec::new())
             }
         };
-        Ok(Some(TokenShard::new(comm, token_shard::parts(n, comm.world()), all.context)))
+        Ok(Some(SequenceParallel::new(comm, sequence_parallel::parts(n, comm.world()), all.context)))
     }
 }
 
@@ -245,9 +255,9 @@ impl<'a> OwnMicro<'a> {
         let batch = distill::taught(input(HostBatch { docs, ..host(m) })?, m, by, device)?;
         let Some(part) = &self.part else { return Ok(batch) };
         let (tokens, targets) = (part.own.tokens.clone(), part.own.targets.clone());
-        let batch = match (part.cut(&self.whole, input)?, &part.context_shard) {
+        let batch = match (part.cut(&self.whole, input)?, &part.context_parallel) {
             (Some(cut), _) => batch.cut(cut, tokens, targets),
-            (None, Some(context_shard)) => batch.among(Arc::clone(context_shard), tokens, targets),
+            (None, Some(context_parallel)) => batch.among(Arc::clone(context_parallel), tokens, targets),
             (None, None) => batch,
         };
         Ok(batch.shared(part.sharers.clone()))

@@ -14,7 +14,7 @@ use ft_engine::params::Params;
 use ft_engine::ranks::{At, Comm, Piece, Received, Threads};
 use ft_engine::walk::{Hooks, Outline, Visit, Walk};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use ft_kernels::resizable::held;
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -104,7 +104,7 @@ impl Comm for Traced<'_, Threads> {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> ft_base::Result<PendingCopy> {
+    ) -> ft_base::Result<PendingTransfer> {
         self.0.reduce_scatter_among(members, at, part, range, to)
     }
     fn all_gather_among(
@@ -114,7 +114,7 @@ impl Comm for Traced<'_, Threads> {
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
-    ) -> ft_base::Result<PendingCopy> {
+    ) -> ft_base::Result<PendingTransfer> {
         self.note(Did::Gather(at.unit.expect("of a unit")));
         self.0.all_gather_among(members, at, mine, ranges, to)
     }
@@ -124,7 +124,7 @@ impl Comm for Traced<'_, Threads> {
         at: At,
         out: &[Piece],
         into: &[Piece],
-    ) -> ft_base::Result<PendingCopy> {
+    ) -> ft_base::Result<PendingTransfer> {
         self.0.exchange_among(members, at, out, into)
     }
     fn received(&self) -> &Received {

@@ -129,7 +129,7 @@ fn downloaded(
     let bad_card = |why: String| fail(format!("README.md: {why}"));
     let configs = match store::read_plain_text(&dir.join("README.md"), store::LARGEST) {
         Ok(card) => card_configs(&card).map_err(bad_card)?,
-        Err(e) if e.kind() == ErrorKind::NotFound => Value::Null,
+        Err(e) if e.kind() == ErrorKind::NotFound && name.config.is_none() => Value::Null,
         Err(e) => return Err(bad_card(e.to_string())),
     };
     let layout = Layout { commit, files, configs };
@@ -161,16 +161,16 @@ fn list(dir: &Path, prefix: &str, out: &mut Vec<(String, u64)>) {
     }
 }
 
-/// The name of shards like a chosen one, `NAME-*-of-00002.parquet`, of which fewer or more are there.
+/// The name of shards like a chosen one, `NAME-*-of-00002`, of which fewer or more are there.
 fn missing_shard(files: &[(String, u64)], chosen: &[String]) -> Option<String> {
     fn parts(file: &str) -> Option<(&str, &str)> {
-        let (left, total) = file.rsplit_once("-of-")?;
-        Some((left.rsplit_once('-')?.0, total))
+        let (left, right) = file.rsplit_once("-of-")?;
+        let digits = right.bytes().take_while(u8::is_ascii_digit).count();
+        Some((left.rsplit_once('-')?.0, &right[..digits]))
     }
     let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     files.iter().filter_map(|(f, _)| parts(f)).for_each(|of| *counts.entry(of).or_default() += 1);
-    let total = |text: &str| text.split('.').next()?.parse::<usize>().ok();
-    let differs = |of: &(&str, &str)| total(of.1).is_some_and(|total| counts.get(of) != Some(&total));
+    let differs = |of: &(&str, &str)| of.1.parse().is_ok_and(|total: usize| counts.get(of) != Some(&total));
     let (name, total) = chosen.iter().filter_map(|f| parts(f)).find(differs)?;
     Some(format!("{name}-*-of-{total}"))
 }
@@ -387,7 +387,7 @@ mod tests {
         assert_eq!(find(&["a-1-of-1.jsonl.gz", "a-1-of-2.jsonl"]), None);
         assert_eq!(find(&["rows.jsonl", "part-of-it.jsonl"]), None);
         let missing = find(&["d/a-00001-of-00002.parquet", "d/b-00000-of-00002.parquet"]);
-        assert_eq!(missing.as_deref(), Some("d/a-*-of-00002.parquet"));
+        assert_eq!(missing.as_deref(), Some("d/a-*-of-00002"));
     }
 
     #[test]

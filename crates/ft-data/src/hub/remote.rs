@@ -225,7 +225,11 @@ impl<'a> Remote<'a> {
         let id = self.repository.id();
         let refused = |e| self.explain_push(e);
         // a token may write to a repository, and not create one
-        if !self.api.exists().send().map_err(refused)? {
+        if self.api.exists().send().map_err(refused)? {
+            if push.private {
+                tell(&format!("{id} exists: who can see it does not change"));
+            }
+        } else {
             self.client
                 .create_repository()
                 .repo_id(&id)

@@ -5,7 +5,7 @@ use super::delta::Parameter;
 use super::linear::{self, Linear, Stack};
 use super::norm::Norm;
 use super::pass::batch::{Context, Tables};
-use super::pass::context_shard::Outputs;
+use super::pass::context_parallel::Outputs;
 use super::pass::sink::Sink;
 use candle_core::Result;
 use ft_kernels::Tensor;
@@ -157,7 +157,7 @@ impl Attention {
     fn attend(&self, [q, k, v]: [&Tensor; 3], ctx: &Context, cache: Option<&mut Cache>) -> Result<Outputs> {
         // A gate makes a new tensor, without spare columns.
         let (how, rank) = (self.causal(ctx), if self.gated { 0 } else { self.o.fused_rank(q) });
-        let out = match (cache, &ctx.context_shard) {
+        let out = match (cache, &ctx.context_parallel) {
             (Some(cache), _) => {
                 let lent = self.producer.map(|l| ctx.between.cache(l)).transpose()?;
                 if lent.is_none() {
@@ -168,7 +168,7 @@ impl Attention {
                 }
                 attention::forward_cached(q, lent.as_ref().unwrap_or(cache), &how, rank).map(Outputs::one)
             }
-            (None, Some(context_shard)) => context_shard.forward([q, k, v], &how, rank),
+            (None, Some(context_parallel)) => context_parallel.forward([q, k, v], &how, rank),
             (None, None) => attention::forward(q, k, v, &how, rank).map(Outputs::one),
         }?;
         if let Some(s) = &self.sinks {
@@ -421,8 +421,8 @@ impl Attention {
             }
         }
         let (how, out) = (self.causal(ctx), s.out);
-        let (dq, dk, dv) = match &ctx.context_shard {
-            Some(context_shard) => context_shard.backward([&q, &k, &v, &d_o], out, &how, rv)?,
+        let (dq, dk, dv) = match &ctx.context_parallel {
+            Some(context_parallel) => context_parallel.backward([&q, &k, &v, &d_o], out, &how, rv)?,
             None => {
                 let gradients = attention::backward(&q, &k, &v, out.whole()?, &d_o, &how, rv)?;
                 drop(out);

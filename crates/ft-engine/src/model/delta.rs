@@ -167,7 +167,7 @@ impl DeltaNet {
         ctx: &Context,
         mut state: Option<&mut State>,
     ) -> Result<(Tensor, Saved)> {
-        if ctx.context_shard.is_some() {
+        if ctx.context_parallel.is_some() {
             candle_core::bail!("linear attention over the ranks of a context group: refused by the plan");
         }
         let (projected, linears) = self.project(x, ctx)?;

@@ -8,8 +8,8 @@ use super::linear::Linear;
 use super::mixer::{self, Mixer};
 use super::norm::Norm;
 use super::pass::batch::Context;
+use super::pass::sequence_parallel::SequenceParallel;
 use super::pass::sink::Sink;
-use super::pass::token_shard::TokenShard;
 use super::per_layer::{self, PerLayer};
 use candle_core::Result;
 use ft_kernels::Tensor;
@@ -82,13 +82,13 @@ impl FeedForward {
     }
 
     /// Ranks that cut the matrices, if they do. A mixture computes on the rank's own tokens.
-    fn cut<'c, 'a>(&self, ctx: &'c Context<'a>) -> Option<&'c TokenShard<'a>> {
+    fn cut<'c, 'a>(&self, ctx: &'c Context<'a>) -> Option<&'c SequenceParallel<'a>> {
         ctx.cut.as_deref().filter(|_| matches!(self, FeedForward::Dense(_)))
     }
 
     /// Context of the tokens that this part computes on.
     fn context<'c, 'a>(&self, ctx: &'c Context<'a>) -> &'c Context<'a> {
-        self.cut(ctx).map_or(ctx, TokenShard::whole)
+        self.cut(ctx).map_or(ctx, SequenceParallel::whole)
     }
 
     /// Whether the backward pass needs the input.
@@ -559,7 +559,11 @@ impl Layer {
 }
 
 /// Rows of all tokens that a half sees, from those of this rank's; with `room` spare columns if gathered.
-fn gathered(own: Padded, cut: Option<&TokenShard<'_>>, room: impl Fn(&Tensor) -> usize) -> Result<Padded> {
+fn gathered(
+    own: Padded,
+    cut: Option<&SequenceParallel<'_>>,
+    room: impl Fn(&Tensor) -> usize,
+) -> Result<Padded> {
     let Some(cut) = cut else { return Ok(own) };
     let all = cut.gather(&own.values()?)?;
     drop(own);
@@ -567,7 +571,7 @@ fn gathered(own: Padded, cut: Option<&TokenShard<'_>>, room: impl Fn(&Tensor) ->
 }
 
 /// Rows of this rank's tokens, from a half's output of all tokens.
-fn scattered(all: Tensor, cut: Option<&TokenShard<'_>>) -> Result<Tensor> {
+fn scattered(all: Tensor, cut: Option<&SequenceParallel<'_>>) -> Result<Tensor> {
     match cut {
         Some(cut) => cut.scatter(all),
         None => Ok(all),

@@ -30,5 +30,5 @@ pub use config::{
 };
 pub use decoder::Decoder;
 pub use pass::batch::Batch;
-pub use pass::{batch, context_shard, shared_state, sink, stage_boundary, token_shard};
+pub use pass::{batch, context_parallel, sequence_parallel, shared_state, sink, stage_boundary};
 pub use units::Units;

@@ -1,7 +1,7 @@
 //! RMSNorm.
 
+use super::pass::sequence_parallel::Columns;
 use super::pass::sink::{Sink, Slot};
-use super::pass::token_shard::Columns;
 use candle_core::{DType, Result};
 use ft_kernels::Tensor;
 use ft_kernels::norm;

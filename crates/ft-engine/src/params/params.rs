@@ -19,7 +19,7 @@ use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use ft_kernels::resizable::free;
 use ft_kernels::tensor::Real;
 use std::collections::BTreeSet;
@@ -184,7 +184,7 @@ impl Params {
     ///
     /// # Errors
     /// A lost rank; device errors.
-    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<PendingCopy>> {
+    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<PendingTransfer>> {
         let at = At::unit("the gathering of weights", unit);
         self.gathered(unit).map(|b| b.gather(at, &self.split, comm)).collect()
     }

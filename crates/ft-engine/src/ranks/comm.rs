@@ -5,7 +5,7 @@ use super::mesh::Axis;
 use ft_base::Result;
 use ft_base::error::{ExitCode, Failure};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt;
@@ -111,7 +111,7 @@ pub trait Comm: Send + Sync {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<PendingCopy>;
+    ) -> Result<PendingTransfer>;
 
     /// As [`Comm::all_gather`], among members; `ranges` are by member.
     ///
@@ -124,14 +124,19 @@ pub trait Comm: Send + Sync {
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
-    ) -> Result<PendingCopy>;
+    ) -> Result<PendingTransfer>;
 
     /// As [`Comm::exchange`], among members; peers are ranks of this group.
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
-    fn exchange_among(&self, members: &[usize], at: At, out: &[Piece], into: &[Piece])
-    -> Result<PendingCopy>;
+    fn exchange_among(
+        &self,
+        members: &[usize],
+        at: At,
+        out: &[Piece],
+        into: &[Piece],
+    ) -> Result<PendingTransfer>;
 
     /// Bytes of tensors received from other ranks so far, counted as the minimum for each collective: a sum
     /// receives one part of the range per peer.
@@ -163,7 +168,7 @@ pub trait Comm: Send + Sync {
 
     /// Reduce-scatter: starts `to += part[range]` over the parts of all ranks, in rank order. `to` is f32
     /// and has the length of `range`; each rank chooses a range. Ranks without a part pass `None`.
-    /// Completes when the returned [`PendingCopy`] is waited on.
+    /// Completes when the returned [`PendingTransfer`] is waited on.
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
@@ -173,27 +178,33 @@ pub trait Comm: Send + Sync {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         self.reduce_scatter_among(&self.everyone(), at, part, range, to)
     }
 
     /// All-gather: starts `to[ranges[r]] = mine` of rank `r`, for every `r`. `mine` must not be a view of
-    /// `to`. Completes when the returned [`PendingCopy`] is waited on.
+    /// `to`. Completes when the returned [`PendingTransfer`] is waited on.
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
-    fn all_gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> Result<PendingCopy> {
+    fn all_gather(
+        &self,
+        at: At,
+        mine: Tensor,
+        ranges: &[Range<usize>],
+        to: &Tensor,
+    ) -> Result<PendingTransfer> {
         self.all_gather_among(&self.everyone(), at, mine, ranges, to)
     }
 
     /// Pairwise exchange: starts the sends of `out` and the receives of `into`, each with its own peer. Every rank
     /// calls it, with or without pieces. The pieces of an ordered pair of ranks have equal lengths and dtypes on both
     /// sides, in the same order; all are contiguous, none is of this rank itself. The tensors of `out` must not
-    /// change, and those of `into` not be read, before the returned [`PendingCopy`] has been waited on.
+    /// change, and those of `into` not be read, before the returned [`PendingTransfer`] has been waited on.
     ///
     /// # Errors
     /// A lost rank; a tensor operation that fails.
-    fn exchange(&self, at: At, out: &[Piece], into: &[Piece]) -> Result<PendingCopy> {
+    fn exchange(&self, at: At, out: &[Piece], into: &[Piece]) -> Result<PendingTransfer> {
         self.exchange_among(&self.everyone(), at, out, into)
     }
 }

@@ -5,7 +5,7 @@ use super::comm::{At, Comm, Error, Piece, Received};
 use super::mesh::{Axis, Mesh};
 use ft_base::Result;
 use ft_kernels::Tensor;
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -77,7 +77,7 @@ impl Comm for Group<'_> {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         self.comm.reduce_scatter_among(&self.ranks(members), self.at(at), part, range, to)
     }
 
@@ -88,7 +88,7 @@ impl Comm for Group<'_> {
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         self.comm.all_gather_among(&self.ranks(members), self.at(at), mine, ranges, to)
     }
 
@@ -98,7 +98,7 @@ impl Comm for Group<'_> {
         at: At,
         out: &[Piece],
         into: &[Piece],
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         let peers = |all: &[Piece]| -> Vec<Piece> {
             all.iter().map(|(member, t)| (self.rank_of(*member), t.clone())).collect()
         };

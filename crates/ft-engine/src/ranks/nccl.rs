@@ -11,7 +11,7 @@ use candle_core::Device;
 use ft_base::Result;
 use ft_base::error::{ExitCode, Failure};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::{self, PendingCopy};
+use ft_kernels::crossing::{self, PendingTransfer};
 use ft_kernels::cuda::nccl::{self, Handle, Link};
 use ft_kernels::sum::Parts;
 use ft_kernels::tensor::Real;
@@ -159,7 +159,7 @@ impl Comm for Nccl<'_> {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         if to.real()?.device().is_cpu() {
             return self.host.reduce_scatter_among(members, at, part, range, to);
         }
@@ -196,10 +196,10 @@ impl Comm for Nccl<'_> {
         let parts = Parts { own, others: came };
         if out.is_empty() && into.is_empty() {
             parts.add_to(to)?;
-            return Ok(PendingCopy::over());
+            return Ok(PendingTransfer::over());
         }
         let flight = self.begun(self.link.exchange(&at.to_string(), &pieces(&out), &pieces(&into), None))?;
-        Ok(PendingCopy::of(flight, part.into_iter().collect(), None, Some((parts, to.clone()))))
+        Ok(PendingTransfer::of(flight, part.into_iter().collect(), None, Some((parts, to.clone()))))
     }
 
     fn all_gather_among(
@@ -209,7 +209,7 @@ impl Comm for Nccl<'_> {
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         let all = to.real()?;
         if all.device().is_cpu() {
             return self.host.all_gather_among(members, at, mine, ranges, to);
@@ -224,7 +224,7 @@ impl Comm for Nccl<'_> {
         let me = members.iter().position(|r| *r == self.rank());
         let own = me.map(part).transpose()?.flatten();
         let crossed = own.as_ref().map(|own| crossing::send(mine.real()?, own)).transpose()?;
-        let after = crossed.as_ref().and_then(PendingCopy::event);
+        let after = crossed.as_ref().and_then(PendingTransfer::event);
         let comes = others.iter().filter_map(|(m, _)| ranges.get(*m)).map(Range::len);
         self.received().count(at, size * comes.sum::<usize>());
         let n = ranges.first().map_or(0, Range::len);
@@ -239,13 +239,13 @@ impl Comm for Nccl<'_> {
                     into.extend(part(member)?.map(|part| (r, part)));
                 }
                 if out.is_empty() && into.is_empty() {
-                    return Ok(PendingCopy::over());
+                    return Ok(PendingTransfer::over());
                 }
                 self.link.exchange(&what, &pieces(&out), &pieces(&into), after)
             }
         };
         let flight = self.begun(flight)?;
-        Ok(PendingCopy::of(flight, vec![mine, to.clone()], crossed, None))
+        Ok(PendingTransfer::of(flight, vec![mine, to.clone()], crossed, None))
     }
 
     fn exchange_among(
@@ -254,7 +254,7 @@ impl Comm for Nccl<'_> {
         at: At,
         out: &[Piece],
         into: &[Piece],
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         let (mut from, mut to) = (Vec::new(), Vec::new());
         for (all, real) in [(out, &mut from), (into, &mut to)] {
             for (r, t) in all.iter().filter(|(_, t)| t.elem_count() > 0) {
@@ -263,13 +263,13 @@ impl Comm for Nccl<'_> {
         }
         self.all_gather_bytes_among(members, at, &[], true)?;
         if from.is_empty() && to.is_empty() {
-            return Ok(PendingCopy::over());
+            return Ok(PendingTransfer::over());
         }
         let comes = to.iter().map(|(_, t)| t.dtype().size_in_bytes() * t.elem_count());
         self.received().count(at, comes.sum());
         let flight = self.begun(self.link.exchange(&at.to_string(), &pieces(&from), &pieces(&to), None))?;
         let retained = out.iter().chain(into).map(|(_, t)| t.clone()).collect();
-        Ok(PendingCopy::of(flight, retained, None, None))
+        Ok(PendingTransfer::of(flight, retained, None, None))
     }
 
     fn received(&self) -> &Received {

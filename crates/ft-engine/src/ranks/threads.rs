@@ -11,7 +11,7 @@ use ft_base::Result;
 use ft_base::error::ExitCode;
 use ft_kernels::Tensor;
 use ft_kernels::cpu::{in_place, view};
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -271,7 +271,7 @@ impl Comm for Threads {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         self.with_tensors((members, at), part, |all| {
             if range.is_empty() {
                 return Ok(());
@@ -288,7 +288,7 @@ impl Comm for Threads {
             }
             Ok(())
         })?;
-        Ok(PendingCopy::over())
+        Ok(PendingTransfer::over())
     }
 
     fn all_gather_among(
@@ -298,7 +298,7 @@ impl Comm for Threads {
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         self.with_tensors((members, at), Some(mine), |all| {
             for (member, part) in tensors(all) {
                 let Some(range) = ranges.get(member).filter(|r| !r.is_empty()) else { continue };
@@ -309,10 +309,10 @@ impl Comm for Threads {
             }
             Ok(())
         })?;
-        Ok(PendingCopy::over())
+        Ok(PendingTransfer::over())
     }
 
-    fn exchange_among(&self, _: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<PendingCopy> {
+    fn exchange_among(&self, _: &[usize], at: At, out: &[Piece], into: &[Piece]) -> Result<PendingTransfer> {
         let timeout = Some(self.group.timeout);
         self.give(at, out.iter().map(|(to, t)| (*to, Given::Tensor(Some(t.clone())))))?;
         for (from, to) in into {
@@ -326,7 +326,7 @@ impl Comm for Threads {
         let peers = |all: &[Piece]| all.iter().map(|(peer, _)| *peer).collect::<BTreeSet<usize>>();
         self.give(at, peers(into).into_iter().map(|from| (from, Given::Bytes(Vec::new()))))?;
         self.take(at, &peers(out).into_iter().collect::<Vec<_>>(), timeout)?;
-        Ok(PendingCopy::over())
+        Ok(PendingTransfer::over())
     }
 
     fn received(&self) -> &Received {

@@ -81,9 +81,13 @@ impl<'a> Walk<'a> {
         let Some(level) = self.kept_level(l) else { return Ok(None) };
         let rest = saved.keep(level);
         // the topmost layer is needed first in the backward pass and stays on the device
-        let parks = self.inputs.on_host && level > Level::None && l + 1 < self.decoder.units.own_layers().end;
-        let x =
-            if parks { Offloaded::offload(x.clone(), self.inputs.pin)? } else { Offloaded::here(x.clone()) };
+        let offloads =
+            self.inputs.on_host && level > Level::None && l + 1 < self.decoder.units.own_layers().end;
+        let x = if offloads {
+            Offloaded::offload(x.clone(), self.inputs.pin)?
+        } else {
+            Offloaded::here(x.clone())
+        };
         Ok(Some(Saved { x, level, rest }))
     }
 

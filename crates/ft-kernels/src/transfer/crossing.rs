@@ -6,10 +6,10 @@
 use crate::tensor::{Real, Tensor};
 use candle_core::{Device, Result};
 
-/// A copy in progress. After [`PendingCopy::wait`], work submitted to the device sees the copied values and may
-/// overwrite the source.
+/// A copy in progress, or a sum over ranks. After [`PendingTransfer::wait`], work submitted to the device sees the
+/// values and may overwrite the source.
 #[derive(Debug, Default)]
-pub struct PendingCopy {
+pub struct PendingTransfer {
     #[cfg(feature = "cuda")]
     transfer: Option<Transfer>,
 }
@@ -30,7 +30,7 @@ enum Transfer {
 
 /// Tensors and the preceding copy kept alive until a transfer completes.
 #[cfg(feature = "cuda")]
-type Retained = (Vec<Tensor>, Option<Box<PendingCopy>>);
+type Retained = (Vec<Tensor>, Option<Box<PendingTransfer>>);
 
 #[cfg(feature = "cuda")]
 impl Transfer {
@@ -42,13 +42,13 @@ impl Transfer {
     }
 }
 
-impl PendingCopy {
+impl PendingTransfer {
     /// A completed copy.
     pub fn over() -> Self {
         Self::default()
     }
 
-    /// A transfer from other ranks. Keeps `retained` and the preceding copy `before` alive; [`PendingCopy::wait`]
+    /// A transfer from other ranks. Keeps `retained` and the preceding copy `before` alive; [`PendingTransfer::wait`]
     /// adds `sum` to its destination.
     #[cfg(feature = "cuda")]
     pub fn of(
@@ -88,7 +88,7 @@ impl PendingCopy {
 
 /// Memory of a pending copy must not be reused: dropping waits as well.
 #[cfg(feature = "cuda")]
-impl Drop for PendingCopy {
+impl Drop for PendingTransfer {
     fn drop(&mut self) {
         // a failed driver reports the error again on the next call
         let _ = self.transfer.as_ref().map(Transfer::wait);
@@ -100,20 +100,20 @@ impl Drop for PendingCopy {
 ///
 /// # Errors
 /// Errors of the driver; vectors of different dtypes.
-pub fn send(from: &Real, to: &Real) -> Result<PendingCopy> {
+pub fn send(from: &Real, to: &Real) -> Result<PendingTransfer> {
     cross(from, to)
 }
 
 /// Starts a copy between two vectors, at least one of them on the host.
-fn cross(from: &Real, to: &Real) -> Result<PendingCopy> {
+fn cross(from: &Real, to: &Real) -> Result<PendingTransfer> {
     #[cfg(feature = "cuda")]
     if let Some(copy) = crate::cuda::staging::copy(from, to)? {
-        return Ok(PendingCopy { transfer: Some(Transfer::Copy(copy)) });
+        return Ok(PendingTransfer { transfer: Some(Transfer::Copy(copy)) });
     }
     if to.elem_count() > 0 {
         to.slice_set(from, 0, 0)?;
     }
-    Ok(PendingCopy::over())
+    Ok(PendingTransfer::over())
 }
 
 /// Page-locks host memory of a tensor while this value lives. Copies from and to a device
@@ -150,7 +150,7 @@ impl Locked {
 #[derive(Debug)]
 pub struct Offloaded {
     /// Pending copy in either direction; completes before any memory is freed.
-    copy: PendingCopy,
+    copy: PendingTransfer,
     here: Option<Tensor>,
     shape: candle_core::Shape,
     /// Host memory; `None` if the tensor stays in place.
@@ -160,7 +160,7 @@ pub struct Offloaded {
 impl Offloaded {
     /// A tensor left in place.
     pub fn here(x: Tensor) -> Self {
-        Self { copy: PendingCopy::over(), shape: x.shape().clone(), here: Some(x), there: None }
+        Self { copy: PendingTransfer::over(), shape: x.shape().clone(), here: Some(x), there: None }
     }
 
     /// Starts the copy to the host. Device memory stays allocated until [`Offloaded::release`].
@@ -180,7 +180,7 @@ impl Offloaded {
     /// Errors of the driver.
     pub fn release(&mut self) -> Result<()> {
         if self.there.is_some() {
-            std::mem::replace(&mut self.copy, PendingCopy::over()).wait()?;
+            std::mem::replace(&mut self.copy, PendingTransfer::over()).wait()?;
             self.here = None;
         }
         Ok(())
@@ -206,7 +206,7 @@ impl Offloaded {
     /// See [`Offloaded::prefetch`].
     pub fn take(mut self, device: &Device) -> Result<Tensor> {
         self.prefetch(device)?;
-        std::mem::replace(&mut self.copy, PendingCopy::over()).wait()?;
+        std::mem::replace(&mut self.copy, PendingTransfer::over()).wait()?;
         match self.here.take() {
             Some(x) => x.reshape(self.shape),
             None => candle_core::bail!("a tensor that waits nowhere"),
@@ -248,9 +248,9 @@ mod tests {
     use crate::check::{randn, values};
     use candle_core::DType;
 
-    /// A parked tensor keeps its values and uses no device memory in between.
+    /// An offloaded tensor keeps its values and uses no device memory in between.
     #[test]
-    fn what_is_parked_comes_back() -> Result<()> {
+    fn offloaded_tensors_come_back() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {
             let x = randn(3, (5, 7), dtype)?;
             let want = values(&x);

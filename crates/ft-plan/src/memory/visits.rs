@@ -8,13 +8,13 @@ use candle_core::{DType, Result};
 use ft_engine::model::Batch;
 use ft_engine::model::attention::Attention;
 use ft_engine::model::batch::Context;
-use ft_engine::model::context_shard::ContextShard;
+use ft_engine::model::context_parallel::ContextParallel;
 use ft_engine::model::head::Objective;
 use ft_engine::model::layer::{Layer, Level};
 use ft_engine::model::mixer::Mixer;
+use ft_engine::model::sequence_parallel::SequenceParallel;
 use ft_engine::model::shared_state::SharedState;
 use ft_engine::model::sink::Sink;
-use ft_engine::model::token_shard::TokenShard;
 use ft_engine::walk::generate::PART;
 use ft_engine::walk::{self, Dequantize, Visit};
 use ft_kernels::attention::Cache;
@@ -59,7 +59,7 @@ pub struct StepInputs<'a> {
 /// Segments of a micro-batch on a rank of a context group.
 #[derive(Clone, Debug)]
 pub struct Segments {
-    pub context_shard: Arc<ContextShard<'static>>,
+    pub context_parallel: Arc<ContextParallel<'static>>,
     /// Bytes of their lists, beside those of a micro-batch on one rank.
     pub lists: u64,
 }
@@ -72,12 +72,12 @@ impl Segments {
         windows: impl IntoIterator<Item = Option<usize>>,
         cuda: bool,
     ) -> (Tokens, Self) {
-        let (own, context_shard) = t.split(ranks);
+        let (own, context_parallel) = t.split(ranks);
         let windows: BTreeSet<Option<usize>> = windows.into_iter().collect();
         // on the host: the whole micro-batch, and which tokens and targets are of this rank
         let host = if cuda { 0 } else { 16 * t.tokens + 12 * t.targets + 4 * own.tokens + 12 * own.targets };
-        let lists = context_shard.bytes(windows, cuda) as u64 + host;
-        (own, Self { context_shard: Arc::new(context_shard), lists })
+        let lists = context_parallel.bytes(windows, cuda) as u64 + host;
+        (own, Self { context_parallel: Arc::new(context_parallel), lists })
     }
 }
 
@@ -211,11 +211,12 @@ impl StepInputs<'_> {
     fn in_layers(&self, t: Tokens, train: bool) -> Result<Batch<'_>> {
         let mut batch = self.batch(t, train)?;
         let (which, (ranks, whole)) = (usize::from(!train), &self.tensor);
-        batch.context.context_shard = self.context[which].as_ref().map(|s| Arc::clone(&s.context_shard));
+        batch.context.context_parallel =
+            self.context[which].as_ref().map(|s| Arc::clone(&s.context_parallel));
         if *ranks > 1 {
-            let context_shard = batch.context.context_shard.take();
-            let all = Context { context_shard, ..self.batch(whole[which], train)?.context };
-            let cut = TokenShard::planned(whole[which].tokens as usize, *ranks, all);
+            let context_parallel = batch.context.context_parallel.take();
+            let all = Context { context_parallel, ..self.batch(whole[which], train)?.context };
+            let cut = SequenceParallel::planned(whole[which].tokens as usize, *ranks, all);
             batch.context.cut = Some(Arc::new(cut));
         }
         Ok(batch)

@@ -2,7 +2,7 @@
 
 use ft_engine::model::Batch;
 use ft_engine::model::batch::Targets;
-use ft_engine::model::context_shard::ContextShard;
+use ft_engine::model::context_parallel::ContextParallel;
 use ft_kernels::attention::Sizes as Attended;
 
 /// Size of a micro-batch, as far as memory depends on it.
@@ -76,15 +76,15 @@ impl Tokens {
     }
 
     /// The part of the rank with the most tokens among `ranks` ranks of a context group, with its segments.
-    pub fn split(self, ranks: usize) -> (Self, ContextShard<'static>) {
+    pub fn split(self, ranks: usize) -> (Self, ContextParallel<'static>) {
         let docs = self.docs();
         let segments = ft_data::segments(&docs, ranks);
-        let all = (0..ranks).map(|rank| ContextShard::planned(&docs, segments.clone(), rank));
-        let length = |a: &ContextShard<'_>| a.own().iter().map(|r| r.len()).sum::<usize>();
+        let all = (0..ranks).map(|rank| ContextParallel::planned(&docs, segments.clone(), rank));
+        let length = |a: &ContextParallel<'_>| a.own().iter().map(|r| r.len()).sum::<usize>();
         // The first of several.
         let most = all.rev().max_by_key(|a| (length(a), a.keys(None)));
-        let context_shard = most.unwrap_or_else(|| ContextShard::planned(&docs, segments, 0));
-        let tokens = length(&context_shard) as u64;
-        (Self { tokens, targets: self.targets.min(tokens), ..self }, context_shard)
+        let context_parallel = most.unwrap_or_else(|| ContextParallel::planned(&docs, segments, 0));
+        let tokens = length(&context_parallel) as u64;
+        (Self { tokens, targets: self.targets.min(tokens), ..self }, context_parallel)
     }
 }

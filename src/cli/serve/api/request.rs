@@ -174,7 +174,7 @@ fn max_tokens(
     Ok(reply_limit(asked, state.max_tokens).min(left))
 }
 
-/// Token limit of a reply, of the request's and the server's.
+/// Token limit of a reply, from those of the request and of the server.
 fn reply_limit(asked: Option<usize>, server: Option<usize>) -> usize {
     match (asked, server) {
         (Some(asked), Some(server)) => asked.min(server),

@@ -98,7 +98,7 @@ pub(super) fn table_of<'a>(keys: &Keys<'a>) -> Result<Option<Keys<'a>>> {
 }
 
 /// Keys of overrides that change tables of the file.
-pub(super) const CHANGES: [&str; 3] = [BASE, LOCAL, ROPE_SCALING];
+pub(super) const CHANGES: [&str; 4] = [BASE, LOCAL, PARTIAL, ROPE_SCALING];
 
 /// Replaces keys of a text model by overrides. Scaling and bases go into the table in effect, and leave the rest of it;
 /// a file with neither table has `default`, that of its class. At the top level, transformers would take another base
@@ -160,6 +160,7 @@ fn replaced_by_type(
         if base == BASE {
             table.extend(before.clone().unwrap_or_default());
             rescale(table, overrides);
+            table.extend(overrides.get(PARTIAL).map(|share| (PARTIAL.to_string(), share.clone())));
         }
         table.extend(overrides.get(base).map(|base| (BASE.to_string(), base.clone())));
     }
@@ -177,6 +178,9 @@ fn replaced_in_all(
     rescale(&mut table, overrides);
     if has_parameters || table.contains_key(BASE) {
         table.extend(overrides.get(BASE).map(|base| (BASE.to_string(), base.clone())));
+    }
+    if table.contains_key(PARTIAL) {
+        table.extend(overrides.get(PARTIAL).map(|share| (PARTIAL.to_string(), share.clone())));
     }
     let is_new = !has_scaling && !has_parameters && !table.is_empty();
     [(has_scaling || is_new).then(|| table.clone()), has_parameters.then_some(table)]

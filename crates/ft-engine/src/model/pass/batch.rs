@@ -1,11 +1,11 @@
 //! A micro-batch as it enters the model, with the context shared by all layers.
 
-use super::context_shard::ContextShard;
+use super::context_parallel::ContextParallel;
 #[cfg(test)]
-use super::context_shard::Fault;
+use super::context_parallel::Fault;
+use super::sequence_parallel::{Columns, SequenceParallel};
 use super::shared_state::SharedState;
 use super::stage_boundary::Rows;
-use super::token_shard::{Columns, TokenShard};
 use crate::model::config::Config;
 use crate::model::config::rope::Rope;
 use crate::ranks::{At, Comm, words_of};
@@ -83,11 +83,11 @@ pub struct Context<'a> {
     /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
     /// Segments over the ranks of a context group, in place of `seqs`.
-    pub context_shard: Option<Arc<ContextShard<'a>>>,
+    pub context_parallel: Option<Arc<ContextParallel<'a>>>,
     /// Ranks with tokens of the same micro-batch, if there are several.
     pub sharers: Option<Arc<Sharers<'a>>>,
     /// Ranks that cut matrices, with the context of all tokens; the rest of this one is of the rank's own tokens.
-    pub cut: Option<Arc<TokenShard<'a>>>,
+    pub cut: Option<Arc<SequenceParallel<'a>>>,
     /// Ranks with other heads of the same tokens, if there are some.
     pub columns: Option<Columns<'a>>,
     /// Rotary embeddings of the model, in the order of its config.
@@ -108,7 +108,7 @@ impl<'a> Context<'a> {
     pub fn new(seqs: Sequences, ropes: Vec<Tables>, dropout: Option<DropoutKey>) -> Self {
         Self {
             seqs,
-            context_shard: None,
+            context_parallel: None,
             sharers: None,
             cut: None,
             columns: None,
@@ -144,7 +144,10 @@ impl<'a> Context<'a> {
     /// Lengths of the documents of the micro-batch.
     fn docs(&self) -> &[usize] {
         let whole = self.whole();
-        whole.context_shard.as_ref().map_or(&whole.seqs.docs[..], |context_shard| context_shard.docs())
+        whole
+            .context_parallel
+            .as_ref()
+            .map_or(&whole.seqs.docs[..], |context_parallel| context_parallel.docs())
     }
 
     /// The same context for a subset of the tokens.
@@ -334,22 +337,27 @@ impl<'a> Batch<'a> {
 
     /// Makes this the part of a micro-batch on one rank of a context group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn among(self, context_shard: Arc<ContextShard<'a>>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+    pub fn among(
+        self,
+        context_parallel: Arc<ContextParallel<'a>>,
+        tokens: Vec<u32>,
+        targets: Vec<u32>,
+    ) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let (rows, targets) = (rows, Some(targets));
         #[cfg(test)]
-        let (rows, targets) = match context_shard.fault {
+        let (rows, targets) = match context_parallel.fault {
             Some(Fault::Rows) => (None, targets),
             Some(Fault::Targets) => (rows, None),
             _ => (rows, targets),
         };
-        let context = Context { context_shard: Some(context_shard), rows, ..self.context };
+        let context = Context { context_parallel: Some(context_parallel), rows, ..self.context };
         Self { context, target_numbers: targets, ..self }
     }
 
     /// Makes this the part of a micro-batch on one rank of a tensor group: `tokens` and `targets` are the indices of
     /// its tokens and targets in the micro-batch.
-    pub fn cut(self, cut: TokenShard<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
+    pub fn cut(self, cut: SequenceParallel<'a>, tokens: Vec<u32>, targets: Vec<u32>) -> Self {
         let rows = self.context.dropout.map(|_| Arc::new(tokens));
         let context = Context { cut: Some(Arc::new(cut)), rows, ..self.context };
         Self { context, target_numbers: Some(targets), ..self }

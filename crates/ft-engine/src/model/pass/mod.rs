@@ -1,11 +1,11 @@
 //! Input, state and gradients of a pass: the micro-batch, what layers hand to later ones, and the sink.
 
 pub mod batch;
-pub mod context_shard;
+pub mod context_parallel;
+pub mod sequence_parallel;
 pub mod shared_state;
 pub mod sink;
 pub mod stage_boundary;
-pub mod token_shard;
 
 use crate::ranks::Piece;
 use ft_kernels::ledger::{Cost, Peers};

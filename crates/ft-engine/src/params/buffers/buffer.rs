@@ -7,7 +7,7 @@ use crate::model::sink::Slot;
 use crate::ranks::{At, Comm};
 use candle_core::{DType, Device, Result};
 use ft_kernels::Tensor;
-use ft_kernels::crossing::{self, Locked, PendingCopy};
+use ft_kernels::crossing::{self, Locked, PendingTransfer};
 use ft_kernels::resizable::allocate;
 use ft_kernels::tensor::Real;
 use std::ops::Range;
@@ -115,7 +115,7 @@ impl Buffer {
     }
 
     /// Starts gathering the full buffer. `comm` are all ranks.
-    pub(crate) fn gather(&self, at: At, split: &Split, comm: &dyn Comm) -> ft_base::Result<PendingCopy> {
+    pub(crate) fn gather(&self, at: At, split: &Split, comm: &dyn Comm) -> ft_base::Result<PendingTransfer> {
         allocate(&self.whole)?;
         if self.shard.is_split() {
             let parts = self.shard.parts(self.whole.elem_count());

@@ -22,7 +22,7 @@ use candle_core::{DType, Device};
 use ft_base::rng::{Purpose, Stream};
 use ft_base::terminal::bytes_bar;
 use ft_kernels::Tensor;
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use ft_kernels::fp8::Source;
 use ft_kernels::padded::Padded;
 use ft_kernels::quantized::QuantizedMatrix;
@@ -124,7 +124,7 @@ impl<'a> Loader<'a> {
         let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
         let units = std::iter::once(unit).chain(tied.then_some(0));
         for u in units.clone() {
-            self.params.gather(u, self.comm)?.into_iter().try_for_each(PendingCopy::wait)?;
+            self.params.gather(u, self.comm)?.into_iter().try_for_each(PendingTransfer::wait)?;
         }
         for n in norms {
             self.complete_norms(unit, n)?;

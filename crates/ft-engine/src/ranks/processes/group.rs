@@ -8,7 +8,7 @@ use crate::ranks::sum;
 use ft_base::Result;
 use ft_base::error::ExitCode;
 use ft_kernels::cpu::{in_place, view};
-use ft_kernels::crossing::PendingCopy;
+use ft_kernels::crossing::PendingTransfer;
 use ft_kernels::{Tensor, bytes};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
@@ -145,7 +145,7 @@ impl Comm for Processes {
         part: Option<Tensor>,
         range: Range<usize>,
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         let (rank, world, piece) = (self.monitor.rank, self.monitor.world, self.piece(members));
         let said =
             self.exchange(members, at, &Said { gives: part.is_some(), range: range.clone() }.bytes(), true)?;
@@ -180,7 +180,7 @@ impl Comm for Processes {
             }
             round.clear();
         }
-        Ok(PendingCopy::over())
+        Ok(PendingTransfer::over())
     }
 
     fn all_gather_among(
@@ -190,7 +190,7 @@ impl Comm for Processes {
         mine: Tensor,
         ranges: &[Range<usize>],
         to: &Tensor,
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         let (rank, world) = (self.monitor.rank, self.monitor.world);
         self.exchange(members, at, &[], true)?;
         let (size, most) = (to.dtype().size_in_bytes(), ranges.iter().map(Range::len).max().unwrap_or(0));
@@ -215,7 +215,7 @@ impl Comm for Processes {
             }
             round.clear();
         }
-        Ok(PendingCopy::over())
+        Ok(PendingTransfer::over())
     }
 
     fn exchange_among(
@@ -224,7 +224,7 @@ impl Comm for Processes {
         at: At,
         out: &[Piece],
         into: &[Piece],
-    ) -> Result<PendingCopy> {
+    ) -> Result<PendingTransfer> {
         self.exchange(members, at, &[], true)?;
         let bytes = size_of::<f32>() * self.piece(members);
         // Values of a piece in one round, the same on both sides.
@@ -263,7 +263,7 @@ impl Comm for Processes {
             }
             round.clear();
         }
-        Ok(PendingCopy::over())
+        Ok(PendingTransfer::over())
     }
 
     fn received(&self) -> &Received {

@@ -208,11 +208,11 @@ fn monitors(all: &Processes, hosts: &[String], about: String) -> Result<Result<C
     let one_machine = hosts.iter().all(|h| *h == hosts[0]);
     let to = SocketAddr::from((if one_machine { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED }, 0));
     let key = Key::random();
-    let listener =
+    let opened =
         key.and_then(|key| Ok((Listener::new(listener::listen(to, 0, one_machine)?, key, world), key)));
-    let port = listener.and_then(|(listener, key)| Ok((listener.port()?, listener, key)));
-    let (port, mut listener, key) = match port {
-        Ok(listener) => listener,
+    let opened = opened.and_then(|(listener, key)| Ok((listener.port()?, listener, key)));
+    let (port, mut listener, key) = match opened {
+        Ok(opened) => opened,
         Err(why) => return Ok(Err(why)),
     };
     all.exchange(&all.everyone(), START, &[&port.to_ne_bytes(), key.bytes()].concat(), false)?;

@@ -73,7 +73,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// The source for a meeting at `port` of this machine, or of several machines.
+    /// The source for a rendezvous at `port` of this machine, or of several machines.
     ///
     /// # Errors
     /// Several machines and no `FT_KEY`; a short `FT_KEY`; no folder for a file.

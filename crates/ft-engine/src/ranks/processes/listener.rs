@@ -47,7 +47,7 @@ pub fn listen(to: SocketAddr, port: u16, one_machine: bool) -> Result<TcpListene
 }
 
 impl Listener {
-    /// Opens the door for a world of this size.
+    /// A listener for a world of this size.
     pub fn new(listener: TcpListener, key: Key, world: usize) -> Self {
         Self { listener, key, callers: VecDeque::new(), most: world + SPARE, strangers: None }
     }

@@ -2,7 +2,7 @@
 //!
 //! Rank 0 listens at the host and port of the launcher; under MPI it chooses a port and sends it by MPI. The
 //! connections of the registration then carry the liveness messages. Without MPI, all pairs of ranks connect
-//! once more, for values. All connections begin with a proof of the key ([`super::link`]), and the meeting has
+//! once more, for values. All connections begin with a proof of the key ([`super::link`]), and the rendezvous has
 //! one deadline.
 
 use super::key::{Key, Source};
@@ -34,7 +34,7 @@ pub type Connections = Vec<Option<TcpStream>>;
 enum Hello {
     /// To rank 0: registration.
     Register(Registration),
-    /// To a lower rank: a connection for values, with the meeting's number and the sender's rank.
+    /// To a lower rank: a connection for values, with the rendezvous's number and the sender's rank.
     Peer([u8; 32], usize),
 }
 
@@ -323,7 +323,7 @@ mod tests {
     use super::*;
     use std::io::{Read, Write};
 
-    /// A door on a free port of loopback, its key and address.
+    /// A listener on a free port of loopback, its key and address.
     fn opened(world: usize) -> (Listener, Key, SocketAddr) {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let key = Key::random().expect("a key");
@@ -370,7 +370,7 @@ mod tests {
         assert!(all.join().expect("no panic").is_some_and(|why| why.contains("two processes are rank 1")));
     }
 
-    /// Callers without the key, more than the door hears at once, all of them open until the ranks have met.
+    /// Callers without the key, more than the listener hears at once, all of them open until the ranks have met.
     #[test]
     fn strangers_neither_end_nor_stall_a_start() {
         let (mut listener, key, at) = opened(2);

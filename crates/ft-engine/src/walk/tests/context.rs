@@ -3,7 +3,7 @@
 use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
 use crate::model::batch::Sharers;
-use crate::model::context_shard::{ContextShard, Fault};
+use crate::model::context_parallel::{ContextParallel, Fault};
 use crate::ranks::{self, At, Axis, Comm, Mesh};
 use ft_data::{Micro, segments};
 use std::ops::Range;
@@ -71,16 +71,16 @@ impl<'a> Setting<'a> {
         let m = self.micro()?;
         let rank = |comm: ranks::Threads| -> Result<Option<Step>> {
             let (d, p) = self.case.build(&self.selection, None)?;
-            let mut context_shard = ContextShard::new(&comm, &m.docs, all.to_vec());
-            context_shard.fault = fault;
-            let part = m.part(context_shard.own());
+            let mut context_parallel = ContextParallel::new(&comm, &m.docs, all.to_vec());
+            context_parallel.fault = fault;
+            let part = m.part(context_parallel.own());
             let own = [part.micro.ids.len()];
             let host = HostBatch { docs: &own, ..Self::host(&part.micro) };
             let step = match part.tokens.is_empty() {
                 true => None,
                 false => {
                     let batch = Batch::new(&d.config, host, (40, 7), RANDOM, CPU)?;
-                    let batch = batch.among(Arc::new(context_shard), part.tokens, part.targets);
+                    let batch = batch.among(Arc::new(context_parallel), part.tokens, part.targets);
                     let active = (0..all.len()).filter(|r| !all[*r].is_empty()).collect();
                     let batch = match fault {
                         Some(Fault::Counts) => batch,
@@ -211,13 +211,13 @@ fn losses_have_the_bits_of_one_rank() -> Result<()> {
     for count in [2, 3, 4] {
         let all = segments(&m.docs, count);
         let rank = |comm: ranks::Threads| -> Result<Vec<(u32, f64)>> {
-            let context_shard = ContextShard::new(&comm, &m.docs, all.clone());
-            let part = m.part(context_shard.own());
+            let context_parallel = ContextParallel::new(&comm, &m.docs, all.clone());
+            let part = m.part(context_parallel.own());
             let own = [part.micro.ids.len()];
             let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
             let (d, _) = case.build(&Selection::frozen(&case.config), None)?;
             let batch = Batch::new(&d.config, host, (0, 0), None, CPU)?;
-            let batch = batch.among(Arc::new(context_shard), part.tokens, part.targets.clone());
+            let batch = batch.among(Arc::new(context_parallel), part.tokens, part.targets.clone());
             let losses = loss::on_host(Walk::new(&d, None, 0).eval(&batch)?)?.concat();
             comm.all_gather_bytes(At::all("the end"), &[], true)?;
             Ok(part.targets.into_iter().zip(losses).collect())
@@ -242,13 +242,13 @@ fn a_rank_lost_in_an_exchange_is_named() -> Result<()> {
     let rank = |comm: ranks::Threads| -> Option<ranks::Error> {
         let (d, p) = case.build(&setting.selection, None).ok()?;
         let group = ranks::Group::new(&comm, &mesh, Axis::Context);
-        let mut context_shard = ContextShard::new(&group, &m.docs, vec![vec![0..9], vec![9..tokens]]);
-        context_shard.fault = (comm.rank() == 3).then_some(Fault::Lost);
-        let part = m.part(context_shard.own());
+        let mut context_parallel = ContextParallel::new(&group, &m.docs, vec![vec![0..9], vec![9..tokens]]);
+        context_parallel.fault = (comm.rank() == 3).then_some(Fault::Lost);
+        let part = m.part(context_parallel.own());
         let own = [part.micro.ids.len()];
         let host = HostBatch { docs: &own, ..Setting::host(&part.micro) };
         let batch = Batch::new(&d.config, host, (0, 0), None, CPU).ok()?;
-        let done = setting.walk(&d, &p, &batch.among(Arc::new(context_shard), part.tokens, part.targets));
+        let done = setting.walk(&d, &p, &batch.among(Arc::new(context_parallel), part.tokens, part.targets));
         if done.is_ok() {
             // The ranks of the other group have got this far.
             comm.all_gather_bytes(At::all("the end"), &[], true).err()?;

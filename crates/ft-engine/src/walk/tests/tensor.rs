@@ -2,7 +2,7 @@
 
 use super::among::{assert_heard, gradients_apart, on_ranks};
 use super::*;
-use crate::model::token_shard::{Fault, TokenShard, parts};
+use crate::model::sequence_parallel::{Fault, SequenceParallel, parts};
 use crate::params::buffers::Split;
 use crate::ranks::{self, At, Axis, Comm, Group as Ranks, Mesh};
 use ft_data::Micro;
@@ -70,7 +70,8 @@ impl<'a> Setting<'a> {
         let part = m.part(&[if own.is_empty() { 0..1 } else { own.clone() }]);
         let targets = if own.is_empty() { Vec::new() } else { part.micro.targets };
         let micro = Micro { targets, ..part.micro };
-        let cut = TokenShard::new(comm, all.to_vec(), self.input(m, &m.docs)?.context).with_fault(fault);
+        let cut =
+            SequenceParallel::new(comm, all.to_vec(), self.input(m, &m.docs)?.context).with_fault(fault);
         let batch = self.input(&micro, &[micro.ids.len()])?;
         let numbers = if own.is_empty() { Vec::new() } else { part.targets };
         self.walk(d, p, &batch.cut(cut, part.tokens, numbers))

@@ -24,9 +24,9 @@ use std::process::Command;
 /// GPU architectures: compute capability, warps per SM, blocks per SM, shared memory per SM in KiB.
 const CARDS: [(u32, usize, usize, usize); 4] =
     [(80, 64, 32, 164), (86, 48, 16, 100), (89, 48, 24, 100), (90, 64, 32, 228)];
-/// Later architectures with machine code in the binary (build.rs): no spills, without a table. On 12.0 a few kernels
-/// spill up to 80 bytes a thread (docs/lab/gpu.md).
-const LATER: [u32; 2] = [100, 103];
+/// Later architectures with machine code in the binary (build.rs), without a table: most bytes that a thread spills
+/// (docs/lab/gpu.md).
+const LATER: [(u32, usize); 3] = [(100, 0), (103, 0), (120, 80)];
 /// Shared memory reserved by the driver per block.
 const RESERVED: usize = 1024;
 
@@ -91,8 +91,8 @@ fn before(line: &str, word: &str) -> usize {
 /// Assembles a source for an architecture. Returns registers and static shared memory of each kernel.
 ///
 /// # Panics
-/// A kernel spills registers, or has an array in local memory.
-fn assembled(ptx: &Path, architecture: u32, cubin: &Path) -> Vec<(String, usize, usize)> {
+/// A kernel spills more than `most` bytes of registers, or has an array in local memory.
+fn assembled(ptx: &Path, (architecture, most): (u32, usize), cubin: &Path) -> Vec<(String, usize, usize)> {
     let mut ptxas = assembler();
     ptxas.args(["-v", "-O3", &format!("-arch=sm_{architecture}"), "-o"]).arg(cubin).arg(ptx);
     let (mut name, mut out) = ("", Vec::new());
@@ -103,7 +103,7 @@ fn assembled(ptx: &Path, architecture: u32, cubin: &Path) -> Vec<(String, usize,
         } else if line.contains("bytes stack frame") {
             let lost =
                 ["stack frame", "spill stores", "spill loads"].map(|w| before(line, &format!(" bytes {w}")));
-            assert_eq!(lost, [0; 3], "{name} on {architecture}: {line}");
+            assert!(lost.iter().all(|bytes| *bytes <= most), "{name} on {architecture}: {line}");
         } else if line.contains("Used ") && line.contains(" registers") {
             out.push((name.to_string(), before(line, " registers"), before(line, " bytes smem")));
         }
@@ -124,9 +124,9 @@ fn tables() -> [String; 2] {
         let text = isa::lowered(&std::fs::read_to_string(&ptx).expect("PTX"));
         std::fs::write(&ptx, &text).expect("PTX");
         let cubin = dir.path().join("out.cubin");
-        LATER.iter().for_each(|architecture| drop(assembled(&ptx, *architecture, &cubin)));
+        LATER.iter().for_each(|later| drop(assembled(&ptx, *later, &cubin)));
         for (i, (card, ..)) in CARDS.iter().enumerate() {
-            for (name, registers, shared) in assembled(&ptx, *card, &cubin) {
+            for (name, registers, shared) in assembled(&ptx, (*card, 0), &cubin) {
                 let k = kernels.entry(name).or_default();
                 (k.registers[i], k.shared) = (registers, shared);
             }

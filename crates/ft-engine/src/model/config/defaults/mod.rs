@@ -29,7 +29,7 @@ pub(super) fn completed(family: &Family, raw: &Map<String, Value>) -> Map<String
 }
 
 /// Families with a default of key heads whose classes read null as the number of query heads.
-const NULL_IS_HEADS: [&str; 3] = ["qwen2", "qwen3", "smollm3"];
+const NULL_IS_HEADS: [&str; 7] = ["gpt_oss", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "smollm3"];
 
 /// Whether null is no value of a size of heads with a default: transformers refuses it, or fails later.
 fn takes_no_null(family: &Family, key: &str) -> bool {

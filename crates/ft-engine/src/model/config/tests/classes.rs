@@ -75,8 +75,6 @@ fn null_heads_are_those_of_the_class() -> Result<()> {
         ("glm4", "head_dim"),
         ("qwen3_5_text", "head_dim"),
         ("qwen3_next", "head_dim"),
-        ("mistral", "num_key_value_heads"),
-        ("gpt_oss", "num_key_value_heads"),
         ("qwen3_moe", "num_key_value_heads"),
         ("gemma3_text", "num_key_value_heads"),
     ] {

@@ -1,4 +1,5 @@
-//! Tensor parallelism: matrices over the ranks of a group, and the tokens of a micro-batch around them.
+//! Tensor parallelism with sequence parallelism: matrices over the ranks of a group, and the tokens of a micro-batch
+//! around them.
 //!
 //! The residual stream is split by tokens. An all-gather of tokens precedes a block with cut matrices, whose heads or
 //! columns are split; a reduce-scatter follows, which sums in rank order, in f32 (Korthikanti et al., 2022). The
@@ -16,7 +17,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens of a micro-batch over a tensor group.
-pub struct TokenShard<'a> {
+pub struct SequenceParallel<'a> {
     /// Ranks of the group; `None` in a plan.
     comm: Option<&'a dyn Comm>,
     /// This rank in the group.
@@ -107,13 +108,13 @@ pub fn parts(tokens: usize, ranks: usize) -> Vec<Range<usize>> {
     (0..ranks).map(|r| tokens * r / ranks..tokens * (r + 1) / ranks).collect()
 }
 
-impl<'a> TokenShard<'a> {
+impl<'a> SequenceParallel<'a> {
     /// Tokens by rank of the tensor group `comm`, with the context of all.
     pub fn new(comm: &'a dyn Comm, parts: Vec<Range<usize>>, whole: Context<'a>) -> Self {
         Self::with(Some(comm), comm.rank(), parts, whole)
     }
 
-    /// As [`TokenShard::new`], of the rank with the most tokens in a plan.
+    /// As [`SequenceParallel::new`], of the rank with the most tokens in a plan.
     pub fn planned(tokens: usize, ranks: usize, whole: Context<'a>) -> Self {
         Self::with(None, ranks - 1, parts(tokens, ranks), whole)
     }
@@ -241,7 +242,7 @@ impl<'a> TokenShard<'a> {
     }
 }
 
-impl std::fmt::Debug for TokenShard<'_> {
+impl std::fmt::Debug for SequenceParallel<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "tokens {:?}, of rank {}", self.parts, self.me)
     }

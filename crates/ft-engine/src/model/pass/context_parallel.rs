@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Segments of a micro-batch over a context group.
-pub struct ContextShard<'a> {
+pub struct ContextParallel<'a> {
     /// Ranks of the group; `None` in a plan.
     comm: Option<&'a dyn Comm>,
     /// This rank in the group.
@@ -106,7 +106,7 @@ impl Outputs {
         Self { o: saved.o.clone(), parts: vec![saved], keys: None }
     }
 
-    /// Drops what [`ContextShard::backward`] fetches again.
+    /// Drops what [`ContextParallel::backward`] fetches again.
     pub fn drop_keys(&mut self) {
         self.keys = None;
     }
@@ -228,13 +228,13 @@ impl Plan {
     }
 }
 
-impl<'a> ContextShard<'a> {
+impl<'a> ContextParallel<'a> {
     /// Segments of a micro-batch with documents of these lengths. `comm` is the context group.
     pub fn new(comm: &'a dyn Comm, docs: &[usize], segments: Vec<Vec<Range<usize>>>) -> Self {
         Self::with(Some(comm), comm.rank(), docs, segments)
     }
 
-    /// As [`ContextShard::new`], of rank `me` in a plan.
+    /// As [`ContextParallel::new`], of rank `me` in a plan.
     pub fn planned(docs: &[usize], segments: Vec<Vec<Range<usize>>>, me: usize) -> Self {
         Self::with(None, me, docs, segments)
     }
@@ -371,7 +371,7 @@ impl<'a> ContextShard<'a> {
     /// gradient of the output `[t, h, c]`. Collective.
     ///
     /// # Errors
-    /// As [`ContextShard::forward`].
+    /// As [`ContextParallel::forward`].
     pub fn backward(
         &self,
         [q, k, v, d_o]: [&Tensor; 4],
@@ -458,12 +458,12 @@ impl<'a> ContextShard<'a> {
     }
 }
 
-impl std::fmt::Debug for ContextShard<'_> {
+impl std::fmt::Debug for ContextParallel<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "segments {:?}, of rank {}", self.segments, self.me)
     }
 }
 
 #[cfg(test)]
-#[path = "across_tests.rs"]
+#[path = "context_parallel_tests.rs"]
 mod tests;

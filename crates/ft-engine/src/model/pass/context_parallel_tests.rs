@@ -39,14 +39,14 @@ fn on_many(
     let whole = inputs(docs)?;
     let rank = |comm: ranks::Threads| -> Result<(Vec<[Vec<f64>; 4]>, u64)> {
         ft_base::memory::place::follow();
-        let context_shard = ContextShard::new(&comm, docs, all.to_vec());
+        let context_parallel = ContextParallel::new(&comm, docs, all.to_vec());
         // All have ended before one leaves.
         let end = || comm.all_gather_bytes(At::all("the end"), &[], true).map_err(candle_core::Error::wrap);
-        if context_shard.own().is_empty() {
+        if context_parallel.own().is_empty() {
             return end().map(|_| (Vec::new(), 0));
         }
         let own = |x: &Tensor| -> Result<Tensor> {
-            let parts = context_shard
+            let parts = context_parallel
                 .own()
                 .iter()
                 .map(|r| x.narrow(0, r.start, r.len()))
@@ -56,7 +56,7 @@ fn on_many(
         let [q, k, v, d_o] = [own(&whole[0])?, own(&whole[1])?, own(&whole[2])?, own(&whole[3])?];
         let none = Sequences::planned(&[], 0);
         let how = Causal { seqs: &none, window, scale: HOW };
-        let mut out = context_shard.forward([&q, &k, &v], &how, 0)?;
+        let mut out = context_parallel.forward([&q, &k, &v], &how, 0)?;
         let o = values(&out.o.values()?);
         assert!(
             out.parts()
@@ -66,7 +66,7 @@ fn on_many(
         if fetch {
             out.drop_keys();
         }
-        let (dq, dk, dv) = context_shard.backward([&q, &k, &v, &d_o], out, &how, 0)?;
+        let (dq, dk, dv) = context_parallel.backward([&q, &k, &v, &d_o], out, &how, 0)?;
         let [dq, dk, dv] = [values(&dq), values(&dk), values(&dv.values()?)];
         let row = |x: &[f64], i: usize, heads: usize| x[i * heads * C..(i + 1) * heads * C].to_vec();
         let t = q.dim(0)?;
