@@ -98,6 +98,8 @@ struct State {
     done: Option<Round>,
     /// Deadline of the current collective.
     deadline: Option<Instant>,
+    /// A failure is being sent to the peers.
+    is_failing: bool,
     /// Cause of the failure, time of the failure, and whether a process died.
     failed: Option<(Error, Instant, bool)>,
     /// Callbacks for a failure.
@@ -133,6 +135,7 @@ impl Monitor {
             peers: (0..world).map(peer).collect(),
             done: None,
             deadline: None,
+            is_failing: false,
             failed: None,
             when_failed: Vec::new(),
             over: false,
@@ -272,16 +275,20 @@ impl Monitor {
     /// Ends the run for all ranks; the first cause is kept. `died` says whether a process is gone.
     pub fn fail(&self, e: Error, died: bool) {
         let mut s = self.lock();
-        if s.over || s.failed.is_some() {
+        if s.over || s.is_failing {
             return;
         }
-        s.failed = Some((e.clone(), Instant::now(), died));
+        s.is_failing = true;
+        drop(s);
+        // Before the failure ends this process: peers that lost it first would name it as the cause.
+        let Error { rank, host, at, why, code, hangs, .. } = e.clone();
+        let at = at.to_string();
+        self.send_all(&Message::Failed(LostRank { rank, host, at, why, code: code as u8, hangs, died }));
+        let mut s = self.lock();
+        s.failed = Some((e, Instant::now(), died));
         call_all(std::mem::take(&mut s.when_failed));
         drop(s);
         self.changed.notify_all();
-        let Error { rank, host, at, why, code, hangs, .. } = e;
-        let at = at.to_string();
-        self.send_all(&Message::Failed(LostRank { rank, host, at, why, code: code as u8, hangs, died }));
     }
 
     /// Leaves after all work is done. The listeners of the peers end.
