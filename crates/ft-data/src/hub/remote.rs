@@ -30,8 +30,8 @@ pub(super) fn download(
     kind: Kind,
     progress: bool,
 ) -> Result<(PathBuf, String), Error> {
-    // Commits are immutable; a cached one needs no request. Other programs may have left files out: those that
-    // change tokens, and with weights those that a result takes along, must be there, or be known as absent.
+    // Commits are immutable: a cached one needs no request. Other programs may have left files out. Files that change
+    // tokens, and with weights the files copied into a result, are present or marked as absent in a complete cache.
     let matters = if kind == Kind::Model(Want::Weights) { optional(kind) } else { of_tokens(kind) };
     if is_commit(&repository.revision)
         && let Ok((dir, commit)) = repository.cached(settings, kind)

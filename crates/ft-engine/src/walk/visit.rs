@@ -184,8 +184,8 @@ impl<'a> Visits<'a> {
         self.visits.get(at).copied().filter(|_| at != self.pause)
     }
 
-    /// Splits the pass in two for a pipeline: other micro-batches run between its forward and its backward visits. No
-    /// visit is announced as next across the pause.
+    /// Splits the pass in two for a pipeline: between the forward and the backward visits, other micro-batches run. The
+    /// last forward visit announces no next visit.
     pub fn pausing(self) -> Self {
         Self { pause: self.visits.iter().filter(|v| !v.is_backward()).count(), ..self }
     }

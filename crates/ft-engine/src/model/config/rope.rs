@@ -189,7 +189,7 @@ fn replaced_in_all(
 /// Names of the key of the type, of transformers 5 and 4.
 const KINDS: [&str; 2] = ["rope_type", "type"];
 
-/// Puts the scaling of overrides into a table. One that names its type replaces the former scaling.
+/// Puts the scaling of overrides into a table. A scaling with a type replaces the former scaling.
 fn rescale(table: &mut Map<String, Value>, overrides: &Map<String, Value>) {
     const UNSCALED: [&str; 4] = [BASE, PARTIAL, "mrope_section", "mrope_interleaved"];
     let Some(scaling) = overrides.get(ROPE_SCALING).and_then(Value::as_object) else { return };

@@ -1,8 +1,8 @@
 //! Context parallelism: the tokens of a micro-batch over the ranks of a group, and the keys that cross.
 //!
-//! A rank has the queries of its segments, and needs the keys and values of all tokens that these see. Keys travel
-//! after norm and rotation. A segment attends like a chunk of a longer prompt: its queries are the last positions of
-//! its key range. In the backward pass, gradients of keys go back to their ranks, which add them in rank order, in f32.
+//! A rank has the queries of its segments, and fetches the keys and values of all visible tokens. Keys travel after
+//! norm and rotation. A segment attends like a chunk of a longer prompt: the last positions of the key range have the
+//! queries. In the backward pass, gradients of keys go back to their ranks, which add them in rank order, in f32.
 
 use super::count_exchange;
 use crate::ranks::{At, Comm};
