@@ -87,7 +87,7 @@ enum Verb {
     Logits(logits::Args),
     /// Write a model in 4 bits (NF4), as bitsandbytes stores it
     Quantize(quantize::Args),
-    /// Show what this machine has, and what ft would use
+    /// Show the devices, memory and libraries of this machine, and the choices of ft
     Doctor,
     /// Measure speed and memory on synthetic rows
     ///

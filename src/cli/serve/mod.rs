@@ -72,8 +72,8 @@ pub struct Args {
     /// Port to listen on; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     port: u16,
-    /// Key that clients must send, on each path but /health; else that of FT_API_KEY. Without one only
-    /// programs of this machine are answered, and no web pages
+    /// API key of all requests but those to /health; by default FT_API_KEY. Without a key only programs of this
+    /// machine are answered, and no web pages
     #[arg(long, value_name = "KEY", visible_alias = "key")]
     api_key: Option<String>,
     /// Name of the model in the API; by default the adapter or the model as given here
