@@ -24,6 +24,8 @@ mod pass;
 mod per_layer;
 pub mod units;
 
+#[cfg(test)]
+pub(crate) use config::tests::tiny_qwen3_5_moe;
 pub use config::{
     Biases, Config, Delta, Error, KeySource, Keys, LayerAttention, LayerInputs, Moe, Result, TOWERS, family,
     modules, rope,

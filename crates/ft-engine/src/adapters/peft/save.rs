@@ -124,20 +124,13 @@ fn plain_lora(selection: &Selection) -> impl Iterator<Item = &Module> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::Config;
+    use crate::model::tiny_qwen3_5_moe;
     use ft_recipe::Recipe;
 
     /// PEFT takes no dropout beside parameters.
     #[test]
     fn dropouts_other_than_the_one_written_are_told() {
-        let config = json!({
-            "model_type": "qwen3_5_moe_text", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-            "head_dim": 8, "vocab_size": 64, "layer_types": ["full_attention"], "num_experts": 2,
-            "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-            "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        });
-        let config = Config::parse("c", config.as_object().expect("an object").clone()).expect("a config");
+        let config = tiny_qwen3_5_moe();
         for (rules, written, other) in [
             ("modules = [\"attention\"]\ndropout = 0.1", 0.1, None),
             ("modules = [\"attention\"]\ndropout = 0.1\n[[train]]\nmodules = [\"mlp\"]", 0.1, Some(0.0)),

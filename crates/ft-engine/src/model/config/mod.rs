@@ -15,7 +15,7 @@ pub mod rope;
 mod rules;
 mod spelling;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod types;
 
 pub use error::{Error, Result};

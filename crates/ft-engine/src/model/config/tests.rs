@@ -4,6 +4,18 @@ use serde_json::{Value, json};
 mod classes;
 mod ropes;
 
+/// A mixture of one layer, whose experts have gate and up in one tensor.
+pub(crate) fn tiny_qwen3_5_moe() -> Config {
+    let raw = json!({
+        "model_type": "qwen3_5_moe_text", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "head_dim": 8, "vocab_size": 64, "layer_types": ["full_attention"], "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    });
+    Config::parse("config.json", raw.as_object().expect("an object").clone()).expect("a config")
+}
+
 fn parse(extra: Value) -> Result<Config> {
     let mut raw = json!({
         "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

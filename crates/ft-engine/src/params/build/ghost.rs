@@ -277,23 +277,15 @@ impl Weights for Ghosts<'_> {
 mod tests {
     use super::*;
     use crate::adapters::Selection;
-    use crate::model::Config;
     use crate::model::decoder::Builder;
     use crate::model::modules::LayerTree;
+    use crate::model::tiny_qwen3_5_moe;
     use ft_recipe::Recipe;
-    use serde_json::json;
 
     /// Gate and up of fused experts have one A, with one gradient.
     #[test]
     fn what_is_shared_in_a_run_is_shared_in_its_plan() -> anyhow::Result<()> {
-        let config = json!({
-            "model_type": "qwen3_5_moe_text", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-            "head_dim": 8, "vocab_size": 64, "layer_types": ["full_attention"], "num_experts": 2,
-            "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-            "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        });
-        let config = Config::parse("c", config.as_object().expect("an object").clone())?;
+        let config = tiny_qwen3_5_moe();
         let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"experts\"]\n\
                     [data]\ntrain = [{ source = \"x\", format = \"text\" }]\n";
         let selection = Selection::from_rules(&config, &Recipe::parse(text, "r.toml", &[])?.train)?;
